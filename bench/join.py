@@ -15,12 +15,11 @@ from pathlib import Path
 import harness
 
 from broker.contract import JoinTimes
-from common.config.schema import Config
 from common.errors import SlipstreamError
 from common.json_lines import read_jsonl
 from common.process.run_dir import RunDir
 from launch.observe.observation import observe
-from launch.resolve_target import config_of
+from launch.resolve_target import Target
 from tests.integration.jobs.job_rig import Command, make_assets, until
 
 STAGES = ("registered", "engine", "staged", "active", "leased", "delivered")
@@ -28,10 +27,10 @@ NAMES = {"leased": "lease", "delivered": "first_group"}  # stages that have othe
 WARM_STEPS = 5  # trained before the first node is added
 
 
-def times_of(run: RunDir, node_id: str, config: Config | None) -> JoinTimes | None:
+def times_of(job: Target, node_id: str) -> JoinTimes | None:
     """The times of a node that has delivered its first group; None before."""
     try:
-        nodes = observe(run, config=config).status.nodes
+        nodes = observe(job).status.nodes
     except SlipstreamError:
         return None
     return next((n.report.joined for n in nodes if n.report.node_id == node_id and n.report.joined.delivered), None)
@@ -49,9 +48,10 @@ def stages(times: JoinTimes) -> dict[str, float]:
 
 def join(run: RunDir, node_id: str) -> dict[str, float]:
     """Add one node, wait for its first group, let it leave."""
-    address, config = observe(run).status.address, config_of(run)  # read once: each poll would read it again
+    job = Target(run)
+    address = observe(job).status.address
     with Command(run.path, node_id, "rollout", "--join", address, "--node-id", node_id) as node:
-        times = until("the first group", lambda: times_of(run, node_id, config), node)
+        times = until("the first group", lambda: times_of(job, node_id), node)
         node.drain()
     return stages(times)
 

@@ -265,15 +265,17 @@ def steady_s(outcome: Outcome) -> float:
     return (ends[last] - ends[first]) / (last - first)
 
 
-def predict(nodes: int, staleness: Sequence[int], steps: int, heavy: float = 1.2) -> list[dict[str, object]]:
+def predict(
+    nodes: int, staleness: Sequence[int], steps: int, heavy: float = 1.2, fleet: Speeds = FLEET
+) -> list[dict[str, object]]:
     """A fleet of `nodes` whose step takes as many groups as run at once; the learner grows with the fleet."""
     concurrency, size = 64, 8
     setup = Setup(nodes, concurrency, max(1, nodes * concurrency // size), size, 0, steps)
     lengths = pareto(size, heavy, 300.0, 16384)
     mean = sum(sum(map(sum, lengths(s))) for s in range(2000)) / (2000 * size)
-    tokens_per_s = concurrency / seconds_at(FLEET.step_s, concurrency)
+    tokens_per_s = concurrency / seconds_at(fleet.step_s, concurrency)
     full_s = concurrency * mean / tokens_per_s  # generation of one step on engines that are always full
-    speeds = replace(FLEET, train_s=LEARNER_SHARE * full_s)
+    speeds = replace(fleet, train_s=LEARNER_SHARE * full_s)
     synchronous = steady_s(simulate(setup, speeds, lengths))
     found: list[dict[str, object]] = []
     for bound in staleness:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from broker.contract import BrokerStatus
-from broker.messaging.client_methods import LearnerBroker, NodeBroker, ObserverBroker
+from broker.messaging.client_methods import LearnerBroker, NodeBroker
 from common.config.redis_address import is_redis
 from common.errors import BrokerUnreachable, UsageError
 from common.security.credentials import Role, curve_credentials, load_credential
@@ -40,9 +40,9 @@ def connect_node(access: Access) -> NodeBroker:
     return AsyncBrokerClient(access.address, **_options(access))
 
 
-def connect_observer(address: str, timeout_s: float, credentials: str | None) -> ObserverBroker:
-    """A connection that asks; its calls raise BrokerUnreachable after `timeout_s`. Raises as `connect`."""
-    return connect(Access(address=address, role="observer", deadline_s=timeout_s, retry_s=0.5, credentials=credentials))
+def connect_observer(address: str, timeout_s: float, credentials: str | None, role: Role = "observer") -> LearnerBroker:
+    """A connection of a command; its calls raise BrokerUnreachable after `timeout_s`. Raises as `connect`."""
+    return connect(Access(address=address, role=role, deadline_s=timeout_s, retry_s=0.5, credentials=credentials))
 
 
 def ask_status(address: str, timeout_s: float, credentials: str | None = None) -> BrokerStatus:

@@ -33,6 +33,7 @@ from common.wire_types import Finite, Name, Seconds, StepNumber, Tally, Text, Ve
 
 LOST_AFTER_S = 10.0  # a learner unseen for longer is lost; it reports about once a second
 LEARNER_ENDED = ("done", "drained", "failed")  # states after which a learner says nothing more
+NODE_AWAY = ("starting", "joining", "draining", "excluded")  # states of a node that takes no task
 
 
 class RunInfo(msgspec.Struct, frozen=True):
@@ -120,6 +121,7 @@ class LearnerReport(msgspec.Struct, frozen=True):
     groups_missing: Tally = 0  # that the current step waits for, those that are ready included
     deliveries: Annotated[list[Delivery], Meta(max_length=64)] = []  # the oldest ones that are under way
     deliveries_waiting: Tally = 0  # all that are under way
+    host: Text = ""  # the lead rank's machine
 
 
 class Attached(msgspec.Struct, frozen=True):
@@ -128,6 +130,55 @@ class Attached(msgspec.Struct, frozen=True):
     next_serial: int  # one past the highest serial ever offered
     store_id: str = ""  # a changed id means that the broker has lost its state
     committed_step: int = -1  # highest one, -1 for none; the groups of steps up to it are gone
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A machine of a round of the learner. The first one's endpoint is where the ranks meet."""
+
+    machine: Name
+    host: Text
+    address: Text
+    endpoint: Text
+
+
+class MachineReport(msgspec.Struct, frozen=True):
+    """The report of a launcher of learner ranks, sent about once a second and at every change."""
+
+    machine: Name  # random per launcher
+    host: Text
+    address: Text  # its ranks use this interface address
+    endpoint: Text  # HOST:PORT of the rendezvous store that it has bound
+    facts: Annotated[dict[Name, Text], Meta(max_length=64)]  # that must be the same on every machine
+    round: Tally = 0  # the one that its ranks belong to, or belonged to last; 0: none
+    members: Annotated[list[Member], Meta(max_length=1 << 12)] = []  # the machines of that round
+    running: bool = False  # whether ranks run here
+    exit_code: int = 0  # the ranks' own, once they have ended; 1 when the launcher killed them
+    reason: Text = ""  # for an exit code that no rank gave
+    leaving: bool = False  # it was told to stop
+    wanted: Tally = 1  # learner.machines
+    max_restarts: Tally = 0  # failed rounds after which the job fails
+
+
+class Assembly(msgspec.Struct, frozen=True):
+    """The order to a launcher of learner ranks: run the ranks of `round`, or end those that run and wait."""
+
+    round: Tally = 0  # 0: none that this machine belongs to
+    members: list[Member] = []  # the machines of the round
+    drain: bool = False  # a machine of the round was told to stop: the learner writes a checkpoint and leaves
+    exit_code: int | None = None  # the launcher ends with this code
+    reason: str = ""
+    active: bool = False  # a round runs, of other machines when `round` is 0
+    machines: int = 0  # that are here
+
+
+class MachineStatus(msgspec.Struct, frozen=True):
+    """A machine of the learner."""
+
+    host: str
+    address: str
+    state: str  # waiting | running | leaving
+    index: int  # its place in the round, -1 outside
+    last_seen_s: float
 
 
 class JoinTimes(msgspec.Struct, frozen=True):
@@ -176,6 +227,9 @@ class HeartbeatReply(msgspec.Struct, frozen=True):
     weights_address: str = ""
     learner_incarnation: int = 0
     drain: bool = False
+    # These two are also in the answer to a learner's report, which is None when neither is asked for.
+    stop: bool = False  # drain as on SIGTERM
+    log_rank: int = -1  # the rank (0 for a node) whose log's end the next message brings; -1: none
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -222,6 +276,16 @@ class BrokerStatus(msgspec.Struct, frozen=True):
     waste: WasteByReason = {}  # sum over all nodes that ever joined; the learner's own is in `learner`
     store: StoreStatus | None = None  # None: nothing outlives the broker
     full: bool = False  # `max_bytes` is reached: only what the learner's next take needs is leased
+    machines: list[MachineStatus] = []  # where the learner has several; spare ones included
+    machines_wait: str = ""  # why no round of them runs
+    stopping: bool = False  # `slipstream stop`: nothing is leased, and the broker ends when the others have left
+
+    @property
+    def present(self) -> list[str]:
+        """The learner, its machines and the nodes that have neither left nor fallen silent."""
+        gone = self.learner is None or self.learner.state in (*LEARNER_ENDED, "lost")
+        machines = [machine.host for machine in self.machines if machine.last_seen_s <= LOST_AFTER_S]
+        return ["learner"] * (not gone) + machines + [node.report.node_id for node in self.nodes if node.alive]
 
 
 class LedgerEntry(msgspec.Struct, frozen=True):

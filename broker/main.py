@@ -11,7 +11,9 @@ from typing import Any
 
 from broker.connect import Access, connect
 from broker.contract import RunInfo
+from broker.diagnosis.broker_signs import BrokerSigns
 from broker.journal.recovery import open_memory
+from broker.journal.redis_store.keys import Leader
 from broker.journal.redis_store.leading import Leading
 from broker.journal.run_folder import RunFolder
 from broker.journal.store import StoreFenced, StoreUnavailable
@@ -20,7 +22,7 @@ from broker.server.server import BrokerServer
 from broker.server.standby import Standby
 from common.config.schema import Config
 from common.errors import EXIT_DONE, BrokerError, BrokerUnreachable, UsageError
-from common.process.lifecycle import alive
+from common.process.health import serving_health
 from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
 from common.security.credentials import curve_credentials
@@ -43,26 +45,32 @@ def run_broker(config: Config, config_json: bytes) -> int:
     keep_freed_memory(one_heap=True)
     run_dir = Path(config.run.dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    run = run_info(config, config_json)
-    if config.broker.store == "file":
-        refuse_second_broker(run_dir, config.broker.credentials)
-        lead(config, run, config.broker.addresses)
+    run, signs = run_info(config, config_json), BrokerSigns()
+    with serving_health(config.telemetry.health_port, signs):
+        if config.broker.store == "file":
+            refuse_second_broker(run_dir, config.broker.credentials)
+            lead(config, run, config.broker.addresses, signs)
+            return EXIT_DONE
+        Leading(config, run.run_dir).await_server()
+        while stand_by_and_lead(config, run, signs):
+            pass
         return EXIT_DONE
-    Leading(config, run.run_dir).await_server()
-    while stand_by_and_lead(config, run):
-        pass
-    return EXIT_DONE
 
 
-def stand_by_and_lead(config: Config, run: RunInfo) -> bool:
+def stand_by_and_lead(config: Config, run: RunInfo, signs: BrokerSigns) -> bool:
     """Lead once no other broker does; returns whether the lead was lost, otherwise this broker was stopped."""
     leading = Leading(config, run.run_dir)
     standby = Standby(config.broker, Path(config.run.dir), candidates(config.broker.addresses, leading.seen.address))
+
+    def take() -> Leader | None:
+        signs.show("standing by", False)
+        return leading.take(standby.address)
+
     try:
         with stopping_on_signals(standby):
-            leads = standby.run(lambda: leading.take(standby.address))
+            leads = standby.run(take)
         if leads:
-            lead(config, run, [standby.bound], leading)
+            lead(config, run, [standby.bound], signs, leading)
         return False
     except (StoreFenced, StoreUnavailable) as error:
         logger.error("this broker no longer leads and stands by again: %s", error)
@@ -72,7 +80,9 @@ def stand_by_and_lead(config: Config, run: RunInfo) -> bool:
         standby.release()
 
 
-def lead(config: Config, run: RunInfo, addresses: Sequence[str], leading: Leading | None = None) -> None:
+def lead(
+    config: Config, run: RunInfo, addresses: Sequence[str], signs: BrokerSigns, leading: Leading | None = None
+) -> None:
     """Serve until a signal, and write the run folder.
 
     Raises as `run_broker`; also StoreFenced when another broker leads by now, and StoreUnavailable when Redis is away.
@@ -86,11 +96,17 @@ def lead(config: Config, run: RunInfo, addresses: Sequence[str], leading: Leadin
         at_end.callback(memory.close)
         if memory.journal is not None:
             addresses = candidates(addresses, memory.journal.store.address)
+
+        def tick() -> None:
+            files.tick()
+            if config.telemetry.health_port:
+                signs.tick(memory.state.status)
+
         server = BrokerServer(
             memory.state,
             addresses,
             config.broker.max_message_bytes,
-            files.tick,
+            tick,
             curve_credentials(config.broker.credentials),
             files.path / QUARANTINE,
             memory.journal,
@@ -124,7 +140,7 @@ def run_info(config: Config, config_json: bytes) -> RunInfo:
 def refuse_second_broker(run_dir: Path, credentials: str | None = None) -> None:
     """Raise UsageError when RUN/broker.json names a broker that is alive, also one with other keys."""
     known = RunDir(run_dir).broker()
-    if known is None or not alive(known.pid):
+    if known is None or known.ended:
         return
     who = f"process {known.pid}, {known.address}"
     try:

@@ -1,6 +1,8 @@
 """Files with one JSON object per line: datasets, metrics and events. A killed writer may leave a torn last line."""
 
 import errno
+import importlib
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -73,23 +75,50 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return list(lines_of(path.read_bytes(), dict[str, Any])) if path.exists() else []
 
 
-def dataset_rows(path: Path, key: str) -> Iterator[tuple[int, bytes]]:
-    """(line number from 1, line) of a dataset, each checked to be a JSON object; blank lines are passed over.
+def dataset_files(path: Path) -> list[Path]:
+    """The files of a dataset: `path`, or those that its last part, a pattern, matches, sorted by name."""
+    return [path] if "*" not in path.name else sorted(path.parent.glob(path.name))
 
-    Raises UsageError, naming `key`, the file and the line; also when there is no row at all.
+
+def dataset_rows(path: Path, key: str) -> Iterator[tuple[str, bytes]]:
+    """('PATH line N', JSON object in one line) of every row of a dataset; blank lines are passed over.
+
+    A row of a parquet file is written as Python's json.dumps writes it, so a JSONL file that json.dumps wrote has the
+    same bytes. Raises UsageError, naming `key`, the file and the line; also when there is no row at all.
     """
     found = False
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if text := line.strip():
-                    _check_object(text, f"{key}: {path} line {number}")
-                    found = True
-                    yield number, text
-    except OSError as error:
-        raise UsageError(f"{key}: cannot read {path}: {error.strerror or error}") from None
+    for file in dataset_files(path):
+        try:
+            for number, line in _parquet_lines(file, key) if file.suffix == ".parquet" else _lines(file):
+                where = f"{file} line {number}"
+                _check_object(line, f"{key}: {where}")
+                found = True
+                yield where, line
+        except OSError as error:
+            raise UsageError(f"{key}: cannot read {file}: {error.strerror or error}") from None
     if not found:
         raise UsageError(f"{key}: {path} has no rows")
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if text := line.strip():
+                yield number, text
+
+
+def _parquet_lines(file: Path, key: str) -> Iterator[tuple[int, bytes]]:
+    try:
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+    except ModuleNotFoundError:
+        raise UsageError(f"{key}: {file} needs pyarrow, which is not installed here; pip install pyarrow") from None
+    number = 0
+    try:
+        batches = parquet.ParquetFile(file).iter_batches(batch_size=1024)
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+            yield number, json.dumps(row, allow_nan=False).encode()
+    except (ValueError, TypeError, NotImplementedError) as error:  # pyarrow's, and json's for dates and bytes
+        raise UsageError(f"{key}: {file} cannot be read after row {number}: {error}") from None
 
 
 def _check_object(text: bytes, where: str) -> None:

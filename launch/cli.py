@@ -18,7 +18,7 @@ DESCRIPTION = """Asynchronous GRPO: a Megatron learner, an elastic fleet of vLLM
 
 CONFIG is a YAML file; key.path=value words after it override single keys, for example
   slipstream up configs/quickstart.yaml run.seed=2 staleness.max=0
-RUN is the folder of a run (run.dir), or the config file that names it.
+RUN is the folder of a run (run.dir), or the config file that names it. ADDRESS is its broker's, tcp://HOST:PORT.
 In the repository docs/README.md lists the pages, docs/config.md every key."""
 
 HANDLERS = {
@@ -30,13 +30,18 @@ HANDLERS = {
     "plan": "launch.plan.plan:command",
     "eval": "launch.up.roles:evaluate",
     "doctor": "launch.doctor.doctor:command",
+    "preflight": "launch.cluster.preflight.preflight:command",
     "status": "launch.observe.status:command",
     "top": "launch.observe.status:top",
     "report": "launch.results.report:command",
     "ledger": "launch.observe.ledger:command",
+    "logs": "launch.observe.logs:command",
+    "stop": "launch.up.stop:command",
     "export": "launch.results.export:command",
     "replay": "launch.results.replay:command",
     "keys": "launch.keys:command",
+    "slurm": "launch.cluster.slurm.submit:command",
+    "scale": "launch.cluster.slurm.scale:command",
 }
 # packages that not every role has, and the environments of launch/setup.sh that have them
 PACKAGES = {"torch": "cpu|learner|rollout", "megatron": "cpu|learner", "vllm": "cpu|rollout", "transformers": "cpu"}
@@ -76,11 +81,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; overrides may stand before and after options. Exits with code 2 on bad usage."""
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
+    if args.command == "logs" and args.role is None and len(rest) == 1 and not rest[0].startswith("-"):
+        args.role = rest.pop()  # it stood after an option
     if rest:
         if not hasattr(args, "overrides") or any(word.startswith("-") or "=" not in word for word in rest):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         args.overrides = [*args.overrides, *rest]
-    if args.command == "rollout" and args.config and "=" in args.config and not os.path.exists(args.config):
+    if (
+        args.command in ("learner", "rollout")
+        and args.config
+        and "=" in args.config
+        and not os.path.exists(args.config)
+    ):
         args.overrides = [args.config, *args.overrides]
         args.config = None
     return args
@@ -94,6 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_job_commands(commands)
     _add_observing_commands(commands)
+    _add_slurm_commands(commands)
     keys = _command(commands, "keys", "CURVE keys for broker.credentials; only ever adds to an existing folder")
     keys.epilog = "docs/security.md says which file belongs where."
     keys.add_argument("dir", metavar="DIR", help="the key folder, made when it is missing")
@@ -108,6 +121,7 @@ RUN_OR_CONFIG = "a run's folder, or a config file"
 SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
     "config": {"metavar": "CONFIG", "help": "YAML file"},
     "run": {"metavar": "RUN", "help": "a run's folder, or the config file that names it"},
+    "--credentials": {"metavar": "PATH", "help": "key folder or credential file (broker.credentials)"},
     "overrides": {"metavar": "key=value", "nargs": "*", "default": (), "help": "override one key"},
     "--json": {"action": "store_true", "help": "machine-readable"},
     "--plain": {"action": "store_true", "help": "one line now and then instead of the live view"},
@@ -118,7 +132,7 @@ def _command(commands: Commands, name: str, text: str, *shared: str, **config: s
     """A command with these arguments of SHARED; `config` changes the looks of its first one."""
     parser = commands.add_parser(name, help=text, description=text)
     for argument in shared:
-        parser.add_argument(argument, **SHARED[argument] | (config if argument == "config" else {}))
+        parser.add_argument(argument, **SHARED[argument] | (config if argument in ("config", "run") else {}))
     return parser
 
 
@@ -128,16 +142,15 @@ def _add_job_commands(commands: Commands) -> None:
         commands, "up", "broker, learner and nodes on this machine, one live view, one clean stop", *job, "--plain"
     )
     _command(commands, "broker", "the broker of a job; with broker.store redis it may stand by", *job)
-    _command(commands, "learner", "the learner of a job (starts its ranks under torchrun)", *job)
-    rollout = _command(commands, "rollout", "one rollout node", *job, nargs="?")
-    rollout.add_argument(
-        "--join", metavar="ADDRESS", help="broker of a running job: tcp://HOST:PORT; several with commas between them"
-    )
+    text = "the learner of a job, or one of its machines (starts its ranks under torchrun)"
+    learner = _command(commands, "learner", text, *job, "--credentials", nargs="?")
+    rollout = _command(commands, "rollout", "one rollout node", *job, "--credentials", nargs="?")
     rollout.add_argument("--node-id", metavar="ID", help="name of this node, unique in the job (default: host-pid)")
-    rollout.add_argument(
-        "--join-timeout-s", metavar="S", type=float, default=30.0, help="how long to wait for the broker (30)"
-    )
-    rollout.add_argument("--credentials", metavar="PATH", help="key folder or credential file (broker.credentials)")
+    for role in (learner, rollout):
+        text = "broker of a running job: tcp://HOST:PORT; several with commas between them"
+        role.add_argument("--join", metavar="ADDRESS", help=text)
+        text = "how long to wait for the broker (30)"
+        role.add_argument("--join-timeout-s", metavar="S", type=float, default=30.0, help=text)
     _command(commands, "sft", "supervised warm start on the Megatron learner; the result is RUN/model", *job)
     text = "layout, memory per GPU, batches, window and all checks; needs no GPU"
     plan = _command(commands, "plan", text, *job, "--json")
@@ -147,16 +160,43 @@ def _add_job_commands(commands: Commands) -> None:
     doctor.add_argument(
         "--role", choices=("cpu", "learner", "rollout", "base"), help="whose packages (default: by what is here)"
     )
+    text = "networks, versions, clocks and disks of a job's machines, before it starts; run it on each of them"
+    preflight = _command(commands, "preflight", text, *job, "--json")
+    preflight.add_argument("--meet", metavar="tcp://HOST:PORT", help="meeting place (default: broker.address)")
+    preflight.add_argument("--machines", type=int, metavar="N", help="how many (default: Slurm's, or learner.machines)")
+    preflight.add_argument("--wait-s", metavar="S", type=float, default=60.0, help="wait so long for all of them (60)")
+    roles = ("learner", "rollout", "broker")
+    preflight.add_argument("--role", choices=roles, default="learner", help="what runs on this machine (learner)")
     text = "accuracy of a model on tasks.eval_dataset, greedy and sampled"
     evaluate = _command(commands, "eval", text, *job, "--json", metavar="RUN|CONFIG", help=RUN_OR_CONFIG)
     evaluate.add_argument("--model", metavar="DIR", help="Hugging Face folder (default: RUN/model)")
 
 
+def _add_slurm_commands(commands: Commands) -> None:
+    text = "broker, learner and fleet as jobs of Slurm"
+    slurm = _command(commands, "slurm", text, "config", "overrides", metavar="CONFIG|RUN", help=RUN_OR_CONFIG)
+    slurm.add_argument("--dry-run", action="store_true", help="write and print the scripts, submit nothing")
+    slurm.add_argument("--cancel", action="store_true", help="drain the run's jobs and end them")
+    text = "an option of sbatch for broker, learner or fleet, or for all; empty to leave it out; repeatable"
+    slurm.add_argument("--sbatch", action="append", default=[], metavar="[ROLE:]OPTION[=VALUE]", help=text)
+    scale = _command(commands, "scale", "more or fewer nodes for a run on Slurm", "run")
+    how = scale.add_mutually_exclusive_group(required=True)
+    how.add_argument("--rollouts", type=int, metavar="N", help="so many nodes; the newest ones leave first")
+    how.add_argument("--follow-advice", metavar="MIN..MAX", help="as the advisor of `status` says, until the run ends")
+
+
 def _add_observing_commands(commands: Commands) -> None:
-    _command(commands, "status", "who is alive, on which version, waiting on what and since when", "run", "--json")
-    _command(commands, "top", "the live view of a running job", "run", "--plain")
+    job, place = ("run", "--credentials"), {"metavar": "RUN|ADDRESS", "help": "a run's folder, or its broker's address"}
+    text = "who is alive, on which version, waiting on what and since when"
+    _command(commands, "status", text, *job, "--json", **place)
+    _command(commands, "top", "the live view of a running job", *job, "--plain", **place)
+    logs = _command(commands, "logs", "the end of a role's log, also from another machine", *job, **place)
+    logs.add_argument("role", metavar="ROLE", nargs="?", help="broker, learner, learner-RANK or a node id")
+    logs.add_argument("--lines", type=int, default=50, metavar="N", help="the last N (50), at most 64 KiB")
+    stop = _command(commands, "stop", "every role leaves; the same commands continue the job", *job, **place)
+    stop.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="how long to wait for them (600)")
     _command(commands, "report", "summary table and plots of a finished or running job", "run")
-    _command(commands, "ledger", "what became of every task, also after the job ended", "run", "--json")
+    _command(commands, "ledger", "what became of every task, also after the job ended", *job, "--json", **place)
     export = _command(commands, "export", "a Hugging Face folder of the final model or of a checkpoint", "run")
     export.add_argument("dir", metavar="DIR", help="new folder for the model")
     export.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N")

@@ -1,15 +1,23 @@
-"""From what a person typed, CONFIG or RUN, to a checked config and a run folder."""
+"""From what a person typed, CONFIG, RUN or ADDRESS, to a checked config, a run folder or a broker."""
 
+import argparse
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from common.config.checks import C, Reader, check_config, resolve_paths
+from common.config.checks import C, Reader, check_config, downloaded, resolve_paths
 from common.config.loading import build_config, load_config, load_either, load_resolved
+from common.config.network_checks import split_address
+from common.config.redis_address import is_redis
 from common.config.schema import Config
 from common.errors import UsageError
-from common.process.run_dir import RunDir
+from common.process.run_dir import RunDir, changeable, differences
+
+# May differ between the machines of a job, besides what may change when a run continues.
+OF_A_MACHINE = ("learner.machines", "learner.interface", "model.path", "tasks.dataset", "learner.loss.reference")
 
 
 def load_job(
@@ -31,12 +39,13 @@ def checked(config: C, file: str, environment: bool = True, reader: Reader = "al
         UsageError: ConfigError when a key is wrong.
     """
     config = resolve_paths(config)
-    check_config(config, file, reader)
+    check_config(config, file, reader)  # before a long download
+    check_config(downloaded(config, reader), file, reader)  # the config that is returned keeps the hub's names
     if environment and isinstance(config, Config):
         from rollout_fleet.environments.description import check_environment
 
         check_environment(config.tasks, file)
-    return config, RunDir(config.run.dir)
+    return config, RunDir.of(config)
 
 
 def config_file(word: str) -> Path:
@@ -55,26 +64,80 @@ def need_broker_library(config: Config) -> None:
         redis_module("redis.connection")
 
 
+@dataclass(frozen=True)
+class Target:
+    """A job: its run folder, or, on a machine without it, the address of its broker."""
+
+    run: RunDir | None
+    credentials: str | None = None  # broker.credentials
+    address: str = ""  # unless there is a run folder
+
+    def broker(self) -> tuple[str, str]:
+        """(address, '') of the broker; ('', why there is none) when the run folder says that it is not running."""
+        if self.run is None:
+            return self.address, ""
+        file = self.run.broker()
+        if file is None:
+            return "", "the broker has ended" if self.run.status_json.exists() else "no broker has run here yet"
+        return ("", f"broker {file.pid} has ended") if file.ended else (file.address, "")
+
+
+def find_target(args: argparse.Namespace) -> Target:
+    """RUN|ADDRESS and --credentials, by default the config's; raises UsageError when they name nothing."""
+    if "://" in args.run:
+        check_address(args.run, "ADDRESS")
+        return Target(None, args.credentials, args.run)
+    run = find_run(args.run)
+    config = None if args.credentials else config_of(run)
+    return Target(run, config.broker.credentials if config else args.credentials)
+
+
+def check_address(address: str, what: str) -> None:
+    """Raise UsageError when `address`, given as `what`, cannot be a broker's."""
+    try:
+        ports = [split_address(entry)[1] for entry in address.split(",")]
+    except ValueError as error:
+        hint = "; the broker of a run with broker.store: redis, not its Redis server" if is_redis(address) else ""
+        raise UsageError(f"{what}: {error}, found {address!r}{hint}") from None
+    if 0 in ports:
+        raise UsageError(f"{what}: {address} names no port; RUN/broker.json and `slipstream status RUN` have the port")
+
+
 def find_run(word: str) -> RunDir:
     """RUN as a folder, or the run.dir of a config file; raises UsageError when neither exists."""
     path = Path(word)
     if path.is_dir():
         run = RunDir(path)
+        with suppress(UsageError):  # said by the command that needs the config
+            if (config := config_of(run)) is not None:
+                run = RunDir(path, config.learner.checkpoint.dir)
         if not run.config.exists() and not run.metrics.exists() and not run.broker_json.exists():
             raise UsageError(f"{word} is not the folder of a run: it has no config.yaml")
         return run
     if path.is_file():
-        run = RunDir(resolve_paths(load_either(path)).run.dir)
+        run = RunDir.of(resolve_paths(load_either(path)))
         if not run.path.is_dir():
             raise UsageError(f"{word} names the run folder {run.path}, which does not exist yet")
         return run
-    raise UsageError(f"{word} is neither the folder of a run nor a config file")
+    raise UsageError(f"{word} is neither the folder of a run nor a config file, nor an address tcp://HOST:PORT")
 
 
 def config_of(run: RunDir, kind: type[C] = Config) -> C | None:
     """The resolved config in a run folder; None when there is none or it is of another kind."""
     config = load_resolved(run.config) if run.config.exists() else None
     return config if isinstance(config, kind) else None
+
+
+def check_same_job(config: Config, file: str, data: bytes, address: str) -> None:
+    """Raise UsageError, naming the keys, when `config` computes something else than the job of the broker."""
+    job = resolve_paths(joined_config(data, address, ()))
+    differing = [
+        f"{key} is {ours!r} in {file} and {theirs!r} there"
+        for key, theirs, ours in differences(msgspec.to_builtins(job), msgspec.to_builtins(config))
+        if not changeable(key) and key not in OF_A_MACHINE
+    ]
+    if differing:
+        raise UsageError(f"the broker at {address} serves another job: {'; '.join(differing[:3])}")
 
 
 def joined_config(data: bytes, address: str, overrides: Sequence[str]) -> Config:

@@ -1,21 +1,23 @@
 #!/usr/bin/env bash
-# Build the Python environment of one role from pinned versions: launch/setup.sh cpu|learner|rollout|adapters [--venv DIR]
+# Build the Python environment of one role from pinned versions: launch/setup.sh cpu|learner|rollout|adapters [--cpu] [--venv DIR]
 #   cpu      learner, fleet, report and tests together, for machines without a GPU; the default environment .venv
-#   learner  Megatron with Transformer Engine for CUDA machines; .venv-learner
+#   learner  Megatron with Transformer Engine for CUDA machines; .venv-learner. With --cpu the same versions, but torch's CPU
+#            build and nothing that needs CUDA, so that tests can run them; .venv-learner-cpu
 #   rollout  vLLM for CUDA machines; .venv-rollout
 #   adapters verifiers and OpenEnv, whose requirements do not fit vLLM's; .venv-adapters, named by tasks.limits.python
 # Running it again is free: it does nothing while requirements and sources of the package list are unchanged.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-usage() { sed -n '2,7s/^# \{0,1\}//p' launch/setup.sh; }
+usage() { sed -n '2,8s/^# \{0,1\}//p' launch/setup.sh; }
 fail() { echo "setup: $*" >&2; exit 1; }
 say() { printf 'setup: [%3ds] %s\n' "$SECONDS" "$*"; }
 
-role="" venv=""
+role="" venv="" cpu=""
 while [ $# -gt 0 ]; do
   case "$1" in
     cpu|learner|rollout|adapters) role="$1" ;;
+    --cpu) cpu=yes ;;
     --venv) [ $# -ge 2 ] || { echo "setup: --venv needs a folder" >&2; exit 2; }; venv="$2"; shift ;;
     -h|--help) usage; exit 0 ;;
     *) echo "setup: unknown argument '$1'" >&2; usage >&2; exit 2 ;;
@@ -23,16 +25,17 @@ while [ $# -gt 0 ]; do
   shift
 done
 [ -n "$role" ] || { echo "setup: which role? cpu, learner, rollout or adapters" >&2; usage >&2; exit 2; }
-case "$role" in
+[ -z "$cpu" ] || [ "$role" = learner ] || { echo "setup: --cpu goes with the role learner only" >&2; exit 2; }
+case "$role${cpu:+-cpu}" in
   cpu) venv="${venv:-.venv}"; need_gib=8; known=torch ;;
+  learner-cpu) venv="${venv:-.venv-learner-cpu}"; need_gib=3; known=torch ;;
   adapters) venv="${venv:-.venv-adapters}"; need_gib=2; known=verifiers ;;
   *) venv="${venv:-.venv-$role}"; need_gib=25; known=torch ;;
 esac
 requirements="requirements/$role.txt"
-torch_pin="$(grep -E '^torch==' "$requirements" || true)"
-
-stamp="$venv/.slipstream-$role"
-wanted="$(cat requirements/"$role"*.txt pyproject.toml launch/setup.sh | sha256sum | cut -d' ' -f1) $PWD"
+no_deps="requirements/$role-no-deps.txt"
+stamp="$venv/.slipstream-$role${cpu:+-cpu}"
+wanted="$(cat requirements/"$role"*.txt ${cpu:+requirements/cpu.txt} pyproject.toml launch/setup.sh | sha256sum | cut -d' ' -f1) $PWD"
 if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
   say "$venv is up to date"
   exit 0
@@ -56,6 +59,13 @@ if [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -c "import $known" 2>/dev
   [ "$free_gib" -ge "$need_gib" ] || fail "$free_gib GiB free under $venv; the $role environment needs $need_gib"
 fi
 
+if [ -n "$cpu" ]; then  # every pin but those of CUDA, torch's as its CPU build; and pytest
+  requirements="$venv/requirements.txt"
+  sed -E '/^(nvidia|transformer-engine)/d; s/^torch==.*/&+cpu/' requirements/learner*.txt > "$requirements"
+  grep -E '^(iniconfig|pluggy|pytest)==' requirements/cpu.txt >> "$requirements"
+  no_deps=""
+fi
+torch_pin="$(grep -E '^torch==' "$requirements" || true)"
 say "creating $venv with $("$python" -V)"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
@@ -67,7 +77,7 @@ pip_install() {
   fail "pip install failed; the whole log is $venv/pip.log"
 }
 
-if [ "$role" = cpu ]; then
+if [ "$role" = cpu ] || [ -n "$cpu" ]; then
   say "installing $torch_pin"
   if ! pip install --quiet --no-deps "$torch_pin" 2>"$venv/pip.log"; then
     say "not on the configured index; using PyTorch's CPU wheel index"
@@ -82,9 +92,9 @@ else
   say "installing $(grep -cE '^[a-zA-Z]' "$requirements") pinned packages from $requirements, and torch's CUDA libraries"
   pip_install -r "$requirements"
 fi
-if [ -f "requirements/$role-no-deps.txt" ]; then
-  say "installing requirements/$role-no-deps.txt (compiles for several minutes)"
-  pip_install --no-deps --no-build-isolation -r "requirements/$role-no-deps.txt"
+if [ -f "$no_deps" ]; then
+  say "installing $no_deps (compiles for several minutes)"
+  pip_install --no-deps --no-build-isolation -r "$no_deps"
 fi
 
 if [ "$role" != adapters ]; then  # there, the node brings the modules that it needs
@@ -93,8 +103,9 @@ if [ "$role" != adapters ]; then  # there, the node brings the modules that it n
 fi
 
 say "checking that everything imports"
-case "$role" in
+case "$role${cpu:+-cpu}" in
   cpu) modules="torch vllm transformers transformers.models.qwen3 megatron.core yaml zmq msgspec rich matplotlib" ;;
+  learner-cpu) modules="torch transformers megatron.core zmq msgspec yaml" ;;
   learner) modules="torch transformers megatron.core transformer_engine.pytorch zmq msgspec" ;;
   rollout) modules="torch vllm transformers zmq msgspec" ;;
   adapters) modules="verifiers verifiers.clients.openai_chat_completions_client openenv.core.env_server.http_server uvicorn" ;;

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The checks of CI: launch/test.sh [fast] [pytest arguments]
-#   (nothing)  lint, types, import contracts, words, the bare base install and every test
+#   (nothing)  lint, types, import contracts, words, the bare base install, every test, and Megatron against Hugging Face
+#              again in an environment with the learner's pins
 #   fast       lint, types, import contracts, words and the tests that are not marked slow; at most two minutes after set-up
 # Arguments choose other tests; the checks still run. Both forms set the environment up first.
 set -euo pipefail
@@ -21,6 +22,8 @@ step "environment" bash launch/setup.sh cpu
 if [ -z "${SLIPSTREAM_VERIFIERS_PYTHON:-}" ] || [ -z "${SLIPSTREAM_OPENENV_PYTHON:-}" ]; then
   step "environment of verifiers and OpenEnv" bash launch/setup.sh adapters
 fi
+[ -n "$fast" ] || step "environment with the learner's pins" bash launch/setup.sh learner --cpu
+export SLIPSTREAM_LEARNER_PYTHON="$PWD/.venv-learner-cpu/bin/python"
 export SLIPSTREAM_VERIFIERS_PYTHON="${SLIPSTREAM_VERIFIERS_PYTHON:-$PWD/.venv-adapters/bin/python}"
 export SLIPSTREAM_OPENENV_PYTHON="${SLIPSTREAM_OPENENV_PYTHON:-$PWD/.venv-adapters/bin/python}"
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
@@ -34,8 +37,13 @@ step "plain words" python -m launch.dev.check_words
 pytest=(python -m pytest -rs --durations=15 -n 3 --dist loadfile --no-loadscope-reorder)
 if [ -n "$fast" ]; then
   step "fast tests" "${pytest[@]}" -m "not slow" tests/unit tests/property tests/contract "$@"
+elif [ $# -gt 0 ]; then
+  step "chosen tests" "${pytest[@]}" "$@"
 else
   step "bare base install" bash launch/dev/check_bare_install.sh
-  step "all tests" "${pytest[@]}" "$@"
+  step "all tests but those on a cluster" "${pytest[@]}" -m "not cluster"
+  step "tests on a cluster of hosts" python -m pytest -rs --durations=15 -n 2 --dist loadfile tests/cluster
+  step "every architecture with the learner's pins" "$SLIPSTREAM_LEARNER_PYTHON" -m pytest -q \
+    tests/integration/megatron/test_architectures.py
 fi
 printf '\n== all checks passed in %d s after set-up\n' $((SECONDS - begun))

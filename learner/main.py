@@ -1,4 +1,4 @@
-"""`python -m learner.main --config FILE [--broker ADDRESS] [key=value ...]`: one rank of the learner.
+"""`python -m learner.main --config FILE [--broker ADDRESS] [--address HOST] [key=value ...]`: one rank of the learner.
 
 - lead rank: become the run's learner -> find the newest checkpoint -> bind the weight plane
 - all ranks: load model and checkpoint -> trainer.run until run.steps or a drain
@@ -10,6 +10,7 @@ Told to stop (SIGTERM, Ctrl-C) the learner writes a checkpoint and leaves; the s
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -17,9 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from common.config.checks import check_config, resolve_paths
+from common.config.checks import check_config, downloaded, resolve_paths
 from common.config.loading import load_either
 from common.config.schema import Config, SftConfig
+from common.process.health import serving_health
 from common.process.lifecycle import leave
 from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
@@ -32,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(
-    config: Config | SftConfig, run_dir: RunDir, process: RankProcess, broker: str | None
+    config: Config | SftConfig, run_dir: RunDir, process: RankProcess, broker: str | None, address: str | None
 ) -> tuple[BatchSource, TrainerState | None, RunFiles | None]:
     """The source of batches, and on the lead rank the start state and its files; before the model is loaded."""
     from learner.loop.lead_rank import prepare_lead  # after the checks: these take seconds to import
@@ -43,17 +45,22 @@ def prepare(
     if process.is_lead:
         run_dir.prepare(config)
         files = RunFiles(config, run_dir)
+    config = downloaded(config, "learner")
     if isinstance(config, SftConfig):
         rows = RowSource(config, process.stop_requested)
         return rows, files.start(rows.dataset.digest) if files else None, files
     if files is None:
         return RolloutSource(config), None, None
-    return *prepare_lead(config, run_dir, files, broker, process.stop_requested), files
+    return *prepare_lead(config, run_dir, files, broker, process.stop_requested, address), files
 
 
-def train(config: Config | SftConfig, run_dir: RunDir, process: RankProcess, broker: str | None) -> str:
+def train(
+    config: Config | SftConfig, run_dir: RunDir, process: RankProcess, broker: str | None, address: str | None = None
+) -> str:
     """Load everything and run the loop; returns 'done' or 'drained'. Collective."""
-    source, start, files = prepare(config, run_dir, process, broker)
+    source, start, files = prepare(config, run_dir, process, broker, address)
+    config = downloaded(config, "learner")
+    logger.info("model.path is %s", config.model.path)
     from learner.loop.trainer import Trainer
     from learner.rank_monitor import RankMonitor
 
@@ -83,7 +90,9 @@ def train(config: Config | SftConfig, run_dir: RunDir, process: RankProcess, bro
             backend.load_checkpoint(checkpoint / MODEL_FOLDER)
         trainer = Trainer(config, run_dir, backend, source, start, files)
         timeout_s = config.learner.timeout_s
-        with RankMonitor(backend.rank, backend.world_size, timeout_s, source.report_silence, failed):
+        port = config.telemetry.health_port * (os.environ.get("LOCAL_RANK", "0") == "0")  # one rank of each machine
+        monitor = RankMonitor(backend.rank, backend.world_size, timeout_s, source.report_silence, failed)
+        with monitor, serving_health(port, trainer.signs):
             state = trainer.run()
     except BaseException as error:
         failed(str(error))
@@ -98,15 +107,16 @@ def run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m learner.main")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--broker", metavar="ADDRESS", help="instead of the one in the config or in RUN/broker.json")
+    parser.add_argument("--address", metavar="HOST", help="where the weight plane binds, instead of weights.address")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     words = parser.parse_args(arguments)
     config = resolve_paths(load_either(words.config, words.overrides))
-    check_config(config, str(words.config), "learner")
-    run_dir = RunDir(config.run.dir)
+    check_config(downloaded(config, "learner"), str(words.config), "learner")
+    run_dir = RunDir.of(config)
     role = "sft" if isinstance(config, SftConfig) else "learner"
     process = RankProcess(role, run_dir, config.learner.threads, config.telemetry.log_level)
     keep_freed_memory()
-    state = train(config, run_dir, process, words.broker)
+    state = train(config, run_dir, process, words.broker, words.address)
     logger.info("%s", {"done": "trained to run.steps", "drained": "stopped early; start again to continue"}[state])
     return 0
 

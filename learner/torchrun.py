@@ -15,13 +15,14 @@ from torch.distributed.run import main as run_torchrun
 
 from common.config.loading import load_either
 from common.errors import EXIT_DONE, EXIT_FAILED
-from common.process.lifecycle import leave
+from common.process.lifecycle import join_supervisor, leave
 from common.process.run_dir import RunDir
 from learner.loop.run_files import read_record
 
 
 def main(words: Sequence[str]) -> int:
     """Start the ranks and wait for them; returns the exit code that a person expects."""
+    join_supervisor()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have logged what is wrong
     try:
         run_torchrun(list(words))

@@ -13,7 +13,10 @@ from broker.contract import RunInfo
 from broker.messaging.client_methods import NodeBroker
 from common.config.schema import Config
 from common.errors import BrokerUnreachable, SlipstreamError, UsageError
+from common.process.health import serving_health
+from common.process.logs import log_path
 from common.process.malloc_tuning import keep_freed_memory
+from common.process.run_dir import RunDir
 from common.security.credentials import curve_credentials, load_credential
 from rollout_fleet.driver_factory import build_driver
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
@@ -60,6 +63,7 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
         name=node_id,
     )
     async with AsyncExitStack() as stack:
+        stack.enter_context(serving_health(config.telemetry.health_port, status.signs))
         stack.callback(host.close)
         stack.push_async_callback(driver.close)
         broker = await stack.enter_async_context(connect_node(access))
@@ -68,7 +72,8 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
         logger.info("node %s joined job %r at %s", node_id, run.name, address)
         stack.push_async_callback(_leave, broker, status)
         timeout = BrokerTimeout(BROKER_TIMEOUT_S, address)
-        heartbeat = Heartbeat(partial(connect_node, access), status, timeout, config.broker.heartbeat_s)
+        log = log_path(RunDir(config.run.dir).logs, "rollout", node_id)
+        heartbeat = Heartbeat(partial(connect_node, access), status, timeout, config.broker.heartbeat_s, log)
         keys = curve_credentials(config.broker.credentials)
         credential = load_credential(keys, "node", node_id) if keys else None
         transports = receivable(config.weights.transport)
@@ -80,7 +85,7 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
         def adaptive() -> AdaptiveLimit | None:
             return AdaptiveLimit(low, high, config.rollout.group_size, engine.holds) if low < high else None
 
-        node = Node(parts, run, adaptive)
+        node = Node(parts, run, adaptive, config.rollout.drain_s)
         heartbeat.start(node.on_heartbeat, node.fail)
         stack.push_async_callback(heartbeat.stop)
         loop, count = asyncio.get_running_loop(), itertools.count()

@@ -9,16 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.hosts import missing
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parent
-FOLDERS = ["integration", "faults", "contract", "property", "unit"]  # from long to short
+FOLDERS = ["cluster", "integration", "faults", "contract", "property", "unit"]  # from long to short
 LONGEST_FILES = [
+    *("test_machine_faults.py", "test_slurm_run.py", "test_slurm_jobs.py"),
     *("test_faults.py", "test_end_to_end.py", "test_megatron_parity.py", "test_experts.py", "test_deadlines.py"),
     *("test_mixed_fleet.py", "test_miniatures.py", "test_architectures.py", "test_checkpoints.py", "test_memory.py"),
     *("test_engine_weights.py", "test_engine_experts.py", "test_resume.py", "test_replay.py", "test_sft_resume.py"),
 ]
-SLOW_FOLDERS = {"integration", "faults", "learner_megatron"}
+SLOW_FOLDERS = {"cluster", "integration", "faults", "learner_megatron"}
 SLOW_FILES = {
     "test_adapters.py",
     "test_built_in_environments.py",
@@ -31,8 +33,11 @@ SLOW_FILES = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the files by folder, and mark the slow ones."""
+    """Sort the files by folder, and mark the slow ones and those that need hosts of their own."""
     for item in items:
+        if item.path.is_relative_to(ROOT / "cluster"):
+            item.add_marker(pytest.mark.cluster)
+            item.add_marker(pytest.mark.skipif(missing() != "", reason=missing()))
         if item.path.name in SLOW_FILES or SLOW_FOLDERS & {folder.name for folder in item.path.parents}:
             item.add_marker(pytest.mark.slow)
     items.sort(key=_turn)

@@ -46,6 +46,13 @@ def model_folder(folder: Path, **entries: object) -> Path:
     return folder
 
 
+def write_distribution(site_packages: Path, name: str, version: str) -> None:
+    """The metadata of an installed package."""
+    folder = site_packages / f"{name.replace('-', '_')}-{version}.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
 def architecture(name: str) -> Architecture:
     return read_architecture(json.loads((MODELS / name / "config.json").read_text()))
 

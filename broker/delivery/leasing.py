@@ -80,7 +80,7 @@ class Leasing(Tables):
         learner wants are leased. So memory is bounded, and the learner never waits for a task that no node may start.
         """
         tasks, run = self.tasks, self.run
-        if not tasks.pending:
+        if self.stopping or not tasks.pending:
             return False
         serial = tasks.pending[0]
         if not may_lease(serial, steps, run.groups_per_step, run.max_staleness, tasks.freed_before(serial)):
@@ -89,7 +89,7 @@ class Leasing(Tables):
             return True
         return bisect_left(tasks.ready, serial) + tasks.leased.older_than(serial) < self.wanted
 
-    def heartbeat(self, report: NodeReport, tokens: Sequence[str]) -> HeartbeatReply:
+    def heartbeat(self, report: NodeReport, tokens: Sequence[str], log: str | None = None) -> HeartbeatReply:
         """Renew the leases of `tokens`; an unknown node is registered by this.
 
         The first heartbeat after the broker restarted shows which recovered leases the node never received, since the
@@ -112,6 +112,7 @@ class Leasing(Tables):
         if node.note_heartbeat(report.policy_version):
             self._note_version(node_id, report.policy_version)
         node.report = report
+        self.logs.answer(node_id, log)
         lost: list[str] = []
         for token in tokens:
             entry = self._leased_by(node_id, token)
@@ -119,17 +120,18 @@ class Leasing(Tables):
                 entry.deadline = min(self.clock() + self.run.lease_s, entry.leased_at + self.run.max_lease_s)
             elif self.accepted.get(token) != node_id:
                 lost.append(token)
-        return self._heartbeat_reply(lost)
+        return self._heartbeat_reply(lost, 0 if node_id in self.logs.asked else -1)
 
-    def _heartbeat_reply(self, lost: list[str]) -> HeartbeatReply:
+    def _heartbeat_reply(self, lost: list[str], log_rank: int) -> HeartbeatReply:
         learner = self.learner.report
-        if learner is None:
-            return HeartbeatReply(lost=lost)
+        done = learner is not None and learner.state == "done"
         return HeartbeatReply(
             lost=lost,
-            weights_address="" if learner.state in LEARNER_ENDED else learner.weights_address,
-            learner_incarnation=learner.incarnation,
-            drain=learner.state == "done" and not self.learner.job_ended,  # a job that ended continues: nodes stay
+            weights_address="" if learner is None or learner.state in LEARNER_ENDED else learner.weights_address,
+            learner_incarnation=learner.incarnation if learner is not None else 0,
+            drain=done and not self.learner.job_ended,  # a job that ended continues: nodes stay
+            stop=self.stopping,
+            log_rank=log_rank,
         )
 
     def complete(self, node_id: str, token: str, meta: GroupMeta, payload: object, payload_bytes: int) -> bool:

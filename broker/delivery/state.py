@@ -5,13 +5,18 @@ they make in moves.py, and the data in tables.py.
 """
 
 import os
+import re
+from pathlib import Path
 
 import msgspec
 
-from broker.contract import BrokerEvent, BrokerStatus, LedgerEntry
+from broker.contract import LEARNER_ENDED, BrokerEvent, BrokerStatus, LedgerEntry
+from broker.delivery.learner_machines import LOST_S, MACHINES_EVENT
 from broker.delivery.leasing import Leasing
 from broker.delivery.nodes import wasted_tokens
 from broker.delivery.taking import Taking
+from common.errors import BrokerError
+from common.process.logs import log_end, log_path
 
 
 class DeliveryState(Taking, Leasing):
@@ -20,6 +25,10 @@ class DeliveryState(Taking, Leasing):
     def resume(self) -> None:
         """Begin to serve what was recovered: leases and nodes get a fresh deadline, since the time away is unknown."""
         self.learner.seen_at = self.clock()
+        state = self.learner.report.state if self.learner.report is not None else ""
+        formed = any(event.kind == MACHINES_EVENT for event in self.event_log.after(-1))
+        may_run = formed if state in ("", "failed") else state not in LEARNER_ENDED
+        self.machines.hold_until = self.clock() + LOST_S if may_run else 0.0
         for entry in self.tasks.leased.values():
             self.begin_lease(entry)
         self.unconfirmed = set(self.tasks.leased)
@@ -37,6 +46,23 @@ class DeliveryState(Taking, Leasing):
     def events(self, after: int) -> list[BrokerEvent]:
         """Recent events with an index greater than `after`."""
         return self.event_log.after(after)
+
+    def stop(self) -> BrokerStatus:
+        """Ask every role to leave; the server ends when they have."""
+        if not self.stopping:
+            self.stopping = True
+            self.event_log.add("stop_requested")
+        return self.status()
+
+    def log(self, role: str) -> str | None:
+        """The end of a role's log, None until the role has sent it. Raises BrokerError for an unknown role."""
+        if role == "broker":
+            return log_end(log_path(Path(self.run.run_dir, "logs"), role, "0"))
+        if rank := re.fullmatch(r"learner(?:-(\d{1,5}))?", role, re.ASCII):
+            return self.logs.ask(int(rank[1] or 0))
+        if role not in self.fleet.nodes:
+            raise BrokerError(f"no node {role!r} has joined")
+        return self.logs.ask(role)
 
     def status(self) -> BrokerStatus:
         """Counts, learner, nodes, waste and the store."""
@@ -71,4 +97,7 @@ class DeliveryState(Taking, Leasing):
             waste=wasted,
             store=store,
             full=tasks.bytes_expected() > self.run.max_bytes,
+            machines=self.machines.status(now),
+            machines_wait=self.machines.waits(now),
+            stopping=self.stopping,
         )

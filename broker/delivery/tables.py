@@ -12,6 +12,8 @@ from broker.contract import RunInfo, StoreStatus
 from broker.delivery.deadlines import Deadlines
 from broker.delivery.event_log import EventLog
 from broker.delivery.learner_fencing import LearnerRecord
+from broker.delivery.learner_machines import LearnerMachines
+from broker.delivery.log_ends import LogEnds
 from broker.delivery.nodes import Fleet
 from broker.delivery.task_table import Entry, Stored, TaskTable
 
@@ -57,6 +59,7 @@ class Tables:
         changed_nodes: nodes whose waiting lease requests must be checked again.
         newest_version: no node has a later one.
         address: where clients reach the broker; the server sets it.
+        stopping: the job is being stopped; a broker that starts anew knows nothing of it.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Tables:
         self.tasks = TaskTable(retain_steps)
         self.fleet = Fleet(run.lease_s)
         self.learner = LearnerRecord()
+        self.machines = LearnerMachines()
         self.owners: dict[str, str] = {}
         self.accepted: OrderedDict[str, str] = OrderedDict()
         self.lease_deadlines: Deadlines[str] = Deadlines()
@@ -87,6 +91,7 @@ class Tables:
         self.newest_version = -1
         self.changed_nodes: set[str] = set()
         self.address = ""
+        self.stopping, self.logs = False, LogEnds(clock)
         self.recovery_s = 0.0
         self.refused_messages = self.denied_requests = self.quarantined_messages = 0
 

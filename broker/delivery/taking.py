@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from broker.contract import LEARNER_ENDED, Attached, LearnerReport
+from broker.contract import LEARNER_ENDED, Assembly, Attached, HeartbeatReply, LearnerReport, MachineReport
 from broker.delivery import moves
 from broker.delivery.learner_fencing import lasting
+from broker.delivery.learner_machines import MACHINES_EVENT
 from broker.delivery.tables import Tables
 from broker.delivery.task_table import Entry
 from common.errors import BrokerError
@@ -26,7 +27,7 @@ class Taking(Tables):
         self.event_log.add("learner_attached", incarnation=report.incarnation, pid=report.pid, step=report.step)
         return Attached(self.tasks.next_serial, self.store_id, self.committed_step)
 
-    def report(self, report: LearnerReport) -> None:
+    def report(self, report: LearnerReport, log: str | None = None, log_rank: int = -1) -> HeartbeatReply | None:
         """Keep a report. Raises BrokerError for a replaced learner, or while another of its incarnation is alive."""
         self.learner.check_report(report, self.clock())
         before = self.learner.report
@@ -37,6 +38,20 @@ class Taking(Tables):
         self.learner.seen_at = self.clock()
         if before is not None and before.state != report.state and report.state in LEARNER_ENDED:
             self.event_log.add("learner_" + report.state, incarnation=report.incarnation, step=report.step)
+        self.logs.answer(log_rank, log)
+        wanted = next((rank for rank in self.logs.asked if isinstance(rank, int)), -1)
+        return HeartbeatReply(stop=self.stopping, log_rank=wanted) if self.stopping or wanted >= 0 else None
+
+    def gather(self, report: MachineReport) -> Assembly:
+        """The order to a launcher of learner ranks; the rules are in learner_machines.py."""
+        before = self.machines.round
+        self.machines.stopping = self.stopping
+        told = self.machines.gather(report, self.learner.report.state if self.learner.report else "", self.clock())
+        current = self.machines.round
+        if current is not None and current is not before:
+            hosts = ", ".join(member.host for member in current.members)
+            self.event_log.add(MACHINES_EVENT, round=current.number, hosts=hosts, restarts=self.machines.restarts)
+        return told
 
     def check_learner(self, incarnation: int | None, instance: str = "") -> None:
         """Run before every request of a learner: it counts as a sign of life. Raises BrokerError for a replaced one."""

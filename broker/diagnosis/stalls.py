@@ -82,6 +82,10 @@ BUSY = {  # state -> the release
 
 def _learner(status: BrokerStatus) -> Iterator[Stall]:
     learner = status.learner
+    if status.machines_wait:
+        release = "`slipstream learner` on another machine, or the end of ranks that may still run"
+        yield Stall("machines", "the learner", f"its machines: {status.machines_wait}", None, release)
+        return
     if learner is None:
         release = "start one with `slipstream learner CONFIG`"
         yield Stall("no_learner", "everyone", "a learner: none has attached so far", None, release)

@@ -7,7 +7,7 @@ from broker.messaging import wire
 from common.security.credentials import Identity
 
 PERMITTED: dict[str, tuple[type[wire.Request[Any]], ...]] = {
-    "learner": (wire.LearnerRequest, wire.ObserverRequest),
+    "learner": (wire.LearnerRequest, wire.ObserverRequest, wire.Gather, wire.Stop),
     "node": (wire.NodeRequest, wire.AskStatus),
     "observer": (wire.ObserverRequest,),
     "broker": (wire.ObserverRequest,),  # another broker process of the run, which asks whether this one is alive

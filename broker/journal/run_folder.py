@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -57,7 +58,8 @@ class RunFolder:
         former = RunDir(self.path).ledger_json
         if not memory.recovered and former.exists() and former.stat().st_size > len("[]"):
             move_aside(former)  # to ledger-1.json and so on: it is a record of the run's earlier broker
-        write_atomic(RunDir(self.path).broker_json, msgspec.json.encode(BrokerFile(os.getpid(), address, time.time())))
+        file = BrokerFile(os.getpid(), address, time.time(), socket.gethostname())
+        write_atomic(RunDir(self.path).broker_json, msgspec.json.encode(file))
         if memory.journal is not None:
             memory.journal.store.listens_at(address)
 

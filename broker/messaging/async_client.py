@@ -8,7 +8,7 @@ import zmq
 
 from broker.contract import Lease
 from broker.messaging import wire
-from broker.messaging.client_methods import NodeBroker
+from broker.messaging.client_methods import LEASE_PIECE_S, NodeBroker
 from broker.messaging.loop_socket import LoopSocket
 from broker.messaging.pending_requests import AnyFuture, Call, Calls
 from broker.messaging.sockets import frame_limit
@@ -52,6 +52,7 @@ class Connection:
         self._closed = False
         self._calls = Calls(self._attempt)
         self._since = 0.0  # when the broker was connected to or last heard of, event loop time
+        self._asked_at = 0.0  # when the first request after that was made
         self._turning: asyncio.TimerHandle | None = None
         self._unwanted: dict[int, wire.AskLease] = {}  # requests that were cancelled, by id
         self._background: set[asyncio.Task[None]] = set()
@@ -96,7 +97,10 @@ class Connection:
     def start(self, request: wire.Request[R], frames: list[bytes], future: AnyFuture[R], wait_s: float = 0.0) -> None:
         """Send a request from the loop; `future` gets the answer, or an error as `ask` raises them."""
         limit_s = wait_s + self._deadline_s
-        call = Call(request, frames, limit_s, asyncio.get_running_loop().time() + limit_s, future)
+        now = asyncio.get_running_loop().time()
+        if self._asked_at <= self._since:
+            self._asked_at = now
+        call = Call(request, frames, limit_s, now + limit_s, future, quiet_until=now + wait_s)
         self._calls.by_id[request.id] = call
         self._attempt(call)
 
@@ -137,11 +141,15 @@ class Connection:
             socket = self._connected()
             if now >= call.end:
                 raise self._unreachable(call, socket)
-            silent_s = now - max(self._since, call.end - call.limit_s)
-            if len(self._addresses) > 1 and silent_s > (SILENT_S if call.connected else NOT_CONNECTED_S):
+            silent_s = now - max(self._since, self._asked_at)
+            tried_in_vain = call.remind_at > 0 and not call.connected
+            if len(self._addresses) > 1 and silent_s > (NOT_CONNECTED_S if tried_in_vain else SILENT_S):
                 self._turn()
                 socket = self._connected()
-            call.connected = socket.send(call.frames)
+            changes = socket.handshakes.changes() if call.quiet_until > now else 0
+            waits = call.connected and call.quiet_until > now and call.sent_at == changes
+            if not waits:  # otherwise the broker has the request, and a repetition would tell it nothing
+                call.connected, call.sent_at = socket.send(call.frames), changes
         except Exception as error:  # no caller may wait for ever, and the timer has other calls to remind
             self._fail(call, error)
             return
@@ -240,3 +248,8 @@ class Connection:
 
 class AsyncBrokerClient(Connection, NodeBroker):
     """NodeBroker over ZeroMQ; see Connection."""
+
+    @property
+    def lease_piece_s(self) -> float:
+        """A client with several addresses takes a broker for lost that answers nothing for SILENT_S."""
+        return LEASE_PIECE_S if len(self._addresses) == 1 else SILENT_S / 2

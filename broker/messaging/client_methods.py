@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from broker.contract import (
+    Assembly,
     Attached,
     BrokerEvent,
     BrokerStatus,
@@ -17,6 +18,7 @@ from broker.contract import (
     LearnerReport,
     Lease,
     LedgerEntry,
+    MachineReport,
     NodeReport,
     RunInfo,
     StoredGroup,
@@ -24,7 +26,7 @@ from broker.contract import (
 from broker.messaging import wire
 from common.rollouts import GroupMeta, Task
 
-TAKE_PIECE_S, LEASE_PIECE_S = 1.0, 5.0  # a longer wait is asked for in pieces, each a sign of life
+TAKE_PIECE_S, LEASE_PIECE_S = 1.0, 30.0  # a longer wait is asked for in pieces
 OFFER_TASKS = 512  # tasks in one message
 
 R = TypeVar("R")
@@ -58,6 +60,10 @@ class ObserverBroker(ABC):
     def events(self, after: int) -> list[BrokerEvent]:
         """Recent events with an index greater than `after`."""
         return self.ask(wire.AskEvents(after=after))
+
+    def log(self, role: str) -> str | None:
+        """The last 64 KiB of the log of `broker`, `learner`, `learner-RANK` or a node id; None: not there yet."""
+        return self.ask(wire.AskLog(role=role))
 
 
 class LearnerBroker(ObserverBroker):
@@ -106,9 +112,17 @@ class LearnerBroker(ObserverBroker):
         """Everything taken by steps <= `step` is in a durable checkpoint."""
         self.ask(wire.Commit(**self._sender, step=step))
 
-    def report(self, report: LearnerReport) -> None:
-        """Keep `status` current."""
-        self.ask(wire.Report(**self._sender, report=report))
+    def report(self, report: LearnerReport, log: str | None = None, log_rank: int = -1) -> HeartbeatReply | None:
+        """Keep `status` current. The answer may ask for something; `log` is the text that the last one asked for."""
+        return self.ask(wire.Report(**self._sender, report=report, log=log, log_rank=log_rank))
+
+    def stop(self) -> BrokerStatus:
+        """Ask every role to leave; the answer says which are still `present`. May be repeated."""
+        return self.ask(wire.Stop())
+
+    def gather(self, report: MachineReport) -> Assembly:
+        """A machine of the learner is here; what its launcher is to do (broker/delivery/learner_machines.py)."""
+        return self.ask(wire.Gather(report=report))
 
 
 class NodeBroker(ABC):
@@ -117,6 +131,11 @@ class NodeBroker(ABC):
     @abstractmethod
     async def ask(self, request: wire.Request[R], wait_s: float = 0.0, payload: bytes | None = None) -> R:
         """The answer to a request, which `payload` follows and for which the broker may wait `wait_s`."""
+
+    @property
+    def lease_piece_s(self) -> float:
+        """Longest wait that is asked for at once."""
+        return LEASE_PIECE_S
 
     async def close(self) -> None:
         """Give the connection up; calls under way raise BrokerUnreachable."""
@@ -141,15 +160,15 @@ class NodeBroker(ABC):
         end = time.monotonic() + wait_s
         while True:
             left_s = max(0.0, end - time.monotonic())
-            piece_s = min(left_s, LEASE_PIECE_S)
+            piece_s = min(left_s, self.lease_piece_s)
             request = wire.AskLease(node_id=node_id, version=version, max_groups=max_groups, wait_s=piece_s)
             leases = await self.ask(request, piece_s)
-            if leases or left_s <= LEASE_PIECE_S:
+            if leases or left_s <= piece_s:
                 return leases
 
-    async def heartbeat(self, report: NodeReport, tokens: list[str]) -> HeartbeatReply:
-        """Renew these leases."""
-        return await self.ask(wire.Heartbeat(report=report, tokens=tokens))
+    async def heartbeat(self, report: NodeReport, tokens: list[str], log: str | None = None) -> HeartbeatReply:
+        """Renew these leases; `log` is the end of the node's log that the last answer asked for."""
+        return await self.ask(wire.Heartbeat(report=report, tokens=tokens, log=log))
 
     async def complete(self, node_id: str, token: str, meta: GroupMeta, payload: bytes) -> bool:
         """Hand in a group; False when the token is no longer current (the group is discarded and counted).

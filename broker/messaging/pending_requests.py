@@ -27,8 +27,10 @@ class Call:
     limit_s: float
     end: float
     future: AnyFuture[Any]  # the answer
+    quiet_until: float = 0.0  # so long may the broker wait with the answer
     remind_at: float = 0.0
     connected: bool = False
+    sent_at: int = 0  # how often the connection had changed when the request was sent
 
     @property
     def id(self) -> int:

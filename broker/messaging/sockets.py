@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 COPY_BYTES = 256 << 10  # up to here copying a frame costs less than telling pyzmq's own thread when it was sent
 HEADER_BYTES_FLOOR = 1 << 20  # a header may always be this large
+PING_S, SILENT_S = 10, 20  # before an idle connection is tested, and without an answer until it is closed
+PROBES = 4  # the kernel sends so many in that time
 
 
 def bind_router(
@@ -67,7 +69,12 @@ def _router(
     router.setsockopt(zmq.RCVHWM, 64)  # per client: what a slow broker does not read waits at the sender
     router.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    _set_heartbeats(router)
+    # The kernel looks for vanished peers. ZeroMQ would search all its timers at each sign of life of every connection.
+    router.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    router.setsockopt(zmq.TCP_KEEPALIVE_IDLE, PING_S)
+    router.setsockopt(zmq.TCP_KEEPALIVE_INTVL, SILENT_S // PROBES)
+    router.setsockopt(zmq.TCP_KEEPALIVE_CNT, PROBES)
+    router.setsockopt(zmq.TCP_MAXRT, 1000 * SILENT_S)
     if curve is not None:
         curve.secure(router)
     return router
@@ -90,7 +97,8 @@ def connect_dealer(
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     dealer.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     dealer.setsockopt(zmq.IPV6, int("[" in address))
-    _set_heartbeats(dealer)
+    dealer.setsockopt(zmq.HEARTBEAT_IVL, 1000 * PING_S)
+    dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1000 * SILENT_S)
     if credential is not None:
         try:
             secure_client(dealer, credential, credential.server_public)
@@ -115,11 +123,6 @@ def frame_limit(max_message_bytes: int) -> int:
     return 2 * max(max_message_bytes, HEADER_BYTES_FLOOR)
 
 
-def _set_heartbeats(socket: zmq.Socket[bytes]) -> None:
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
-
-
 def _ipc_in_use(path: str) -> bool:
     with posix_socket.socket(posix_socket.AF_UNIX, posix_socket.SOCK_STREAM) as probe:
         probe.settimeout(2.0)
@@ -134,6 +137,6 @@ def _ipc_in_use(path: str) -> bool:
 
 def _in_use(address: str) -> UsageError:
     return UsageError(
-        f"broker.address: {address} is in use; stop the process that listens there (another broker?), "
+        f"broker.address: {address} is in use; stop the process that listens there (another broker, or a preflight?), "
         "or choose another address, for example tcp://127.0.0.1:0 for a free port"
     )

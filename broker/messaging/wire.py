@@ -2,8 +2,9 @@
 
 The header is MessagePack of one of the tagged structs below. Payloads (encoded groups) are separate frames, which the
 broker neither decodes nor copies. Every request has an id that its reply repeats. A client without a reply sends the
-same request again with the same id, so requests are idempotent or remembered. Replies without payloads that a client
-gets at the same time come in one message, a Batch.
+same request again with the same id, so requests are idempotent or remembered. While the broker may still wait with the
+answer (`wait_s`), the request is sent again only when the connection has changed. Replies without payloads that a
+client gets at the same time come in one message, a Batch.
 
 `Request[R]` is answered with an R; its tag is the name of a rule in the delivery state (broker/server/answers.py).
 Structs are keyed; fields are only appended and have defaults. SCHEMA changes when an old reader would misread one.
@@ -19,6 +20,7 @@ from msgspec import Meta
 
 from broker.contract import (
     LEARNER_ENDED,
+    Assembly,
     Attached,
     BrokerEvent,
     BrokerStatus,
@@ -26,12 +28,13 @@ from broker.contract import (
     LearnerReport,
     Lease,
     LedgerEntry,
+    MachineReport,
     NodeReport,
     RunInfo,
     StoredGroup,
 )
 from common.rollouts import GroupMeta, Task
-from common.wire_types import Name, Seconds, StepNumber, Tally, Version
+from common.wire_types import Name, Seconds, StepNumber, Tally, Text, Version
 
 SCHEMA = 2
 MAX_REASON_CHARS = 2000
@@ -127,13 +130,23 @@ class Commit(LearnerRequest[int], frozen=True, kw_only=True, tag="commit"):
     step: StepNumber
 
 
-class Report(LearnerRequest[None], frozen=True, kw_only=True, tag="report"):
+class Report(LearnerRequest[HeartbeatReply | None], frozen=True, kw_only=True, tag="report"):
     report: LearnerReport
+    log: Text | None = None  # the end of the log that the last answer asked for
+    log_rank: int = -1
 
     @property
     def promised(self) -> bool:
         """Only a learner's last report, because nodes leave because of it."""
         return self.report.state in LEARNER_ENDED
+
+
+class Gather(Request[Assembly], frozen=True, kw_only=True, tag="gather"):
+    report: MachineReport
+
+
+class Stop(Request[BrokerStatus], frozen=True, kw_only=True, tag="stop"):
+    """Asks every role to leave; needs the learner's key. A broker that starts anew has forgotten it."""
 
 
 class NodeRequest(Request[R], Generic[R], frozen=True, kw_only=True):
@@ -178,6 +191,7 @@ class Cancel(NodeRequest[None], frozen=True, kw_only=True, tag="cancel"):
 
 class Heartbeat(NodeReportRequest[HeartbeatReply], frozen=True, kw_only=True, tag="heartbeat"):
     tokens: Tokens
+    log: Text | None = None  # the end of the log that the last answer asked for
 
 
 class Complete(NamedNodeRequest[bool], frozen=True, kw_only=True, tag="complete"):
@@ -223,9 +237,15 @@ class AskEvents(ObserverRequest[list[BrokerEvent]], frozen=True, kw_only=True, t
     after: int
 
 
-LearnerMessage = Attach | Offer | Take | Regenerate | Filter | Commit | Report
+class AskLog(ObserverRequest[str | None], frozen=True, kw_only=True, tag="log"):
+    """The end of a role's log, which may have prompts and secrets in it; None: the role has been asked, ask again."""
+
+    role: Name
+
+
+LearnerMessage = Attach | Offer | Take | Regenerate | Filter | Commit | Report | Gather | Stop
 NodeMessage = Register | AskLease | Cancel | Heartbeat | Complete | Fail | Release | Leave
-ObserverMessage = AskStatus | AskLedger | AskEvents
+ObserverMessage = AskStatus | AskLedger | AskEvents | AskLog
 AnyRequest = LearnerMessage | NodeMessage | ObserverMessage
 
 
@@ -260,7 +280,7 @@ class Answer(Reply, Generic[R], frozen=True, kw_only=True, tag="answer"):
 
 def value_of(reply: Reply) -> Any:
     """An answer's value; None for any other reply."""
-    return cast(Answer[Any], reply).value if isinstance(reply, Answer) else None
+    return cast("Answer[Any]", reply).value if isinstance(reply, Answer) else None
 
 
 AnyAnswer = Answer[msgspec.Raw]

@@ -132,5 +132,5 @@ class Handlers:
 def _all_of(kind: type[T], reply: wire.Reply) -> list[T]:
     """The value of an answer that is a list of `kind`; else an empty list."""
     value = wire.value_of(reply)
-    found = cast(list[T], value) if isinstance(value, list) else []
+    found = cast("list[T]", value) if isinstance(value, list) else []
     return found if found and isinstance(found[0], kind) else []

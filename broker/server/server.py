@@ -37,6 +37,7 @@ FLUSH_MESSAGES = 64  # after so many, what was answered so far goes out
 MOST_REMEMBERED = 4096  # replies
 TICK_S = 1.0
 FLUSH_MS = 1000  # for the last replies at the end
+LINGER_S = 2.0  # a job that is being stopped: for `slipstream stop`, which asks several times a second who is left
 HOLD_FRAME_BYTES = 16 << 10  # smaller payloads are copied out of ZeroMQ's receive buffer, which they would pin
 
 
@@ -107,6 +108,11 @@ class BrokerServer:
             while not self._stopping:
                 poller.poll(self._timeout_ms())
                 self._turn()
+            poller.unregister(self._wake_read)
+            end = time.monotonic() + LINGER_S * self._state.stopping
+            while time.monotonic() < end:
+                poller.poll(self._timeout_ms())
+                self._turn()
             self._read_all()
             self._serve_parked()
             parked = self._handlers.parked
@@ -136,6 +142,8 @@ class BrokerServer:
         if ticking:
             self._next_tick = now + TICK_S
             self._gate.tick()
+            if self._state.stopping and not self._state.status().present:
+                self.stop()
         for delayed in self._delayed.end_turn(time.monotonic()) if self._delayed is not None else ():
             self._outbox.put(*delayed)
         self._outbox.flush()
@@ -160,9 +168,7 @@ class BrokerServer:
 
     def _read_frames(self) -> tuple[bytes, list[bytes | zmq.Frame]]:
         """The rest of the current message; of many payload frames only the number matters."""
-        if not self._router.getsockopt(zmq.RCVMORE):
-            return b"", []
-        header = self._router.recv()
+        header = self._router.recv()  # a ROUTER puts the client's frame before each message, which has one or more
         payloads: list[bytes | zmq.Frame] = []
         while self._router.getsockopt(zmq.RCVMORE):
             frame = self._router.recv(copy=False)

@@ -1,11 +1,12 @@
 """Checks of a config that need more than one key, or a look at the disk. No torch, no engine, no network.
 
 `check_config` raises the first ConfigError; `resolve_paths` makes the folders absolute first, so that every role
-means the same place whatever directory it is started in.
+means the same place whatever directory it is started in. `downloaded` puts local copies in place of the hub's names,
+in the process that reads them. The run's config and the broker keep the names, which no check looks behind.
 """
 
 import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -16,17 +17,19 @@ from common.config.loading import describe_value
 from common.config.loss import loss_problems
 from common.config.network_checks import broker_problems, weights_address_problems
 from common.config.parallel_layout import ModelShape, document_multiple, model_problems, world_problems
+from common.config.passthrough import passthrough_problems
 from common.config.schema import Config, MoeConfig, SftConfig
 from common.config.supported_models import architecture_problems
 from common.errors import ConfigError, Problem, UsageError
-from common.json_lines import dataset_rows
+from common.hub import SCHEME, TOKENIZER_FILES, absolute, local_copy
+from common.json_lines import dataset_files, dataset_rows
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
 MODEL_HINT = (
-    "names of a hub are not downloaded: `hf download NAME --local-dir FOLDER`; launch/quickstart.sh makes those of "
-    "the quickstart, `slipstream sft` the one of a warm start"
+    "a model of the hub is OWNER/NAME; launch/quickstart.sh makes those of the quickstart, `slipstream sft` the one of "
+    "a warm start"
 )
+DATASET_HINT = "a file of the hub is hf://datasets/OWNER/NAME/FILE"
 Reader = Literal["all", "broker", "learner", "node"]
 READERS: dict[str, tuple[Reader, ...]] = {  # keys that name files, and who reads them: only there must they exist
     "model.path": ("all", "learner", "node"),
@@ -35,18 +38,35 @@ READERS: dict[str, tuple[Reader, ...]] = {  # keys that name files, and who read
     "tasks.limits.python": ("all", "node"),
     "learner.loss.reference": ("all", "learner"),
 }
-PATHS = ("run.dir", "model.path", "tasks.dataset", "tasks.eval_dataset", "learner.loss.reference", "broker.credentials")
+PATHS = (
+    "run.dir",
+    "model.path",
+    "tasks.dataset",
+    "tasks.eval_dataset",
+    "learner.loss.reference",
+    "learner.checkpoint.dir",
+    "broker.credentials",
+)
 C = TypeVar("C", Config, SftConfig)
 
 
 def resolve_paths(config: C) -> C:
-    """The same config with absolute folders and datasets; relative ones start at the current folder."""
+    """The same config with absolute paths, from the current folder, or 'hf://...' names; raises as `absolute`."""
+    return _with_paths(config, PATHS, absolute)
+
+
+def downloaded(config: C, reader: Reader = "all") -> C:
+    """The same config with local copies for the hub's names that `reader` reads; raises UsageError as `local_copy`."""
+    return _with_paths(config, [key for key, roles in READERS.items() if reader in roles], local_copy)
+
+
+def _with_paths(config: C, keys: Iterable[str], change: Callable[[str, str], str]) -> C:
     document = msgspec.to_builtins(config)
-    for key in PATHS:
+    for key in keys:
         *sections, name = key.split(".")
         section = reduce(lambda at, part: at.get(part, {}), sections, document)
         if section.get(name) is not None:
-            section[name] = str(Path(section[name]).expanduser().resolve())
+            section[name] = change(key, section[name])
     return msgspec.convert(document, type(config))
 
 
@@ -71,6 +91,7 @@ def problems(config: Config | SftConfig, reader: Reader = "all") -> Iterator[Pro
 def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
     moe = config.learner.moe
     yield from world_problems(config.learner.world_size, config.learner.parallel)
+    yield from passthrough_problems(config)
     if moe.replay_routing and isinstance(config, SftConfig):
         hint = "no engine has routed these tokens before"
         yield Problem("learner.moe.replay_routing", "false in a warm start", hint=hint)
@@ -94,7 +115,7 @@ def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
         yield Problem("tasks.limits.python", "a Python interpreter", f"{python}, which cannot be run")
     yield from _losses(config)
     reference = config.learner.loss.reference
-    if reference is not None and "learner.loss.reference" in read:
+    if reference is not None and "learner.loss.reference" in read and not reference.startswith(SCHEME):
         for name in ("config.json", "*.safetensors"):
             if not any(Path(reference).glob(name)):
                 yield Problem("learner.loss.reference", "a Hugging Face model folder", f"{reference} without {name}")
@@ -103,6 +124,9 @@ def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
     if config.weights.publish_every > limit:
         hint = "nodes would wait for weights that the learner only makes from their groups"
         yield Problem("weights.publish_every", f"at most staleness.max + 1 = {limit}", hint=hint)
+    if config.learner.world_size % config.learner.machines:
+        expected = f"a divisor of learner.world_size ({config.learner.world_size})"
+        yield Problem("learner.machines", expected, hint="every machine runs as many ranks")
     yield from broker_problems(config)
     yield from weights_address_problems(config)
     if shape is not None and moe.replay_routing:
@@ -113,6 +137,8 @@ def model_folder_problems(path: str) -> Generator[Problem, None, ModelShape | No
     """Why the folder of `model.path` cannot be used; returns its shape, None without a readable config.json."""
     folder = Path(path)
     key, expected = "model.path", "a Hugging Face model folder"
+    if path.startswith(SCHEME):
+        return None
     if not folder.is_dir():
         found = f"{path}, which is a file" if folder.is_file() else f"{path}, which does not exist"
         yield Problem(key, expected, found, MODEL_HINT)
@@ -133,8 +159,10 @@ def model_folder_problems(path: str) -> Generator[Problem, None, ModelShape | No
 
 def _dataset(key: str, path: str) -> Iterator[Problem]:
     file = Path(path)
-    if not file.is_file():
-        yield Problem(key, "a JSONL file", f"{path}, which does not exist")
+    if path.startswith(SCHEME):
+        return
+    if not any(map(Path.is_file, dataset_files(file))):
+        yield Problem(key, "a JSONL or parquet file", f"{path}, which does not exist", DATASET_HINT)
         return
     try:
         next(dataset_rows(file, key))
@@ -185,6 +213,11 @@ def _rollout(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
     if rollout.top_p < 1:
         hint = "the sampler's log-probabilities would be those of a cut distribution: importance ratios come out biased"
         yield Problem("rollout.top_p", "1 in training", hint=hint)
+    if engine.pipeline_parallel > 1 and config.learner.moe.replay_routing:
+        hint = "vLLM does not return the experts that later stages chose"
+        yield Problem("rollout.engine.pipeline_parallel", "1 with learner.moe.replay_routing", hint=hint)
+    if shape is not None and engine.expert_parallel and not shape.experts:
+        yield Problem("rollout.engine.expert_parallel", "false, since the model has no experts")
     if shape is not None and shape.heads % engine.tensor_parallel:
         yield Problem("rollout.engine.tensor_parallel", f"a divisor of the model's {shape.heads} attention heads")
 

@@ -23,7 +23,10 @@ from common.errors import ConfigError, UsageError
 
 OVERRIDE = "<override>"
 MOST_BITS_SHOWN = 256
-REPLACED = {"broker.backend": "broker.store: file or redis takes its place, with broker.redis for it; docs/redis.md"}
+REPLACED = {
+    "broker.backend": "broker.store: file or redis takes its place, with broker.redis for it; docs/redis.md",
+    "rollout.engine.data_parallel": "use rollout.nodes instead: a node is an engine; docs/layouts.md",
+}
 S = TypeVar("S", bound=msgspec.Struct)
 
 # how msgspec names the place of an error, and the field that is unknown or missing there
@@ -227,7 +230,7 @@ def _unknown_key(file: str, key: str, section: Any, schema: type[msgspec.Struct]
     known = [field.name for field in msgspec.structs.fields(section)]
     elsewhere = [path for path in key_paths(schema) if path.rpartition(".")[2] == name]
     if key in REPLACED:
-        return ConfigError(file, key, "a known key", f"the former key '{name}'", REPLACED[key])
+        return ConfigError(file, key, "a known key", f"unknown key '{name}'", REPLACED[key])
     near = elsewhere[0] if elsewhere else nearest(name, known)
     hint = f"did you mean '{near}'?" if near else f"known keys here: {', '.join(known)}"
     return ConfigError(file, key, "a known key", f"unknown key '{name}'", hint)
@@ -273,6 +276,7 @@ def _in_words(kind: schema_info.Type) -> str:
         schema_info.BoolType: "true or false",
         schema_info.NoneType: "null",
         schema_info.DictType: "a mapping",
+        schema_info.AnyType: "any value",
     }
     return names.get(type(kind), type(kind).__name__)
 

@@ -76,6 +76,11 @@ def broker_problems(config: Config) -> Iterator[Problem]:
 def weights_address_problems(config: Config) -> Iterator[Problem]:
     """Whether what carries weights is authenticated beyond this machine."""
     weights, address = config.weights, config.weights.address
+    if config.learner.machines > 1 and is_loopback(address):
+        if weights.transport != "relay" or curve_credentials(config.broker.credentials) is None:
+            hint = "a learner of several machines sends its weights over the network; `slipstream keys DIR` makes keys"
+            yield Problem("weights.transport", "relay, with a key folder as broker.credentials", hint=hint)
+        return
     if is_loopback(address):
         return
     if weights.transport == "relay" and curve_credentials(config.broker.credentials) is not None:

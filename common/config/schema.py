@@ -4,7 +4,7 @@ Loading, overrides and error messages are in common/config/loading.py; checks th
 key are in common/config/checks.py. A fact is stored once; what follows from it is a property.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -42,7 +42,9 @@ class RunConfig(Strict, frozen=True, kw_only=True):
 
 
 class ModelConfig(Strict, frozen=True, kw_only=True):
-    path: Text  # Hugging Face folder with config.json, safetensors files and a tokenizer.
+    # Folder with config.json, safetensors files and a tokenizer, or a model of the Hugging Face hub, OWNER/NAME or
+    # OWNER/NAME@REVISION; docs/models.md.
+    path: Text
     # Type of the parameters in learner and engine. Use float32 on CPUs and for tiny models.
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     # Compares Megatron's forward pass with Hugging Face's at start-up. Turn it off to start faster.
@@ -67,8 +69,10 @@ class LimitsConfig(Strict, frozen=True, kw_only=True):
 
 class TasksConfig(Strict, frozen=True, kw_only=True):
     environment: Text  # Built-in name or 'module:Class'; docs/environments.md lists both.
-    dataset: Text  # JSONL file with one problem per line.
-    eval_dataset: str | None = None  # Held-out JSONL file for `slipstream eval`.
+    # JSONL or parquet file with one problem per row; * in its name stands for several files. Or a file of the hub:
+    # hf://datasets/OWNER/NAME[@REVISION]/FILE; docs/models.md.
+    dataset: Text
+    eval_dataset: str | None = None  # The same with held-out problems, for `slipstream eval`.
     options: dict[str, Scalar] = {}  # Keyword arguments of the environment.
     limits: LimitsConfig = LimitsConfig()
     shuffle: bool = True  # Gives every epoch its own order. False keeps the order of the file.
@@ -138,7 +142,7 @@ class LossConfig(Strict, frozen=True, kw_only=True):
     # Weight of the KL divergence from the reference model; 0 loads no reference.
     kl_coefficient: NonNegativeFloat = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # Estimator of that divergence.
-    reference: Text | None = None  # Hugging Face folder of the reference model. Unset, it is model.path.
+    reference: Text | None = None  # The reference model, named like model.path. Unset, it is model.path.
     entropy_coefficient: NonNegativeFloat = 0.0  # Weight of the entropy bonus.
     # How the loss of tokens is averaged; docs/algorithms.md.
     reduction: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
@@ -160,8 +164,15 @@ class MoeConfig(Strict, frozen=True, kw_only=True):
     replay_routing: bool = False  # Trains each token with the experts that the engine chose for it.
 
 
+class MegatronConfig(Strict, frozen=True, kw_only=True):
+    # Fields of Megatron's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig; docs/layouts.md.
+    extra: dict[str, Any] = {}
+
+
 class CheckpointConfig(Strict, frozen=True, kw_only=True):
     every: Positive = 20  # Steps between checkpoints. Groups are committed with them; docs/delivery.md.
+    # Folder of the checkpoints, which every machine of the learner must share. Unset, it is RUN/checkpoints.
+    dir: Text | None = None
     keep: Positive = 2  # Number of newest checkpoints that stay on the disk.
     asynchronous: bool = True  # Writes checkpoints while the next steps run. A commit still waits for the disk.
 
@@ -176,6 +187,9 @@ class RanksConfig(Strict, frozen=True, kw_only=True):
     # Packed tokens of one forward and backward pass. Lower it when activations do not fit.
     micro_batch_tokens: Positive = 16384
     parallel: ParallelConfig = ParallelConfig()
+    # Reduces gradients while the backward pass runs, and gathers parameters while the next forward pass does.
+    overlap: bool = True
+    megatron: MegatronConfig = MegatronConfig()
     memory: MemoryConfig = MemoryConfig()
     moe: MoeConfig = MoeConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -187,6 +201,11 @@ class RanksConfig(Strict, frozen=True, kw_only=True):
 
 
 class LearnerConfig(RanksConfig, frozen=True, kw_only=True):
+    machines: Positive = 1  # Machines of the learner; each runs world_size / machines ranks. docs/machines.md.
+    # Longest wait for that many machines, at the start and after one was lost.
+    machines_wait_s: Seconds = 600.0
+    # Network interface of the ranks, or several with commas between them. Unset, the one that routes to the broker.
+    interface: Text | None = None
     groups_per_step: Positive = 16  # Prompts of one optimizer step.
     dynamic_sampling: bool = False  # Replaces groups whose rewards are all equal by further groups.
     loss: LossConfig = LossConfig()
@@ -199,9 +218,17 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
     kv_cache_mib: Positive | None = None  # Size of the KV cache. Unset, gpu_memory_utilization decides.
     # Share of a GPU's memory that the engine may take.
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    tensor_parallel: Positive = 1  # Devices of one engine. Raise it when the model does not fit one GPU.
+    tensor_parallel: Positive = 1  # Devices that share each matrix. Raise it when the model does not fit one GPU.
+    pipeline_parallel: Positive = 1  # Stages of consecutive layers, of tensor_parallel devices each.
+    expert_parallel: bool = False  # Gives each of the tensor_parallel devices whole experts instead of parts of all.
     eager: bool = False  # Runs without compilation and CUDA graphs. It starts faster and generates more slowly.
     block_size: Positive | None = None  # Tokens of one block of the KV cache. Unset, vLLM's default applies.
+    extra: dict[str, Any] = {}  # Keyword arguments of vLLM's EngineArgs that no key here sets; docs/layouts.md.
+
+    @property
+    def devices(self) -> int:
+        """Devices of one engine."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 class RolloutConfig(Strict, frozen=True, kw_only=True):
@@ -215,6 +242,8 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
     # Episodes in flight per node; auto adapts it to the KV cache (docs/scheduling.md).
     concurrency: Positive | Literal["auto"] = 128
     sample_timeout_s: Seconds = 600.0  # Longest duration of one episode, which then fails with a reason.
+    # Seconds in which a node that drains may finish its groups. Raise it where machines are taken back with notice.
+    drain_s: Seconds = 10.0
     threads: Positive = 1  # CPU threads of the engine.
     engine: EngineConfig = EngineConfig()
 
@@ -277,6 +306,8 @@ class StalenessConfig(Strict, frozen=True, kw_only=True):
 class TelemetryConfig(Strict, frozen=True, kw_only=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"  # Least severe level that RUN/logs contains.
     refresh_s: Seconds = 1.0  # Seconds between two pictures of the live view.
+    # Port on which broker, learner and nodes answer probes without authentication, 0: none; docs/kubernetes.md.
+    health_port: Annotated[int, Meta(ge=0, le=65535)] = 0
 
 
 class Config(Strict, frozen=True, kw_only=True):
@@ -291,6 +322,12 @@ class Config(Strict, frozen=True, kw_only=True):
     weights: WeightsConfig = WeightsConfig()
     staleness: StalenessConfig = StalenessConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+
+    @property
+    def device_shares(self) -> dict[str, int]:
+        """Devices that each role of `up` needs, in the order in which the roles get them."""
+        nodes = {f"node-{i}": self.rollout.engine.devices for i in range(self.rollout.nodes)}
+        return {"learner": self.learner.world_size} | nodes
 
 
 class SftTasksConfig(Strict, frozen=True, kw_only=True):

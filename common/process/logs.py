@@ -33,6 +33,11 @@ def log_path(logs_dir: Path, role: str, role_id: str) -> Path:
     return logs_dir / f"{role}-{role_id}.log"
 
 
+def log_end(path: Path) -> str:
+    """The non-empty lines of the last 64 KiB of a log; '' when it cannot be read."""
+    return "\n".join(last_lines(path, 1 << 16))
+
+
 def last_lines(path: Path, count: int, max_bytes: int = 65536) -> list[str]:
     """Up to `count` last non-empty lines of a text file; [] when it cannot be read."""
     try:

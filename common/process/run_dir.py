@@ -19,13 +19,15 @@ from common.config.schema import Config, SftConfig
 from common.errors import SlipstreamError, UsageError
 from common.process import files
 from common.process.files import pretty_json
+from common.process.lifecycle import alive
 
 # May change when a run is continued: they say how fast or how long, not what is computed.
 CHANGEABLE = (
     "run.dir", "run.steps", "run.max_restarts", "tasks.eval_dataset", "learner.threads", "learner.checkpoint",
-    "rollout.nodes", "rollout.concurrency", "rollout.sample_timeout_s", "rollout.threads", "rollout.engine",
-    "broker", "weights.transport", "weights.overlap", "weights.address", "weights.timeout_s", "weights.bucket_mib",
-    "telemetry",
+    "learner.machines", "learner.machines_wait_s", "learner.interface",
+    "rollout.nodes", "rollout.concurrency", "rollout.sample_timeout_s", "rollout.drain_s", "rollout.threads",
+    "rollout.engine", "broker", "weights.transport", "weights.overlap", "weights.address", "weights.timeout_s",
+    "weights.bucket_mib", "telemetry",
 )  # fmt: skip
 
 
@@ -35,12 +37,19 @@ class BrokerFile(msgspec.Struct, frozen=True):
     pid: int
     address: str
     started_s: float  # Unix time
+    host: str = ""  # its machine; '' in the file of an earlier version
+
+    @property
+    def ended(self) -> bool:
+        """Whether the broker is known to have ended; this machine does not see another one's processes."""
+        return self.host in ("", socket.gethostname()) and not alive(self.pid)
 
 
 class RunDir:
     """Names of everything below RUN; reads and writes the small JSON files there."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, checkpoints: str | None = None) -> None:
+        """`checkpoints`: their folder, learner.checkpoint.dir; None: RUN/checkpoints."""
         self.path = Path(path)
         self.config = self.path / "config.yaml"
         self.run_json = self.path / "run.json"
@@ -52,10 +61,14 @@ class RunDir:
         self.learner_json = self.path / "learner.json"
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
-        self.checkpoints = self.path / "checkpoints"
+        self.checkpoints = Path(checkpoints) if checkpoints else self.path / "checkpoints"
         self.model = self.path / "model"
         self.logs = self.path / "logs"
         self.report = self.path / "report"
+
+    @classmethod
+    def of(cls, config: Config | SftConfig) -> "RunDir":
+        return cls(config.run.dir, config.learner.checkpoint.dir)
 
     def broker(self) -> BrokerFile | None:
         """The broker's address and pid; None while no broker has written them or the file is unreadable."""
@@ -95,11 +108,16 @@ class RunDir:
         differing = [
             f"{key} was {old!r} and now is {new!r}"
             for key, old, new in differences(msgspec.to_builtins(before), msgspec.to_builtins(config))
-            if not any(key == c or key.startswith(c + ".") for c in CHANGEABLE)
+            if not changeable(key)
         ]
         if differing:
             shown = "; ".join(differing[:3]) + ("; ..." if len(differing) > 3 else "")
             raise UsageError(f"{self.path} has a run of another config: {shown}; choose another run.dir or remove it")
+
+
+def changeable(key: str) -> bool:
+    """Whether a run may continue with another value of this dotted key."""
+    return any(key == c or key.startswith(c + ".") for c in CHANGEABLE)
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], at: str = "") -> Iterator[tuple[str, object, object]]:

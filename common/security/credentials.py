@@ -3,7 +3,7 @@
     DIR/server.json        the broker's key pair; only on the broker's machine
     DIR/allowed.json       public keys that the broker and the weight plane let in, each with a role and a name
     DIR/learner.json       what the learner needs: its key pair and the broker's public key
-    DIR/observer.json      the same for status, top and ledger
+    DIR/observer.json      the same for status, top, ledger and logs
     DIR/nodes/NAME.json    the same for a rollout node; all that the machine of a node needs
 
 Keys are Z85 text, 40 characters for 32 bytes. Files are JSON, and only their owner may read them.

@@ -26,9 +26,8 @@ HANDSHAKE_MS = 10_000  # a connection that has not proven its key by then is clo
 BROKEN_HANDSHAKES, BROKEN_S = 5, 3.0  # so many in a row, for so long, mean that the other side has another key
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-_OUTCOMES = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+_CHANGES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_OUTCOMES = _CHANGES | _FAILED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class KeyRing:
@@ -153,6 +152,7 @@ class Handshakes:
         self._us = (server, credential.public if credential is not None else "")
         self._proven = self._us in _PROVEN
         self._refusal = ""
+        self._changes = 0
 
     def refusal(self) -> str:
         """Why the other side refuses this client; '' when it does not. Never waits."""
@@ -160,6 +160,11 @@ class Handshakes:
             message = cast("dict[str, Any]", recv_monitor_message(self._events, zmq.NOBLOCK))
             self._note(int(message["event"]), int(message["value"]))
         return self._refusal
+
+    def changes(self) -> int:
+        """How often a connection has begun or ended. Never waits."""
+        self.refusal()
+        return self._changes
 
     def suspicion(self) -> str:
         """The reason that `refusal` would give if connections kept breaking; '' when none broke. Never waits."""
@@ -178,6 +183,7 @@ class Handshakes:
 
     def _note(self, event: int, value: int) -> None:
         who = self._credential
+        self._changes += bool(event & _CHANGES)
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._refusal = ""
             self._broken = 0

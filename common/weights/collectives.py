@@ -114,11 +114,3 @@ def reason_of(error: Exception) -> str:
     text = str(error).strip().split("\n")[0] or type(error).__name__
     text = re.sub(r"\[/[^\]]*\.cc:\d+\]\s*", "", text)
     return text.split(". This is typically caused")[0]
-
-
-def local_address(host: str, port: int) -> str:
-    """The address of this machine that reaches `host`, the one to listen on. Sends nothing; raises OSError."""
-    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as connection:
-        connection.connect(target)
-        return str(connection.getsockname()[0])

@@ -26,6 +26,7 @@ from common.weights.layout import Layout
 from common.wire_types import Finite, Name, Text, Version
 
 Key = Annotated[str, msgspec.Meta(max_length=40)]  # a CURVE key, Z85; '' where there are no keys
+Versions = Annotated[dict[Name, Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=16)]
 
 
 class Canary(msgspec.Struct, frozen=True):
@@ -46,6 +47,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     incarnation: int = -1  # that of the learner whose weights the node has; -1: none
     version: Version = -1
     transports: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ("gloo",)  # that the node can receive over
+    versions: Versions = {}  # common.weights.transports.nccl.shared_versions(); {} from older nodes
 
 
 class Staged(msgspec.Struct, frozen=True, tag="staged"):
@@ -161,9 +163,10 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 
 
 class Eject(msgspec.Struct, frozen=True, tag="eject"):
-    """The learner dropped this node from the group; it may Join again."""
+    """The learner dropped this node from the group; it may Join again, unless that would fail for the same reason."""
 
     reason: str
+    final: bool = False
 
 
 NodeMessage = Join | Staged | Active | Rejected | Leave | Pong | Serving

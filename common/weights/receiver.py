@@ -16,8 +16,9 @@ import msgspec
 import torch
 import zmq
 
+from common.process.local_address import local_address
 from common.weights import delta, packing
-from common.weights.collectives import Group, GroupFactory, in_turn, local_address, reason_of
+from common.weights.collectives import Group, GroupFactory, in_turn, reason_of
 from common.weights.layout import Layout
 from common.weights.messages import Epoch, LearnerMessage, Publish, Serve, Serving, Welcome
 from common.weights.transports.registry import open_group

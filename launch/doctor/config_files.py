@@ -8,7 +8,7 @@ import msgspec
 
 from common.config.schema import Config, SftConfig
 from common.errors import UsageError
-from common.json_lines import dataset_rows
+from common.json_lines import dataset_files, dataset_rows
 from common.security.credentials import KeyFolder
 from launch.doctor.findings import Finding, fine, problem, warning
 from launch.plan.review import TOO_FEW_TURNS, TOO_FEW_TURNS_WHY, Review
@@ -108,8 +108,8 @@ def broken_weights(file: Path) -> str:
 
 def check_dataset(key: str, file: Path, config: Config | SftConfig) -> Iterator[Finding]:
     """Every line is a JSON object, and a step finds enough of them."""
-    if not file.is_file():
-        return  # said by the config's checks
+    if not any(map(Path.is_file, dataset_files(file))):
+        return  # said by the config's checks, or a name of the hub
     rows, read = 0, 0
     try:
         for _, row in dataset_rows(file, key):
@@ -117,7 +117,7 @@ def check_dataset(key: str, file: Path, config: Config | SftConfig) -> Iterator[
             if read > READ_BYTES:
                 break
     except UsageError as error:
-        why = "a task is one JSON object on a line of its own"
+        why = "a task is one JSON object on a line of its own, or a row of a parquet file"
         yield problem("dataset", str(error), why, "make the file readable; fix or remove the line")
         return
     wanted = config.learner.groups_per_step if isinstance(config, Config) else config.learner.sequences_per_step

@@ -54,6 +54,7 @@ def examine(machine: Machine, role: str, config: Config | SftConfig | None, file
     plan = None if reviewed is None else reviewed.plan
     yield packages.check_python(machine)
     yield from packages.check_packages(machine, role, packages.pins_of(role))
+    yield from packages.check_environments()
     yield from packages.check_torch(machine, config)
     yield resources.check_cores(machine, config)
     yield resources.check_memory(machine, config, plan)

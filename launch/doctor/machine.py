@@ -2,24 +2,20 @@
 
 import ctypes
 import os
-import re
 import resource
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 
 from launch.up.core_pinning import available_cores
+from launch.up.devices import list_gpus, torch_cuda
 
-NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-NVIDIA_SMI_S = 10.0
 CLOCK_UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -52,8 +48,8 @@ def look() -> Machine:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
         # the first of a name is the one that is imported
         packages={name.lower().replace("_", "-"): version for name, version in reversed(found) if name},
-        torch_cuda=_torch_cuda(),
-        gpus=_gpus(),
+        torch_cuda=torch_cuda(),
+        gpus=tuple(name for _, name in list_gpus()),
         now_s=time.time(),
         clock_synchronised=_clock_synchronised(),
     )
@@ -64,22 +60,6 @@ def _text(path: str | Path) -> str:
         return Path(path).read_text(encoding="utf-8").strip()
     except OSError:
         return ""
-
-
-def _torch_cuda() -> str | None:
-    """From torch/version.py, because importing torch takes seconds."""
-    spec = find_spec("torch")
-    text = _text(Path(spec.origin).with_name("version.py")) if spec and spec.origin else ""
-    found = re.search(r"^cuda.*= *['\"]([\d.]+)", text, re.MULTILINE)
-    return found[1] if found else None
-
-
-def _gpus() -> tuple[str, ...]:
-    try:
-        done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
 
 
 def _clock_synchronised() -> bool | None:

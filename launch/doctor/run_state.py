@@ -14,6 +14,7 @@ from common.process.run_dir import RunDir
 from launch.doctor.findings import Finding, fine, judged, problem, warning
 from launch.observe.observation import Observation, observe
 from launch.observe.stall_text import STOPPING, sentence, stalls_of
+from launch.resolve_target import Target
 from learner.loop.run_files import read_record
 
 LOCKS = ("up.lock", "store/lock")
@@ -57,7 +58,8 @@ def check_run(run: RunDir, config: Config | SftConfig) -> tuple[list[Finding], b
         found.append(problem("run", str(error), "a run continues with the config that it began with", fix))
     seen = None
     with suppress(SlipstreamError):
-        seen = observe(run, ANSWER_S)
+        credentials = config.broker.credentials if isinstance(config, Config) else None
+        seen = observe(Target(run, credentials), ANSWER_S)
     running = seen is not None and seen.live
     if seen is not None and (seen.live or seen.unreachable):
         found += _stalls(seen)

@@ -38,8 +38,9 @@ def render_live(config: Config, seen: Observation | None, tail: MetricsTail, not
     return Group(*parts)
 
 
-def render_status(run: RunDir, seen: Observation, advice: Advice | None = None) -> RenderableType:
-    parts: list[RenderableType] = [Text(f"{seen.status.run.name}  {run.path}", "bold")]
+def render_status(run: RunDir | None, seen: Observation, advice: Advice | None = None) -> RenderableType:
+    facts = seen.status.run
+    parts: list[RenderableType] = [Text(f"{facts.name}  {run.path if run else facts.run_dir}", "bold")]
     if not seen.live:
         parts.append(Text(seen.note, "yellow"))
     parts.append(processes(seen))
@@ -58,7 +59,7 @@ def render_status(run: RunDir, seen: Observation, advice: Advice | None = None) 
 def progress(config: Config, seen: Observation | None, tail: MetricsTail) -> RenderableType:
     """Reward, version, staleness, rates and times of the newest steps."""
     last, steps = tail.last, config.run.steps
-    done = int(last.get("policy_version", 0))
+    done = _version(tail, seen)
     filled = round(BAR_WIDTH * min(1.0, done / steps))
     bar = "█" * filled + "░" * (BAR_WIDTH - filled)
     rows = {config.run.name: f"step {done}/{steps}  {bar}  {_eta(done, steps, tail)}"}
@@ -101,9 +102,14 @@ def processes(seen: Observation) -> RenderableType:
         since = duration(status.learner_last_seen_s if state == "silent" else learner.since_s)
         version = str(learner.policy_version)
         table.add_row("learner", str(learner.pid), _state(state), version, since, learner.waiting_on)
+    for machine in status.machines:
+        ranks = f"machine {machine.index} of the round" if machine.index >= 0 else "a spare one, or a round to form"
+        where = f"{machine.address}: {ranks}"
+        table.add_row(machine.host, "", _state(machine.state), "", duration(machine.last_seen_s), where)
     groups = f"{status.groups_ready} groups ready, {status.groups_leased} leased, {status.groups_pending} pending"
     stuck = status.store.stuck if status.store is not None else ""
     state = "serving" if seen.live else "unreachable" if seen.unreachable else "ended"
+    state = "stopping" if seen.live and status.stopping else state
     table.add_row("broker", str(status.pid), _state(state), "", "", stuck or groups)
     for node in status.nodes:
         report, state = node.report, node.report.state if node.alive else "gone"
@@ -117,7 +123,7 @@ def processes(seen: Observation) -> RenderableType:
 def plain_line(config: Config, seen: Observation | None, tail: MetricsTail) -> str:
     """The same in one line, for logs."""
     last = tail.last
-    parts = [f"step {int(last.get('policy_version', 0))}/{config.run.steps}"]
+    parts = [f"step {_version(tail, seen)}/{config.run.steps}"]
     if last:
         parts.append(f"reward {last.get('reward_mean', 0):.3f}")
         parts.append(f"staleness {last.get('staleness_mean', 0):.2f} max {last.get('staleness_max', 0)}")
@@ -152,6 +158,12 @@ def step_times(tail: MetricsTail) -> str:
     step_s, idle_s, publish_s, stall_s = (tail.mean(name, LATEST) or 0.0 for name in names)
     share = idle_s / step_s if step_s else 0.0
     return f"{step_s:.2f} s, {share:.0%} waiting for groups  publish {publish_s:.2f} s  flip stall {stall_s:.3f} s"
+
+
+def _version(tail: MetricsTail, seen: Observation | None) -> int:
+    """Steps that are trained: by the metrics, else by the learner's report."""
+    learner = seen.status.learner if seen is not None else None
+    return int(tail.last.get("policy_version", learner.policy_version if learner is not None else 0))
 
 
 def _rate(seen: Observation) -> float:

@@ -1,4 +1,4 @@
-"""slipstream ledger RUN [--json]: what became of every task, over all brokers of a run.
+"""slipstream ledger RUN|ADDRESS [--json]: what became of every task, over all brokers of a run.
 
 A run that was stopped and continued has several brokers, and each numbers its tasks from 0. Tasks that an earlier
 broker gave to no lasting step are offered again by the next one, so its entries of them are left out. A step that no
@@ -17,16 +17,15 @@ from rich.table import Table
 
 from broker.contract import LedgerEntry
 from common.errors import SlipstreamError
-from common.process.run_dir import RunDir
-from launch.observe.observation import ANSWER_TIMEOUT_S, ask_broker_of
-from launch.resolve_target import find_run
+from launch.observe.observation import ask
+from launch.resolve_target import Target, find_target
 
 COMMITTED = "committed"
 
 
 def command(args: argparse.Namespace) -> int:
     """Print the ledger while the job runs or after it ended; other programs rely on the keys of --json."""
-    entries = observe_ledger(find_run(args.run))
+    entries = observe_ledger(find_target(args))
     if args.json:
         print(json.dumps(msgspec.to_builtins(entries)))
     else:
@@ -34,14 +33,20 @@ def command(args: argparse.Namespace) -> int:
     return 0
 
 
-def observe_ledger(run: RunDir) -> list[LedgerEntry]:
+def observe_ledger(job: Target) -> list[LedgerEntry]:
     """The run's delivery ledger, over all its brokers; raises SlipstreamError when there is none.
 
     The newest broker's part comes from itself while it runs, else from RUN/ledger.json.
-    Those of earlier brokers are in RUN/ledger-1.json, ledger-2.json and so on, oldest first.
+    Those of earlier brokers are in RUN/ledger-1.json, ledger-2.json and so on, oldest first, not at an ADDRESS.
     """
     former: list[list[LedgerEntry]] = []
-    newest, reason, _ = ask_broker_of(run, ANSWER_TIMEOUT_S, lambda client: client.ledger())
+    if (run := job.run) is None:
+        return ask(job, lambda client: client.ledger())
+    newest, reason = None, ""
+    try:
+        newest = ask(job, lambda client: client.ledger())
+    except SlipstreamError as error:
+        reason = str(error)
     try:
         if newest is None:
             newest = msgspec.json.decode(run.ledger_json.read_bytes(), type=list[LedgerEntry])

@@ -13,16 +13,16 @@ LAST_STEPS = 10  # whose mean stands for the present
 class MetricsTail:
     """Steps seen so far, one entry per step; a resumed learner's rewritten file is read from its start."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.lines: list[dict[str, Any]] = []
         self._path = path
         self._offset = 0
         self._inode = -1
 
     @classmethod
-    def of(cls, run: RunDir) -> "MetricsTail":
-        """The metrics that a run has by now; raises as `update`."""
-        tail = cls(run.metrics)
+    def of(cls, run: RunDir | None) -> "MetricsTail":
+        """The metrics that a run has by now, none without a run folder; raises as `update`."""
+        tail = cls(run.metrics if run else None)
         tail.update()
         return tail
 
@@ -33,6 +33,8 @@ class MetricsTail:
 
     def update(self) -> None:
         """Read what is new. Raises UsageError when it is no file, or may not be read."""
+        if self._path is None:
+            return
         try:
             stat = self._path.stat()
         except OSError:

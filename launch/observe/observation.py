@@ -2,20 +2,19 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
 
 from broker.connect import connect_observer
 from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, NodeStatus
-from broker.messaging.client_methods import ObserverBroker
-from common.config.schema import Config
-from common.errors import SlipstreamError
-from common.process.lifecycle import alive
+from broker.messaging.client_methods import LearnerBroker
+from common.errors import SlipstreamError, UsageError
 from common.process.run_dir import RunDir
+from common.security.credentials import Role
 from launch.observe import waste_view
-from launch.resolve_target import config_of
+from launch.resolve_target import Target
 
 ANSWER_TIMEOUT_S = 3.0
 NO_LEARNER = {"pid": None, "state": "absent", "policy_version": -1, "since_s": 0.0}
@@ -43,28 +42,31 @@ class Observation:
         return "silent" if lost and learner.state not in LEARNER_ENDED else learner.state
 
 
-def ask_broker_of(
-    run: RunDir, timeout_s: float, question: Callable[[ObserverBroker], T], config: Config | None = None
-) -> tuple[T | None, str, bool]:
-    """(the answer of the run's broker, why there is none, whether its process is alive and did not answer)."""
-    file = run.broker()
-    if file is None:
-        return None, "the broker has ended" if run.status_json.exists() else "no broker has run here yet", False
-    if not alive(file.pid):
-        return None, f"broker {file.pid} has ended", False
-    config = config or config_of(run)  # which reads it anew
+def ask(
+    job: Target, question: Callable[[LearnerBroker], T], timeout_s: float = ANSWER_TIMEOUT_S, role: Role = "observer"
+) -> T:
+    """The answer of the job's broker. Raises SlipstreamError when there is none; UsageError also at an ADDRESS."""
+    address, reason = job.broker()
+    if not address:
+        raise SlipstreamError(reason)
     try:
-        with connect_observer(file.address, timeout_s, config.broker.credentials if config else None) as client:
-            return question(client), "", False
+        with connect_observer(address, timeout_s, job.credentials, role) as client:
+            return question(client)
     except SlipstreamError as error:
-        return None, f"broker not reachable: {error}", True
+        kind = SlipstreamError if job.run and not isinstance(error, UsageError) else UsageError
+        raise kind(f"broker not reachable: {error}") from None
 
 
-def observe(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S, config: Config | None = None) -> Observation:
-    """Ask the broker; fall back to RUN/status.json. Raises SlipstreamError when there is neither."""
-    answer, reason, unreachable = ask_broker_of(run, timeout_s, lambda client: client.status(), config)
-    if answer is not None:
-        return Observation(answer, live=True)
+def observe(job: Target, timeout_s: float = ANSWER_TIMEOUT_S, last: Observation | None = None) -> Observation:
+    """Ask the broker; fall back to RUN/status.json, at an ADDRESS to `last`. Raises SlipstreamError without either."""
+    try:
+        return Observation(ask(job, lambda client: client.status(), timeout_s), live=True)
+    except SlipstreamError as error:
+        if job.run is None and last is None:
+            raise
+        if job.run is None:
+            return replace(last, live=False, note=str(error))
+        run, reason, unreachable = job.run, str(error), job.broker()[0] != ""
     try:
         last = msgspec.json.decode(run.status_json.read_bytes(), type=BrokerStatus)
         age_s = max(0.0, time.time() - run.status_json.stat().st_mtime)
@@ -73,7 +75,7 @@ def observe(run: RunDir, timeout_s: float = ANSWER_TIMEOUT_S, config: Config | N
     return Observation(last, live=False, note=f"{reason}; last known status", unreachable=unreachable, age_s=age_s)
 
 
-def as_json(run: RunDir, seen: Observation) -> dict[str, Any]:
+def as_json(run: RunDir | None, seen: Observation) -> dict[str, Any]:
     """The answer of `slipstream status` for programs, which rely on its keys; ages count up to now."""
     status, live = seen.status, seen.live
     if status.learner is None:
@@ -87,7 +89,7 @@ def as_json(run: RunDir, seen: Observation) -> dict[str, Any]:
         }
     broker = {name: value for name, value in msgspec.to_builtins(status).items() if name not in ELSEWHERE}
     return {
-        "run": str(run.path.resolve()),
+        "run": str(run.path.resolve()) if run else status.run.run_dir,
         "name": status.run.name,
         "live": live,
         "note": seen.note,

@@ -20,18 +20,19 @@ from launch.observe.display import open_display
 from launch.observe.job_view import render_status
 from launch.observe.metrics_tail import LATEST, MetricsTail
 from launch.observe.observation import as_json, observe
-from launch.resolve_target import config_of, find_run
+from launch.resolve_target import config_of, find_target, joined_config
 from learner.loop.run_files import read_record
 
 
 def command(args: argparse.Namespace) -> int:
     """Print the status; of a finished job, the last one that is known."""
-    run = find_run(args.run)
-    if (warm := config_of(run, SftConfig)) is not None:
+    job = find_target(args)
+    run = job.run
+    if run and (warm := config_of(run, SftConfig)) is not None:
         status = warm_start(run, warm)
         print(json.dumps(status) if args.json else sentence(status))
         return 0
-    seen = observe(run)
+    seen = observe(job)
     advice = advice_for(MetricsTail.of(run).lines, seen.status.run.max_staleness)
     if args.json:
         found = {**as_json(run, seen), "stalls": msgspec.to_builtins(stall_text.stalls_of(seen))}
@@ -43,20 +44,21 @@ def command(args: argparse.Namespace) -> int:
 
 def top(args: argparse.Namespace) -> int:
     """Show the live view until the job ends or Ctrl-C; it only reads, so leaving it stops nothing."""
-    run = find_run(args.run)
-    config = config_of(run)
+    job = find_target(args)
+    run, seen = job.run, observe(job)
+    config = config_of(run) if run else joined_config(seen.status.run.config, job.address, ())
     if config is None:
-        raise SlipstreamError(f"{run.path} is not the folder of an RL job")
-    tail = MetricsTail(run.metrics)
+        raise SlipstreamError(f"{args.run} is not the folder of an RL job")
+    tail = MetricsTail(run.metrics if run else None)
     with suppress(KeyboardInterrupt):
         with open_display(config, tail, args.plain) as display:
             while True:
-                seen = observe(run, config=config)
                 tail.update()
                 display.show(seen)
                 if not seen.live:
                     break
                 time.sleep(display.every_s)
+                seen = observe(job, last=seen)
         print(seen.note)
     return 0
 

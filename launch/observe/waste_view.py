@@ -68,7 +68,7 @@ def of_report(last: Mapping[str, Any]) -> dict[str, Any]:
     return {name: wasted for name, wasted in found.items() if wasted}
 
 
-def failed_samples(status: BrokerStatus, run: RunDir) -> dict[str, int]:
+def failed_samples(status: BrokerStatus, run: RunDir | None) -> dict[str, int]:
     """By stop reason: of the nodes that are there; when none is any more, of the groups that were trained on."""
     if found := summed(node.report.samples_failed for node in status.nodes):
         return found

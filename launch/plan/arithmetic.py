@@ -116,11 +116,13 @@ def checkpoint_bytes(model: Architecture, dtype: str) -> int:
 
 def engine_of(config: Config, model: Architecture) -> Engine:
     """The memory of one of the fleet's engines; keys and values have the model's dtype."""
-    devices, item = config.rollout.engine.tensor_parallel, ITEM_BYTES[config.model.dtype]
+    settings, item = config.rollout.engine, ITEM_BYTES[config.model.dtype]
+    devices, tensor = settings.devices, settings.tensor_parallel
     a = model.attention
     if isinstance(a, Attention):
-        heads = max(a.kv_heads, devices)  # vLLM copies a key-value head where there are fewer than devices
-        per_layer = 2 * heads * a.head_dim / devices
+        heads = max(a.kv_heads, tensor)  # vLLM copies a key-value head where there are fewer than devices of a stage
+        per_layer = 2 * heads * a.head_dim / tensor
     else:
         per_layer = a.kv_rank + a.rope_dim  # the compressed form, whole on every device
-    return Engine(devices, count(model) * item // devices, per_layer * model.layers * item)
+    layers = -(-model.layers // settings.pipeline_parallel)
+    return Engine(devices, count(model) * item // devices, per_layer * layers * item)

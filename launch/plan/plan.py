@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import count, groupby, islice
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -71,6 +71,10 @@ def page(review: Review) -> RenderableType:
     }
     if isinstance(config, Config):
         bodies["Rollouts and weights"] = _facts(_rollouts(config, plan))
+        if sum(config.device_shares.values()) <= plan.gpus_per_node:
+            free = map(str, count())
+            devices = [(role, " ".join(islice(free, n))) for role, n in config.device_shares.items()]
+            bodies["GPUs that `slipstream up` gives to each role"] = _facts(devices)
     for title, body in bodies.items():
         parts += (Text(), Text(title, "bold"), body)
     parts += _numbered("Remarks", review.remarks)

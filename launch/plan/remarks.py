@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from common.config.passthrough import passthrough_warnings
 from common.config.schema import Config, LossConfig, SftConfig
 from launch.plan.job_plan import Plan, RlPart
 
@@ -16,6 +17,7 @@ UNEVEN = 1.15
 def remarks(config: Config | SftConfig, plan: Plan) -> list[str]:
     """In the order of the page: groups, memory, pipeline, loss, window, weight plane, engines."""
     out = [*_groups(plan), *_memory(config, plan), *_pipeline(config, plan), *_experts(config, plan)]
+    out += passthrough_warnings(config)
     if isinstance(config, Config) and plan.rl is not None:
         out += [*_clipping(config.learner.loss), *_window(config, plan.rl)]
         out += [*_publish(config, plan.rl), *_engines(config, plan.rl)]

@@ -9,10 +9,11 @@ import msgspec
 
 from common.config.checks import MODEL_HINT, problems, resolve_paths
 from common.config.loading import load_either
-from common.config.network_checks import is_loopback
+from common.config.network_checks import is_loopback, split_address
 from common.config.parallel_layout import ModelShape, model_problems, world_problems
 from common.config.schema import Config, SftConfig
 from common.errors import ConfigError, Problem, UsageError
+from common.hub import SCHEME, local_copy
 from launch.plan.architecture import UnknownArchitecture, read_architecture
 from launch.plan.job_plan import Plan, make_plan
 from launch.plan.remarks import remarks
@@ -23,8 +24,9 @@ GPUS_PER_NODE = 8
 TOO_FEW_TURNS = "rollout.max_turns is 1, and the environment plays several turns"
 TOO_FEW_TURNS_WHY = "every episode ends after its first turn, and later rewards are never seen"
 
-# The config checks say with these words that only files of the model are missing.
-MISSING_FROM_MODEL = ("a Hugging Face model folder with a tokenizer", "a Hugging Face model folder with weights")
+# The config checks say with these words that only files of the model are missing, or a dataset.
+MODEL = "a Hugging Face model folder"
+MISSING = (f"{MODEL} with a tokenizer", f"{MODEL} with weights", "a JSONL or parquet file")
 
 
 @dataclass
@@ -62,8 +64,21 @@ def make_review(file: str, overrides: list[str], gpus_per_node: int = GPUS_PER_N
 def review(config: Config | SftConfig, file: str, gpus_per_node: int = GPUS_PER_NODE, libraries: bool = True) -> Review:
     """Check and plan a config with absolute paths; `libraries`: those of the environment must be installed here."""
     made = Review(file, config, not_yet=[*_not_yet(config, gpus_per_node)])
+    name = config.model.path
+    try:  # only config.json is needed of the model, also where it is in the hub
+        path = Path(local_copy("model.path", name, only_config=True))
+    except UsageError as error:
+        made.no_plan = str(error)
+        made.refused.append(Problem("model.path", "a model of the hub", made.no_plan.removeprefix("model.path: ")))
+        return made
+    model = msgspec.structs.replace(config.model, path=str(path))
+    made.config = config = msgspec.structs.replace(config, model=model)
     for problem in problems(config):
-        (made.missing if _is_missing_file(problem, config) else made.refused).append(problem)
+        no_keys = problem.key == "broker.credentials" and not Path(problem.found.split(",")[0]).exists()
+        if not (problem.expected.startswith(MISSING) or no_keys):
+            made.refused.append(problem)
+        elif not (problem.key == "model.path" and name.startswith(SCHEME)):  # a launch downloads them
+            made.missing.append(problem)
     if isinstance(config, Config) and PYTHON_KEY not in [key for key, *_ in made.refused]:
         try:
             environment = check_environment(config.tasks, file, libraries)
@@ -71,7 +86,7 @@ def review(config: Config | SftConfig, file: str, gpus_per_node: int = GPUS_PER_
             made.refused.append(Problem(error.key, error.expected, error.found, error.hint))
         else:
             made.too_few_turns = environment.several_turns and config.rollout.max_turns == 1
-    learner, path = config.learner, Path(config.model.path)
+    learner = config.learner
     try:
         document = read_model(path)
         shape = ModelShape.of(document.get)
@@ -104,26 +119,25 @@ def describe(problem: Problem) -> str:
     return str(problem).replace(f"{Path.cwd()}{os.sep}", "")
 
 
-def _is_missing_file(problem: Problem, config: Config | SftConfig) -> bool:
-    """Whether the problem is only a missing file: weights, a tokenizer or a dataset."""
-    key, expected, _, _ = problem
-    if key in ("tasks.dataset", "tasks.eval_dataset"):
-        return not Path(getattr(config.tasks, key.removeprefix("tasks."))).exists()
-    return key == "model.path" and expected.startswith(MISSING_FROM_MODEL)
-
-
 def _not_yet(config: Config | SftConfig, gpus_per_node: int) -> Iterator[str]:
     """Parts that this version cannot launch by itself."""
     ranks = config.learner.world_size
     nodes = -(-ranks // gpus_per_node)
-    if nodes > 1:
+    if isinstance(config, SftConfig) and nodes > 1:
+        yield f"learner.world_size: {ranks} ranks are {nodes} machines of {gpus_per_node}; a warm start has one"
+    elif isinstance(config, Config) and nodes > config.learner.machines:
         yield (
-            f"learner.world_size: {ranks} ranks are {nodes} nodes of {gpus_per_node}, and this "
-            f"version starts those of one machine; on each node run torchrun --nnodes {nodes} "
-            f"--nproc-per-node {gpus_per_node} with its rendezvous options and -m learner.main --config RUN/config.yaml"
+            f"learner.machines: {ranks} ranks need {nodes} machines of {gpus_per_node}, and learner.machines is "
+            f"{config.learner.machines}; docs/machines.md"
         )
-    if isinstance(config, Config):
-        devices = ranks + config.rollout.nodes * config.rollout.engine.tensor_parallel
+    if isinstance(config, Config) and config.learner.machines > 1:
+        if any(is_loopback(split_address(address)[0]) for address in config.broker.addresses):
+            yield (
+                f"broker.address: the {config.learner.machines} machines of the learner do not reach a loopback "
+                "address; name one of the broker's machine, tcp://HOST:PORT"
+            )
+    elif isinstance(config, Config):
+        devices = sum(config.device_shares.values())
         if devices > gpus_per_node and is_loopback(config.weights.address):
             yield (
                 f"weights.address: {devices} devices of learner and rollout nodes are more than one "

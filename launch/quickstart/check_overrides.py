@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.config.checks import problems
+from common.config.checks import problems, resolve_paths
 from common.config.loading import load_config
 from common.errors import EXIT_DONE, ConfigError, UsageError
 from rollout_fleet.environments.description import check_environment
@@ -21,7 +21,7 @@ def main(words: Sequence[str]) -> int:
     file, *overrides = words
     named = {word.partition("=")[0] for word in overrides}
     try:
-        config = load_config(Path(file), overrides)
+        config = resolve_paths(load_config(Path(file), overrides))
         for problem in problems(config):
             if problem.key in named or problem.key not in MADE_LATER:
                 raise ConfigError(file, *problem)

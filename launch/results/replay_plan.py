@@ -21,6 +21,8 @@ FIXED = {
     "broker": "the replay has a broker of its own",
     "tasks": "the recorded groups are of these tasks",
     "learner.groups_per_step": "the recorded steps have this many groups",
+    "learner.checkpoint.dir": "the replay keeps its checkpoint in its own folder",
+    "learner.machines": "a replay runs on this machine",
     "rollout.group_size": "the recorded groups have this many samples",
 }
 
@@ -109,11 +111,11 @@ def _config(config: Config, file: str, folder: Path, last: int, overrides: Seque
                 raise UsageError(f"override {key}: a replay does not take it: {reason}")
     replace = msgspec.structs.replace
     optimizer = replace(config.learner.optimizer, decay_steps=config.learner.optimizer.decay_steps or config.run.steps)
-    checkpoint = replace(config.learner.checkpoint, every=last + 1)
+    checkpoint = replace(config.learner.checkpoint, every=last + 1, dir=None)
     own = replace(
         config,
         run=replace(config.run, dir=str(folder), steps=last + 1),
-        learner=replace(config.learner, optimizer=optimizer, checkpoint=checkpoint),
+        learner=replace(config.learner, machines=1, optimizer=optimizer, checkpoint=checkpoint),
         broker=replace(config.broker, store="file", redis=None, address="tcp://127.0.0.1:0", credentials=None),
         weights=replace(config.weights, address="127.0.0.1", canary_every=0),
     )

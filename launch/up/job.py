@@ -21,7 +21,9 @@ from common.process.run_dir import RunDir
 from launch.observe.display import Display, open_display
 from launch.observe.metrics_tail import LATEST, MetricsTail, mean
 from launch.observe.observation import observe
+from launch.resolve_target import Target
 from launch.up.core_pinning import available_cores, plan_cores
+from launch.up.devices import Place
 from launch.up.roles import role_command, thread_environment
 from launch.up.supervisor import Role, RoleSpec, Supervisor, describe_exit, end_text
 from learner.loop.run_files import read_record
@@ -42,16 +44,18 @@ class JobFailed(SlipstreamError):
         self.exit_code = exit_code
 
 
-def role_specs(config: Config, run: RunDir) -> list[RoleSpec]:
-    """How to run the broker, the learner and the nodes, in this order."""
+def role_specs(config: Config, run: RunDir, places: Mapping[str, Place]) -> list[RoleSpec]:
+    """How to run the broker, the learner and the nodes, in this order, each in its place."""
     nodes = [f"node-{i}" for i in range(config.rollout.nodes)]
     threads, restarts = config.rollout.threads, config.run.max_restarts
     learner_threads = config.learner.world_size * config.learner.threads
     learner_cores, *node_cores = plan_cores(available_cores(), learner_threads, [threads] * len(nodes))
 
     def spec(name: str, words: list[str], log_id: str = "0", **options: Any) -> RoleSpec:
-        command = role_command([words[0], str(run.config), *words[1:]])
-        return RoleSpec(name, command, log_path(run.logs, words[0], log_id), **{"max_restarts": restarts} | options)
+        place = places.get(name, Place())
+        command = role_command([words[0], str(run.config), *words[1:]], place.python)
+        options = {"max_restarts": restarts, **options, "env": {**place.env, **options.get("env", {})}}
+        return RoleSpec(name, command, log_path(run.logs, words[0], log_id), **options)
 
     keeps = config.broker.durability != "memory"  # others lose everything with their process
     env = thread_environment(threads)
@@ -68,11 +72,11 @@ def role_specs(config: Config, run: RunDir) -> list[RoleSpec]:
 class Job:
     """One run of all roles on this machine."""
 
-    def __init__(self, config: Config, run: RunDir) -> None:
+    def __init__(self, config: Config, run: RunDir, places: Mapping[str, Place]) -> None:
         self.config, self.run_dir = config, run
         self.tail = MetricsTail(run.metrics)
         self.supervisor = Supervisor(self._on_event)
-        self._specs = role_specs(config, run)
+        self._specs = role_specs(config, run, places)
         self._nodes = [spec.name for spec in self._specs[2:]]
         self._display = Display(config, self.tail, None)
         self._started = time.monotonic()
@@ -117,13 +121,13 @@ class Job:
         """Until the learner is done (True) or the job is to stop (False); raises JobFailed."""
         while not flag.wait(POLL_S):
             for role in self.supervisor.poll():
-                if role.spec.name != "learner" or role.exit_code != 0:
+                if role.spec.name not in ("learner", "broker") or role.exit_code != 0:
                     self._check_end(role)
                     continue
                 record = read_record(self.run_dir)
-                done = record is not None and record.state == "done"
+                done = role.spec.name == "learner" and record is not None and record.state == "done"
                 if not done:
-                    self._note("the learner was told to stop; stopping the job")
+                    self._note(f"the {role.spec.name} was told to stop; stopping the job")
                 return done
             self._show()
         self._note(f"{flag.reason}: stopping; again to kill everything at once")
@@ -147,7 +151,7 @@ class Job:
         with suppress(SlipstreamError):  # a view that lacks something must not end the job
             self.tail.update()
         with suppress(SlipstreamError):
-            seen = observe(self.run_dir, ANSWER_S, self.config)
+            seen = observe(Target(self.run_dir, self.config.broker.credentials), ANSWER_S)
         self._display.show(seen)
         self._show_at = time.monotonic() + self._display.every_s
 

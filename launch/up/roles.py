@@ -13,15 +13,24 @@ from typing import NoReturn
 import msgspec
 
 from broker.connect import ask_status
+from broker.contract import BrokerStatus
+from common.config.checks import Reader, downloaded
 from common.config.loading import load_config, load_either
-from common.config.network_checks import fixed_address, split_address
-from common.config.redis_address import is_redis
+from common.config.network_checks import fixed_address
 from common.config.schema import Config, SftConfig
 from common.errors import BrokerUnreachable, UsageError
 from common.process.broker_address import find_broker
 from common.process.logs import log_path, setup_logging
 from common.process.run_dir import RunDir, write_json
-from launch.resolve_target import checked, config_file, joined_config, load_job, need_broker_library
+from launch.resolve_target import (
+    check_address,
+    check_same_job,
+    checked,
+    config_file,
+    joined_config,
+    load_job,
+    need_broker_library,
+)
 
 # torchrun kills ranks that are still busy this long after SIGTERM: a step and a checkpoint must fit in.
 SHUTDOWN_TIMEOUT_S = 300
@@ -38,9 +47,28 @@ def broker(args: argparse.Namespace) -> int:
     return run_broker(config, msgspec.json.encode(config))
 
 
-def learner(args: argparse.Namespace) -> NoReturn:
-    """Become torchrun with one process per learner rank; does not return."""
-    return become_torchrun(*load_job(args.config, args.overrides, reader="learner"))
+def learner(args: argparse.Namespace) -> int:
+    """Become torchrun with one process per rank, which does not return; or one launcher of a learner of several."""
+    if machines := slurm_machines():
+        args.overrides = [f"learner.machines={machines}", *args.overrides]
+    if args.config is None:
+        config, run, address = joined_job(args, "learner")
+    else:
+        check_join(args, "learner")
+        (config, run), address = load_job(args.config, args.overrides, reader="learner"), args.join
+    if config.learner.machines == 1:
+        return become_torchrun(config, run, address)
+    from launch.cluster.learner_machine import run_machine
+
+    address, status = answering_broker(args, config, run)
+    check_same_job(config, args.config or "this machine", status.run.config, address)
+    return run_machine(config, run, address)
+
+
+def slurm_machines() -> int:
+    """Machines of this step of Slurm, where it runs one task on each of several; else 0."""
+    machines, tasks = (os.environ.get(f"SLURM_STEP_NUM_{name}", "") for name in ("NODES", "TASKS"))
+    return int(machines) if machines == tasks and machines.isdecimal() and int(machines) > 1 else 0
 
 
 def sft(args: argparse.Namespace) -> NoReturn:
@@ -51,43 +79,48 @@ def sft(args: argparse.Namespace) -> NoReturn:
 
 def rollout(args: argparse.Namespace) -> int:
     """Run a node until the job is done or it is told to stop."""
-    if args.config is None and args.join is None:
-        raise UsageError("a node needs a CONFIG, or the address of a running job's broker: --join tcp://HOST:PORT")
-    if args.join is not None:
-        check_join_address(args.join)
-    if args.credentials is not None:
-        args.overrides = [*args.overrides, f"broker.credentials={Path(args.credentials).expanduser().resolve()}"]
     if args.config is None:
-        status = ask_status(args.join, args.join_timeout_s, args.credentials)
-        joined = joined_config(status.run.config, args.join, args.overrides)
-        config, run = checked(joined, f"the job at {args.join}", reader="node")
-        address = fixed_address(config) if len(config.broker.addresses) > 1 else args.join
+        config, run, address = joined_job(args, "node")
     else:
+        check_join(args, "node")
         config, run = load_job(args.config, args.overrides, environment=True, reader="node")
         run.check_agrees(config)
-        try:
-            address = args.join or find_broker(config, run, args.join_timeout_s)
-        except BrokerUnreachable as error:
-            raise UsageError(str(error)) from None
-        ask_status(address, args.join_timeout_s, config.broker.credentials)
+        address, _ = answering_broker(args, config, run)
     node_id = args.node_id or f"{socket.gethostname()}-{os.getpid()}"
     setup_logging("rollout", node_id, run.logs, config.telemetry.log_level)
     os.environ.update(thread_environment(config.rollout.threads))
     from rollout_fleet.main import run_node
 
-    return run_node(config, address, node_id)
+    return run_node(downloaded(config, "node"), address, node_id)
 
 
-def check_join_address(address: str) -> None:
-    """Raise UsageError when `address` cannot be a broker's."""
+def answering_broker(args: argparse.Namespace, config: Config, run: RunDir) -> tuple[str, BrokerStatus]:
+    """The address and the status of the broker at --join, else of the run's; raises UsageError when none answers."""
     try:
-        ports = [split_address(entry)[1] for entry in address.split(",")]
-    except ValueError as error:
-        hint = "; the broker of a run with broker.store: redis, not its Redis server" if is_redis(address) else ""
-        raise UsageError(f"--join: {error}, found {address!r}{hint}") from None
-    if 0 in ports:
-        hint = "RUN/broker.json and `slipstream status RUN` have the address"
-        raise UsageError(f"--join: {address} names no port; {hint}")
+        address = args.join or find_broker(config, run, args.join_timeout_s)
+    except BrokerUnreachable as error:
+        raise UsageError(str(error)) from None
+    return address, ask_status(address, args.join_timeout_s, config.broker.credentials)
+
+
+def joined_job(args: argparse.Namespace, reader: Reader) -> tuple[Config, RunDir, str]:
+    """The job of the broker at --join: its config with this machine's overrides, its run folder, the address."""
+    check_join(args, reader)
+    status = ask_status(args.join, args.join_timeout_s, args.credentials)
+    joined = joined_config(status.run.config, args.join, args.overrides)
+    config, run = checked(joined, f"the job at {args.join}", reader=reader)
+    several = fixed_address(config) if len(config.broker.addresses) > 1 else None
+    return config, run, several or args.join
+
+
+def check_join(args: argparse.Namespace, reader: str) -> None:
+    """Raise UsageError unless there is a CONFIG or a usable --join; --credentials becomes an override."""
+    if args.config is None and args.join is None:
+        raise UsageError(f"a {reader} needs a CONFIG, or the address of a job's broker: --join tcp://HOST:PORT")
+    if args.join is not None:
+        check_address(args.join, "--join")
+    if args.credentials is not None:
+        args.overrides = [*args.overrides, f"broker.credentials={Path(args.credentials).expanduser().resolve()}"]
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -106,7 +139,7 @@ def evaluate(args: argparse.Namespace) -> int:
     with output_to(log_path(run.logs, "eval", "0")):
         from rollout_fleet.node.evaluate import run_eval
 
-        result = run_eval(config, model)
+        result = run_eval(downloaded(config), model)
     write_json(run.path / "eval.json", result)
     if args.json:
         print(msgspec.json.encode(result).decode())
@@ -134,17 +167,22 @@ def output_to(path: Path) -> Iterator[None]:
             os.dup2(before, number)
 
 
-def become_torchrun(config: Config | SftConfig, run: RunDir) -> NoReturn:
+def become_torchrun(config: Config | SftConfig, run: RunDir, broker: str | None = None) -> NoReturn:
     """Replace this process, so that signals and exit codes are torchrun's own."""
     if find_spec("torch") is None:
         raise UsageError("torch is not installed in this environment; run launch/setup.sh cpu or learner")
     run.prepare(config)
     ranks = str(config.learner.world_size)
-    command = [sys.executable, "-m", "learner.torchrun", "--standalone", "--nproc-per-node", ranks]
-    command += ["--max-restarts", "0", "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
-    command += ["-m", "learner.main", "--config", str(run.config)]
+    command = torchrun(run, ["--standalone", "--nproc-per-node", ranks], ["--broker", broker] if broker else [])
     sys.stdout.flush()
     os.execvpe(command[0], command, {**os.environ, **thread_environment(config.learner.threads)})
+
+
+def torchrun(run: RunDir, options: Sequence[str], words: Sequence[str]) -> list[str]:
+    """torchrun with more `options`, which starts the ranks of a run once, with more `words` for each."""
+    limits = ["--max-restarts", "0", "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
+    rank = ["-m", "learner.main", "--config", str(run.config), *words]
+    return [sys.executable, "-m", "learner.torchrun", *options, *limits, *rank]
 
 
 def thread_environment(threads: int) -> dict[str, str]:
@@ -152,6 +190,6 @@ def thread_environment(threads: int) -> dict[str, str]:
     return {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS")}
 
 
-def role_command(words: Sequence[str]) -> list[str]:
-    """`slipstream WORDS` with this interpreter, whatever PATH says."""
-    return [sys.executable, "-m", "launch.cli", *words]
+def role_command(words: Sequence[str], python: str = sys.executable) -> list[str]:
+    """`slipstream WORDS` with this interpreter, or the one named, whatever PATH says."""
+    return [python, "-m", "launch.cli", *words]

@@ -4,11 +4,12 @@ import argparse
 from typing import IO
 
 from common.config.schema import Config
-from common.errors import EXIT_DONE, UsageError
+from common.errors import EXIT_DONE, ConfigError, UsageError
 from common.process.broker_address import running_broker
 from common.process.lock_file import AlreadyLocked, take_lock
 from common.process.run_dir import RunDir
 from launch.resolve_target import load_job, need_broker_library
+from launch.up.devices import assign, table
 from launch.up.job import Job
 from learner.loop.run_files import read_record
 
@@ -16,6 +17,9 @@ from learner.loop.run_files import read_record
 def command(args: argparse.Namespace) -> int:
     """Run the job to its end, or until it is told to stop; the same command continues a stopped one."""
     config, run = load_job(args.config, args.overrides, environment=True)
+    if config.learner.machines > 1:
+        hint = "`up` starts one machine; docs/machines.md says how to start a learner of several"
+        raise ConfigError(args.config, "learner.machines", "1", str(config.learner.machines), hint)
     run.check_agrees(config)
     need_broker_library(config)
     with only_one(run):
@@ -25,10 +29,13 @@ def command(args: argparse.Namespace) -> int:
         address = running_broker(run)
         if address is not None:
             raise UsageError(f"{run.path}: a broker already runs at {address}; stop that job first")
+        places = assign(config)
         run.prepare(config)
         for stale in (run.broker_json, run.status_json):
             stale.unlink(missing_ok=True)
-        return Job(config, run).run(args.plain)
+        if places:
+            print("GPUs of each role:", *table(places), sep="\n", flush=True)
+        return Job(config, run, places).run(args.plain)
 
 
 def finished(run: RunDir, config: Config) -> bool:

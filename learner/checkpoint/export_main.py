@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.config.checks import model_folder_problems, resolve_paths
+from common.config.checks import downloaded, model_folder_problems, resolve_paths
 from common.config.loading import load_either
 from common.config.schema import LearnerConfig, MoeConfig, ParallelConfig
 from common.errors import ConfigError
@@ -33,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--checkpoint", type=Path, required=True, help="RUN/checkpoints/step-N")
     parser.add_argument("--out", type=Path, required=True, help="new folder")
     words = parser.parse_args(arguments)
-    config = resolve_paths(load_either(words.config))
+    config = downloaded(resolve_paths(load_either(words.config)), "node")
     for problem in model_folder_problems(config.model.path):
         raise ConfigError(str(words.config), *problem)
     RankProcess("export", RunDir(words.config.parent), config.learner.threads, config.telemetry.log_level)

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from broker.connect import Access, connect
 from broker.contract import BrokerStatus, LedgerEntry, StoredGroup
 from broker.messaging.client_methods import LearnerBroker
@@ -113,7 +115,7 @@ class Lead(RolloutSource):
             logger.info("steps %d to %d replay the groups they had", version, self._replays_below - 1)
 
     def next_command(self, step: int) -> Command:
-        if reason := self.stop_requested():
+        if reason := self.stop_requested() or self.reporter.stop_requested:
             logger.info("draining: %s", reason)
             return Drain()
         stats = self.publisher.stats()
@@ -273,8 +275,10 @@ def prepare_lead(
     files: RunFiles,
     broker_address: str | None,
     stop_requested: Callable[[], str | None],
+    address: str | None = None,
 ) -> tuple[Lead, TrainerState]:
     """Become the run's learner, then find where the run stands. The publisher and the reporter are not started.
+    The publisher binds `address`; None: weights.address.
 
     Raises BrokerUnreachable, or BrokerError when the run has a living learner of this incarnation. Raises UsageError
     when the dataset is not the one that the checkpoint was trained on, or when `weights.transport` cannot work here.
@@ -288,13 +292,22 @@ def prepare_lead(
         credentials=config.broker.credentials,
         deadline_s=min(BROKER_WAIT_S, config.learner.timeout_s / 2),  # the other ranks wait in a collective meanwhile
     )
-    reporter = Reporter(lambda: connect(access))
-    state = files.start(source.digest, reporter.take_over)
+    reporter = Reporter(lambda: connect(access), run_dir.logs)
+    known = _newest_incarnation(access) if config.learner.machines > 1 else -1
+    state = files.start(source.digest, reporter.take_over, known)
     reporter.set("starting", "loading the model", policy_version=state.policy_version)
     credentials = curve_credentials(config.broker.credentials)
-    publisher = WeightPublisher(state.incarnation, config.model.dtype, config.weights, credentials)
+    weights = msgspec.structs.replace(config.weights, address=address or config.weights.address)
+    publisher = WeightPublisher(state.incarnation, config.model.dtype, weights, credentials)
     tasks = TaskStream(source, state.tasks)
     return Lead(config, connect(access), publisher, tasks, files, reporter, stop_requested), state
+
+
+def _newest_incarnation(access: Access) -> int:
+    """That the broker knows; -1 for none. A learner on another machine may have left its record there."""
+    with connect(access) as client:
+        before = client.status().learner
+    return before.incarnation if before is not None else -1
 
 
 def _check_not_behind(version: int, committed_step: int) -> None:

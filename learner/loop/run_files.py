@@ -56,15 +56,18 @@ class RunFiles:
         self._closed = False
         self.commit: Callable[[int], None] = lambda step: None  # gets the last step of a checkpoint that is durable
 
-    def start(self, dataset_digest: str, take_over: Callable[[int, int], None] | None = None) -> TrainerState:
+    def start(
+        self, dataset_digest: str, take_over: Callable[[int, int], None] | None = None, known: int = -1
+    ) -> TrainerState:
         """Note that a learner starts; returns the state from which it does: the newest checkpoint's, or version 0.
 
         `take_over` gets the incarnation and the version known so far; no other learner can commit after it has
-        returned. Raises UsageError when the dataset is not the one that the checkpoint was trained on.
+        returned. `known`: the newest incarnation that others know. Raises UsageError when the dataset is not the one
+        that the checkpoint was trained on.
         """
         state = self._newest(dataset_digest)
         record = read_record(self._run_dir)
-        self.incarnation = max(record.incarnation if record else -1, state.incarnation) + 1
+        self.incarnation = max(record.incarnation if record else -1, state.incarnation, known) + 1
         if take_over is not None:
             take_over(self.incarnation, state.policy_version)
             state = self._newest(dataset_digest)  # until then a living learner may have completed a checkpoint

@@ -3,15 +3,18 @@
 import logging
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
 from broker.contract import LEARNER_ENDED, Delivery, LearnerReport
 from broker.messaging.client_methods import LearnerBroker
 from common.errors import SlipstreamError
+from common.process.logs import log_end, log_path
 from learner.publish.figures import Undelivered
 
 logger = logging.getLogger(__name__)
@@ -23,9 +26,12 @@ SHOWN_DELIVERIES = 16
 class Reporter:
     """Sends the newest LearnerReport about once a second and at every change of state."""
 
-    def __init__(self, connect: Callable[[], LearnerBroker]) -> None:
-        self._connect = connect
-        self._report = LearnerReport(os.getpid(), 0, "starting", 0, instance=secrets.token_hex(8))
+    def __init__(self, connect: Callable[[], LearnerBroker], logs: Path) -> None:
+        """`logs` is the folder of the ranks' logs, whose ends the broker may ask for."""
+        self._connect, self._logs = connect, logs
+        self.stop_requested: str | None = None  # why the broker wants this learner to leave
+        host, instance = socket.gethostname(), secrets.token_hex(8)
+        self._report = LearnerReport(os.getpid(), 0, "starting", 0, instance=instance, host=host)
         self._silence = ""
         self._silent_since = 0.0
         self.undelivered: Callable[[], Sequence[Undelivered]] = tuple  # called from the reporting thread
@@ -94,12 +100,16 @@ class Reporter:
 
     def _run(self) -> None:
         client: LearnerBroker | None = None
-        warned = False
+        warned, rank = False, -1  # whose log the broker asked for
         while True:
             last = self._stopping.is_set()
             try:
                 client = client or self._connect()
-                client.report(self.snapshot())
+                log = log_end(log_path(self._logs, "learner", str(rank))) if rank >= 0 else None
+                reply = client.report(self.snapshot(), log, rank)
+                rank = reply.log_rank if reply is not None else -1
+                if reply is not None and reply.stop:
+                    self.stop_requested = "slipstream stop"
                 warned = False
             except SlipstreamError as error:
                 if not warned:

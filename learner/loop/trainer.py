@@ -31,6 +31,7 @@ import msgspec
 from broker.contract import StoredGroup
 from common.config.schema import Config, SftConfig
 from common.errors import HopelessError, SlipstreamError
+from common.process.health import LifeSigns
 from common.process.run_dir import RunDir
 from learner.backend_protocol import Backend, StepResult
 from learner.batch.batch import TrainingBatch
@@ -65,6 +66,7 @@ class Trainer:
         self._checkpoints = Checkpointer(backend, config.learner.checkpoint.asynchronous, files, self.version)
         self._untrained = 0
         self._times = Times()
+        self.signs = LifeSigns(config.learner.timeout_s)  # a step is one turn of the loop
         source.attach(backend, self.version)
 
     def run(self) -> str:
@@ -79,6 +81,7 @@ class Trainer:
         gc.freeze()  # the objects made so far stay until the process ends; collections need not visit them again
         self._began_s = self._line_s = time.monotonic()
         while self.version < self.config.run.steps:
+            self.signs.show("training", True)
             with self._times.measure("checkpoint_s"):
                 self._checkpoints.poll()
             with self._times.measure("learner_idle_s"):

@@ -13,6 +13,7 @@ compat.enable()  # before the first import of megatron
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from common.config.parallel_layout import document_multiple, world_problems
+from common.config.passthrough import passthrough_warnings
 from common.config.schema import Config, LearnerConfig, ModelConfig, SftConfig, SftLearnerConfig
 from common.errors import UsageError
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
@@ -32,7 +34,7 @@ from learner.megatron.conversion.hf_folder import read_config
 from learner.megatron.conversion.model import DTYPES, build
 from learner.megatron.memory import Offload, Reference
 from learner.megatron.moe import Experts
-from learner.megatron.optimizer import Optimizer, wrap_chunks
+from learner.megatron.optimizer import Optimizer, gather_parameters, wrap_chunks
 from learner.megatron.schedule import Schedule
 
 gc.freeze()  # later collections do not walk them either
@@ -49,7 +51,10 @@ class MegatronBackend:
     @classmethod
     def of(cls, config: Config | SftConfig) -> "MegatronBackend":
         """The backend that a job's or a warm start's config describes. Collective; raises as `__init__` does."""
-        return cls(config.model, config.learner, config.run.steps, config.run.seed)
+        made = cls(config.model, config.learner, config.run.steps, config.run.seed)
+        for warning in passthrough_warnings(config) if made.rank == 0 else ():
+            logger.warning("%s", warning)
+        return made
 
     def __init__(
         self, model: ModelConfig, learner: LearnerConfig | SftLearnerConfig, total_steps: int, seed: int = 0
@@ -78,9 +83,10 @@ class MegatronBackend:
         self.document_multiple = document_multiple(layout)
         if model.verify:
             verify.check_translation(self.model_path, hf_config, dtype, layout)
-        built = build(self.model_path, hf_config, dtype, layout, learner.moe, learner.memory.recompute)
-        self.chunks = wrap_chunks(built)
-        self.optimizer = Optimizer(self.chunks, learner.optimizer, dtype, total_steps)
+        more = learner.memory.recompute, learner.megatron.extra
+        built = build(self.model_path, hf_config, dtype, layout, learner.moe, *more)
+        self.chunks = wrap_chunks(built, learner)
+        self.optimizer = Optimizer(self.chunks, learner, dtype, total_steps)
         experts = Experts(built.chunks, built.config, learner.moe)
         self.routing_shape = experts.shape
         self.schedule = Schedule(self.chunks, built.config, parallel.device(), experts)
@@ -116,31 +122,38 @@ class MegatronBackend:
     def reference_logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         """The reference is the model in learner.loss.reference, else in model.path; it has its own routing."""
         unrouted = [replace(batch, routed_experts=None) for batch in microbatches]
-        with self.offload.parameters(), self.reference.in_place():
+        with self._whole(), self.reference.in_place():
             return self.schedule.logprobs(unrouted, temperature)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """On this rank's device. A tensor may share memory with the parameter: copy it before asking for the next."""
-        with self.offload.parameters():
+        with self._whole():
             yield from self.exporter.tensors()
 
     def save_hf(self, path: Path) -> None:
-        with self.offload.parameters():
+        with self._whole():
             self.exporter.save(self.model_path, path)
 
     def start_checkpoint(self, path: Path) -> None:
-        with self.offload.parameters(), self.offload.optimizer():
+        with self._whole(), self.offload.optimizer():
             self.checkpoints.start(path)
 
     def checkpoint_done(self, wait: bool) -> bool:
         return self.checkpoints.done(wait)
 
     def load_checkpoint(self, path: Path) -> None:
-        with self.offload.parameters(), self.offload.optimizer():
+        with self._whole(), self.offload.optimizer():
             self.checkpoints.load(path)
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         return parallel.broadcast_bytes(data)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Within, every parameter is on the device and as the last step left it, for readers without hooks."""
+        with self.offload.parameters():
+            gather_parameters(self.chunks)
+            yield
 
     def close(self) -> None:
         parallel.shutdown()

@@ -1,18 +1,22 @@
 """Megatron's data-parallel wrapper and distributed optimizer, and the learning-rate schedule."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from common.config.schema import OptimizerConfig
+from common.config.schema import OptimizerConfig, RanksConfig
 from common.errors import SlipstreamError
-from learner.megatron.conversion.model import Model
+from learner.megatron.conversion.model import Model, passed_to
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -30,22 +34,46 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
     return config.lr * (config.min_lr_fraction + (1.0 - config.min_lr_fraction) * shape)
 
 
-def wrap_chunks(model: Model) -> list[DistributedDataParallel]:
-    """The chunks with float32 main gradients, reduced over the data-parallel ranks. Collective."""
+def wrap_chunks(model: Model, learner: RanksConfig) -> list[DistributedDataParallel]:
+    """The chunks with float32 main gradients, reduced over the data-parallel ranks. Collective.
+
+    With learner.overlap the reduction runs during the last backward pass. Updated parameters are gathered during the
+    next forward pass, so call `gather_parameters` before anything else reads them.
+    """
+    graphs = getattr(model.config, "cuda_graph_impl", "none") != "none"  # hooks, which overlap needs, are not captured
+    overlap = learner.overlap and not graphs and mpu.get_data_parallel_world_size(with_context_parallel=True) > 1
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and not learner.memory.offload_parameters,  # they leave right after the step
+        **passed_to(DistributedDataParallelConfig, learner.megatron.extra),
     )
-    return [
+    chunks = [
         DistributedDataParallel(config=model.config, ddp_config=ddp, module=chunk, disable_bucketing=i > 0)
         for i, chunk in enumerate(model.chunks)
     ]
+    if overlap:  # only the last microbatch's backward pass may reduce
+        waits = [chunk.no_sync for chunk in chunks]
+        model.config.no_sync_func = waits if len(waits) > 1 else waits[0]
+    return chunks
+
+
+def gather_parameters(chunks: list[DistributedDataParallel]) -> None:
+    """Complete the parameters that the last step left to be gathered by the next forward pass. Collective."""
+    for chunk in chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            waiting = group.param_gather_handle is not None or not group.param_gather_dispatched
+            if chunk.ddp_config.overlap_param_gather and waiting:
+                group.start_param_sync(force_sync=True)
 
 
 class Optimizer:
     """AdamW with float32 states sharded over the data-parallel ranks."""
 
-    def __init__(self, chunks: list[Any], config: OptimizerConfig, dtype: torch.dtype, total_steps: int) -> None:
-        self.config, self.total_steps = config, total_steps
+    def __init__(self, chunks: list[Any], learner: RanksConfig, dtype: torch.dtype, total_steps: int) -> None:
+        self.config, self.total_steps = learner.optimizer, total_steps
+        config = self.config
         self.steps = 0  # optimizer steps done
         self.megatron: ChainedOptimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
@@ -60,6 +88,8 @@ class Optimizer:
                 params_dtype=dtype,
                 use_distributed_optimizer=True,
                 clip_grad=config.grad_clip,
+                overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
+                **passed_to(MegatronOptimizerConfig, learner.megatron.extra),
             ),
             chunks,
         )
@@ -98,10 +128,11 @@ class Optimizer:
 
         The layout decides whether dense and expert parameters are one chained optimizer or two.
         """
-        return {
-            i: optimizer.sharded_state_dict(models, loading, metadata=metadata)["param_state"]
-            for i, optimizer in enumerate(self.megatron.chained_optimizers)
-        }
+        states: dict[int, Any] = {}
+        for i, optimizer in enumerate(self.megatron.chained_optimizers):
+            with _offsets_as_saved(optimizer.buffers):
+                states[i] = optimizer.sharded_state_dict(models, loading, metadata=metadata)["param_state"]
+        return states
 
     def restore(self, states: dict[int, Any], sharding: str) -> None:
         """Take over loaded states (none: start afresh from the model's weights); `steps` is set already."""
@@ -115,3 +146,25 @@ class Optimizer:
             for group in described["optimizer"]["param_groups"]:
                 group["step"] = self.steps
             optimizer.load_state_dict({**described, "param_state": states[i], "param_state_sharding_type": sharding})
+
+
+@contextmanager
+def _offsets_as_saved(buffers: list[Any]) -> Iterator[None]:
+    """Within, parameters lie where their states lie in a checkpoint's buffers, which have no pads between buckets.
+
+    Megatron-Core 0.16.1 leaves those pads out of the states but counts them in the parameters' offsets. It would save
+    shifted states for every bucket but the first.
+    """
+    kept = [buffer.param_index_map for buffer in buffers]
+    for buffer in buffers:
+        ends = accumulate((bucket.numel_unpadded for bucket in buffer.buckets), initial=0)
+        pads = [bucket.offset - start for bucket, start in zip(buffer.buckets, ends, strict=False)]
+        buffer.param_index_map = {
+            parameter: (start - pads[bucket], end - pads[bucket], bucket)
+            for parameter, (start, end, bucket) in buffer.param_index_map.items()
+        }
+    try:
+        yield
+    finally:
+        for buffer, offsets in zip(buffers, kept, strict=True):
+            buffer.param_index_map = offsets

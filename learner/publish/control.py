@@ -17,6 +17,7 @@ import zmq
 from common.config.schema import WeightsConfig
 from common.weights import messages
 from common.weights.collectives import Group, GroupFactory
+from common.weights.transports.nccl import mismatch
 from common.weights.transports.registry import open_group
 from learner.publish.attempt import Attempt, Groups, new_attempt
 from learner.publish.control_socket import Endpoint
@@ -139,6 +140,10 @@ class PublishControl:
 
     def _join(self, identity: bytes, message: messages.Join) -> None:
         self._feed(identity, Lost("it joined anew", ejected=False))
+        if self._transport == "nccl" and "nccl" in message.transports and (why := mismatch(message.versions)):
+            logger.error("node %s may not join: %s", message.node_id, why)
+            self._endpoint.send(identity, messages.Eject(why, final=True))
+            return
         logger.info("node %s (pid %d) joined the weight plane", message.node_id, message.pid)
         # The Welcome clears the node's staging buffer, so what the node runs is no base of a delta.
         version = message.version if message.incarnation == self._incarnation else -1

@@ -64,10 +64,10 @@ class SftDataset:
         self._rows: list[Row] = []
         self._names: list[str] = []
         digest = hashlib.sha256()
-        for number, line in dataset_rows(path, KEY):
+        for where, line in dataset_rows(path, KEY):
             digest.update(line + b"\n")
-            row = parse_row(line, path, number)
-            self._names.append(f"{KEY}: {path} line {number}")
+            row = parse_row(line, where)
+            self._names.append(f"{KEY}: {where}")
             if isinstance(row, Chat):
                 self._chats.check(row, self._names[-1])
             self._rows.append(row)
@@ -104,8 +104,8 @@ class SftDataset:
         return documents
 
 
-def parse_row(row: bytes, path: Path, number: int) -> Row:
-    """One row; raises UsageError naming the line and the form of a row."""
+def parse_row(row: bytes, where: str) -> Row:
+    """One row; raises UsageError naming the line, `where`, and the form of a row."""
     try:
         keys = msgspec.json.decode(row, type=dict[str, msgspec.Raw])
         wanted = Chat if "messages" in keys else _Segments if "segments" in keys else _Pair
@@ -114,9 +114,9 @@ def parse_row(row: bytes, path: Path, number: int) -> Row:
             check_messages(value)
             return value
     except ValueError as error:  # msgspec's are ValueErrors
-        raise UsageError(f"{KEY}: {path} line {number}: {error}; {LOOKS}") from None
+        raise UsageError(f"{KEY}: {where}: {error}; {LOOKS}") from None
     if isinstance(value, _Pair):
         return [(value.prompt, 0), (value.completion, 1)]
     if not any(trained for _, trained in value.segments):
-        raise UsageError(f"{KEY}: {path} line {number}: no segment is marked 1, so there is nothing to learn")
+        raise UsageError(f"{KEY}: {where}: no segment is marked 1, so there is nothing to learn")
     return value.segments

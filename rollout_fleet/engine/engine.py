@@ -7,6 +7,7 @@ leaves the engine.
 import asyncio
 import itertools
 import json
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from common.config.passthrough import passthrough_warnings
 from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError
 from common.rollouts import VersionRun
@@ -25,6 +27,8 @@ from rollout_fleet.vllm_patches import shared_files
 from rollout_fleet.vllm_patches.flip import salt
 from rollout_fleet.vllm_plugin import BACKEND
 from rollout_fleet.weights.engine_weights import UNLABELLED, EngineWeights
+
+logger = logging.getLogger(__name__)
 
 SHUTDOWN_S = 2.0  # for the engine process, which has nothing worth saving
 WORKERS_END_S = 10.0  # for its workers, once they were killed
@@ -167,6 +171,8 @@ class Engine:
         """Build AsyncLLM; blocks for the whole start."""
         shared_files.remove_left_files()
         on_cpu = prepare_environment(self._config)
+        for warning in passthrough_warnings(self._config):
+            logger.warning("%s", warning)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -191,6 +197,8 @@ class Engine:
             "kv_cache_memory_bytes": None if engine.kv_cache_mib is None else engine.kv_cache_mib << 20,
             "block_size": engine.block_size,
             "tensor_parallel_size": engine.tensor_parallel,
+            "pipeline_parallel_size": engine.pipeline_parallel,
+            "enable_expert_parallel": engine.expert_parallel,
             "enforce_eager": engine.eager,
             "gpu_memory_utilization": engine.gpu_memory_utilization,
             "enable_prefix_caching": True,
@@ -201,10 +209,10 @@ class Engine:
             "enable_return_routed_experts": self._config.learner.moe.replay_routing,
         }
         if on_cpu:
-            arguments["distributed_executor_backend"] = "uni" if engine.tensor_parallel == 1 else "mp"
+            arguments["distributed_executor_backend"] = "uni" if engine.devices == 1 else "mp"
         else:
             arguments["moe_backend"] = "triton"  # others reorder the experts when loaded: no updates in place, no proof
-        return arguments
+        return arguments | engine.extra
 
 
 @lru_cache(maxsize=4096)

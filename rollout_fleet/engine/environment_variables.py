@@ -17,7 +17,7 @@ def prepare_environment(config: Config) -> bool:
 
     if torch.cuda.is_available():
         return False
-    if config.rollout.engine.tensor_parallel == 1:
+    if config.rollout.engine.devices == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else executor 'uni' becomes 'mp', a third process
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # nodes and a learner share the cores
     if config.rollout.engine.kv_cache_mib is not None:

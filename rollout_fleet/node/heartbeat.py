@@ -9,10 +9,12 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 
 from broker.contract import HeartbeatReply
 from broker.messaging.client_methods import NodeBroker
 from common.errors import BrokerError, SlipstreamError
+from common.process.logs import log_end
 from rollout_fleet.node.broker_timeout import BrokerLost, BrokerTimeout
 from rollout_fleet.node.node_status import OwnStatus
 
@@ -24,8 +26,9 @@ Connect = Callable[[], AbstractAsyncContextManager[NodeBroker]]
 class Heartbeat:
     """Renews the leases of `status` every `every_s` seconds."""
 
-    def __init__(self, connect: Connect, status: OwnStatus, timeout: BrokerTimeout, every_s: float) -> None:
-        self._connect, self._status, self._timeout, self._every_s = connect, status, timeout, every_s
+    def __init__(self, connect: Connect, status: OwnStatus, timeout: BrokerTimeout, every_s: float, log: Path) -> None:
+        """`log` is the node's log, whose end the broker may ask for."""
+        self._connect, self._status, self._timeout, self._every_s, self._log = connect, status, timeout, every_s, log
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
         self._stopping = False
@@ -58,10 +61,12 @@ class Heartbeat:
 
     async def _beat_until_stopped(self) -> None:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
+        log: str | None = None
         async with self._connect() as broker:
             while not self._stopping:
                 try:
-                    reply = await broker.heartbeat(self._status.report(), self._status.leases)
+                    reply = await broker.heartbeat(self._status.report(), self._status.leases, log)
+                    log = log_end(self._log) if reply.log_rank >= 0 else None
                     self._timeout.answered()
                     self._tell(self._on_reply, reply)
                 except BrokerError:
@@ -69,6 +74,8 @@ class Heartbeat:
                 except SlipstreamError as error:
                     logger.warning("heartbeat failed: %s", error)
                     self._timeout.failed(error)
+                if log is not None:
+                    self._wake.set()  # an observer waits for it
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self._every_s)
                 self._wake.clear()

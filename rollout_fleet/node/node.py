@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 LOOKAHEAD_GROUPS = 2  # leased beyond what runs
 LEASE_AT_ONCE = 4  # groups per request, so that nodes which ask at the same time share a window
-LEASE_WAIT_S = 1.0
+LEASE_WAIT_S = 30.0  # a waiting node costs the broker little; a new version or a drain withdraws the question
 MEASURE_S = 0.2
 ADAPT_S = 1.0  # between looks at the pressure on the KV cache
 REPORTED = 8  # groups in a heartbeat, the oldest ones
@@ -81,6 +81,8 @@ class Node:
 
     def on_heartbeat(self, reply: HeartbeatReply) -> None:
         """React to the broker's answer."""
+        if reply.stop:
+            self.request_drain("slipstream stop")
         if not self._working:
             return
         learner = reply.learner_incarnation if reply.weights_address else None
@@ -206,6 +208,7 @@ class Node:
         if self._drain_reason is None:
             told = explain(weights, self._learner, episodes, starting, self._leased_before, self._run_info)
             parts.status.show(*told)
+        parts.status.turned()
 
     def _adjust(self, now: float) -> None:
         """Follow the pressure on the KV cache, now and then."""

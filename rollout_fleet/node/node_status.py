@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from broker.contract import GroupWork, NodeReport, RunInfo, Waste
+from broker.contract import NODE_AWAY, GroupWork, NodeReport, RunInfo, Waste
+from common.process.health import LifeSigns
 from common.staleness import window_end
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
 from rollout_fleet.join_timing import JoinTimer
@@ -20,6 +21,7 @@ class OwnStatus:
     def __init__(self, node_id: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.node_id = node_id
         self.joining = JoinTimer()
+        self.signs = LifeSigns()
         self._clock = clock
         self._lock = threading.Lock()
         self._state, self._waiting_on, self._since = "starting", "the engine's start", clock()
@@ -49,6 +51,11 @@ class OwnStatus:
         """Running episodes, the oldest groups, and how many episodes the node runs at once at most."""
         with self._lock:
             self._episodes, self._groups, self._limit = episodes, groups, limit
+
+    def turned(self) -> None:
+        """The node loop is alive."""
+        with self._lock:
+            self.signs.show(self._state, self._state not in NODE_AWAY)
 
     def cancelled(self, tokens: int, seconds: float) -> None:
         """Count the tokens of a group that ended half-way, and the seconds that no other counter has."""

@@ -69,13 +69,15 @@ def _apply_experts(
         MoEActivation.GELU: F.gelu,
         MoEActivation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
     }
-    if activation not in functions or expert_map is not None:
-        raise NotImplementedError(f"experts with {activation} or spread over ranks, on CPU")
+    if activation not in functions:
+        raise NotImplementedError(f"experts with {activation} on CPU")
     chosen = topk_ids.flatten()
+    if expert_map is not None:  # -1: another worker has the expert, and adds its part
+        chosen = expert_map[chosen]
     order = chosen.argsort(stable=True)
     total = torch.zeros_like(output, dtype=torch.float32)
-    at = 0
-    for expert, count in enumerate(torch.bincount(chosen, minlength=len(w1)).tolist()):
+    at = int((chosen < 0).sum())
+    for expert, count in enumerate(torch.bincount(chosen[chosen >= 0], minlength=len(w1)).tolist()):
         if not count:
             continue
         places = order[at : at + count]

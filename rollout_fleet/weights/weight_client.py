@@ -20,6 +20,7 @@ from common.security.credentials import Credential
 from common.security.curve import Handshakes, secure_client
 from common.weights import messages
 from common.weights.messages import Canary, Publish
+from common.weights.transports.nccl import shared_versions
 from rollout_fleet.episode.sampler_protocol import WeightsState
 from rollout_fleet.join_timing import JoinTimer
 from rollout_fleet.weights.engine_weights import EngineWeights, ProofFailed, StagingFailed
@@ -126,7 +127,8 @@ class WeightClient:
     async def _join(self) -> None:
         now = self.state
         if now.excluded is None:
-            await self._send(messages.Join(self._node_id, os.getpid(), now.incarnation, now.version, self._transports))
+            known = now.incarnation, now.version
+            await self._send(messages.Join(self._node_id, os.getpid(), *known, self._transports, shared_versions()))
 
     async def _read(self, connection: zmq.asyncio.Socket) -> None:
         await self._join()
@@ -150,6 +152,8 @@ class WeightClient:
             elif isinstance(message, messages.Eject):
                 logger.warning("ejected from the weight plane: %s", message.reason)
                 self._cancel_staging()
+                if message.final:
+                    await self._exclude(message, message.reason)
                 await asyncio.sleep(EJECTED_PAUSE_S)
                 await self._join()
             else:

@@ -15,6 +15,7 @@ import xxhash
 from common.weights import packing
 from common.weights.layout import Entry, Layout
 
+_ELSEWHERE = torch.empty(0)  # stands for a parameter that another worker has
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<projection>\w+)\.(?P<kind>\w+)")
 
 
@@ -54,10 +55,12 @@ def checksum(model: Any, layout: Layout) -> str:
 def check_shard(model: Any, layout: Layout, flat: torch.Tensor, rank: int, size: int) -> None:
     """Compare the live parameters of worker `rank` of `size` with their shards of `flat` [total_bytes] uint8, all bits.
 
-    Raises Unreadable, naming the tensor, when its shard is another one or cannot be told.
+    Other workers compare the layers of their pipeline stages and their experts. Raises Unreadable, naming the tensor,
+    when its shard is another one or cannot be told.
     """
-    for (entry, live), (_, whole) in zip(_live(model, layout), packing.view(flat, layout), strict=True):
-        live, expected = _shard(model, entry, live, whole, rank, size)
+    published = dict(packing.view(flat, layout))
+    for entry, live in _live(model, layout):
+        live, expected = _shard(model, entry, live, published[entry.name], rank, size)
         held = live.contiguous().cpu()
         if held.dtype != expected.dtype or held.shape != expected.shape:
             has = f"{held.dtype} {tuple(held.shape)}"
@@ -90,10 +93,14 @@ def _live(model: Any, layout: Layout) -> Iterator[tuple[Entry, torch.Tensor]]:
     """(entry, the live parameter or part of a fused one) in layout order, cut and padded as the engine does."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     packed = getattr(model, "packed_modules_mapping", {})
+    # vLLM's names of the stand-ins for what another pipeline stage has
+    missing = [f"{name}." for name, module in model.named_modules() if type(module).__name__ == "PPMissingLayer"]
     for entry in layout.entries:
-        found = parameters.get(entry.name)
+        found = _ELSEWHERE if entry.name.startswith((*missing,)) else parameters.get(entry.name)
         if found is None:
             found = _expert(model, parameters, entry)
+        if found is _ELSEWHERE:
+            continue
         if found is None:
             found = _part_of_fused(model, parameters, packed, entry.name)
         yield entry, found.data
@@ -113,6 +120,11 @@ def _expert(model: Any, parameters: dict[str, torch.Tensor], entry: Entry) -> to
     if stacked["w13"] is None or stacked["w2"] is None:
         return None
     routed, number = model.get_submodule(path), int(match["number"])
+    numbers = getattr(routed, "_expert_map", None)  # only under expert parallelism; -1: another worker has this expert
+    if numbers is not None and number < len(numbers):
+        number = int(numbers[number])
+        if number < 0:
+            return _ELSEWHERE
     if number >= len(stacked["w2"]):
         return None
     if match["projection"] == routed.ckpt_down_proj_name:

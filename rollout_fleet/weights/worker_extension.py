@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import torch
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_tp_group, get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -45,7 +45,7 @@ class SlipstreamTransferEngine(WeightTransferEngine[WeightTransferInitInfo, Slip
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         remember_device()
-        self.ranks = Ranks(get_tp_group())
+        self.ranks = Ranks(get_world_group())  # without data parallelism, the workers of this engine
         self.receiver = self.ranks.receiver
         self.proof: Proof | None = None
         self._proving: threading.Thread | None = None
@@ -95,7 +95,8 @@ class SlipstreamTransferEngine(WeightTransferEngine[WeightTransferInitInfo, Slip
             if flat is None:
                 found = weight_proof.checksum(self.model, layout)
             else:  # a shard that matches its part of the version proves the whole version's checksum
-                weight_proof.check_shard(self.model, layout, flat, self.ranks.rank, self.ranks.size)
+                shards = get_tp_group()
+                weight_proof.check_shard(self.model, layout, flat, shards.rank_in_group, shards.world_size)
                 found = packing.checksum(flat) if self.ranks.receives else ""
             self.proof = Proof(incarnation, version, found)
         except Exception as error:  # whatever prevents the proof is the reason not to trust these weights

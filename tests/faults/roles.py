@@ -136,7 +136,7 @@ async def node(o: NodeOptions) -> int:
     timeout = BrokerTimeout(60.0, o.address)
     async with connect_node(access) as client:
         run = await client.register(status.report())
-        heartbeat = Heartbeat(lambda: connect_node(access), status, timeout, o.heartbeat_s)
+        heartbeat = Heartbeat(lambda: connect_node(access), status, timeout, o.heartbeat_s, Path())
         driver = SleepingDriver(o, feed)
         runner = GroupRunner(driver, o.concurrency)
         handing_in = Repeating(client, 2 * run.lease_s) if o.repeats else client

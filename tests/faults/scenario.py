@@ -12,7 +12,7 @@ from tests.faults.rig import Rig
 SLOWER = 30.0  # A test machine may be this much slower than the one whose figures are in the docs.
 PROMISE = "every group in exactly one committed step"
 
-Steps = Callable[[Rig], float]
+Steps = Callable[[Any], float]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,9 @@ class Scenario:
     bound: str  # the longest recovery promised, in words; config keys in backticks
     bound_s: float  # the same in seconds, with the rig's settings
     promise: str  # the rule that is still kept afterwards; every scenario ends with a check of it
-    rig: dict[str, Any]  # arguments of the rig
+    options: dict[str, Any]  # arguments of the rig
+    rig: Callable[..., Any]  # what is harmed: has finish(), which checks the promise, and close()
+    cluster: bool  # takes hosts of its own
 
     @property
     def name(self) -> str:
@@ -38,7 +40,7 @@ class Scenario:
 
     def run(self, run_dir: Path, seed: int) -> float:
         """Play it once and check the promise; returns the seconds of the recovery. Raises AssertionError."""
-        rig = Rig(run_dir, seed, **self.rig)
+        rig = self.rig(run_dir, seed, **self.options)
         try:
             recovery_s = self.play(rig)
             if not (rig.run_dir / "drain").exists():
@@ -53,12 +55,20 @@ SCENARIOS: dict[str, Scenario] = {}
 
 
 def scenario(
-    *, fault: str, recovered: str, bound: str, bound_s: float, promise: str = PROMISE, **rig: Any
+    *,
+    fault: str,
+    recovered: str,
+    bound: str,
+    bound_s: float,
+    promise: str = PROMISE,
+    rig: Callable[..., Any] = Rig,
+    cluster: bool = False,
+    **options: Any,
 ) -> Callable[[Steps], Steps]:
     """Registers a function; its docstring says what happens. It may leave `rig.finish()` to the caller."""
 
     def register(play: Steps) -> Steps:
-        made = Scenario(play, fault, recovered, bound, bound_s, promise, rig)
+        made = Scenario(play, fault, recovered, bound, bound_s, promise, options, rig, cluster)
         assert made.happens and made.name not in SCENARIOS, made.name
         SCENARIOS[made.name] = made
         return play
@@ -68,7 +78,7 @@ def scenario(
 
 def load_all() -> dict[str, Scenario]:
     """Every scenario, in the order of the documentation."""
-    for module in ("processes", "network", "results", "broker", "redis", "failover"):
+    for module in ("processes", "network", "results", "broker", "redis", "failover", "machines"):
         importlib.import_module(f"tests.faults.scenarios.{module}")
     return SCENARIOS
 

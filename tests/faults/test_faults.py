@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.scenario import load_all
 
-SCENARIOS = load_all()
+SCENARIOS = {name: scenario for name, scenario in load_all().items() if not scenario.cluster}
 SEEDS = range(int(os.environ.get("SLIPSTREAM_FAULT_SEEDS", "1")))
 
 

@@ -101,6 +101,9 @@ class RigEngine(Engine):
         yield
         self.stop_token_ids = usual
 
+    async def allocate_stage_inputs(self) -> None:
+        await self._llm.collective_rpc("allocate_stage_input")
+
     async def damage_next_load(self, part: str) -> None:
         await self._llm.collective_rpc("damage_next_load", args=(part,))
 
@@ -129,12 +132,14 @@ class RigEngine(Engine):
 
 
 class Rig:
+    """`engine`: keys of rollout.engine."""
+
     def __init__(
         self,
         folder: Path,
         make: Callable[[int], Any] = make_model,
         moe: MoeConfig | None = None,
-        tensor_parallel: int = 1,
+        **engine: Any,
     ) -> None:
         first = make(0)
         config = first.config
@@ -143,10 +148,9 @@ class Rig:
         self.config = job(folder)
         if moe is not None:
             self.config = msgspec.structs.replace(self.config, learner=LearnerConfig(moe=moe))
-        if tensor_parallel > 1:
-            rollout = self.config.rollout
-            spread = msgspec.structs.replace(rollout.engine, tensor_parallel=tensor_parallel)
-            self.config = msgspec.structs.replace(self.config, rollout=msgspec.structs.replace(rollout, engine=spread))
+        rollout = self.config.rollout
+        changed = msgspec.structs.replace(rollout.engine, **engine)
+        self.config = msgspec.structs.replace(self.config, rollout=msgspec.structs.replace(rollout, engine=changed))
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()

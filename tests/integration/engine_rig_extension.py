@@ -15,12 +15,18 @@ class DamagingExtension(WorkerExtension):
 
         def damaged(weights: Any) -> Any:
             loaded = load(weights)
-            parameter = next(p for name, p in model.named_parameters() if part in name)
-            parameter.data.view(-1)[-1] += 1e-3
+            for parameter in [p for name, p in model.named_parameters() if part in name][:1]:  # a stage may have none
+                parameter.data.view(-1)[-1] += 1e-3
             model.load_weights = load
             return loaded
 
         model.load_weights = damaged
+
+    def allocate_stage_input(self) -> None:
+        """Do what vLLM's dummy run does. vLLM 0.33 skips that run on a CPU with `eager`, and fails at a request."""
+        runner: Any = self.model_runner
+        make = runner.get_model().make_empty_intermediate_tensors
+        runner.intermediate_tensors = make(runner.max_num_tokens, runner.model_config.dtype, runner.device)
 
     def damage_next_bucket(self, number: int) -> None:
         """One bit of bucket `number` of the next publish arrives wrong, before anything looked at it."""

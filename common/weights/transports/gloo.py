@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from common.weights.collectives import dist, epoch_store, from_root, local_address
+from common.process.local_address import local_address
+from common.weights.collectives import dist, epoch_store, from_root
 from common.weights.messages import Epoch
 
 

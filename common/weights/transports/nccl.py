@@ -4,13 +4,16 @@ Not vLLM's NCCL weight-transfer engine: that one receives into the live paramete
 knows neither a deadline nor a version. Here buckets are staged and verified first, as with every transport.
 """
 
+import ctypes
 import datetime
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from common.errors import UsageError
+from common.process.versions import versions
 from common.weights.collectives import dist, epoch_store, from_root
 from common.weights.messages import Epoch
 from common.weights.transports.device import DeviceGroup
@@ -25,6 +28,35 @@ def require_device() -> None:
         raise UsageError("weights.transport: nccl needs a CUDA device on learner and nodes; found none; use gloo")
     if not hasattr(dist, "ProcessGroupNCCL"):
         raise UsageError("weights.transport: nccl needs a torch that is built with NCCL; this one is not; use gloo")
+
+
+def shared_versions() -> dict[str, str]:
+    """Versions that all members of a group must share: NCCL refuses others, and ours decides what is sent when."""
+    return {"nccl": loaded_version(), "slipstream": versions()["slipstream"]}
+
+
+def loaded_version() -> str:
+    """Version of the NCCL library in this process; '' for a torch without NCCL.
+
+    torch.cuda.nccl.version() is the version that torch was compiled with, whatever library was loaded.
+    """
+    if not dist.is_nccl_available():
+        return ""
+    code = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(code))  # torch has loaded it already
+    except OSError:  # a torch that has NCCL inside
+        return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore
+    return f"{code.value // 10000}.{code.value // 100 % 100}.{code.value % 100}"
+
+
+def mismatch(node: Mapping[str, str]) -> str:
+    """The shared versions that a node has otherwise than this process, both named; '' if none."""
+    ours = shared_versions().items()
+    other = [
+        f"{name} {node.get(name) or 'none'}, and the learner {v or 'none'}" for name, v in ours if node.get(name) != v
+    ]
+    return f"weights.transport is nccl; this node has {'; '.join(other)}" if other else ""
 
 
 _device: torch.device | None = None

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.bridge import AutoBridge
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
 
 from common.config.schema import MoeConfig, ParallelConfig, Recompute
 from common.errors import UsageError
@@ -54,8 +55,9 @@ def build(
     parallel: ParallelConfig,
     experts: MoeConfig,
     recompute: Recompute = "none",
+    extra: Mapping[str, Any] = {},
 ) -> Model:
-    """Build and load this rank's chunks. Collective, after parallel.initialize.
+    """Build and load this rank's chunks; `extra`: learner.megatron.extra. Collective, after parallel.initialize.
 
     Raises:
         UsageError: rotary embeddings that Megatron gets wrong, tensors that one side has and the other lacks, or what
@@ -69,6 +71,8 @@ def build(
         bridge_fixes.correct_provider(hf_config, provider)
     _configure(provider, dtype, parallel, recompute)
     moe.configure(provider, experts)
+    for name, value in passed_to(TransformerConfig, extra).items():
+        setattr(provider, name, value)
     provider.finalize()
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     virtual = parallel.virtual_pipeline
@@ -85,6 +89,11 @@ def build(
     _check_tasks(path, chunks, tasks)
     bridge.load_hf_weights(chunks)
     return Model(chunks, provider, bridge, hf_config, tasks)
+
+
+def passed_to(kind: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of learner.megatron.extra that are fields of `kind`, one of Megatron's dataclasses."""
+    return {name: value for name, value in extra.items() if name in kind.__dataclass_fields__}
 
 
 @contextlib.contextmanager

@@ -83,13 +83,14 @@ class Job(Run):
         learner: dict[str, Any] | None = None,
         checkpoint: dict[str, Any] | None = None,
         broker: dict[str, Any] | None = None,
+        steps: int = STEPS,
     ) -> None:
         folder.mkdir()
         rows = (f'{{"question": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(9))
         (folder / "tasks.jsonl").write_text("".join(rows))
         shared = {"groups_per_step": GROUPS, "optimizer": {"lr": 1e-3}, "checkpoint": checkpoint or {"every": 3}}
         document = {
-            "run": {"name": "resume", "dir": f"{folder}/run", "steps": STEPS, "seed": 3},
+            "run": {"name": "resume", "dir": f"{folder}/run", "steps": steps, "seed": 3},
             "model": {"path": str(model), "dtype": "float32"},
             "tasks": {"environment": "addition", "dataset": f"{folder}/tasks.jsonl"},
             "learner": shared | (learner or {}),

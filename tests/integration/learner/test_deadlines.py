@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from common.process.lifecycle import alive
 from launch.up.supervisor import RoleSpec, Supervisor
+from tests.cluster.hosts import Host, hosts, missing
 from tests.integration.jobs.job_rig import Process
 from tests.integration.jobs.job_rig import until as until_commands
 from tests.integration.learner.learner_rig import GROUPS, STEPS, Job, assert_delivered_once
-from tests.integration.learner.network_hosts import ADDRESSES, INTERFACE, Hosts, connected_hosts
 from tests.waiting import until
 
 
@@ -67,36 +68,37 @@ def test_a_stopped_rank_is_named_and_killed_and_the_job_resumes(tmp_path: Path, 
 
 
 @contextlib.contextmanager
-def ranks_on(hosts: Hosts, job: Job) -> Iterator[list[Process]]:
+def ranks_on(machines: list[Host], job: Job) -> Iterator[list[Process]]:
     """Both ranks, each on its host."""
-    world = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29517"}
+    world = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": machines[0].address, "MASTER_PORT": "29517"}
     with contextlib.ExitStack() as stack:
         yield [
             stack.enter_context(
                 Process(
                     job.folder / f"rank-{rank}.log",
-                    hosts.command(rank, job.words(1)),
-                    **{"RANK": str(rank), "GLOO_SOCKET_IFNAME": INTERFACE, **world},
+                    [*machines[rank].inside, *job.words(1)],
+                    **{"RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0", **world},
                 )
             )
             for rank in range(2)
         ]
 
 
+@pytest.mark.skipif(missing() != "", reason=missing())
 def test_ranks_with_a_cut_cable_between_them_end_and_resume(tmp_path: Path, model: Path) -> None:
     job = Job(tmp_path / "job", model, two_ranks(20), {"every": 1}, {"address": f"ipc://{tmp_path}/broker"})
-    with connected_hosts() as hosts, job.served() as client:
-        with ranks_on(hosts, job) as ranks:
+    with hosts(tmp_path, 2) as machines, job.served() as client:
+        with ranks_on(machines, job) as ranks:
             until_commands("two steps", lambda: len(job.lines()) >= 2, *ranks)
-            hosts.cut()
+            machines[1].cut()
             until(lambda: client.status().learner.state == "stalled", "the status to mention the silence")
             assert client.status().learner.waiting_on.startswith("rank 1 silent for ")
             assert [rank.wait() for rank in ranks] == [1, 1]
         for rank in range(2):
             assert f"rank {1 - rank} silent for " in log_of(job, rank)
         assert client.status().learner.state == "failed"
-        hosts.connect()
-        with ranks_on(hosts, job) as ranks:
+        machines[1].mend()
+        with ranks_on(machines, job) as ranks:
             assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output()
         assert_delivered_once(client.ledger())
     job.assert_every_step_once()

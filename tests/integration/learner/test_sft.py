@@ -5,8 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pyarrow import Table
+from pyarrow.parquet import write_table
 
+from common.config.loading import load_resolved
 from common.metrics import SftMetrics
+from tests.hub_standin import hub_standin
+from tests.integration.jobs.job_rig import Process
 from tests.integration.learner.learner_rig import Run
 
 PAIRS = [("Q: 1+2=? A:", " =3"), ("Q: 40+2=? A:", " =42"), ("Q: 5+5=? A:", " 5+5=10 =10"), ("Guess 1-31\n", "16")]
@@ -56,6 +61,24 @@ def test_two_ranks_learn_the_rows_and_the_model_says_them_back(tmp_path: Path, m
     assert {line.tokens_trained for line in lines} == {sum(len(completion) + 1 for _, completion in PAIRS)}
     trained = AutoModelForCausalLM.from_pretrained(job.run.model), AutoTokenizer.from_pretrained(job.run.model)
     assert [completed(*trained, prompt) for prompt, _ in PAIRS] == [completion for _, completion in PAIRS]
+
+
+def test_model_and_rows_may_come_from_the_hub_and_the_run_keeps_their_names(tmp_path: Path, model: Path) -> None:
+    rows = [{"prompt": p, "completion": c} for p, c in PAIRS]
+    job, names = WarmStart(tmp_path, model, rows, world_size=2), ("own/model", "hf://datasets/own/rows/train-*.parquet")
+    write_table(Table.from_pylist(rows), tmp_path / "rows.parquet")
+    config = job.config.read_text().replace(str(model), names[0]).replace(f"{tmp_path}/rows.jsonl", names[1])
+    job.config.write_text(config.replace("steps: 60", "steps: 2"))
+    with hub_standin() as hub:
+        hub.repos["models/own/model"] = {file.name: file.read_bytes() for file in model.iterdir()}
+        hub.repos["datasets/own/rows"] = {"train-00000-of-00001.parquet": (tmp_path / "rows.parquet").read_bytes()}
+        with Process(tmp_path / "ranks.log", job.words(2), **hub.environment(tmp_path / "home")) as learner:
+            assert learner.wait() == 0, learner.output()
+    assert max(hub.requests["GET model.safetensors"], hub.requests["GET train-00000-of-00001.parquet"]) == 1
+    resolved = load_resolved(job.run.config)
+    assert (resolved.model.path, resolved.tasks.dataset) == (f"hf://{names[0]}", names[1])
+    assert len(job.lines()) == 2
+    assert {file.name for file in model.iterdir()} <= {file.name for file in job.run.model.iterdir()}
 
 
 def test_a_row_longer_than_the_bound_ends_with_code_2_and_names_the_key(tmp_path: Path, model: Path) -> None:

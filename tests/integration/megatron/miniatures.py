@@ -58,7 +58,7 @@ class Miniature:
 def miniature(name: str) -> Miniature:
     """The miniature of configs/NAME.yaml."""
     config = load_either(ROOT / "configs" / f"{name}.yaml")
-    document = json.loads((ROOT / config.model.path / "config.json").read_text())
+    document = json.loads((ROOT / "configs" / "models" / Path(config.model.path).name / "config.json").read_text())
     parallel, ranks = _parallel(config, document["num_hidden_layers"])
     rl = isinstance(config, Config)
     learner = msgspec.structs.replace(

@@ -62,6 +62,9 @@ def job_others(folder: Path, spec: dict[str, Any]) -> None:
 
 def everything(backend: Any) -> list[torch.Tensor]:
     """Copies of the parameters, the buffers and the optimizer's main parameters."""
+    from learner.megatron.optimizer import gather_parameters
+
+    gather_parameters(backend.chunks)  # otherwise the next forward pass does
     tensors = [t for chunk in backend.chunks for t in (*chunk.module.parameters(), *chunk.module.buffers())]
     tensors += [parameter for parameter, _ in tiny_models.main_parameters(backend)]
     return [t.detach().clone() for t in tensors]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -18,6 +19,7 @@ from torch import Tensor
 from common.config.schema import (
     LearnerConfig,
     LossConfig,
+    MegatronConfig,
     MemoryConfig,
     ModelConfig,
     MoeConfig,
@@ -254,7 +256,9 @@ def backend(folder: Path, spec: dict[str, Any]) -> Any:
         parallel=ParallelConfig(**spec.get("parallel", {})),
         memory=MemoryConfig(**spec.get("memory", {})),
         moe=MoeConfig(**spec.get("moe", {})),
-        optimizer=OPTIMIZER,
+        optimizer=msgspec.structs.replace(OPTIMIZER, **spec.get("optimizer", {})),
+        overlap=spec.get("overlap", True),
+        megatron=MegatronConfig(extra=spec.get("extra", {})),
     )
     return MegatronBackend(model, learner, total_steps=10, seed=spec.get("seed", 1))
 

@@ -6,14 +6,14 @@ from typing import Any, get_args
 
 import pytest
 
-from broker.contract import LearnerReport
+from broker.contract import LearnerReport, MachineReport
 from broker.guard.authorization import PERMITTED, refusal
 from broker.messaging import wire
 from broker.server.server import BrokerServer
 from common.rollouts import Task
 from common.security.credentials import Identity, KeyFolder, load_credential
 from launch.keys import make
-from tests.broker_rig import META, ask, dealer, new_state, node_report, serving
+from tests.broker_rig import META, ask, dealer, new_state, node_report, run_info, serving
 
 REPORT = LearnerReport(1, 1, "training", 0, instance="a")
 AS_LEARNER: dict[str, Any] = {"incarnation": 1, "instance": "a"}
@@ -27,6 +27,8 @@ REQUESTS: list[tuple[wire.Request[Any], set[str]]] = [
     (wire.Filter(id=5, step=0, serials=[], most_replaced=0, **AS_LEARNER), LEARNER),
     (wire.Commit(id=6, step=0, **AS_LEARNER), LEARNER),
     (wire.Report(id=7, report=REPORT, **AS_LEARNER), LEARNER),
+    (wire.Gather(id=22, report=MachineReport("m", "h", "a", "a:1", {})), LEARNER),
+    (wire.Stop(id=19), LEARNER),
     (wire.Register(id=8, report=node_report()), NODE),
     (wire.AskLease(id=9, node_id="n0", version=0, max_groups=1, wait_s=0), NODE),
     (wire.Cancel(id=10, target=9), NODE),
@@ -38,6 +40,7 @@ REQUESTS: list[tuple[wire.Request[Any], set[str]]] = [
     (wire.AskStatus(id=16), {"learner", "node", "observer"}),
     (wire.AskLedger(id=17), OBSERVING),
     (wire.AskEvents(id=18, after=-1), OBSERVING),
+    (wire.AskLog(id=20, role="broker"), OBSERVING),
 ]
 
 
@@ -45,7 +48,9 @@ REQUESTS: list[tuple[wire.Request[Any], set[str]]] = [
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[BrokerServer, KeyFolder]]:
     folder = KeyFolder(tmp_path_factory.mktemp("keys") / "k")
     make(folder, ["a"])
-    with serving(credentials=str(folder.path)) as server:
+    state = new_state(run_info(lease_s=1e6))
+    state.register(node_report("stays"))  # so that the broker does not end when it is told to stop
+    with serving(state=state, credentials=str(folder.path)) as server:
         yield server, folder
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from broker.diagnosis.broker_signs import BrokerSigns
 from broker.journal.recovery import Memory, open_memory
 from broker.journal.redis_store.checks import check_server
 from broker.journal.redis_store.connection import open_client
@@ -243,8 +244,10 @@ def test_a_broker_whose_term_ended_before_it_served_writes_nothing_frees_its_add
     port = free_port()
     config = job(tmp_path, name="NAME", store="redis", redis=server.address, address=f"tcp://127.0.0.1:{port}")
     monkeypatch.setattr(Term, "lapsed", True)
+    signs = BrokerSigns()
     for number in (1, 2):
-        assert stand_by_and_lead(config, run_info(config, b"")), "it is to stand by again"
+        assert stand_by_and_lead(config, run_info(config, b""), signs), "it is to stand by again"
+        assert (signs.answer("/healthz")[0], signs.answer("/readyz")[0]) == (200, 503)
         assert "has ended before it served" in caplog.messages[-1]
         assert server.ask("HGET", "slipstream:{NAME}:head", "term") == b"%d" % number
         assert server.ask("EXISTS", "slipstream:{NAME}:leader") == 0, "the term was given back"

@@ -1,6 +1,7 @@
 """The ZeroMQ server: strange messages, lost replies, gone clients, addresses."""
 
 import asyncio
+import os
 import socket as posix_socket
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -15,9 +16,12 @@ import zmq
 from broker.contract import LearnerReport, Lease
 from broker.messaging import wire
 from broker.messaging.async_client import AsyncBrokerClient
+from broker.messaging.sockets import PING_S, SILENT_S
 from broker.messaging.sync_client import BrokerClient
+from broker.server.long_polls import ParkingLot
 from broker.server.server import BrokerServer
 from common.errors import BrokerError, BrokerUnreachable, UsageError
+from common.security.curve import Handshakes
 from tests.broker_rig import MAX_MESSAGE_BYTES, META, ask, dealer, new_state, node_report, serving, tasks
 from tests.waiting import LIMIT_S, until, until_async
 
@@ -146,6 +150,37 @@ def test_a_request_waits_for_a_broker_that_comes_back_at_the_same_address(tmp_pa
             assert attached.result(LIMIT_S).next_serial == 0
 
 
+async def test_a_waiting_lease_is_asked_for_once_and_again_when_the_broker_came_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, state = f"ipc://{tmp_path}/broker", new_state()
+    asked, reminders, lease, changes = list[int | None](), list[int](), state.lease, Handshakes.changes
+    monkeypatch.setattr(state, "lease", lambda *request: asked.append(request[1]) or lease(*request))
+    monkeypatch.setattr(Handshakes, "changes", lambda self: reminders.append(1) or changes(self))
+    async with AsyncBrokerClient(address, deadline_s=LIMIT_S, retry_s=0.05) as node:
+        with serving(address, state) as first:
+            await node.register(node_report())
+            waiting = asyncio.create_task(node.lease("n0", 0, 4, LIMIT_S))
+            await until_async(lambda: len(reminders) >= 8)
+            assert 1 <= asked.count(0) <= 2, "the first reminder may find that the connection began after it"
+            monkeypatch.setattr(first._handlers, "parked", ParkingLot())  # it ends without an answer, as when killed
+        with serving(address), pytest.raises(BrokerError, match="n0 is not registered with this broker"):
+            await waiting
+
+
+def test_the_kernel_looks_for_peers_that_vanished() -> None:
+    with serving() as server, dealer(server.address) as socket:
+        ask(socket, wire.AskStatus(id=1))
+        floods = server._gate._floods
+        assert floods is not None
+        until(lambda: floods.connections)
+        with posix_socket.socket(fileno=os.dup(next(iter(floods.connections)))) as connection:
+            assert connection.getsockopt(posix_socket.SOL_SOCKET, posix_socket.SO_KEEPALIVE)
+            options = (posix_socket.TCP_KEEPIDLE, posix_socket.TCP_KEEPINTVL, posix_socket.TCP_KEEPCNT)
+            idle_s, between_s, probes = (connection.getsockopt(posix_socket.IPPROTO_TCP, o) for o in options)
+            assert (idle_s, between_s * probes) == (PING_S, SILENT_S)
+
+
 def test_no_broker_is_unreachable_at_its_address_and_told_apart_from_one_that_does_not_answer() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
         silent.setsockopt(zmq.LINGER, 0)
@@ -158,6 +193,19 @@ def test_no_broker_is_unreachable_at_its_address_and_told_apart_from_one_that_do
             told = pytest.raises(BrokerUnreachable, match=f"{address} {said}")
             with BrokerClient(address, deadline_s=0.5) as learner, told:
                 learner.status()
+
+
+def test_a_broker_that_is_told_to_stop_the_job_ends_when_all_have_left_and_says_so_before() -> None:
+    state = new_state()
+    state.register(node_report())
+    server = BrokerServer(state, ["tcp://127.0.0.1:0"], MAX_MESSAGE_BYTES)
+    with ThreadPoolExecutor() as pool, BrokerClient(server.address, deadline_s=LIMIT_S) as client:
+        running = pool.submit(server.run)
+        assert client.stop().present == ["n0"]
+        server.stop()  # as SIGTERM from a supervisor, which sees the roles end before anybody else
+        state.leave("n0")
+        assert client.stop().present == []
+        running.result(LIMIT_S)
 
 
 def test_stopping_answers_what_is_parked() -> None:

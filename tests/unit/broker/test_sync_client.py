@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import zmq
 
+from broker.messaging import async_client
 from broker.messaging.loop_socket import LoopSocket
 from broker.messaging.sync_client import BrokerClient
 from common.errors import BrokerUnreachable, UsageError
@@ -84,3 +85,22 @@ def test_a_damaged_key_is_an_error_of_every_call_and_close_does_not_wait_for_a_s
         for _ in range(2):
             with pytest.raises(UsageError, match="credential 'learner' has a damaged key"):
                 client.status()
+
+
+def test_calls_shorter_than_the_silence_of_a_dead_broker_reach_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher of learner ranks gives every report up long before SILENT_S."""
+    monkeypatch.setattr(async_client, "SILENT_S", 1.0)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with serving() as server, context, context.socket(zmq.ROUTER) as silent:
+        port = silent.bind_to_random_port("tcp://127.0.0.1")
+        addresses = f"tcp://127.0.0.1:{port},{server.address}"
+        with BrokerClient(addresses, deadline_s=0.3, retry_s=0.1) as client:
+
+            def answered() -> bool:
+                try:
+                    return client.status().groups_ready == 0
+                except BrokerUnreachable:
+                    return False
+
+            until(answered, "an answer of the second broker")
+        silent.close(linger=0)

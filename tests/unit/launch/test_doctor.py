@@ -39,7 +39,16 @@ from launch.doctor.machine import Machine
 from launch.keys import make
 from launch.plan.review import review
 from learner.loop.run_files import write_record
-from tests.launch_rig import MODELS, ROOT, config_of, living_broker, model_folder, refusal, write_broker
+from tests.launch_rig import (
+    MODELS,
+    ROOT,
+    config_of,
+    living_broker,
+    model_folder,
+    refusal,
+    write_broker,
+    write_distribution,
+)
 from tests.redis_server import durable_redis
 from tests.waiting import LIMIT_S, until
 
@@ -124,6 +133,29 @@ def test_memory_is_compared_with_the_plan(config: Config) -> None:
     assert only(busy, "warning").why == "other processes use the rest"
     without, with_gpus = (only(resources.check_memory(m, config, plan), "fine").what.split()[0] for m in (GOOD, H200))
     assert float(with_gpus) < float(without)
+
+
+def test_other_versions_in_the_environments_of_learner_and_fleet_are_named(tmp_path: Path) -> None:
+    assert found(packages.check_environments(tmp_path)) == []
+    for role, nccl in (("learner", "2.27.5"), ("rollout", "2.29.7")):
+        folder = tmp_path / f".venv-{role}" / "lib" / "python3.11" / "site-packages"
+        assert list(packages.check_environments(tmp_path)) == []
+        write_distribution(folder, "torch", "2.13.0")
+        write_distribution(folder, "nvidia-nccl-cu13", nccl)
+    finding = only(packages.check_environments(tmp_path))
+    assert finding.what == "nccl 2.27.5 in .venv-learner, 2.29.7 in .venv-rollout"
+
+
+def test_the_learners_pins_on_a_cpu_need_no_transformer_engine() -> None:
+    pins = packages.pins_of("learner")
+    here = {n: pins.get(n, "1.0") for n in (*packages.NEEDED["base"], *packages.NEEDED["learner"])}
+    here["torch"] += "+cpu"
+    del here["transformer-engine-torch"]
+    bare = machine(packages=here)
+    assert packages.role_of(bare) == "learner"
+    assert "in the pinned versions" in only(packages.check_packages(bare, "learner", pins), "fine").what
+    on_gpus = machine(packages=here, gpus=("H200",))
+    assert "transformer-engine-torch" in only(packages.check_packages(on_gpus, "learner", {})).what
 
 
 SMALL, DRIFTING = machine(shm_bytes=64 << 20), machine(clock_synchronised=False)
@@ -350,7 +382,7 @@ def test_the_command_says_what_it_found_and_fails_on_a_problem(config: Config, t
     file.write_text(dump_yaml(of(config, "tasks", dataset="/nowhere.jsonl")))
     assert main(["doctor", str(file), "--role", "base"]) == EXIT_FAILED
     said = capsys.readouterr().out
-    assert "✗ config: " in said and "    why:  expected a JSONL file" in said and "    fix:  " in said
+    assert "✗ config: " in said and "    why:  expected a JSONL or parquet file" in said and "    fix:  " in said
     assert main(["doctor", str(file), f"tasks.dataset={config.tasks.dataset}", "--role", "base", "--json"]) == EXIT_DONE
     findings = json.loads(capsys.readouterr().out)
     assert {"check", "level", "what", "why", "fix"} == set(findings[0])

@@ -20,7 +20,7 @@ def test_a_failure_is_said_before_the_others_are_stopped_also_with_a_full_disk(
 ) -> None:
     """The broker fails at once, and every event meets a full disk, which must not end the supervisor."""
     run.events.symlink_to("/dev/full")
-    job = Job(msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, max_restarts=0)), run)
+    job = Job(msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, max_restarts=0)), run, {})
     monkeypatch.setattr(DrainFlag, "install", lambda on_second: DrainFlag())
     start, said = job.supervisor.start, list[str]()
 
@@ -39,7 +39,7 @@ def test_metrics_that_cannot_be_read_end_no_job(config, run, monkeypatch, capsys
     run.metrics.mkdir()
     write_broker(run)
     write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": 10})
-    job = Job(config, run)
+    job = Job(config, run, {})
     job._specs = [dataclasses.replace(s, argv=["sleep", "600"] if s.name == "broker" else ["true"]) for s in job._specs]
     monkeypatch.setattr(DrainFlag, "install", lambda on_second: DrainFlag())
     assert job.run(plain=True) == 0
@@ -47,11 +47,24 @@ def test_metrics_that_cannot_be_read_end_no_job(config, run, monkeypatch, capsys
     assert job.supervisor.roles["broker"].exit_code == -15, "told by SIGTERM, it could write its ledger"
 
 
+@pytest.mark.parametrize("first", ["broker", "learner"])
+def test_a_job_whose_broker_or_learner_was_told_to_stop_ends_well(config, run, monkeypatch, capsys, first) -> None:
+    """With `slipstream stop` either may be seen to end first."""
+    write_broker(run)
+    job = Job(config, run, {})
+    job._specs = [dataclasses.replace(s, argv=["true"] if s.name == first else ["sleep", "600"]) for s in job._specs]
+    monkeypatch.setattr(DrainFlag, "install", lambda on_second: DrainFlag())
+    assert job.run(plain=True) == 0
+    said = capsys.readouterr().out
+    assert f"the {first} was told to stop; stopping the job" in said and "stopped; the same command" in said
+    assert {role.exit_code for name, role in job.supervisor.roles.items() if name != first} == {-15}
+
+
 @pytest.mark.parametrize(("durability", "restarts"), [("fsync", 3), ("everysec", 3), ("memory", 0)])
 def test_a_broker_that_died_is_started_again_unless_it_would_have_forgotten_everything(
     config, run, durability, restarts
 ) -> None:
-    specs = role_specs(msgspec.structs.replace(config, broker=BrokerConfig(durability=durability)), run)
+    specs = role_specs(msgspec.structs.replace(config, broker=BrokerConfig(durability=durability)), run, {})
     assert {spec.name: spec.max_restarts for spec in specs} == {"broker": restarts, "learner": 3, "node-0": 3}
 
 

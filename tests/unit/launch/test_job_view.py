@@ -16,6 +16,7 @@ from launch.observe.job_view import BAR_WIDTH, plain_line, render_live, render_s
 from launch.observe.metrics_tail import MetricsTail, mean
 from launch.observe.observation import Observation, as_json, observe
 from launch.observe.stall_text import duration
+from launch.resolve_target import Target
 from tests.launch_rig import LEARNER, json_of, node_status, status_of, text_of, write_broker
 
 PLAIN = Observation(status_of(node_status()), live=True)
@@ -142,7 +143,7 @@ def test_a_broker_that_does_not_answer_is_not_called_ended_and_everyone_waits_fo
     write_json(run.status_json, WAITING)
     write_broker(run)
     os.utime(run.status_json, (1.0, 1.0))
-    unanswered = observe(run, timeout_s=0.2)
+    unanswered = observe(Target(run), timeout_s=0.2)
     assert unanswered.note.startswith("broker not reachable:")
     shown = [line.split() for line in text_of(render_status(run, unanswered)).splitlines()]
     assert ["broker", "10", "unreachable"] in [words[:3] for words in shown]

@@ -6,12 +6,13 @@ import pytest
 from broker.contract import JoinTimes, LedgerEntry, NodeReport
 from broker.diagnosis.join_times import newest, sentence
 from common.errors import EXIT_FAILED
-from common.process.run_dir import RunDir, write_json
+from common.process.run_dir import BrokerFile, RunDir, write_json
 from launch.cli import main
 from launch.observe import waste_view
 from launch.observe.job_view import render_status
 from launch.observe.ledger import observe_ledger, whole_ledger
 from launch.observe.observation import Observation, as_json
+from launch.resolve_target import Target
 from tests.launch_rig import LEARNER, json_of, living_broker, node_status, status_of, text_of, write_broker
 
 LEDGER = [
@@ -83,6 +84,12 @@ def test_living_broker_is_asked(config, run, capsys):
     assert "everyone waits for a learner: none has attached" in capsys.readouterr().out
 
 
+def test_a_broker_of_another_machine_is_asked_though_its_process_is_not_seen_here(config, run, capsys):
+    with living_broker(config) as server:
+        write_json(run.broker_json, BrokerFile(2147483000, server.address, 0.0, host="elsewhere"))
+        assert json_of(capsys, "status", str(run.path))["live"]
+
+
 def test_failed_samples_are_summed_by_reason_and_shown(run):
     counts = {"timeout": 3, "environment_flood": 1}, {"timeout": 9}, {}
     found = status_of(*(node_status(f"node-{i}", samples_failed=failed) for i, failed in enumerate(counts)))
@@ -148,5 +155,5 @@ def test_every_step_stands_once_with_the_groups_that_lasted(tmp_path) -> None:
     assert [(e.serial, e.state) for e in found] == [(0, "committed"), (1, "taken"), (2, "taken"), (4, "leased")]
     write_json(tmp_path / "ledger-1.json", STOPPED)
     write_json(tmp_path / "ledger.json", [entry(0, "committed", 2)])
-    found = observe_ledger(RunDir(tmp_path))
+    found = observe_ledger(Target(RunDir(tmp_path)))
     assert [(e.serial, e.step) for e in found] == [(0, 0), (1, 1), (4, 2)], "the ledgers of all brokers of a run"

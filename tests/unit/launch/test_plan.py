@@ -22,6 +22,8 @@ NAMED = {
 TUNED = ("deepseek-v3", "qwen3-235b-a22b", "mixtral-8x7b")
 CLIPS = ["learner.loss.clip_low=0.2", "learner.loss.clip_dual=3"]
 GUESSING = ["tasks.environment=number_guessing", "tasks.options={}"]
+QWEN = "Qwen/Qwen3-0.6B"
+DATA = ["tasks.dataset=data/gsm8k/train.jsonl", "tasks.eval_dataset=data/gsm8k/test.jsonl"]
 ALL = [*NAMED, *(f"{name}-sft" for name in TUNED)]
 
 
@@ -33,6 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             target = tmp_path / file.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, target)
+    shutil.copytree(tmp_path / "configs" / "models" / "Qwen3-0.6B", tmp_path / QWEN)  # a folder wins over the hub
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -77,7 +80,7 @@ def test_a_config_that_passes_exits_with_0_and_machine_readable(here: Path, caps
     assert found["plan"]["parameters"] == 596_049_920
     assert found["plan"]["groups"][3]["groups"] == [[0, 1, 2, 3]]
     assert found["plan"]["stages"][0]["peak"] > found["plan"]["stages"][0]["resident"]["parameters"]
-    assert len(found["before_launch"]) == 4
+    assert len(found["before_launch"]) == 2, "the hub's dataset is not missing"
     several = make_review("configs/qwen3-0.6b-gsm8k.yaml", ["rollout.nodes=5"]).before_launch
     assert "loopback" not in str(found) and "is a loopback address" in several[-1], "sockets of several machines"
 
@@ -85,23 +88,23 @@ def test_a_config_that_passes_exits_with_0_and_machine_readable(here: Path, caps
 def test_missing_files_are_brought_before_launch_but_a_bad_dataset_fails(here: Path) -> None:
     (here / "data" / "gsm8k").mkdir(parents=True)
     (here / "data" / "gsm8k" / "train.jsonl").write_text("not json\n")
-    review = make_review("configs/qwen3-0.6b-gsm8k.yaml", [])
+    review = make_review("configs/qwen3-0.6b-gsm8k.yaml", DATA)
     assert len(review.failed) == 1
     assert review.failed[0].startswith("tasks.dataset: expected a JSON object on every line")
     assert any("tasks.eval_dataset" in line for line in review.before_launch)
-    model = here / "configs" / "models" / "Qwen3-0.6B"
+    model = here / QWEN
     (model / "tokenizer.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"")
     for name in ("train", "test"):
         (here / "data" / "gsm8k" / f"{name}.jsonl").write_text('{"question": "?", "answer": "#### 1"}\n')
-    review = make_review("configs/qwen3-0.6b-gsm8k.yaml", [])
+    review = make_review("configs/qwen3-0.6b-gsm8k.yaml", DATA)
     assert (review.failed, review.before_launch) == ([], [])
 
 
 def test_without_a_config_json_that_can_be_counted_there_is_nothing_to_plan_from(here: Path, capsys) -> None:
     said = refusal(capsys, "plan", "configs/mixtral-8x7b.yaml", "model.path=nowhere")
     assert "a plan needs at least the model's config.json" in said and "launch/quickstart.sh" in said
-    file = here / "configs" / "models" / "Qwen3-0.6B" / "config.json"
+    file = here / QWEN / "config.json"
     for content, reason in (
         (file.read_text().replace('"qwen3"', '"gpt2"'), "the planner counts qwen2, qwen3, llama"),
         ("[]", "cannot be read: Expected `object`, got `array`"),

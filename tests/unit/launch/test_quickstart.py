@@ -202,7 +202,7 @@ def test_the_quickstart_asks_before_it_makes_anything_and_what_is_made_later_may
         ("weights.publish_every=9", "weights.publish_every: expected at most"),
         ("tasks.environment=additon", "nearest built-in: 'addition'"),
         ("model.path=/nowhere/at/all", "model.path: expected a Hugging Face model folder"),
-        ("tasks.dataset=/nowhere.jsonl", "tasks.dataset: expected a JSONL file"),
+        ("tasks.dataset=/nowhere.jsonl", "tasks.dataset: expected a JSONL or parquet file"),
     ],
 )
 def test_a_bad_override_is_refused(config: str, override: str, expected: str, capsys: pytest.CaptureFixture) -> None:

@@ -3,12 +3,15 @@
 import os
 import shutil
 import subprocess
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from launch.doctor import packages
 
 ROOT = Path(__file__).resolve().parents[3]
 BASH = shutil.which("bash") or "/bin/bash"
@@ -55,6 +58,17 @@ def test_without_an_environment_the_command_on_path_is_taken_and_without_both_it
     assert found.stdout == "elsewhere learner job.yaml\n"
     missing = ran(tmp_path, "broker", "job.yaml")
     assert (missing.returncode, missing.stderr) == (2, "no environment found; run launch/setup.sh first\n")
+
+
+def test_learner_and_fleet_are_pinned_to_one_torch_nccl_and_transformers_and_the_extras_to_the_same_nccl() -> None:
+    pins = [packages.pins_of(role) for role in ("learner", "rollout")]
+    for name in ("torch", "nvidia-nccl-cu13", "transformers", "tokenizers", "msgspec", "pyzmq"):
+        assert pins[0][name] == pins[1][name], name
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {"base": project["dependencies"]} | project["optional-dependencies"]
+    declared = {extra: [word for word in words if "nccl" in word] for extra, words in extras.items()}
+    nccl = [f"nvidia-nccl-cu13=={pins[0]['nvidia-nccl-cu13']}"]
+    assert {extra: words for extra, words in declared.items() if words} == {"learner": nccl, "rollout": nccl}
 
 
 OLDEST = {"python_version": "3.11", "python_full_version": "3.11.0", "extra": ""}

@@ -231,7 +231,7 @@ class FedBroker(MemoryLearner):
 
 
 class NoSink:
-    def report(self, report: LearnerReport) -> None:
+    def report(self, report: LearnerReport, log: str | None = None, log_rank: int = -1) -> None:
         pass
 
     def close(self) -> None:
@@ -301,7 +301,7 @@ def world(config: Config, memory: MemoryBroker | None = None, lag: int = 0) -> W
     fleet = Fleet(memory, publisher, config.rollout.group_size, lag)
     broker = FedBroker(memory, fleet, files.checkpoints)
     source = TaskSource(Path(config.tasks.dataset), config.run.seed, config.rollout.group_size, config.tasks.shuffle)
-    reporter = Reporter(NoSink)
+    reporter = Reporter(NoSink, Path())
     state = files.start(source.digest, reporter.take_over)
     if state.policy_version:
         backend.load_checkpoint(files.checkpoints.path(state.policy_version) / MODEL_FOLDER)

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from common.config.schema import WeightsConfig
 from common.security.credentials import KeyFolder, load_credential
 from common.weights import messages
+from common.weights.transports import nccl
 from launch.keys import make, revoke
+from learner.publish.control import PublishControl
 from learner.publish.control_socket import Endpoint
 from rollout_fleet.weights import weight_client
 from rollout_fleet.weights.weight_client import WeightClient
@@ -106,6 +109,32 @@ def test_a_weight_client_whose_task_failed_joins_at_the_next_heartbeat(monkeypat
     monkeypatch.setattr(messages, "Join", failing)
     with listening(None) as (endpoint, heard):
         asyncio.run(scenario(endpoint.address))
+
+
+def test_a_node_whose_nccl_differs_from_the_learners_is_refused_for_good_and_says_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours = nccl.shared_versions()
+    monkeypatch.setattr(weight_client, "shared_versions", lambda: ours | {"nccl": "2.27.5"})
+    monkeypatch.setattr(nccl, "shared_versions", lambda: ours | {"nccl": "2.29.7"})
+    control = PublishControl(WeightsConfig(transport="nccl", timeout_s=LIMIT_S), 0, 64)
+    thread = threading.Thread(target=control.run)
+    thread.start()
+
+    async def excluded(transports: tuple[str, ...]) -> str:
+        client = WeightClient("n0", None, transports=transports)  # type: ignore[arg-type]
+        client.follow(control.address, 0)
+        await until_async(lambda: client.state.excluded or control.figures.now.nodes, "the learner's answer")
+        await client.close()
+        return client.state.excluded or ""
+
+    try:
+        assert "nccl 2.27.5, and the learner 2.29.7" in asyncio.run(excluded(("nccl", "gloo", "relay")))
+        assert control.figures.now.nodes == 0
+        assert asyncio.run(excluded(("relay",))) == ""  # its weights come over ZeroMQ
+    finally:
+        control.stop()
+        thread.join(LIMIT_S)
 
 
 MALFORMED = [

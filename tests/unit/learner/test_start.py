@@ -104,6 +104,18 @@ def test_the_config_may_be_changed_where_that_is_harmless(make_config: MakeConfi
     lead.files.events.close()
 
 
+def test_a_machine_with_a_run_folder_of_its_own_leads_after_another_one_without_a_checkpoint(
+    make_config: MakeConfig, memory: MemoryBroker, tmp_path: Path
+) -> None:
+    """Otherwise the broker refuses it, or nodes take its weights for those of the learner before."""
+    config = make_config(learner={"machines": 2, "world_size": 2, "checkpoint": {"dir": str(tmp_path / "shared")}})
+    for number, machine in enumerate(("h1", "h1", "h2")):
+        run = msgspec.structs.replace(config.run, dir=str(tmp_path / machine))
+        lead, state = prepare(msgspec.structs.replace(config, run=run))
+        assert state.incarnation == number
+        lead.files.events.close()
+
+
 def test_a_learner_that_cannot_send_weights_takes_no_run_over_and_one_that_cannot_bind_has_failed(
     make_config: MakeConfig, memory: MemoryBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,9 @@
 """The reporter sends at every change and about once a second; what the lead says it waits for; stalls of nodes."""
 
 import time
+from pathlib import Path
 
-from broker.contract import BrokerStatus, LearnerReport, NodeReport
+from broker.contract import BrokerStatus, HeartbeatReply, LearnerReport, NodeReport
 from common.errors import BrokerUnreachable
 from learner.loop.lead_rank import StallMeter
 from learner.loop.status_reporter import SHOWN_DELIVERIES, Reporter
@@ -16,12 +17,16 @@ class Sink:
     def __init__(self) -> None:
         self.reports: list[LearnerReport] = []
         self.failures, self.closed = 0, False
+        self.answers: list[HeartbeatReply] = []
+        self.logs: list[tuple[str | None, int]] = []
 
-    def report(self, report: LearnerReport) -> None:
+    def report(self, report: LearnerReport, log: str | None = None, log_rank: int = -1) -> HeartbeatReply | None:
         if self.failures:
             self.failures -= 1
             raise BrokerUnreachable("away")
         self.reports.append(report)
+        self.logs.append((log, log_rank))
+        return self.answers.pop(0) if self.answers else None
 
     def close(self) -> None:
         self.closed = True
@@ -29,7 +34,7 @@ class Sink:
 
 def test_a_change_of_state_is_sent_at_once_or_when_the_broker_is_back_and_the_last_one_always() -> None:
     sink = Sink()
-    reporter = Reporter(lambda: sink)
+    reporter = Reporter(lambda: sink, Path())
     reporter.take_over(incarnation=3, policy_version=7)
     reporter.update(weights_address="tcp://127.0.0.1:5")
     assert [r.state for r in sink.reports] == ["starting"]
@@ -45,8 +50,25 @@ def test_a_change_of_state_is_sent_at_once_or_when_the_broker_is_back_and_the_la
     assert sink.closed
 
 
+def test_what_the_broker_asks_for_is_done_a_log_comes_with_the_next_report_and_a_stop_is_remembered(tmp_path) -> None:
+    (tmp_path / "learner-1.log").write_text("first\n\nlast\n")
+    sink = Sink()
+    sink.answers = [HeartbeatReply(log_rank=1), HeartbeatReply(log_rank=7), HeartbeatReply(stop=True)]
+    reporter = Reporter(lambda: sink, tmp_path)
+    assert reporter.stop_requested is None
+    reporter.start()
+    for state in ("waiting", "training", "publishing", "waiting"):
+        count = len(sink.logs)
+        reporter.set(state)  # is sent at once
+        until(lambda count=count: len(sink.logs) > count)
+    until(lambda: reporter.stop_requested == "slipstream stop")
+    reporter.stop()
+    assert sink.logs[:3] == [(None, -1), ("first\nlast", 1), ("", 7)], "rank 7 has no log here"
+    assert {log for log, _ in sink.logs[3:]} == {None}
+
+
 def test_since_starts_over_only_with_another_state_and_groups_are_missing_only_while_they_are_waited_for() -> None:
-    reporter = Reporter(Sink)
+    reporter = Reporter(Sink, Path())
     reporter.set("waiting", "groups: 1 of 4", groups_missing=3)
     time.sleep(0.05)
     reporter.set("waiting", "groups: 2 of 4", groups_missing=2)
@@ -58,7 +80,7 @@ def test_since_starts_over_only_with_another_state_and_groups_are_missing_only_w
 
 
 def test_a_report_names_the_nodes_that_a_version_has_not_reached() -> None:
-    reporter = Reporter(Sink)
+    reporter = Reporter(Sink, Path())
     began = time.perf_counter() - 5
     many = [Undelivered(f"n{i}", 8, "receiving", began) for i in range(SHOWN_DELIVERIES + 4)]
     reporter.undelivered = lambda: many
@@ -70,7 +92,7 @@ def test_a_report_names_the_nodes_that_a_version_has_not_reached() -> None:
 
 
 def test_silent_ranks_are_reported_in_place_of_what_the_loop_does_until_they_answer() -> None:
-    reporter = Reporter(Sink)
+    reporter = Reporter(Sink, Path())
     reporter.set("training", "the optimizer step 3")
     reporter.set_silence("rank 1 silent for 9 s")
     reporter.set("training", "the optimizer step 4")

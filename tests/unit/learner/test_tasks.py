@@ -1,5 +1,8 @@
 """Tasks: a function of (dataset, seed, serial), refusals of bad files, and which are offered, also after restarts."""
 
+import json
+import sys
+from datetime import date
 from pathlib import Path
 
 import msgspec
@@ -10,6 +13,8 @@ from common.errors import UsageError
 from common.json_lines import dataset_rows
 from learner.checkpoint.folder import StreamState
 from learner.loop.tasks import TaskSource, TaskStream
+
+ROWS_1_4 = [(1, b'{"a": 1}'), (4, b'{"a": 2}')]
 
 
 def dataset(folder: Path, rows: int = 10) -> Path:
@@ -48,7 +53,52 @@ def test_without_shuffling_rows_come_as_they_stand_with_another_seed_in_each_epo
 def test_blank_lines_are_skipped_and_line_numbers_still_right(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n\n   \n{"a": 2}\n')
-    assert list(dataset_rows(path, "tasks.dataset")) == [(1, b'{"a": 1}'), (4, b'{"a": 2}')]
+    assert list(dataset_rows(path, "tasks.dataset")) == [(f"{path} line {n}", row) for n, row in ROWS_1_4]
+
+
+def parquet(path: Path, rows: list[dict[str, object]]) -> Path:
+    from pyarrow import Table
+    from pyarrow.parquet import write_table
+
+    write_table(Table.from_pylist(rows), path)
+    return path
+
+
+def test_parquet_files_give_the_tasks_and_the_digest_of_the_jsonl_file_with_their_rows(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {
+            "question": f"{n} – 1?",
+            "answer": f"#### {n}",
+            "score": n / 3,
+            "chat": [{"role": "user", "n": n}],
+            "none": None,
+        }
+        for n in range(3000)
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet(tmp_path / "train-00000-of-00002.parquet", rows[:1700])
+    parquet(tmp_path / "train-00001-of-00002.parquet", rows[1700:])
+    parquet(tmp_path / "test.parquet", rows[:1])
+    one, two = (TaskSource(tmp_path / name, 1, 4) for name in ("a.jsonl", "train-*.parquet"))
+    assert one.digest == two.digest != TaskSource(tmp_path / "test.parquet", 1, 4).digest
+    assert [one.task(n) for n in range(3000)] == [two.task(n) for n in range(3000)]
+
+
+def test_a_parquet_file_that_cannot_be_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(path: Path) -> str:
+        with pytest.raises(UsageError) as error:
+            TaskSource(path, 0, 4)
+        return str(error.value)
+
+    (tmp_path / "text.parquet").write_text('{"a": 1}')
+    assert said(tmp_path / "text.parquet").startswith(f"tasks.dataset: {tmp_path}/text.parquet cannot be read")
+    days = parquet(tmp_path / "days.parquet", [{"day": date(2026, 1, 1)}])
+    assert "cannot be read after row 1: Object of type date is not JSON serializable" in said(days)
+    assert "cannot be read after row 1: " in said(parquet(tmp_path / "nan.parquet", [{"a": float("nan")}]))
+    assert "has no rows" in said(parquet(tmp_path / "none.parquet", []))
+    assert "has no rows" in said(tmp_path / "no-*.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    assert said(days).endswith("needs pyarrow, which is not installed here; pip install pyarrow")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def test_a_run_trains_and_commits_every_group_once_and_leaves_everything(make_wo
     status = world.broker.status
     world.broker.status = lambda: (asked.append(world.trainer.version), status())[1]
     assert world.run() == "done"
+    assert world.trainer.signs.answer("/readyz")[0] == 200, "it has turned within learner.timeout_s"
     assert asked == [0, 1, 2, 3, 4, 5], "the broker's status, before the first step and with every metrics line"
     found = world.lines()
     assert [(line.step, line.policy_version) for line in found] == [(n, n + 1) for n in range(5)]

@@ -195,9 +195,9 @@ class InOwnerLoop:
     async def __aexit__(self, *_: object) -> None:
         return None
 
-    async def heartbeat(self, report: NodeReport, tokens: list[str]) -> HeartbeatReply:
+    async def heartbeat(self, report: NodeReport, tokens: list[str], log: str | None = None) -> HeartbeatReply:
         self.threads.add(threading.current_thread().name)
-        call = self._broker.heartbeat(report, tokens)
+        call = self._broker.heartbeat(report, tokens, log)
         reply = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))  # type: ignore[arg-type]
         self.beats += 1
         return reply

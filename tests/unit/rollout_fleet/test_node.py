@@ -4,6 +4,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,6 +52,7 @@ class Site:
         play: Callable[..., Any] | None = None,
         adapt: AdaptiveLimit | None = None,
         gated: bool = False,
+        log: Path = Path(),
     ) -> None:
         self.info = run_info(groups_per_step=4)
         self.broker = broker or MemoryBroker(self.info)
@@ -62,7 +64,7 @@ class Site:
         self.status = OwnStatus(name)
         self.link = InOwnerLoop(self.broker.node())
         timeout = BrokerTimeout(patience_s, "memory")
-        self.beat = Heartbeat(lambda: self.link, self.status, timeout, 0.05)  # type: ignore[arg-type,return-value]
+        self.beat = Heartbeat(lambda: self.link, self.status, timeout, 0.05, log)  # type: ignore[arg-type,return-value]
         self.driver = make_driver(self.sampler, Addition)
         self.runner = GroupRunner(SimpleNamespace(run=play) if play else self.driver, concurrency)
         client = wrap(self.broker.node())
@@ -302,6 +304,19 @@ async def test_a_drain_finishes_what_runs_and_returns_what_has_not_started() -> 
         assert [e.attempts for e in site.learner.ledger()][2:] == [0] * 6
 
 
+async def test_a_job_that_is_stopped_lets_the_node_finish_what_runs_and_sends_its_log_when_asked(tmp_path) -> None:
+    (tmp_path / "log").write_text("the end\n")
+    async with Site(concurrency=4, gated=True, log=tmp_path / "log") as site:
+        site.attach(tasks=8)
+        await until_async(lambda: len(site.sampler.calls) == 4)
+        await until_async(lambda: site.learner.log("n0") == "the end")
+        site.learner.stop()
+        await until_async(lambda: site.states().count("pending") == 6)
+        site.sampler.gate.set()
+        assert await site.running == EXIT_DONE
+        assert site.states() == ["ready"] * 2 + ["pending"] * 6
+
+
 async def test_a_node_that_cannot_measure_its_status_ends_with_the_reason() -> None:
     class Broken(AdaptiveLimit):
         def look(self, *arguments: Any) -> int:
@@ -329,6 +344,7 @@ async def test_a_drain_is_bounded_or_does_not_wait_at_all_and_gives_running_grou
     async with Site(drain_s=drain_s, gated=True) as site:
         site.attach(tasks=1)
         await until_async(lambda: len(site.sampler.calls) == 2)
+        await until_async(lambda: site.parts.status.signs.answer("/readyz")[0] == 200)
         if asks == "a signal":
             site.node.request_drain("SIGTERM")
         else:

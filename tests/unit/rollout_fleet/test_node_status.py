@@ -64,6 +64,18 @@ def test_since_counts_from_the_change_of_state_not_of_reason(clock: Clock, statu
     assert (report.state, report.waiting_on, report.since_s) == ("waiting", "b", 4.0)
 
 
+def test_probes_hear_of_the_state_from_the_turns_of_the_loop(status: OwnStatus) -> None:
+    def ready() -> bool:
+        return status.signs.answer("/readyz")[0] == 200
+
+    for state, expected in (("generating", True), ("waiting", True), ("draining", False), ("excluded", False)):
+        before = ready()
+        status.show(state)
+        assert ready() is before, "the heartbeat's thread alone is no sign of life"
+        status.turned()
+        assert ready() is expected
+
+
 def test_a_report_carries_engine_weights_groups_and_waste(clock: Clock, status: OwnStatus) -> None:
     weights = WeightsState(version=3, incarnation=1, flips=4, stall_s=0.5, canary_max_difference=0.01)
     counters = EngineCounters(100, kv_cache_usage=0.75, preemptions=3, prompt_tokens=200, cached_tokens=150)

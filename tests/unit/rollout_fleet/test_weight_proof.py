@@ -159,3 +159,22 @@ def test_every_worker_proves_its_shard_and_a_changed_bit_is_named_with_the_worke
             weight_proof.Unreadable, match=rf"worker {rank} of {size} has another shard of attn\.v_proj"
         ):
             weight_proof.check_shard(model, layout, flat, rank, size)
+
+
+class PPMissingLayer(nn.Identity):
+    """Stands, as in vLLM, for what another pipeline stage has."""
+
+
+def test_a_worker_proves_its_own_experts_and_the_layers_of_its_stage() -> None:
+    whole = Sparse()
+    layout, flat = published_experts(whole)
+    worker, theirs = Sparse(), whole.experts.routed_experts
+    ours = worker.experts.routed_experts
+    ours.register_buffer("_expert_map", torch.tensor([-1, 0, 1]))
+    ours.w13_weight, ours.w2_weight = (nn.Parameter(w.data[1:].clone()) for w in (theirs.w13_weight, theirs.w2_weight))
+    weight_proof.check_shard(worker, layout, flat, 1, 2)
+    ours.w2_weight.data[1, 0, 0] += 1e-6
+    with pytest.raises(weight_proof.Unreadable, match=r"another shard of experts.2.w2.weight"):
+        weight_proof.check_shard(worker, layout, flat, 1, 2)
+    worker.experts = PPMissingLayer()
+    weight_proof.check_shard(worker, layout, flat, 0, 1)

@@ -1,0 +1,253 @@
+"""A job on paper, up to 10,000 nodes and 64 learner machines: the load of each part, lost time, and what breaks first.
+
+    python bench/scale.py            writes bench/results/scale.json in about a minute
+
+The CPU of broker and lead rank and the broker's memory come from other files of bench/results. A group is encoded here.
+A lab's chains of nodes (CHAIN_LAB) calibrate the weights. Every option is an assumption, and so are the speeds of
+engines and learner in bench/simulate.py. docs/scale.md says what the model leaves out.
+
+- Broker: CPU for each node that waits, and for each group; both grow in proportion.
+- Weights: pieces travel along chains. Each node passes a piece on when it has it, and a few more lie at every node.
+- Window: bench/simulate.py with STAND_IN nodes. Each stands for many, and has a version when the last node has it.
+- Failures: each machine of the learner fails at a rate of its own. The rest start again from the newest checkpoint.
+"""
+
+import argparse
+import itertools
+import math
+import random
+from bisect import bisect
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import broker_groups
+import harness
+from simulate import FLEET, predict
+
+from broker.delivery.nodes import MOST_NODES
+from common.config.schema import BrokerConfig
+from common.rollouts import encode_group
+from launch.doctor.resources import FILES, FILES_OF_NODE
+
+STAND_IN = 64  # simulated nodes; the pace of more differs little
+GROUPS_OF_NODE = 8  # in a step: 64 episodes at once in groups of 8, as in bench/simulate.py
+SAMPLES = 8
+HEADERS = 1.046  # bytes on the wire over bytes of weights, in the lab
+CHAIN_LAB = (  # Mbit/s of each link, KiB of a piece, nodes, and the last one's seconds over size / rate; 24 MiB, CURVE
+    (100, 256, 2, 1.08), (100, 256, 4, 1.20), (100, 256, 8, 1.39), (40, 256, 8, 1.25), (40, 128, 8, 1.13),
+    (40, 64, 8, 1.11),
+)  # fmt: skip
+LAB_KIB = 24 << 10
+GIB, MIB = 1 << 30, 1 << 20
+LOST_LIMIT = 0.1  # share
+SOFT_FILES = 1024  # the usual soft limit of open files
+MOST = 1 << 20  # no limit is looked for beyond
+
+
+def chain_s(size: float, rate: float, piece: float, nodes: int, at_node: float = 1.0, headers: float = 1.0) -> float:
+    """Seconds until the last of `nodes` in a chain has `size` bytes, with links of `rate` bytes a second.
+
+    `at_node` pieces of `piece` bytes reach a node before the next one gets the first: 1 when it stores and forwards.
+    """
+    return headers * piece / rate * (math.ceil(size / piece) + at_node * (nodes - 1))
+
+
+def pieces_at_node() -> float:
+    """The factor that fits the lab best, by least squares."""
+    points = [((nodes - 1) * piece / LAB_KIB, times / HEADERS - 1) for _, piece, nodes, times in CHAIN_LAB]
+    return sum(x * y for x, y in points) / sum(x * x for x, _ in points)
+
+
+def chain_check(at_node: float) -> list[dict[str, float]]:
+    """The lab's chains beside the model."""
+    names = ("Mbit/s", "piece KiB", "nodes", "measured", "model")
+    models = (round(chain_s(LAB_KIB, LAB_KIB, piece, n, at_node, HEADERS), 2) for _, piece, n, _ in CHAIN_LAB)
+    return [dict(zip(names, (*point, model), strict=True)) for point, model in zip(CHAIN_LAB, models, strict=True)]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines of a learner. All are needed; `spares` more wait. Seconds, and failures of one machine in an hour."""
+
+    machines: int
+    spares: int
+    failures_per_hour: float
+    interval_s: float  # training between checkpoints
+    pause_s: float  # training stops so long for each
+    durable_s: float  # it counts so much later
+    restart_s: float  # from a failure to the next step, with enough machines
+    repair_s: float  # until a machine that failed is back
+
+    @property
+    def between_s(self) -> float:
+        """Mean seconds between failures of any of the machines."""
+        return 3600 / (self.machines * self.failures_per_hour)
+
+
+def lost_share(cluster: Cluster, failures: int, seed: int = 0) -> float:
+    """Share of the time that led to no lasting step, over so many failures. A machine that waits never fails."""
+    draw = random.Random(seed)
+    away: deque[float] = deque()  # when machines that failed are back
+    cycle_s = cluster.interval_s + cluster.pause_s
+    now = kept_s = 0.0
+    for _ in range(failures):
+        if len(away) > cluster.spares:
+            now = max(now, away[len(away) - cluster.spares - 1])
+        while away and away[0] <= now:
+            away.popleft()
+        life_s = draw.expovariate(1 / cluster.between_s)
+        kept_s += cluster.interval_s * max(0, int((life_s - cluster.restart_s - cluster.durable_s) // cycle_s))
+        now += life_s
+        away.append(now + cluster.repair_s)
+    return 1 - kept_s / now
+
+
+def lost_formula(cluster: Cluster) -> float:
+    """The same with as many spares as it takes: the complete model of Daly 2006, with `durable_s` added."""
+    mean_s = cluster.between_s
+    survives = math.exp(-(cluster.restart_s + cluster.durable_s) / mean_s)
+    return 1 - cluster.interval_s / mean_s * survives / math.expm1((cluster.interval_s + cluster.pause_s) / mean_s)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured costs, each from the result that its comment names."""
+
+    node_us: float  # broker_scale: the broker's CPU for a node that waits, in a second
+    group_us: float  # broker_scale: for a group, the dearest run
+    lead_us: float  # broker_overhead: the lead rank's CPU for a group, the learner's side
+    finished_bytes: float  # broker_soak: the broker's memory for a task that is finished
+    token_bytes: float  # in an encoded group
+
+    @staticmethod
+    def measured() -> "Costs":
+        runs = harness.before("broker_scale")["runs"]
+        lead = harness.before("broker_overhead")["sizes"]["1k"]["ways"]["slipstream_memory"]["consumer_us"]
+        group, _ = next(broker_groups.structs("1k"))
+        tokens = SAMPLES * (broker_groups.PROMPT_TOKENS + broker_groups.COMPLETION_TOKENS["1k"])
+        return Costs(
+            node_us=runs[-1]["broker_cpu_us_per_node_per_s"],
+            group_us=max(run["broker_cpu_us_per_group_without_waiting"] for run in runs),
+            lead_us=lead,
+            finished_bytes=harness.before("broker_soak")["growth_bytes_per_group"],
+            token_bytes=round(len(encode_group(group)) / tokens, 2),
+        )
+
+
+class Job:
+    """A fleet whose step takes what its engines generate at once; `tokens` of a sample, `step_s` of a full fleet."""
+
+    def __init__(self, options: argparse.Namespace, costs: Costs, tokens: float, step_s: float) -> None:
+        self._options, self._costs, self._step_s = options, costs, step_s
+        self._group_bytes = SAMPLES * tokens * costs.token_bytes
+        self._rate = options.link_gbit * 1e9 / 8
+        self._at_node = pieces_at_node()
+
+    def load(self, nodes: int) -> dict[str, float]:
+        """The work of broker and lead rank; MB/s in and out, and the share of a step for taking groups."""
+        costs, groups_per_s = self._costs, nodes * GROUPS_OF_NODE / self._step_s
+        return {
+            "nodes": nodes,
+            "groups_per_s": groups_per_s,
+            "broker_cores": 1e-6 * (nodes * costs.node_us + groups_per_s * costs.group_us),
+            "broker_mb_per_s": 2e-6 * groups_per_s * self._group_bytes,
+            "growth_gib_per_day": 86400 * groups_per_s * costs.finished_bytes / GIB,
+            "window_gib": self.window_bytes(nodes, self._options.staleness[-1]) / GIB,
+            "lead_share": 1e-6 * groups_per_s * costs.lead_us,
+            "failures_per_hour": nodes * self._options.failures_per_hour[-1],
+        }
+
+    def window_bytes(self, nodes: int, staleness: int) -> float:
+        """All groups that may be outstanding (common/staleness.py)."""
+        return nodes * GROUPS_OF_NODE * (staleness + 1) * self._group_bytes
+
+    def publish_s(self, nodes: int, roots: int, piece_mib: float) -> float:
+        """Until the last node has a version; each root sends the whole model along its own chain."""
+        depth = math.ceil(nodes / roots)
+        return chain_s(self._options.model_gib * GIB, self._rate, piece_mib * MIB, depth, self._at_node, HEADERS)
+
+    def window(self, nodes: int, roots: int, piece_mib: float) -> dict[str, Any]:
+        """Seconds of a publish, and of a step over those of a fleet that is always full, by `staleness.max`."""
+        publish_s = self.publish_s(nodes, roots, piece_mib)
+        fleet = replace(FLEET, deliver_s=publish_s)
+        found: list[dict[str, Any]] = predict(STAND_IN, self._options.staleness, self._options.steps, fleet=fleet)
+        over = {str(f["setup"]["staleness"]): f["asynchronous_step_s"] / f["full_engines_s"] for f in found}
+        return {"nodes": nodes, "roots": roots, "piece_mib": piece_mib, "publish_s": publish_s, "over_full": over}
+
+    def cluster(self, machines: int, rate: float, spares: int = 0) -> Cluster:
+        o = self._options
+        return Cluster(machines, spares, rate, o.every * self._step_s, o.pause_s, o.durable_s, o.restart_s, o.repair_s)
+
+    def failing(self, machines: int, rate: float) -> dict[str, Any]:
+        """Lost time of a learner, by number of spares; and the interval that Young's formula finds best, in steps."""
+        plain = self.cluster(machines, rate)
+        many = {n: self.cluster(machines, rate, n) for n in self._options.spares}
+        return {
+            "machines": machines,
+            "failures_per_hour": rate,
+            "between_h": plain.between_s / 3600,
+            "lost": {str(n): lost_share(cluster, self._options.failures) for n, cluster in many.items()},
+            "formula": lost_formula(plain),
+            "best_every": max(1, round(math.sqrt(2 * plain.pause_s * plain.between_s) / self._step_s)),
+        }
+
+    def limits(self) -> list[dict[str, Any]]:
+        """Where each part breaks, the smallest fleet first; machines of the learner last."""
+        o, default = self._options, BrokerConfig().max_bytes
+        fleet: list[tuple[str, str, Callable[[int], bool]]] = [
+            (f"open files, limit {SOFT_FILES:,}", "`ulimit -n`", lambda n: FILES + FILES_OF_NODE * n <= SOFT_FILES),
+            ("the broker's table of nodes", "`MOST_NODES`", lambda n: n <= MOST_NODES),
+            ("one core of the broker", "a second broker", lambda n: self.load(n)["broker_cores"] <= 1),
+            ("the broker's link", "a faster one", lambda n: self.load(n)["broker_mb_per_s"] <= self._rate / 1e6),
+            ("a tenth of a step for taking groups", "a second reader", lambda n: self.load(n)["lead_share"] <= 0.1),
+        ]
+        for bound in o.staleness[1::2]:
+            what = f"`broker.max_bytes` at its default, window {bound}"
+            fleet.append((what, "the key", lambda n, k=bound: self.window_bytes(n, k) <= default))
+        for roots, piece in itertools.product(o.roots, o.piece_mib):
+            what = f"a step for a publish: {roots} chain{'s' * (roots > 1)}, pieces of {piece:g} MiB"
+            within = lambda n, r=roots, p=piece: self.publish_s(n, r, p) <= self._step_s  # noqa: E731
+            fleet.append((what, "more chains, smaller pieces", within))
+        found = [{"limit": w, "largest": largest(fits), "of": "nodes", "what moves it": c} for w, c, fits in fleet]
+        found.sort(key=lambda row: row["largest"] or MOST)
+        for each in o.failures_per_hour:
+            most = largest(lambda n, r=each: lost_formula(self.cluster(n, r)) <= LOST_LIMIT)
+            what = f"a tenth of the time lost, {each:g} failures/h and machine"
+            cure = "a faster restart"
+            found.append({"limit": what, "largest": most, "of": "learner machines", "what moves it": cure})
+        return found
+
+
+def largest(fits: Callable[[int], bool]) -> int | None:
+    """The largest number that fits, when smaller ones do too; None: all up to MOST do."""
+    found = bisect(range(1, MOST), False, key=lambda n: not fits(n))
+    return found if found < MOST - 1 else None
+
+
+def main() -> None:
+    options = harness.parser(
+        __doc__, nodes=[64, 1000, 10000], staleness=[1, 2, 4, 8], roots=[1, 64], piece_mib=[4.0, 64.0], model_gib=15.0,
+        link_gbit=100.0, machines=[1, 8, 64], spares=[0, 1, 4], failures_per_hour=[1e-4, 1e-3], every=20,
+        restart_s=600.0, pause_s=5.0, durable_s=120.0, repair_s=14400.0, steps=30, failures=20000,
+    ).parse_args()  # fmt: skip
+    plain: list[dict[str, Any]] = predict(STAND_IN, options.staleness[-1:], options.steps)
+    job = Job(options, costs := Costs.measured(), plain[0]["mean_tokens"], plain[0]["full_engines_s"])
+    figures = {
+        "rounds": 1,
+        "costs": asdict(costs),
+        "mean_tokens": plain[0]["mean_tokens"],
+        "full_engines_s": plain[0]["full_engines_s"],
+        "pieces_at_node": pieces_at_node(),
+        "sizes": [job.load(nodes) for nodes in options.nodes],
+        "windows": [job.window(*a) for a in itertools.product(options.nodes, options.roots, options.piece_mib)],
+        "failures": [job.failing(m, rate) for rate in options.failures_per_hour for m in options.machines],
+        "limits": job.limits(),
+        "chain": chain_check(pieces_at_node()),
+    }
+    harness.save("scale", options, figures, ())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Names of the Hugging Face hub in a config, and local copies of the files that they name.
+
+A model is OWNER/NAME[@REVISION], unless a folder has that name. The files of a dataset are
+hf://datasets/OWNER/NAME[@REVISION]/FILES; the last part of FILES may be a pattern. A whole copy in the cache (HF_HOME)
+is used without asking the hub. So a restart needs no network, and a branch that moves on the hub changes no run. A
+download is huggingface_hub's: it locks every file, and a file gets its name when it is complete.
+"""
+
+import importlib
+import re
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from common.errors import UsageError
+
+SCHEME = "hf://"
+MODEL_KEYS = ("model.path", "learner.loss.reference")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")  # no code and no pickle; weights come last
+LEFT_OUT = ["*/*", "consolidated*"]  # second copies of the weights
+
+_REPO = r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@/]+))?"
+_MODEL = re.compile(rf"({SCHEME})?{_REPO}(?P<files>)")
+_DATASET = re.compile(rf"{SCHEME}datasets/{_REPO}/(?P<files>[^*]*[^/]*\.(jsonl|parquet))")
+_SHARD = re.compile(r"(.*)-\d+-of-(\d+)(\..*)")
+_CAUSES = {  # by the name of the error
+    "GatedRepoError": "accept its terms on its page, and set HF_TOKEN to a token of that account",
+    "ModuleNotFoundError": "huggingface_hub is not installed here; pip install huggingface_hub",
+    "RepositoryNotFoundError": "the hub has no such repository, or it is private and HF_TOKEN does not open it",
+    "RevisionNotFoundError": "the repository has no such revision",
+}
+
+
+def absolute(key: str, value: str) -> str:
+    """An absolute path, or 'hf://...' for a name of the hub. An existing path wins over a name of the hub.
+
+    Raises UsageError when 'hf://...' is no name of a model or of a dataset's files.
+    """
+    path = Path(value).expanduser()
+    if value.startswith(SCHEME):
+        _parse(key, value)
+        return value
+    if key in MODEL_KEYS and _MODEL.fullmatch(value) and not path.exists():
+        return SCHEME + value
+    return str(path.resolve())
+
+
+def local_copy(key: str, value: str, only_config: bool = False) -> str:
+    """`value`, or for a name of the hub the local path of its files, which are downloaded unless a whole copy exists.
+
+    `only_config`: config.json is all that is needed of a model. Raises UsageError with the cause and what to do.
+    """
+    if not value.startswith(SCHEME):
+        return value
+    name = _parse(key, value)
+    wanted = [name["files"]] if name["files"] else ["config.json"] if only_config else [*MODEL_FILES]
+    try:
+        folder = _snapshot(name, wanted)
+        if not _is_whole(folder, wanted):
+            raise FileNotFoundError(_lacks(folder, name))
+        return str(folder / name["files"])
+    except Exception as error:  # huggingface_hub raises whatever its HTTP library raises
+        no_folder = f"no folder {value.removeprefix(SCHEME)} exists here, and " if key in MODEL_KEYS else ""
+        raise UsageError(f"{key}: {no_folder}{value} cannot be used: {_cause(error, name)}") from None
+
+
+def _parse(key: str, value: str) -> re.Match[str]:
+    """The groups `repo`, `revision` (None stands for the main branch) and `files` ('' for a model)."""
+    model = key in MODEL_KEYS
+    if found := (_MODEL if model else _DATASET).fullmatch(value):
+        return found
+    form = "hf://OWNER/NAME[@REVISION]" if model else "hf://datasets/OWNER/NAME[@REVISION]/FILES.jsonl or .parquet"
+    raise UsageError(f"{key}: expected {form}, found {value}")
+
+
+def _snapshot(name: re.Match[str], wanted: list[str]) -> Path:
+    """The folder of a revision in the cache, with the files that match `wanted`."""
+    hub: Any = importlib.import_module("huggingface_hub")
+    what: dict[str, Any] = {"repo_type": "dataset"} if name["files"] else {"ignore_patterns": LEFT_OUT}
+    what |= {"repo_id": name["repo"], "revision": name["revision"]}
+    with suppress(FileNotFoundError):
+        folder = Path(hub.snapshot_download(**what, allow_patterns=wanted, local_files_only=True))
+        if _is_whole(folder, wanted, sure=True):
+            return folder
+    if wanted[:-1]:  # the weights need the commit of the rest: a branch may move
+        what["revision"] = Path(hub.snapshot_download(**what, allow_patterns=wanted[:-1])).name
+    return Path(hub.snapshot_download(**what, allow_patterns=wanted[-1]))
+
+
+def _is_whole(folder: Path, wanted: list[str], sure: bool = False) -> bool:
+    """Whether nothing is missing; `sure`: a pattern's files whose names do not say how many there are do not count."""
+    files = [str(file) for file in folder.glob(wanted[-1]) if file.is_file()]
+    shards = Counter(match.groups() for file in files if (match := _SHARD.fullmatch(file)))
+    whole = bool(files) and all(count == int(total) for (_, total, _), count in shards.items())
+    if len(wanted) > 1:
+        tokenizer = any((folder / file).is_file() for file in TOKENIZER_FILES)
+        return whole and tokenizer and (folder / "config.json").is_file()
+    return whole and not (sure and "*" in wanted[0] and shards.total() < len(files))
+
+
+def _cause(error: Exception, name: re.Match[str]) -> str:
+    if type(error).__name__ in _CAUSES:
+        return _CAUSES[type(error).__name__]
+    constants = importlib.import_module("huggingface_hub.constants")
+    if constants.HF_HUB_OFFLINE:
+        get = f"hf download {name['repo']}{' --repo-type dataset' * bool(name['files'])}"
+        return f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} lacks files of it; run `{get}` with a network"
+    reason = str(error.__cause__ or error).strip().partition("\n")[0]
+    return f"{reason} (HF_ENDPOINT is {constants.ENDPOINT}; with HF_HUB_OFFLINE=1 a copy in HF_HOME is enough)"
+
+
+def _lacks(folder: Path, name: re.Match[str]) -> str:
+    if not name["files"]:
+        return f"{folder} lacks config.json, a tokenizer, or some of the safetensors files"
+    hub: Any = importlib.import_module("huggingface_hub")
+    there = hub.list_repo_files(name["repo"], repo_type="dataset", revision=name["revision"])
+    return f"it has {[file for file in there if file.endswith(('.jsonl', '.parquet'))][:6]} and no {name['files']}"

@@ -1,0 +1,95 @@
+"""A role's health over HTTP, for the probes of Kubernetes and for Prometheus: telemetry.health_port.
+
+    GET /healthz   200 while the role's loop turns, 503 when it has been silent for too long
+    GET /readyz    200 while the role also does its work: a node that starts, joins or drains does not
+    GET /metrics   the role's figures as Prometheus text
+
+No request changes anything, and the answers are a few words and numbers: the port has no authentication.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from socketserver import TCPServer
+from typing import Any
+
+from common.errors import UsageError
+
+LATE_S = 30.0  # without a turn of the loop
+
+
+class LifeSigns:
+    """The newest sign of life of one role: its loop gives it, the thread of the endpoint reads it."""
+
+    def __init__(self, late_s: float = LATE_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self._late_s, self._clock = late_s, clock
+        self._newest: tuple[str, bool, float, Mapping[str, float]] = ("starting", False, clock(), {})
+
+    def show(self, state: str, ready: bool, figures: Mapping[str, float] | None = None) -> None:
+        """Called in turns of the loop; while `state` is 'starting' the loop may be silent for long.
+
+        `figures` have Prometheus names without 'slipstream_'.
+        """
+        self._newest = (state, ready, self._clock(), figures or {})
+
+    def answer(self, path: str) -> tuple[int, str]:
+        """HTTP status and text for a GET of `path`."""
+        state, ready, at, figures = self._newest
+        silent_s = self._clock() - at
+        alive = state == "starting" or silent_s <= self._late_s
+        if path == "/metrics":
+            lines = (f"slipstream_{name} {float(value)!r}\n" for name, value in figures.items())
+            return 200 if alive else 503, "".join(lines)
+        if path not in ("/healthz", "/readyz"):
+            return 404, "expected /healthz, /readyz or /metrics\n"
+        good = alive and (ready or path == "/healthz")
+        body = {"state": state, "alive": alive, "ready": ready, "silent_s": round(silent_s, 1)}
+        return 200 if good else 503, json.dumps(body) + "\n"
+
+
+class HealthServer(TCPServer):
+    """Binds on construction; `serve_forever` answers one request after another."""
+
+    allow_reuse_address = True
+
+    def __init__(self, port: int, signs: LifeSigns) -> None:
+        """Port 0 picks a free one. Raises UsageError when `port` cannot be had."""
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = 1.0  # s for each piece of a request, since one thread answers all
+
+            def do_GET(self) -> None:
+                status, text = signs.answer(self.path)
+                self.send_response(status)
+                self.send_header("Content-Type", "text/plain; version=0.0.4")
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Probes would fill the log."""
+
+        try:
+            super().__init__(("", port), Handler)
+        except OSError as error:
+            hint = "roles on one machine need different ports: telemetry.health_port=PORT after the command"
+            raise UsageError(f"telemetry.health_port: cannot listen on port {port}: {error.strerror}; {hint}") from None
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that leaves half-way is no event."""
+
+
+@contextmanager
+def serving_health(port: int, signs: LifeSigns) -> Generator[None]:
+    """While active, a thread serves `signs` at `port` of every interface; 0: nowhere. Raises as HealthServer."""
+    if port == 0:
+        yield
+        return
+    with HealthServer(port, signs) as server:
+        threading.Thread(target=server.serve_forever, args=(0.1,), name="health", daemon=True).start()
+        try:
+            yield
+        finally:
+            server.shutdown()

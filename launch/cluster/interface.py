@@ -1,0 +1,63 @@
+"""The network interface of this machine that others reach it by: the one that routes to the broker, unless told."""
+
+import socket
+from typing import NamedTuple
+
+import psutil
+
+from common.config.network_checks import is_loopback, split_address
+from common.errors import UsageError
+from common.process.local_address import local_address
+
+FAMILIES = (socket.AF_INET, socket.AF_INET6)
+
+
+class Interface(NamedTuple):
+    name: str
+    address: str
+
+
+def interface_for(broker: str, names: str | None = None) -> Interface:
+    """The first of `names` (with commas between them) that this machine has; None: the one that routes to `broker`.
+
+    Raises UsageError when there is no such interface or no route.
+    """
+    host, port = split_address(broker.split(",")[0])
+    if names is not None:
+        found = named(names)
+        if is_loopback(found.address) and not is_loopback(host):
+            raise UsageError(
+                f"learner.interface: {found.name} of {socket.gethostname()} is its loopback interface, and the broker "
+                f"at {broker} is not; name one that the other machines reach"
+            )
+        return found
+    if not host:
+        raise UsageError(f"broker.address: {broker} is on this machine only; several machines need tcp://HOST:PORT")
+    return routed(host, port or 1)
+
+
+def routed(host: str, port: int = 1) -> Interface:
+    """The interface whose address packets to `host` carry; nothing is sent. Raises UsageError without a route."""
+    try:
+        address = local_address(host, port)
+    except OSError as error:
+        raise UsageError(f"broker.address: no route from {socket.gethostname()} to {host}: {error.strerror}") from None
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return Interface(name, address)
+    raise UsageError(f"learner.interface: no interface has {address}, the address that routes to {host}; name one")
+
+
+def named(names: str) -> Interface:
+    """The first of these interfaces that has an address. Raises UsageError, which lists those of this machine."""
+    found = psutil.net_if_addrs()
+    for name in names.split(","):
+        for family in FAMILIES:
+            for entry in found.get(name.strip(), []):
+                if entry.family == family:
+                    return Interface(name.strip(), entry.address.partition("%")[0])
+    there = ", ".join(found)
+    raise UsageError(
+        f"learner.interface: expected the name of an interface with an address, found {names!r}; "
+        f"{socket.gethostname()} has {there}"
+    )

@@ -1,0 +1,232 @@
+"""`slipstream learner` on one of several machines: it runs this machine's ranks in the rounds that the broker forms.
+
+The broker is the only address that a machine needs. Each launcher binds a rendezvous store and announces it with its
+reports. The torchrun processes of a round meet, by c10d, at the store of its first machine. When a round is over,
+the launcher kills its ranks and waits for the next one, which starts from the newest checkpoint.
+"""
+
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from broker.connect import Access, connect
+from broker.contract import Assembly, MachineReport
+from broker.delivery.learner_machines import FENCE_S, INTERFACE
+from broker.messaging.client_methods import LearnerBroker
+from common.config.schema import Config
+from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, HopelessError, UsageError
+from common.process.lifecycle import DrainFlag
+from common.process.logs import log_path, setup_logging
+from common.process.run_dir import RunDir
+from common.process.versions import versions
+from launch.cluster.interface import Interface, interface_for
+from launch.cluster.shared_folder import SharedFolder
+from launch.up.roles import thread_environment, torchrun
+from launch.up.supervisor import Role, RoleSpec
+
+logger = logging.getLogger(__name__)
+
+REPORT_S = 1.0
+POLL_S = 0.1
+ANSWER_S, RETRY_S = 3.0, 1.0  # the deadline of a report, and the pause before it is repeated
+OWN_SETTINGS = ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG_FILE", "NCCL_TOPO_FILE")  # may differ
+
+
+def run_machine(config: Config, run: RunDir, address: str) -> int:
+    """Run the ranks of this machine for the job of the broker at `address`; returns the exit code.
+
+    Raises UsageError when the machines do not fit together, HopelessError when too few of them come.
+    """
+    interface = interface_for(address, config.learner.interface)
+    run.prepare(config)
+    host = socket.gethostname()
+    setup_logging("launcher", host, run.logs, config.telemetry.log_level)
+    logger.info("%s: the ranks use interface %s (%s)", host, interface.name, interface.address)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses without a name
+    from common.weights.collectives import Store
+
+    own = interface.address
+    store = Store(own)  # lives as long as this function runs
+    endpoint = f"[{own}]:{store.port}" if ":" in own else f"{own}:{store.port}"
+    keys, name = config.broker.credentials, secrets.token_hex(8)
+    access = Access(address=address, role="learner", deadline_s=ANSWER_S, retry_s=RETRY_S, credentials=keys)
+    report = MachineReport(name, host, own, endpoint, facts(config, interface), wanted=config.learner.machines)
+    report = msgspec.structs.replace(report, max_restarts=config.run.max_restarts)
+    with connect(access) as client, SharedFolder(run.checkpoints, report.machine) as shared:
+        return Launcher(config, run, interface, client, shared, report).run(address)
+
+
+def facts(config: Config, interface: Interface) -> dict[str, str]:
+    """Versions and settings that must be the same on every machine of the learner."""
+    same = {name: version for name, version in versions().items() if name != "vllm"}
+    same |= {"learner.machines": str(config.learner.machines), "learner.world_size": str(config.learner.world_size)}
+    if config.learner.interface is None:
+        same[INTERFACE] = interface.name
+    settings = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    return same | {name: value for name, value in sorted(settings.items())[:32] if name not in OWN_SETTINGS}
+
+
+def rank_command(config: Config, run: RunDir, report: MachineReport, broker: str) -> list[str]:
+    """torchrun with the ranks of this machine in the round of `report`."""
+    ranks, machines = config.learner.world_size // config.learner.machines, config.learner.machines
+    wait_s = int(max(config.learner.timeout_s, FENCE_S))
+    options = {
+        "nnodes": machines,
+        "nproc-per-node": ranks,
+        "rdzv-backend": "c10d",
+        "rdzv-endpoint": report.members[0].endpoint,
+        "rdzv-id": f"{config.run.name}-{report.round}",
+        "rdzv-conf": f"is_host=0,join_timeout={wait_s},read_timeout={wait_s}",
+        "local-addr": report.address,
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return torchrun(run, words, ["--broker", broker, "--address", report.address])
+
+
+def rank_environment(config: Config, interface: Interface) -> Mapping[str, str]:
+    """Variables for the ranks of this machine."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return dict.fromkeys(names, interface.name) | thread_environment(config.learner.threads)
+
+
+class Launcher:
+    """The loop of one machine: report, do what the broker answers, look after the ranks."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDir,
+        interface: Interface,
+        client: LearnerBroker,
+        shared: SharedFolder,
+        report: MachineReport,
+    ) -> None:
+        self._config, self._run, self._interface = config, run, interface
+        self._client, self._shared, self._report = client, shared, report
+        self._ranks: Role | None = None
+        self._answered = self._waiting_since = time.monotonic()
+        self._said = ""
+        self._drained = False  # the ranks of this round were told to drain
+
+    def run(self, broker: str) -> int:
+        """Until the job has ended or this machine was told to leave; returns the exit code. Raises as `run_machine`."""
+        flag = DrainFlag.install(on_second=self._kill)
+        try:
+            while True:
+                told = self._tell(leaving=flag.is_set)
+                if told is not None and told.exit_code is not None:
+                    return self._end(told)
+                self._follow(told, flag, broker)
+                if flag.is_set and not self._report.running:
+                    logger.info("%s: this machine leaves", flag.reason)
+                    return EXIT_DONE
+                self._rest(flag)
+        finally:
+            self._kill()
+            if self._report.running:
+                self._ended(EXIT_FAILED)
+            self._tell(leaving=True)
+
+    def _tell(self, **changes: object) -> Assembly | None:
+        """Report; returns the answer, None while the broker does not answer. Raises UsageError when it refuses."""
+        self._report = msgspec.structs.replace(self._report, **changes)
+        sent_at = time.monotonic()  # the broker counts this machine's silence from here on, or later
+        try:
+            told = self._client.gather(self._report)
+        except BrokerUnreachable as error:
+            self._say(f"the broker does not answer: {error}")
+            return None
+        except BrokerError as error:
+            raise UsageError(str(error)) from None
+        self._answered = sent_at
+        return told
+
+    def _follow(self, told: Assembly | None, flag: DrainFlag, broker: str) -> None:
+        """Start, drain or kill the ranks as the broker says."""
+        if told is None:
+            if self._report.running and time.monotonic() - self._answered > FENCE_S:
+                self._give_up(f"the broker has not answered for {FENCE_S:g} s, so another round may begin")
+        elif self._report.running and told.round != self._report.round:
+            self._give_up(told.reason or "the round is over")
+        elif self._report.running and told.drain and not self._drained:
+            assert self._ranks is not None
+            self._drained = True
+            self._ranks.terminate()
+        elif told.round > self._report.round and not flag.is_set:
+            self._start(told, flag, broker)
+        elif not self._report.running and not told.active:
+            wanted = self._config.learner.machines
+            self._say(f"waiting for machines: {told.machines} of {wanted} here. {told.reason}".strip())
+        else:
+            self._waiting_since = time.monotonic()
+            if told.round == 0:
+                self._say("a spare machine: the others train")
+        if not self._report.running and time.monotonic() - self._waiting_since > self._config.learner.machines_wait_s:
+            raise HopelessError(
+                f"{self._said}; waited {self._config.learner.machines_wait_s:g} s (learner.machines_wait_s)"
+            )
+
+    def _start(self, told: Assembly, flag: DrainFlag, broker: str) -> None:
+        """Start this machine's ranks of a round, or report why that cannot be."""
+        self._report = msgspec.structs.replace(self._report, round=told.round, members=told.members, exit_code=0)
+        hosts = ", ".join(member.host for member in told.members)
+        logger.info("round %d: %s; rendezvous at %s", told.round, hosts, told.members[0].endpoint)
+        try:
+            self._shared.check(told.members, flag.wait)
+        except UsageError as error:
+            self._tell(exit_code=error.exit_code, reason=str(error))
+            raise
+        self._report = msgspec.structs.replace(self._report, running=True)
+        self._drained = False
+        log = log_path(self._run.logs, "torchrun", self._report.host)
+        command = rank_command(self._config, self._run, self._report, broker)
+        self._ranks = Role(RoleSpec("ranks", command, log, rank_environment(self._config, self._interface)))
+
+    def _rest(self, flag: DrainFlag) -> None:
+        """Wait until the next report is due, or something has happened."""
+        end = time.monotonic() + REPORT_S
+        leaving = flag.is_set
+        while time.monotonic() < end and flag.is_set == leaving:
+            if self._ranks is not None and self._ranks.poll():
+                code = self._ranks.exit_code
+                assert code is not None
+                self._ended(code if code >= 0 else EXIT_FAILED)
+                return
+            if leaving:
+                time.sleep(POLL_S)
+            else:
+                flag.wait(POLL_S)
+
+    def _give_up(self, reason: str) -> None:
+        logger.warning("this machine's ranks are killed: %s", reason)
+        self._kill()
+        self._ended(EXIT_FAILED)
+
+    def _ended(self, exit_code: int) -> None:
+        self._waiting_since = time.monotonic()
+        self._report = msgspec.structs.replace(self._report, running=False, exit_code=exit_code)
+        logger.info("this machine's ranks have ended with exit code %d", exit_code)
+
+    def _kill(self) -> None:
+        if self._ranks is not None:
+            self._ranks.kill()
+
+    def _end(self, told: Assembly) -> int:
+        """The job has ended, or this machine does not fit."""
+        assert told.exit_code is not None
+        level = logging.INFO if told.exit_code == EXIT_DONE else logging.ERROR
+        logger.log(level, "the job has ended: %s", told.reason)
+        if self._report.running:
+            self._give_up("the job has ended")
+        return told.exit_code
+
+    def _say(self, text: str) -> None:
+        """Log what this machine waits for, once."""
+        if text != self._said:
+            self._said = text
+            logger.info("%s", text)

@@ -1,0 +1,100 @@
+"""slipstream preflight CONFIG, on each machine of a job before it starts: one page, one verdict, and repairs.
+
+The machine that has the meeting address (broker.address, or --meet) listens there, and the others connect to it.
+Exit codes, the same on every machine: 0 all well (warnings may be there), 1 something has to be repaired, 2 bad usage.
+"""
+
+import argparse
+import signal
+import socket
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from broker.messaging.bind_address import bindable
+from broker.messaging.sockets import bind_router, connect_dealer
+from common.config.checks import resolve_paths
+from common.config.loading import load_config
+from common.config.network_checks import is_loopback, is_wildcard, split_address
+from common.errors import EXIT_DONE, EXIT_FAILED, UsageError
+from common.security.credentials import Role, curve_credentials, load_credential, load_server
+from common.security.curve import CurveGate, KeyRing
+from launch.cluster.interface import routed
+from launch.cluster.preflight.exchange import Exchange, pass_on
+from launch.cluster.preflight.facts import facts_of
+from launch.cluster.preflight.stages import examine
+from launch.cluster.preflight.verdict import judge, verdict
+from launch.doctor.doctor import show
+from launch.up.roles import slurm_machines
+
+MOST_BYTES = 4 << 20
+ROLES: tuple[Role, ...] = ("learner", "node", "observer", "broker")
+
+
+def command(args: argparse.Namespace) -> int:
+    """Take part; the meeting host prints the page, the others the verdict."""
+    config = resolve_paths(load_config(Path(args.config), args.overrides))
+    machines, wait_s = args.machines or slurm_machines() or config.learner.machines, args.wait_s
+    if machines < 1 or wait_s <= 0:
+        raise UsageError(f"expected positive numbers, found --machines {machines} and --wait-s {wait_s:g}")
+    address = meeting_address(args.meet or config.broker.addresses[0], machines)
+    host, name = split_address(address)[0], socket.gethostname()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    own, keys = facts_of(config, args.role, address), curve_credentials(config.broker.credentials)
+    leads = is_loopback(host) or routed(host).address == host
+    with zmq.Context[Any]() as context, ExitStack() as at_end:
+        if leads:
+            address = _listen(context, address, keys, machines, wait_s, at_end)
+        credential = load_credential(keys, "broker" if leads else "observer") if keys is not None else None
+        dealer, handshakes = connect_dealer(context, address, name.encode(), MOST_BYTES, credential)
+        at_end.callback(dealer.close)
+        at_end.callback(handshakes.close)
+        end = time.monotonic() + wait_s
+        while not dealer.poll(100, zmq.POLLOUT):
+            if refusal := handshakes.refusal():
+                raise UsageError(refusal)
+            if time.monotonic() > end:
+                hint = "run the same command on that machine"
+                raise UsageError(f"no preflight listens at {address} after {wait_s:g} s; {hint}")
+        report = examine(name, own, Exchange(dealer), wait_s)
+    findings = judge(report)
+    headline = f"preflight of {len(report.machines)} machines at {address}: {verdict(findings)}"
+    if args.json:
+        print(msgspec.json.encode({"verdict": headline, "findings": findings, "report": report}).decode())
+    else:
+        print(headline)
+        if leads:
+            show(findings)
+    return EXIT_FAILED if any(finding.level == "problem" for finding in findings) else EXIT_DONE
+
+
+def meeting_address(word: str, machines: int) -> str:
+    """tcp://IP:PORT; raises UsageError for one that so many machines cannot all connect to."""
+    address = bindable(word, authenticated=True)
+    host, port = split_address(address)
+    if not host or is_wildcard(host) or (machines > 1 and (not port or is_loopback(host))):
+        found = word if word == address else f"{word}, here {address}"
+        raise UsageError(
+            f"broker.address: expected tcp://HOST:PORT that all of {machines} machines can connect to, found {found}; "
+            "change it, or meet elsewhere with --meet tcp://HOST:PORT"
+        )
+    return address
+
+
+def _listen(context: Any, address: str, keys: str | None, machines: int, wait_s: float, at_end: ExitStack) -> str:
+    """Start the thread that passes values on; returns its address."""
+    curve = CurveGate(context, load_server(keys), KeyRing(keys, ROLES)) if keys is not None else None
+    if curve is not None:
+        at_end.callback(curve.close)
+    router, stop = bind_router(context, [address], MOST_BYTES, curve), threading.Event()
+    router.setsockopt(zmq.ROUTER_HANDOVER, 0)  # a second machine of the same name does not replace the first one
+    hub = threading.Thread(target=pass_on, args=(router, machines, wait_s, stop))
+    hub.start()
+    at_end.callback(hub.join)
+    at_end.callback(stop.set)
+    return router.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -1,0 +1,124 @@
+"""The stages of a preflight. Every machine runs them together; each has a deadline, all together take two minutes."""
+
+import datetime
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+
+from msgspec import Struct
+
+from common.errors import SlipstreamError
+from launch.cluster.preflight.exchange import Exchange
+from launch.cluster.preflight.facts import Facts
+from launch.cluster.preflight.links import Link, measure
+
+LINK_S, LINKS_S, CANARY_S, SEEN_S, IMPORT_S, REDUCE_S = 8.0, 35.0, 8.0, 5.0, 35.0, 15.0
+BULK_S = (0.1, 0.4)  # bulk data of one link: with many machines, and with few
+REDUCED_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
+
+
+class Report(Struct):
+    """Everything that was found out; the verdict is made from this alone."""
+
+    machines: dict[str, Facts]
+    links: list[Link] = []
+    canary: str = ""  # a file that the first learner machine wrote
+    blind: list[str] = []  # learner machines that do not see it
+    reduced: dict[str, list[float] | str] = {}  # bus bandwidth of gloo, then NCCL, in bytes per second; or an error
+    lost: dict[str, str] = {}  # why a machine left before the end
+
+
+def examine(name: str, own: Facts, exchange: Exchange, wait_s: float) -> Report:
+    """All stages on this machine; the others come within `wait_s`. Raises as `Exchange`."""
+    report = Report(exchange(own, Facts, wait_s))
+    report.links = _links(name, report.machines, exchange)
+    learners = learners_of(report.machines, exchange.lost)
+    if len(learners) > 1:
+        report.canary, report.blind = _canary(name, learners, own.folder, exchange)
+    ranks = {name: report.machines[name] for name in learners if report.machines[name].agree["versions"]["torch"]}
+    if len(ranks) > 1:
+        report.reduced = _all_reduce(name, ranks, exchange)
+    report.lost = exchange.lost
+    return report
+
+
+def learners_of(machines: Mapping[str, Facts], lost: Mapping[str, str]) -> list[str]:
+    """Names of the learner's machines that are still there."""
+    return sorted(name for name, facts in machines.items() if facts.role == "learner" and name not in lost)
+
+
+def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
+    """A round-robin tournament there and back: each ordered pair once, and no machine in two pairs of a round."""
+    ring = [*names, *([""] * (len(names) % 2))]
+    for _ in range(len(ring) - 1):
+        pairs = [(a, b) for a, b in zip(ring[: len(ring) // 2], reversed(ring), strict=False) if a and b]
+        yield from (pairs, [(b, a) for a, b in pairs])
+        ring[1:] = [ring[-1], *ring[1:-1]]
+
+
+def _links(name: str, machines: dict[str, Facts], exchange: Exchange) -> list[Link]:
+    plan, links = [*rounds(sorted(machines))], list[Link]()
+    seconds = min(max(BULK_S[0], LINKS_S / 4 / max(1, len(plan))), BULK_S[1])
+    for target, link in ((dict(pairs).get(name), None) for pairs in plan):
+        if target is not None and target not in exchange.lost and exchange.elapsed_s < LINKS_S:
+            at = machines[target]
+            where, own = (at.interface.address, at.port), machines[name].interface.address
+            link = measure(name, own, target, where, at.token, seconds)
+        links += [found for found in exchange(link, Link | None, LINK_S).values() if found is not None]
+    return links
+
+
+def _canary(name: str, learners: Sequence[str], folder: str, exchange: Exchange) -> tuple[str, list[str]]:
+    """The file that the first machine wrote, and the machines that do not see it."""
+    path = ""
+    with ExitStack() as at_end:
+        if name == learners[0]:
+            with suppress(OSError):
+                path = at_end.enter_context(tempfile.NamedTemporaryFile(dir=folder, prefix=".preflight-")).name
+        path = exchange(path, str, CANARY_S).get(learners[0], "")
+        end = time.monotonic() + SEEN_S  # a network file system may take a moment
+        while not (sees := name not in learners or os.path.exists(path)) and time.monotonic() < end:
+            time.sleep(0.1)
+        return path, [machine for machine, seen in exchange(sees, bool, CANARY_S).items() if not seen]
+
+
+def _all_reduce(name: str, ranks: dict[str, Facts], exchange: Exchange) -> dict[str, list[float] | str]:
+    """The result of each rank, one a machine; only ranks import torch."""
+    first, store, result = next(iter(ranks)), None, ""
+    if name in ranks:
+        for library in ("GLOO", "NCCL"):
+            os.environ[f"{library}_SOCKET_IFNAME"] = ranks[name].interface.name  # as the launcher of ranks does
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses that have no name
+        from common.weights.collectives import Store
+
+        store = Store(ranks[name].interface.address) if name == first else None
+    port = exchange(store.port if store is not None else 0, int, IMPORT_S).get(first, 0)
+    if name in ranks and not ranks.keys() & exchange.lost.keys():
+        try:
+            result = _rank((ranks[first].interface.address, port), [*ranks].index(name), [*ranks.values()])
+        except Exception as error:  # the verdict names it
+            result = str(error).partition("\n")[0] or type(error).__name__
+    return {rank: got for rank, got in exchange(result, list[float] | str, REDUCE_S + LINK_S).items() if got}
+
+
+def _rank(store: tuple[str, int], rank: int, ranks: Sequence[Facts]) -> list[float]:
+    """Over gloo, and over NCCL where all ranks have devices. Raises RuntimeError when one does not come in time."""
+    import torch
+
+    from common.weights.collectives import dist
+
+    limit, world, rates = datetime.timedelta(seconds=REDUCE_S), len(ranks), list[float]()
+    devices = ["cpu", *(["cuda"] if all(facts.gpus for facts in ranks) else [])]
+    meeting = dist.TCPStore(*store, is_master=False, wait_for_workers=False, timeout=limit)
+    backend = ",".join(["cpu:gloo", "cuda:nccl"][: len(devices)])
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=world, timeout=limit)
+    for device in [*devices, *devices]:  # the first time makes the connections
+        value = torch.full((REDUCED_BYTES[device] // 4,), rank + 1.0, device=device)
+        begun = time.perf_counter()
+        dist.all_reduce(value)
+        if wrong := int((value != world * (world + 1) / 2).sum()):  # waits for the device
+            raise SlipstreamError(f"{wrong:,} of {len(value):,} sums are wrong on {device}")
+        rates.append(2 * (world - 1) / world * REDUCED_BYTES[device] / (time.perf_counter() - begun))
+    return rates[len(devices) :]

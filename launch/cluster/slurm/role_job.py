@@ -1,0 +1,169 @@
+"""A role inside its Slurm job: `python -m launch.cluster.slurm.role_job RUN ROLE -- COMMAND` ends a batch script.
+
+- The role starts again after a crash, up to run.max_restarts times.
+- SIGTERM, ahead of the time limit, drains the role, and the job is requeued. SIGUSR1 drains it for good.
+- Slurm itself signals every process of a job that it requeues, preempts or cancels.
+- When the learner or the broker has ended for good, or the last node has failed, the run's other jobs are ended.
+
+In COMMAND {host} stands for the address of this host, and {broker} for that of the run's broker.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
+
+from broker.connect import ask_status
+from common.config.network_checks import is_loopback
+from common.config.schema import Config
+from common.errors import EXIT_DONE, EXITS_FOR_GOOD, HopelessError, SlipstreamError, UsageError
+from common.process.lifecycle import SUPERVISOR_ENV, DrainFlag
+from common.process.run_dir import RunDir
+from launch.cluster.interface import routed
+from launch.cluster.slurm.jobs import DRAIN_S, SlurmError, end_run, over_file, read_jobs, slurm, unfinished
+from launch.resolve_target import config_of
+from launch.up.supervisor import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, describe_exit
+
+BROKER_WAIT_S = 600.0
+BROKER_ANSWER_S = 5.0
+POLL_S = 0.2
+BEFORE_LIMIT_S = 10.0  # the limit would end the job for good, so a longer drain is cut off by a requeue
+CANCEL_S = 10.0  # for a drain after scancel: Slurm kills this process KillWait after it, 30 s by default
+RUNS, COMES_BACK, CANCELLED = "runs", "comes back", "cancelled"  # fate of a job that has a signal
+
+
+class RoleJob:
+    """One role, in the batch script that runs this. `role` is broker, learner or fleet."""
+
+    def __init__(self, run: RunDir, role: str, command: Sequence[str]) -> None:
+        self.run_dir, self.role, self._command = run, role, command
+        config = config_of(run)
+        assert config is not None, f"{run.config} is missing"
+        self.config: Config = config
+        index = os.environ.get("SLURM_ARRAY_TASK_ID")
+        self.id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{index}" if index else os.environ["SLURM_JOB_ID"]
+        self._over = over_file(run, self.id)
+        self._over.unlink(missing_ok=True)
+        self._spans = command[0] == "srun"  # several hosts
+        self.flag = DrainFlag()
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda number, _: self.flag.set(signal.Signals(number).name))
+
+    def run(self) -> int:
+        """Run the role to its end; returns the job's exit code."""
+        code, restarts = EXIT_DONE, 0
+        most = 0 if self._spans else self.config.run.max_restarts  # the launchers of many machines count themselves
+        while not self.flag.is_set:
+            try:
+                code = self._live()
+            except SlipstreamError as error:
+                say(str(error))
+                code = error.exit_code
+            say(f"{self.role}: {describe_exit(code)} after {restarts} of {most} restarts")
+            if self.flag.is_set or code in (EXIT_DONE, *EXITS_FOR_GOOD) or restarts == most:
+                break
+            restarts += 1
+            self.flag.wait(min(FIRST_BACKOFF_S * 2**restarts, LONGEST_BACKOFF_S))
+        self._finish(code)
+        return code
+
+    def _live(self) -> int:
+        """One life of the role; returns its exit code, also that of a drain. Raises HopelessError."""
+        argv = self._argv()
+        if self.flag.is_set:
+            return EXIT_DONE
+        # A role of this host ends with this process.
+        env = os.environ if self._spans else {**os.environ, SUPERVISOR_ENV: str(os.getpid())}
+        process = subprocess.Popen(argv, env=env)
+        while (code := process.poll()) is None and not self.flag.wait(POLL_S):
+            pass
+        if code is not None:
+            return code
+        fate, until = self._fate()
+        if fate == RUNS:  # otherwise Slurm has sent SIGTERM to the role, too
+            slurm("scancel", "--signal=TERM", self.id) if self._spans else process.terminate()
+        while (code := process.poll()) is None and time.time() < until:
+            time.sleep(POLL_S)
+        return code or EXIT_DONE
+
+    def _argv(self) -> list[str]:
+        """The command with its addresses, once the broker answers. Raises HopelessError or UsageError without them."""
+        text, deadline = "\0".join(self._command), time.monotonic() + BROKER_WAIT_S
+        if "{host}" in text:
+            text = text.replace("{host}", own_address())
+        while "{broker}" in text and not self.flag.is_set:
+            if time.monotonic() > deadline:
+                raise HopelessError(f"no broker of {self.run_dir.path} answered within {BROKER_WAIT_S:g} s")
+            with suppress(SlipstreamError):
+                if (file := self.run_dir.broker()) is not None:
+                    ask_status(file.address, BROKER_ANSWER_S, self.config.broker.credentials)
+                    text = text.replace("{broker}", file.address)
+            self.flag.wait(POLL_S)
+        return text.split("\0")
+
+    def _fate(self) -> tuple[str, float]:
+        """(the fate of this job in Slurm, the Unix time until which a drain may last)."""
+        try:
+            line = slurm("scontrol", "show", "job", "--oneliner", self.id)
+        except SlurmError:
+            return RUNS, float("inf")  # an answer may come later
+        job = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if job["JobState"] == "RUNNING":
+            ends = job["EndTime"] if self.flag.reason == "SIGTERM" else "Unknown"
+            limit = float("inf") if ends == "Unknown" else datetime.fromisoformat(ends).timestamp() - BEFORE_LIMIT_S
+            return RUNS, limit
+        if int(job["Restarts"]) > int(os.environ.get("SLURM_RESTART_COUNT", "0")):
+            return COMES_BACK, float("inf")
+        return CANCELLED, time.time() + CANCEL_S
+
+    def _finish(self, code: int) -> None:
+        """Requeue this job, leave it to Slurm, or end the others."""
+        fate = self._fate()[0] if self.flag.is_set else RUNS
+        if self.flag.reason == "SIGTERM" and fate == RUNS:
+            say(f"{self.role}: drained ahead of the limit; requeued")
+            slurm("scontrol", "requeue", self.id)
+            return
+        if self.flag.reason == "SIGUSR1" or fate == COMES_BACK:
+            say(f"{self.role}: drained; {'comes back' if fate == COMES_BACK else 'has left'}")
+            return
+        self._over.parent.mkdir(exist_ok=True)
+        self._over.touch()  # before the look at the others, because several may end at the same time
+        others = any(task.stays for task in unfinished(self.run_dir, read_jobs(self.run_dir).fleet))
+        if self.role != "fleet" or (code != EXIT_DONE and not others):
+            say(f"{self.role}: {'cancelled' if fate == CANCELLED else 'over'}; the run's other jobs end")
+            end_run(self.run_dir, say, 0.0 if fate == CANCELLED else DRAIN_S)
+
+
+def own_address() -> str:
+    """The address of the interface that routes to the host where the run was submitted.
+
+    Raises UsageError when there is none, or when it is a loopback interface.
+    """
+    host = os.environ["SLURM_SUBMIT_HOST"]
+    address = routed(host).address
+    if is_loopback(address):
+        raise UsageError(f"{host} has address {address} here; set broker.address and weights.address in the config")
+    return address
+
+
+def say(text: str) -> None:
+    """One line into the job's log."""
+    print(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), text, flush=True)
+
+
+def main(words: Sequence[str]) -> int:
+    """`RUN ROLE -- COMMAND`; returns the exit code of the job."""
+    run, role, _, *command = words
+    try:
+        return RoleJob(RunDir(run), role, command).run()
+    except SlipstreamError as error:
+        say(str(error))
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""Which GPUs, and which Python environment, each role of a job on this machine gets; torch is never imported.
+
+Without a GPU, or where a role's environment has torch for the CPU, a role gets no devices, and nothing changes.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+
+from common.config.schema import Config
+from common.errors import UsageError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=uuid,name", "--format=csv,noheader")
+NVIDIA_SMI_S = 10.0
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Interpreter and environment variables of one role."""
+
+    python: str = sys.executable
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def list_gpus() -> list[tuple[str, str]]:
+    """(UUID, name) of the GPUs of this machine, in nvidia-smi's order; [] where there is no driver."""
+    try:
+        done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [line.partition(",") for line in done.stdout.splitlines() if line.strip()]
+    return [(uuid.strip(), name.strip()) for uuid, _, name in rows]
+
+
+def visible_devices(gpus: Sequence[tuple[str, str]], visible: str | None) -> list[str]:
+    """Names of the GPUs that this process may use; as CUDA does, it stops at the first word that names none."""
+    if visible is None:
+        return [str(number) for number in range(len(gpus))]
+    found: list[str] = []
+    for word in map(str.strip, visible.split(",")):
+        known = word.startswith("MIG-") or (word.startswith("GPU-") and any(uuid.startswith(word) for uuid, _ in gpus))
+        if word in found or not (known or (word.isdigit() and int(word) < len(gpus))):
+            break
+        found.append(word)
+    return found
+
+
+def torch_cuda(prefix: Path | None = None) -> str | None:
+    """CUDA version that torch was built for, here or in the environment `prefix`; None: for the CPU, or no torch."""
+    if prefix is None:
+        spec = find_spec("torch")
+        files = [Path(spec.origin).with_name("version.py")] if spec and spec.origin else []
+    else:
+        files = [*prefix.glob("lib/python3*/site-packages/torch/version.py")]
+    text = files[0].read_text(encoding="utf-8") if files and files[0].is_file() else ""
+    found = re.search(r"^cuda.*= *['\"]([\d.]+)", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def assign(config: Config, environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> dict[str, Place]:
+    """The place of each role that has one of its own; {} without a GPU.
+
+    Raises:
+        UsageError: the roles need more devices than this process may use.
+    """
+    gpus = list_gpus()
+    devices = visible_devices(gpus, environ.get(VISIBLE))
+    if not devices:
+        return {}
+    places: dict[str, Place] = {}
+    needed, free = 0, iter(devices)
+    for role, count in config.device_shares.items():
+        prefix = root / f".venv-{'learner' if role == 'learner' else 'rollout'}"
+        python = prefix / "bin" / "python"
+        prefix, interpreter = (prefix, str(python)) if python.exists() else (None, sys.executable)
+        count = count if torch_cuda(prefix) else 0
+        places[role] = Place(interpreter, {VISIBLE: ",".join(islice(free, count))} if count else {})
+        needed += count
+    if needed > len(devices):
+        bound = f" in {VISIBLE}={environ[VISIBLE]}" if VISIBLE in environ else ""
+        raise UsageError(
+            f"the job needs {needed} GPUs, found {len(devices)}{bound}; lower learner.world_size "
+            f"({config.learner.world_size}), rollout.nodes ({config.rollout.nodes}) or the GPUs of an engine, "
+            f"rollout.engine.tensor_parallel x pipeline_parallel ({config.rollout.engine.devices}). "
+            "`slipstream rollout --join` starts nodes on other machines"
+        )
+    return places
+
+
+def table(places: Mapping[str, Place], root: Path = ROOT) -> list[str]:
+    """Who has what, a line for each role."""
+    rows = [(role, p.env.get(VISIBLE, "CPU"), p.python.removeprefix(f"{root}{os.sep}")) for role, p in places.items()]
+    return [f"  {role:<10} {devices:<12} {python}" for role, devices, python in rows]

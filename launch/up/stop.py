@@ -1,0 +1,46 @@
+"""slipstream stop RUN|ADDRESS: every role of a job leaves, as on SIGTERM; the same commands continue the job.
+
+The request is repeated until no role is left. So a broker that is killed and started again, or that stood by, gets it.
+"""
+
+import argparse
+import time
+
+from broker.contract import BrokerStatus
+from common.errors import SlipstreamError, UsageError
+from common.process.lock_file import is_locked
+from launch.observe.observation import ask
+from launch.resolve_target import Target, find_target, joined_config
+
+ASK_EVERY_S = 0.3
+TAKEOVER_S = 15.0  # a standby broker leads within this time
+
+
+def command(args: argparse.Namespace) -> int:
+    """Stop the job and wait until all have left. Raises SlipstreamError, naming those who are left, after a while."""
+    job, status, left, heard = find_target(args), None, "the broker", time.monotonic()
+    end, supervised = heard + args.timeout_s, False
+    while time.monotonic() < end:
+        try:
+            status, heard, before = ask(job, lambda client: client.stop(), role="learner"), time.monotonic(), left
+            left = ", ".join(status.present) or "the broker"
+            if left != before:
+                print(f"waiting for {left}", flush=True)
+        except SlipstreamError as error:
+            if status is None and isinstance(error, UsageError):
+                raise
+            running = job.run is not None and is_locked(job.run.path / "up.lock")  # which restarts a killed broker
+            supervised |= running
+            if not running and (supervised or over(job, status, time.monotonic() - heard)):
+                print("stopped; the same commands continue the job" if status else f"nothing to stop: {error}")
+                return 0
+        time.sleep(ASK_EVERY_S)
+    raise SlipstreamError(f"still there after {args.timeout_s:g} s: {left}; `slipstream logs {args.run}` may say why")
+
+
+def over(job: Target, last: BrokerStatus | None, silent_s: float) -> bool:
+    """Whether a broker that does not answer, and said `last`, has ended, and no other one follows it."""
+    if last is None:
+        return not job.broker()[0]
+    alone = len(joined_config(last.run.config, last.address, ()).broker.addresses) == 1
+    return not last.present and (alone or silent_s > TAKEOVER_S)

@@ -1,0 +1,179 @@
+"""Hosts on one machine: processes with a network, a host name, mounts and process ids of their own, on one switch.
+
+Nothing of the machine outside is touched. The switch is a bridge in a network namespace of its own, and names are in
+/etc/hosts of each host's mounts. Everything ends with the test's process. A host sees the machine's files;
+`private` and /dev/shm are its own.
+"""
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.launch_rig import ROOT
+from tests.waiting import LIMIT_S, until
+
+TOOLS = ("unshare", "nsenter", "setpriv", "ip", "mount")
+SUBNET = "10.77.0"
+CHECK = "mount -t tmpfs none /dev/shm && ip link add e0 type veth peer name e1"
+# SIGCHLD is ignored, so the kernel reaps whatever loses its parent; the first process of a host has to.
+INIT = """
+set -e
+trap '' CHLD
+hostname "$1"
+mount -t tmpfs tmpfs /dev/shm
+mount -t tmpfs tmpfs "$2"
+mount --bind "$3" /etc/hosts
+ip link set lo up
+echo up
+exec sleep infinity
+"""
+
+
+@functools.cache
+def missing() -> str:
+    """Why this machine cannot have such hosts; '' when it can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "hosts in namespaces need Linux and root"
+    absent = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if absent:
+        return f"not installed: {', '.join(absent)} (packages util-linux and iproute2)"
+    probe = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "sh", "-c", CHECK]
+    done = subprocess.run(probe, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    return f"this machine forbids namespaces: {done.stderr.strip()}" if done.returncode else ""
+
+
+@dataclass
+class Host:
+    """One host. `pid` is the number, outside, of its first process."""
+
+    name: str
+    address: str
+    private: Path  # a folder of this path on every host, with other files on each
+    hub: int  # process in the network namespace of the switch
+    hosts_file: Path
+    port: str  # its end of the cable at the switch
+    card: str  # hardware address, which stays when the host boots again
+    pid: int = 0
+    _outer: subprocess.Popen[str] | None = field(default=None, repr=False)
+
+    @property
+    def inside(self) -> list[str]:
+        """The words before a command that runs it on this host."""
+        return ["nsenter", f"--target={self.pid}", "--net", "--uts", "--mount", "--pid", "--"]
+
+    def boot(self) -> None:
+        """Start the host, or start it again after `kill`."""
+        words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--mount", "--pid", "--fork"]
+        words += ["--mount-proc", "--kill-child", "sh", "-c", INIT, "sh"]
+        words += [self.name, str(self.private), str(self.hosts_file)]
+        self._outer = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self._outer.stdout is not None
+        with self._outer.stdout as out:
+            assert out.readline() == "up\n", f"{self.name} did not start"
+        (init,) = psutil.Process(self._outer.pid).children()
+        self.pid = init.pid
+        card = ("name", "eth0", "address", self.card, "netns", str(self.pid))
+        in_hub(self.hub, "ip", "link", "add", self.port, "type", "veth", "peer", *card)
+        in_hub(self.hub, "ip", "link", "set", self.port, "master", "switch", "up")
+        self.run("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
+        self.run("ip", "link", "set", "eth0", "up")
+
+    def kill(self) -> None:
+        """kill -9 to everything on the host at once; `boot` starts it again with empty private files."""
+        os.kill(self.pid, signal.SIGKILL)
+        if self._outer is not None:
+            self._outer.wait(LIMIT_S)
+
+    def cut(self) -> None:
+        """Take the cable out."""
+        in_hub(self.hub, "ip", "link", "set", self.port, "down")
+
+    def mend(self) -> None:
+        """Put the cable back."""
+        in_hub(self.hub, "ip", "link", "set", self.port, "up")
+
+    def slow(self, rate: str) -> None:
+        """Limit what the host may receive, in tc's words, for example '100mbit'."""
+        limit = ("rate", rate, "burst", "256kbit", "latency", "400ms")
+        in_hub(self.hub, "tc", "qdisc", "replace", "dev", self.port, "root", "tbf", *limit)
+
+    def run(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """A command on the host, to its end."""
+        done = subprocess.run([*self.inside, *words], capture_output=True, text=True, check=False, timeout=LIMIT_S)
+        assert not check or done.returncode == 0, f"{self.name}: {words}: {done.stdout}{done.stderr}"
+        return done
+
+    def start(self, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        """A command in the background; its output goes to `log`. Its pid is nsenter's: `signal_to` reaches it."""
+        with log.open("ab") as out:
+            return subprocess.Popen([*self.inside, *words], stdout=out, stderr=out, env={**os.environ, **(env or {})})
+
+    def slipstream(self, *words: str, log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        """`slipstream WORDS` in the background, with this interpreter."""
+        path = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return self.start([sys.executable, "-m", "launch.cli", *words], log, path | dict(env or {}))
+
+    def files(self, path: Path) -> Path:
+        """A path on the host, as this process can read it."""
+        return Path(f"/proc/{self.pid}/root") / path.relative_to("/")
+
+    def processes(self, *words: str) -> list[psutil.Process]:
+        """The host's processes whose command line contains all `words`."""
+        space = os.readlink(f"/proc/{self.pid}/ns/pid")
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):
+                line = " ".join(process.cmdline())
+                if os.readlink(f"/proc/{process.pid}/ns/pid") == space and all(word in line for word in words):
+                    found.append(process)
+        return found
+
+
+def signal_to(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """A signal to the command that `start` started; nsenter passes none on."""
+    for child in until(lambda: psutil.Process(process.pid).children(), "nsenter has started its command"):
+        child.send_signal(number)
+
+
+def in_hub(hub: int, *words: str) -> None:
+    """A command in the network namespace of the switch."""
+    done = subprocess.run(["nsenter", f"--target={hub}", "--net", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{words}: {done.stderr}"
+
+
+@contextlib.contextmanager
+def hosts(folder: Path, count: int) -> Iterator[list[Host]]:
+    """`count` hosts h1, h2, ... that run; their names resolve on each of them. Ends everything on them."""
+    names, private = folder / "etc-hosts", folder / "private"
+    private.mkdir()
+    lines = [f"{SUBNET}.{10 + i} h{i}" for i in range(1, count + 1)]
+    names.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
+    ready = "ip link add switch type bridge && ip link set switch up && echo up && exec sleep infinity"
+    words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sh", "-c", ready]
+    hub = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert hub.stdout is not None
+    with hub.stdout as out:
+        assert out.readline() == "up\n", "the switch did not start"
+    made = [
+        Host(f"h{i}", f"{SUBNET}.{10 + i}", private, hub.pid, names, f"e{i}", f"02:00:00:00:00:{i:02x}")
+        for i in range(1, count + 1)
+    ]
+    try:
+        for host in made:
+            host.boot()
+        yield made
+    finally:
+        for host in made:
+            with contextlib.suppress(ProcessLookupError):
+                host.kill()
+        hub.kill()
+        hub.wait(LIMIT_S)

@@ -1,0 +1,112 @@
+"""`slipstream preflight` on hosts: what the verdict names, and that nothing hangs or stays behind."""
+
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from common.security.credentials import KeyFolder
+from launch.keys import make
+from tests.cluster.hosts import Host, hosts
+from tests.launch_rig import write_job
+from tests.waiting import LIMIT_S, until
+
+PORT = 5577
+RATE = "200mbit"  # a limit that a busy machine reaches too
+ESTABLISHED = "01"
+
+
+def job(folder: Path, run: str = "run") -> Path:
+    make(KeyFolder(folder / "keys"), ["node-0"])
+    broker = {"address": f"tcp://h1:{PORT}", "credentials": str(folder / "keys")}
+    return write_job(folder, run={"dir": str(folder / run)}, broker=broker)
+
+
+def start(
+    machines: Sequence[Host], config: Path, *words: str, env: Mapping[str, str] | None = None
+) -> list[subprocess.Popen[bytes]]:
+    line = ("preflight", str(config), "--machines", "3", *words)
+    return [host.slipstream(*line, log=config.parent / host.name, env=env) for host in machines]
+
+
+def codes(running: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    return [process.wait(LIMIT_S) for process in running]
+
+
+def nothing_stays(machines: Sequence[Host], folder: Path) -> bool:
+    processes = [process for host in machines for process in host.processes("preflight")]
+    return not processes and not [*folder.rglob(".preflight-*"), *folder.rglob(".doctor-*")]
+
+
+def is_tested(host: Host) -> bool:
+    """Whether a link is: it has a connection that is not the one to the meeting host."""
+    lines = [line.split() for line in Path(f"/proc/{host.pid}/net/tcp").read_text().splitlines()[1:]]
+    ports = [{int(end.partition(":")[2], 16) for end in line[1:3]} for line in lines if line[3] == ESTABLISHED]
+    return any(PORT not in pair for pair in ports)
+
+
+def test_machines_that_agree_are_all_well_and_a_second_preflight_finds_the_port_free(tmp_path: Path) -> None:
+    with hosts(tmp_path, 3) as machines:
+        for host in machines:
+            host.slow(RATE)
+        config = job(tmp_path)
+        for _ in range(2):
+            assert codes(start(machines, config)) == [0, 0, 0], (tmp_path / "h1").read_text()
+        page = (tmp_path / "h1").read_text()
+        assert f"preflight of 3 machines at tcp://10.77.0.11:{PORT}: all well" in page
+        assert "✓ links: 6 work" in page
+        assert "✓ all-reduce: right on 3 machines, bus bandwidth gloo" in page
+        assert f"{tmp_path} is shared" in page
+        assert (tmp_path / "h3").read_text().count("all well") == 2
+        assert nothing_stays(machines, tmp_path)
+
+
+def test_everything_that_is_wrong_is_named_on_every_machine(tmp_path: Path) -> None:
+    with hosts(tmp_path, 3) as machines:
+        for host in machines:
+            host.slow(RATE)
+        machines[2].slow("40mbit")
+        config = job(tmp_path, run="private/run")
+        running = [*start(machines[:2], config), *start(machines[2:], config, env={"NCCL_ALGO": "Ring"})]
+        assert codes(running) == [1, 1, 1]
+        page = (tmp_path / "h1").read_text()
+        for said in ("h1 to h3: ", "h2 to h3: "):
+            assert f"✗ links: {said}" in page
+        assert "links: h3 to" not in page.replace("✓", "")
+        assert "✗ settings: NCCL_ALGO: none on h1, h2; Ring on h3" in page
+        assert f"✗ shared folder: a file in {tmp_path / 'private'} is not there on h2, h3" in page, page
+        assert "4 to repair" in (tmp_path / "h2").read_text()
+
+
+@pytest.mark.parametrize("fault", [Host.cut, Host.kill])
+def test_a_machine_that_is_lost_is_named_and_the_others_go_on(tmp_path: Path, fault: Callable[[Host], None]) -> None:
+    with hosts(tmp_path, 3) as machines:
+        for host in machines:
+            host.slow(RATE)
+        running = start(machines, job(tmp_path))
+        until(lambda: is_tested(machines[2]), "a link of h3 is tested")
+        fault(machines[2])
+        assert codes(running[:2]) == [1, 1]
+        assert codes(running[2:]) != [0]
+        for name in ("h1", "h2"):
+            assert "1 to repair; machine: h3 left early" in (tmp_path / name).read_text()
+        assert "all-reduce: right on 2 machines" in (tmp_path / "h1").read_text()
+        if fault is Host.cut:
+            assert "the meeting host is silent" in (tmp_path / "h3").read_text()
+        assert nothing_stays(machines[:2], tmp_path)
+
+
+def test_a_machine_that_is_missing_ends_the_wait_with_the_names_of_the_others(tmp_path: Path) -> None:
+    with hosts(tmp_path, 3) as machines:
+        config = job(tmp_path)
+        make(KeyFolder(tmp_path / "other-keys"), ["node-0"])
+        stranger = (f"broker.credentials={tmp_path / 'other-keys'}", "--wait-s", "60")
+        running = [*start(machines[:2], config, "--wait-s", "8"), *start(machines[2:], config, *stranger)]
+        assert codes(running) == [2, 2, 2]
+        assert "refused this key" in (tmp_path / "h3").read_text()
+        for name in ("h1", "h2"):
+            assert "2 of 3 machines came within 8 s: h1, h2" in (tmp_path / name).read_text()
+        assert codes(start(machines[2:], config, "--wait-s", "1")) == [2]
+        assert f"no preflight listens at tcp://10.77.0.11:{PORT} after 1 s" in (tmp_path / "h3").read_text()
+        assert nothing_stays(machines, tmp_path)

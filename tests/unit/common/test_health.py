@@ -1,0 +1,153 @@
+"""The health endpoint: what probes are told while a role starts, works, is away, and has stopped turning."""
+
+import contextlib
+import http.client
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from broker.diagnosis.broker_signs import BrokerSigns
+from common.errors import UsageError
+from common.process.health import LATE_S, HealthServer, LifeSigns, serving_health
+from tests.broker_rig import learner_report, new_state, serving
+from tests.launch_rig import write_job
+from tests.waiting import LIMIT_S, until
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextlib.contextmanager
+def served(signs: LifeSigns) -> Iterator[int]:
+    with HealthServer(0, signs) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        thread.join(LIMIT_S)
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+
+def test_probes_see_a_role_start_work_go_away_and_stand_still() -> None:
+    clock = Clock()
+    signs = LifeSigns(clock=clock)
+    with served(signs) as port:
+
+        def probed() -> tuple[int, int]:
+            return get(port, "/healthz")[0], get(port, "/readyz")[0]
+
+        clock.now += 10 * LATE_S  # an engine may take long to build
+        assert probed() == (200, 503)
+        signs.show("generating", True)
+        assert probed() == (200, 200)
+        signs.show("draining", False)
+        assert probed() == (200, 503)
+        signs.show("generating", True)
+        clock.now += LATE_S + 1
+        assert probed() == (503, 503)
+        status, text = get(port, "/healthz")
+        told = {"state": "generating", "alive": False, "ready": True, "silent_s": LATE_S + 1}
+        assert (status, msgspec.json.decode(text)) == (503, told)
+        assert get(port, "/else")[0] == 404
+
+
+def test_a_client_that_says_nothing_or_leaves_delays_the_next_one_only_shortly(capfd: pytest.CaptureFixture) -> None:
+    with served(LifeSigns()) as port:
+        for said in (b"", b"GET /healthz HTTP/1.0\r\n", b"\x00" * 1000):
+            with socket.create_connection(("127.0.0.1", port)) as silent:
+                silent.sendall(said)
+                assert get(port, "/healthz")[0] == 200
+    assert capfd.readouterr().err == ""
+
+
+def test_port_0_serves_nothing_and_a_taken_port_is_a_usage_error() -> None:
+    with serving_health(0, LifeSigns()), served(LifeSigns()) as port:
+        refused = pytest.raises(UsageError, match=f"telemetry.health_port: cannot listen on port {port}")
+        with refused, serving_health(port, LifeSigns()):
+            pass
+    with serving_health(port, LifeSigns()):
+        assert get(port, "/healthz")[0] == 200
+    with pytest.raises(ConnectionRefusedError):
+        get(port, "/healthz")
+
+
+def test_a_broker_whose_loop_stands_still_is_not_alive() -> None:
+    signs, stopped, goes_on = LifeSigns(late_s=1.5), threading.Event(), threading.Event()
+
+    def tick() -> None:
+        signs.show("leading", True)
+        if stopped.is_set():
+            goes_on.wait(LIMIT_S)
+
+    with served(signs) as port, serving(on_tick=tick):
+        until(lambda: get(port, "/readyz")[0] == 200)
+        stopped.set()
+        until(lambda: get(port, "/healthz")[0] == 503)
+        goes_on.set()
+        until(lambda: get(port, "/healthz")[0] == 200)
+
+
+@pytest.mark.slow
+def test_a_broker_process_answers_probes_and_another_one_may_not_have_its_port(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "launch.cli", "broker", str(write_job(tmp_path)), f"telemetry.health_port={port}"]
+
+    def probed(path: str) -> tuple[int, str]:
+        try:
+            return get(port, path)
+        except OSError:
+            return 0, ""
+
+    with subprocess.Popen(command) as broker:
+        until(lambda: probed("/readyz")[0] == 200, check=lambda: broker.poll() is None or pytest.fail("it has ended"))
+        until(lambda: "slipstream_nodes_ready 0.0\n" in probed("/metrics")[1])
+        other = [*command, f"run.dir={tmp_path / 'other'}"]
+        refused = subprocess.run(other, capture_output=True, text=True, timeout=LIMIT_S)
+        assert (refused.returncode, f"telemetry.health_port: cannot listen on port {port}" in refused.stderr) == (
+            2,
+            True,
+        )
+        broker.send_signal(signal.SIGTERM)
+        assert broker.wait(LIMIT_S) == 0
+    assert probed("/healthz")[0] == 0
+
+
+def test_the_broker_counts_the_seconds_in_which_the_learner_waits() -> None:
+    clock = Clock()
+    signs, state = BrokerSigns(clock), new_state(clock=clock)
+
+    def after(seconds: float, learner: str) -> dict[str, float]:
+        state.report(learner_report(learner))
+        clock.now += seconds
+        signs.tick(state.status)
+        lines = signs.answer("/metrics")[1].splitlines()
+        return {words[0]: float(words[1]) for words in map(str.split, lines)}
+
+    assert after(2.0, "waiting")["slipstream_learner_waiting_seconds_total"] == 2.0
+    assert after(5.0, "training")["slipstream_learner_waiting_seconds_total"] == 2.0
+    assert after(0.5, "waiting")["slipstream_learner_waiting_seconds_total"] == 2.0, "it looks once a second"
+    found = after(3.0, "waiting")
+    assert (found["slipstream_learner_waiting_seconds_total"], found["slipstream_nodes_ready"]) == (5.5, 0.0)
+    assert signs.answer("/readyz")[0] == 200
+    signs.show("standing by", False)
+    assert (signs.answer("/healthz")[0], signs.answer("/readyz")[0]) == (200, 503)

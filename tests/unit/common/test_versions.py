@@ -1,0 +1,26 @@
+"""Versions that must agree between the processes of a job."""
+
+import platform
+from importlib import metadata
+from pathlib import Path
+
+from common.process.versions import versions
+from tests.launch_rig import HEAVY, imported_by, write_distribution
+
+
+def test_this_interpreter_names_its_own_packages() -> None:
+    here = versions()
+    assert (here["python"], here["torch"]) == (platform.python_version(), metadata.version("torch"))
+
+
+def test_another_environment_is_read_from_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "python3.12" / "site-packages"
+    write_distribution(folder, "torch", "2.13.0")
+    write_distribution(folder, "nvidia-nccl-cu13", "2.29.7")
+    found = versions(folder)
+    assert (found["python"], found["torch"], found["nccl"]) == ("3.12", "2.13.0", "2.29.7")
+    assert found["vllm"] == found["slipstream"] == ""
+
+
+def test_nothing_heavy_is_imported() -> None:
+    assert not HEAVY & imported_by("from common.process.versions import versions; versions()")

@@ -1,0 +1,244 @@
+"""Commands that know no more of a job than its broker's address: status, top, ledger, logs, stop."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from broker.connect import Access, connect, connect_node
+from broker.server.server import BrokerServer
+from common.errors import EXIT_DONE, EXIT_FAILED
+from common.process.lock_file import take_lock
+from common.process.run_dir import RunDir
+from common.security.credentials import KeyFolder
+from launch.cli import main
+from launch.keys import make
+from learner.loop.status_reporter import Reporter
+from rollout_fleet.node.broker_timeout import BrokerTimeout
+from rollout_fleet.node.heartbeat import Heartbeat
+from rollout_fleet.node.node_status import OwnStatus
+from tests.broker_rig import learner_report, new_state, node_report, run_info, serving, tasks
+from tests.integration.jobs.job_rig import Command
+from tests.launch_rig import job_of, json_of, living_broker, prepared, refusal, run_cli, write_job
+from tests.redis_server import durable_redis, free_port
+from tests.waiting import LIMIT_S, until
+
+Start = Callable[..., Future[int]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Runs commands in threads."""
+    with ThreadPoolExecutor() as pool:
+        yield lambda *words: pool.submit(main, words)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[BrokerServer]:
+    """A job with a learner at version 7 and a silent node; its broker's log has 60 lines."""
+    config = job_of(tmp_path, broker={"heartbeat_s": 0.1})
+    run = prepared(config)
+    (run.logs / "broker-0.log").write_text("".join(f"line {i}\n" for i in range(60)))
+    with living_broker(config) as server:
+        state = server._state
+        state.report(learner_report(step=7))
+        state.register(node_report("silent"))
+        state.offer(tasks(3))
+        yield server
+
+
+def test_status_and_ledger_are_those_that_the_run_folder_gives(served, tmp_path, capsys) -> None:
+    run = str(tmp_path / "run")
+    by_run, by_address = (json_of(capsys, "status", place) for place in (run, served.address))
+    assert by_address.keys() == by_run.keys()
+    assert by_address["run"] == by_run["run"] == run
+    assert json_of(capsys, "ledger", served.address) == json_of(capsys, "ledger", run)
+    assert main(["status", served.address]) == EXIT_DONE
+    assert f"demo  {run}" in capsys.readouterr().out.replace("\n", ""), "a long path is wrapped"
+
+
+def test_top_knows_the_step_from_the_learners_report(served, capsys, monkeypatch) -> None:
+    def leave(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("launch.observe.status.time.sleep", leave)
+    assert main(["top", served.address, "--plain"]) == EXIT_DONE
+    assert capsys.readouterr().out.startswith("step 7/5  ")
+
+
+@pytest.mark.slow
+def test_top_ends_with_the_broker(served, start, capsys) -> None:
+    """The first look finds a broker, the second one none."""
+    top = start("top", served.address, "--plain")
+    until(lambda: "step 7/5" in capsys.readouterr().out)
+    served.stop()
+    assert top.result(LIMIT_S) == EXIT_DONE
+    assert "cannot be connected to" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["status", "top", "ledger", "logs", "stop"])
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["tcp://127.0.0.1"], "ADDRESS: expected tcp://HOST:PORT or ipc://PATH, found 'tcp://127.0.0.1'"),
+        (["redis://127.0.0.1:6379/0"], "not its Redis server"),
+        (["127.0.0.1:5555"], "nor an address tcp://HOST:PORT"),
+        (["tcp://127.0.0.1:1", "--credentials", "/no/keys"], "found /no/keys, which does not exist"),
+    ],
+)
+def test_wrong_addresses_and_credentials_are_refused(capsys, command, words, reason) -> None:
+    assert reason in refusal(capsys, command, *words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["status", "ledger", "stop"])
+def test_an_address_where_no_broker_is_is_refused(capsys, command) -> None:
+    assert "cannot be connected to; is it running?" in refusal(capsys, command, f"tcp://127.0.0.1:{free_port()}")
+
+
+# ---------------------------------------------------------------- logs
+
+
+def test_without_a_role_the_roles_are_listed_and_the_brokers_log_needs_no_other_process(served, capsys) -> None:
+    assert main(["logs", served.address]) == EXIT_DONE
+    listed = capsys.readouterr().out.splitlines()
+    assert listed == [f"broker: {served.address}", "learner: training on ", "silent: generating on host"]
+    assert main(["logs", served.address, "broker"]) == EXIT_DONE
+    assert capsys.readouterr().out.splitlines() == [f"line {i}" for i in range(10, 60)]
+    assert main(["logs", served.address, "--lines", "1", "broker"]) == EXIT_DONE
+    assert capsys.readouterr().out == "line 59\n"
+    assert "'brokr'" in (said := refusal(capsys, "logs", served.address, "brokr")) and "nearest: broker" in said
+    assert "nearest: silent" in refusal(capsys, "logs", served.address, "silnt")
+    assert "nearest: learner" in refusal(capsys, "logs", served.address, "learner-x")
+    assert "--lines of at least 1" in refusal(capsys, "logs", served.address, "broker", "--lines", "0")
+
+
+def test_a_role_that_does_not_answer_is_not_waited_for_for_long(served, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("launch.observe.logs.PATIENCE_S", 0.1)
+    assert main(["logs", served.address, "silent"]) == EXIT_FAILED
+    assert "silent (generating on host) did not answer within 0.2 s" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_nodes_and_the_learner_send_the_ends_of_their_logs(served, tmp_path, capsys) -> None:
+    logs = tmp_path / "far away"
+    logs.mkdir()
+    for name in ("rollout-n1", "learner-0", "learner-1"):
+        (logs / f"{name}.log").write_text(f"the end of {name}\n")
+    access = Access(address=served.address, role="learner")
+    reporter = Reporter(lambda: connect(access), logs)
+    reporter.take_over(2, 7)
+    reporter.start()
+    status = OwnStatus("n1")
+    node = Heartbeat(lambda: connect_node(access), status, BrokerTimeout(LIMIT_S, ""), 0.1, logs / "rollout-n1.log")
+
+    async def ask() -> None:
+        node.start(lambda reply: None, lambda error: None)
+        await asyncio.to_thread(until, lambda: "n1" in served._state.fleet.nodes)
+        for role, name in (("n1", "rollout-n1"), ("learner", "learner-0"), ("learner-1", "learner-1")):
+            assert await asyncio.to_thread(main, ["logs", served.address, role]) == EXIT_DONE
+            assert capsys.readouterr().out == f"the end of {name}\n"
+        assert await asyncio.to_thread(main, ["logs", served.address, "learner-9"]) == EXIT_FAILED
+        assert "learner-9" in (said := capsys.readouterr().err) and "has no log there, or an empty one" in said
+        await node.stop()
+
+    asyncio.run(ask())
+    reporter.stop()
+
+
+def test_a_run_whose_broker_has_ended_says_where_its_logs_are(served, tmp_path, capsys) -> None:
+    run = RunDir(tmp_path / "run")
+    run.status_json.write_bytes(b"{}")
+    run.broker_json.unlink()
+    assert main(["logs", str(run.path), "broker"]) == EXIT_FAILED
+    assert "the broker has ended" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- stop
+
+
+def leaving(server: BrokerServer, node: str) -> None:
+    """Wait until the node is told to stop, then leave."""
+
+    async def serve() -> None:
+        async with connect_node(Access(address=server.address, role="node")) as client:
+            while not (await client.heartbeat(node_report(node), [])).stop:
+                await asyncio.sleep(0.01)
+            await client.leave(node)
+
+    asyncio.run(serve())
+
+
+@pytest.mark.slow
+def test_two_stops_at_once_wait_until_everybody_has_left_and_the_broker_has_ended(served, start, capsys) -> None:
+    stops = [start("stop", served.address) for _ in range(2)]
+    until(lambda: served._state.stopping)
+    served._state.report(learner_report("drained", step=7))
+    leaving(served, "silent")
+    assert [stop.result(LIMIT_S) for stop in stops] == [EXIT_DONE] * 2
+    said = capsys.readouterr().out.splitlines()
+    assert said.count("stopped; the same commands continue the job") == 2
+    assert "waiting for learner, silent" in said and "waiting for the broker" in said
+
+
+@pytest.mark.slow
+def test_a_broker_that_is_lost_while_the_job_stops_and_comes_back_is_told_again(tmp_path, start) -> None:
+    address = f"ipc://{tmp_path}/broker"
+    first, second = (new_state(run_info(config=msgspec.json.encode(job_of(tmp_path)))) for _ in range(2))
+    for state in (first, second):
+        state.register(node_report())
+    with serving(address, first):
+        stop = start("stop", address)
+        until(lambda: first.stopping)
+    with serving(address, second):
+        until(lambda: second.stopping)
+        second.leave("n0")
+        assert stop.result(LIMIT_S) == EXIT_DONE
+
+
+def test_those_who_do_not_leave_are_named(served, capsys) -> None:
+    assert main(["stop", served.address, "--timeout-s", "0.5"]) == EXIT_FAILED
+    assert "still there after 0.5 s: learner, silent" in capsys.readouterr().err
+
+
+def test_with_no_broker_in_the_run_folder_there_is_nothing_to_stop_unless_up_is_about_to_start_it(run, capsys) -> None:
+    assert main(["stop", str(run.path)]) == EXIT_DONE
+    assert "nothing to stop: no broker has run here yet" in capsys.readouterr().out
+    with take_lock(run.path / "up.lock"):
+        assert main(["stop", str(run.path), "--timeout-s", "0.5"]) == EXIT_FAILED
+    assert "still there after 0.5 s: the broker" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_only_the_learners_key_may_stop_a_job(tmp_path, capsys) -> None:
+    keys = KeyFolder(tmp_path / "keys")
+    make(keys, ["a"])
+    config = job_of(tmp_path, broker={"credentials": str(keys.path)})
+    prepared(config)
+    with living_broker(config, str(keys.path)) as server:
+        words: list[Any] = ["stop", server.address, "--timeout-s", "3"]
+        said = refusal(capsys, *words, "--credentials", str(keys.observer))
+        assert "is the credential of an observer, expected that of a learner" in said
+        assert "--credentials DIR" in refusal(capsys, *words)
+        assert not server._state.stopping
+        assert main(["status", server.address, "--credentials", str(keys.observer)]) == EXIT_DONE
+        assert main(["stop", str(tmp_path / "run"), "--credentials", str(keys.learner)]) == EXIT_DONE
+        assert server._state.stopping
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["address", "run folder"])
+def test_standby_brokers_are_stopped_one_after_the_other(tmp_path, by: str) -> None:
+    redis = durable_redis(tmp_path / "redis")
+    addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    job = write_job(tmp_path, broker={"store": "redis", "redis": redis.address, "address": addresses})
+    with Command(tmp_path, "one", "broker", str(job)) as one, Command(tmp_path, "two", "broker", str(job)) as two:
+        until((tmp_path / "run" / "broker.json").exists)
+        until(lambda: "standing by" in one.output() + two.output(), told=lambda: one.output() + two.output())
+        stop = run_cli("stop", ",".join(addresses) if by == "address" else str(tmp_path / "run"))
+        assert (stop.returncode, one.wait(), two.wait()) == (EXIT_DONE,) * 3, stop.stderr + one.output() + two.output()
+    redis.stop()

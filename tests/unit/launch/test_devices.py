@@ -1,0 +1,117 @@
+"""`up` on machines with GPUs, told by what each role is started with; nvidia-smi is a script, no GPU is needed."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from common.config.checks import resolve_paths
+from common.config.loading import load_config
+from common.config.schema import Config
+from common.errors import UsageError
+from launch.up import devices
+from launch.up.devices import Place, assign, table
+from launch.up.job import role_specs
+from launch.up.supervisor import RoleSpec, Supervisor
+from tests.launch_rig import ROOT, prepared, refusal, write_job
+from tests.waiting import until
+
+QWEN = ROOT / "configs" / "qwen3-0.6b-gsm8k.yaml"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository's root on a machine of 8 GPUs, with both GPU environments."""
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    lines = "".join(f"GPU-{i}aaaa-bb, NVIDIA H100 80GB HBM3\\n" for i in range(8))
+    smi.write_text(f"#!/bin/sh\nprintf '{lines}'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{smi.parent}:/usr/bin:/bin")
+    for name in ("learner", "rollout"):
+        environment(tmp_path / f".venv-{name}", "12.8")
+    return tmp_path
+
+
+def environment(prefix: Path, cuda: str | None) -> None:
+    torch = prefix / "lib" / "python3.11" / "site-packages" / "torch"
+    torch.mkdir(parents=True)
+    (torch / "version.py").write_text(f"__version__ = '2'\ncuda: Optional[str] = {cuda!r}\n")
+    (prefix / "bin").mkdir()
+    (prefix / "bin" / "python").symlink_to(sys.executable)
+
+
+def job(tmp_path: Path, *overrides: str) -> Config:
+    return resolve_paths(load_config(QWEN, [f"run.dir={tmp_path / 'run'}", *overrides]))
+
+
+def test_the_gsm8k_config_is_one_command_on_eight_gpus(machine: Path, tmp_path: Path) -> None:
+    config = job(tmp_path)
+    places = assign(config, {}, machine)
+    broker, learner, *nodes = role_specs(config, prepared(config), places)
+    assert broker.argv[0] == sys.executable and "CUDA_VISIBLE_DEVICES" not in broker.env
+    assert learner.argv[0] == str(machine / ".venv-learner/bin/python")
+    assert learner.env == {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    assert [node.env["CUDA_VISIBLE_DEVICES"] for node in nodes] == ["4", "5", "6", "7"]
+    assert all(node.argv[0] == str(machine / ".venv-rollout/bin/python") for node in nodes)
+    assert all(node.env["OMP_NUM_THREADS"] == "1" for node in nodes)
+    lines = [line.split() for line in table(places, machine)]
+    assert lines[:2] == [
+        ["learner", "0,1,2,3", ".venv-learner/bin/python"],
+        ["node-0", "4", ".venv-rollout/bin/python"],
+    ]
+
+
+def test_engines_of_several_devices_get_them_behind_the_learner_within_what_the_caller_allows(
+    machine: Path, tmp_path: Path
+) -> None:
+    engine = ["rollout.engine.tensor_parallel=2", "rollout.engine.pipeline_parallel=2", "rollout.nodes=1"]
+    config = job(tmp_path, "learner.world_size=2", *engine)
+    allowed = {"CUDA_VISIBLE_DEVICES": "7,GPU-2aaaa,5,GPU-1aaaa-bb,3,0"}
+    found = {role: place.env["CUDA_VISIBLE_DEVICES"] for role, place in assign(config, allowed, machine).items()}
+    assert found == {"learner": "7,GPU-2aaaa", "node-0": "5,GPU-1aaaa-bb,3,0"}
+
+
+@pytest.mark.parametrize("visible", ["6,7", "0,1,-1,2,3,4,5,6,7", "0,1,GPU-x,2", "0,1,1,2", "0,1,8,2"])
+def test_too_few_devices_are_refused_with_what_is_needed_found_and_to_be_lowered(
+    machine: Path, tmp_path: Path, visible: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        assign(job(tmp_path), {"CUDA_VISIBLE_DEVICES": visible}, machine)
+    for words in ("needs 8 GPUs, found 2", visible, "learner.world_size (4)", "rollout.nodes", "tensor_parallel"):
+        assert words in str(refused.value)
+
+
+def test_up_refuses_before_anything_is_started(machine: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr("launch.up.up.assign", partial(assign, root=machine))
+    assert "needs 2 GPUs, found 1 in CUDA_VISIBLE_DEVICES=3" in refusal(capsys, "up", str(write_job(tmp_path)))
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_role_without_an_environment_of_its_own_uses_this_one(machine: Path, tmp_path: Path) -> None:
+    (machine / ".venv-rollout").rename(machine / "gone")
+    places = assign(job(tmp_path), {}, machine)
+    assert places["learner"].env == {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    assert places["node-0"] == Place()  # torch here is for the CPU
+
+
+def test_nothing_changes_without_a_gpu(machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert assign(job(tmp_path), {"CUDA_VISIBLE_DEVICES": ""}, machine) == {}
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert assign(job(tmp_path), {}, machine) == {}
+    config = job(tmp_path)
+    specs = role_specs(config, prepared(config), {})
+    assert all(spec.argv[0] == sys.executable and devices.VISIBLE not in spec.env for spec in specs)
+
+
+@pytest.mark.slow
+def test_a_restarted_role_keeps_its_devices(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    command = ["sh", "-c", f"echo $CUDA_VISIBLE_DEVICES >> {told}; exit 1"]
+    supervisor = Supervisor(lambda kind, detail: None)
+    env = {"CUDA_VISIBLE_DEVICES": "4,5"}
+    supervisor.start(RoleSpec("node-0", command, tmp_path / "log", env, max_restarts=1))
+    until(lambda: bool(supervisor.poll()), "the role gave up")
+    assert told.read_text().split() == ["4,5", "4,5"]

@@ -1,0 +1,80 @@
+"""The loop of one machine of the learner, on a clock and with a broker that the tests set; its ranks are a process."""
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from broker.contract import Assembly, MachineReport, Member
+from broker.delivery.learner_machines import FENCE_S
+from broker.messaging.client_methods import LearnerBroker
+from common.errors import BrokerError, BrokerUnreachable, UsageError
+from common.process.run_dir import RunDir
+from launch.cluster import learner_machine as module
+from launch.cluster.interface import Interface
+from launch.cluster.learner_machine import ANSWER_S, REPORT_S, Launcher
+from launch.cluster.shared_folder import SharedFolder
+from tests.broker_rig import job
+
+TRAIN = Assembly(1, [Member("m1", "h1", "a", "a:1")], active=True)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    now = [0.0]
+
+    def rest(launcher: Launcher, flag: object) -> None:
+        now[0] += REPORT_S
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Launcher, "_rest", rest)
+    monkeypatch.setattr(module, "rank_command", lambda *_: ["sleep", "600"])
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield now
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def run(tmp_path: Path, gather: Callable[[MachineReport], Assembly]) -> int:
+    """The exit code of a launcher whose reports `gather` answers."""
+    report = MachineReport("m1", "h1", "a", "a:1", {})
+    client = cast(LearnerBroker, SimpleNamespace(gather=gather))
+    with SharedFolder(tmp_path / "checkpoints", "m1") as shared:
+        config, interface = job(tmp_path), Interface("lo", "127.0.0.1")
+        return Launcher(config, RunDir(tmp_path), interface, client, shared, report).run("tcp://127.0.0.1:1")
+
+
+def test_ranks_are_killed_a_fence_after_the_broker_last_heard_of_them_however_late_its_answer_was(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    heard: list[float] = []
+
+    def gather(report: MachineReport) -> Assembly:
+        if heard and not report.running:
+            return Assembly(exit_code=0)
+        if len(heard) == 2:
+            clock[0] += ANSWER_S
+            raise BrokerUnreachable("cut")
+        heard.append(clock[0])
+        clock[0] += 0.9 * ANSWER_S
+        return TRAIN
+
+    assert run(tmp_path, gather) == 0
+    assert clock[0] - heard[-1] <= FENCE_S + ANSWER_S + 2 * REPORT_S
+
+
+def test_a_launcher_that_ends_says_that_its_ranks_have_ended(tmp_path: Path, clock: list[float]) -> None:
+    reports: list[Any] = []
+
+    def gather(report: MachineReport) -> Assembly:
+        reports.append(report)
+        if len(reports) == 2:
+            raise BrokerError("revoked")
+        return TRAIN
+
+    with pytest.raises(UsageError, match="revoked"):
+        run(tmp_path, gather)
+    assert [(r.running, r.leaving, r.exit_code) for r in reports[1:]] == [(True, False, 0), (False, True, 1)]

@@ -1,0 +1,100 @@
+"""`slipstream slurm` and `scale` where there is no Slurm: scripts, options, refusals, and the advisor's fleet."""
+
+from pathlib import Path
+
+import pytest
+
+from common.errors import UsageError
+from launch.cli import main
+from launch.cluster.slurm.scale import parse_bounds, target
+from launch.cluster.slurm.scripts import parse_options
+from launch.observe.advisor import Advice
+from tests.launch_rig import job_of, prepared, refusal, write_job
+
+RELAY = {"weights": {"transport": "relay"}}
+
+
+@pytest.fixture
+def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def options_of(script: str) -> dict[str, str]:
+    """The #SBATCH lines of a script."""
+    words = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
+    return {name: value for name, _, value in (word.partition("=") for word in words)}
+
+
+def dry_run(folder: Path, *words: str, **sections: object) -> dict[str, str]:
+    """The scripts by role."""
+    assert main(["slurm", str(write_job(folder, **RELAY | sections)), "--dry-run", *words]) == 0
+    return {file.stem: file.read_text() for file in (folder / "run" / "slurm").glob("*.sbatch")}
+
+
+@pytest.mark.usefixtures("no_slurm")
+def test_dry_run_writes_and_prints_three_scripts_without_slurm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learner = {"world_size": 4, "parallel": {"tensor": 2}, "threads": 3}
+    made = dry_run(tmp_path, rollout={"nodes": 5, "max_tokens": 100, "engine": {"max_model_len": 512}}, learner=learner)
+    assert set(made) == {"broker", "learner", "fleet"}
+    assert all(script in capsys.readouterr().out for script in [*made.values()][:1])
+    broker, rank, fleet = (options_of(made[role]) for role in ("broker", "learner", "fleet"))
+    assert (rank["nodes"], rank["gpus-per-node"], rank["cpus-per-task"]) == ("1", "4", "13")
+    assert (fleet["gpus-per-node"], "gpus-per-node" in broker) == ("1", False)
+    assert all("requeue" in role and role["signal"] == "B:TERM@60" for role in (broker, rank, fleet))
+    assert "'broker.address=tcp://{host}:0'" in made["broker"]
+    assert "--join '{broker}'" in made["fleet"]
+    keys = tmp_path / "run" / "keys"
+    assert (keys / "nodes" / "fleet.json").stat().st_mode & 0o077 == 0
+    assert f"credentials: {keys}" in (tmp_path / "run" / "config.yaml").read_text()
+    before = (keys / "server.json").read_bytes()
+    dry_run(tmp_path, learner=learner)
+    assert (keys / "server.json").read_bytes() == before
+
+
+def test_options_of_the_command_replace_those_of_the_config(tmp_path: Path) -> None:
+    words = ["account=lab", "fleet:partition=spot", "gpus-per-node=", "learner:gres=gpu:h100:8", "fleet:exclusive"]
+    made = dry_run(tmp_path, *(word for option in words for word in ("--sbatch", option)))
+    assert all("--account=lab" in script and "gpus-per-node" not in script for script in made.values())
+    assert options_of(made["fleet"])["partition"] == "spot"
+    assert "#SBATCH --exclusive\n" in made["fleet"]
+    assert options_of(made["learner"])["gres"] == "gpu:h100:8"
+    assert "partition" not in options_of(made["learner"])
+
+
+@pytest.mark.parametrize("word", ["-p gpu", "lerner:time=1", "=1"])
+def test_an_unreadable_option_is_refused(word: str) -> None:
+    with pytest.raises(UsageError, match="where ROLE is one of broker, learner, fleet, found"):
+        parse_options([word])
+
+
+def test_weights_that_stay_on_one_machine_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "weights.transport: expected relay" in refusal(capsys, "slurm", str(write_job(tmp_path)), "--dry-run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("no_slurm")
+def test_without_slurm_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(tmp_path, **RELAY)
+    assert "sbatch is not in PATH" in refusal(capsys, "slurm", str(job))
+    assert not (tmp_path / "run").exists()
+    run = prepared(job_of(tmp_path)).path
+    assert "has no jobs of Slurm" in refusal(capsys, "scale", str(run), "--rollouts", "2")
+
+
+@pytest.mark.parametrize("word", ["3", "4..2", "0..3", "1..x"])
+def test_bounds_of_the_fleet_are_checked(word: str) -> None:
+    with pytest.raises(UsageError, match=r"MIN\.\.MAX"):
+        parse_bounds(word)
+
+
+def test_the_advice_is_followed_within_bounds_and_only_for_the_fleet_it_is_about() -> None:
+    more, fewer = Advice("more_nodes", "", 9, 0.5, 0.1), Advice("fewer_nodes", "", 1, 0.0, 0.0)
+    window = Advice("larger_window", "", 0, 0.5, 0.1)
+    assert parse_bounds("2..6") == (2, 6)
+    assert target(more, live=3, nodes=3, bounds=(2, 6)) == 6
+    assert target(fewer, live=3, nodes=3, bounds=(2, 6)) == 2
+    assert target(more, live=3, nodes=5, bounds=(2, 6)) == 5  # two nodes still start
+    assert target(window, live=3, nodes=3, bounds=(2, 6)) == 3
+    assert target(None, live=0, nodes=0, bounds=(2, 6)) == 2
