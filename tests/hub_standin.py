@@ -30,9 +30,13 @@ class StandIn:
         self.url = ""
 
     def environment(self, home: Path, **more: str) -> dict[str, str]:
-        """The variables of a process that uses this hub, with a cache of its own."""
-        mine = {"HF_HOME": str(home), "HF_ENDPOINT": self.url, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-        return {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | mine | more
+        """The variables of a process that uses this hub, with a cache of its own.
+
+        Offline mode is switched off in words: an engine in the test's process switches it on, and callers add to os.environ.
+        """
+        mine = {"HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub"), "HF_ENDPOINT": self.url, "HF_HUB_OFFLINE": "0"}
+        path = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+        return {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | mine | path | more
 
     def ask(self, home: Path, key: str, name: str, **more: str) -> subprocess.Popen[str]:
         """A process that prints the local copy of a name, or fails with the text of its UsageError."""
