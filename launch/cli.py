@@ -87,22 +87,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if not hasattr(args, "overrides") or any(word.startswith("-") or "=" not in word for word in rest):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         args.overrides = [*args.overrides, *rest]
-    if (
-        args.command in ("learner", "rollout")
-        and args.config
-        and "=" in args.config
-        and not os.path.exists(args.config)
-    ):
-        args.overrides = [args.config, *args.overrides]
-        args.config = None
+    first = args.config if args.command in ("learner", "rollout") else None
+    if first and "=" in first and not os.path.exists(first):
+        args.config, args.overrides = None, [first, *args.overrides]
     return args
 
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their arguments."""
-    parser = argparse.ArgumentParser(
-        prog="slipstream", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    looks = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="slipstream", description=DESCRIPTION, formatter_class=looks)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_job_commands(commands)
     _add_observing_commands(commands)
@@ -138,9 +132,8 @@ def _command(commands: Commands, name: str, text: str, *shared: str, **config: s
 
 def _add_job_commands(commands: Commands) -> None:
     job = ("config", "overrides")
-    _command(
-        commands, "up", "broker, learner and nodes on this machine, one live view, one clean stop", *job, "--plain"
-    )
+    text = "broker, learner and nodes on this machine, one live view, one clean stop"
+    _command(commands, "up", text, *job, "--plain")
     _command(commands, "broker", "the broker of a job; with broker.store redis it may stand by", *job)
     text = "the learner of a job, or one of its machines (starts its ranks under torchrun)"
     learner = _command(commands, "learner", text, *job, "--credentials", nargs="?")
@@ -157,9 +150,8 @@ def _add_job_commands(commands: Commands) -> None:
     plan.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="ranks of one machine (8)")
     text = "what this machine can run, what is missing for a config, and why a job stands still"
     doctor = _command(commands, "doctor", text, *job, "--json", metavar="CONFIG|RUN", nargs="?", help=RUN_OR_CONFIG)
-    doctor.add_argument(
-        "--role", choices=("cpu", "learner", "rollout", "base"), help="whose packages (default: by what is here)"
-    )
+    roles, text = ("cpu", "learner", "rollout", "base"), "whose packages (default: by what is here)"
+    doctor.add_argument("--role", choices=roles, help=text)
     text = "networks, versions, clocks and disks of a job's machines, before it starts; run it on each of them"
     preflight = _command(commands, "preflight", text, *job, "--json")
     preflight.add_argument("--meet", metavar="tcp://HOST:PORT", help="meeting place (default: broker.address)")

@@ -26,35 +26,37 @@ while [ $# -gt 0 ]; do
 done
 [ -n "$role" ] || { echo "setup: which role? cpu, learner, rollout or adapters" >&2; usage >&2; exit 2; }
 [ -z "$cpu" ] || [ "$role" = learner ] || { echo "setup: --cpu goes with the role learner only" >&2; exit 2; }
-case "$role${cpu:+-cpu}" in
-  cpu) venv="${venv:-.venv}"; need_gib=8; known=torch ;;
-  learner-cpu) venv="${venv:-.venv-learner-cpu}"; need_gib=3; known=torch ;;
-  adapters) venv="${venv:-.venv-adapters}"; need_gib=2; known=verifiers ;;
-  *) venv="${venv:-.venv-$role}"; need_gib=25; known=torch ;;
+kind="$role${cpu:+-cpu}"
+case "$kind" in
+  cpu) need_gib=8; modules="torch vllm transformers transformers.models.qwen3 megatron.core yaml zmq msgspec rich matplotlib" ;;
+  learner-cpu) need_gib=3; modules="torch transformers megatron.core zmq msgspec yaml" ;;
+  learner) need_gib=25; modules="torch transformers megatron.core transformer_engine.pytorch zmq msgspec" ;;
+  rollout) need_gib=25; modules="torch vllm transformers zmq msgspec" ;;
+  adapters)
+    need_gib=2
+    modules="verifiers verifiers.clients.openai_chat_completions_client openenv.core.env_server.http_server uvicorn" ;;
 esac
+[ -n "$venv" ] || { [ "$kind" = cpu ] && venv=.venv || venv=".venv-$kind"; }
 requirements="requirements/$role.txt"
 no_deps="requirements/$role-no-deps.txt"
-stamp="$venv/.slipstream-$role${cpu:+-cpu}"
+stamp="$venv/.slipstream-$kind"
 wanted="$(cat requirements/"$role"*.txt ${cpu:+requirements/cpu.txt} pyproject.toml launch/setup.sh | sha256sum | cut -d' ' -f1) $PWD"
 if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
   say "$venv is up to date"
   exit 0
 fi
 
+fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
 python="${PYTHON:-}"
-if [ -z "$python" ]; then
-  for candidate in python3.11 python3.12 python3.13 python3; do
-    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
-      python="$candidate"; break
-    fi
-  done
-fi
+for candidate in python3.11 python3.12 python3.13 python3; do
+  if [ -z "$python" ] && fits "$candidate"; then python="$candidate"; fi
+done
 [ -n "$python" ] || fail "no Python 3.11 to 3.13 found (python3 is $(python3 -V 2>&1)); set PYTHON=/path/to/python3.11"
-"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || fail "$python is $("$python" -V 2>&1); expected Python 3.11 to 3.13"
+fits "$python" || fail "$python is $("$python" -V 2>&1); expected Python 3.11 to 3.13"
 "$python" -c 'import venv, ensurepip' 2>/dev/null || fail "$python has no venv module; on Debian and Ubuntu: apt install python3-venv"
 [ "$(uname -s)" = Linux ] || fail "Linux is needed (found $(uname -s)); on other systems use a container"
 mkdir -p "$venv"
-if [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -c "import $known" 2>/dev/null; then
+if [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -c "import ${modules%% *}" 2>/dev/null; then
   free_gib=$(( $(df -Pk "$venv" | awk 'NR==2 {print $4}') / 1048576 ))
   [ "$free_gib" -ge "$need_gib" ] || fail "$free_gib GiB free under $venv; the $role environment needs $need_gib"
 fi
@@ -83,15 +85,14 @@ if [ "$role" = cpu ] || [ -n "$cpu" ]; then
     say "not on the configured index; using PyTorch's CPU wheel index"
     pip_install --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch_pin"
   fi
-  say "installing $(grep -cE '^[a-zA-Z]' "$requirements") pinned packages from $requirements"
-  pip_install --no-deps -r "$requirements"
-elif [ "$role" = adapters ]; then
-  say "installing $(grep -cE '^[a-zA-Z]' "$requirements") pinned packages from $requirements"
-  pip_install --no-deps --no-compile -r "$requirements"
-else
-  say "installing $(grep -cE '^[a-zA-Z]' "$requirements") pinned packages from $requirements, and torch's CUDA libraries"
-  pip_install -r "$requirements"
 fi
+case "$kind" in
+  learner|rollout) options="" ;;  # pip adds torch's CUDA libraries
+  adapters) options="--no-deps --no-compile" ;;
+  *) options="--no-deps" ;;
+esac
+say "installing $(grep -cE '^[a-zA-Z]' "$requirements") pinned packages from $requirements"
+pip_install $options -r "$requirements"
 if [ -f "$no_deps" ]; then
   say "installing $no_deps (compiles for several minutes)"
   pip_install --no-deps --no-build-isolation -r "$no_deps"
@@ -103,13 +104,6 @@ if [ "$role" != adapters ]; then  # there, the node brings the modules that it n
 fi
 
 say "checking that everything imports"
-case "$role${cpu:+-cpu}" in
-  cpu) modules="torch vllm transformers transformers.models.qwen3 megatron.core yaml zmq msgspec rich matplotlib" ;;
-  learner-cpu) modules="torch transformers megatron.core zmq msgspec yaml" ;;
-  learner) modules="torch transformers megatron.core transformer_engine.pytorch zmq msgspec" ;;
-  rollout) modules="torch vllm transformers zmq msgspec" ;;
-  adapters) modules="verifiers verifiers.clients.openai_chat_completions_client openenv.core.env_server.http_server uvicorn" ;;
-esac
 "$venv/bin/python" -W ignore - $modules <<'PY' || fail "the environment is broken (see above)"
 import importlib, sys
 for name in sys.argv[1:]:

@@ -1,10 +1,13 @@
 """A run on the terminal: the live view of `up` and `top`, the table of `status`, and the plain line."""
 
 import itertools
-from collections import Counter
-from collections.abc import Sequence
+import sys
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +22,8 @@ from launch.observe.stall_text import duration
 
 BARS = "▁▂▃▄▅▆▇█"
 BAR_WIDTH, SPARKLINE_WIDTH = 24, 48
+PLAIN_EVERY_S = 3.0
+NOTES_SHOWN = 4
 COLOURS = {
     "green": ("training", "generating", "publishing", "checkpointing", "done", "serving"),
     "yellow": (
@@ -28,6 +33,37 @@ COLOURS = {
     "dim": ("ended",),
 }  # fmt: skip
 COLOUR_OF = {state: colour for colour, states in COLOURS.items() for state in states}
+
+
+@contextmanager
+def open_display(config: Config, tail: MetricsTail, plain: bool) -> Iterator["Display"]:
+    """The live view when stdout is a terminal, else lines."""
+    with nullcontext() if plain or not sys.stdout.isatty() else Live(auto_refresh=False) as live:
+        yield Display(config, tail, live)
+
+
+class Display:
+    """Redraws a rich view in place; without one, prints a line when something changed."""
+
+    def __init__(self, config: Config, tail: MetricsTail, live: Live | None) -> None:
+        self._config, self._tail, self._live = config, tail, live
+        self._notes: deque[str] = deque(maxlen=NOTES_SHOWN)
+        self._last = ""
+        self.every_s = max(config.telemetry.refresh_s, 0.0 if live else PLAIN_EVERY_S)  # between two looks at the job
+
+    def show(self, seen: Observation | None) -> None:
+        """Show the newest observation."""
+        if self._live is not None:
+            self._live.update(render_live(self._config, seen, self._tail, self._notes), refresh=True)
+        elif (line := plain_line(self._config, seen, self._tail)) != self._last:
+            print(line, flush=True)
+            self._last = line
+
+    def note(self, text: str) -> None:
+        """Tell a person something: under the view, or as a line."""
+        self._notes.append(text)
+        if self._live is None:
+            print(text, flush=True)
 
 
 def render_live(config: Config, seen: Observation | None, tail: MetricsTail, notes: Sequence[str]) -> RenderableType:

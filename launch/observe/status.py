@@ -16,8 +16,7 @@ from common.process.lifecycle import alive
 from common.process.run_dir import RunDir
 from launch.observe import stall_text
 from launch.observe.advisor import advice_for
-from launch.observe.display import open_display
-from launch.observe.job_view import render_status
+from launch.observe.job_view import open_display, render_status
 from launch.observe.metrics_tail import LATEST, MetricsTail
 from launch.observe.observation import as_json, observe
 from launch.resolve_target import config_of, find_target, joined_config

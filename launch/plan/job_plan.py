@@ -1,23 +1,66 @@
-"""Everything that a config fixes before anything runs, from the config and the model's config.json alone."""
+"""Everything that a config fixes before anything runs, from the config and the model's config.json alone.
+
+A step, the window, a published version, a checkpoint, the memory of an engine and of every pipeline stage.
+"""
 
 import msgspec
 
+from common.config.parallel_layout import document_multiple
 from common.config.schema import Config, SftConfig
-from launch.plan.architecture import Architecture
-from launch.plan.arithmetic import (
-    Batch,
-    Engine,
-    Publish,
-    Window,
-    batch_of,
-    checkpoint_bytes,
-    engine_of,
-    publish_of,
-    window_of,
-)
-from launch.plan.memory import ITEM_BYTES, Activations, Resident, activations, resident
-from launch.plan.parameters import count, count_active
+from common.weights.layout import Layout
+from launch.plan.architecture import Architecture, Attention
+from launch.plan.memory import ADAM_BYTES, ITEM_BYTES, Activations, Resident, activations, resident
+from launch.plan.parameters import count, count_active, hf_tensors
 from launch.plan.process_groups import GroupKind, Sizes, group_kinds, stage_chunks
+
+MIB = 1 << 20
+WIRE_BYTES_PER_TOKEN = 4 + 1 + 4  # token int32, loss mask uint8, log-probability float32 (common.rollouts.Sample)
+ROUTED_BYTES = 2  # int16 per MoE layer and chosen expert
+MAIN_PARAMETER_BYTES = 4  # saved with the optimizer, whatever the model's dtype
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """One optimizer step when every sequence is as long as it may be."""
+
+    sequences: int  # samples, or documents in supervised tuning
+    longest: int  # tokens of one sequence, padding of context parallelism included
+    tokens: int  # those of all sequences
+    tokens_per_rank: int  # those on the data-parallel rank with the most
+    microbatches: int  # on every data-parallel rank
+    bubble: float  # share of a step that a pipeline stage idles, with that many microbatches
+    bubble_short: float  # the same when sequences are a quarter as long
+
+
+class Window(msgspec.Struct, frozen=True):
+    """The groups that the staleness bound allows to be outstanding: B (k + 1) (common/staleness.py)."""
+
+    groups: int
+    samples: int
+    tokens: int
+    bytes: int  # size of their samples when every one has the maximum length
+    group_bytes: int  # size of one such group, which travels as one message
+    node_groups: int  # that one node generates at once
+
+
+class Publish(msgspec.Struct, frozen=True):
+    """One policy version on its way to the nodes."""
+
+    bytes: int  # size of the flat buffer, which the lead rank and every node keep in host memory
+    buckets: int  # pieces in which it is sent
+    tensors: int
+    bytes_per_s: float  # rate at which a publish just ends within weights.timeout_s
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """One vLLM engine's memory, per device."""
+
+    devices: int
+    weight_bytes: int
+    cache_bytes_per_token: float  # keys and values
+
+    def cache_tokens(self, device_bytes: float, utilization: float) -> int:
+        """Tokens whose keys and values fit beside the weights; 0 when the weights do not fit."""
+        return max(0, int((device_bytes * utilization - self.weight_bytes) / self.cache_bytes_per_token))
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -124,3 +167,71 @@ def _stages(config: Config | SftConfig, model: Architecture, sizes: Sizes, micro
             )
         )
     return out
+
+
+def batch_of(config: Config | SftConfig, sizes: Sizes) -> Batch:
+    """The arithmetic of one step, as learner.batch.packing does it."""
+    learner, parallel = config.learner, config.learner.parallel
+    if isinstance(config, Config):
+        sequences = config.learner.groups_per_step * config.rollout.group_size
+        longest = config.rollout.engine.max_model_len - 1  # inputs are all tokens but the last
+    else:
+        sequences, longest = config.learner.sequences_per_step, learner.micro_batch_tokens
+    multiple = document_multiple(parallel)
+    longest = -(-longest // multiple) * multiple
+    fitting = (max(1, n * learner.micro_batch_tokens // longest) for n in (1, 4))
+    full, short = (-(-sequences // (fit * sizes.data)) for fit in fitting)
+    return Batch(
+        sequences=sequences,
+        longest=longest,
+        tokens=sequences * longest,
+        tokens_per_rank=-(-sequences // sizes.data) * longest,
+        microbatches=full,
+        bubble=bubble(full, parallel.pipeline, parallel.virtual_pipeline),
+        bubble_short=bubble(short, parallel.pipeline, parallel.virtual_pipeline),
+    )
+
+
+def bubble(microbatches: int, pipeline: int, virtual: int) -> float:
+    """Idle share of a step: (p - 1) / v over m + (p - 1) / v (Narayanan et al., arXiv 2104.04473, section 2.2)."""
+    idle = (pipeline - 1) / virtual
+    return idle / (microbatches + idle)
+
+
+def window_of(config: Config, model: Architecture, lookahead_groups: int) -> Window:
+    """The window when a node leases `lookahead_groups` beyond its concurrency."""
+    groups = config.learner.groups_per_step * (config.staleness.max + 1)
+    size, longest = config.rollout.group_size, config.rollout.engine.max_model_len
+    per_token = WIRE_BYTES_PER_TOKEN
+    if config.learner.moe.replay_routing and model.experts is not None:
+        per_token += sum(model.moe_layers) * model.experts.per_token * ROUTED_BYTES
+    group_bytes = size * longest * per_token
+    node_groups = min(groups, config.rollout.concurrency_bounds[1] // size + lookahead_groups)
+    return Window(groups, groups * size, groups * size * longest, groups * group_bytes, group_bytes, node_groups)
+
+
+def publish_of(config: Config, model: Architecture) -> Publish:
+    """The weight plane's flat buffer for this model."""
+    layout = Layout.of([(name, config.model.dtype, shape) for name, shape in hf_tensors(model)])
+    size = layout.total_bytes
+    buckets = -(-size // (config.weights.bucket_mib * MIB))
+    return Publish(size, buckets, len(layout.entries), size / config.weights.timeout_s)
+
+
+def checkpoint_bytes(model: Architecture, dtype: str) -> int:
+    """Size of one checkpoint: parameters, float32 main parameters and Adam's two states."""
+    return count(model) * (ITEM_BYTES[dtype] + MAIN_PARAMETER_BYTES + ADAM_BYTES)
+
+
+def engine_of(config: Config, model: Architecture) -> Engine:
+    """The memory of one of the fleet's engines; keys and values have the model's dtype."""
+    settings, item = config.rollout.engine, ITEM_BYTES[config.model.dtype]
+    devices, tensor = settings.devices, settings.tensor_parallel
+    a = model.attention
+    if isinstance(a, Attention):
+        heads = max(a.kv_heads, tensor)  # vLLM copies a key-value head where there are fewer than devices of a stage
+        per_layer = 2 * heads * a.head_dim / tensor
+    else:
+        per_layer = a.kv_rank + a.rope_dim  # the compressed form, whole on every device
+    layers = -(-model.layers // settings.pipeline_parallel)
+    return Engine(devices, count(model) * item // devices, per_layer * layers * item)

@@ -18,7 +18,7 @@ from broker.journal.recording import Recording, open_recording, preloaded
 from broker.main import run_info
 from broker.server.server import BrokerServer
 from common.config.schema import Config
-from common.errors import EXIT_DONE, EXIT_USAGE, SlipstreamError, UsageError
+from common.errors import EXIT_DONE, SlipstreamError, UsageError
 from common.metrics import StepMetrics, read_metrics
 from common.process.lifecycle import DrainFlag
 from common.process.logs import log_path
@@ -27,7 +27,7 @@ from launch.observe.metrics_tail import MetricsTail
 from launch.resolve_target import config_of, find_run
 from launch.results.replay_plan import Replay, plan_replay
 from launch.up.roles import role_command
-from launch.up.supervisor import RoleSpec, Supervisor, end_text
+from launch.up.supervisor import RoleSpec, Supervisor, end_error
 
 POLL_S = 0.1
 STUCK_S = 60.0
@@ -130,8 +130,7 @@ def run_replay(plan: Replay, recording: Recording, steps: list[ReplayedStep]) ->
         finally:
             supervisor.stop(["learner"], DRAIN_S)
     if learner.exit_code != EXIT_DONE:
-        text, code = end_text(learner)
-        raise UsageError(text) if code == EXIT_USAGE else SlipstreamError(text)
+        raise end_error(learner)
 
 
 @contextmanager

@@ -12,20 +12,20 @@ from contextlib import closing, suppress
 from typing import Any
 
 from common.config.schema import Config
-from common.errors import EXIT_DONE, EXIT_FAILED, SlipstreamError
+from common.errors import EXIT_DONE, SlipstreamError
 from common.json_lines import EventFile
 from common.process.broker_address import running_broker
 from common.process.lifecycle import DrainFlag
 from common.process.logs import log_path
 from common.process.run_dir import RunDir
-from launch.observe.display import Display, open_display
+from launch.observe.job_view import Display, open_display
 from launch.observe.metrics_tail import LATEST, MetricsTail, mean
 from launch.observe.observation import observe
 from launch.resolve_target import Target
 from launch.up.core_pinning import available_cores, plan_cores
 from launch.up.devices import Place
 from launch.up.roles import role_command, thread_environment
-from launch.up.supervisor import Role, RoleSpec, Supervisor, describe_exit, end_text
+from launch.up.supervisor import Role, RoleSpec, Supervisor, describe_exit, end_error
 from learner.loop.run_files import read_record
 
 BROKER_START_S = 30.0
@@ -34,14 +34,6 @@ DRAIN_S = 330.0  # a node's episodes in flight, or a learner's step and checkpoi
 BROKER_END_S = 30.0
 POLL_S = 0.1
 ANSWER_S = 1.0
-
-
-class JobFailed(SlipstreamError):
-    """A role failed for good; says which, how, and where its log is."""
-
-    def __init__(self, text: str, exit_code: int = EXIT_FAILED) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
 
 
 def role_specs(config: Config, run: RunDir, places: Mapping[str, Place]) -> list[RoleSpec]:
@@ -83,7 +75,7 @@ class Job:
         self._show_at = 0.0
 
     def run(self, plain: bool) -> int:
-        """Start everything, watch it, stop everything; returns the exit code, raises JobFailed."""
+        """Start everything, watch it, stop everything; returns the exit code. Raises SlipstreamError."""
         flag = DrainFlag.install(on_second=self.supervisor.kill_all)
         try:
             with open_display(self.config, self.tail, plain) as self._display:
@@ -92,7 +84,7 @@ class Job:
                 try:
                     self._start(flag)
                     done = self._watch(flag)
-                except JobFailed as failure:  # said before the others are stopped, which may take a while
+                except SlipstreamError as failure:  # said before the others are stopped, which may take a while
                     self._note(f"{str(failure).splitlines()[0].removesuffix(':')}; stopping the job")
                     raise
                 finally:
@@ -109,16 +101,16 @@ class Job:
         deadline = time.monotonic() + BROKER_START_S
         while running_broker(self.run_dir) is None:
             for role in self.supervisor.poll():
-                raise JobFailed(*end_text(role))
+                raise end_error(role)
             if time.monotonic() > deadline:
-                raise JobFailed(f"the broker did not come up within {BROKER_START_S:g} s; log: {broker.log}")
+                raise SlipstreamError(f"the broker did not come up within {BROKER_START_S:g} s; log: {broker.log}")
             if flag.wait(POLL_S):
                 return
         for spec in others:
             self.supervisor.start(spec)
 
     def _watch(self, flag: DrainFlag) -> bool:
-        """Until the learner is done (True) or the job is to stop (False); raises JobFailed."""
+        """Until the learner is done (True) or the job is to stop (False); raises SlipstreamError."""
         while not flag.wait(POLL_S):
             for role in self.supervisor.poll():
                 if role.spec.name not in ("learner", "broker") or role.exit_code != 0:
@@ -134,7 +126,7 @@ class Job:
         return False
 
     def _check_end(self, role: Role) -> None:
-        """Raise JobFailed when the job cannot continue without a role that is not coming back."""
+        """Raise SlipstreamError when the job cannot continue without a role that is not coming back."""
         name = role.spec.name
         nodes = [self.supervisor.roles[node] for node in self._nodes if node in self.supervisor.roles]
         if name in self._nodes and role.exit_code == 0:
@@ -142,7 +134,7 @@ class Job:
         elif name in self._nodes and any(node.running or node.restart_at is not None for node in nodes):
             self._note(f"{name} failed for good ({describe_exit(role.exit_code)}); the job continues without it")
         else:
-            raise JobFailed(*end_text(role))
+            raise end_error(role)
 
     def _show(self) -> None:
         if time.monotonic() < self._show_at:

@@ -51,11 +51,7 @@ def learner(args: argparse.Namespace) -> int:
     """Become torchrun with one process per rank, which does not return; or one launcher of a learner of several."""
     if machines := slurm_machines():
         args.overrides = [f"learner.machines={machines}", *args.overrides]
-    if args.config is None:
-        config, run, address = joined_job(args, "learner")
-    else:
-        check_join(args, "learner")
-        (config, run), address = load_job(args.config, args.overrides, reader="learner"), args.join
+    config, run, address = job_of(args, "learner")
     if config.learner.machines == 1:
         return become_torchrun(config, run, address)
     from launch.cluster.learner_machine import run_machine
@@ -79,11 +75,8 @@ def sft(args: argparse.Namespace) -> NoReturn:
 
 def rollout(args: argparse.Namespace) -> int:
     """Run a node until the job is done or it is told to stop."""
-    if args.config is None:
-        config, run, address = joined_job(args, "node")
-    else:
-        check_join(args, "node")
-        config, run = load_job(args.config, args.overrides, environment=True, reader="node")
+    config, run, address = job_of(args, "node")
+    if args.config is not None:
         run.check_agrees(config)
         address, _ = answering_broker(args, config, run)
     node_id = args.node_id or f"{socket.gethostname()}-{os.getpid()}"
@@ -103,24 +96,25 @@ def answering_broker(args: argparse.Namespace, config: Config, run: RunDir) -> t
     return address, ask_status(address, args.join_timeout_s, config.broker.credentials)
 
 
-def joined_job(args: argparse.Namespace, reader: Reader) -> tuple[Config, RunDir, str]:
-    """The job of the broker at --join: its config with this machine's overrides, its run folder, the address."""
-    check_join(args, reader)
-    status = ask_status(args.join, args.join_timeout_s, args.credentials)
-    joined = joined_config(status.run.config, args.join, args.overrides)
-    config, run = checked(joined, f"the job at {args.join}", reader=reader)
-    several = fixed_address(config) if len(config.broker.addresses) > 1 else None
-    return config, run, several or args.join
+def job_of(args: argparse.Namespace, reader: Reader) -> tuple[Config, RunDir, str]:
+    """The job of CONFIG, else that of the broker at --join with this machine's overrides; its run folder; the address.
 
-
-def check_join(args: argparse.Namespace, reader: str) -> None:
-    """Raise UsageError unless there is a CONFIG or a usable --join; --credentials becomes an override."""
+    The address is '' without --join. --credentials becomes an override. Raises UsageError.
+    """
     if args.config is None and args.join is None:
         raise UsageError(f"a {reader} needs a CONFIG, or the address of a job's broker: --join tcp://HOST:PORT")
     if args.join is not None:
         check_address(args.join, "--join")
     if args.credentials is not None:
         args.overrides = [*args.overrides, f"broker.credentials={Path(args.credentials).expanduser().resolve()}"]
+    runs_episodes = reader == "node"
+    if args.config is not None:
+        return *load_job(args.config, args.overrides, runs_episodes, reader), args.join or ""
+    status = ask_status(args.join, args.join_timeout_s, args.credentials)
+    joined = joined_config(status.run.config, args.join, args.overrides)
+    config, run = checked(joined, f"the job at {args.join}", runs_episodes, reader)
+    several = fixed_address(config) if len(config.broker.addresses) > 1 else None
+    return config, run, several or args.join
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -167,7 +161,7 @@ def output_to(path: Path) -> Iterator[None]:
             os.dup2(before, number)
 
 
-def become_torchrun(config: Config | SftConfig, run: RunDir, broker: str | None = None) -> NoReturn:
+def become_torchrun(config: Config | SftConfig, run: RunDir, broker: str = "") -> NoReturn:
     """Replace this process, so that signals and exit codes are torchrun's own."""
     if find_spec("torch") is None:
         raise UsageError("torch is not installed in this environment; run launch/setup.sh cpu or learner")

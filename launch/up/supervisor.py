@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from common.errors import EXIT_FAILED, EXIT_USAGE, EXITS_FOR_GOOD
+from common.errors import EXIT_USAGE, EXITS_FOR_GOOD, SlipstreamError, UsageError
 from common.process.lifecycle import SUPERVISOR_ENV
 from common.process.logs import last_lines
 from launch.up.core_pinning import Cores
@@ -182,14 +182,14 @@ def scan(roles: Iterable[Role]) -> None:
                     pin(child.pid, role.spec.child_cores)
 
 
-def end_text(role: Role) -> tuple[str, int]:
-    """(text, exit code) of the error about a role that ended: its refusal, or the end of its log."""
+def end_error(role: Role) -> SlipstreamError:
+    """The error about a role that ended for good: its refusal, or the end of its log."""
     name, lines = role.spec.name, last_lines(role.spec.log, LOG_LINES_SHOWN)
     if role.exit_code == EXIT_USAGE and lines:
-        return f"{name}: {lines[-1]}", EXIT_USAGE
+        return UsageError(f"{name}: {lines[-1]}")
     tries = f" after {role.restarts} restarts" if role.restarts else ""
     how, shown = describe_exit(role.exit_code), "".join(f"\n  {line}" for line in lines)
-    return f"{name} failed{tries}: {how}; the end of its log, {role.spec.log}:{shown}", EXIT_FAILED
+    return SlipstreamError(f"{name} failed{tries}: {how}; the end of its log, {role.spec.log}:{shown}")
 
 
 def pin(pid: int, cores: frozenset[int]) -> None:

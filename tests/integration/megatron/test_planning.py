@@ -9,7 +9,7 @@ import pytest
 
 from common.config.schema import ParallelConfig
 from launch.plan.architecture import read_architecture
-from launch.plan.arithmetic import checkpoint_bytes
+from launch.plan.job_plan import checkpoint_bytes
 from launch.plan.memory import resident
 from launch.plan.parameters import chunk_parameters
 from launch.plan.process_groups import DENSE, SPARSE, Sizes, rank_groups, stage_chunks

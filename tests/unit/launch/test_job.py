@@ -7,9 +7,10 @@ import msgspec
 import pytest
 
 from common.config.schema import BrokerConfig
+from common.errors import SlipstreamError
 from common.process.lifecycle import DrainFlag
 from common.process.run_dir import write_json
-from launch.up.job import Job, JobFailed, role_specs
+from launch.up.job import Job, role_specs
 from launch.up.supervisor import Role, RoleSpec
 from launch.up.up import finished
 from tests.launch_rig import write_broker
@@ -29,7 +30,8 @@ def test_a_failure_is_said_before_the_others_are_stopped_also_with_a_full_disk(
 
     monkeypatch.setattr(job.supervisor, "start", start_failing)
     monkeypatch.setattr(job.supervisor, "stop", lambda names, timeout_s: said.append(capsys.readouterr().out))
-    with pytest.raises(JobFailed, match=r"broker failed: exit code 1; the end of its log, .*broker-0\.log:\n  a line"):
+    why = r"broker failed: exit code 1; the end of its log, .*broker-0\.log:\n  a line"
+    with pytest.raises(SlipstreamError, match=why):
         job.run(plain=True)
     assert "events.jsonl cannot be written: No space left on device" in said[0]
     assert "broker failed: exit code 1; the end of its log" in said[0] and "broker-0.log; stopping the job" in said[0]

@@ -8,7 +8,7 @@ from common.config.schema import Config, SftConfig, SftLearnerConfig, SftTasksCo
 from common.rollouts import Group, Sample, VersionRun, encode_group
 from common.staleness import window_end
 from common.wire_types import Array
-from launch.plan.arithmetic import batch_of, bubble, engine_of, publish_of, window_of
+from launch.plan.job_plan import batch_of, bubble, engine_of, publish_of, window_of
 from launch.plan.process_groups import Sizes
 from tests.launch_rig import architecture
 
