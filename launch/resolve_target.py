@@ -8,9 +8,10 @@ from pathlib import Path
 
 import msgspec
 
+from broker.connect import ask_status
 from common.config.checks import C, Reader, check_config, downloaded, resolve_paths
 from common.config.loading import build_config, load_config, load_either, load_resolved
-from common.config.network_checks import split_address
+from common.config.network_checks import fixed_address, split_address
 from common.config.redis_address import is_redis
 from common.config.schema import Config
 from common.errors import UsageError
@@ -25,6 +26,27 @@ def load_job(
 ) -> tuple[Config, RunDir]:
     """A checked RL config with absolute paths, and its run folder; arguments and raises as `checked`."""
     return checked(load_config(Path(path), overrides), path, environment, reader)
+
+
+def job_of(args: argparse.Namespace, reader: Reader) -> tuple[Config, RunDir, str]:
+    """The job of CONFIG, else that of the broker at --join with this machine's overrides; its run folder; the address.
+
+    The address is '' without --join. --credentials becomes an override. Raises UsageError.
+    """
+    if args.config is None and args.join is None:
+        raise UsageError(f"a {reader} needs a CONFIG, or the address of a job's broker: --join tcp://HOST:PORT")
+    if args.join is not None:
+        check_address(args.join, "--join")
+    if args.credentials is not None:
+        args.overrides = [*args.overrides, f"broker.credentials={Path(args.credentials).expanduser().resolve()}"]
+    runs_episodes = reader == "node"
+    if args.config is not None:
+        return *load_job(args.config, args.overrides, runs_episodes, reader), args.join or ""
+    status = ask_status(args.join, args.join_timeout_s, args.credentials)
+    joined = joined_config(status.run.config, args.join, args.overrides)
+    config, run = checked(joined, f"the job at {args.join}", runs_episodes, reader)
+    several = fixed_address(config) if len(config.broker.addresses) > 1 else None
+    return config, run, several or args.join
 
 
 def checked(config: C, file: str, environment: bool = True, reader: Reader = "all") -> tuple[C, RunDir]:

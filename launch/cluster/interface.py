@@ -50,14 +50,11 @@ def routed(host: str, port: int = 1) -> Interface:
 
 def named(names: str) -> Interface:
     """The first of these interfaces that has an address. Raises UsageError, which lists those of this machine."""
-    found = psutil.net_if_addrs()
-    for name in names.split(","):
-        for family in FAMILIES:
-            for entry in found.get(name.strip(), []):
-                if entry.family == family:
-                    return Interface(name.strip(), entry.address.partition("%")[0])
-    there = ", ".join(found)
+    there = psutil.net_if_addrs()
+    for name in map(str.strip, names.split(",")):
+        if found := [entry.address for kind in FAMILIES for entry in there.get(name, []) if entry.family == kind]:
+            return Interface(name, found[0].partition("%")[0])
     raise UsageError(
         f"learner.interface: expected the name of an interface with an address, found {names!r}; "
-        f"{socket.gethostname()} has {there}"
+        f"{socket.gethostname()} has {', '.join(there)}"
     )

@@ -61,9 +61,6 @@ class Finding(NamedTuple):
     line: int
     problem: str
 
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.problem}"
-
 
 def sentences(text: str) -> list[str]:
     """The sentences of a passage; a colon or a semicolon does not end one, inline code counts as one word."""
@@ -222,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments).paths
     paths = given or [*ROOT.glob("*.md"), *(ROOT / folder for folder in FOLDERS)]
     found = [finding for path in paths for file in files_of(path.resolve()) for finding in check_file(file)]
-    print(*found, f"{len(found)} findings", sep="\n")
+    print(*(f"{f.path}:{f.line}: {f.problem}" for f in found), f"{len(found)} findings", sep="\n")
     return min(len(found), 1)
 
 

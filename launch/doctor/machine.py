@@ -37,7 +37,8 @@ class Machine:
 
 def look() -> Machine:
     memory = psutil.virtual_memory()
-    limit = min([memory.total, *(int(text) for path in CGROUP_LIMITS if (text := _text(path)).isdigit())])
+    limits = [Path(path).read_text().strip() for path in CGROUP_LIMITS if os.access(path, os.R_OK)]
+    limit = min([memory.total, *(int(text) for text in limits if text.isdigit())])
     found = [(d.metadata["Name"], d.version) for d in metadata.distributions()]
     return Machine(
         python=tuple(sys.version_info[:3]),
@@ -53,13 +54,6 @@ def look() -> Machine:
         now_s=time.time(),
         clock_synchronised=_clock_synchronised(),
     )
-
-
-def _text(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
 
 
 def _clock_synchronised() -> bool | None:

@@ -42,11 +42,10 @@ def observe_ledger(job: Target) -> list[LedgerEntry]:
     former: list[list[LedgerEntry]] = []
     if (run := job.run) is None:
         return ask(job, lambda client: client.ledger())
-    newest, reason = None, ""
     try:
-        newest = ask(job, lambda client: client.ledger())
+        newest, reason = ask(job, lambda client: client.ledger()), ""
     except SlipstreamError as error:
-        reason = str(error)
+        newest, reason = None, str(error)
     try:
         if newest is None:
             newest = msgspec.json.decode(run.ledger_json.read_bytes(), type=list[LedgerEntry])

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.process.files import replace_folder
 from launch.quickstart import problems as data
 
 if TYPE_CHECKING:
@@ -152,9 +153,7 @@ def build(out: Path, seed: int, preset_name: str) -> bool:
         write_datasets(preset, seed, work)
         (work / "assets.json").write_text(json.dumps(request, indent=1) + "\n")
         work.chmod(0o755)
-        if out.exists():
-            shutil.rmtree(out)
-        work.rename(out)
+        replace_folder(work, out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return True

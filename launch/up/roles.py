@@ -14,23 +14,14 @@ import msgspec
 
 from broker.connect import ask_status
 from broker.contract import BrokerStatus
-from common.config.checks import Reader, downloaded
+from common.config.checks import downloaded
 from common.config.loading import load_config, load_either
-from common.config.network_checks import fixed_address
 from common.config.schema import Config, SftConfig
 from common.errors import BrokerUnreachable, UsageError
 from common.process.broker_address import find_broker
 from common.process.logs import log_path, setup_logging
 from common.process.run_dir import RunDir, write_json
-from launch.resolve_target import (
-    check_address,
-    check_same_job,
-    checked,
-    config_file,
-    joined_config,
-    load_job,
-    need_broker_library,
-)
+from launch.resolve_target import check_same_job, checked, config_file, job_of, load_job, need_broker_library
 
 # torchrun kills ranks that are still busy this long after SIGTERM: a step and a checkpoint must fit in.
 SHUTDOWN_TIMEOUT_S = 300
@@ -94,27 +85,6 @@ def answering_broker(args: argparse.Namespace, config: Config, run: RunDir) -> t
     except BrokerUnreachable as error:
         raise UsageError(str(error)) from None
     return address, ask_status(address, args.join_timeout_s, config.broker.credentials)
-
-
-def job_of(args: argparse.Namespace, reader: Reader) -> tuple[Config, RunDir, str]:
-    """The job of CONFIG, else that of the broker at --join with this machine's overrides; its run folder; the address.
-
-    The address is '' without --join. --credentials becomes an override. Raises UsageError.
-    """
-    if args.config is None and args.join is None:
-        raise UsageError(f"a {reader} needs a CONFIG, or the address of a job's broker: --join tcp://HOST:PORT")
-    if args.join is not None:
-        check_address(args.join, "--join")
-    if args.credentials is not None:
-        args.overrides = [*args.overrides, f"broker.credentials={Path(args.credentials).expanduser().resolve()}"]
-    runs_episodes = reader == "node"
-    if args.config is not None:
-        return *load_job(args.config, args.overrides, runs_episodes, reader), args.join or ""
-    status = ask_status(args.join, args.join_timeout_s, args.credentials)
-    joined = joined_config(status.run.config, args.join, args.overrides)
-    config, run = checked(joined, f"the job at {args.join}", runs_episodes, reader)
-    several = fixed_address(config) if len(config.broker.addresses) > 1 else None
-    return config, run, several or args.join
 
 
 def evaluate(args: argparse.Namespace) -> int:

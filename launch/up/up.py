@@ -1,17 +1,41 @@
-"""slipstream up CONFIG: the whole job on this machine. This module decides whether to run it; job.py runs it."""
+"""slipstream up CONFIG: all roles of a job on this machine, from the first start to the last end.
+
+It starts the broker, then the learner (torchrun) and the nodes, each in a process group of its own.
+A job is done when the learner ends. The nodes leave by themselves, and the broker writes the ledger and ends.
+On Ctrl-C nodes return their leases, the learner writes a checkpoint, and the broker writes the ledger and ends.
+On a failure the same happens, after a message with the role that failed, its exit and its log.
+"""
 
 import argparse
-from typing import IO
+import time
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from typing import IO, Any
 
 from common.config.schema import Config
-from common.errors import EXIT_DONE, ConfigError, UsageError
+from common.errors import EXIT_DONE, ConfigError, SlipstreamError, UsageError
+from common.json_lines import EventFile
 from common.process.broker_address import running_broker
+from common.process.lifecycle import DrainFlag
 from common.process.lock_file import AlreadyLocked, take_lock
+from common.process.logs import log_path
 from common.process.run_dir import RunDir
-from launch.resolve_target import load_job, need_broker_library
-from launch.up.devices import assign, table
-from launch.up.job import Job
+from launch.observe.job_view import Display, open_display
+from launch.observe.metrics_tail import LATEST, MetricsTail, mean
+from launch.observe.observation import observe
+from launch.resolve_target import Target, load_job, need_broker_library
+from launch.up.core_pinning import available_cores, plan_cores
+from launch.up.devices import Place, assign, table
+from launch.up.roles import role_command, thread_environment
+from launch.up.supervisor import Role, RoleSpec, Supervisor, describe_exit, end_error
 from learner.loop.run_files import read_record
+
+BROKER_START_S = 30.0
+NODES_LEAVE_S = 30.0  # after the job is done, before they are told to
+DRAIN_S = 330.0  # a node's episodes in flight, or a learner's step and checkpoint
+BROKER_END_S = 30.0
+POLL_S = 0.1
+ANSWER_S = 1.0
 
 
 def command(args: argparse.Namespace) -> int:
@@ -54,3 +78,158 @@ def only_one(run: RunDir) -> IO[str]:
         raise UsageError(f"{run.path}: another `slipstream up` (pid {error.holder}) runs this job") from None
     except OSError as error:
         raise UsageError(f"run.dir: {run.path} cannot be created: {error}") from None
+
+
+def role_specs(config: Config, run: RunDir, places: Mapping[str, Place]) -> list[RoleSpec]:
+    """How to run the broker, the learner and the nodes, in this order, each in its place."""
+    nodes = [f"node-{i}" for i in range(config.rollout.nodes)]
+    threads, restarts = config.rollout.threads, config.run.max_restarts
+    learner_threads = config.learner.world_size * config.learner.threads
+    learner_cores, *node_cores = plan_cores(available_cores(), learner_threads, [threads] * len(nodes))
+
+    def spec(name: str, words: list[str], log_id: str = "0", **options: Any) -> RoleSpec:
+        place = places.get(name, Place())
+        command = role_command([words[0], str(run.config), *words[1:]], place.python)
+        options = {"max_restarts": restarts, **options, "env": {**place.env, **options.get("env", {})}}
+        return RoleSpec(name, command, log_path(run.logs, words[0], log_id), **options)
+
+    keeps = config.broker.durability != "memory"  # others lose everything with their process
+    env = thread_environment(threads)
+    return [
+        spec("broker", ["broker"], max_restarts=restarts if keeps else 0),
+        spec("learner", ["learner"], cores=learner_cores),
+        *(
+            spec(name, ["rollout", "--node-id", name], name, child_cores=cores, env=env)
+            for name, cores in zip(nodes, node_cores, strict=True)
+        ),
+    ]
+
+
+class Job:
+    """One run of all roles on this machine."""
+
+    def __init__(self, config: Config, run: RunDir, places: Mapping[str, Place]) -> None:
+        self.config, self.run_dir = config, run
+        self.tail = MetricsTail(run.metrics)
+        self.supervisor = Supervisor(self._on_event)
+        self._specs = role_specs(config, run, places)
+        self._nodes = [spec.name for spec in self._specs[2:]]
+        self._display = Display(config, self.tail, None)
+        self._started = time.monotonic()
+        self._show_at = 0.0
+
+    def run(self, plain: bool) -> int:
+        """Start everything, watch it, stop everything; returns the exit code. Raises SlipstreamError."""
+        flag = DrainFlag.install(on_second=self.supervisor.kill_all)
+        try:
+            with open_display(self.config, self.tail, plain) as self._display:
+                self._display.note(f"run folder {self.run_dir.path}, logs in {self.run_dir.logs}")
+                done = False
+                try:
+                    self._start(flag)
+                    done = self._watch(flag)
+                except SlipstreamError as failure:  # said before the others are stopped, which may take a while
+                    self._note(f"{str(failure).splitlines()[0].removesuffix(':')}; stopping the job")
+                    raise
+                finally:
+                    self._stop(done)
+            print(self._summary(done))
+            return EXIT_DONE
+        finally:
+            self.supervisor.kill_all()
+
+    def _start(self, flag: DrainFlag) -> None:
+        """The others start when the broker has written its address, unless the job is told to stop before."""
+        broker, *others = self._specs
+        self.supervisor.start(broker)
+        deadline = time.monotonic() + BROKER_START_S
+        while running_broker(self.run_dir) is None:
+            for role in self.supervisor.poll():
+                raise end_error(role)
+            if time.monotonic() > deadline:
+                raise SlipstreamError(f"the broker did not come up within {BROKER_START_S:g} s; log: {broker.log}")
+            if flag.wait(POLL_S):
+                return
+        for spec in others:
+            self.supervisor.start(spec)
+
+    def _watch(self, flag: DrainFlag) -> bool:
+        """Until the learner is done (True) or the job is to stop (False); raises SlipstreamError."""
+        while not flag.wait(POLL_S):
+            for role in self.supervisor.poll():
+                if role.spec.name not in ("learner", "broker") or role.exit_code != 0:
+                    self._check_end(role)
+                    continue
+                record = read_record(self.run_dir)
+                done = role.spec.name == "learner" and record is not None and record.state == "done"
+                if not done:
+                    self._note(f"the {role.spec.name} was told to stop; stopping the job")
+                return done
+            self._show()
+        self._note(f"{flag.reason}: stopping; again to kill everything at once")
+        return False
+
+    def _check_end(self, role: Role) -> None:
+        """Raise SlipstreamError when the job cannot continue without a role that is not coming back."""
+        name = role.spec.name
+        nodes = [self.supervisor.roles[node] for node in self._nodes if node in self.supervisor.roles]
+        if name in self._nodes and role.exit_code == 0:
+            self._note(f"{name} was told to leave")
+        elif name in self._nodes and any(node.running or node.restart_at is not None for node in nodes):
+            self._note(f"{name} failed for good ({describe_exit(role.exit_code)}); the job continues without it")
+        else:
+            raise end_error(role)
+
+    def _show(self) -> None:
+        if time.monotonic() < self._show_at:
+            return
+        seen = None
+        with suppress(SlipstreamError):  # a view that lacks something must not end the job
+            self.tail.update()
+        with suppress(SlipstreamError):
+            seen = observe(Target(self.run_dir, self.config.broker.credentials), ANSWER_S)
+        self._display.show(seen)
+        self._show_at = time.monotonic() + self._display.every_s
+
+    def _stop(self, done: bool) -> None:
+        """Learner and nodes together, then the broker; whatever does not end in time is killed."""
+        self.supervisor.stopping = True
+        deadline = time.monotonic() + (NODES_LEAVE_S if done else 0.0)
+        while time.monotonic() < deadline and any(self.supervisor.roles[name].running for name in self._nodes):
+            self.supervisor.poll()  # the broker has told them that the job is done
+            self._show()
+            time.sleep(POLL_S)
+        self.supervisor.stop([*self._nodes, "learner"], DRAIN_S)
+        self._show_at = 0.0
+        self._show()  # the last look while the broker still answers
+        self.supervisor.stop(["broker"], BROKER_END_S)
+
+    def _summary(self, done: bool) -> str:
+        rewards = self.tail.series("reward_mean")
+        steps = self.config.run.steps if done else int(self.tail.last.get("policy_version", 0))
+        took = time.monotonic() - self._started
+        head = "done" if done else "stopped; the same command continues from the last checkpoint"
+        parts = [f"{head}: {steps} of {self.config.run.steps} steps, {took:.0f} s"]
+        if rewards:
+            parts.append(f"reward {mean(rewards[:5]):.3f} (first 5 steps) to {mean(rewards[LATEST]):.3f} (last 10)")
+        if done:
+            parts.append(f"model in {self.run_dir.model}")
+        return "; ".join(parts)
+
+    def _on_event(self, kind: str, detail: Mapping[str, object]) -> None:
+        """Into RUN/events.jsonl, and to the person when it is no routine."""
+        try:
+            with closing(EventFile(self.run_dir.events, "supervisor")) as events:
+                events.add(f"role_{kind}", **detail)
+        except OSError as error:  # a full disk must not end the one who restarts the others
+            self._note(f"events.jsonl cannot be written: {error.strerror}")
+        name, code = str(detail["role"]), detail.get("exit_code")
+        if kind == "crashed":
+            how = describe_exit(code if isinstance(code, int) else None)
+            log = self.supervisor.roles[name].spec.log
+            self._note(f"{name}: {how}; restarting in {detail.get('restart_in_s')} s, log {log}")
+        elif kind in ("restarted", "killed"):
+            self._note(f"{name}: {kind}")
+
+    def _note(self, text: str) -> None:
+        self._display.note(f"{time.strftime('%H:%M:%S')} {text}")

@@ -1,22 +1,43 @@
-"""slipstream slurm CONFIG: broker, learner and fleet of a run as jobs of Slurm. See docs/slurm.md."""
+"""slipstream slurm CONFIG: broker, learner and fleet of a run as jobs of Slurm. See docs/slurm.md.
+
+The batch scripts are RUN/slurm/ROLE.sbatch: one job each for broker and learner, an array for the fleet.
+"""
 
 import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.config.checks import resolve_paths
 from common.config.loading import load_config
+from common.config.network_checks import is_loopback, is_wildcard, split_address
 from common.config.schema import Config
 from common.errors import EXIT_DONE, ConfigError, SlipstreamError, UsageError
 from common.process.run_dir import RunDir, write_atomic, write_json
 from common.security.credentials import KeyFolder
 from launch.cluster.slurm.jobs import Jobs, end_run, jobs_file, read_jobs, slurm, tasks_of
-from launch.cluster.slurm.scripts import ROLES, parse_options, render
 from launch.keys import make
 from launch.plan.review import review
 from launch.resolve_target import find_run
 from launch.up.up import finished
 
 NODE_KEY = "fleet"  # the credential that all nodes share
+ROLES = ("broker", "learner", "fleet")
+ROOT = Path(__file__).resolve().parents[3]
+Options = dict[str, str | None]  # sbatch's, without the dashes; None: the option has no value
+SCRIPT = """#!/usr/bin/env bash
+# Job {name}. `slipstream slurm` writes this file again at each submission.
+{options}
+
+# role_job starts the role again after a crash, passes signals on, and ends the run's other jobs when the run is over.
+# It puts the address of this host in place of {{host}}, and that of the run's broker in place of {{broker}}.
+export PYTHONPATH={path}
+exec {python} -m launch.cluster.slurm.role_job {run} {role} -- \\
+  {command}
+"""
 
 
 def command(args: argparse.Namespace) -> int:
@@ -99,3 +120,73 @@ def sbatch(run: RunDir, role: str, *options: str) -> str:
 
 def script(run: RunDir, role: str) -> Path:
     return run.path / "slurm" / f"{role}.sbatch"
+
+
+def parse_options(words: Sequence[str]) -> dict[str, Options]:
+    """By role, from words [ROLE:]OPTION[=VALUE]; an empty value leaves an option out. Raises UsageError."""
+    found: dict[str, Options] = {role: {} for role in ROLES}
+    for word in words:
+        match = re.fullmatch(rf"(?:({'|'.join(ROLES)}):)?([a-z][a-z0-9-]+)(?:=(.*))?", word)
+        if match is None:
+            expected = f"[ROLE:]OPTION[=VALUE], where ROLE is one of {', '.join(ROLES)}"
+            raise UsageError(f"--sbatch: expected {expected}, found {word!r}; for example learner:partition=gpu")
+        for role in ROLES if match[1] is None else (match[1],):
+            found[role][match[2]] = match[3]
+    return found
+
+
+def render(config: Config, run: RunDir, chosen: Mapping[str, Options]) -> dict[str, str]:
+    """Role to script; `chosen` options of a role replace those that follow from the config."""
+    return {role: _script(config, run, role, {**_options(config, run, role), **chosen[role]}) for role in ROLES}
+
+
+def _script(config: Config, run: RunDir, role: str, options: Options) -> str:
+    given = [(name, value) for name, value in options.items() if value != ""]
+    own = ROOT / f".venv-{'rollout' if role == 'fleet' else 'learner'}" / "bin" / "python"
+    python = shlex.quote(str(own) if own.exists() else sys.executable)
+    return SCRIPT.format(
+        role=role,
+        name=options["job-name"],
+        options="\n".join(f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in given),
+        path=shlex.quote(os.environ.get("PYTHONPATH", "")),
+        python=python,
+        run=shlex.quote(str(run.path)),
+        command=_command(config, role, f"{python} -m launch.cli {{}} {shlex.quote(str(run.config))}"),
+    )
+
+
+def _options(config: Config, run: RunDir, role: str) -> Options:
+    """The options that follow from the config: machines, CPUs, GPUs, logs, and that the job may be requeued."""
+    learner, rollout = config.learner, config.rollout
+    ranks = learner.world_size // learner.machines
+    sizes: dict[str, dict[str, int]] = {
+        "broker": {"nodes": 1, "cpus-per-task": 2},
+        "learner": {"nodes": learner.machines, "cpus-per-task": ranks * learner.threads + 1, "gpus-per-node": ranks},
+        "fleet": {"nodes": 1, "cpus-per-task": rollout.threads + 1, "gpus-per-node": rollout.engine.devices},
+    }
+    log = f"{str(run.logs).replace('%', '%%')}/slurm-{role}-{'%A_%a' if role == 'fleet' else '%j'}.log"
+    return {
+        "job-name": re.sub(r"[^\w.-]+", "-", f"{config.run.name}-{role}"),
+        "ntasks-per-node": "1",
+        **{name: str(value) for name, value in sizes[role].items()},
+        "requeue": None,
+        "signal": "B:TERM@60",
+        "chdir": os.getcwd(),
+        "output": log,
+        "open-mode": "append",
+    }
+
+
+def _command(config: Config, role: str, slipstream: str) -> str:
+    """The role's command, as the shell reads it."""
+    if role == "fleet":
+        node = '--node-id "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
+        return f"{slipstream.format('rollout')} --join '{{broker}}' {node}"
+    if role == "learner":
+        words = f"{slipstream.format('learner')} --join '{{broker}}'"
+        if config.learner.machines > 1:
+            return f'srun --kill-on-bad-exit=0 --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {words}'
+        return f"{words} 'weights.address={{host}}'" if is_loopback(config.weights.address) else words
+    host, port = split_address(config.broker.addresses[0])
+    moves = len(config.broker.addresses) == 1 and (not host or is_loopback(host) or is_wildcard(host))
+    return slipstream.format("broker") + (f" 'broker.address=tcp://{{host}}:{port or 0}'" if moves else "")

@@ -12,8 +12,8 @@ from common.config.schema import Config
 from common.errors import UsageError
 from launch.up import devices
 from launch.up.devices import Place, assign, table
-from launch.up.job import role_specs
 from launch.up.supervisor import RoleSpec, Supervisor
+from launch.up.up import role_specs
 from tests.launch_rig import ROOT, prepared, refusal, write_job
 from tests.waiting import until
 

@@ -10,9 +10,8 @@ from common.config.schema import BrokerConfig
 from common.errors import SlipstreamError
 from common.process.lifecycle import DrainFlag
 from common.process.run_dir import write_json
-from launch.up.job import Job, role_specs
 from launch.up.supervisor import Role, RoleSpec
-from launch.up.up import finished
+from launch.up.up import Job, finished, role_specs
 from tests.launch_rig import write_broker
 
 

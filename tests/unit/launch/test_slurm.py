@@ -7,7 +7,7 @@ import pytest
 from common.errors import UsageError
 from launch.cli import main
 from launch.cluster.slurm.scale import parse_bounds, target
-from launch.cluster.slurm.scripts import parse_options
+from launch.cluster.slurm.submit import parse_options
 from launch.observe.advisor import Advice
 from tests.launch_rig import job_of, prepared, refusal, write_job
 
