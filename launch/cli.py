@@ -117,6 +117,8 @@ SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
     "run": {"metavar": "RUN", "help": "a run's folder, or the config file that names it"},
     "--credentials": {"metavar": "PATH", "help": "key folder or credential file (broker.credentials)"},
     "overrides": {"metavar": "key=value", "nargs": "*", "default": (), "help": "override one key"},
+    "--join": {"metavar": "ADDRESS", "help": "a running job's broker: tcp://HOST:PORT; several with commas between"},
+    "--join-timeout-s": {"metavar": "S", "type": float, "default": 30.0, "help": "seconds to wait for the broker (30)"},
     "--json": {"action": "store_true", "help": "machine-readable"},
     "--plain": {"action": "store_true", "help": "one line now and then instead of the live view"},
 }
@@ -136,14 +138,10 @@ def _add_job_commands(commands: Commands) -> None:
     _command(commands, "up", text, *job, "--plain")
     _command(commands, "broker", "the broker of a job; with broker.store redis it may stand by", *job)
     text = "the learner of a job, or one of its machines (starts its ranks under torchrun)"
-    learner = _command(commands, "learner", text, *job, "--credentials", nargs="?")
-    rollout = _command(commands, "rollout", "one rollout node", *job, "--credentials", nargs="?")
+    joining = (*job, "--credentials", "--join", "--join-timeout-s")
+    _command(commands, "learner", text, *joining, nargs="?")
+    rollout = _command(commands, "rollout", "one rollout node", *joining, nargs="?")
     rollout.add_argument("--node-id", metavar="ID", help="name of this node, unique in the job (default: host-pid)")
-    for role in (learner, rollout):
-        text = "broker of a running job: tcp://HOST:PORT; several with commas between them"
-        role.add_argument("--join", metavar="ADDRESS", help=text)
-        text = "how long to wait for the broker (30)"
-        role.add_argument("--join-timeout-s", metavar="S", type=float, default=30.0, help=text)
     _command(commands, "sft", "supervised warm start on the Megatron learner; the result is RUN/model", *job)
     text = "layout, memory per GPU, batches, window and all checks; needs no GPU"
     plan = _command(commands, "plan", text, *job, "--json")

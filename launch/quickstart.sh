@@ -32,6 +32,11 @@ step() {  # step TITLE COMMAND...
   "$@"
   printf '== %d. done in %d s\n' "$number" $((SECONDS - begun))
 }
+need_model() {  # need_model RUN WHAT
+  [ -f "$1/model/config.json" ] && return
+  echo "quickstart: the $2 was stopped before it was done; the same command continues" >&2
+  exit 1
+}
 trap 'echo "quickstart: stopped; the same command continues from here" >&2; exit 1' INT TERM
 
 step "install into .venv" bash launch/setup.sh cpu
@@ -45,16 +50,10 @@ if [ -f "$sft/model/config.json" ]; then
 else
   step "warm start: supervised fine-tuning on the Megatron learner" slipstream sft configs/quickstart-sft.yaml \
     "run.seed=$seed" "run.dir=$sft" "model.path=$assets/model" "tasks.dataset=$assets/addition/sft.jsonl"
-  if [ ! -f "$sft/model/config.json" ]; then
-    echo "quickstart: the warm start was stopped before it was done; the same command continues" >&2
-    exit 1
-  fi
+  need_model "$sft" "warm start"
 fi
 step "reinforcement learning: broker, Megatron learner and vLLM node" slipstream up configs/quickstart.yaml "${overrides[@]}"
-if [ ! -f "$run/model/config.json" ]; then
-  echo "quickstart: the job was stopped before it was done; the same command continues" >&2
-  exit 1
-fi
+need_model "$run" job
 step "accuracy on held-out problems" slipstream eval "$run"
 step "report" slipstream report "$run"
 printf '\nquickstart: finished %d s after the installation (%d s in all); plots in %s/report, model in %s/model\n' \

@@ -108,13 +108,10 @@ def page_lines(text: str) -> Iterator[tuple[int, str]]:
     """A page's lines with its prose; everything else becomes an empty line."""
     fenced = False
     for number, line in enumerate(text.splitlines(), 1):
-        if line.lstrip().startswith("```"):
-            fenced = not fenced
-            yield number, ""
-        elif fenced or (line.startswith(("    ", "#", "|", "<!--", "![")) and not LIST_ITEM.match(line)):
-            yield number, ""
-        else:
-            yield number, line
+        fence = line.lstrip().startswith("```")
+        other = line.startswith(("    ", "#", "|", "<!--", "![")) and not LIST_ITEM.match(line)
+        yield number, "" if fence or fenced or other else line
+        fenced ^= fence
 
 
 def too_wide(line: str) -> bool:

@@ -1,7 +1,7 @@
 """Doctor: the files that a config names: the model's weights, the dataset, credentials."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -10,7 +10,7 @@ from common.config.schema import Config, SftConfig
 from common.errors import UsageError
 from common.json_lines import dataset_files, dataset_rows
 from common.security.credentials import KeyFolder
-from launch.doctor.findings import Finding, fine, problem, warning
+from launch.doctor.findings import Finding, few, fine, problem, warning
 from launch.plan.review import TOO_FEW_TURNS, TOO_FEW_TURNS_WHY, Review
 from rollout_fleet.environments.description import PYTHON_KEY
 
@@ -18,7 +18,6 @@ ENVIRONMENT_KEYS = ("tasks.environment", "tasks.options", PYTHON_KEY)
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100 << 20
 LFS = b"version https://git-lfs"
-SHOWN = 4  # names in one finding
 READ_BYTES = 64 << 20  # the part of a dataset that is read
 GET_AGAIN = "get it again: `hf download NAME --local-dir FOLDER`"
 
@@ -49,7 +48,7 @@ def check_model(folder: Path) -> Iterator[Finding]:
         return  # said by the config's checks
     found = [*_check_index(folder)]
     if broken := [f"{file.name}: {reason}" for file in files if (reason := broken_weights(file))]:
-        found.append(problem("model", _first(broken), "a download that was cut off, most likely", GET_AGAIN))
+        found.append(problem("model", few(broken), "a download that was cut off, most likely", GET_AGAIN))
     yield from found
     if not found:
         size = sum(file.stat().st_size for file in files) / (1 << 30)
@@ -71,12 +70,7 @@ def _check_index(folder: Path) -> Iterator[Finding]:
         yield problem("model", f"{index} cannot be read: {error}", "weights cannot be found by name", GET_AGAIN)
         return
     if missing := sorted(name for name in files if not (folder / name).is_file()):
-        yield problem("model", f"{folder} lacks {_first(missing)}", f"{INDEX} says that tensors are in them", GET_AGAIN)
-
-
-def _first(names: Sequence[object]) -> str:
-    more = [f"and {len(names) - SHOWN} more"] * (len(names) > SHOWN)
-    return ", ".join([*map(str, names[:SHOWN]), *more])
+        yield problem("model", f"{folder} lacks {few(missing)}", f"{INDEX} says that tensors are in them", GET_AGAIN)
 
 
 class _Tensor(msgspec.Struct, frozen=True):
@@ -141,9 +135,9 @@ def check_permissions(path: Path) -> Iterator[Finding]:
     unreadable = [file for file in secret if not os.access(file, os.R_OK)]
     if shared:
         why, fix = "who reads a key can speak in the name of its role", f"chmod 600 {' '.join(map(str, shared))}"
-        yield problem("credentials", f"others may read {_first(shared)}", why, fix)
+        yield problem("credentials", f"others may read {few(shared)}", why, fix)
     if unreadable:
         why = "the role cannot prove who it is"
-        yield problem("credentials", f"{_first(unreadable)} cannot be read", why, "chown it")
+        yield problem("credentials", f"{few(unreadable)} cannot be read", why, "chown it")
     if not shared and not unreadable:
         yield fine("credentials", f"{len(secret)} files, their owner's alone")

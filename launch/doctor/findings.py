@@ -1,5 +1,6 @@
 """The findings of `slipstream doctor`."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
@@ -22,6 +23,11 @@ class Finding(msgspec.Struct, frozen=True):
 fine = partial(Finding, "fine")
 warning = partial(Finding, "warning")
 problem = partial(Finding, "problem")
+
+
+def few(names: Sequence[object], most: int = 4) -> str:
+    """The first names of one finding, and how many more there are."""
+    return ", ".join([*map(str, names[:most]), *([f"and {len(names) - most} more"] * (len(names) > most))])
 
 
 def judged(check: str, what: str, *cases: Case) -> Finding:

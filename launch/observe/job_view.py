@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from broker.diagnosis.join_times import newest
@@ -117,8 +117,7 @@ def progress(config: Config, seen: Observation | None, tail: MetricsTail) -> Ren
         rows["wasted"] = waste_view.sentence(seen.status)
     if advice := advice_for(tail.lines, config.staleness.max):
         rows["advice"] = advice.text
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
+    grid = Table.grid(Column(style="bold", no_wrap=True), Column(), padding=(0, 2))
     for name, text in rows.items():
         if text:
             grid.add_row(name, text)

@@ -7,7 +7,7 @@ from common.json_lines import lines_of
 from common.metrics import no_file
 from common.process.run_dir import RunDir
 
-LAST_STEPS = 10  # whose mean stands for the present
+LATEST = slice(-10, None)  # the steps whose mean stands for the present
 
 
 class MetricsTail:
@@ -15,9 +15,7 @@ class MetricsTail:
 
     def __init__(self, path: Path | None) -> None:
         self.lines: list[dict[str, Any]] = []
-        self._path = path
-        self._offset = 0
-        self._inode = -1
+        self._path, self._inode, self._offset = path, -1, 0
 
     @classmethod
     def of(cls, run: RunDir | None) -> "MetricsTail":
@@ -41,8 +39,6 @@ class MetricsTail:
             return
         if stat.st_ino != self._inode or stat.st_size < self._offset:
             self.lines, self._offset, self._inode = [], 0, stat.st_ino
-        if stat.st_size == self._offset:
-            return
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -60,9 +56,6 @@ class MetricsTail:
     def mean(self, name: str, steps: slice = slice(None)) -> float | None:
         """The mean of one metric over `steps`; None when no step has it."""
         return mean(self.series(name)[steps])
-
-
-LATEST = slice(-LAST_STEPS, None)
 
 
 def mean(values: list[float]) -> float | None:

@@ -3,6 +3,8 @@
 A step, the window, a published version, a checkpoint, the memory of an engine and of every pipeline stage.
 """
 
+from collections.abc import Iterator
+
 import msgspec
 
 from common.config.parallel_layout import document_multiple
@@ -130,43 +132,39 @@ def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: in
         active_parameters=count_active(model),
         sizes=sizes,
         gpus_per_node=gpus_per_node,
-        groups=group_kinds(sizes, gpus_per_node, model.experts is not None),
-        stages=_stages(config, model, sizes, batch.microbatches),
+        groups=[*group_kinds(sizes, gpus_per_node, model.experts is not None)],
+        stages=[*_stages(config, model, sizes, batch.microbatches)],
         batch=batch,
         checkpoint=Checkpoint(checkpoint_bytes(model, dtype), learner.checkpoint.keep + 1),
         rl=rl,
     )
 
 
-def _stages(config: Config | SftConfig, model: Architecture, sizes: Sizes, microbatches: int) -> list[Stage]:
+def _stages(config: Config | SftConfig, model: Architecture, sizes: Sizes, microbatches: int) -> Iterator[Stage]:
     learner, dtype = config.learner, config.model.dtype
     parallel, memory = learner.parallel, learner.memory
     chunks = stage_chunks(model.layers, parallel)
     tokens, item = learner.micro_batch_tokens, ITEM_BYTES[dtype]
     flowing = activations(model, parallel, memory, tokens, microbatches, item)
     reference = isinstance(config, Config) and config.learner.loss.kl_coefficient > 0
-    out: list[Stage] = []
     for i, (r, a) in enumerate(zip(resident(model, parallel, sizes, dtype), flowing, strict=True)):
         parameters = r.parameters if memory.offload_parameters else 0
         gradients = r.gradients if memory.offload_gradients else 0
         optimizer = r.optimizer if memory.offload_optimizer else 0
         updating = r.parameters + r.gradients + r.optimizer
         training = updating - optimizer + a.layers + a.recomputed + a.output
-        out.append(
-            Stage(
-                layers=[(layers.start, layers.stop) for layers in chunks[i]],
-                embedding=i == 0,
-                output=i == len(chunks) - 1,
-                resident=r,
-                activations=a,
-                training=training,
-                updating=updating,
-                waiting=updating - parameters - gradients - optimizer,
-                peak=max(training, updating),
-                host=parameters + optimizer + (r.parameters if reference else 0),
-            )
+        yield Stage(
+            layers=[(layers.start, layers.stop) for layers in chunks[i]],
+            embedding=i == 0,
+            output=i == len(chunks) - 1,
+            resident=r,
+            activations=a,
+            training=training,
+            updating=updating,
+            waiting=updating - parameters - gradients - optimizer,
+            peak=max(training, updating),
+            host=parameters + optimizer + (r.parameters if reference else 0),
         )
-    return out
 
 
 def batch_of(config: Config | SftConfig, sizes: Sizes) -> Batch:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from common.config.schema import Config, SftConfig
@@ -89,9 +89,7 @@ def _numbered(title: str, lines: Sequence[str], style: str = "") -> list[Rendera
 
 
 def _facts(rows: Iterable[tuple[str, str]], gap: int = 2, justify: Literal["left", "right"] = "left") -> Table:
-    table = Table.grid(padding=(0, gap))
-    table.add_column(justify=justify, no_wrap=True)
-    table.add_column()
+    table = Table.grid(Column(justify=justify, no_wrap=True), Column(), padding=(0, gap))
     for name, text in rows:
         table.add_row(name, Text(text))
     return table
@@ -127,10 +125,8 @@ def _billions(n: int) -> str:
 
 
 def _table(names: Sequence[str], left: Sequence[str] = ()) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in names:
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
-    return table
+    columns = (Column(name, justify="left" if name in left else "right", no_wrap=True) for name in names)
+    return Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
 
 
 def _groups(plan: Plan) -> Table:

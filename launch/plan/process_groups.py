@@ -5,6 +5,7 @@ rank = t' + T' (e + E (d' + D' p)). Letters are tensor, context, data and pipeli
 T' is expert_tensor, and D' is the size that is left for expert-data parallelism.
 """
 
+from collections.abc import Iterator
 from math import prod
 
 import msgspec
@@ -58,17 +59,15 @@ class GroupKind(msgspec.Struct, frozen=True):
     nodes: int  # that the widest of them spans
 
 
-def group_kinds(sizes: Sizes, gpus_per_node: int, with_experts: bool) -> list[GroupKind]:
+def group_kinds(sizes: Sizes, gpus_per_node: int, with_experts: bool) -> Iterator[GroupKind]:
     """Every kind of process group of a layout; those of experts only for a model that has some."""
     kinds = [(axes, DENSE) for axes in (("tensor",), ("context",), ("pipeline",), ("data",), ("data", "context"))]
     if with_experts:
         kinds += [((axis,), SPARSE) for axis in SPARSE[:-1]]
-    out: list[GroupKind] = []
     for axes, order in kinds:
         groups = rank_groups(sizes, axes, order)
         nodes = max(len({rank // gpus_per_node for rank in group}) for group in groups)
-        out.append(GroupKind(" x ".join(axes), len(groups[0]), groups, nodes))
-    return out
+        yield GroupKind(" x ".join(axes), len(groups[0]), groups, nodes)
 
 
 def rank_groups(sizes: Sizes, axes: tuple[str, ...], order: tuple[str, ...]) -> list[tuple[int, ...]]:

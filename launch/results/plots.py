@@ -5,20 +5,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")  # no display; before pyplot is imported
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec
 
 from common.config.schema import Config
 from launch.observe.metrics_tail import MetricsTail
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 DOTS_PER_INCH = 120
 SMOOTHING_STEPS = 5
@@ -148,14 +146,14 @@ def running_mean(points: Points) -> Points:
     return [(part[-1][0], mean(y for _, y in part)) for part in parts]
 
 
-def _save(figure: "Figure", path: Path) -> Path:
+def _save(figure: Figure, path: Path) -> Path:
     figure.tight_layout()
     figure.savefig(path, dpi=DOTS_PER_INCH)
     plt.close(figure)
     return path
 
 
-def _draw(plot: Plot, tail: MetricsTail, config: Config | None, axes: "Axes") -> None:
+def _draw(plot: Plot, tail: MetricsTail, config: Config | None, axes: Axes) -> None:
     for legend, points in drawn_points(plot, tail.lines):
         if points:
             axes.plot(*zip(*points, strict=True), label=legend, alpha=0.45 if plot.smooth else 1.0, linewidth=1.3)

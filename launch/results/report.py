@@ -128,12 +128,10 @@ def first_above(values: list[float], limit: float, window: int = 3) -> int | Non
 
 def show(summary: Figures, written: list[Path]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
-    table.add_column(justify="right")
+    columns = (Column(style="bold"), Column(), Column(justify="right"))
+    table = Table(*columns, box=None, pad_edge=False, show_header=False)
     for section, figures in summary.items():
         title = section.replace("_", " ")
         for name, value in figures.items():

@@ -9,10 +9,9 @@ from msgspec import structs
 from launch.cluster.preflight.facts import Facts
 from launch.cluster.preflight.links import Link
 from launch.cluster.preflight.stages import Report, learners_of
-from launch.doctor.findings import Finding, Level
+from launch.doctor.findings import Finding, Level, few
 
 SKEW_S = 1.0
-SHOWN = 4  # names in one finding
 ADVICE = {  # by check: why it matters, and the repair
     "machine": ("every rank waits for it", "read its output; check its cable and firewall"),
     "clock": ("times in logs do not fit together, and certificates may not be valid", "chrony or systemd-timesyncd"),
@@ -34,7 +33,7 @@ def judge(report: Report) -> list[Finding]:
     said = [*_machines(report), *_agreement(report.machines), *_links(report), *_together(report)]
     found = [Finding(level, check, what, *(ADVICE[check] if level != "fine" else ())) for level, check, what in said]
     own = _grouped((name, finding) for name, facts in report.machines.items() for finding in facts.findings)
-    found += [structs.replace(finding, what=f"{_few(names)}: {finding.what}") for finding, names in own.items()]
+    found += [structs.replace(finding, what=f"{few(names)}: {finding.what}") for finding, names in own.items()]
     return sorted(found, key=lambda finding: ("problem", "warning", "fine").index(finding.level))
 
 
@@ -71,7 +70,7 @@ def _agreement(machines: Mapping[str, Facts]) -> Iterator[Said]:
             for group in ["learner rollout broker"] if everywhere else joined:
                 of = ((n, f.agree[kind].get(key) or "none") for n, f in machines.items() if f.role in group.split())
                 if len(values := _grouped(of)) > 1:
-                    same, what = False, "; ".join(f"{value} on {_few(names)}" for value, names in values.items())
+                    same, what = False, "; ".join(f"{value} on {few(names)}" for value, names in values.items())
                     yield "warning" if key in DOUBTFUL else "problem", kind, f"{key}: {what}"
         if same:
             yield "fine", kind, "the same" + "".join(f", {k} {v}" for k, v in shown.items() if kind != "config")
@@ -102,17 +101,17 @@ def _together(report: Report) -> Iterator[Said]:
     if len(learners) < 2:
         return
     if without := [name for name in learners if not report.machines[name].agree["versions"]["torch"]]:
-        yield "warning", "all-reduce", f"not tried on {_few(without)}, which have no torch"
+        yield "warning", "all-reduce", f"not tried on {few(without)}, which have no torch"
     errors = _grouped((name, result) for name, result in report.reduced.items() if isinstance(result, str))
     for error, names in errors.items():
-        yield "problem", "all-reduce", f"{_few(names)}: {error}"
+        yield "problem", "all-reduce", f"{few(names)}: {error}"
     rates = [result for result in report.reduced.values() if not isinstance(result, str)]
     if rates and not errors:
         of = zip(("gloo", "NCCL"), zip(*rates, strict=True), strict=False)
         shown = ", ".join(f"{library} {_rate(min(found))}" for library, found in of)
         yield "fine", "all-reduce", f"right on {len(rates)} machines, bus bandwidth {shown}"
     folder = report.canary.rpartition("/")[0]
-    unseen = f"a file in {folder} is not there on {_few(report.blind)}" if report.blind else ""
+    unseen = f"a file in {folder} is not there on {few(report.blind)}" if report.blind else ""
     problem = unseen if folder else "its first file cannot be written"
     yield "problem" if problem else "fine", "shared folder", problem or f"{folder} is shared"
 
@@ -123,10 +122,6 @@ def _grouped(values: Iterable[tuple[str, T]]) -> dict[T, list[str]]:
     for name, value in values:
         groups.setdefault(value, []).append(name)
     return groups
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join([*names[:SHOWN], *([f"{len(names) - SHOWN} more"] * (len(names) > SHOWN))])
 
 
 def _usual(links: Iterable[Link]) -> float:

@@ -18,8 +18,7 @@ from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
 from common.rollouts import GroupMeta, Task
 from launch.cli import main
-from launch.results.replay import ReplayedStep, check_progress, compare, line, summary
-from launch.results.replay_plan import plan_replay
+from launch.results.replay import ReplayedStep, check_progress, compare, line, plan_replay, summary
 from tests.checkpoint_files import write_checkpoint
 from tests.launch_rig import job_of, refusal
 
