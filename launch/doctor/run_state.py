@@ -11,7 +11,7 @@ from common.errors import SlipstreamError, UsageError
 from common.process.lifecycle import alive
 from common.process.lock_file import is_locked, lock_holder
 from common.process.run_dir import RunDir
-from launch.doctor.findings import Finding, fine, judged, problem, warning
+from launch.doctor.findings import Case, Finding, fine, judged, problem, warning
 from launch.observe.observation import Observation, observe
 from launch.observe.stall_text import STOPPING, sentence, stalls_of
 from launch.resolve_target import Target
@@ -74,16 +74,12 @@ def check_run(run: RunDir, config: Config | SftConfig) -> tuple[list[Finding], b
 
 
 def _stalls(seen: Observation) -> list[Finding]:
-    found = [
-        judged(
-            "stall",
-            sentence(stall),
-            (stall.kind in STOPPING, "problem", "the job makes no progress", fix),
-            ((stall.since_s or 0.0) > LONG_S, "warning", "that is long", fix),
-        )
-        for stall in stalls_of(seen)
-        for fix in [ADVICE.get(stall.kind, stall.release)]
-    ]
+    found: list[Finding] = []
+    for stall in stalls_of(seen):
+        fix = ADVICE.get(stall.kind, stall.release)
+        stands: Case = (stall.kind in STOPPING, "problem", "the job makes no progress", fix)
+        lasts: Case = ((stall.since_s or 0.0) > LONG_S, "warning", "that is long", fix)
+        found.append(judged("stall", sentence(stall), stands, lasts))
     return found or [fine("run", f"runs, broker {seen.status.pid} at {seen.status.address}; no process waits for long")]
 
 

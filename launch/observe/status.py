@@ -70,18 +70,13 @@ def warm_start(run: RunDir, config: SftConfig) -> dict[str, Any]:
         live = record.state == "running" and alive(record.pid)
         state = "training" if live else "gone" if record.state == "running" else record.state
         steps = record.policy_version if state in ("done", "drained") else steps
+    pid = record.pid if record else None
     return {
         "run": str(run.path.resolve()),
         "name": config.run.name,
         "kind": "sft",
         "live": live,
-        "learner": {
-            "pid": record.pid if record else None,
-            "state": state,
-            "policy_version": steps,
-            "waiting_on": "",
-            "since_s": 0.0,
-        },
+        "learner": {"pid": pid, "state": state, "policy_version": steps, "waiting_on": "", "since_s": 0.0},
         "steps": config.run.steps,
         "loss": tail.last.get("loss"),
         "step_s": tail.mean("step_s", LATEST),

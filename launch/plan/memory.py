@@ -7,7 +7,7 @@ counted one by one below, so that grouped queries, gates and experts are covered
 their 32 s b h / t (tests/unit/launch/test_plan_memory.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from math import lcm
 
@@ -47,27 +47,25 @@ class Activations(msgspec.Struct, frozen=True):
     in_flight: float  # microbatches that are kept at once, in units of the whole stage
 
 
-def resident(model: Architecture, parallel: ParallelConfig, sizes: Sizes, dtype: str) -> list[Resident]:
+def resident(model: Architecture, parallel: ParallelConfig, sizes: Sizes, dtype: str) -> Iterator[Resident]:
     """Resident bytes on a rank of each pipeline stage.
 
     The distributed optimizer shards main parameters and Adam's states over data x context ranks. It shards those of
     experts, which have a buffer of their own, over the expert-data ranks (ZeRO stage 1, arXiv 1910.02054).
     """
-    out: list[Resident] = []
     stages = stage_chunks(model.layers, parallel)
     for stage, chunks in enumerate(stages):
         elements, whole, fullest = dict.fromkeys(KINDS, 0), 0, 0
         for v, layers in enumerate(chunks):
             last = stage == len(stages) - 1 and v == len(chunks) - 1
-            parameters = chunk_parameters(model, parallel, layers, stage == v == 0, last)
+            parameters = [*chunk_parameters(model, parallel, layers, stage == v == 0, last)]
             for parameter in parameters:
                 elements[parameter.kind] += parameter.elements
             for experts, shards in ((False, sizes.dense_shards), (True, sizes.expert_data)):
                 size, shard = buffer([p for p in parameters if (p.kind == "experts") == experts], shards)
                 whole, fullest = whole + size, fullest + shard
         optimizer = fullest * (ADAM_BYTES + MAIN_BYTES[dtype])
-        out.append(Resident(elements, whole * ITEM_BYTES[dtype], whole * GRADIENT_BYTES, optimizer))
-    return out
+        yield Resident(elements, whole * ITEM_BYTES[dtype], whole * GRADIENT_BYTES, optimizer)
 
 
 def buffer(parameters: Sequence[Parameter], shards: int) -> tuple[int, int]:

@@ -63,28 +63,26 @@ def count_active(model: Architecture) -> int:
 
 def chunk_parameters(
     model: Architecture, parallel: ParallelConfig, layers: range, first: bool, last: bool
-) -> list[Parameter]:
+) -> Iterator[Parameter]:
     """Parameters of one model chunk on one rank, in the order of Megatron's named_parameters().
 
     The first chunk has the embedding, the last one the final norm and the output layer. Layers count from 0.
     Ranks that differ only in tensor, context, data or expert coordinates have equally many parameters.
     """
-    out: list[Parameter] = []
     table = model.vocabulary * model.hidden // parallel.tensor
     shared = model.tied and parallel.pipeline > 1
     experts = model.experts.count // parallel.expert if model.experts else 0
     if first:
-        out.append(Parameter("embedding.word_embeddings.weight", table, "embeddings", shared))
+        yield Parameter("embedding.word_embeddings.weight", table, "embeddings", shared)
     for number, layer in enumerate(layers):
         for row in _layer(model, model.moe_layers[layer], experts):
             whole = sum(map(prod, row.tensors.values()))
             elements = whole // (getattr(parallel, row.cut) if row.cut else 1)
-            out.append(Parameter(f"decoder.layers.{number}.{row.name}", elements, row.kind))
+            yield Parameter(f"decoder.layers.{number}.{row.name}", elements, row.kind)
     if last:
-        out.append(Parameter("decoder.final_layernorm.weight", model.hidden, "other"))
+        yield Parameter("decoder.final_layernorm.weight", model.hidden, "other")
         if not (model.tied and first):
-            out.append(Parameter("output_layer.weight", table, "embeddings", shared))
-    return out
+            yield Parameter("output_layer.weight", table, "embeddings", shared)
 
 
 def _layer(model: Architecture, moe: bool, local_experts: int) -> Iterator[_Row]:
