@@ -22,13 +22,13 @@ from common.config.checks import check_config, downloaded, resolve_paths
 from common.config.loading import load_either
 from common.config.schema import Config, SftConfig
 from common.process.health import serving_health
-from common.process.lifecycle import leave
+from common.process.lifecycle import leave, raise_open_files
 from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
 from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder, TrainerState
 from learner.loop.batch_source import BatchSource
 from learner.loop.run_files import RunFiles
-from learner.rank_process import RankProcess, guard
+from learner.rank_process import RankProcess, ending_soon, guard
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,8 @@ def train(
         failed(str(error))
         raise
     close(state)
-    backend.close()
+    with ending_soon():
+        backend.close()
     return state
 
 
@@ -115,6 +116,7 @@ def run(arguments: Sequence[str]) -> int:
     run_dir = RunDir.of(config)
     role = "sft" if isinstance(config, SftConfig) else "learner"
     process = RankProcess(role, run_dir, config.learner.threads, config.telemetry.log_level)
+    raise_open_files()
     keep_freed_memory()
     state = train(config, run_dir, process, words.broker, words.address)
     logger.info("%s", {"done": "trained to run.steps", "drained": "stopped early; start again to continue"}[state])

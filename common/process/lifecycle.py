@@ -3,10 +3,12 @@
 import ctypes
 import logging
 import os
+import resource
 import select
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -34,6 +36,13 @@ def join_supervisor() -> None:
     parent = os.environ.pop(SUPERVISOR_ENV, None)
     if parent is not None:
         die_with_parent(int(parent))
+
+
+def raise_open_files() -> None:
+    """Let this process open as many files and connections as the hard limit allows; the soft one is often 1,024."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):  # a system may refuse 'no limit'
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def leave(code: int) -> NoReturn:

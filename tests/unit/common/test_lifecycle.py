@@ -19,6 +19,16 @@ CHILD = (
 )
 
 
+def test_a_process_may_raise_its_limit_of_open_files_to_the_hard_one():
+    code = (
+        "import resource; from common.process.lifecycle import raise_open_files\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200)); raise_open_files()\n"
+        "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert done.stdout.split() == ["200", "200"]
+
+
 @pytest.mark.parametrize("how", ["asked", "supervised"])
 def test_child_dies_when_its_parent_is_killed(how):
     child = CHILD.format(call="die_with_parent", arguments="os.getppid()").replace("from", "import os\nfrom", 1)
