@@ -21,16 +21,19 @@ import msgspec
 from common.config.checks import check_config, downloaded, resolve_paths
 from common.config.loading import load_either
 from common.config.schema import Config, SftConfig
+from common.errors import EXIT_DONE
 from common.process.health import serving_health
-from common.process.lifecycle import leave, raise_open_files
+from common.process.lifecycle import leave, leaving_after, raise_open_files
 from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
 from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder, TrainerState
 from learner.loop.batch_source import BatchSource
 from learner.loop.run_files import RunFiles
-from learner.rank_process import RankProcess, ending_soon, guard
+from learner.rank_process import RankProcess, guard
 
 logger = logging.getLogger(__name__)
+
+CLOSE_S = 60.0
 
 
 def prepare(
@@ -98,7 +101,7 @@ def train(
         failed(str(error))
         raise
     close(state)
-    with ending_soon():
+    with leaving_after(CLOSE_S, EXIT_DONE, "the process groups do not close"):
         backend.close()
     return state
 

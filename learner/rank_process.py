@@ -3,21 +3,18 @@
 import logging
 import os
 import signal
-import threading
 import warnings
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import FrameType
 
-from common.errors import EXIT_DONE, EXIT_FAILED, SlipstreamError
-from common.process.lifecycle import die_with_parent, leave
+from common.errors import EXIT_FAILED, SlipstreamError
+from common.process.lifecycle import die_with_parent
 from common.process.logs import setup_logging
 from common.process.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-END_S = 60.0  # for communicators to close
 
 
 class RankProcess:
@@ -61,22 +58,6 @@ class RankProcess:
     def stop_requested(self) -> str | None:
         """Name of the signal that asked this process to stop; None while there was none."""
         return self._reason
-
-
-@contextmanager
-def ending_soon(seconds: float = END_S) -> Generator[None]:
-    """Around what a rank does after its work is kept: the process leaves with 0 when that hangs."""
-
-    def give_up() -> None:
-        logger.warning("the process groups have not closed after %g s; leaving", seconds)
-        leave(EXIT_DONE)
-
-    timer = threading.Timer(seconds, give_up)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def guard(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:

@@ -7,10 +7,13 @@ import resource
 import select
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
+
+logger = logging.getLogger(__name__)
 
 SUPERVISOR_ENV = "SLIPSTREAM_SUPERVISOR_PID"  # set by the local supervisor for the roles that it starts
 
@@ -51,6 +54,22 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+@contextmanager
+def leaving_after(seconds: float, code: int, why: str) -> Generator[None]:
+    """Around what may hang beyond the reach of Python: after `seconds` the process logs `why` and ends with `code`."""
+
+    def give_up() -> None:
+        logger.error("gave up after %g s: %s", seconds, why)
+        leave(code)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def alive(pid: int) -> bool:
