@@ -12,6 +12,8 @@ import harness
 from tests.faults.options import GROUPS_PER_STEP, HEARTBEAT_S, LEASE_S, RETRY_S
 from tests.faults.scenario import Scenario, load_all, play
 
+PACKAGES = ("pyzmq", "msgspec", "redis")
+
 
 def measure(scenario: Scenario, runs: int) -> dict[str, Any]:
     """Recoveries in seconds, by seed. Raises AssertionError when a promise is broken."""
@@ -25,6 +27,7 @@ def measure(scenario: Scenario, runs: int) -> dict[str, Any]:
         "worst_s": round(max(recoveries), 2),
         "runs": runs,
         "commit": harness.commit(),
+        "processor": harness.machine(())["processor"],
         "recoveries_s": recoveries,
     }
 
@@ -41,11 +44,13 @@ def main() -> None:
     kept = {name: figures[name] for name in scenarios if name in figures}
     result = {
         "commit": "per fault",
+        "machine": harness.machine(PACKAGES)
+        | {"processor": " and ".join(sorted({f["processor"] for f in kept.values()}))},
         "rounds": min(figure["runs"] for figure in kept.values()),
         "settings": {**settings, "client_retry_s": RETRY_S},
         "scenarios": kept,
     }
-    harness.save("guarantees", options, result, ("pyzmq", "msgspec", "redis"))
+    harness.save("guarantees", options, result)
 
 
 if __name__ == "__main__":

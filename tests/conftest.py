@@ -53,7 +53,7 @@ def _turn(item: pytest.Item) -> tuple[int, int]:
 
 @pytest.fixture(scope="module", autouse=True)
 def kept_environment() -> Iterator[None]:
-    """What one file sets in os.environ (an engine sets HF_HUB_OFFLINE, for example) does not reach the next file."""
+    """An engine sets HF_HUB_OFFLINE, for example; what one file sets in os.environ does not reach the next."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
