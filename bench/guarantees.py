@@ -12,8 +12,6 @@ import harness
 from tests.faults.options import GROUPS_PER_STEP, HEARTBEAT_S, LEASE_S, RETRY_S
 from tests.faults.scenario import Scenario, load_all, play
 
-PACKAGES = ("pyzmq", "msgspec", "redis")
-
 
 def measure(scenario: Scenario, runs: int) -> dict[str, Any]:
     """Recoveries in seconds, by seed. Raises AssertionError when a promise is broken."""
@@ -42,10 +40,10 @@ def main() -> None:
         figures[name] = measure(scenarios[name], options.runs)
     settings = {"groups_per_step": GROUPS_PER_STEP, "lease_s": LEASE_S, "heartbeat_s": HEARTBEAT_S}
     kept = {name: figures[name] for name in scenarios if name in figures}
+    processors = sorted({figure["processor"] for figure in kept.values()})
     result = {
         "commit": "per fault",
-        "machine": harness.machine(PACKAGES)
-        | {"processor": " and ".join(sorted({f["processor"] for f in kept.values()}))},
+        "machine": harness.machine(("pyzmq", "msgspec", "redis")) | {"processor": " and ".join(processors)},
         "rounds": min(figure["runs"] for figure in kept.values()),
         "settings": {**settings, "client_retry_s": RETRY_S},
         "scenarios": kept,
