@@ -66,8 +66,7 @@ def check_packages(machine: Machine, role: str, pins: Mapping[str, str]) -> Iter
     if not missing and not other:
         which = f"of the role {role}" if role != "base" else "of the base install: it has brokers, status and plans"
         yield fine("packages", f"those {which} are there" + (" in the pinned versions" if pins else ""))
-    broken = [name for name in BREAKS_CPU if role == "cpu" and name in machine.packages]
-    if broken:
+    if broken := [name for name in BREAKS_CPU if role == "cpu" and name in machine.packages]:
         why = "their builds do not fit torch's CPU build: `import transformers` dies with an operator that is missing"
         yield problem("packages", f"installed: {', '.join(broken)}", why, f"pip uninstall {' '.join(broken)}")
 

@@ -33,16 +33,9 @@ class Sizes(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, world: int, parallel: ParallelConfig) -> "Sizes":
         """For a world that the layout divides (common.config.parallel_layout.world_problems)."""
-        return cls(
-            world=world,
-            tensor=parallel.tensor,
-            context=parallel.context,
-            data=world // parallel.model_ranks,
-            pipeline=parallel.pipeline,
-            expert_tensor=parallel.expert_tensor,
-            expert=parallel.expert,
-            expert_data=world // (parallel.pipeline * parallel.expert * parallel.expert_tensor),
-        )
+        given = {axis: getattr(parallel, axis) for axis in ("tensor", "context", "pipeline", "expert_tensor", "expert")}
+        expert_data = world // (parallel.pipeline * parallel.expert * parallel.expert_tensor)
+        return cls(world=world, data=world // parallel.model_ranks, expert_data=expert_data, **given)
 
     @property
     def dense_shards(self) -> int:

@@ -95,14 +95,11 @@ def role_specs(config: Config, run: RunDir, places: Mapping[str, Place]) -> list
 
     keeps = config.broker.durability != "memory"  # others lose everything with their process
     env = thread_environment(threads)
-    return [
-        spec("broker", ["broker"], max_restarts=restarts if keeps else 0),
-        spec("learner", ["learner"], cores=learner_cores),
-        *(
-            spec(name, ["rollout", "--node-id", name], name, child_cores=cores, env=env)
-            for name, cores in zip(nodes, node_cores, strict=True)
-        ),
-    ]
+    specs = [spec("broker", ["broker"], max_restarts=restarts if keeps else 0)]
+    specs.append(spec("learner", ["learner"], cores=learner_cores))
+    for name, cores in zip(nodes, node_cores, strict=True):
+        specs.append(spec(name, ["rollout", "--node-id", name], name, child_cores=cores, env=env))
+    return specs
 
 
 class Job:
@@ -223,11 +220,10 @@ class Job:
                 events.add(f"role_{kind}", **detail)
         except OSError as error:  # a full disk must not end the one who restarts the others
             self._note(f"events.jsonl cannot be written: {error.strerror}")
-        name, code = str(detail["role"]), detail.get("exit_code")
+        name = str(detail["role"])
         if kind == "crashed":
-            how = describe_exit(code if isinstance(code, int) else None)
-            log = self.supervisor.roles[name].spec.log
-            self._note(f"{name}: {how}; restarting in {detail.get('restart_in_s')} s, log {log}")
+            role, wait_s = self.supervisor.roles[name], detail["restart_in_s"]
+            self._note(f"{name}: {describe_exit(role.exit_code)}; restarting in {wait_s} s, log {role.spec.log}")
         elif kind in ("restarted", "killed"):
             self._note(f"{name}: {kind}")
 

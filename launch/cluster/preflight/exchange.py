@@ -42,9 +42,8 @@ class Exchange:
         serial = next(self._serials)
         self._connection.send(msgpack.encode((serial, value, limit_s)))
         if not self._connection.poll(int((limit_s + SLACK_S) * 1000)):
-            raise SlipstreamError(
-                "the meeting host is silent: it has ended, or is cut off, or this machine takes part twice"
-            )
+            why = "it has ended, or is cut off, or this machine takes part twice"
+            raise SlipstreamError(f"the meeting host is silent: {why}")
         try:
             got = msgpack.decode(self._connection.recv(), type=Values)
         except msgspec.DecodeError:
