@@ -25,14 +25,12 @@ BAR_WIDTH, SPARKLINE_WIDTH = 24, 48
 PLAIN_EVERY_S = 3.0
 NOTES_SHOWN = 4
 COLOURS = {
-    "green": ("training", "generating", "publishing", "checkpointing", "done", "serving"),
-    "yellow": (
-        "waiting", "starting", "joining", "flipping", "replaying", "draining", "drained", "environments", "unreachable",
-    ),
-    "red": ("silent", "lost", "gone", "failed", "excluded", "absent"),
-    "dim": ("ended",),
-}  # fmt: skip
-COLOUR_OF = {state: colour for colour, states in COLOURS.items() for state in states}
+    "green": "training generating publishing checkpointing done serving",
+    "yellow": "waiting starting joining flipping replaying draining drained environments unreachable",
+    "red": "silent lost gone failed excluded absent",
+    "dim": "ended",
+}
+COLOUR_OF = {state: colour for colour, states in COLOURS.items() for state in states.split()}
 
 
 @contextmanager

@@ -48,10 +48,8 @@ def command(args: argparse.Namespace) -> int:
     need_broker_library(config)
     with only_one(run):
         if finished(run, config):
-            print(f"{run.path} is finished: {config.run.steps} steps, the model is in {run.model}")
             return EXIT_DONE
-        address = running_broker(run)
-        if address is not None:
+        if (address := running_broker(run)) is not None:
             raise UsageError(f"{run.path}: a broker already runs at {address}; stop that job first")
         places = assign(config)
         run.prepare(config)
@@ -63,10 +61,13 @@ def command(args: argparse.Namespace) -> int:
 
 
 def finished(run: RunDir, config: Config) -> bool:
-    """Whether the run has done all its steps and has its model."""
+    """Whether the run has done all its steps and has its model; then it is said."""
     record = read_record(run)
-    done = record is not None and record.state == "done" and record.policy_version >= config.run.steps
-    return done and (run.model / "config.json").is_file()
+    trained = record is not None and record.state == "done" and record.policy_version >= config.run.steps
+    done = trained and (run.model / "config.json").is_file()
+    if done:
+        print(f"{run.path} is finished: {config.run.steps} steps, the model is in {run.model}")
+    return done
 
 
 def only_one(run: RunDir) -> IO[str]:

@@ -52,7 +52,6 @@ def command(args: argparse.Namespace) -> int:
         slurm("sbatch", "--version")
     config, run = prepared(args.config, args.overrides)
     if not args.dry_run and finished(run, config):
-        print(f"{run.path} is finished: {config.run.steps} steps, the model is in {run.model}")
         return EXIT_DONE
     if not args.dry_run and (tasks := tasks_of(read_jobs(run).ids)):
         ids = " ".join(task.id for task in tasks)
