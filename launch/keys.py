@@ -15,17 +15,8 @@ import zmq
 from common.errors import UsageError
 from common.process.files import pretty_json
 from common.process.run_dir import write_atomic
-from common.security.credentials import (
-    CREDENTIAL_NAME,
-    AllowedKeys,
-    Credential,
-    Identity,
-    KeyFolder,
-    Keys,
-    Role,
-    load_allowed,
-    read_file,
-)
+from common.security import credentials
+from common.security.credentials import Credential, Identity, KeyFolder, Keys, Role, load_allowed, read_file
 from common.security.curve import new_keys
 
 DEFAULT_NODE = "node-0"
@@ -55,7 +46,7 @@ def make(folder: KeyFolder, nodes: Sequence[str]) -> list[Path]:
     A name that is in the list without a file here was handed out and is left alone. Raises UsageError.
     """
     for name in nodes:
-        if not re.match(CREDENTIAL_NAME, name):
+        if not re.match(credentials.CREDENTIAL_NAME, name):
             raise UsageError(f"--node {name!r}: expected letters, digits, '.', '_' and '-', at most 64")
     try:
         folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -111,7 +102,7 @@ def _credential(server: Keys, allowed: list[Identity], role: Role, name: str, fi
 
 
 def _write_allowed(folder: KeyFolder, keys: Sequence[Identity]) -> None:
-    write_atomic(folder.allowed, pretty_json(AllowedKeys(list(keys))), mode=0o600)
+    write_atomic(folder.allowed, pretty_json(credentials.AllowedKeys(list(keys))), mode=0o600)
 
 
 def _write_new(file: Path, value: Keys | Credential) -> None:

@@ -124,15 +124,14 @@ def docstring_lines(text: str, first: int) -> Iterator[tuple[int, str]]:
     section = False
     for number, line in enumerate(inspect.cleandoc(text).splitlines(), first):
         if SECTION.match(line):
-            section = True
-            yield number, ""
+            section, prose = True, ""
         elif not line.startswith("  "):
-            section = section and not line.strip()
-            yield number, line
+            section, prose = section and not line.strip(), line
         elif section and (entry := re.match(r" {2,4}[\w*, ]+(\([^)]*\))?: (.*)", line)):
-            yield number, f"- {entry[2]}"
+            prose = f"- {entry[2]}"
         else:
-            yield number, line.strip() if section or LIST_ITEM.match(line) else ""
+            prose = line.strip() if section or LIST_ITEM.match(line) else ""
+        yield number, prose
 
 
 def spoken(node: ast.expr) -> str | None:
