@@ -87,11 +87,11 @@ if [ "$role" = cpu ] || [ -n "$cpu" ]; then
   fi
 fi
 case "$kind" in
-  learner|rollout) options="" ;;  # pip adds torch's CUDA libraries
+  learner|rollout) options="" more=", and torch's CUDA libraries" ;;
   adapters) options="--no-deps --no-compile" ;;
   *) options="--no-deps" ;;
 esac
-say "installing $(grep -cE '^[a-zA-Z]' "$requirements") pinned packages from $requirements"
+say "installing $(grep -cE '^[a-zA-Z]' "$requirements") pinned packages from $requirements${more:-}"
 pip_install $options -r "$requirements"
 if [ -f "$no_deps" ]; then
   say "installing $no_deps (compiles for several minutes)"
