@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+SHOWN = 4  # names in one finding
 Level = Literal["problem", "warning", "fine"]
 Case = tuple[bool, Level, str, str]  # whether it is so, how bad that is, why, and how to repair it
 
@@ -25,9 +26,10 @@ warning = partial(Finding, "warning")
 problem = partial(Finding, "problem")
 
 
-def few(names: Sequence[object], most: int = 4) -> str:
+def few(names: Sequence[object]) -> str:
     """The first names of one finding, and how many more there are."""
-    return ", ".join([*map(str, names[:most]), *([f"and {len(names) - most} more"] * (len(names) > most))])
+    more = [f"and {len(names) - SHOWN} more"] * (len(names) > SHOWN)
+    return ", ".join([*map(str, names[:SHOWN]), *more])
 
 
 def judged(check: str, what: str, *cases: Case) -> Finding:
