@@ -143,6 +143,8 @@ class Report(LearnerRequest[HeartbeatReply | None], frozen=True, kw_only=True, t
 
 class Gather(Request[Assembly], frozen=True, kw_only=True, tag="gather"):
     report: MachineReport
+    log: Text | None = None  # as in Report
+    log_rank: int = -1
 
 
 class Stop(Request[BrokerStatus], frozen=True, kw_only=True, tag="stop"):
