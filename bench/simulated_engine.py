@@ -63,7 +63,6 @@ class Node:
         self.unfinished = 0  # episodes that run or wait for a place
         self.taken = 0  # places
         self.queue: deque[tuple[int, int]] = deque()  # (serial, sample) that wait for a place
-        self.due = 0  # number of the newest scheduled end; earlier ones are out of date
         self.version = 0
 
     @property
