@@ -12,17 +12,17 @@ import broker_groups
 import msgspec
 import zmq
 from broker_groups import ListGroup, ListSample
-from broker_ways import Load, RawZeroMQ, redis_server
+from broker_ways import Load, RawZeroMQ, Way, redis_server
 
 STREAM = "groups"
 WINDOW = 64  # groups under way
 DECODER = msgspec.msgpack.Decoder(ListGroup)
 
 
-class RedisPickledLists:
+class RedisPickledLists(Way):
     """PipelineRL's way: a Redis stream (no AOF), one XADD and one XREAD a group, pickled lists."""
 
-    name = "redis_pickled_lists"
+    name, fewer = "redis_pickled_lists", 10
 
     @contextlib.contextmanager
     def serve(self, folder: str) -> Iterator[tuple[str, Sequence[int]]]:
@@ -64,7 +64,7 @@ class RedisPickledLists:
 class MsgspecListsZeroMQ(RawZeroMQ):
     """prime-rl's way: msgspec structs with lists of numbers, PUSH to PULL over tcp."""
 
-    name = "msgspec_lists_zeromq"
+    name, fewer = "msgspec_lists_zeromq", 10
 
     def messages(self, size: str) -> Iterator[bytes]:
         source = broker_groups.lists(size)
