@@ -19,6 +19,7 @@ import async_tail
 import harness
 import tailed_environment
 
+from bench.figures import result
 from common.config.loading import load_config
 from common.config.schema import Config
 from launch.up.roles import thread_environment
@@ -135,7 +136,7 @@ def main() -> None:
     config = load_config(async_tail.CONFIG, [*words, f"rollout.engine.kv_cache_mib={mib}"])
     os.environ.update(thread_environment(config.rollout.threads))
     arms = asyncio.run(measure(config, kind, args.turn))
-    cases = harness.before(NAME).get("cases", {})
+    cases = result(NAME)["cases"]
     cases.setdefault(args.case, {})[str(args.turn)] = arms
     rounds = min(len(turns) for turns in cases.values())
     settings = {"settle_s": SETTLE_S, "counted_s": COUNTED_S, "fixed_places": FIXED}

@@ -4,8 +4,6 @@ import asyncio
 import itertools
 import os
 import statistics
-import subprocess
-import sys
 import time
 from bisect import bisect_left
 from collections.abc import AsyncGenerator
@@ -158,12 +156,7 @@ class Replayed:
 
 def learner_busy(run_dir: Path, config: Config, out: Path) -> Replayed:
     """`slipstream replay` of the run on the learner's cores."""
-    cores = core_plan(config)[0]
-    command = [sys.executable, "-m", "launch.cli", "replay", str(run_dir), "--out", str(out)]
-    replay = subprocess.Popen(command, cwd=harness.ROOT, stdout=subprocess.DEVNULL)
-    if cores is not None:
-        pin(replay.pid, cores)
-    if replay.wait() != 0:
-        raise RuntimeError(f"{' '.join(command)} exited with {replay.returncode}")
+    words = ("-m", "launch.cli", "replay", run_dir, "--out", out)
+    harness.apart(harness.python, *words, cores=core_plan(config)[0])
     job = harness.read(out)
     return Replayed(job.lines[0]["time_s"], job.lines[-1]["time_s"], job.busy_s)
