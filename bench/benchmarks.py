@@ -34,13 +34,12 @@ def simulated() -> list[Row]:
 
 
 def step_overhead() -> list[Row]:
+    peers = ("bare_megatron", "bare Megatron-Core's", 1.03), ("hugging_face", "Hugging Face's, padded", None)
     rows = []
     for name, shape in result("step_overhead")["shapes"].items():
-        for key, other in (("bare_megatron", "bare Megatron-Core's"), ("hugging_face", "Hugging Face's, padded")):
-            found = shape[f"learner_over_{key}"]
-            aim = 1.03 if key == "bare_megatron" else None
-            values = [found["lowest"], found["median"], found["highest"]]
-            rows.append(Row(f"CPU time of a step over {other}, shape `{name}`", values, at_most=aim))
+        for key, words, aim in peers:
+            values = list(shape[f"learner_over_{key}"].values())
+            rows.append(Row(f"CPU time of a step over {words}, shape `{name}`", values, at_most=aim))
     return rows
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import broker_groups
 import msgspec
+import redis
 import zmq
 from broker_groups import ListGroup, ListSample
 from broker_ways import Load, RawZeroMQ, Way, redis_server
@@ -30,8 +31,6 @@ class RedisPickledLists(Way):
             yield address, [pid]
 
     def produce(self, address: str, load: Load) -> Iterator[None]:
-        import redis
-
         source = broker_groups.lists(load.size)
         next(source)
         with redis.Redis.from_url(address) as client:
@@ -45,8 +44,6 @@ class RedisPickledLists(Way):
                         time.sleep(0.001)
 
     def consume(self, address: str, load: Load) -> Iterator[None]:
-        import redis
-
         with redis.Redis.from_url(address) as client:
             yield
             last = "0"

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import harness
-from broker_embedded import GROUPS_PER_STEP, Embedded, broker_process
+from broker_embedded import GROUPS_PER_STEP, META, Embedded, broker_process
 from broker_overhead import GROUPS
 from broker_ways import Load, Way, compared, encoded, redis_server
 from redis import Redis
@@ -26,7 +26,6 @@ from tests.redis_server import server_binary
 
 BATCH = 16
 WINDOW = 64  # groups that a producer is ahead
-META = GroupMeta(0, 0, 0.5, 8192, 0, 1.0)
 
 
 @contextlib.contextmanager

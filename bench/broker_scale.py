@@ -17,7 +17,6 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -138,12 +137,16 @@ def measure(nodes: int, options: argparse.Namespace) -> dict[str, object]:
         with connect(Access(address=address, role="learner")) as client:
             learner = Learner(client, GROUPS_PER_STEP)
             try:
-                idle_s, _ = cpu_of(broker, lambda: time.sleep(options.seconds / 2))
+                before_s = cpu_s(broker)
+                time.sleep(options.seconds / 2)
+                idle_s = cpu_s(broker) - before_s
                 rss_nodes = broker.memory_info().rss
                 learner.offer(2 * options.leases)
                 work(learner, options.think * 1.5 + SETTLE_S)
                 tell(fleets, "measure")
-                busy_s, groups = cpu_of(broker, lambda: work(learner, options.seconds))
+                before_s = cpu_s(broker)
+                groups = work(learner, options.seconds)
+                busy_s = cpu_s(broker) - before_s
                 tell(fleets, "pause")
             finally:
                 tell(fleets, "stop")
@@ -177,13 +180,6 @@ def start_fleets(address: str, nodes: int, options: argparse.Namespace) -> list[
 def tell(fleets: list[Connection], word: str) -> None:
     for pipe in fleets:
         pipe.send(word)
-
-
-def cpu_of(process: psutil.Process, work: Callable[[], int | None]) -> tuple[float, int]:
-    """CPU seconds of `process` while `work` runs, and the number that it returns."""
-    before = cpu_s(process)
-    result = work()
-    return cpu_s(process) - before, result or 0
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:

@@ -65,12 +65,10 @@ def plot(found: dict[str, dict[int, list[dict]]], path: Path) -> None:
     import matplotlib.pyplot as plt
     import numpy as np
 
-    lags = sorted({lag for by_lag in found.values() for lag in by_lag})
+    lags = sorted(found["tis"])
     figure, panels = plt.subplots(1, len(lags), figsize=(3.4 * len(lags), 3.2), sharey=True, squeeze=False)
     for panel, lag in zip(panels[0], lags, strict=True):
         for variant, by_lag in found.items():
-            if lag not in by_lag:
-                continue
             rewards = [[p["reward"] for p in r["curve"]] for r in by_lag[lag]]
             smooth = np.array([np.convolve(row, np.ones(5) / 5, mode="valid") for row in rewards])
             steps = np.arange(smooth.shape[1]) + 5

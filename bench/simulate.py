@@ -214,7 +214,7 @@ class Simulation:
             self._engines_slower = engines
             for who, node in enumerate(self._nodes):
                 node.advance(self._now)
-                node.share(engines)
+                node.slower = engines
                 self._schedule(who)
 
     def _trained(self) -> None:
