@@ -135,7 +135,10 @@ def summary(rounds: list[dict]) -> dict:
 def compared(arguments: argparse.Namespace) -> dict:
     """Both sides in turns, and their ratios."""
     quiet = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-    run_side = lambda side, _: harness.apart(measure, side, arguments, **quiet)  # noqa: E731
+
+    def run_side(side: str, _: int) -> list[dict]:
+        return harness.apart(measure, side, arguments, **quiet)
+
     turns = harness.in_turns(("bare", "node"), range(arguments.pairs), run_side)
     sides = {side: [one for found in runs for one in found] for side, runs in turns.items()}
     result: dict = {name: summary(found) for name, found in sides.items()}
