@@ -18,7 +18,9 @@ from dataclasses import replace
 import async_tail
 import harness
 import tailed_environment
+from tailed_environment import LONG, LONG_MEAN, SHORT_MEAN
 
+from bench.figures import result
 from common.config.loading import load_config
 from common.config.schema import Config
 from launch.up.roles import thread_environment
@@ -32,21 +34,6 @@ AHEAD = 16  # requests beyond the places, as a node leases ahead
 PROMPT_TOKENS = 11
 
 
-def tailed(draw: random.Random) -> int:
-    """As in bench/tailed_environment.py: few answers are long, and they are half of the work."""
-    mean = tailed_environment.LONG_MEAN if draw.random() < tailed_environment.LONG else tailed_environment.SHORT_MEAN
-    return min(1900, 1 + int(draw.expovariate(1 / mean)))
-
-
-def long(draw: random.Random) -> int:
-    return draw.randint(600, 1900)
-
-
-def short(draw: random.Random) -> int:
-    return min(1900, 1 + int(draw.expovariate(1 / 100)))
-
-
-LENGTHS = {"tail": tailed, "long": long, "short": short}
 CASES = ("tail-8", "tail-64", "long-64", "short-8")  # lengths, MiB of KV cache
 
 
@@ -101,7 +88,13 @@ def same_lengths(kind: str, turn: int) -> Iterator[int]:
     """The same for every arm, others at every turn: a window of seconds sees few long answers, and depends on which."""
     draw = random.Random(1 + turn)
     while True:
-        yield LENGTHS[kind](draw)
+        if kind == "long":
+            yield draw.randint(600, 1900)
+            continue
+        mean = 100
+        if kind == "tail":  # as in bench/tailed_environment.py: few answers are long, and they are half of the work
+            mean = LONG_MEAN if draw.random() < LONG else SHORT_MEAN
+        yield min(1900, 1 + int(draw.expovariate(1 / mean)))
 
 
 async def measure(config: Config, kind: str, turn: int) -> dict[str, dict]:
@@ -135,7 +128,7 @@ def main() -> None:
     config = load_config(async_tail.CONFIG, [*words, f"rollout.engine.kv_cache_mib={mib}"])
     os.environ.update(thread_environment(config.rollout.threads))
     arms = asyncio.run(measure(config, kind, args.turn))
-    cases = harness.before(NAME).get("cases", {})
+    cases = result(NAME)["cases"]
     cases.setdefault(args.case, {})[str(args.turn)] = arms
     rounds = min(len(turns) for turns in cases.values())
     settings = {"settle_s": SETTLE_S, "counted_s": COUNTED_S, "fixed_places": FIXED}

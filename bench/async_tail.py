@@ -13,6 +13,7 @@ Writes bench/results/async_tail.json.
 """
 
 import asyncio
+import itertools
 import json
 import statistics
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +21,6 @@ from functools import cached_property
 from pathlib import Path
 
 import harness
-import numpy as np
 import simulate
 import tailed_environment
 from calibration import Beside, both, engine_alone, running_engine
@@ -37,21 +37,17 @@ CONFIG = harness.ROOT / "bench" / "async_tail.yaml"
 
 def turns_of(sample: Sample) -> simulate.Episode:
     """Sampled tokens of each turn, from the runs of ones in the loss mask."""
-    mask = np.concatenate([[0], sample.loss_mask.numpy().astype(np.int8), [0]])
-    edges = np.flatnonzero(np.diff(mask))
-    return tuple(int(end - start) for start, end in zip(edges[::2], edges[1::2], strict=True))
+    runs = itertools.groupby(sample.loss_mask.numpy().tolist())
+    return tuple(len(list(run)) for sampled, run in runs if sampled)
 
 
 def lengths_by_step(run: RunDir, config: Config) -> dict[int, dict[int, list[simulate.Episode]]]:
     """Episodes of every task that a step of the run trained on, by step and serial."""
-    found: dict[int, dict[int, list[simulate.Episode]]] = {}
     with open_recording(run, config) as recording:
-        for step, groups in recording.steps.items():
-            of_step = found.setdefault(step, {})
-            for group in groups:
-                decoded = decode_group(group.stored.read())
-                of_step[group.task.serial] = [turns_of(sample) for sample in decoded.samples]
-    return found
+        return {
+            step: {g.task.serial: [turns_of(s) for s in decode_group(g.stored.read()).samples] for g in groups}
+            for step, groups in recording.steps.items()
+        }
 
 
 def learner_parts(job: harness.Job, by_step: dict[int, dict[int, list[simulate.Episode]]]) -> dict[str, float]:
@@ -127,8 +123,7 @@ def measure_round(scratch: Path, overrides: list[str], seed: int, config: Config
         mode = {"staleness": k, **figures(run.job)}
         for name, speeds in (("simulated_s", shared), ("simulated_apart_s", apart)):
             mode[name] = simulate.simulate(replace(setup, staleness=k), speeds, run.lengths).wall_s
-        modes.append(mode)
-    for mode in modes:
+        modes.append(mode)  # the synchronous one comes first
         mode["gain"] = modes[0]["wall_s"] / mode["wall_s"]
         mode["simulated_gain"] = modes[0]["simulated_s"] / mode["simulated_s"]
         mode["simulated_apart_gain"] = modes[0]["simulated_apart_s"] / mode["simulated_apart_s"]

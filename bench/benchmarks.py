@@ -1,5 +1,6 @@
 """The rows of docs/benchmarks.md: figures of sections.yaml, and one function for each result that needs computing."""
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +34,22 @@ def simulated() -> list[Row]:
 
 
 def step_overhead() -> list[Row]:
+    peers = ("bare_megatron", "bare Megatron-Core's", 1.03), ("hugging_face", "Hugging Face's, padded", None)
     rows = []
     for name, shape in result("step_overhead")["shapes"].items():
-        for key, other in (("bare_megatron", "bare Megatron-Core's"), ("hugging_face", "Hugging Face's, padded")):
-            found = shape[f"learner_over_{key}"]
-            aim = 1.03 if key == "bare_megatron" else None
-            values = [found["lowest"], found["median"], found["highest"]]
-            rows.append(Row(f"CPU time of a step over {other}, shape `{name}`", values, at_most=aim))
+        for key, words, aim in peers:
+            values = list(shape[f"learner_over_{key}"].values())
+            rows.append(Row(f"CPU time of a step over {words}, shape `{name}`", values, at_most=aim))
     return rows
 
 
 def packing() -> list[Row]:
     found = [r for r in result("packing")["rows"] if r["attention_weighed"]]
-    dense = [r for r in found if r["layout"] == "dense"]
     rows = [Row("real over computed tokens, all layouts", [r["real_over_computed_tokens"] for r in found], ".3f")]
-    for r in dense:
-        what = f"most loaded rank over the mean, `{r['workload']}`, {r['data_parallel']} data-parallel ranks"
-        rows.append(Row(what, [100 * r["imbalance_mean"]], ".2f", "% more"))
+    for r in found:
+        if r["layout"] == "dense":
+            what = f"most loaded rank over the mean, `{r['workload']}`, {r['data_parallel']} data-parallel ranks"
+            rows.append(Row(what, [100 * r["imbalance_mean"]], ".2f", "% more"))
     return rows
 
 
@@ -113,14 +113,22 @@ def node_throughput() -> list[Row]:
     return rows
 
 
+def adaptive_rates(case: dict[str, Any]) -> dict[str, float]:
+    """Median tokens per second over the rounds, by arm."""
+    turns = list(case.values())
+    return {arm: statistics.median(turn[arm]["tokens_per_s"] for turn in turns) for arm in turns[0]}
+
+
+def over_best(case: dict[str, Any]) -> float:
+    """Tokens per second of `auto` over those of the best fixed number."""
+    found = adaptive_rates(case)
+    return found.pop("auto") / max(found.values())
+
+
 def adaptive() -> list[Row]:
-    cases = result("adaptive_concurrency")["cases"]
-    rows = []
-    for name, turns in sorted(cases.items()):
-        rates = [{arm: found["tokens_per_s"] for arm, found in turn.items()} for turn in turns.values()]
-        shares = [rate["auto"] / max(rate[arm] for arm in rate if arm != "auto") for rate in rates]
-        rows.append(Row(f"`rollout.concurrency: auto` over the best fixed number, workload `{name}`", shares))
-    return rows
+    what = "`rollout.concurrency: auto` over the best fixed number, workload"
+    cases = sorted(result("adaptive_concurrency")["cases"].items())
+    return [Row(f"{what} `{name}`", [over_best({turn: arms}) for turn, arms in case.items()]) for name, case in cases]
 
 
 COMPUTED = {

@@ -10,22 +10,14 @@ per second. All ways of a size run in turn, round after round, so that a slower 
 import harness
 from broker_embedded import GROUPS_PER_STEP, Embedded
 from broker_peers import MsgspecListsZeroMQ, RedisPickledLists
-from broker_ways import Load, RawZeroMQ, Way, compared, measure
+from broker_ways import Load, RawZeroMQ, Way, compared
 
 GROUPS = {"1k": 4000, "8k": 800}
 DURABILITIES = ("memory", "fsync", "everysec")
-PEERS_FEWER = 10  # slow ways move fewer groups
-
-
-def measure_fewer(way: Way, load: Load, scratch: str | None) -> dict[str, float]:
-    """Peers move fewer groups, because they are slow."""
-    peer = isinstance(way, RedisPickledLists | MsgspecListsZeroMQ)
-    return measure(way, load._replace(groups=load.groups // PEERS_FEWER) if peer else load, scratch)
 
 
 def main() -> None:
-    peers = [RedisPickledLists(), MsgspecListsZeroMQ()]
-    ways: list[Way] = [RawZeroMQ(), *(Embedded(durability) for durability in DURABILITIES), *peers]
+    ways: list[Way] = [RawZeroMQ(), *map(Embedded, DURABILITIES), RedisPickledLists(), MsgspecListsZeroMQ()]
     parser = harness.parser(__doc__, size=list(GROUPS), rounds=5, scale=1.0)
     parser.add_argument("--scratch", help="folder for the broker's store; put it on a real disk")
     names = [way.name for way in ways]
@@ -36,7 +28,7 @@ def main() -> None:
     sizes: dict[str, object] = {}
     for size in options.size:
         load = Load(size, int(GROUPS[size] * options.scale) // GROUPS_PER_STEP * GROUPS_PER_STEP)
-        measured = compared(ways, options.rounds, load, options.scratch, measure_fewer)
+        measured = compared(ways, options.rounds, load, options.scratch)
         sizes[size] = {"groups": load.groups, "ways": measured}
     packages = ("pyzmq", "msgspec", "redis", "numpy")
     harness.save("broker_overhead", options, {"rounds": options.rounds, "sizes": sizes}, packages)

@@ -10,19 +10,20 @@ from collections.abc import Iterator, Sequence
 
 import broker_groups
 import msgspec
+import redis
 import zmq
 from broker_groups import ListGroup, ListSample
-from broker_ways import Load, RawZeroMQ, redis_server
+from broker_ways import Load, RawZeroMQ, Way, redis_server
 
 STREAM = "groups"
 WINDOW = 64  # groups under way
 DECODER = msgspec.msgpack.Decoder(ListGroup)
 
 
-class RedisPickledLists:
+class RedisPickledLists(Way):
     """PipelineRL's way: a Redis stream (no AOF), one XADD and one XREAD a group, pickled lists."""
 
-    name = "redis_pickled_lists"
+    name, fewer = "redis_pickled_lists", 10
 
     @contextlib.contextmanager
     def serve(self, folder: str) -> Iterator[tuple[str, Sequence[int]]]:
@@ -30,8 +31,6 @@ class RedisPickledLists:
             yield address, [pid]
 
     def produce(self, address: str, load: Load) -> Iterator[None]:
-        import redis
-
         source = broker_groups.lists(load.size)
         next(source)
         with redis.Redis.from_url(address) as client:
@@ -45,8 +44,6 @@ class RedisPickledLists:
                         time.sleep(0.001)
 
     def consume(self, address: str, load: Load) -> Iterator[None]:
-        import redis
-
         with redis.Redis.from_url(address) as client:
             yield
             last = "0"
@@ -64,7 +61,7 @@ class RedisPickledLists:
 class MsgspecListsZeroMQ(RawZeroMQ):
     """prime-rl's way: msgspec structs with lists of numbers, PUSH to PULL over tcp."""
 
-    name = "msgspec_lists_zeromq"
+    name, fewer = "msgspec_lists_zeromq", 10
 
     def messages(self, size: str) -> Iterator[bytes]:
         source = broker_groups.lists(size)

@@ -18,7 +18,7 @@ import broker_groups
 import harness
 import psutil
 import ray
-from broker_ways import Load, RawZeroMQ, compared, measure
+from broker_ways import Load, RawZeroMQ, Way, compared, cpu_s
 
 GROUPS = {"1k": 1600, "8k": 320}
 WARM_UP = 160
@@ -77,35 +77,30 @@ class Peer:
         return tokens
 
 
-def cpu_s() -> float:
-    """User and system seconds of everything that this process started."""
+def children_cpu_s() -> float:
+    """CPU seconds of everything that this process started."""
     total = 0.0
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            total += sum(process.cpu_times()[:2])
+            total += cpu_s(process)
     return total
 
 
-class RayQueue:
-    """A way of bench/broker_ways.py, as far as `compared` needs one."""
-
+class RayQueue(Way):
     name = "ray"
 
-
-def move(way: RawZeroMQ | RayQueue, load: Load, scratch: str | None) -> dict[str, float]:
-    """One round; Ray gets a queue and peers of its own."""
-    if isinstance(way, RawZeroMQ):
-        return measure(way, load, scratch)
-    queue = ray.remote(Queue).options(max_concurrency=200).remote()
-    producer, consumer = (ray.remote(Peer).remote() for _ in range(2))
-    ray.get([producer.ready.remote(), consumer.ready.remote()])
-    pass_on(queue, producer, consumer, load._replace(groups=WARM_UP))
-    before, started = cpu_s(), time.perf_counter()
-    pass_on(queue, producer, consumer, load)
-    wall_s, used_s = time.perf_counter() - started, cpu_s() - before
-    for actor in (queue, producer, consumer):
-        ray.kill(actor)
-    return {"cpu_us_per_group": 1e6 * used_s / load.groups, "groups_per_s": load.groups / wall_s}
+    def measure(self, load: Load, scratch: str | None) -> dict[str, float]:
+        """One round, with a queue and peers of its own."""
+        queue = ray.remote(Queue).options(max_concurrency=200).remote()
+        producer, consumer = (ray.remote(Peer).remote() for _ in range(2))
+        ray.get([producer.ready.remote(), consumer.ready.remote()])
+        pass_on(queue, producer, consumer, load._replace(groups=WARM_UP))
+        before, started = children_cpu_s(), time.perf_counter()
+        pass_on(queue, producer, consumer, load)
+        wall_s, used_s = time.perf_counter() - started, children_cpu_s() - before
+        for actor in (queue, producer, consumer):
+            ray.kill(actor)
+        return {"cpu_us_per_group": 1e6 * used_s / load.groups, "groups_per_s": load.groups / wall_s}
 
 
 def pass_on(queue: Any, producer: Any, consumer: Any, load: Load) -> None:
@@ -125,7 +120,7 @@ def main() -> None:
     sizes: dict[str, object] = {}
     for size in options.size:
         load = Load(size, GROUPS[size])
-        found = compared([RawZeroMQ(), RayQueue()], options.rounds, load, one=move)
+        found = compared([RawZeroMQ(), RayQueue()], options.rounds, load)
         sizes[size] = {"groups": load.groups, "raw_zeromq_us": found["raw_zeromq"]["cpu_us_per_group"], **found["ray"]}
     ray.shutdown()
     harness.save("broker_ray", options, {"rounds": options.rounds, "sizes": sizes}, ("ray", "pyzmq", "numpy"))

@@ -7,25 +7,22 @@ Two stores of that many groups, each of `--payload` bytes. One is of a usual run
 Writes bench/results/broker_recovery.json.
 """
 
-import json
 import os
 import tempfile
 import time
 from pathlib import Path
 
 import harness
+from broker_embedded import GROUPS_PER_STEP, META, PROBLEM
 
 from broker.contract import LearnerReport, NodeReport, RunInfo
 from broker.delivery.state import DeliveryState
 from broker.journal.file_store.store import FileStore, open_file_store
 from broker.journal.journal import Journal
 from broker.journal.recovery import Recovered, recover
-from common.rollouts import GroupMeta, Task
+from common.rollouts import Task
 
-GROUPS_PER_STEP = 16
 RETAIN_STEPS = 16
-PROBLEM = json.dumps({"question": "384+519", "answer": "903"}).encode()
-META = GroupMeta(version_min=3, version_max=4, reward_mean=0.5, sampled_tokens=8192)
 RUN = RunInfo("bench", "", GROUPS_PER_STEP, 1 << 20, 3, 60.0, 1 << 40)
 
 

@@ -14,12 +14,11 @@ bench/results/broker_redis.json.
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import harness
-from broker_embedded import GROUPS_PER_STEP, Embedded, broker_process, wait_for_address
+from broker_embedded import GROUPS_PER_STEP, META, Embedded, broker_process
 from broker_overhead import GROUPS
-from broker_ways import Load, compared, encoded, redis_server
+from broker_ways import Load, Way, compared, encoded, redis_server
 from redis import Redis
 
 from common.rollouts import GroupMeta
@@ -27,7 +26,6 @@ from tests.redis_server import server_binary
 
 BATCH = 16
 WINDOW = 64  # groups that a producer is ahead
-META = GroupMeta(0, 0, 0.5, 8192, 0, 1.0)
 
 
 @contextlib.contextmanager
@@ -38,7 +36,7 @@ def private_server(folder: str, appendfsync: str) -> Iterator[tuple[str, int]]:
         yield found
 
 
-class RawStreams:
+class RawStreams(Way):
     """Nothing but a stream and a consumer group, in pipelines of redis-py."""
 
     name = "raw_streams"
@@ -95,12 +93,11 @@ class Slipstream(Embedded):
 
     @contextlib.contextmanager
     def serve(self, folder: str) -> Iterator[tuple[str, Sequence[int]]]:
-        run = Path(folder) / "run"
         with (
-            private_server(folder, self._appendfsync) as (address, redis_pid),
-            broker_process(str(run), self._durability, redis=address) as pid,
+            private_server(folder, self._appendfsync) as (redis, redis_pid),
+            broker_process(f"{folder}/run", self._durability, redis=redis) as (address, pid),
         ):
-            yield wait_for_address(run), [redis_pid, pid]
+            yield address, [redis_pid, pid]
 
     def source(self, load: Load) -> Callable[[int], tuple[GroupMeta, bytes]]:
         payloads = itertools.cycle(encoded(load.size))

@@ -12,28 +12,24 @@ Heartbeats are a price per node and second, not per group. Writes bench/results/
 
 import argparse
 import asyncio
-import multiprocessing
 import os
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NamedTuple
 
 import broker_groups
 import harness
 import psutil
-from broker_embedded import HEARTBEAT_S, PROBLEM, Times, broker_process, wait_for_address
-from broker_ways import cpu_s
+from broker_embedded import HEARTBEAT_S, Learner, Times, broker_process
+from broker_ways import cpu_s, received, spawned
 
 from broker.connect import Access, connect
 from broker.contract import Lease, NodeReport
 from broker.messaging.async_client import AsyncBrokerClient
-from broker.messaging.client_methods import LearnerBroker
-from common.rollouts import Task, encode_group
+from common.rollouts import encode_group
 
 NODE_PROCESSES = 4
 GROUPS_PER_STEP = 100
@@ -124,49 +120,37 @@ def play(plan: Plan, pipe: Connection) -> None:
     pipe.send(fleet.measured)
 
 
-class Learner:
-    """Offers ahead of the nodes and takes what is ready, a step at a time."""
-
-    def __init__(self, client: LearnerBroker) -> None:
-        self._client = client
-        self._offered = self._step = 0
-
-    def offer(self, count: int) -> None:
-        serials = range(self._offered, self._offered + count)
-        self._client.offer([Task(serial, PROBLEM, serial, broker_groups.SAMPLES) for serial in serials])
-        self._offered += count
-
-    def work(self, seconds: float) -> int:
-        """Take and commit for so long; returns how many groups."""
-        end, groups = time.monotonic() + seconds, 0
-        while (left_s := end - time.monotonic()) > 0:
-            taken = self._client.take(self._step, GROUPS_PER_STEP, left_s)
-            if taken is not None:
-                self.offer(len(taken))
-                self._client.commit(self._step)
-                self._step += 1
-                groups += len(taken)
-        return groups
+def work(learner: Learner, seconds: float) -> int:
+    """Take and commit for so long, and offer as much ahead of the nodes; returns how many groups."""
+    end, first = time.monotonic() + seconds, learner.step
+    while (left_s := end - time.monotonic()) > 0:
+        if learner.take(left_s, len):
+            learner.offer(GROUPS_PER_STEP)
+    return (learner.step - first) * GROUPS_PER_STEP
 
 
 def measure(nodes: int, options: argparse.Namespace) -> dict[str, object]:
-    with tempfile.TemporaryDirectory() as folder, broker_process(folder, "memory", GROUPS_PER_STEP) as pid:
-        address, broker = wait_for_address(Path(folder)), psutil.Process(pid)
+    with tempfile.TemporaryDirectory() as folder, broker_process(folder, "memory", GROUPS_PER_STEP) as (address, pid):
+        broker = psutil.Process(pid)
         rss_before = broker.memory_info().rss
         fleets = start_fleets(address, nodes, options)
         with connect(Access(address=address, role="learner")) as client:
-            learner = Learner(client)
+            learner = Learner(client, GROUPS_PER_STEP)
             try:
-                idle_s, _ = cpu_of(broker, lambda: time.sleep(options.seconds / 2))
+                before_s = cpu_s(broker)
+                time.sleep(options.seconds / 2)
+                idle_s = cpu_s(broker) - before_s
                 rss_nodes = broker.memory_info().rss
                 learner.offer(2 * options.leases)
-                learner.work(options.think * 1.5 + SETTLE_S)
+                work(learner, options.think * 1.5 + SETTLE_S)
                 tell(fleets, "measure")
-                busy_s, groups = cpu_of(broker, lambda: learner.work(options.seconds))
+                before_s = cpu_s(broker)
+                groups = work(learner, options.seconds)
+                busy_s = cpu_s(broker) - before_s
                 tell(fleets, "pause")
             finally:
                 tell(fleets, "stop")
-        measured = [pipe.recv() for pipe in fleets]
+        measured = list(map(received, fleets))
     idle_share = idle_s / (options.seconds / 2)
     return {
         "nodes": nodes,
@@ -183,29 +167,19 @@ def measure(nodes: int, options: argparse.Namespace) -> dict[str, object]:
 
 def start_fleets(address: str, nodes: int, options: argparse.Namespace) -> list[Connection]:
     """Pipes to processes whose nodes have joined; each ends after it has sent what it measured."""
-    context, fleets = multiprocessing.get_context("spawn"), list[Connection]()
-    processes = min(nodes, NODE_PROCESSES)
+    processes, fleets = min(nodes, NODE_PROCESSES), list[Connection]()
     for i in range(processes):
         first, last = nodes * i // processes, nodes * (i + 1) // processes
         plan = Plan(address, first, last - first, options.leases // nodes, options.think, options.size)
-        ours, theirs = context.Pipe()
-        context.Process(target=play, args=(plan, theirs)).start()
-        fleets.append(ours)
+        fleets.append(spawned(play, plan))
     for pipe in fleets:
-        assert pipe.poll(120) and pipe.recv() == "joined"
+        assert received(pipe) == "joined"
     return fleets
 
 
 def tell(fleets: list[Connection], word: str) -> None:
     for pipe in fleets:
         pipe.send(word)
-
-
-def cpu_of(process: psutil.Process, work: Callable[[], int | None]) -> tuple[float, int]:
-    """CPU seconds of `process` while `work` runs, and the number that it returns."""
-    before = cpu_s(process)
-    result = work()
-    return cpu_s(process) - before, result or 0
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Ways to move groups from a node to a learner, each a server, a producer and a consumer in processes of their own.
 
-`measure` runs one way once: CPU from each process's own accounting between a common start and its last group.
+`play` runs one way once: CPU from each process's own accounting between a common start and its last group.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import broker_groups
 import harness
@@ -33,23 +33,28 @@ class Load(NamedTuple):
     groups: int
 
 
-class Roles(Protocol):
-    """Producer and consumer: generators that yield once, when they are ready, and end after the last group."""
+class Way:
+    """Producer and consumer are generators that yield once, when they are ready, and end after the last group."""
 
-    def produce(self, address: str, load: Load) -> Generator[None, None, Any]: ...
-
-    def consume(self, address: str, load: Load) -> Generator[None, None, Any]: ...
-
-
-class Way(Roles, Protocol):
     name: str
+    fewer = 1  # it moves so many times fewer groups, because it is slow
 
     def serve(self, folder: str) -> contextlib.AbstractContextManager[tuple[str, Sequence[int]]]:
         """Start what stands in the middle; gives its address and its process ids."""
-        ...
+        raise NotImplementedError
+
+    def produce(self, address: str, load: Load) -> Generator[None, None, Any]:
+        raise NotImplementedError
+
+    def consume(self, address: str, load: Load) -> Generator[None, None, Any]:
+        raise NotImplementedError
+
+    def measure(self, load: Load, scratch: str | None) -> dict[str, float]:
+        """Microseconds of CPU per group by process, and groups per second; raises EOFError when a process fails."""
+        return play(self, load._replace(groups=load.groups // self.fewer), scratch)[0]
 
 
-class RawZeroMQ:
+class RawZeroMQ(Way):
     """The floor: PUSH to PULL over tcp, bytes encoded beforehand, nothing decoded, nothing acknowledged."""
 
     name = "raw_zeromq"
@@ -80,45 +85,29 @@ class RawZeroMQ:
         """Nothing is decoded."""
 
 
-Measure = Callable[[Any, Load, str | None], dict[str, float]]
-
-
-def measure(way: Way, load: Load, scratch: str | None = None) -> dict[str, float]:
-    """Microseconds of CPU per group by process, and groups per second; raises RuntimeError when a process fails."""
-    return play(way, load, scratch)[0]
-
-
-def play(
-    way: Way, load: Load, scratch: str | None = None, patience_s: float = PATIENCE_S
-) -> tuple[dict[str, float], Any]:
-    """The figures of `measure`, and the value that the producer returned."""
+def play(way: Way, load: Load, scratch: str | None, patience_s: float = PATIENCE_S) -> tuple[dict[str, float], Any]:
+    """The figures of `Way.measure`, and the value that the producer returned."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder, way.serve(folder) as (address, pids):
         servers = [psutil.Process(number) for number in pids]
-        with _started(way, "consume", address, load) as consumer, _started(way, "produce", address, load) as producer:
-            for pipe in (consumer, producer):
-                _received(pipe)
-            before = sum(map(cpu_s, servers))
-            for pipe in (consumer, producer):
-                pipe.send("go")
-            consumer_s, wall_s, _ = _received(consumer, patience_s)
-            producer_s, _, produced = _received(producer)
-            server_s = sum(map(cpu_s, servers)) - before
+        consumer, producer = pipes = [spawned(_play, role, address, load) for role in (way.consume, way.produce)]
+        for pipe in pipes:
+            received(pipe)
+        before = sum(map(cpu_s, servers))
+        for pipe in pipes:
+            pipe.send("go")
+        consumer_s, wall_s, _ = received(consumer, patience_s)
+        producer_s, _, produced = received(producer)
+        server_s = sum(map(cpu_s, servers)) - before
     each = {"producer_us": producer_s, "server_us": server_s, "consumer_us": consumer_s}
     figures = {name: seconds / load.groups * 1e6 for name, seconds in each.items()}
     figures = {"cpu_us_per_group": sum(figures.values()), **figures, "groups_per_s": load.groups / wall_s}
     return figures, produced
 
 
-def compared(
-    ways: Sequence[Way], rounds: int, load: Load, scratch: str | None = None, one: Measure | None = None
-) -> dict[str, dict[str, Any]]:
-    """Medians over the rounds by way; the ratio to the first way is the median of the rounds' ratios.
-
-    Args:
-        one: measures a way with this load in place of `measure`.
-    """
+def compared(ways: Sequence[Way], rounds: int, load: Load, scratch: str | None = None) -> dict[str, dict[str, Any]]:
+    """Medians over the rounds by way; the ratio to the first way is the median of the rounds' ratios."""
     named = {way.name: way for way in ways}
-    runs = harness.in_turns(list(named), range(rounds), lambda name, _: (one or measure)(named[name], load, scratch))
+    runs = harness.in_turns(list(named), range(rounds), lambda name, _: named[name].measure(load, scratch))
     floor = next(iter(runs))
     found: dict[str, dict[str, Any]] = {}
     for name, of_way in runs.items():
@@ -146,39 +135,33 @@ def redis_server(folder: str, **options: str) -> Iterator[tuple[str, int]]:
         server.kill()
 
 
-@contextlib.contextmanager
-def _started(way: Way, role: str, address: str, load: Load) -> Iterator[Connection]:
+def spawned(work: Callable[..., None], *arguments: Any) -> Connection:
+    """Our end of the pipe of a new process that does `work(*arguments, pipe)`; it does not outlive this one."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_play, args=(way, role, address, load, theirs))
-    process.start()
-    try:
-        yield ours
-        process.join(PATIENCE_S)
-    finally:
-        if process.is_alive():
-            process.kill()
+    context.Process(target=work, args=(*arguments, theirs), daemon=True).start()
+    theirs.close()
+    return ours
 
 
-def _play(way: Way, role: str, address: str, load: Load, pipe: Connection) -> None:
+def _play(role: Callable[[str, Load], Generator[None, None, Any]], address: str, load: Load, pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    roles = way.produce(address, load) if role == "produce" else way.consume(address, load)
-    next(roles)
+    steps = role(address, load)
+    next(steps)
     pipe.send("ready")
     pipe.recv()
     used_s, began = time.process_time(), time.perf_counter()
     try:
-        next(roles)
+        next(steps)
     except StopIteration as end:
         pipe.send((time.process_time() - used_s, time.perf_counter() - began, end.value))
 
 
-def _received(pipe: Connection, patience_s: float = PATIENCE_S) -> Any:
+def received(pipe: Connection, patience_s: float = PATIENCE_S) -> Any:
     if not pipe.poll(patience_s):
         raise RuntimeError(f"a bench process said nothing for {patience_s} s")
     return pipe.recv()
 
 
 def cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
+    return sum(process.cpu_times()[:2])  # user and system

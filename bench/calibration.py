@@ -4,8 +4,6 @@ import asyncio
 import itertools
 import os
 import statistics
-import subprocess
-import sys
 import time
 from bisect import bisect_left
 from collections.abc import AsyncGenerator
@@ -135,35 +133,21 @@ def fit_prefill(speeds: Speeds, rolling_s: float) -> float:
 
 async def both(engine: Engine, run_dir: Path, config: Config, out: Path) -> Beside:
     """The learner trains the run again without an engine beside it, then with one that is never idle."""
-    alone = await asyncio.to_thread(learner_busy, run_dir, config, out / "alone")
-    replay = asyncio.create_task(asyncio.to_thread(learner_busy, run_dir, config, out / "beside"))
+    alone = await asyncio.to_thread(replayed, run_dir, config, out / "alone")
+    replay = asyncio.create_task(asyncio.to_thread(replayed, run_dir, config, out / "beside"))
     ends: list[tuple[float, float]] = []  # Unix time, seconds of DECODED steps
     while not replay.done():
         took = await seconds(engine, BESIDE, 0, DECODED)
         ends.append((time.time(), took))
     beside = await replay
-    with_learner = [s for at, s in ends if beside.began_s < at - s and at < beside.ended_s]
+    first_s, last_s = beside.lines[0]["time_s"], beside.lines[-1]["time_s"]
+    with_learner = [s for at, s in ends if first_s < at - s and at < last_s]
     without = [await seconds(engine, BESIDE, 0, DECODED) for _ in range(len(with_learner))]
     return Beside(statistics.median(with_learner) / statistics.median(without), beside.busy_s / alone.busy_s)
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """A replay's learner: Unix times of its first and last step's end, seconds that it worked between them."""
-
-    began_s: float
-    ended_s: float
-    busy_s: float
-
-
-def learner_busy(run_dir: Path, config: Config, out: Path) -> Replayed:
+def replayed(run_dir: Path, config: Config, out: Path) -> harness.Job:
     """`slipstream replay` of the run on the learner's cores."""
-    cores = core_plan(config)[0]
-    command = [sys.executable, "-m", "launch.cli", "replay", str(run_dir), "--out", str(out)]
-    replay = subprocess.Popen(command, cwd=harness.ROOT, stdout=subprocess.DEVNULL)
-    if cores is not None:
-        pin(replay.pid, cores)
-    if replay.wait() != 0:
-        raise RuntimeError(f"{' '.join(command)} exited with {replay.returncode}")
-    job = harness.read(out)
-    return Replayed(job.lines[0]["time_s"], job.lines[-1]["time_s"], job.busy_s)
+    words = ("-m", "launch.cli", "replay", run_dir, "--out", out)
+    harness.apart(harness.python, *words, cores=core_plan(config)[0])
+    return harness.read(out)

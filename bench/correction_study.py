@@ -7,10 +7,10 @@ the study continues where it stopped. Writes bench/results/correction_study.json
 """
 
 import json
+import os
 import statistics
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 
 import harness
 
@@ -27,12 +27,12 @@ MEANING = {
 LEVELS = (0.5, 0.8)
 
 
-def run(folder: Path, variant: str, lag: int, seed: int, core: int, extra: list[str]) -> dict:
+def run(folder: Path, extra: list[str], variant: str, lag: int, seed: int) -> dict:
     """The result of one run, which is kept in `folder`."""
     out = folder / f"{variant}-{lag}-{seed}.json"
     if not out.exists():
         words = [f"run.seed={seed}", *VARIANTS[variant], *extra]
-        found = harness.apart(trained, words, lag, cores=[core], PYTHONWARNINGS="ignore")
+        found = harness.apart(trained, words, lag, PYTHONWARNINGS="ignore")
         out.write_text(json.dumps(found))
         print(f"{out.stem}: held-out {found['held_out']}", flush=True)
     return json.loads(out.read_text())
@@ -65,12 +65,10 @@ def plot(found: dict[str, dict[int, list[dict]]], path: Path) -> None:
     import matplotlib.pyplot as plt
     import numpy as np
 
-    lags = sorted({lag for by_lag in found.values() for lag in by_lag})
+    lags = sorted(found["tis"])
     figure, panels = plt.subplots(1, len(lags), figsize=(3.4 * len(lags), 3.2), sharey=True, squeeze=False)
     for panel, lag in zip(panels[0], lags, strict=True):
         for variant, by_lag in found.items():
-            if lag not in by_lag:
-                continue
             rewards = [[p["reward"] for p in r["curve"]] for r in by_lag[lag]]
             smooth = np.array([np.convolve(row, np.ones(5) / 5, mode="valid") for row in rewards])
             steps = np.arange(smooth.shape[1]) + 5
@@ -91,17 +89,6 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], help="overrides of the config, for every run")
     words = parser.parse_args()
     words.folder.mkdir(parents=True, exist_ok=True)
-    cores: SimpleQueue[int] = SimpleQueue()
-    for core in range(words.workers):
-        cores.put(core)
-
-    def task(key: tuple[str, int, int]) -> dict:
-        core = cores.get()
-        try:
-            return run(words.folder, *key, core, words.set)
-        finally:
-            cores.put(core)
-
     # without lag every weight is 1 up to rounding: the variants coincide, and one seed of each shows it
     keys = [
         (v, lag, seed)
@@ -110,8 +97,10 @@ def main() -> None:
         for v in VARIANTS
         if lag > 0 or v == "tis" or seed == words.seeds[0]
     ]
-    with ThreadPoolExecutor(words.workers) as pool:
-        results = list(pool.map(task, keys))
+    cores = iter(range(words.workers))
+    # the processes that a thread starts inherit its core
+    with ThreadPoolExecutor(words.workers, initializer=lambda: os.sched_setaffinity(0, [next(cores)])) as pool:
+        results = list(pool.map(lambda key: run(words.folder, words.set, *key), keys))
     found: dict[str, dict[int, list[dict]]] = {}
     for (variant, lag, _), one in zip(keys, results, strict=True):
         found.setdefault(variant, {}).setdefault(lag, []).append(one)

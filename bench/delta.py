@@ -19,7 +19,7 @@ import torch
 from common.weights import delta, packing
 from common.weights.layout import Layout
 
-RATES = (1e-6, 3e-6, 1e-5)
+CASES = ((1e-6, "bfloat16"), (1e-6, "float32"), (3e-6, "bfloat16"), (1e-5, "bfloat16"))  # learning rate, dtype
 SETTLE = 3  # steps before the first that is measured: Adam's first ones are larger
 PROMPTS, GROUP, PROMPT, TOKENS, VOCABULARY = 4, 4, 12, 24, 4096
 
@@ -83,48 +83,34 @@ def compared(old: torch.Tensor, new: torch.Tensor, item_bytes: int) -> dict:
     }
 
 
-def measured(rate: float, steps: int, dtypes: list[str]) -> list[dict]:
-    """Medians over `steps` pairs of neighbouring versions, per dtype."""
+def measured(rate: float, dtype: str, steps: int) -> dict:
+    """Medians over `steps` pairs of neighbouring versions."""
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder))
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     for _ in range(SETTLE):
         grpo_step(model, optimizer)
-    held = {dtype: export(model, dtype) for dtype in dtypes}
-    found: dict[str, list[dict]] = {dtype: [] for dtype in dtypes}
+    held, pairs = export(model, dtype), []
     for _ in range(steps):
         grpo_step(model, optimizer)
-        for dtype in dtypes:
-            now = export(model, dtype)
-            found[dtype].append(compared(held[dtype], now, 2 if dtype == "bfloat16" else 4))
-            held[dtype] = now
-    rows = []
-    for dtype, pairs in found.items():
-        row = {name: statistics.median(pair[name] for pair in pairs) for name, x in pairs[0].items() if x is not None}
-        full = held[dtype].numel()
-        # Sending `share` of the bytes pays where a link carries fewer bytes per second than this.
-        worth = full * (1 - row["share"]) / (row["encode_s"] + row["apply_s"] + row["verify_s"])
-        rounded = {name: float(f"{value:.3g}") for name, value in row.items()}
-        rows.append(
-            {
-                "lr": rate,
-                "dtype": dtype,
-                "full_bytes": full,
-                "steps_of_one": None,
-                **rounded,
-                "pays_below_mb_per_s": round(worth / 1e6),
-            }
-        )
-        print(rows[-1], flush=True)
-    return rows
+        now = export(model, dtype)
+        pairs.append(compared(held, now, 2 if dtype == "bfloat16" else 4))
+        held = now
+    row = {name: statistics.median(pair[name] for pair in pairs) for name, x in pairs[0].items() if x is not None}
+    full = held.numel()
+    # Sending `share` of the bytes pays where a link carries fewer bytes per second than this.
+    worth = full * (1 - row["share"]) / (row["encode_s"] + row["apply_s"] + row["verify_s"])
+    rounded = {name: float(f"{value:.3g}") for name, value in row.items()}
+    found = {"lr": rate, "dtype": dtype, "full_bytes": full, "steps_of_one": None, **rounded}
+    found["pays_below_mb_per_s"] = round(worth / 1e6)
+    print(found, flush=True)
+    return found
 
 
 def main() -> None:
     options = harness.parser(__doc__, steps=4).parse_args()
     torch.set_num_threads(1)
-    rows = []
-    for rate in RATES:
-        rows += measured(rate, options.steps, ["bfloat16", "float32"] if rate == RATES[0] else ["bfloat16"])
+    rows = [measured(*case, options.steps) for case in CASES]
     figures = {"rounds": options.steps, "bucket_bytes": delta.BUCKET_BYTES, "rows": rows}
     figures["parameters"] = rows[0]["full_bytes"] // 2  # the first row's are bfloat16
     harness.save("delta", options, figures)

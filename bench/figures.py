@@ -115,12 +115,8 @@ def machine_of(found: dict[str, Any]) -> str:
 def provenance(name: str, folder: str = "../bench/results") -> str:
     """Machine, commit, arguments and rounds, as far as the result has them."""
     found = result(name)
-    found = found if isinstance(found, dict) else {}
-    parts = [
-        machine_of(found),
-        f"commit {found['commit']}" if "commit" in found else "commit not recorded",
-        _arguments(found.get("arguments")),
-    ]
+    commit = found.get("commit", "not recorded")
+    parts = [machine_of(found), f"commit {commit}", _arguments(found.get("arguments"))]
     parts += [f"{found['rounds']} round{'s' * (found['rounds'] > 1)}"] if isinstance(found.get("rounds"), int) else []
     parts += [f"load {found['load_1min']} at the end"] if "load_1min" in found else []
     text = f"Source: [{name}.json]({folder}/{name}.json); {'; '.join(parts)}."
@@ -134,6 +130,4 @@ def _arguments(found: dict[str, Any] | None) -> str:
 
 
 def _word(value: object) -> str:
-    if isinstance(value, list):
-        return ",".join(map(str, value)) or "none"
-    return str(value) or "none"
+    return (",".join(map(str, value)) if isinstance(value, list) else str(value)) or "none"

@@ -23,6 +23,7 @@ from typing import Any
 import harness
 from node_throughput import engine_config, prompts, tiny_model
 
+from bench.figures import result
 from common.config.loading import load_config
 
 VARIANTS = [("keep", "full"), ("keep", "delta"), ("recompute", "full"), ("recompute", "delta")]
@@ -142,7 +143,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tiny_model(Path(folder), arguments.hidden, arguments.layers)
         rows = asyncio.run(engine_figures(arguments, folder))
-    runs = [run_figures(path) for path in arguments.runs] or harness.before("flip_cost").get("runs", [])
+    runs = [run_figures(path) for path in arguments.runs] or result("flip_cost")["runs"]
     harness.save("flip_cost", arguments, {"rounds": arguments.rounds, "engine": rows, "runs": runs})
 
 

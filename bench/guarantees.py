@@ -9,6 +9,7 @@ from typing import Any
 
 import harness
 
+from bench.figures import result
 from tests.faults.options import GROUPS_PER_STEP, HEARTBEAT_S, LEASE_S, RETRY_S
 from tests.faults.scenario import Scenario, load_all, play
 
@@ -35,20 +36,20 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[])
     options = parser.parse_args()
     scenarios = load_all()
-    figures = harness.before("guarantees").get("scenarios", {})
+    figures = result("guarantees")["scenarios"]
     for name in options.only or scenarios:
         figures[name] = measure(scenarios[name], options.runs)
     settings = {"groups_per_step": GROUPS_PER_STEP, "lease_s": LEASE_S, "heartbeat_s": HEARTBEAT_S}
     kept = {name: figures[name] for name in scenarios if name in figures}
     processors = sorted({figure["processor"] for figure in kept.values()})
-    result = {
+    found = {
         "commit": "per fault",
         "machine": harness.machine(("pyzmq", "msgspec", "redis")) | {"processor": " and ".join(processors)},
         "rounds": min(figure["runs"] for figure in kept.values()),
         "settings": {**settings, "client_retry_s": RETRY_S},
         "scenarios": kept,
     }
-    harness.save("guarantees", options, result)
+    harness.save("guarantees", options, found)
 
 
 if __name__ == "__main__":

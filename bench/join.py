@@ -59,14 +59,8 @@ def join(run: RunDir, node_id: str) -> dict[str, float]:
 def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
     make_assets(folder / "assets")
     run = RunDir(folder / "run")
-    settings = {
-        "run.dir": run.path,
-        "run.steps": 1_000_000,
-        "model.path": folder / "assets" / "model",
-        "tasks.dataset": folder / "assets" / "addition" / "train.jsonl",
-        "tasks.eval_dataset": "null",
-    }
-    words = [*(f"{key}={value}" for key, value in settings.items()), *arguments.overrides]
+    words = [f"run.dir={run.path}", "run.steps=1000000", f"model.path={folder}/assets/model"]
+    words += [f"tasks.dataset={folder}/assets/addition/train.jsonl", "tasks.eval_dataset=null", *arguments.overrides]
     rows: list[dict[str, float]] = []
     with Command(folder, "up", "up", arguments.config, *words, "--plain") as job:
         until("training", lambda: trained(run) >= WARM_STEPS, job)

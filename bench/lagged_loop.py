@@ -8,13 +8,13 @@ one core. bench/correction_study.py runs it.
 import asyncio
 import json
 import os
+import statistics
 from collections import deque
 from pathlib import Path
 
 os.environ.update(VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
 os.environ.update(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
 
-import numpy as np
 import torch
 
 from common.config.loading import load_config
@@ -92,15 +92,8 @@ def snapshot(backend) -> Weights:
     return {name: tensor.clone() for name, tensor in backend.export()}
 
 
-def accuracy(sampler: Sampler, weights: Weights, problems: list[dict]) -> float:
-    """Share of held-out problems solved by sampling, as in training."""
-    sampler.load(weights)
-    groups = sampler.groups(problems, 0, 0)
-    return float(np.mean([sample.reward for group in groups for sample in group.samples]))
-
-
 def train(overrides: list[str], lag: int) -> dict:
-    """The whole run; the curve of rewards is that of the sampling policy, `lag` versions old."""
+    """The whole run: rewards of the sampling policy, `lag` versions old, and of the last one on held-out problems."""
     torch.set_num_threads(1)
     config = load_config(Path("configs/quickstart.yaml"), [*overrides, f"staleness.max={lag}"], Config)
     sampler = Sampler(config)
@@ -132,5 +125,6 @@ def train(overrides: list[str], lag: int) -> dict:
         point = {"reward": batch.statistics.reward_mean, "staleness": batch.statistics.staleness_mean}
         point |= {"ratio_max": figures["ratio_max"], "drift": figures["drift_abs_mean"], "grad_norm": result.grad_norm}
         curve.append({name: round(float(value), 5) for name, value in point.items()})
-    final = accuracy(sampler, versions[-1], held_out)
+    sampler.load(versions[-1])
+    final = statistics.mean(s.reward for group in sampler.groups(held_out, 0, 0) for s in group.samples)
     return {"lag": lag, "seed": config.run.seed, "held_out": round(final, 4), "curve": curve}

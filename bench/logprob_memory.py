@@ -8,6 +8,7 @@ log_softmax, gather. Every measurement is a process of its own. The figure is th
 once the inputs exist, minus the memory that was resident before. The gradients are part of it.
 """
 
+import re
 from pathlib import Path
 
 import harness
@@ -19,10 +20,9 @@ WAYS = ("naive", "chunked")
 
 def resident(field: str) -> int:
     """Bytes of a memory field of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found, f"/proc/self/status has no {field}"
+    return int(found[1]) * 1024
 
 
 def measure(way: str, vocabulary: int, tokens: int) -> dict[str, float]:

@@ -16,6 +16,8 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import harness
@@ -47,19 +49,8 @@ def cpu_seconds() -> tuple[float, float]:
     return sum(me.cpu_times()[:2]), sum(children)
 
 
-def measure(rounds: int, tokens: int, serve) -> list[dict]:
-    """`serve()` generates `tokens` tokens."""
-    results = []
-    for _ in range(rounds):
-        before, started = cpu_seconds(), time.perf_counter()
-        serve()
-        wall = time.perf_counter() - started
-        front, behind = (after - b for after, b in zip(cpu_seconds(), before, strict=True))
-        results.append({"wall_s": wall, "cpu_s": front + behind, "front_cpu_s": front, "tokens": tokens})
-    return results
-
-
-def bare(arguments: argparse.Namespace) -> list[dict]:
+@contextmanager
+def bare(arguments: argparse.Namespace) -> Iterator[Callable[[], None]]:
     os.environ.update(VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
     from vllm import LLM, SamplingParams
 
@@ -78,8 +69,7 @@ def bare(arguments: argparse.Namespace) -> list[dict]:
             assert all(len(answer) == arguments.tokens for answer in answers)
             contexts = [p + answer + OBSERVATION for p, answer in zip(contexts, answers, strict=True)]
 
-    serve()
-    return measure(arguments.rounds, arguments.requests * arguments.turns * arguments.tokens, serve)
+    yield serve
 
 
 def engine_config(model: str, dtype: str, requests: int) -> Config:
@@ -93,7 +83,8 @@ def engine_config(model: str, dtype: str, requests: int) -> Config:
     )
 
 
-def node(arguments: argparse.Namespace) -> list[dict]:
+@contextmanager
+def node(arguments: argparse.Namespace) -> Iterator[Callable[[], None]]:
     from rollout_fleet.engine.engine import Engine
 
     config = engine_config(arguments.model, arguments.dtype, arguments.concurrency)
@@ -114,18 +105,22 @@ def node(arguments: argparse.Namespace) -> list[dict]:
 
         await asyncio.gather(*(one(p) for p in prompts(arguments)))
 
-    def serve() -> None:
-        loop.run_until_complete(all_of_them())
-
-    serve()
-    found = measure(arguments.rounds, arguments.requests * arguments.turns * arguments.tokens, serve)
+    yield lambda: loop.run_until_complete(all_of_them())
     loop.run_until_complete(engine.shutdown())
-    return found
 
 
-def run_side(side: str, arguments: argparse.Namespace) -> list[dict]:
-    quiet = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-    return harness.apart(bare if side == "bare" else node, arguments, **quiet)
+def measure(side: str, arguments: argparse.Namespace) -> list[dict]:
+    """Rounds of one side, in this process."""
+    tokens, results = arguments.requests * arguments.turns * arguments.tokens, []
+    with (bare if side == "bare" else node)(arguments) as serve:
+        serve()  # warm
+        for _ in range(arguments.rounds):
+            before, started = cpu_seconds(), time.perf_counter()
+            serve()
+            wall = time.perf_counter() - started
+            front, behind = (after - b for after, b in zip(cpu_seconds(), before, strict=True))
+            results.append({"wall_s": wall, "cpu_s": front + behind, "front_cpu_s": front, "tokens": tokens})
+    return results
 
 
 def summary(rounds: list[dict]) -> dict:
@@ -139,7 +134,12 @@ def summary(rounds: list[dict]) -> dict:
 
 def compared(arguments: argparse.Namespace) -> dict:
     """Both sides in turns, and their ratios."""
-    turns = harness.in_turns(("bare", "node"), range(arguments.pairs), lambda side, _: run_side(side, arguments))
+    quiet = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+
+    def run_side(side: str, _: int) -> list[dict]:
+        return harness.apart(measure, side, arguments, **quiet)
+
+    turns = harness.in_turns(("bare", "node"), range(arguments.pairs), run_side)
     sides = {side: [one for found in runs for one in found] for side, runs in turns.items()}
     result: dict = {name: summary(found) for name, found in sides.items()}
     for figure in ("tokens_per_s", "tokens_per_cpu_s"):

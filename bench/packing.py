@@ -62,14 +62,13 @@ def measure(workload: tuple[str, int, float, int, int], layout: str, ranks: int,
 
 def main() -> None:
     options = harness.parser(__doc__).parse_args()
-    settings = [
-        (workload, layout, ranks, weigh)
+    rows = [
+        measure(workload, layout, ranks, weigh)
         for workload in WORKLOADS
         for layout in LAYOUTS
         for ranks in RANKS
         for weigh in ((False, True) if layout == "dense" else (True,))
     ]
-    rows = [measure(*setting) for setting in settings]
     for row in rows:
         print(json.dumps(row))
     setting = {"documents_per_step": DOCUMENTS, "steps": STEPS, "hidden_size": HIDDEN}

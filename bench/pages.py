@@ -6,7 +6,6 @@ A page marks the place with `<!-- figures: NAME -->` and `<!-- end of figures --
 
 import functools
 import re
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 import yaml
 
 from bench import benchmarks
-from bench.figures import ROOT, Row, filled, flat, machine_of, provenance, result, span, table
+from bench.benchmarks import adaptive_rates, over_best
+from bench.figures import COLUMNS, ROOT, Row, filled, flat, machine_of, provenance, result, span, table
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKS = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -42,9 +42,15 @@ def from_tables(name: str) -> str:
     if "facts" in spec:
         rows = [[fact, filled(cell, flat(found))] for fact, cell in spec["facts"].items()]
         return "\n\n".join([*above, table(["figure", "value"], rows)])
-    columns = spec.get("columns") or {name: f"{{{name}}}" for name in found[spec["rows"]][0]}
-    rows = [[filled(cell, flat(row)) for cell in columns.values()] for row in found[spec["rows"]]]
+    measured = nested(found, *spec["rows"].split("."))
+    columns = spec.get("columns") or {name: f"{{{name}}}" for name in measured[0]}
+    rows = [[filled(cell, flat(row)) for cell in columns.values()] for row in measured]
     return "\n\n".join([*above, table(list(columns), rows)])
+
+
+def nested(found: dict[str, Any], name: str, *inner: str) -> list[dict[str, Any]]:
+    """The measurements of a list, or those of a list in each of its measurements, with what is beside that."""
+    return [one | row for one in found[name] for row in nested(one, *inner)] if inner else found[name]
 
 
 def first_row(name: str, *words: str) -> Row:
@@ -139,21 +145,8 @@ def broker_ray() -> str:
 
 def weight_events() -> str:
     """Seconds of a join, a death and a publish."""
-    names = ["figure", "median", "range over rounds"]
     rows = [r for name in ("weight_broadcast", "join", "flip_cost") for r in benchmarks.rows(name) if r.unit]
-    return table(names, [row.cells[:3] for row in rows])
-
-
-def adaptive_rates(case: dict[str, Any]) -> dict[str, float]:
-    """Median tokens per second over the rounds, by arm."""
-    turns = list(case.values())
-    return {arm: statistics.median(turn[arm]["tokens_per_s"] for turn in turns) for arm in turns[0]}
-
-
-def over_best(case: dict[str, Any]) -> float:
-    """Tokens per second of `auto` over those of the best fixed number."""
-    found = adaptive_rates(case)
-    return found.pop("auto") / max(found.values())
+    return table(COLUMNS[:3], [row.cells[:3] for row in rows])
 
 
 def adaptive() -> str:
@@ -166,21 +159,6 @@ def adaptive() -> str:
         rows.append([LENGTHS[kind], mib, *rates, f"{over_best(case):.2f}", span(last, "d"), len(case)])
     head = ["answers", "KV cache MiB", *(f"{arm} episodes" for arm in arms[:-1]), "auto", "auto / best fixed"]
     return f"{provenance('adaptive_concurrency')}\n\n{table([*head, 'auto chose', 'rounds'], rows)}"
-
-
-def async_tail() -> str:
-    """Every run against its simulation."""
-    found = result("async_tail")
-    head = ["seed", "staleness.max", "s", "learner waits s", "s / simulated", "gain", "simulated gain", "share"]
-    rows = []
-    for one in found["rounds"]:
-        for mode in one["modes"]:
-            gains = [mode["gain"], mode["simulated_gain"], mode["share_of_simulated"]]
-            times = [mode["wall_s"], mode["learner_idle_s"]]
-            against = f"{mode['wall_s'] / mode['simulated_s']:.2f}"
-            shown = [f"{gain:.2f}" for gain in gains] if mode["staleness"] else ["", "", ""]
-            rows.append([one["seed"], mode["staleness"], *(f"{s:.1f}" for s in times), against, *shown])
-    return f"{provenance('async_tail')}\n\n{table(head, rows)}"
 
 
 def former_backend() -> str:
@@ -196,30 +174,26 @@ def former_backend() -> str:
 
 def stores() -> str:
     """CPU of the stores that were compared, by size of a group."""
-    found = result("broker_store")
-    sizes = found["payload_bytes"].values()
-    rows = []
-    for name in next(iter(sizes)):
-        found_here = [size[name][figure] for size in sizes for figure in ("cpu_us_per_group", "batch_ms_median")]
-        rows.append([name.replace("_", " "), *(f"{x:,.1f}" for x in found_here)])
-    what = ("CPU us a group", "batch ms")
-    head = [f"{int(size):,} bytes: {word}" for size in found["payload_bytes"] for word in what]
+    found, rows = result("broker_store"), []
+    sizes = found["payload_bytes"]
+    figures = {"CPU us a group": "cpu_us_per_group", "batch ms": "batch_ms_median"}
+    for name in next(iter(sizes.values())):
+        cells = [f"{size[name][figure]:,.1f}" for size in sizes.values() for figure in figures.values()]
+        rows.append([name.replace("_", " "), *cells])
+    head = [f"{int(size):,} bytes: {words}" for size in sizes for words in figures]
     text = f"A batch has {found['batch_groups']} groups; medians of {found['median_of']}."
     return f"{provenance('broker_store', '../../bench/results')}\n{text}\n\n{table(['store', *head], rows)}"
 
 
 def corrections() -> str:
     """Accuracy on held-out problems, seed by seed."""
-    found = result("correction_study")
-    lags = sorted(map(int, next(iter(found["figures"].values()))))
-    rows = []
-    for lag in lags:
-        at = {name: figures[str(lag)] for name, figures in found["figures"].items()}
-        held_out = [", ".join(f"{x:.3f}" for x in one["held_out"]) for one in at.values()]
-        steps = [", ".join("never" if x is None else str(x) for x in one["steps_to_0.8"]) for one in at.values()]
+    found, rows = result("correction_study")["figures"], []
+    for lag in sorted(next(iter(found.values())), key=int):
+        at = [figures[lag] for figures in found.values()]
+        held_out = [", ".join(f"{x:.3f}" for x in one["held_out"]) for one in at]
+        steps = [", ".join("never" if x is None else str(x) for x in one["steps_to_0.8"]) for one in at]
         rows.append([lag, *held_out, *steps])
-    names = list(found["figures"])
-    head = ["staleness", *(f"`{name}`: accuracy" for name in names), *(f"`{name}`: steps to 0.8" for name in names)]
+    head = ["staleness", *(f"`{name}`: accuracy" for name in found), *(f"`{name}`: steps to 0.8" for name in found)]
     return f"{provenance('correction_study')}\n\n{table(head, rows)}"
 
 
@@ -263,7 +237,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "broker-ray": broker_ray,
     "weight-events": weight_events,
     "adaptive": adaptive,
-    "async-tail": async_tail,
     "former-backend": former_backend,
     "stores": stores,
     "corrections": corrections,

@@ -26,6 +26,7 @@ import broker_groups
 import harness
 from simulate import FLEET, predict
 
+from bench.figures import result
 from broker.delivery.nodes import MOST_NODES
 from common.config.schema import BrokerConfig
 from common.rollouts import encode_group
@@ -123,15 +124,15 @@ class Costs:
 
     @staticmethod
     def measured() -> "Costs":
-        runs = harness.before("broker_scale")["runs"]
-        lead = harness.before("broker_overhead")["sizes"]["1k"]["ways"]["slipstream_memory"]["consumer_us"]
+        runs = result("broker_scale")["runs"]
+        ways = result("broker_overhead")["sizes"]["1k"]["ways"]
         group, _ = next(broker_groups.structs("1k"))
         tokens = SAMPLES * (broker_groups.PROMPT_TOKENS + broker_groups.COMPLETION_TOKENS["1k"])
         return Costs(
             node_us=runs[-1]["broker_cpu_us_per_node_per_s"],
             group_us=max(run["broker_cpu_us_per_group_without_waiting"] for run in runs),
-            lead_us=lead,
-            finished_bytes=harness.before("broker_soak")["growth_bytes_per_group"],
+            lead_us=ways["slipstream_memory"]["consumer_us"],
+            finished_bytes=result("broker_soak")["growth_bytes_per_group"],
             token_bytes=round(len(encode_group(group)) / tokens, 2),
         )
 
@@ -176,19 +177,18 @@ class Job:
         over = {str(f["setup"]["staleness"]): f["asynchronous_step_s"] / f["full_engines_s"] for f in found}
         return {"nodes": nodes, "roots": roots, "piece_mib": piece_mib, "publish_s": publish_s, "over_full": over}
 
-    def cluster(self, machines: int, rate: float, spares: int = 0) -> Cluster:
+    def cluster(self, machines: int, rate: float) -> Cluster:
         o = self._options
-        return Cluster(machines, spares, rate, o.every * self._step_s, o.pause_s, o.durable_s, o.restart_s, o.repair_s)
+        return Cluster(machines, 0, rate, o.every * self._step_s, o.pause_s, o.durable_s, o.restart_s, o.repair_s)
 
     def failing(self, machines: int, rate: float) -> dict[str, Any]:
         """Lost time of a learner, by number of spares; and the interval that Young's formula finds best, in steps."""
-        plain = self.cluster(machines, rate)
-        many = {n: self.cluster(machines, rate, n) for n in self._options.spares}
+        plain, failures = self.cluster(machines, rate), self._options.failures
         return {
             "machines": machines,
             "failures_per_hour": rate,
             "between_h": plain.between_s / 3600,
-            "lost": {str(n): lost_share(cluster, self._options.failures) for n, cluster in many.items()},
+            "lost": {str(n): lost_share(replace(plain, spares=n), failures) for n in self._options.spares},
             "formula": lost_formula(plain),
             "best_every": max(1, round(math.sqrt(2 * plain.pause_s * plain.between_s) / self._step_s)),
         }

@@ -21,10 +21,11 @@ bench/async_tail.py calibrates these on real processes and compares.
 import heapq
 import itertools
 import random
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
+import harness
 from simulated_engine import Node, Speeds, seconds_at, straight
 
 Episode = tuple[int, ...]  # sampled tokens of each turn
@@ -56,56 +57,55 @@ class Outcome:
     step_ends: list[float] = field(default_factory=list)
 
 
+@dataclass
+class Group:
+    """The episodes of a leased task."""
+
+    episodes: list[Episode]
+    version: int  # the node's, when it leased the task
+    left: int  # episodes that have not ended
+
+
 class Simulation:
     """One run; `run` may be called once."""
 
     def __init__(self, setup: Setup, speeds: Speeds, lengths: Lengths) -> None:
         self._setup, self._speeds, self._lengths = setup, speeds, lengths
         self._nodes = [Node(speeds) for _ in range(setup.nodes)]
-        self._events: list[tuple[float, int, str, int, int]] = []
-        self._ties = itertools.count()
+        self._events: list[tuple[float, int, Callable[..., None], tuple[int, ...]]] = []
+        self._newest: dict[object, int] = {}  # number of the newest event of a kind; earlier ones are out of date
+        self._numbers = itertools.count()
         self._now = 0.0
         self._next_serial = 0
-        self._hungry: deque[int] = deque(range(setup.nodes))  # nodes that ask for tasks
-        self._asks = [True] * setup.nodes
-        self._groups: dict[int, list[Episode]] = {}
-        self._left: dict[int, int] = {}
-        self._leased_at: dict[int, int] = {}  # version
+        self._hungry = OrderedDict.fromkeys(range(setup.nodes))  # nodes that ask for tasks
+        self._groups: dict[int, Group] = {}
         self._ready: list[int] = []
-        self._training: list[int] = []
+        self._training: list[int] = []  # serials of the step; empty while the learner waits
         self._version = 0
-        self._idle_since: float | None = 0.0
         self._idle_s = 0.0
-        self._shared = speeds.engine_shared != 1 or speeds.learner_shared != 1
         self._work_s = 0.0  # the work of the trained step, were the learner alone
         self._work_at = 0.0
         self._slower = 1.0  # the learner, times as long as alone
         self._engines_slower = 1.0
-        self._training_due = 0  # number of the newest scheduled end; earlier ones are out of date
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
         """Until the last step is trained."""
         self._lease()
         while len(self.outcome.step_ends) < self._setup.steps:
-            self._now, _, kind, who, number = heapq.heappop(self._events)
-            if kind == "calls":
-                if number == self._nodes[who].due:
-                    self._calls_end(who)
-            elif kind == "trained":
-                if number == self._training_due:
-                    self._trained()
-            else:
-                self._delivered(number)
-            if self._shared:
-                self._share()
+            self._now, number, act, arguments = heapq.heappop(self._events)
+            if number == self._newest[act, arguments]:
+                act(*arguments)
+            self._share()
         ends = self.outcome.step_ends
         self.outcome.wall_s = ends[-1] - ends[0]
         self.outcome.learner_idle = self._idle_s / max(self.outcome.wall_s, 1e-9)
         return self.outcome
 
-    def _at(self, time_s: float, kind: str, who: int = 0, number: int = 0) -> None:
-        heapq.heappush(self._events, (time_s, next(self._ties), kind, who, number))
+    def _at(self, time_s: float, act: Callable[..., None], *arguments: int) -> None:
+        """Call `act` then, in place of an earlier appointment with the same arguments."""
+        self._newest[act, arguments] = number = next(self._numbers)
+        heapq.heappush(self._events, (time_s, number, act, arguments))
 
     # ------------------------------------------------------------ nodes
 
@@ -118,27 +118,25 @@ class Simulation:
         setup, touched = self._setup, set[int]()
         last = setup.groups_per_step * setup.steps
         while self._hungry and self._next_serial < last:
-            who = self._hungry[0]
+            who = next(iter(self._hungry))
             node = self._nodes[who]
             room = setup.groups_per_step * (node.version + setup.staleness + 1) - self._next_serial
             if room <= 0:
                 break
-            self._hungry.popleft()
+            touched.add(who)
             for _ in range(min(LEASE_AT_ONCE, self._wanted(node), room, last - self._next_serial)):
                 self._begin_group(node)
-                touched.add(who)
             if self._wanted(node) > 0:
-                self._hungry.append(who)
+                self._hungry.move_to_end(who)
             else:
-                self._asks[who] = False
+                del self._hungry[who]
         for who in touched:
             self._fill(who)
 
     def _begin_group(self, node: Node) -> None:
         serial, self._next_serial = self._next_serial, self._next_serial + 1
         episodes = self._lengths(serial)
-        self._groups[serial], self._left[serial] = episodes, len(episodes)
-        self._leased_at[serial] = node.version
+        self._groups[serial] = Group(episodes, node.version, len(episodes))
         node.unfinished += len(episodes)
         node.queue.extend((serial, sample) for sample in range(len(episodes)))
 
@@ -149,32 +147,30 @@ class Simulation:
         while node.queue and node.taken < self._setup.concurrency:
             serial, sample = node.queue.popleft()
             node.taken += 1
-            node.start(self._groups[serial][sample][0], [serial, 0, sample])
+            node.start(self._groups[serial].episodes[sample][0], [serial, 0, sample])
         self._schedule(who)
 
     def _schedule(self, who: int) -> None:
-        node = self._nodes[who]
-        node.due += 1
-        end = node.next_end()
+        end = self._nodes[who].next_end()
         if end is not None:
-            self._at(end, "calls", who, node.due)
+            self._at(end, self._calls_end, who)
 
     def _calls_end(self, who: int) -> None:
         node = self._nodes[who]
         node.advance(self._now)
         for serial, turn, sample in node.ended():
-            turns = self._groups[serial][sample]
+            group = self._groups[serial]
+            turns = group.episodes[sample]
             if turn + 1 < len(turns):
                 node.start(turns[turn + 1], [serial, turn + 1, sample], sum(turns[: turn + 1]))
                 continue
             node.taken -= 1
             node.unfinished -= 1
-            self._left[serial] -= 1
-            if not self._left[serial]:
+            group.left -= 1
+            if not group.left:
                 heapq.heappush(self._ready, serial)
-        if not self._asks[who] and self._wanted(node) > 0:
-            self._asks[who] = True
-            self._hungry.append(who)
+        if self._wanted(node) > 0:
+            self._hungry.setdefault(who)
         self._fill(who)
         self._lease()
         self._take()
@@ -191,49 +187,44 @@ class Simulation:
 
     def _take(self) -> None:
         size = self._setup.groups_per_step
-        if self._idle_since is None or len(self._ready) < size:
+        if self._training or len(self._ready) < size:
             return
         if self.outcome.step_ends:
-            self._idle_s += self._now - self._idle_since
-        self._idle_since = None
+            self._idle_s += self._now - self.outcome.step_ends[-1]
         self._training = [heapq.heappop(self._ready) for _ in range(size)]
-        lengths = [sum(episode) for serial in self._training for episode in self._groups[serial]]
+        lengths = [sum(episode) for serial in self._training for episode in self._groups[serial].episodes]
         self.outcome.tokens += sum(lengths)
         self._work_s, self._work_at = self._speeds.train_seconds(lengths), self._now
         self._schedule_training()
 
     def _schedule_training(self) -> None:
-        self._training_due += 1
-        self._at(self._now + self._slower * self._work_s, "trained", 0, self._training_due)
+        self._at(self._now + self._slower * self._work_s, self._trained)
 
     def _share(self) -> None:
         """Learner and engines on one machine: each is slower while the other works."""
-        training = self._idle_since is None
-        slower = self._speeds.learner_shared if any(node.busy for node in self._nodes) else 1.0
+        shared = self._speeds.learner_shared
+        slower = shared if shared != 1 and any(node.busy for node in self._nodes) else 1.0
         if slower != self._slower:
-            if training:
-                self._work_s = max(0.0, self._work_s - (self._now - self._work_at) / self._slower)
-                self._work_at = self._now
-            self._slower = slower
-            if training:
+            self._work_s = max(0.0, self._work_s - (self._now - self._work_at) / self._slower)
+            self._work_at, self._slower = self._now, slower
+            if self._training:
                 self._schedule_training()
-        engines = self._speeds.engine_shared if training else 1.0
+        engines = self._speeds.engine_shared if self._training else 1.0
         if engines != self._engines_slower:
             self._engines_slower = engines
             for who, node in enumerate(self._nodes):
                 node.advance(self._now)
-                node.share(engines)
+                node.slower = engines
                 self._schedule(who)
 
     def _trained(self) -> None:
         for serial in self._training:
-            age = self._version - self._leased_at.pop(serial)
+            age = self._version - self._groups.pop(serial).version
             self.outcome.staleness_max = max(self.outcome.staleness_max, age)
-            del self._groups[serial], self._left[serial]
+        self._training = []
         self._version += 1
         self.outcome.step_ends.append(self._now)
-        self._at(self._now + self._speeds.deliver_s, "delivered", 0, self._version)
-        self._idle_since = self._now
+        self._at(self._now + self._speeds.deliver_s, self._delivered, self._version)
         self._take()
 
 
@@ -298,8 +289,6 @@ def predict(
 
 
 def main() -> None:
-    import harness
-
     args = harness.parser(__doc__, nodes=list(SCALE), staleness=[1, 2, 4, 8], large_staleness=8, steps=30).parse_args()
     found: list[dict[str, object]] = []
     for nodes in args.nodes:

@@ -59,11 +59,10 @@ class Node:
         self._behind = 0.0  # Context of all running requests, less the clock for each.
         self._debt_s = 0.0  # work that comes before the next token: calls and flips
         self._at = 0.0
-        self._slower = 1.0  # times as long as alone
+        self.slower = 1.0  # times as long as alone; `advance` before a change
         self.unfinished = 0  # episodes that run or wait for a place
         self.taken = 0  # places
         self.queue: deque[tuple[int, int]] = deque()  # (serial, sample) that wait for a place
-        self.due = 0  # number of the newest scheduled end; earlier ones are out of date
         self.version = 0
 
     @property
@@ -78,17 +77,13 @@ class Node:
 
     def advance(self, now: float) -> None:
         passed, self._at = now - self._at, now
-        worked = passed / self._slower
+        worked = passed / self.slower
         paid = min(worked, self._debt_s)
         self._debt_s -= paid
         if self._calls:
             step_s, growth_s = self._pace()
             left = worked - paid
             self._tokens += 2 * left / (step_s + math.sqrt(step_s**2 + 2 * growth_s * left))
-
-    def share(self, slower: float) -> None:
-        """Work takes this many times as long from here on; `advance` first."""
-        self._slower = slower
 
     def start(self, tokens: int, call: list[int], context: int = 0) -> None:
         """A call of the model with so many sampled tokens before it; `advance` first."""
@@ -106,7 +101,7 @@ class Node:
             return None
         step_s, growth_s = self._pace()
         tokens = max(0.0, self._calls[0][0] - self._tokens)
-        return self._at + self._slower * (self._debt_s + tokens * (step_s + growth_s * tokens / 2))
+        return self._at + self.slower * (self._debt_s + tokens * (step_s + growth_s * tokens / 2))
 
     def ended(self) -> list[list[int]]:
         out: list[list[int]] = []

@@ -144,23 +144,21 @@ def measure(name: str, rounds: int) -> dict:
         steps["bare"] = bare_step(folder, batch)
         steps["hugging_face"] = hugging_face_step(folder, rows)
     losses = {way: [step() for _ in range(3)] for way, step in steps.items()}
-    seconds: dict[str, list[float]] = {way: [] for way in steps}
-    for turn in range(rounds):
-        order = list(steps) if turn % 2 else list(steps)[::-1]
-        for way in order:
-            began = time.process_time()
-            steps[way]()
-            seconds[way].append(time.process_time() - began)
-    return {"losses": losses, "seconds": seconds}
+
+    def cpu_s(way: str, _: int) -> float:
+        began = time.process_time()
+        steps[way]()
+        return time.process_time() - began
+
+    return {"losses": losses, "seconds": harness.in_turns(list(steps), range(rounds), cpu_s)}
 
 
 def summary(found: dict, shape: dict[str, int]) -> dict:
     seconds = found["seconds"]
 
     def ratio(way: str) -> dict:
-        pairs = sorted(a / b for a, b in zip(seconds["learner"], seconds[way], strict=True))
-        found = {"median": statistics.median(pairs), "lowest": pairs[0], "highest": pairs[-1]}
-        return {name: round(value, 3) for name, value in found.items()}
+        pairs = [round(a / b, 3) for a, b in zip(seconds["learner"], seconds[way], strict=True)]
+        return {"median": round(statistics.median(pairs), 3), "lowest": min(pairs), "highest": max(pairs)}
 
     return {
         **shape,

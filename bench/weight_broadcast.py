@@ -20,6 +20,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -102,17 +103,14 @@ def node(name: str, pipe: Connection, harm: int, transport: str, core: int | Non
     if core is not None:
         os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
-    plain: list[Group] = []
-    memory: list[torch.Tensor] = []  # used again, as the weight plane does: fresh pages cost more than a broadcast
+    group_of = cache(GlooGroup)
+    memory_of = cache(packing.buffer)  # used again, as the weight plane does: fresh pages cost more than a broadcast
 
     def broadcasts(epoch: Epoch, sizes: list[int]) -> None:
-        if not plain:
-            plain.append(GlooGroup(epoch))
-            memory.append(packing.buffer(sum(sizes)))
-        buffers = memory[0].split(sizes)
-        plain[0].post(torch.zeros(1, dtype=torch.uint8), 60.0)()  # all are ready
+        group, buffers = group_of(epoch), memory_of(sum(sizes)).split(sizes)
+        group.post(torch.zeros(1, dtype=torch.uint8), 60.0)()  # all are ready
         for buffer in buffers:
-            plain[0].post(buffer, 60.0)()
+            group.post(buffer, 60.0)()
         pipe.send(("through", time.time()))
 
     async def obey(client: WeightClient) -> None:
@@ -147,9 +145,6 @@ class Node:
         theirs.close()
         self.hear("up")
 
-    def order(self, *words: Any) -> None:
-        self.pipe.send(words)
-
     def hear(self, kind: str, version: int | None = None) -> float:
         """When it said that; unix seconds."""
         while True:
@@ -171,10 +166,10 @@ def model(tensors: int, total_bytes: int) -> list[tuple[str, torch.Tensor]]:
 
 
 @contextlib.contextmanager
-def plane(nodes: list[Node]) -> Iterator[tuple[WeightPublisher, str, list[Node]]]:
-    """A publisher, its address, and nodes that do not follow it yet."""
+def plane(*nodes: Node) -> Iterator[tuple[WeightPublisher, str]]:
+    """A publisher and its address, for nodes that do not follow it yet and end with it."""
     ours = WeightPublisher(0, "bfloat16", WeightsConfig())
-    yield ours, ours.start(), nodes
+    yield ours, ours.start()
     ours.close()
     for one in nodes:
         one.end()
@@ -184,20 +179,18 @@ class Plain:
     """Gloo broadcasts without anything of ours, among the learner and the same nodes."""
 
     def __init__(self, nodes: list[Node]) -> None:
-        self.nodes = nodes
-        self.store, self.group = (store := Store("127.0.0.1")), None
-        self.epoch = Epoch(1, 0, len(nodes) + 1, store.host, store.port, 60.0)
+        self.nodes, self.store, self.group_of = nodes, Store("127.0.0.1"), cache(GlooGroup)
+        self.epoch = Epoch(1, 0, len(nodes) + 1, self.store.host, self.store.port, 60.0)
 
     def seconds(self, parts: list[torch.Tensor]) -> float:
         """From the moment when all are ready until the last node has the last of `parts`."""
         for rank, one in enumerate(self.nodes, start=1):
-            one.order("broadcast", msgspec.structs.replace(self.epoch, rank=rank), [len(p) for p in parts])
-        if self.group is None:
-            self.group = GlooGroup(self.epoch)
-        self.group.post(torch.zeros(1, dtype=torch.uint8), 60.0)()
+            one.pipe.send(("broadcast", msgspec.structs.replace(self.epoch, rank=rank), [len(p) for p in parts]))
+        group = self.group_of(self.epoch)
+        group.post(torch.zeros(1, dtype=torch.uint8), 60.0)()
         began = time.time()
         for part in parts:
-            self.group.post(part, 60.0)()
+            group.post(part, 60.0)()
         return max(one.hear("through") for one in self.nodes) - began
 
 
@@ -208,15 +201,15 @@ def broadcast(name: str, named: list[tuple[str, torch.Tensor]], nodes: int, roun
     fleet = [Node(f"n{i}", core=cores[i + 1] if apart else None) for i in range(nodes)]
     if apart:
         os.sched_setaffinity(0, {cores[0]})  # the threads that begin from here on inherit it
-    with plane(fleet) as (ours, address, _):
+    with plane(*fleet) as (ours, address):
         for one in fleet:
-            one.order("follow", address)
+            one.pipe.send(("follow", address))
         until(lambda: ours.stats().nodes == nodes, every_s=0.002)
         layout = Layout.of([(n, "bfloat16", tuple(t.shape)) for n, t in named])
         flat = packing.pack(named, layout)
         each = [flat[e.offset : e.offset + e.size_bytes] for e in layout.entries]
         plain = Plain(fleet)
-        seconds: dict[str, list[float]] = {"ours": [], "flat": [], "per_parameter": []}
+        found: list[dict[str, float]] = []
         for version in range(rounds + 1):
             ours.publish(version, named, None)
             for one in fleet:
@@ -224,13 +217,11 @@ def broadcast(name: str, named: list[tuple[str, torch.Tensor]], nodes: int, roun
             until(lambda: ours.stats().version_sent == version, every_s=0.002)  # noqa: B023
             packing.pack(named, layout, flat)  # the learner does so before a broadcast of ours, and nodes wait for it
             packing.all_checksums(flat, BUCKET)
-            took = [ours.stats().broadcast_s, plain.seconds([flat]), plain.seconds(each)]
-            if version > 0:  # the first forms groups and allocates
-                for key, value in zip(seconds, took, strict=True):
-                    seconds[key].append(value)
+            took = {"broadcast_s": ours.stats().broadcast_s, "flat_s": plain.seconds([flat])}
+            found.append({**took, "per_parameter_s": plain.seconds(each)})
     os.sched_setaffinity(0, cores)
-    median = {key: statistics.median(values) for key, values in seconds.items()}
-    ratios = [a / b for a, b in zip(seconds["ours"], seconds["flat"], strict=True)]
+    found = found[1:]  # the first forms groups and allocates
+    median = harness.medians(found, 5)
     return {
         "model": name,
         "tensors": len(named),
@@ -238,11 +229,9 @@ def broadcast(name: str, named: list[tuple[str, torch.Tensor]], nodes: int, roun
         "nodes": nodes,
         "core_each": apart,
         "rounds": rounds,
-        "broadcast_s": round(median["ours"], 5),
-        "flat_s": round(median["flat"], 5),
-        "per_parameter_s": round(median["per_parameter"], 5),
-        "over_flat": round(statistics.median(ratios), 3),
-        "times_faster_than_per_parameter": round(median["per_parameter"] / median["ours"], 2),
+        **median,
+        "over_flat": round(statistics.median(r["broadcast_s"] / r["flat_s"] for r in found), 3),
+        "times_faster_than_per_parameter": round(median["per_parameter_s"] / median["broadcast_s"], 2),
     }
 
 
@@ -250,13 +239,13 @@ def join(named: list[tuple[str, torch.Tensor]], rounds: int) -> dict[str, Any]:
     """Seconds from an engine that is ready to weights in use, served by the learner and by a peer."""
     found: dict[str, list[float]] = {"learner": [], "peer": []}
     for _ in range(rounds):
-        # the first is served by the learner's relay, as a newcomer is
-        with plane([Node("first", transport="relay"), Node("late")]) as (ours, address, (first, late)):
+        first, late = Node("first", transport="relay"), Node("late")  # by the learner's relay, as a newcomer is
+        with plane(first, late) as (ours, address):
             ours.publish(1, named, None)
             until(lambda: ours.stats().published == 1, every_s=0.002)
             for kind, one in (("learner", first), ("peer", late)):
                 began = time.time()
-                one.order("follow", address)
+                one.pipe.send(("follow", address))
                 found[kind].append(one.hear("active", 1) - began)
                 until(lambda: ours.stats().version_active == 1, every_s=0.002)
     return {f"from_{kind}_s": round(statistics.median(values), 4) for kind, values in found.items()}
@@ -266,12 +255,13 @@ def death(named: list[tuple[str, torch.Tensor]], harm: signal.Signals, rounds: i
     """Seconds from a node's death in the middle of a broadcast until the others run the version."""
     found: list[float] = []
     for _ in range(rounds):
-        with plane([Node("a"), Node("b"), Node("victim", int(harm))]) as (ours, address, (*fine, victim)):
-            for one in (*fine, victim):
-                one.order("follow", address)
+        *fine, victim = nodes = [Node("a"), Node("b"), Node("victim", int(harm))]
+        with plane(*nodes) as (ours, address):
+            for one in nodes:
+                one.pipe.send(("follow", address))
             until(lambda: ours.stats().nodes == 3, every_s=0.002)
             ours.publish(1, named, None)
-            for one in (*fine, victim):
+            for one in nodes:
                 one.hear("active", 1)
             ours.publish(2, named, None)
             harmed = victim.hear("harmed")
