@@ -10,7 +10,7 @@ from broker.contract import LearnerReport, RunInfo
 from broker.delivery.task_table import Entry
 from broker.journal.file_store.store import open_file_store
 from broker.journal.recording import Recording, open_recording, preloaded
-from broker.server.in_process import MemoryLearner
+from tests.memory_broker import MemoryLearner
 from common.config.loading import load_config
 from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from broker.contract import LearnerReport, Lease, NodeReport, RunInfo, StoredGroup
-from broker.server.in_process import MemoryBroker, MemoryLearner
+from tests.memory_broker import MemoryBroker, MemoryLearner
 from common.config.schema import Config
 from common.errors import SlipstreamError
 from common.json_lines import read_jsonl

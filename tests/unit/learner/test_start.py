@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from broker.contract import RunInfo
-from broker.server.in_process import MemoryBroker, MemoryLearner
+from tests.memory_broker import MemoryBroker, MemoryLearner
 from common.config.schema import Config
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.process.broker_address import find_broker

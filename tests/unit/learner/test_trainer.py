@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from broker.contract import StoredGroup, Waste
-from broker.server.in_process import MemoryBroker
+from tests.memory_broker import MemoryBroker
 from common.errors import HopelessError, UsageError
 from common.metrics import StepMetrics, read_metrics
 from common.rollouts import Group, encode_group

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from broker.contract import Waste
-from broker.server.in_process import MemoryBroker
+from tests.memory_broker import MemoryBroker
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, SlipstreamError
 from common.rollouts import decode_group
 from rollout_fleet.environments.builtin.addition import Addition
