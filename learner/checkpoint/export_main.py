@@ -54,10 +54,5 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code of the process; errors are logged."""
-    return guard(run, sys.argv[1:] if arguments is None else arguments)
-
-
 if __name__ == "__main__":
-    leave(main())
+    leave(guard(run, sys.argv[1:]))
