@@ -25,12 +25,11 @@ def refusal(state: DeliveryState, sender: Identity | None, request: wire.AnyRequ
     if not isinstance(request, PERMITTED[sender.role]):
         kind = type(request).__name__
         return f"credential {sender.name!r} has the role {sender.role}, which may not send {kind}"
-    joins = isinstance(request, wire.NodeReportRequest)
-    named = isinstance(request, wire.NamedNodeRequest)
-    node_id = request.report.node_id if joins else request.node_id if named else None
+    node_id = request.node if isinstance(request, wire.NodeRequest) else None
     owner = state.owners.get(node_id or "")
     if node_id is None or owner == sender.public:
         return ""
+    joins = isinstance(request, wire.NodeReportRequest)
     if owner is None or (joins and not state.fleet.alive(node_id)):
         state.own(node_id, sender.public)
         return ""
