@@ -101,13 +101,12 @@ class EpisodeDriver:
     ) -> Sample:
         """One episode of the dataset row `problem`; the sample's `error` says what failed.
 
+        Raises SlipstreamError when the engine failed, which is not the sample's fault.
+
         Args:
             seed: for the environment; the sampler draws from its own generator.
             progress: stays correct when the episode is cancelled later.
             group_seed: the seed that all samples of the group share; None: `seed`.
-
-        Raises:
-            SlipstreamError: the engine failed, which is not the sample's fault.
         """
         async with self._slots:
             shared_seed = seed if group_seed is None else group_seed
