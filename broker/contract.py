@@ -169,6 +169,7 @@ class Assembly(msgspec.Struct, frozen=True):
     reason: str = ""
     active: bool = False  # a round runs, of other machines when `round` is 0
     machines: int = 0  # that are here
+    log_rank: int = -1  # whose log's end the next report brings if that rank runs on this machine; -1: none
 
 
 class MachineStatus(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ from broker.server.standby import Standby
 from common.config.schema import Config
 from common.errors import EXIT_DONE, BrokerError, BrokerUnreachable, UsageError
 from common.process.health import serving_health
+from common.process.lifecycle import raise_open_files
 from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
 from common.security.credentials import curve_credentials
@@ -42,6 +43,7 @@ def run_broker(config: Config, config_json: bytes) -> int:
         UsageError: the address is refused or in use, this run has a living broker, or its store is damaged.
         StoreFailed: the store refuses what has to be kept.
     """
+    raise_open_files()
     keep_freed_memory(one_heap=True)
     run_dir = Path(config.run.dir)
     run_dir.mkdir(parents=True, exist_ok=True)

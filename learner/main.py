@@ -21,8 +21,9 @@ import msgspec
 from common.config.checks import check_config, downloaded, resolve_paths
 from common.config.loading import load_either
 from common.config.schema import Config, SftConfig
+from common.errors import EXIT_DONE
 from common.process.health import serving_health
-from common.process.lifecycle import leave
+from common.process.lifecycle import leave, leaving_after, raise_open_files
 from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
 from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder, TrainerState
@@ -31,6 +32,8 @@ from learner.loop.run_files import RunFiles
 from learner.rank_process import RankProcess, guard
 
 logger = logging.getLogger(__name__)
+
+CLOSE_S = 60.0
 
 
 def prepare(
@@ -98,7 +101,8 @@ def train(
         failed(str(error))
         raise
     close(state)
-    backend.close()
+    with leaving_after(CLOSE_S, EXIT_DONE, "the process groups do not close"):
+        backend.close()
     return state
 
 
@@ -115,6 +119,7 @@ def run(arguments: Sequence[str]) -> int:
     run_dir = RunDir.of(config)
     role = "sft" if isinstance(config, SftConfig) else "learner"
     process = RankProcess(role, run_dir, config.learner.threads, config.telemetry.log_level)
+    raise_open_files()
     keep_freed_memory()
     state = train(config, run_dir, process, words.broker, words.address)
     logger.info("%s", {"done": "trained to run.steps", "drained": "stopped early; start again to continue"}[state])

@@ -5,6 +5,8 @@ The workers of pytest-xdist take whole files in this order, the longest first, s
 
 import asyncio
 import inspect
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,16 @@ def _turn(item: pytest.Item) -> tuple[int, int]:
     name, folder = item.path.name, item.path.relative_to(ROOT).parts[0]
     turn = LONGEST_FILES.index(name) if name in LONGEST_FILES else len(LONGEST_FILES)
     return turn, FOLDERS.index(folder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_environment() -> Iterator[None]:
+    """An engine sets HF_HUB_OFFLINE, for example; what one file sets in os.environ does not reach the next."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -32,7 +32,7 @@ class StandIn:
     def environment(self, home: Path, **more: str) -> dict[str, str]:
         """The variables of a process that uses this hub, with a cache of its own.
 
-        Offline mode is switched off in words: an engine in the test's process switches it on, and callers add to os.environ.
+        Offline mode is switched off here: an engine in the test's process switches it on.
         """
         mine = {"HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub"), "HF_ENDPOINT": self.url, "HF_HUB_OFFLINE": "0"}
         path = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}

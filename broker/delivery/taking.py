@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from broker.contract import LEARNER_ENDED, Assembly, Attached, HeartbeatReply, LearnerReport, MachineReport
 from broker.delivery import moves
 from broker.delivery.learner_fencing import lasting
@@ -38,11 +40,10 @@ class Taking(Tables):
         self.learner.seen_at = self.clock()
         if before is not None and before.state != report.state and report.state in LEARNER_ENDED:
             self.event_log.add("learner_" + report.state, incarnation=report.incarnation, step=report.step)
-        self.logs.answer(log_rank, log)
-        wanted = next((rank for rank in self.logs.asked if isinstance(rank, int)), -1)
+        wanted = self.logs.next_rank(log_rank, log)
         return HeartbeatReply(stop=self.stopping, log_rank=wanted) if self.stopping or wanted >= 0 else None
 
-    def gather(self, report: MachineReport) -> Assembly:
+    def gather(self, report: MachineReport, log: str | None = None, log_rank: int = -1) -> Assembly:
         """The order to a launcher of learner ranks; the rules are in learner_machines.py."""
         before = self.machines.round
         self.machines.stopping = self.stopping
@@ -51,7 +52,7 @@ class Taking(Tables):
         if current is not None and current is not before:
             hosts = ", ".join(member.host for member in current.members)
             self.event_log.add(MACHINES_EVENT, round=current.number, hosts=hosts, restarts=self.machines.restarts)
-        return told
+        return msgspec.structs.replace(told, log_rank=self.logs.next_rank(log_rank, log))
 
     def check_learner(self, incarnation: int | None, instance: str = "") -> None:
         """Run before every request of a learner: it counts as a sign of life. Raises BrokerError for a replaced one."""

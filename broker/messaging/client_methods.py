@@ -108,9 +108,9 @@ class LearnerBroker(ObserverBroker):
         """Ask every role to leave; the answer says which are still `present`. May be repeated."""
         return self.ask(wire.Stop())
 
-    def gather(self, report: contract.MachineReport) -> contract.Assembly:
+    def gather(self, report: contract.MachineReport, log: str | None = None, log_rank: int = -1) -> contract.Assembly:
         """A machine of the learner is here; what its launcher is to do (broker/delivery/learner_machines.py)."""
-        return self.ask(wire.Gather(report=report))
+        return self.ask(wire.Gather(report=report, log=log, log_rank=log_rank))
 
 
 class NodeBroker(ABC):

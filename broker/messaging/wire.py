@@ -127,6 +127,8 @@ class Report(LearnerRequest[contract.HeartbeatReply | None], frozen=True, kw_onl
 
 class Gather(Request[contract.Assembly], frozen=True, kw_only=True, tag="gather"):
     report: contract.MachineReport
+    log: Text | None = None  # as in Report
+    log_rank: int = -1
 
 
 class Stop(Request[contract.BrokerStatus], frozen=True, kw_only=True, tag="stop"):

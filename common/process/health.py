@@ -8,12 +8,13 @@ No request changes anything, and the answers are a few words and numbers: the po
 """
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
-from socketserver import TCPServer
+from socketserver import ThreadingTCPServer
 from typing import Any
 
 from common.errors import UsageError
@@ -50,16 +51,17 @@ class LifeSigns:
         return 200 if good else 503, json.dumps(body) + "\n"
 
 
-class HealthServer(TCPServer):
-    """Binds on construction; `serve_forever` answers one request after another."""
+class HealthServer(ThreadingTCPServer):
+    """Binds on construction, for IPv6 and IPv4 where the machine has both; `serve_forever` answers requests."""
 
-    allow_reuse_address = True
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    allow_reuse_address = daemon_threads = True
 
     def __init__(self, port: int, signs: LifeSigns) -> None:
         """Port 0 picks a free one. Raises UsageError when `port` cannot be had."""
 
         class Handler(BaseHTTPRequestHandler):
-            timeout = 1.0  # s for each piece of a request, since one thread answers all
+            timeout = 1.0  # s for each piece of a request
 
             def do_GET(self) -> None:
                 status, text = signs.answer(self.path)
@@ -76,6 +78,11 @@ class HealthServer(TCPServer):
         except OSError as error:
             hint = "roles on one machine need different ports: telemetry.health_port=PORT after the command"
             raise UsageError(f"telemetry.health_port: cannot listen on port {port}: {error.strerror}; {hint}") from None
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that leaves half-way is no event."""

@@ -3,12 +3,17 @@
 import ctypes
 import logging
 import os
+import resource
 import select
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
+
+logger = logging.getLogger(__name__)
 
 SUPERVISOR_ENV = "SLIPSTREAM_SUPERVISOR_PID"  # set by the local supervisor for the roles that it starts
 
@@ -36,12 +41,35 @@ def join_supervisor() -> None:
         die_with_parent(int(parent))
 
 
+def raise_open_files() -> None:
+    """Let this process open as many files and connections as the hard limit allows; the soft one is often 1,024."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):  # a system may refuse 'no limit'
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def leave(code: int) -> NoReturn:
     """End at once: after torch or vLLM, tearing the interpreter down takes seconds and prints leaks of libraries."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+@contextmanager
+def leaving_after(seconds: float, code: int, why: str) -> Generator[None]:
+    """Around what may hang beyond the reach of Python: after `seconds` the process logs `why` and ends with `code`."""
+
+    def give_up() -> None:
+        logger.error("gave up after %g s: %s", seconds, why)
+        leave(code)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def alive(pid: int) -> bool:

@@ -98,21 +98,28 @@ class RunDir:
             raise kind(f"run.dir: {self.path} cannot be written: {error}") from error
 
     def check_agrees(self, config: Config | SftConfig) -> None:
-        """Raise UsageError, naming the keys, when RUN/config.yaml computes something else than `config`."""
-        if not self.config.exists():
-            return
-        before = load_resolved(self.config)
-        if type(before) is not type(config):
-            kind = "a warm start (sft)" if isinstance(before, SftConfig) else "an RL job"
-            raise UsageError(f"{self.path} already has {kind}; choose another run.dir")
-        differing = [
-            f"{key} was {old!r} and now is {new!r}"
-            for key, old, new in differences(msgspec.to_builtins(before), msgspec.to_builtins(config))
-            if not changeable(key)
-        ]
-        if differing:
-            shown = "; ".join(differing[:3]) + ("; ..." if len(differing) > 3 else "")
-            raise UsageError(f"{self.path} has a run of another config: {shown}; choose another run.dir or remove it")
+        """Raise UsageError, naming the keys, when the run here, or that of the checkpoints, computes something else."""
+        for key, file in ("run.dir", self.config), ("learner.checkpoint.dir", self.checkpoints / self.config.name):
+            if file.exists():
+                _check_same(load_resolved(file), config, key, file.parent)
+
+    def label_checkpoints(self, config: Config | SftConfig) -> None:
+        """Say in the folder of checkpoints whose they are: learner.checkpoint.dir of another run may name it."""
+        write_atomic(self.checkpoints / self.config.name, dump_yaml(config).encode())
+
+
+def _check_same(before: Config | SftConfig, config: Config | SftConfig, key: str, folder: Path) -> None:
+    if type(before) is not type(config):
+        kind = "a warm start (sft)" if isinstance(before, SftConfig) else "an RL job"
+        raise UsageError(f"{folder} already has {kind}; choose another {key}")
+    differing = [
+        f"{key} was {old!r} and now is {new!r}"
+        for key, old, new in differences(msgspec.to_builtins(before), msgspec.to_builtins(config))
+        if not changeable(key)
+    ]
+    if differing:
+        shown = "; ".join(differing[:3]) + ("; ..." if len(differing) > 3 else "")
+        raise UsageError(f"{folder} has a run of another config: {shown}; choose another {key} or remove it")
 
 
 def changeable(key: str) -> bool:

@@ -11,6 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -21,7 +22,7 @@ from broker.messaging.client_methods import LearnerBroker
 from common.config.schema import Config
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, HopelessError, UsageError
 from common.process.lifecycle import DrainFlag
-from common.process.logs import log_path, setup_logging
+from common.process.logs import log_end, log_path, setup_logging
 from common.process.run_dir import RunDir
 from common.process.versions import versions
 from launch.cluster.interface import Interface, interface_for
@@ -112,6 +113,8 @@ class Launcher:
         self._answered = self._waiting_since = time.monotonic()
         self._said = ""
         self._drained = False  # the ranks of this round were told to drain
+        self._log_rank = -1  # whose log the broker asked for
+        self._logs_before: dict[Path, int] = {}  # bytes of the ranks' logs of earlier rounds
 
     def run(self, broker: str) -> int:
         """Until the job has ended or this machine was told to leave; returns the exit code. Raises as `run_machine`."""
@@ -137,14 +140,20 @@ class Launcher:
         self._report = msgspec.structs.replace(self._report, **changes)
         sent_at = time.monotonic()  # the broker counts this machine's silence from here on, or later
         try:
-            told = self._client.gather(self._report)
+            told = self._client.gather(self._report, self._log_end(), self._log_rank)
         except BrokerUnreachable as error:
             self._say(f"the broker does not answer: {error}")
             return None
         except BrokerError as error:
             raise UsageError(str(error)) from None
-        self._answered = sent_at
+        self._answered, self._log_rank = sent_at, told.log_rank
         return told
+
+    def _log_end(self) -> str | None:
+        """The end of the log that the broker asked for; None when no rank here has written it in this round."""
+        path = log_path(self._run.logs, "learner", str(self._log_rank))
+        written = path.exists() and path.stat().st_size != self._logs_before.get(path)
+        return log_end(path) if written and self._report.running else None
 
     def _follow(self, told: Assembly | None, flag: DrainFlag, broker: str) -> None:
         """Start, drain or kill the ranks as the broker says."""
@@ -183,6 +192,7 @@ class Launcher:
             raise
         self._report = msgspec.structs.replace(self._report, running=True)
         self._drained = False
+        self._logs_before = {path: path.stat().st_size for path in self._run.logs.glob("learner-*")}
         log = log_path(self._run.logs, "torchrun", self._report.host)
         command = rank_command(self._config, self._run, self._report, broker)
         self._ranks = Role(RoleSpec("ranks", command, log, rank_environment(self._config, self._interface)))

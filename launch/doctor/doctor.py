@@ -64,7 +64,7 @@ def examine(machine: Machine, role: str, config: Config | SftConfig | None, file
     if config is None or reviewed is None:
         return
     yield from check_config_and_files(reviewed)
-    run = RunDir(config.run.dir)
+    run = RunDir.of(config)
     yield from resources.check_disk(run.path, config, plan)
     found, running = check_run(run, config)
     if isinstance(config, Config):

@@ -27,7 +27,7 @@ class Machine:
     memory_bytes: int  # the host's, or the limit of this container
     available_bytes: int
     shm_bytes: int  # size of /dev/shm; 0 when there is none
-    open_files: tuple[int, int]  # soft and hard limit of this process
+    open_files: int  # the hard limit of this process; -1: none
     packages: Mapping[str, str]  # installed distributions, lower case, with versions
     now_s: float
     torch_cuda: str | None = None  # that torch was built for; None: a CPU build, or no torch
@@ -45,7 +45,7 @@ def look() -> Machine:
         memory_bytes=limit,
         available_bytes=min(memory.available, limit),
         shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         # the first of a name is the one that is imported
         packages={name.lower().replace("_", "-"): version for name, version in reversed(found) if name},
         torch_cuda=torch_cuda(),

@@ -89,8 +89,8 @@ def check_shm(machine: Machine, config: Config | SftConfig | None) -> Finding:
 
 
 def check_open_files(machine: Machine, config: Config | SftConfig | None) -> Finding:
-    """Enough descriptors for the sockets of a fleet."""
-    soft, hard = machine.open_files
+    """Enough descriptors for the sockets of a fleet: broker and learner raise their limit to the hard one."""
+    limit = machine.open_files
     nodes = config.rollout.nodes if isinstance(config, Config) else 0
     fleet = max(nodes, FLEET)
     needed, wanted = (FILES + FILES_OF_NODE * n for n in (nodes, fleet))
@@ -98,9 +98,9 @@ def check_open_files(machine: Machine, config: Config | SftConfig | None) -> Fin
     more = f"a broker of {fleet} nodes needs about {wanted:,}"
     return judged(
         "open files",
-        "no limit" if soft < 0 else f"{soft:,} of at most {hard:,}" if hard >= 0 else f"{soft:,}",
-        (0 <= soft < needed, "problem", few, f"ulimit -n {max(4096, needed)} (LimitNOFILE of a service)"),
-        (0 <= soft < wanted, "warning", more, "ulimit -n 4096 where the broker is started"),
+        "no limit" if limit < 0 else f"{limit:,}",
+        (0 <= limit < needed, "problem", few, f"a hard limit of {max(4096, needed)} (LimitNOFILE of a service)"),
+        (0 <= limit < wanted, "warning", more, "a hard limit of 4096 where the broker is started"),
     )
 
 

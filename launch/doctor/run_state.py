@@ -48,14 +48,14 @@ ADVICE = {
 
 def check_run(run: RunDir, config: Config | SftConfig) -> tuple[list[Finding], bool]:
     """(findings, whether a broker of this run answers)."""
-    if not run.path.is_dir():
-        return [fine("run", f"{run.path} does not exist yet")], False
     found: list[Finding] = []
     try:
         run.check_agrees(config)
     except UsageError as error:
-        fix = "another run.dir, or remove the folder"
+        fix = "another folder, or remove it"
         found.append(problem("run", str(error), "a run continues with the config that it began with", fix))
+    if not run.path.is_dir():
+        return found or [fine("run", f"{run.path} does not exist yet")], False
     seen = None
     with suppress(SlipstreamError):
         credentials = config.broker.credentials if isinstance(config, Config) else None

@@ -292,8 +292,9 @@ def prepare_lead(
         credentials=config.broker.credentials,
         deadline_s=min(BROKER_WAIT_S, config.learner.timeout_s / 2),  # the other ranks wait in a collective meanwhile
     )
-    reporter = Reporter(lambda: connect(access), run_dir.logs)
-    known = _newest_incarnation(access) if config.learner.machines > 1 else -1
+    several = config.learner.machines > 1
+    reporter = Reporter(lambda: connect(access), None if several else run_dir.logs)
+    known = _newest_incarnation(access) if several else -1
     state = files.start(source.digest, reporter.take_over, known)
     reporter.set("starting", "loading the model", policy_version=state.policy_version)
     credentials = curve_credentials(config.broker.credentials)

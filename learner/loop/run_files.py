@@ -78,6 +78,7 @@ class RunFiles:
         if path and state.config_digest != digest:
             logger.warning("the config changed since %s was written", path)
         write_record(self._run_dir, self.incarnation, "running", state.policy_version)
+        self._run_dir.label_checkpoints(self._config)
         step = state.policy_version
         self.events.add("learner_started", incarnation=self.incarnation, step=step, checkpoint=str(path))
         return msgspec.structs.replace(state, incarnation=self.incarnation, config_digest=digest)

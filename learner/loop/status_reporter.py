@@ -27,8 +27,8 @@ SHOWN_DELIVERIES = 16
 class Reporter:
     """Sends the newest LearnerReport about once a second and at every change of state."""
 
-    def __init__(self, connect: Callable[[], LearnerBroker], logs: Path) -> None:
-        """`logs` is the folder of the ranks' logs, whose ends the broker may ask for."""
+    def __init__(self, connect: Callable[[], LearnerBroker], logs: Path | None) -> None:
+        """`logs`: the folder of the ranks' logs, whose ends the broker may ask for; None: the launchers send them."""
         self._connect, self._logs = connect, logs
         self.stop_requested: str | None = None  # why the broker wants this learner to leave
         host, instance = socket.gethostname(), secrets.token_hex(8)
@@ -103,7 +103,7 @@ class Reporter:
             last = self._stopping.is_set()
             try:
                 client = client or self._connect()
-                log = log_end(log_path(self._logs, "learner", str(rank))) if rank >= 0 else None
+                log = log_end(log_path(self._logs, "learner", str(rank))) if self._logs and rank >= 0 else None
                 reply = client.report(self.snapshot(), log, rank)
                 rank = reply.log_rank if reply is not None else -1
                 if reply is not None and reply.stop:

@@ -105,6 +105,8 @@ class WeightClient:
             task.add_done_callback(self._connect_again)
 
     def _connect_again(self, ended: "asyncio.Task[None]") -> None:
+        if ended not in self._tasks:  # its connection was closed, and the cancellation came too late
+            return
         if not ended.cancelled() and ended.exception() is not None:
             logger.error("joining the weight plane anew at the next heartbeat", exc_info=ended.exception())
             self._address = ""

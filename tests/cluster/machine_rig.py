@@ -117,6 +117,8 @@ class MachineRig:
         self.steps_beyond(EVERY)
         self.launch(self.hosts[2], "--join", self.address, "--credentials", str(self.run_dir / "keys"))
         until(lambda: "spare machine" in self.log(self.hosts[2]), "the spare machine", told=self.logs)
+        for rank in (0, 1):  # each host has a run folder of its own
+            until(lambda: self.observer().log(f"learner-{rank}"), f"the log of rank {rank}", told=self.logs)  # noqa: B023
 
     def log(self, host: Host) -> str:
         return (self.run_dir / f"{host.name}.out").read_text(errors="replace")
@@ -138,10 +140,13 @@ class MachineRig:
 
     def status(self) -> BrokerStatus:
         """The broker's, from within its host's network."""
+        return self.observer().status()
+
+    def observer(self) -> ObserverBroker:
         if self._observer is None:
             keys = str(self.run_dir / "keys")
             self._observer = on_network(self.broker_host, lambda: connect_observer(self.address, LIMIT_S, keys))
-        return self._observer.status()
+        return self._observer
 
     def members(self) -> list[Host]:
         """The hosts of the round that runs, the one with the rendezvous first; [] while none does."""
@@ -193,8 +198,7 @@ class MachineRig:
             assert code == 0, f"{name} ended with {code}\n{self.logs()}"
         found = self.status()
         assert (found.groups_committed, found.groups_dead) == (STEPS * GROUPS, 0)
-        assert self._observer is not None
-        ledger = self._observer.ledger()
+        ledger = self.observer().ledger()
         assert {entry.state for entry in ledger} == {"committed"}
         steps = [entry.step for entry in ledger]
         assert {step: steps.count(step) for step in steps} == dict.fromkeys(range(STEPS), GROUPS)

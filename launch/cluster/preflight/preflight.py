@@ -22,6 +22,7 @@ from common.config.checks import resolve_paths
 from common.config.loading import load_config
 from common.config.network_checks import is_loopback, is_wildcard, split_address
 from common.errors import EXIT_DONE, EXIT_FAILED, UsageError
+from common.process.lifecycle import leaving_after
 from common.security.credentials import Role, curve_credentials, load_credential, load_server
 from common.security.curve import CurveGate, KeyRing
 from launch.cluster.interface import routed
@@ -33,6 +34,7 @@ from launch.doctor.doctor import show
 from launch.up.roles import slurm_machines
 
 MOST_BYTES = 4 << 20
+MOST_S = 150.0  # the stages have deadlines of their own, 120 s together
 ROLES: tuple[Role, ...] = ("learner", "node", "observer", "broker")
 
 
@@ -61,7 +63,9 @@ def command(args: argparse.Namespace) -> int:
             if time.monotonic() > end:
                 hint = "run the same command on that machine"
                 raise UsageError(f"no preflight listens at {address} after {wait_s:g} s; {hint}")
-        report = examine(name, own, Exchange(dealer), wait_s)
+        hangs = "a call hangs: a network file system, or an all-reduce"
+        with leaving_after(wait_s + MOST_S, EXIT_FAILED, hangs):
+            report = examine(name, own, Exchange(dealer), wait_s)
     findings = judge(report)
     headline = f"preflight of {len(report.machines)} machines at {address}: {verdict(findings)}"
     if args.json:

@@ -8,6 +8,7 @@ import pytest
 
 from broker.contract import Assembly, MachineReport
 from broker.delivery.learner_machines import FENCE_S, LOST_S, MACHINES_EVENT, LearnerMachines
+from broker.delivery.log_ends import FRESH_S
 from tests.broker_rig import learner_report, new_state, run_info
 
 FACTS = {"torch": "2.13.0", "network interface": "eth0"}
@@ -61,6 +62,21 @@ def test_the_first_machines_form_a_round_and_a_further_one_is_spare() -> None:
     assert launchers[2].told == Assembly(active=True, machines=3)
     states = [(m.host, m.state, m.index) for m in machines.status(1.0)]
     assert states == [("h1", "running", 0), ("h2", "running", 1), ("h3", "waiting", -1)]
+
+
+def test_launchers_are_asked_for_the_log_of_a_rank_until_one_has_sent_it_or_nobody_asks_any_more() -> None:
+    now = [0.0]
+    state = new_state(clock=lambda: now[0])
+    one, two = (Launcher(host).report for host in ("h1", "h2"))
+    assert state.gather(one).log_rank == -1
+    assert state.log("learner-3") is None
+    assert [state.gather(one).log_rank, state.gather(two, None, 3).log_rank] == [3, 3], "it is not theirs yet"
+    assert state.gather(two, "the end", 3).log_rank == -1
+    assert [state.log("learner-3"), state.log("learner-9"), state.log("learner-4")] == ["the end", None, None]
+    now[0] += FRESH_S / 2
+    state.log("learner-4")
+    now[0] += FRESH_S / 2
+    assert state.gather(one).log_rank == 4, "the question for rank 9 is out of date"
 
 
 def test_too_few_machines_wait() -> None:

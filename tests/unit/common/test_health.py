@@ -39,8 +39,8 @@ def served(signs: LifeSigns) -> Iterator[int]:
         thread.join(LIMIT_S)
 
 
-def get(port: int, path: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+def get(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
+    connection = http.client.HTTPConnection(host, port, timeout=LIMIT_S)
     with contextlib.closing(connection):
         connection.request("GET", path)
         answer = connection.getresponse()
@@ -70,13 +70,20 @@ def test_probes_see_a_role_start_work_go_away_and_stand_still() -> None:
         assert get(port, "/else")[0] == 404
 
 
-def test_a_client_that_says_nothing_or_leaves_delays_the_next_one_only_shortly(capfd: pytest.CaptureFixture) -> None:
-    with served(LifeSigns()) as port:
+def test_clients_that_say_nothing_or_leave_keep_no_other_waiting(capfd: pytest.CaptureFixture) -> None:
+    with served(LifeSigns()) as port, contextlib.ExitStack() as at_end:
         for said in (b"", b"GET /healthz HTTP/1.0\r\n", b"\x00" * 1000):
-            with socket.create_connection(("127.0.0.1", port)) as silent:
+            for _ in range(2):
+                silent = at_end.enter_context(socket.create_connection(("127.0.0.1", port)))
                 silent.sendall(said)
                 assert get(port, "/healthz")[0] == 200
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_a_probe_may_come_over_ipv6() -> None:
+    with served(LifeSigns()) as port:
+        assert get(port, "/healthz", "::1") == get(port, "/healthz")
 
 
 def test_port_0_serves_nothing_and_a_taken_port_is_a_usage_error() -> None:

@@ -19,6 +19,29 @@ CHILD = (
 )
 
 
+def test_a_process_may_raise_its_limit_of_open_files_to_the_hard_one():
+    code = (
+        "import resource; from common.process.lifecycle import raise_open_files\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200)); raise_open_files()\n"
+        "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert done.stdout.split() == ["200", "200"]
+
+
+def test_what_hangs_ends_its_process_with_the_given_code():
+    code = (
+        "import time; from common.process.lifecycle import leaving_after\n"
+        "with leaving_after({}, 7, 'it hangs'): time.sleep({})\n"
+        "print('closed')"
+    )
+    hung = (7, "", "gave up after 0.2 s: it hangs\n")
+    for seconds, takes_s, ends in ((0.2, 1e6, hung), (1e6, 0, (0, "closed\n", ""))):
+        words = [sys.executable, "-c", code.format(seconds, takes_s)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
+        assert (done.returncode, done.stdout, done.stderr) == ends
+
+
 @pytest.mark.parametrize("how", ["asked", "supervised"])
 def test_child_dies_when_its_parent_is_killed(how):
     child = CHILD.format(call="die_with_parent", arguments="os.getppid()").replace("from", "import os\nfrom", 1)

@@ -67,6 +67,20 @@ def test_a_run_may_be_continued_longer_or_with_more_nodes_but_not_as_a_warm_star
         RunDir(tmp_path / "file" / "run").prepare(config)
 
 
+def test_checkpoints_of_another_run_are_refused_with_the_key(config, tmp_path):
+    shared = str(tmp_path / "shared")
+    document = msgspec.to_builtins(config)
+    document["learner"]["checkpoint"]["dir"] = shared
+    first = msgspec.convert(document, type(config))
+    RunDir.of(first).label_checkpoints(first)
+    RunDir.of(first).check_agrees(first)
+    RunDir.of(first).check_agrees(changed(first, run__steps=9))
+    second = changed(first, run__dir=str(tmp_path / "second"), run__name="second")
+    with pytest.raises(UsageError, match=f"{shared} has a run of another config: run.name was 'demo' .*checkpoint.dir"):
+        RunDir.of(second).prepare(second)
+    assert not Path(second.run.dir).exists()
+
+
 def test_differences_are_found_at_every_depth():
     old, new = {"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}, "e": 5}
     assert list(differences(old, new)) == [("a.c", 2, 4), ("d", 3, None), ("e", None, 5)]

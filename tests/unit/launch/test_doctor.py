@@ -56,7 +56,7 @@ GIB = 1 << 30
 PACKAGES = {name: "1.0" for role in ("base", "cpu") for name in packages.NEEDED[role]}
 GOOD = Machine(
     python=(3, 11, 7), cores=8, memory_bytes=64 * GIB, available_bytes=60 * GIB, shm_bytes=8 * GIB,
-    open_files=(65536, 65536), packages=PACKAGES, now_s=1.8e9, clock_synchronised=True,
+    open_files=65536, packages=PACKAGES, now_s=1.8e9, clock_synchronised=True,
 )  # fmt: skip
 REPORT: list[str] = []  # checks that had a finding, for the page
 
@@ -166,8 +166,8 @@ def files(config: Config) -> object:
     return config_files.check_config_and_files(review(config, "job.yaml"))
 
 
-def ports(limit: int, hard: int) -> Machine:
-    return machine(open_files=(limit, hard))
+def ports(limit: int) -> Machine:
+    return machine(open_files=limit)
 
 
 GUESSING = {"environment": "number_guessing"}
@@ -184,9 +184,9 @@ CASES = [  # level, words of the one finding on it or '' for none, a check of a 
     ("fine", "pins", lambda c: resources.check_cores(GOOD, c)),
     ("problem", "64 MiB, 256 needed", lambda c: resources.check_shm(SMALL, of(c, "learner", world_size=4))),
     ("problem", "", lambda c: resources.check_shm(SMALL, c)),
-    ("problem", "ulimit", lambda c: resources.check_open_files(ports(1024, 4096), of(c, "rollout", nodes=200))),
-    ("problem", "", lambda c: resources.check_open_files(ports(-1, -1), of(c, "rollout", nodes=200))),
-    ("warning", "64 nodes", lambda c: resources.check_open_files(ports(512, 4096), c)),
+    ("problem", "hard limit", lambda c: resources.check_open_files(ports(1024), of(c, "rollout", nodes=200))),
+    ("problem", "", lambda c: resources.check_open_files(ports(-1), of(c, "rollout", nodes=200))),
+    ("warning", "64 nodes", lambda c: resources.check_open_files(ports(512), c)),
     ("problem", "years ago", lambda c: resources.check_clock(machine(now_s=1e6), c)),
     ("warning", "clock", lambda c: resources.check_clock(DRIFTING, of(c, "broker", address="tcp://10.0.0.1:5555"))),
     ("warning", "", lambda c: resources.check_clock(DRIFTING, c)),

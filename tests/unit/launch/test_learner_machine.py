@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from broker.contract import Assembly, MachineReport, Member
@@ -38,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         signal.signal(number, handler)
 
 
-def run(tmp_path: Path, gather: Callable[[MachineReport], Assembly]) -> int:
+def run(tmp_path: Path, gather: Callable[..., Assembly]) -> int:
     """The exit code of a launcher whose reports `gather` answers."""
     report = MachineReport("m1", "h1", "a", "a:1", {})
     client = cast(LearnerBroker, SimpleNamespace(gather=gather))
@@ -52,7 +53,7 @@ def test_ranks_are_killed_a_fence_after_the_broker_last_heard_of_them_however_la
 ) -> None:
     heard: list[float] = []
 
-    def gather(report: MachineReport) -> Assembly:
+    def gather(report: MachineReport, *_: object) -> Assembly:
         if heard and not report.running:
             return Assembly(exit_code=0)
         if len(heard) == 2:
@@ -66,10 +67,30 @@ def test_ranks_are_killed_a_fence_after_the_broker_last_heard_of_them_however_la
     assert clock[0] - heard[-1] <= FENCE_S + ANSWER_S + 2 * REPORT_S
 
 
+def test_the_end_of_a_ranks_log_is_sent_when_a_rank_of_this_round_has_written_it(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    sent: list[tuple[str | None, int]] = []
+    logs = RunDir(tmp_path).logs
+    logs.mkdir()
+    for rank in (3, 4):
+        (logs / f"learner-{rank}.log").write_text("of an earlier round\n")
+
+    def gather(report: MachineReport, log: str | None, rank: int) -> Assembly:
+        sent.append((log, rank))
+        if report.running and len(sent) == 2:
+            with (logs / "learner-3.log").open("a") as file:
+                file.write("resumed\n")
+        return Assembly(exit_code=0) if len(sent) == 5 else msgspec.structs.replace(TRAIN, log_rank=len(sent))
+
+    assert run(tmp_path, gather) == 0
+    assert sent[:5] == [(None, -1), (None, 1), (None, 2), ("of an earlier round\nresumed", 3), (None, 4)]
+
+
 def test_a_launcher_that_ends_says_that_its_ranks_have_ended(tmp_path: Path, clock: list[float]) -> None:
     reports: list[Any] = []
 
-    def gather(report: MachineReport) -> Assembly:
+    def gather(report: MachineReport, *_: object) -> Assembly:
         reports.append(report)
         if len(reports) == 2:
             raise BrokerError("revoked")
