@@ -1,6 +1,6 @@
 """Connections to the brokers of a run, at one address or several."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
 
@@ -9,9 +9,6 @@ from broker.messaging.client_methods import LearnerBroker, NodeBroker
 from common.config.redis_address import is_redis
 from common.errors import BrokerUnreachable, UsageError
 from common.security.credentials import Role, curve_credentials, load_credential
-
-if TYPE_CHECKING:  # loads ZeroMQ
-    from broker.messaging.async_client import ConnectionOptions
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +52,7 @@ def ask_status(address: str, timeout_s: float, credentials: str | None = None) -
         raise UsageError(why) from None
 
 
-def _options(access: Access) -> "ConnectionOptions":
+def _options(access: Access) -> dict[str, Any]:
     for address in access.address.split(","):
         if is_redis(address):
             raise UsageError(

@@ -104,15 +104,9 @@ def lead(
             if config.telemetry.health_port:
                 signs.tick(memory.state.status)
 
-        server = BrokerServer(
-            memory.state,
-            addresses,
-            config.broker.max_message_bytes,
-            tick,
-            curve_credentials(config.broker.credentials),
-            files.path / QUARANTINE,
-            memory.journal,
-        )
+        limit, keys = config.broker.max_message_bytes, curve_credentials(config.broker.credentials)
+        quarantine = files.path / QUARANTINE
+        server = BrokerServer(memory.state, addresses, limit, tick, keys, quarantine, memory.journal)
         try:
             files.begin(memory, server.address)
         except BaseException:

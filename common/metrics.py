@@ -65,9 +65,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     drift_abs_mean: Annotated[float, metric("the same over all trained tokens", "nat")] = 0.0
     mismatch_by_age: Annotated[list[float], metric("the same by staleness: 0, 1, 2, 3-4, 5-8, 9 and more", "nat")] = []
     tokens_by_age: Annotated[list[int], metric("trained tokens of those classes of staleness", "tokens", "sum")] = []
-    kl_mean: Annotated[float, metric("divergence from the reference model per trained token; 0 without one", "nat")] = (
-        0.0
-    )
+    kl_mean: Annotated[float, metric("divergence from the reference model per trained token; 0 if none", "nat")] = 0.0
     advantage_zero_fraction: Annotated[float, metric("groups whose rewards were all equal")] = 0.0
 
     staleness_mean: Annotated[float, metric("step - version, per trained token", "steps")]
@@ -104,9 +102,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens_generated_total: Annotated[int, metric("by all nodes since the broker started", "tokens", "last")]
     tokens_trained_total: Annotated[int, metric("in the loss since step 0", "tokens", "last")]
-    tokens_wasted_total: Annotated[
-        int, metric("generated, not trained on; reasons below, docs/waste.md", "tokens", "last")
-    ]
+    tokens_wasted_total: Annotated[int, metric("generated and not trained on; docs/waste.md", "tokens", "last")]
     tokens_wasted_lost: Annotated[int, metric("results that came after their lease was lost", "tokens", "last")] = 0
     tokens_wasted_failed: Annotated[int, metric("failed groups and failed samples", "tokens", "last")] = 0
     tokens_wasted_filtered: Annotated[int, metric("groups whose rewards are all equal", "tokens", "last")] = 0

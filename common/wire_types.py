@@ -22,10 +22,8 @@ Seconds = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
 Text = Annotated[str, Meta(max_length=1 << 16)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
-DTYPES = {
-    **{"int16": np.dtype("<i2"), "int32": np.dtype("<i4"), "int64": np.dtype("<i8")},
-    **{"float32": np.dtype("<f4"), "uint8": np.dtype("u1")},
-}
+_CODES = {"int16": "<i2", "int32": "<i4", "int64": "<i8", "float32": "<f4", "uint8": "u1"}  # numpy's
+DTYPES = {name: np.dtype(code) for name, code in _CODES.items()}
 _ITEM_BYTES = {name: kind.itemsize for name, kind in DTYPES.items()}
 
 

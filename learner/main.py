@@ -126,10 +126,10 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Exit code of one rank; errors are logged."""
-    return guard(run, sys.argv[1:] if arguments is None else arguments)
+    return guard(run, arguments)
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(main(sys.argv[1:]))

@@ -14,8 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from broker.journal.redis_store.connection import open_client
+from broker.journal.redis_store.keys import run_prefix
 from broker.journal.redis_store.term import Term
 from tests.waiting import LIMIT_S, until
+
+
+def acl_line(run: str, password: str) -> str:
+    """The broker's user as docs/redis.md has it, for `ACL SETUSER` or behind `user` in users.acl."""
+    commands = "select ping eval get set del unlink exists hget hset hmget lrange rpush ltrim scan info config|get time"
+    allowed = " ".join(f"+{command}" for command in commands.split())
+    return f"broker reset on >{password} resetchannels ~{run_prefix(run)}* -@all {allowed}"
 
 
 def server_binary() -> str:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar
 
 import zmq
 
@@ -26,27 +26,25 @@ TURN_PAUSE_S = 0.2
 R = TypeVar("R")
 
 
-class ConnectionOptions(TypedDict, total=False):
-    """How a client connects; see broker.connect.Access, which has the defaults too."""
-
-    deadline_s: float
-    retry_s: float
-    max_message_bytes: int  # a larger group is refused here
-    credential: Credential | None
-
-
 class Connection:
     """Carries requests to the broker that leads. Belongs to the event loop that makes the first call.
 
-    It takes one address or several with commas between them; the attribute `address` is the one in use.
+    It takes one address or several with commas between them; the attribute `address` is the one in use. For the
+    rest see broker.connect.Access.
     """
 
-    def __init__(self, address: str, **options: Unpack[ConnectionOptions]) -> None:
+    def __init__(
+        self,
+        address: str,
+        deadline_s: float = 30.0,
+        retry_s: float = 2.0,
+        max_message_bytes: int = 1 << 30,
+        credential: Credential | None = None,
+    ) -> None:
         self._addresses = tuple(address.split(","))  # one of these brokers leads
         self.address = self._addresses[0]
-        self._deadline_s, self._retry_s = options.get("deadline_s", 30.0), options.get("retry_s", 2.0)
-        self._max_message_bytes = options.get("max_message_bytes", 1 << 30)
-        self._credential = options.get("credential")
+        self._deadline_s, self._retry_s = deadline_s, retry_s
+        self._max_message_bytes, self._credential = max_message_bytes, credential
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: LoopSocket | None = None
         self._closed = False

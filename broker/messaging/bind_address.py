@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from common.config.network_checks import is_loopback, is_wildcard, split_address
 from common.errors import UsageError
+from common.process.local_address import local_address
 
 ELSEWHERE = ("192.0.2.1", 9)  # documentation's own network: asking the routing table about it sends nothing
 
@@ -59,9 +60,8 @@ def reachable(endpoint: str) -> str:
 
 def _own_ips() -> Iterator[str]:
     """The IP of the interface that leads elsewhere, then those known under this machine's name."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(ELSEWHERE)
-        yield str(probe.getsockname()[0])
+    with contextlib.suppress(OSError):
+        yield local_address(*ELSEWHERE)
     with contextlib.suppress(OSError):
         for *_, where in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM):
             yield str(where[0])

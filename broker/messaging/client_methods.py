@@ -9,20 +9,8 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from broker.contract import (
-    Assembly,
-    Attached,
-    BrokerEvent,
-    BrokerStatus,
-    HeartbeatReply,
-    LearnerReport,
-    Lease,
-    LedgerEntry,
-    MachineReport,
-    NodeReport,
-    RunInfo,
-    StoredGroup,
-)
+from broker import contract
+from broker.contract import HeartbeatReply, LearnerReport, NodeReport
 from broker.messaging import wire
 from common.rollouts import GroupMeta, Task
 
@@ -49,15 +37,15 @@ class ObserverBroker(ABC):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def status(self) -> BrokerStatus:
+    def status(self) -> contract.BrokerStatus:
         """Counts, learner, nodes, waste and the store."""
         return self.ask(wire.AskStatus())
 
-    def ledger(self) -> list[LedgerEntry]:
+    def ledger(self) -> list[contract.LedgerEntry]:
         """Every task ever offered, ascending by serial."""
         return self.ask(wire.AskLedger())
 
-    def events(self, after: int) -> list[BrokerEvent]:
+    def events(self, after: int) -> list[contract.BrokerEvent]:
         """Recent events with an index greater than `after`."""
         return self.ask(wire.AskEvents(after=after))
 
@@ -71,7 +59,7 @@ class LearnerBroker(ObserverBroker):
 
     _sender: dict[str, Any] = {}  # incarnation and instance, once attached
 
-    def attach(self, report: LearnerReport) -> Attached:
+    def attach(self, report: LearnerReport) -> contract.Attached:
         """A learner (re)starts. Raises BrokerError when it was replaced, or another of its incarnation is alive."""
         attached = self.ask(wire.Attach(report=report))
         self._sender = {"incarnation": report.incarnation, "instance": report.instance}
@@ -82,7 +70,7 @@ class LearnerBroker(ObserverBroker):
         parts = [tasks[start : start + OFFER_TASKS] for start in range(0, len(tasks), OFFER_TASKS)]
         return sum(self.ask(wire.Offer(**self._sender, tasks=part)) for part in parts)
 
-    def take(self, step: int, count: int, wait_s: float, in_order: bool = False) -> list[StoredGroup] | None:
+    def take(self, step: int, count: int, wait_s: float, in_order: bool = False) -> list[contract.StoredGroup] | None:
         """The `count` oldest ready groups for `step`, or what `step` took before; None when not ready in `wait_s`.
 
         Filtered groups that passed their place on do not count, and are among those returned. `in_order` never lets
@@ -116,11 +104,11 @@ class LearnerBroker(ObserverBroker):
         """Keep `status` current. The answer may ask for something; `log` is the text that the last one asked for."""
         return self.ask(wire.Report(**self._sender, report=report, log=log, log_rank=log_rank))
 
-    def stop(self) -> BrokerStatus:
+    def stop(self) -> contract.BrokerStatus:
         """Ask every role to leave; the answer says which are still `present`. May be repeated."""
         return self.ask(wire.Stop())
 
-    def gather(self, report: MachineReport, log: str | None = None, log_rank: int = -1) -> Assembly:
+    def gather(self, report: contract.MachineReport, log: str | None = None, log_rank: int = -1) -> contract.Assembly:
         """A machine of the learner is here; what its launcher is to do (broker/delivery/learner_machines.py)."""
         return self.ask(wire.Gather(report=report, log=log, log_rank=log_rank))
 
@@ -147,11 +135,11 @@ class NodeBroker(ABC):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def register(self, report: NodeReport) -> RunInfo:
+    async def register(self, report: NodeReport) -> contract.RunInfo:
         """Join the run."""
         return await self.ask(wire.Register(report=report))
 
-    async def lease(self, node_id: str, version: int, max_groups: int, wait_s: float) -> list[Lease]:
+    async def lease(self, node_id: str, version: int, max_groups: int, wait_s: float) -> list[contract.Lease]:
         """Up to `max_groups` oldest admissible tasks; waits at most `wait_s` for the first.
 
         While it waits, a heartbeat that reports a newer version makes that one count. A cancelled call hands back what

@@ -3,10 +3,10 @@
 import asyncio
 import threading
 from concurrent.futures import Future
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar
 
 from broker.messaging import wire
-from broker.messaging.async_client import Connection, ConnectionOptions
+from broker.messaging.async_client import Connection
 from broker.messaging.client_methods import LearnerBroker
 from common.errors import BrokerUnreachable
 
@@ -16,7 +16,7 @@ R = TypeVar("R")
 class BrokerClient(LearnerBroker):
     """LearnerBroker and ObserverBroker over ZeroMQ; any thread may call. The arguments are those of Connection."""
 
-    def __init__(self, address: str, **options: Unpack[ConnectionOptions]) -> None:
+    def __init__(self, address: str, **options: Any) -> None:
         self._connection = Connection(address, **options)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="broker-client", daemon=True)

@@ -18,21 +18,7 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast, get_args
 import msgspec
 from msgspec import Meta
 
-from broker.contract import (
-    LEARNER_ENDED,
-    Assembly,
-    Attached,
-    BrokerEvent,
-    BrokerStatus,
-    HeartbeatReply,
-    LearnerReport,
-    Lease,
-    LedgerEntry,
-    MachineReport,
-    NodeReport,
-    RunInfo,
-    StoredGroup,
-)
+from broker import contract
 from common.rollouts import GroupMeta, Task
 from common.wire_types import Name, Seconds, StepNumber, Tally, Text, Version
 
@@ -65,11 +51,12 @@ class Request(msgspec.Struct, Generic[R], frozen=True, kw_only=True, gc=False):
     schema: int = SCHEMA
     payloads: ClassVar[int] = 0  # frames that follow the header
     once: ClassVar[bool] = False  # a repetition gets the first answer again, because the move would be made twice
+    durable: ClassVar[bool] = False  # the answer waits until the move is as durable as broker.durability says
 
     @property
     def promised(self) -> bool:
-        """Whether the answer waits until the move is as durable as broker.durability says."""
-        return False
+        """Whether this one is `durable`."""
+        return self.durable
 
     def read(self, value: msgspec.Raw, payloads: Sequence[bytes]) -> R:
         """The answer from a reply's value. Raises WireError when it cannot be read."""
@@ -82,16 +69,13 @@ class Request(msgspec.Struct, Generic[R], frozen=True, kw_only=True, gc=False):
 
 
 class LearnerRequest(Request[R], Generic[R], frozen=True, kw_only=True):
+    durable: ClassVar[bool] = True
     incarnation: int | None = None  # the sender's, once it has attached
     instance: str = ""  # likewise
 
-    @property
-    def promised(self) -> bool:
-        return True
 
-
-class Attach(LearnerRequest[Attached], frozen=True, kw_only=True, tag="attach"):
-    report: LearnerReport
+class Attach(LearnerRequest[contract.Attached], frozen=True, kw_only=True, tag="attach"):
+    report: contract.LearnerReport
 
 
 class Offer(LearnerRequest[int], frozen=True, kw_only=True, tag="offer"):
@@ -99,7 +83,7 @@ class Offer(LearnerRequest[int], frozen=True, kw_only=True, tag="offer"):
     tasks: Tasks
 
 
-class Take(LearnerRequest[list[StoredGroup] | None], frozen=True, kw_only=True, tag="take"):
+class Take(LearnerRequest[list[contract.StoredGroup] | None], frozen=True, kw_only=True, tag="take"):
     """Answered with the groups, whose payloads follow as one frame each; None: not ready in time."""
 
     step: StepNumber
@@ -107,7 +91,7 @@ class Take(LearnerRequest[list[StoredGroup] | None], frozen=True, kw_only=True, 
     wait_s: WaitSeconds
     in_order: bool = False
 
-    def read(self, value: msgspec.Raw, payloads: Sequence[bytes]) -> list[StoredGroup] | None:
+    def read(self, value: msgspec.Raw, payloads: Sequence[bytes]) -> list[contract.StoredGroup] | None:
         groups = super().read(value, ())
         if len(payloads) != len(groups or ()):
             raise WireError(f"{len(groups or ())} groups came with {len(payloads)} payload frames", self.id)
@@ -130,24 +114,24 @@ class Commit(LearnerRequest[int], frozen=True, kw_only=True, tag="commit"):
     step: StepNumber
 
 
-class Report(LearnerRequest[HeartbeatReply | None], frozen=True, kw_only=True, tag="report"):
-    report: LearnerReport
+class Report(LearnerRequest[contract.HeartbeatReply | None], frozen=True, kw_only=True, tag="report"):
+    report: contract.LearnerReport
     log: Text | None = None  # the end of the log that the last answer asked for
     log_rank: int = -1
 
     @property
     def promised(self) -> bool:
         """Only a learner's last report, because nodes leave because of it."""
-        return self.report.state in LEARNER_ENDED
+        return self.report.state in contract.LEARNER_ENDED
 
 
-class Gather(Request[Assembly], frozen=True, kw_only=True, tag="gather"):
-    report: MachineReport
+class Gather(Request[contract.Assembly], frozen=True, kw_only=True, tag="gather"):
+    report: contract.MachineReport
     log: Text | None = None  # as in Report
     log_rank: int = -1
 
 
-class Stop(Request[BrokerStatus], frozen=True, kw_only=True, tag="stop"):
+class Stop(Request[contract.BrokerStatus], frozen=True, kw_only=True, tag="stop"):
     """Asks every role to leave; needs the learner's key. A broker that starts anew has forgotten it."""
 
 
@@ -159,7 +143,7 @@ class NodeRequest(Request[R], Generic[R], frozen=True, kw_only=True):
 
 
 class NodeReportRequest(NodeRequest[R], Generic[R], frozen=True, kw_only=True):
-    report: NodeReport
+    report: contract.NodeReport
 
     @property
     def node(self) -> str | None:
@@ -174,11 +158,11 @@ class NamedNodeRequest(NodeRequest[R], Generic[R], frozen=True, kw_only=True):
         return self.node_id
 
 
-class Register(NodeReportRequest[RunInfo], frozen=True, kw_only=True, tag="register"):
+class Register(NodeReportRequest[contract.RunInfo], frozen=True, kw_only=True, tag="register"):
     pass
 
 
-class AskLease(NamedNodeRequest[list[Lease]], frozen=True, kw_only=True, tag="lease"):
+class AskLease(NamedNodeRequest[list[contract.Lease]], frozen=True, kw_only=True, tag="lease"):
     once: ClassVar[bool] = True
     version: Version
     max_groups: Count
@@ -191,7 +175,7 @@ class Cancel(NodeRequest[None], frozen=True, kw_only=True, tag="cancel"):
     target: int
 
 
-class Heartbeat(NodeReportRequest[HeartbeatReply], frozen=True, kw_only=True, tag="heartbeat"):
+class Heartbeat(NodeReportRequest[contract.HeartbeatReply], frozen=True, kw_only=True, tag="heartbeat"):
     tokens: Tokens
     log: Text | None = None  # the end of the log that the last answer asked for
 
@@ -200,12 +184,9 @@ class Complete(NamedNodeRequest[bool], frozen=True, kw_only=True, tag="complete"
     """The group follows as one payload frame."""
 
     payloads: ClassVar[int] = 1
+    durable: ClassVar[bool] = True
     token: Token
     meta: GroupMeta
-
-    @property
-    def promised(self) -> bool:
-        return True
 
 
 class Fail(NamedNodeRequest[None], frozen=True, kw_only=True, tag="fail"):
@@ -227,15 +208,15 @@ class ObserverRequest(Request[R], Generic[R], frozen=True, kw_only=True):
     pass
 
 
-class AskStatus(ObserverRequest[BrokerStatus], frozen=True, kw_only=True, tag="status"):
+class AskStatus(ObserverRequest[contract.BrokerStatus], frozen=True, kw_only=True, tag="status"):
     pass
 
 
-class AskLedger(ObserverRequest[list[LedgerEntry]], frozen=True, kw_only=True, tag="ledger"):
+class AskLedger(ObserverRequest[list[contract.LedgerEntry]], frozen=True, kw_only=True, tag="ledger"):
     pass
 
 
-class AskEvents(ObserverRequest[list[BrokerEvent]], frozen=True, kw_only=True, tag="events"):
+class AskEvents(ObserverRequest[list[contract.BrokerEvent]], frozen=True, kw_only=True, tag="events"):
     after: int
 
 

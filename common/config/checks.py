@@ -39,13 +39,8 @@ READERS: dict[str, tuple[Reader, ...]] = {  # keys that name files, and who read
     "learner.loss.reference": ("all", "learner"),
 }
 PATHS = (
-    "run.dir",
-    "model.path",
-    "tasks.dataset",
-    "tasks.eval_dataset",
-    "learner.loss.reference",
-    "learner.checkpoint.dir",
-    "broker.credentials",
+    *("run.dir", "model.path", "tasks.dataset", "tasks.eval_dataset", "learner.loss.reference"),
+    *("learner.checkpoint.dir", "broker.credentials"),
 )
 C = TypeVar("C", Config, SftConfig)
 

@@ -195,10 +195,6 @@ class RanksConfig(Strict, frozen=True, kw_only=True):
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
-    @property
-    def data_parallel(self) -> int:
-        return self.world_size // self.parallel.model_ranks
-
 
 class LearnerConfig(RanksConfig, frozen=True, kw_only=True):
     machines: Positive = 1  # Machines of the learner; each runs world_size / machines ranks. docs/machines.md.

@@ -50,27 +50,24 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     versions: Versions = {}  # common.weights.transports.nccl.shared_versions(); {} from older nodes
 
 
-class Staged(msgspec.Struct, frozen=True, tag="staged"):
+class OfVersion(msgspec.Struct, frozen=True):
     node_id: Name
     incarnation: int
     version: Version
+
+
+class Staged(OfVersion, frozen=True, tag="staged"):
     receive_s: Finite
     epoch: int = -1  # epoch of the Publish that it answers; a retry has another one
 
 
-class Active(msgspec.Struct, frozen=True, tag="active"):
-    node_id: Name
-    incarnation: int
-    version: Version
+class Active(OfVersion, frozen=True, tag="active"):
     stall_s: Finite  # generation paused for the flip
     checksum: Text  # checksum of the engine's weights, in layout order
     canary_max_difference: Finite | None = None  # None: no canary with this publish
 
 
-class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
-    node_id: Name
-    incarnation: int
-    version: Version
+class Rejected(OfVersion, frozen=True, tag="rejected"):
     reason: Text
     fatal: bool = False  # the node excludes itself (proof failed); False: the transfer failed, retry
     epoch: int = -1  # as in Staged

@@ -25,8 +25,7 @@ logger = logging.getLogger(__name__)
 def run(arguments: Sequence[str]) -> int:
     """Write the folder, complete or not at all.
 
-    Raises:
-        UsageError: model.path is no usable model, or the checkpoint is not one of it.
+    Raises UsageError when model.path is no usable model, or the checkpoint is not one of it.
     """
     parser = argparse.ArgumentParser(prog="python -m learner.checkpoint.export_main")
     parser.add_argument("--config", type=Path, required=True, help="the run's config.yaml")
@@ -54,10 +53,5 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code of the process; errors are logged."""
-    return guard(run, sys.argv[1:] if arguments is None else arguments)
-
-
 if __name__ == "__main__":
-    leave(main())
+    leave(guard(run, sys.argv[1:]))

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -47,11 +48,8 @@ class Reporter:
         Raises BrokerUnreachable, or BrokerError when another process of this or a later incarnation has come.
         """
         self.update(incarnation=incarnation, policy_version=policy_version, step=policy_version)
-        client = self._connect()
-        try:
+        with closing(self._connect()) as client:
             client.report(self.snapshot())
-        finally:
-            client.close()
 
     def start(self) -> None:
         self._thread.start()

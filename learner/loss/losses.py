@@ -17,7 +17,6 @@ everything becomes a weighted mean: sum of w * (objective + ...) over sum of w.
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from common.config.schema import LossConfig
@@ -26,7 +25,7 @@ from learner.loss.corrections import CORRECTIONS, veto
 from learner.loss.kl_estimators import KL_ESTIMATORS
 from learner.loss.objectives import OBJECTIVES, PolicyTokens
 from learner.loss.proximal import PROXIMALS
-from learner.loss.ratios import Documents, bounded_exp
+from learner.loss.ratios import Documents, bounded_exp, within
 from learner.loss.reductions import REDUCTIONS, Count
 from learner.loss.token_diagnostics import token_counts, token_sums
 
@@ -45,8 +44,8 @@ def _policy_loss(
 ) -> LossOutput:
     mask = batch.loss_mask > 0
     documents = Documents(batch.document_lengths, mask)
-    behavior = _within(mask, batch.behavior_logprobs.to(logprobs.dtype))
-    logprobs = _within(mask, logprobs)
+    behavior = within(mask, batch.behavior_logprobs.to(logprobs.dtype))
+    logprobs = within(mask, logprobs)
     current, vetoed = logprobs.detach(), None
     drift = current - behavior
     proximal = PROXIMALS[config.proximal](current, behavior, batch.staleness)
@@ -56,19 +55,19 @@ def _policy_loss(
     tokens = PolicyTokens(logprobs, proximal, batch.advantages.to(logprobs.dtype), documents)
     surrogate = OBJECTIVES[config.objective](tokens, config)
     sums = token_sums(mask, drift, corrected, vetoed, surrogate.clipped) | token_counts(mask, drift, batch.staleness)
-    weights = _within(mask, corrected.weights)
+    weights = within(mask, corrected.weights)
     counted = (corrected.counted & mask).to(weights.dtype)
     worth = weights if config.correction_normalize else counted
     values = weights * surrogate.values
     if config.kl_coefficient:
         if batch.reference_logprobs is None:
             raise ValueError("kl_coefficient is positive, but the microbatch has no reference_logprobs")
-        reference = _within(mask, batch.reference_logprobs.to(logprobs.dtype))
+        reference = within(mask, batch.reference_logprobs.to(logprobs.dtype))
         kl = KL_ESTIMATORS[config.kl_estimator](reference - logprobs)
         values = values - config.kl_coefficient * worth * kl
         sums["kl"] = kl.detach().sum()
     if entropy is not None:
-        entropy = _within(mask, entropy)
+        entropy = within(mask, entropy)
         sums["entropy"] = entropy.detach().sum()
         if config.entropy_coefficient:
             values = values + config.entropy_coefficient * worth * entropy
@@ -76,14 +75,8 @@ def _policy_loss(
     share, denominator = REDUCTIONS[config.reduction](count)
     if share is not None:
         values = share * values
-    return LossOutput(
-        -_within(mask, values).sum(), sums, {"ratio": _within(mask, bounded_exp(drift)).max()}, denominator
-    )
-
-
-def _within(mask: Tensor, values: Tensor) -> Tensor:
-    """`values` where the mask is, 0 elsewhere, with no gradient there."""
-    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+    maxima = {"ratio": within(mask, bounded_exp(drift)).max()}
+    return LossOutput(-within(mask, values).sum(), sums, maxima, denominator)
 
 
 def cross_entropy(logprobs: Tensor, entropy: Tensor | None, batch: Microbatch) -> LossOutput:

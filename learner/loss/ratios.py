@@ -13,6 +13,11 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return torch.exp(log_ratio.clamp(-LOG_BOUND, LOG_BOUND))
 
 
+def within(mask: Tensor, values: Tensor) -> Tensor:
+    """`values` where the mask is, 0 elsewhere, with no gradient there."""
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
 class Documents:
     """Sums and means over the loss tokens of each of a microbatch's documents.
 
@@ -26,8 +31,7 @@ class Documents:
 
     def sums(self, values: Tensor) -> Tensor:
         """[D] sums of `values` [T] over each document's loss tokens; in a fixed order, so that they repeat exactly."""
-        kept = torch.where(self.mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
-        return torch.segment_reduce(kept, "sum", lengths=self._lengths, unsafe=True)
+        return torch.segment_reduce(within(self.mask, values), "sum", lengths=self._lengths, unsafe=True)
 
     def means(self, values: Tensor) -> Tensor:
         """[D] means of `values` [T] over each document's loss tokens, 0 where it has none."""

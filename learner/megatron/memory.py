@@ -140,8 +140,7 @@ class Reference:
     ) -> "Reference":
         """The reference is in learner.loss.reference, or it is the model that training starts from.
 
-        Raises:
-            UsageError: the folder has a model of another shape; this is found before anything is sampled.
+        Raises UsageError when the folder has a model of another shape, before anything is sampled.
         """
         named = learner.loss.reference if isinstance(learner, LearnerConfig) else None
         if named is None:

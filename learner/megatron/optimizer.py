@@ -102,8 +102,7 @@ class Optimizer:
     def step(self) -> tuple[float, float]:
         """(gradient norm before clipping, learning rate) after applying the finalized gradients. Collective.
 
-        Raises:
-            SlipstreamError: the gradient norm is not finite; the weights are as before.
+        Raises SlipstreamError when the gradient norm is not finite; the weights are as before.
         """
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())

@@ -19,31 +19,11 @@ from common.weights import messages
 from common.weights.collectives import Group, GroupFactory
 from common.weights.transports.nccl import mismatch
 from common.weights.transports.registry import open_group
+from learner.publish import receiver_state
 from learner.publish.attempt import Attempt, Groups, new_attempt
 from learner.publish.control_socket import Endpoint
 from learner.publish.figures import Figures
-from learner.publish.receiver_state import (
-    PENDING,
-    READY,
-    Action,
-    Answer,
-    AttemptFailed,
-    Begin,
-    Drop,
-    Event,
-    Fail,
-    Fetch,
-    Lost,
-    NoteActive,
-    NoteStaged,
-    Receiver,
-    Release,
-    Send,
-    State,
-    Tick,
-    split,
-    step,
-)
+from learner.publish.receiver_state import PENDING, READY, Action, Event, Receiver, State, split, step
 from learner.publish.relay import Relays
 from learner.publish.snapshot import Snapshot
 
@@ -134,12 +114,12 @@ class PublishControl:
             if isinstance(message, messages.Serving):
                 answered = self._relays.answered(identity, message)
                 if answered is not None:
-                    self._feed(answered[0], Answer(answered[1]))
+                    self._feed(answered[0], receiver_state.Answer(answered[1]))
         elif not isinstance(message, messages.Leave | messages.Pong):  # late pongs follow an ejection
             self._endpoint.send(identity, messages.Eject("not a member; join again"))
 
     def _join(self, identity: bytes, message: messages.Join) -> None:
-        self._feed(identity, Lost("it joined anew", ejected=False))
+        self._feed(identity, receiver_state.Lost("it joined anew", ejected=False))
         if self._transport == "nccl" and "nccl" in message.transports and (why := mismatch(message.versions)):
             logger.error("node %s may not join: %s", message.node_id, why)
             self._endpoint.send(identity, messages.Eject(why, final=True))
@@ -153,12 +133,12 @@ class PublishControl:
 
     def _tick(self, now: float) -> None:
         for identity in list(self._receivers):
-            self._feed(identity, Tick(self._timeout_s))
+            self._feed(identity, receiver_state.Tick(self._timeout_s))
         if now - self._pinged >= (BUSY_PING_S if self._attempts else IDLE_PING_S):
             self._pinged = now
             for identity in list(self._receivers):
                 if not self._endpoint.send(identity, messages.Ping()):
-                    self._feed(identity, Lost("its connection closed"))
+                    self._feed(identity, receiver_state.Lost("its connection closed"))
 
     def _feed(self, identity: bytes, event: Event) -> None:
         """Let a receiver take its step, then carry out the actions of it."""
@@ -180,23 +160,23 @@ class PublishControl:
 
     def _carry_out(self, receiver: Receiver, attempt: Attempt | None, action: Action) -> None:
         """Do what `receiver` asks for; `attempt` is the one that its step was about."""
-        if isinstance(action, Send):
+        if isinstance(action, receiver_state.Send):
             self._endpoint.send(receiver.identity, action.message)
-        elif isinstance(action, Drop):
+        elif isinstance(action, receiver_state.Drop):
             self._drop(receiver, action)
         elif attempt is not None:
             match action:
-                case Fail():
+                case receiver_state.Fail():
                     self._fail(attempt, f"node {receiver.node_id}: {action.reason}")
-                case Fetch():
+                case receiver_state.Fetch():
                     self._fetch(receiver, attempt, action.source)
-                case NoteStaged():
+                case receiver_state.NoteStaged():
                     attempt.last_staged = time.perf_counter()
                     attempt.snapshot.bytes_staged += attempt.payload.flat.numel()
-                case NoteActive():
+                case receiver_state.NoteActive():
                     self._note_active(attempt, action)
 
-    def _drop(self, receiver: Receiver, drop: Drop) -> None:
+    def _drop(self, receiver: Receiver, drop: receiver_state.Drop) -> None:
         logger.info("node %s leaves the weight plane: %s", receiver.node_id, drop.why)
         if receiver.attempt is not None and not receiver.attempt.done:
             self._fail(receiver.attempt, f"node {receiver.node_id} left")
@@ -213,9 +193,9 @@ class PublishControl:
         if not attempt.failed:
             attempt.failed = True
             for identity in self._members(attempt):
-                self._feed(identity, AttemptFailed())
+                self._feed(identity, receiver_state.AttemptFailed())
 
-    def _note_active(self, attempt: Attempt, active: NoteActive) -> None:
+    def _note_active(self, attempt: Attempt, active: receiver_state.NoteActive) -> None:
         if active.difference is not None:
             self.figures.change(canary_max_difference=active.difference)
         if not attempt.newcomers and not self._members(attempt):
@@ -253,7 +233,7 @@ class PublishControl:
             states = {self._receivers[m].state for m in members}
             if State.ANSWERED in states and not states & (PENDING | {State.DOUBTED}):
                 for identity in members:
-                    self._feed(identity, Release(self.figures.now.published))
+                    self._feed(identity, receiver_state.Release(self.figures.now.published))
                 attempt.broadcast.abandon()
             if not self._members(attempt) and (attempt.done or attempt.failed):
                 self._attempts.remove(attempt)
@@ -283,7 +263,7 @@ class PublishControl:
         attempt.probation = probation.identity if probation is not None else None
         self._attempts.append(attempt)
         for rank, identity in enumerate(identities, start=1):
-            self._feed(identity, Begin(attempt, snapshot.layout, rank if group is None else 0))
+            self._feed(identity, receiver_state.Begin(attempt, snapshot.layout, rank if group is None else 0))
         attempt.broadcast.start(
             attempt, group, self._group_factory, lambda *sent: self._endpoint.post(partial(self._sent, *sent))
         )
@@ -297,4 +277,4 @@ class PublishControl:
         if payload is snapshot.full and receiver.route.failures_at(snapshot.version) == 0:
             peer = self._relays.peer_for(receiver, self._receivers.values(), snapshot)
         asks = peer is not None and self._endpoint.send(peer.identity, self._relays.ask(attempt, peer))
-        self._feed(receiver.identity, Begin(attempt, snapshot.layout, asks=asks))
+        self._feed(receiver.identity, receiver_state.Begin(attempt, snapshot.layout, asks=asks))

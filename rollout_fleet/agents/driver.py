@@ -16,16 +16,8 @@ from rollout_fleet.agents.conversation import Conversation
 from rollout_fleet.agents.endpoint import Endpoint, Session
 from rollout_fleet.environments.isolation.placement import Stage
 from rollout_fleet.environments.protocol import StopReason
-from rollout_fleet.episode.driver import (
-    Episode,
-    EpisodeDriver,
-    EpisodeFailed,
-    EpisodeRules,
-    Progress,
-    checked_metrics,
-    failure,
-    finite,
-)
+from rollout_fleet.episode import driver
+from rollout_fleet.episode.driver import Episode, EpisodeDriver, EpisodeFailed, EpisodeRules, Progress
 from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Sampler
 from rollout_fleet.episode.token_record import TokenRecord
@@ -65,7 +57,7 @@ class _AgentEpisode:
         said = await self._returned()
         try:
             told = said if isinstance(said, dict) else {"reward": 0.0 if said is None else said}
-            reward, metrics = finite(told["reward"]), checked_metrics(told.get("metrics", {}))
+            reward, metrics = driver.finite(told["reward"]), driver.checked_metrics(told.get("metrics", {}))
         except Exception as error:
             raise EpisodeFailed(f"the agent returned {str(said)[:100]!r}, expected a number: {error}") from error
         turn = self._talk.longest()
@@ -96,7 +88,7 @@ class _AgentEpisode:
                 raise
             if self._talk.exhausted is not None:
                 return None
-            raise failure(error, "the agent") from error
+            raise driver.failure(error, "the agent") from error
         finally:
             agent.cancel()
             await asyncio.gather(agent, return_exceptions=True)

@@ -18,14 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from common.rollouts import Sample
-from rollout_fleet.environments.isolation.placement import (
-    EnvironmentDied,
-    EnvironmentRaised,
-    Flood,
-    Seat,
-    Stage,
-    StageFailed,
-)
+from rollout_fleet.environments.isolation import placement
 from rollout_fleet.environments.protocol import Action, Budget, Chat, Limits, Observation, StepResult, StopReason
 from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Generation, Sampler
@@ -94,7 +87,7 @@ class Episode(Protocol):
 class EpisodeDriver:
     """Runs episodes of one environment class against a sampler; safe to call concurrently."""
 
-    def __init__(self, sampler: Sampler, renderer: Renderer, stage: Stage, rules: EpisodeRules) -> None:
+    def __init__(self, sampler: Sampler, renderer: Renderer, stage: placement.Stage, rules: EpisodeRules) -> None:
         self.sampler, self.renderer, self.stage, self.rules = sampler, renderer, stage, rules
         most = rules.limits.max_concurrent
         self._slots = nullcontext() if most is None else asyncio.Semaphore(most)
@@ -108,13 +101,12 @@ class EpisodeDriver:
     ) -> Sample:
         """One episode of the dataset row `problem`; the sample's `error` says what failed.
 
+        Raises SlipstreamError when the engine failed, which is not the sample's fault.
+
         Args:
             seed: for the environment; the sampler draws from its own generator.
             progress: stays correct when the episode is cancelled later.
             group_seed: the seed that all samples of the group share; None: `seed`.
-
-        Raises:
-            SlipstreamError: the engine failed, which is not the sample's fault.
         """
         async with self._slots:
             shared_seed = seed if group_seed is None else group_seed
@@ -141,7 +133,7 @@ class EpisodeDriver:
 class _EnvironmentEpisode:
     """The policy and an environment take turns."""
 
-    def __init__(self, driver: EpisodeDriver, seat: Seat, progress: Progress) -> None:
+    def __init__(self, driver: EpisodeDriver, seat: placement.Seat, progress: Progress) -> None:
         self._sampler, self._renderer, self._rules = driver.sampler, driver.renderer, driver.rules
         self._seat, self._progress, self.record = seat, progress, TokenRecord()
 
@@ -188,7 +180,7 @@ class _EnvironmentEpisode:
         try:
             async with clock:
                 yield
-        except (StageFailed, EpisodeFailed):
+        except (placement.StageFailed, EpisodeFailed):
             raise
         except Exception as error:
             if isinstance(error, TimeoutError) and clock.expired():
@@ -202,7 +194,7 @@ class _EnvironmentEpisode:
         try:
             size = sum(len(c) for _, c in observation.messages) if isinstance(observation, Chat) else len(observation)
             if size > most:
-                raise Flood(f"{size} characters or tokens, the limit is {most}")
+                raise placement.Flood(f"{size} characters or tokens, the limit is {most}")
             return self._renderer.ids(observation, end_token)
         except Exception as error:
             raise failure(error, "observation") from error
@@ -245,10 +237,10 @@ async def generate(
 
 def failure(error: Exception, where: str) -> EpisodeFailed:
     """Why a sample fails whose environment raised `error` in `where`."""
-    if isinstance(error, EnvironmentRaised):
+    if isinstance(error, placement.EnvironmentRaised):
         return EpisodeFailed(f"{where} {error}")
-    if isinstance(error, Flood | EnvironmentDied):
-        flood = isinstance(error, Flood)
+    if isinstance(error, placement.Flood | placement.EnvironmentDied):
+        flood = isinstance(error, placement.Flood)
         reason = StopReason.ENVIRONMENT_FLOOD if flood else StopReason.ENVIRONMENT_KILLED
         return EpisodeFailed(f"{where}: {error}", reason)
     return EpisodeFailed(f"{where} raised {type(error).__name__}: {error}")

@@ -25,15 +25,15 @@ class EvalResult(msgspec.Struct, frozen=True):
     failed: int = 0  # episodes, of both kinds, that failed; they count as reward 0
 
 
-def run_eval(config: Config, model_path: Path, limit: int | None = None) -> EvalResult:
-    """Evaluate a Hugging Face folder with its tokenizer on the first `limit` problems of tasks.eval_dataset.
+def run_eval(config: Config, model_path: Path) -> EvalResult:
+    """Evaluate a Hugging Face folder with its tokenizer on the problems of tasks.eval_dataset.
 
     Raises UsageError without dataset or model or for an unusable environment, SlipstreamError when the engine failed.
     """
     if config.tasks.eval_dataset is None:
         raise UsageError("tasks.eval_dataset names no held-out problems")
     rows = dataset_rows(Path(config.tasks.eval_dataset), "tasks.eval_dataset")
-    problems = [msgspec.json.decode(row) for _, row in rows][:limit]
+    problems = [msgspec.json.decode(row) for _, row in rows]
     if not (model_path / "config.json").is_file():
         raise UsageError(f"{model_path} is not a model folder: it has no config.json")
     model = msgspec.structs.replace(config.model, path=str(model_path))

@@ -12,11 +12,7 @@ from typing import Any
 import msgspec
 import torch
 from vllm.distributed.parallel_state import get_tp_group, get_world_group
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer import base
 
 from common.weights import messages, packing
 from common.weights.layout import Layout
@@ -28,17 +24,17 @@ from rollout_fleet.weights.weight_proof import Proof
 
 
 @dataclass
-class SlipstreamUpdateInfo(WeightTransferUpdateInfo):
+class SlipstreamUpdateInfo(base.WeightTransferUpdateInfo):
     """Use the staged version."""
 
     incarnation: int
     version: int
 
 
-class SlipstreamTransferEngine(WeightTransferEngine[WeightTransferInitInfo, SlipstreamUpdateInfo]):
+class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInitInfo, SlipstreamUpdateInfo]):
     """Registered as 'slipstream'."""
 
-    init_info_cls = WeightTransferInitInfo
+    init_info_cls = base.WeightTransferInitInfo
     update_info_cls = SlipstreamUpdateInfo
     supports_draft_weight_update = False
 
@@ -52,7 +48,7 @@ class SlipstreamTransferEngine(WeightTransferEngine[WeightTransferInitInfo, Slip
         self._applied: tuple[int, int] | None = None
         self._loaded: torch.Tensor | None = None  # a shard's parameters are compared with it
 
-    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+    def init_transfer_engine(self, init_info: base.WeightTransferInitInfo) -> None:
         """Nothing: the learner's messages come through `slipstream_obey`."""
 
     def start_weight_update(self) -> None:

@@ -21,10 +21,10 @@ from broker.journal.store import Store
 from broker.messaging.async_client import AsyncBrokerClient
 from broker.messaging.client_methods import NodeBroker
 from broker.messaging.sync_client import BrokerClient
-from broker.server.in_process import MemoryBroker
 from common.rollouts import GroupMeta, Task
 from tests import broker_rig
 from tests.broker_rig import new_state, node_report, serving
+from tests.memory_broker import MemoryBroker
 from tests.redis_server import leading, redis_server
 from tests.waiting import LIMIT_S
 

@@ -36,10 +36,3 @@ class Leader(msgspec.Struct, frozen=True):
 def run_prefix(run: str) -> str:
     """The prefix of a run's keys; other characters than letters, digits and `_.-~` are percent-encoded."""
     return f"slipstream:{{{quote(run, safe='')}}}:"
-
-
-def acl_line(run: str, password: str) -> str:
-    """The broker's user, as text for `ACL SETUSER` or behind `user` in users.acl; `password` may be a placeholder."""
-    commands = "select ping eval get set del unlink exists hget hset hmget lrange rpush ltrim scan info config|get time"
-    allowed = " ".join(f"+{command}" for command in commands.split())
-    return f"broker reset on >{password} resetchannels ~{run_prefix(run)}* -@all {allowed}"

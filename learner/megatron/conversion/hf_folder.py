@@ -13,8 +13,7 @@ from common.process.files import replace_folder, sync
 def read_config(path: Path) -> Any:
     """The transformers configuration of a Hugging Face folder; common.config.checks has looked at its content.
 
-    Raises:
-        UsageError: there is no usable config.json in it.
+    Raises UsageError when there is no usable config.json in it.
     """
     from transformers import AutoConfig  # takes seconds
 

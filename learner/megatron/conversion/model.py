@@ -59,9 +59,8 @@ def build(
 ) -> Model:
     """Build and load this rank's chunks; `extra`: learner.megatron.extra. Collective, after parallel.initialize.
 
-    Raises:
-        UsageError: rotary embeddings that Megatron gets wrong, tensors that one side has and the other lacks, or what
-            `experts` asks of a model that has none.
+    Raises UsageError for rotary embeddings that Megatron gets wrong, and for tensors that only one side has. It does
+    so too for what `experts` asks of a model that has none.
     """
     bridge_fixes.patch_bridge()
     bridge = AutoBridge.from_hf_pretrained(str(path))

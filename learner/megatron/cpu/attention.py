@@ -107,9 +107,8 @@ class SDPACoreAttention(MegatronModule):
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         k_channels: int | None = None,
-        v_channels: int | None = None,
-        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout

@@ -41,9 +41,7 @@ _view: types.ModuleType = torch
 def enable() -> None:
     """Prepare this process for megatron without CUDA; repeated calls do nothing.
 
-    Raises:
-        UsageError: another version of megatron-core or megatron-bridge than the verified one is installed.
-        RuntimeError: megatron was imported before.
+    Raises UsageError as `check_versions`, and RuntimeError when megatron was imported before.
     """
     global _view
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):

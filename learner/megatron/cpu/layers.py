@@ -96,10 +96,8 @@ class _GroupedLinear(torch.nn.Module):
         config: Any,
         init_method: Callable[[Tensor], Any],
         bias: bool,
-        skip_bias_add: bool,
-        is_expert: bool,
-        tp_comm_buffer_name: str | None = None,
-        pg_collection: Any = None,
+        pg_collection: Any,
+        **_: Any,
     ) -> None:
         super().__init__()
         if bias:

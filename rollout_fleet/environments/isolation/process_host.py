@@ -19,15 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollout_fleet.environments.isolation import ipc_frames
-from rollout_fleet.environments.isolation.placement import (
-    CLOSE_S,
-    EnvironmentDied,
-    EnvironmentRaised,
-    Seat,
-    Stage,
-    StageFailed,
-)
+from rollout_fleet.environments.isolation import ipc_frames, placement
 from rollout_fleet.environments.protocol import Action, Limits, Observation, StepResult
 
 logger = logging.getLogger(__name__)
@@ -94,13 +86,13 @@ class ProcessHost:
                 except OSError as error:
                     self._end()  # it was killed: once more, with a new one
                     if attempt == 2:
-                        raise StageFailed(f"environment processes cannot be started: {error}") from error
+                        raise placement.StageFailed(f"environment processes cannot be started: {error}") from error
 
     def _warm_up(self) -> None:
         started = time.monotonic()
         try:
             fresh = _ForkServer(self._python, self._modules, self._learned or [], self._closed)
-        except StageFailed as error:
+        except placement.StageFailed as error:
             logger.warning("the first episode's modules are not imported in advance: %s", error)
             self._learned = []
             return
@@ -139,14 +131,14 @@ class _ForkServer:
             )
         except OSError as error:
             self.control.close()
-            raise StageFailed(f"environment processes of {python} cannot be started: {error}") from error
+            raise placement.StageFailed(f"environment processes of {python} cannot be started: {error}") from error
         finally:
             theirs.close()
         said = self._ready(closed)
         self.control.settimeout(START_S)  # many requests at once fill the socket until some are forked
         if "error" in said:
             self.end()
-            raise StageFailed(f"environment processes of {python} cannot be started: {said['error']}")
+            raise placement.StageFailed(f"environment processes of {python} cannot be started: {said['error']}")
         self.threads = int(said["threads"])
         if not said["namespaces"]:
             logger.warning("no process namespaces here: environment processes are ended one by one, and have a network")
@@ -189,13 +181,13 @@ class Channel:
             self._writer.write(ipc_frames.pack(request))
             await self._writer.drain()
         except ConnectionError as error:
-            raise EnvironmentDied("its process has ended") from error
+            raise placement.EnvironmentDied("its process has ended") from error
         said = await ipc_frames.read(self._reader, max(limit_bytes, ipc_frames.SMALL_BYTES))
         if "died" in said:
-            raise EnvironmentDied(str(said["died"])[:200])
+            raise placement.EnvironmentDied(str(said["died"])[:200])
         self.idle = True
         if "error" in said:
-            raise EnvironmentRaised(str(said["error"]))
+            raise placement.EnvironmentRaised(str(said["error"]))
         return said["answer"]
 
     def close(self) -> None:
@@ -203,7 +195,7 @@ class Channel:
         self._writer.close()
 
 
-class ProcessStage(Stage):
+class ProcessStage(placement.Stage):
     """Each environment or agent in a process of its own."""
 
     def __init__(
@@ -212,7 +204,7 @@ class ProcessStage(Stage):
         super().__init__(options, shares_seed)
         self._path, self._limits, self._wall_s, self._host = path, limits, timeout_s + SPARE_S, host
 
-    def seat(self, problem: dict[str, Any], seed: int, group_seed: int) -> Seat:
+    def seat(self, problem: dict[str, Any], seed: int, group_seed: int) -> placement.Seat:
         request = {"path": self._path, "problem": problem, "keywords": self.keywords(seed, group_seed)}
         return _ProcessSeat(self._host, self._limits, self._wall_s, request)
 
@@ -224,7 +216,7 @@ class ProcessStage(Stage):
             return said
 
 
-class _ProcessSeat(Seat):
+class _ProcessSeat(placement.Seat):
     def __init__(self, host: ProcessHost, limits: Limits, wall_s: float, request: dict[str, Any]) -> None:
         self._host, self._limits, self._wall_s, self._request = host, limits, wall_s, request
         self._limit_bytes = limits.observation_chars * ipc_frames.CHAR_BYTES + ipc_frames.SMALL_BYTES
@@ -245,7 +237,7 @@ class _ProcessSeat(Seat):
             return
         with contextlib.closing(self._channel), contextlib.suppress(Exception):
             if self._channel.idle:
-                async with asyncio.timeout(CLOSE_S):
+                async with asyncio.timeout(placement.CLOSE_S):
                     await self._channel.ask(ipc_frames.SMALL_BYTES, do="close")
 
 

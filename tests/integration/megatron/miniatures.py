@@ -70,7 +70,7 @@ def miniature(name: str) -> Miniature:
 
 def _parallel(config: Config | SftConfig, layers: int) -> tuple[ParallelConfig, int]:
     real = config.learner.parallel
-    sizes = {"data": config.learner.data_parallel, "pipeline": real.pipeline}
+    sizes = {"data": config.learner.world_size // real.model_ranks, "pipeline": real.pipeline}
     sizes |= {"tensor": real.tensor, "context": real.context}
     while prod(sizes.values()) > RANKS:
         largest = max(HALVED, key=lambda name: (sizes[name], -HALVED.index(name)))

@@ -69,7 +69,8 @@ def job_train(folder: Path, spec: dict[str, Any]) -> None:
 
     def packed(made: list[Document]) -> tuple[list[list[int]], list[Any]]:
         """One rank takes the microbatches of all: a balancing loss is not linear in them."""
-        replicas, bound = small.learner.data_parallel, small.learner.micro_batch_tokens
+        replicas = small.learner.world_size // small.learner.parallel.model_ranks
+        bound = small.learner.micro_batch_tokens
         dealt = plan(made, replicas, bound, 2 * small.learner.parallel.context)
         numbers = list(chain(*dealt)) if spec["alone"] else dealt[backend.data_parallel_rank]
         return numbers, build(made, numbers)

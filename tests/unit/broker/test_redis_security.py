@@ -19,12 +19,11 @@ from cryptography.x509.oid import NameOID
 
 from broker.journal.redis_store.checks import check_server
 from broker.journal.redis_store.connection import open_client
-from broker.journal.redis_store.keys import acl_line
 from broker.journal.redis_store.leading import Leading
 from broker.journal.store import StoreUnavailable
 from common.errors import BrokerError, UsageError
 from tests.broker_rig import job
-from tests.redis_server import RedisServer, durable_redis
+from tests.redis_server import RedisServer, acl_line, durable_redis
 
 Key = ec.EllipticCurvePrivateKey
 LEADER = "tcp://127.0.0.1:1"

@@ -11,7 +11,6 @@ from broker.diagnosis.broker_signs import BrokerSigns
 from broker.journal.recovery import Memory, open_memory
 from broker.journal.redis_store.checks import check_server
 from broker.journal.redis_store.connection import open_client
-from broker.journal.redis_store.keys import acl_line
 from broker.journal.redis_store.leading import Leading
 from broker.journal.redis_store.store import RedisStore
 from broker.journal.redis_store.term import Term
@@ -21,7 +20,7 @@ from broker.main import run_info, stand_by_and_lead
 from common.config.schema import Config
 from common.errors import BrokerError, UsageError
 from tests.broker_rig import job, learner_report, tasks
-from tests.redis_server import RedisServer, durable_redis, free_port
+from tests.redis_server import RedisServer, acl_line, durable_redis, free_port
 from tests.unit.broker.durable_rig import Rig, full_disk
 from tests.waiting import until
 

@@ -10,7 +10,6 @@ from broker.contract import LearnerReport, RunInfo
 from broker.delivery.task_table import Entry
 from broker.journal.file_store.store import open_file_store
 from broker.journal.recording import Recording, open_recording, preloaded
-from broker.server.in_process import MemoryLearner
 from common.config.loading import load_config
 from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError
@@ -21,6 +20,7 @@ from launch.cli import main
 from launch.results.replay import ReplayedStep, check_progress, compare, line, plan_replay, summary
 from tests.checkpoint_files import write_checkpoint
 from tests.launch_rig import job_of, refusal
+from tests.memory_broker import MemoryLearner
 
 RUN_INFO = RunInfo("demo", "/runs/demo", 2, 1, 3, 60.0, 1 << 20)
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from broker.contract import LearnerReport, Lease, NodeReport, RunInfo, StoredGroup
-from broker.server.in_process import MemoryBroker, MemoryLearner
 from common.config.schema import Config
 from common.errors import SlipstreamError
 from common.json_lines import read_jsonl
@@ -31,6 +30,7 @@ from learner.loop.tasks import TaskSource, TaskStream
 from learner.loop.trainer import Trainer
 from learner.publish.figures import PublishStats
 from learner.publish.publisher import PublishReceipt
+from tests.memory_broker import MemoryBroker, MemoryLearner
 
 VOCAB = 12
 

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from broker.contract import RunInfo
-from broker.server.in_process import MemoryBroker, MemoryLearner
 from common.config.schema import Config
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.process.broker_address import find_broker
@@ -22,6 +21,7 @@ from learner.loop.lead_rank import Lead, prepare_lead
 from learner.loop.run_files import RunFiles, read_record, write_record
 from learner.loop.status_reporter import Reporter
 from learner.main import train
+from tests.memory_broker import MemoryBroker, MemoryLearner
 from tests.waiting import LIMIT_S
 
 MakeConfig = Callable[..., Config]

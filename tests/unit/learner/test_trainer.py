@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from broker.contract import StoredGroup, Waste
-from broker.server.in_process import MemoryBroker
 from common.errors import HopelessError, UsageError
 from common.metrics import StepMetrics, read_metrics
 from common.rollouts import Group, encode_group
+from tests.memory_broker import MemoryBroker
 from tests.unit.learner.loop_fakes import Killed, MakeWorld, World, make_group
 
 # ---------------------------------------------------------------- a whole run

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from broker.contract import Waste
-from broker.server.in_process import MemoryBroker
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, SlipstreamError
 from common.rollouts import decode_group
 from rollout_fleet.environments.builtin.addition import Addition
@@ -25,6 +24,7 @@ from rollout_fleet.node.node import Node
 from rollout_fleet.node.node_status import OwnStatus
 from rollout_fleet.node.running_groups import NodeParts
 from tests.broker_rig import run_info
+from tests.memory_broker import MemoryBroker
 from tests.unit.rollout_fleet.fleet_fakes import (
     InOwnerLoop,
     ScriptedFeed,
