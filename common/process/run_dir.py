@@ -94,8 +94,7 @@ class RunDir:
                 origin |= {"python": sys.version.split()[0], "source_revision": revision, "source_modified": modified}
                 write_json(self.run_json, origin)
         except OSError as error:
-            kind = SlipstreamError if error.errno in (errno.ENOSPC, errno.EDQUOT) else UsageError
-            raise kind(f"run.dir: {self.path} cannot be written: {error}") from error
+            raise _unwritable("run.dir", self.path, error) from error
 
     def check_agrees(self, config: Config | SftConfig) -> None:
         """Raise UsageError, naming the keys, when the run here, or that of the checkpoints, computes something else."""
@@ -104,8 +103,19 @@ class RunDir:
                 _check_same(load_resolved(file), config, key, file.parent)
 
     def label_checkpoints(self, config: Config | SftConfig) -> None:
-        """Say in the folder of checkpoints whose they are: learner.checkpoint.dir of another run may name it."""
-        write_atomic(self.checkpoints / self.config.name, dump_yaml(config).encode())
+        """Say in the folder of checkpoints whose they are: learner.checkpoint.dir of another run may name it.
+
+        Raises as `prepare` when the folder cannot be written.
+        """
+        try:
+            write_atomic(self.checkpoints / self.config.name, dump_yaml(config).encode())
+        except OSError as error:
+            raise _unwritable("learner.checkpoint.dir", self.checkpoints, error) from error
+
+
+def _unwritable(key: str, folder: Path, error: OSError) -> SlipstreamError:
+    kind = SlipstreamError if error.errno in (errno.ENOSPC, errno.EDQUOT) else UsageError
+    return kind(f"{key}: {folder} cannot be written: {error}")
 
 
 def _check_same(before: Config | SftConfig, config: Config | SftConfig, key: str, folder: Path) -> None:

@@ -79,6 +79,10 @@ def test_checkpoints_of_another_run_are_refused_with_the_key(config, tmp_path):
     with pytest.raises(UsageError, match=f"{shared} has a run of another config: run.name was 'demo' .*checkpoint.dir"):
         RunDir.of(second).prepare(second)
     assert not Path(second.run.dir).exists()
+    (tmp_path / "file").write_text("")
+    run = RunDir(tmp_path / "run", str(tmp_path / "file"))
+    with pytest.raises(UsageError, match=r"learner\.checkpoint\.dir: .*file cannot be written: .*"):
+        run.label_checkpoints(first)
 
 
 def test_differences_are_found_at_every_depth():
