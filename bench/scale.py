@@ -30,7 +30,6 @@ from bench.figures import result
 from broker.delivery.nodes import MOST_NODES
 from common.config.schema import BrokerConfig
 from common.rollouts import encode_group
-from launch.doctor.resources import FILES, FILES_OF_NODE
 
 STAND_IN = 64  # simulated nodes; the pace of more differs little
 GROUPS_OF_NODE = 8  # in a step: 64 episodes at once in groups of 8, as in bench/simulate.py
@@ -43,7 +42,6 @@ CHAIN_LAB = (  # Mbit/s of each link, KiB of a piece, nodes, and the last one's 
 LAB_KIB = 24 << 10
 GIB, MIB = 1 << 30, 1 << 20
 LOST_LIMIT = 0.1  # share
-SOFT_FILES = 1024  # the usual soft limit of open files
 MOST = 1 << 20  # no limit is looked for beyond
 
 
@@ -197,7 +195,6 @@ class Job:
         """Where each part breaks, the smallest fleet first; machines of the learner last."""
         o, default = self._options, BrokerConfig().max_bytes
         fleet: list[tuple[str, str, Callable[[int], bool]]] = [
-            (f"open files, limit {SOFT_FILES:,}", "`ulimit -n`", lambda n: FILES + FILES_OF_NODE * n <= SOFT_FILES),
             ("the broker's table of nodes", "`MOST_NODES`", lambda n: n <= MOST_NODES),
             ("one core of the broker", "a second broker", lambda n: self.load(n)["broker_cores"] <= 1),
             ("the broker's link", "a faster one", lambda n: self.load(n)["broker_mb_per_s"] <= self._rate / 1e6),

@@ -98,7 +98,7 @@ def test_a_limit_is_the_last_size_that_fits_and_the_first_to_break_comes_first()
     job = Job(OPTIONS, COSTS, tokens=1000.0, step_s=20.0)
     found = {row["limit"]: row["largest"] for row in job.limits() if row["of"] == "nodes"}
     sizes = [size for size in found.values() if size is not None]
-    assert sizes == sorted(sizes) and len(found) == 9
+    assert sizes == sorted(sizes) and len(found) == 8
     most = found["one core of the broker"]
     assert most is not None
     assert job.load(most)["broker_cores"] <= 1 < job.load(most + 1)["broker_cores"]
