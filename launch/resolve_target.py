@@ -15,10 +15,7 @@ from common.config.network_checks import fixed_address, split_address
 from common.config.redis_address import is_redis
 from common.config.schema import Config
 from common.errors import UsageError
-from common.process.run_dir import RunDir, changeable, differences
-
-# May differ between the machines of a job, besides what may change when a run continues.
-OF_A_MACHINE = ("learner.machines", "learner.interface", "model.path", "tasks.dataset", "learner.loss.reference")
+from common.process.run_dir import CHANGEABLE, OF_A_MACHINE, RunDir, changeable, differences
 
 
 def load_job(
@@ -156,7 +153,7 @@ def check_same_job(config: Config, file: str, data: bytes, address: str) -> None
     differing = [
         f"{key} is {ours!r} in {file} and {theirs!r} there"
         for key, theirs, ours in differences(msgspec.to_builtins(job), msgspec.to_builtins(config))
-        if not changeable(key) and key not in OF_A_MACHINE
+        if not changeable(key, CHANGEABLE + OF_A_MACHINE)
     ]
     if differing:
         raise UsageError(f"the broker at {address} serves another job: {'; '.join(differing[:3])}")

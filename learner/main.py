@@ -33,7 +33,7 @@ from learner.rank_process import RankProcess, guard
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 60.0
+CLOSE_S = 300.0  # more than the lead rank needs to say how it ended, for which the others may wait
 
 
 def prepare(

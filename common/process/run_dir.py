@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +29,8 @@ CHANGEABLE = (
     "rollout.engine", "broker", "weights.transport", "weights.overlap", "weights.address", "weights.timeout_s",
     "weights.bucket_mib", "telemetry",
 )  # fmt: skip
+# May differ between the machines of a job.
+OF_A_MACHINE = ("learner.machines", "learner.interface", "model.path", "tasks.dataset", "learner.loss.reference")
 
 
 class BrokerFile(msgspec.Struct, frozen=True):
@@ -97,20 +99,24 @@ class RunDir:
             raise _unwritable("run.dir", self.path, error) from error
 
     def check_agrees(self, config: Config | SftConfig) -> None:
-        """Raise UsageError, naming the keys, when the run here, or that of the checkpoints, computes something else."""
-        for key, file in ("run.dir", self.config), ("learner.checkpoint.dir", self.checkpoints / self.config.name):
-            if file.exists():
-                _check_same(load_resolved(file), config, key, file.parent)
+        """Raise UsageError, naming the keys, when RUN/config.yaml computes something else than `config`."""
+        _check_same(self.config, config, "run.dir", CHANGEABLE)
+
+    def check_checkpoints(self, config: Config | SftConfig) -> None:
+        """Raise UsageError when the folder of checkpoints is another run's: learner.checkpoint.dir may name any."""
+        _check_same(self._label, config, "learner.checkpoint.dir", CHANGEABLE + OF_A_MACHINE)
 
     def label_checkpoints(self, config: Config | SftConfig) -> None:
-        """Say in the folder of checkpoints whose they are: learner.checkpoint.dir of another run may name it.
-
-        Raises as `prepare` when the folder cannot be written.
-        """
+        """Say in the folder of checkpoints whose they are. Raises as `check_checkpoints` and `prepare`."""
+        self.check_checkpoints(config)
         try:
-            write_atomic(self.checkpoints / self.config.name, dump_yaml(config).encode())
+            write_atomic(self._label, dump_yaml(config).encode())
         except OSError as error:
             raise _unwritable("learner.checkpoint.dir", self.checkpoints, error) from error
+
+    @property
+    def _label(self) -> Path:
+        return self.checkpoints / "config.yaml"
 
 
 def _unwritable(key: str, folder: Path, error: OSError) -> SlipstreamError:
@@ -118,23 +124,27 @@ def _unwritable(key: str, folder: Path, error: OSError) -> SlipstreamError:
     return kind(f"{key}: {folder} cannot be written: {error}")
 
 
-def _check_same(before: Config | SftConfig, config: Config | SftConfig, key: str, folder: Path) -> None:
+def _check_same(file: Path, config: Config | SftConfig, key: str, may_differ: Sequence[str]) -> None:
+    try:
+        before = load_resolved(file) if file.exists() else config
+    except OSError as error:
+        raise UsageError(f"{key}: {file} cannot be read: {error}") from error
     if type(before) is not type(config):
         kind = "a warm start (sft)" if isinstance(before, SftConfig) else "an RL job"
-        raise UsageError(f"{folder} already has {kind}; choose another {key}")
+        raise UsageError(f"{file.parent} already has {kind}; choose another {key}")
     differing = [
         f"{key} was {old!r} and now is {new!r}"
         for key, old, new in differences(msgspec.to_builtins(before), msgspec.to_builtins(config))
-        if not changeable(key)
+        if not changeable(key, may_differ)
     ]
     if differing:
         shown = "; ".join(differing[:3]) + ("; ..." if len(differing) > 3 else "")
-        raise UsageError(f"{folder} has a run of another config: {shown}; choose another {key} or remove it")
+        raise UsageError(f"{file.parent} has a run of another config: {shown}; choose another {key} or remove it")
 
 
-def changeable(key: str) -> bool:
-    """Whether a run may continue with another value of this dotted key."""
-    return any(key == c or key.startswith(c + ".") for c in CHANGEABLE)
+def changeable(key: str, keys: Sequence[str] = CHANGEABLE) -> bool:
+    """Whether this dotted key is one of `keys` or in a section of them."""
+    return any(key == c or key.startswith(c + ".") for c in keys)
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], at: str = "") -> Iterator[tuple[str, object, object]]:

@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 REPORT_S = 1.0
 POLL_S = 0.1
 ANSWER_S, RETRY_S = 3.0, 1.0  # the deadline of a report, and the pause before it is repeated
-OWN_SETTINGS = ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG_FILE", "NCCL_TOPO_FILE")  # may differ
+# May differ, as the patch level of Python may; a preflight says so. NCCL_DEBUG stands for NCCL_DEBUG_FILE, too.
+OWN_SETTINGS = ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG", "NCCL_TOPO_FILE")
 
 
 def run_machine(config: Config, run: RunDir, address: str) -> int:
@@ -65,11 +66,12 @@ def run_machine(config: Config, run: RunDir, address: str) -> int:
 def facts(config: Config, interface: Interface) -> dict[str, str]:
     """Versions and settings that must be the same on every machine of the learner."""
     same = {name: version for name, version in versions().items() if name != "vllm"}
+    same["python"] = same["python"].rpartition(".")[0]
     same |= {"learner.machines": str(config.learner.machines), "learner.world_size": str(config.learner.world_size)}
     if config.learner.interface is None:
         same[INTERFACE] = interface.name
-    settings = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
-    return same | {name: value for name, value in sorted(settings.items())[:32] if name not in OWN_SETTINGS}
+    names = sorted(name for name in os.environ if name.startswith("NCCL_") and not name.startswith(OWN_SETTINGS))
+    return same | {name: os.environ[name] for name in names[:32]}
 
 
 def rank_command(config: Config, run: RunDir, report: MachineReport, broker: str) -> list[str]:
@@ -114,7 +116,7 @@ class Launcher:
         self._said = ""
         self._drained = False  # the ranks of this round were told to drain
         self._log_rank = -1  # whose log the broker asked for
-        self._logs_before: dict[Path, int] = {}  # bytes of the ranks' logs of earlier rounds
+        self._logs_before = self._log_sizes()  # those of earlier rounds
 
     def run(self, broker: str) -> int:
         """Until the job has ended or this machine was told to leave; returns the exit code. Raises as `run_machine`."""
@@ -150,10 +152,13 @@ class Launcher:
         return told
 
     def _log_end(self) -> str | None:
-        """The end of the log that the broker asked for; None when no rank here has written it in this round."""
+        """The end of the log that the broker asked for; None when no rank here has written it in its last round."""
         path = log_path(self._run.logs, "learner", str(self._log_rank))
-        written = path.exists() and path.stat().st_size != self._logs_before.get(path)
-        return log_end(path) if written and self._report.running else None
+        now, before = _bytes(path), self._logs_before.get(path, 0)
+        return log_end(path) if self._log_rank >= 0 and now != before else None
+
+    def _log_sizes(self) -> dict[Path, int]:
+        return {path: _bytes(path) for path in self._run.logs.glob("learner-*")}
 
     def _follow(self, told: Assembly | None, flag: DrainFlag, broker: str) -> None:
         """Start, drain or kill the ranks as the broker says."""
@@ -192,7 +197,7 @@ class Launcher:
             raise
         self._report = msgspec.structs.replace(self._report, running=True)
         self._drained = False
-        self._logs_before = {path: path.stat().st_size for path in self._run.logs.glob("learner-*")}
+        self._logs_before = self._log_sizes()
         log = log_path(self._run.logs, "torchrun", self._report.host)
         command = rank_command(self._config, self._run, self._report, broker)
         self._ranks = Role(RoleSpec("ranks", command, log, rank_environment(self._config, self._interface)))
@@ -240,3 +245,11 @@ class Launcher:
         if text != self._said:
             self._said = text
             logger.info("%s", text)
+
+
+def _bytes(path: Path) -> int:
+    """Size of a file; 0 where there is none, or its file system does not answer."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

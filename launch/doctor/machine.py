@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -37,8 +38,11 @@ class Machine:
 
 def look() -> Machine:
     memory = psutil.virtual_memory()
-    limits = [Path(path).read_text().strip() for path in CGROUP_LIMITS if os.access(path, os.R_OK)]
-    limit = min([memory.total, *(int(text) for text in limits if text.isdigit())])
+    limits = []
+    for path in CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # no such file, or no number: 'max'
+            limits.append(int(Path(path).read_text()))
+    limit = min([memory.total, *limits])
     found = [(d.metadata["Name"], d.version) for d in metadata.distributions()]
     return Machine(
         python=tuple(sys.version_info[:3]),

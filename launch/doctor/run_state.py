@@ -51,6 +51,7 @@ def check_run(run: RunDir, config: Config | SftConfig) -> tuple[list[Finding], b
     found: list[Finding] = []
     try:
         run.check_agrees(config)
+        run.check_checkpoints(config)
     except UsageError as error:
         fix = "another folder, or remove it"
         found.append(problem("run", str(error), "a run continues with the config that it began with", fix))

@@ -28,7 +28,7 @@ def command(args: argparse.Namespace) -> int:
     if role is None:
         print("\n".join(f"{name}: {where}" for name, where in roles.items()))
         return 0
-    whose = re.sub(r"^learner-\d{1,5}$", "learner", role)  # every rank's log on the lead's machine
+    whose = re.sub(r"^learner-\d{1,5}$", "learner", role)
     if whose not in roles or args.lines < 1:
         near = nearest(role, roles) or ", ".join(roles)[:500]
         raise UsageError(f"expected a ROLE and --lines of at least 1, found {role!r} and {args.lines}; nearest: {near}")
@@ -36,7 +36,7 @@ def command(args: argparse.Namespace) -> int:
     text = ask(job, lambda client: fetch(client, role, wait_s))
     if not text:
         why = "has no log there, or an empty one" if text == "" else f"did not answer within {wait_s:g} s"
-        raise SlipstreamError(f"{role} ({roles[whose]}) {why}")
+        raise SlipstreamError(f"{role} ({roles[whose]}) {why}" if whose == role else f"{role} {why}")
     for line in text.splitlines()[-args.lines :]:
         print("".join(c if c.isprintable() or c == "\t" else "?" for c in line))  # a hostile node commands no terminal
     return 0

@@ -62,9 +62,10 @@ class RunFiles:
         """Note that a learner starts; returns the state from which it does: the newest checkpoint's, or version 0.
 
         `take_over` gets the incarnation and the version known so far; no other learner can commit after it has
-        returned. `known`: the newest incarnation that others know. Raises UsageError when the dataset is not the one
-        that the checkpoint was trained on.
+        returned. `known`: the newest incarnation that others know. Raises UsageError when the checkpoints are another
+        run's, or were trained on another dataset.
         """
+        self._run_dir.label_checkpoints(self._config)
         state = self._newest(dataset_digest)
         record = read_record(self._run_dir)
         self.incarnation = max(record.incarnation if record else -1, state.incarnation, known) + 1
@@ -78,7 +79,6 @@ class RunFiles:
         if path and state.config_digest != digest:
             logger.warning("the config changed since %s was written", path)
         write_record(self._run_dir, self.incarnation, "running", state.policy_version)
-        self._run_dir.label_checkpoints(self._config)
         step = state.policy_version
         self.events.add("learner_started", incarnation=self.incarnation, step=step, checkpoint=str(path))
         return msgspec.structs.replace(state, incarnation=self.incarnation, config_digest=digest)

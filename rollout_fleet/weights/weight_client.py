@@ -105,10 +105,9 @@ class WeightClient:
             task.add_done_callback(self._connect_again)
 
     def _connect_again(self, ended: "asyncio.Task[None]") -> None:
-        if ended not in self._tasks:  # its connection was closed, and the cancellation came too late
-            return
-        if not ended.cancelled() and ended.exception() is not None:
-            logger.error("joining the weight plane anew at the next heartbeat", exc_info=ended.exception())
+        error = None if ended.cancelled() else ended.exception()
+        if error is not None and ended in self._tasks:  # else its connection was closed, and the cancellation came late
+            logger.error("joining the weight plane anew at the next heartbeat", exc_info=error)
             self._address = ""
 
     def _disconnect(self) -> None:

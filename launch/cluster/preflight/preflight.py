@@ -35,6 +35,7 @@ from launch.up.roles import slurm_machines
 
 MOST_BYTES = 4 << 20
 MOST_S = 150.0  # the stages have deadlines of their own, 120 s together
+HANGS = "a disk, a network file system, or a device does not answer"
 ROLES: tuple[Role, ...] = ("learner", "node", "observer", "broker")
 
 
@@ -47,7 +48,9 @@ def command(args: argparse.Namespace) -> int:
     address = meeting_address(args.meet or config.broker.addresses[0], machines)
     host, name = split_address(address)[0], socket.gethostname()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    own, keys = facts_of(config, args.role, address), curve_credentials(config.broker.credentials)
+    keys = curve_credentials(config.broker.credentials)
+    with leaving_after(MOST_S, EXIT_FAILED, HANGS):
+        own = facts_of(config, args.role, address)
     leads = is_loopback(host) or routed(host).address == host
     with zmq.Context[Any]() as context, ExitStack() as at_end:
         if leads:
@@ -63,8 +66,7 @@ def command(args: argparse.Namespace) -> int:
             if time.monotonic() > end:
                 hint = "run the same command on that machine"
                 raise UsageError(f"no preflight listens at {address} after {wait_s:g} s; {hint}")
-        hangs = "a call hangs: a network file system, or an all-reduce"
-        with leaving_after(wait_s + MOST_S, EXIT_FAILED, hangs):
+        with leaving_after(wait_s + MOST_S, EXIT_FAILED, HANGS):
             report = examine(name, own, Exchange(dealer), wait_s)
     findings = judge(report)
     headline = f"preflight of {len(report.machines)} machines at {address}: {verdict(findings)}"

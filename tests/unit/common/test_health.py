@@ -30,8 +30,10 @@ class Clock:
 
 
 @contextlib.contextmanager
-def served(signs: LifeSigns) -> Iterator[int]:
+def served(signs: LifeSigns, patience_s: float | None = 1.0) -> Iterator[int]:
     with HealthServer(0, signs) as server:
+        server.RequestHandlerClass.timeout = patience_s
+        server.daemon_threads = False  # closing the server waits for what they print
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server.server_address[1]
@@ -71,7 +73,7 @@ def test_probes_see_a_role_start_work_go_away_and_stand_still() -> None:
 
 
 def test_clients_that_say_nothing_or_leave_keep_no_other_waiting(capfd: pytest.CaptureFixture) -> None:
-    with served(LifeSigns()) as port, contextlib.ExitStack() as at_end:
+    with served(LifeSigns(), patience_s=None) as port, contextlib.ExitStack() as at_end:
         for said in (b"", b"GET /healthz HTTP/1.0\r\n", b"\x00" * 1000):
             for _ in range(2):
                 silent = at_end.enter_context(socket.create_connection(("127.0.0.1", port)))

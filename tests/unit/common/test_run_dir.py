@@ -73,12 +73,11 @@ def test_checkpoints_of_another_run_are_refused_with_the_key(config, tmp_path):
     document["learner"]["checkpoint"]["dir"] = shared
     first = msgspec.convert(document, type(config))
     RunDir.of(first).label_checkpoints(first)
-    RunDir.of(first).check_agrees(first)
-    RunDir.of(first).check_agrees(changed(first, run__steps=9))
+    RunDir.of(first).check_checkpoints(changed(first, run__steps=9))
+    RunDir.of(first).label_checkpoints(changed(first, model__path="/another/machine"))
     second = changed(first, run__dir=str(tmp_path / "second"), run__name="second")
     with pytest.raises(UsageError, match=f"{shared} has a run of another config: run.name was 'demo' .*checkpoint.dir"):
-        RunDir.of(second).prepare(second)
-    assert not Path(second.run.dir).exists()
+        RunDir.of(second).label_checkpoints(second)
     (tmp_path / "file").write_text("")
     run = RunDir(tmp_path / "run", str(tmp_path / "file"))
     with pytest.raises(UsageError, match=r"learner\.checkpoint\.dir: .*file cannot be written: .*"):
