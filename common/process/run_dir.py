@@ -104,13 +104,17 @@ class RunDir:
 
     def check_checkpoints(self, config: Config | SftConfig) -> None:
         """Raise UsageError when the folder of checkpoints is another run's: learner.checkpoint.dir may name any."""
-        _check_same(self._label, config, "learner.checkpoint.dir", CHANGEABLE + OF_A_MACHINE)
+        may_differ, other = CHANGEABLE + OF_A_MACHINE, RunDir(self.checkpoints.parent)
+        _check_same(self._label, config, "learner.checkpoint.dir", may_differ)
+        if other.run_json.exists() and other.checkpoints == self.checkpoints:
+            _check_same(other.config, config, "learner.checkpoint.dir", may_differ)
 
     def label_checkpoints(self, config: Config | SftConfig) -> None:
-        """Say in the folder of checkpoints whose they are. Raises as `check_checkpoints` and `prepare`."""
+        """Say in a folder of checkpoints outside of RUN whose they are. Raises as `check_checkpoints` and `prepare`."""
         self.check_checkpoints(config)
         try:
-            write_atomic(self._label, dump_yaml(config).encode())
+            if not self.checkpoints.is_relative_to(self.path):
+                write_atomic(self._label, dump_yaml(config).encode())
         except OSError as error:
             raise _unwritable("learner.checkpoint.dir", self.checkpoints, error) from error
 

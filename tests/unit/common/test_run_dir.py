@@ -78,6 +78,10 @@ def test_checkpoints_of_another_run_are_refused_with_the_key(config, tmp_path):
     second = changed(first, run__dir=str(tmp_path / "second"), run__name="second")
     with pytest.raises(UsageError, match=f"{shared} has a run of another config: run.name was 'demo' .*checkpoint.dir"):
         RunDir.of(second).label_checkpoints(second)
+    RunDir.of(first).prepare(first)
+    run = RunDir(tmp_path / "second", str(RunDir(first.run.dir).checkpoints))
+    with pytest.raises(UsageError, match=r"run\.name was"):  # the folder of a run that keeps them in RUN
+        run.label_checkpoints(second)
     (tmp_path / "file").write_text("")
     run = RunDir(tmp_path / "run", str(tmp_path / "file"))
     with pytest.raises(UsageError, match=r"learner\.checkpoint\.dir: .*file cannot be written: .*"):

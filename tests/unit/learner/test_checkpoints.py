@@ -215,7 +215,6 @@ def test_a_run_whose_checkpoint_is_not_finished_resumes_from_the_one_before(
 
 def test_a_folder_that_cannot_be_made_is_an_error_with_its_reason(make_world: MakeWorld) -> None:
     world = make_world(run={"steps": 6}, learner=saving())
-    shutil.rmtree(world.run_dir.checkpoints)
     world.run_dir.checkpoints.write_text("in the way")
     with pytest.raises(SlipstreamError, match=r"version 2 could not be begun: .*Not a directory"):
         world.run()
