@@ -123,7 +123,7 @@ def facts(client: BrokerClient) -> tuple[list[LedgerEntry], dict[str, object]]:
 
 
 def told(status: BrokerStatus) -> tuple[int, str] | None:
-    """What the learner has told of itself; on a slow machine it counts as lost after a while."""
+    """Incarnation and state of the learner's report; on a slow machine it counts as lost after a while."""
     learner = status.learner
     return (learner.incarnation, learner.state.replace("lost", "training")) if learner is not None else None
 
