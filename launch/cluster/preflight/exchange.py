@@ -53,6 +53,15 @@ class Exchange:
         self.lost, self.elapsed_s = got.lost, got.elapsed_s
         return {name: msgpack.decode(raw, type=kind) for name, raw in got.values.items()}
 
+    def part(self, host: bool) -> None:
+        """The last exchange: a machine that has all its answers goes; the host closes when the others have gone."""
+        if host:
+            self(None, None, SLACK_S)
+            return
+        self._connection.setsockopt(zmq.LINGER, int(SLACK_S * 1000))
+        with suppress(zmq.ZMQError):  # the host has ended
+            self._connection.send(msgpack.encode((next(self._serials), None, SLACK_S)), zmq.NOBLOCK)
+
 
 def pass_on(router: "zmq.Socket[bytes]", machines: int, wait_s: float, stop: Event) -> None:
     """The meeting host's side: wait for all machines, then pass values on until `stop`. Closes the socket.

@@ -67,7 +67,8 @@ def command(args: argparse.Namespace) -> int:
                 hint = "run the same command on that machine"
                 raise UsageError(f"no preflight listens at {address} after {wait_s:g} s; {hint}")
         with leaving_after(wait_s + MOST_S, EXIT_FAILED, HANGS):
-            report = examine(name, own, Exchange(dealer), wait_s)
+            report = examine(name, own, exchange := Exchange(dealer), wait_s)
+            exchange.part(leads)
     findings = judge(report)
     headline = f"preflight of {len(report.machines)} machines at {address}: {verdict(findings)}"
     if args.json:
