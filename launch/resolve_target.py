@@ -15,7 +15,7 @@ from common.config.network_checks import fixed_address, split_address
 from common.config.redis_address import is_redis
 from common.config.schema import Config
 from common.errors import UsageError
-from common.process.run_dir import CHANGEABLE, OF_A_MACHINE, RunDir, changeable, differences
+from common.process.run_dir import CHANGEABLE, OF_A_MACHINE, RunDir, other_values
 
 
 def load_job(
@@ -59,7 +59,8 @@ def checked(config: C, file: str, environment: bool = True, reader: Reader = "al
     """
     config = resolve_paths(config)
     check_config(config, file, reader)  # before a long download
-    check_config(downloaded(config, reader), file, reader)  # the config that is returned keeps the hub's names
+    if (local := downloaded(config, reader)) != config:  # the config that is returned keeps the hub's names
+        check_config(local, file, reader)
     if environment and isinstance(config, Config):
         from rollout_fleet.environments.description import check_environment
 
@@ -152,8 +153,7 @@ def check_same_job(config: Config, file: str, data: bytes, address: str) -> None
     job = resolve_paths(joined_config(data, address, ()))
     differing = [
         f"{key} is {ours!r} in {file} and {theirs!r} there"
-        for key, theirs, ours in differences(msgspec.to_builtins(job), msgspec.to_builtins(config))
-        if not changeable(key, CHANGEABLE + OF_A_MACHINE)
+        for key, theirs, ours in other_values(job, config, CHANGEABLE + OF_A_MACHINE)
     ]
     if differing:
         raise UsageError(f"the broker at {address} serves another job: {'; '.join(differing[:3])}")

@@ -136,19 +136,19 @@ def _check_same(file: Path, config: Config | SftConfig, key: str, may_differ: Se
     if type(before) is not type(config):
         kind = "a warm start (sft)" if isinstance(before, SftConfig) else "an RL job"
         raise UsageError(f"{file.parent} already has {kind}; choose another {key}")
-    differing = [
-        f"{key} was {old!r} and now is {new!r}"
-        for key, old, new in differences(msgspec.to_builtins(before), msgspec.to_builtins(config))
-        if not changeable(key, may_differ)
-    ]
+    differing = [f"{key} was {old!r} and now is {new!r}" for key, old, new in other_values(before, config, may_differ)]
     if differing:
         shown = "; ".join(differing[:3]) + ("; ..." if len(differing) > 3 else "")
         raise UsageError(f"{file.parent} has a run of another config: {shown}; choose another {key} or remove it")
 
 
-def changeable(key: str, keys: Sequence[str] = CHANGEABLE) -> bool:
-    """Whether this dotted key is one of `keys` or in a section of them."""
-    return any(key == c or key.startswith(c + ".") for c in keys)
+def other_values(
+    old: Config | SftConfig, new: Config | SftConfig, may_differ: Sequence[str]
+) -> Iterator[tuple[str, object, object]]:
+    """As `differences`, without the dotted keys of `may_differ` and those in a section of them."""
+    for key, before, now in differences(msgspec.to_builtins(old), msgspec.to_builtins(new)):
+        if not any(key == c or key.startswith(c + ".") for c in may_differ):
+            yield key, before, now
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], at: str = "") -> Iterator[tuple[str, object, object]]:
