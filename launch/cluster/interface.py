@@ -16,6 +16,11 @@ class Interface(NamedTuple):
     name: str
     address: str
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that keep the collectives of a process on it."""
+        return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), self.name)
+
 
 def interface_for(broker: str, names: str | None = None) -> Interface:
     """The first of `names` (with commas between them) that this machine has; None: the one that routes to `broker`.

@@ -93,8 +93,7 @@ def rank_command(config: Config, run: RunDir, report: MachineReport, broker: str
 
 def rank_environment(config: Config, interface: Interface) -> Mapping[str, str]:
     """Variables for the ranks of this machine."""
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return dict.fromkeys(names, interface.name) | thread_environment(config.learner.threads)
+    return interface.environment | thread_environment(config.learner.threads)
 
 
 class Launcher:

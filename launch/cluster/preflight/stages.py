@@ -90,8 +90,7 @@ def _all_reduce(name: str, ranks: dict[str, Facts], exchange: Exchange) -> dict[
     """The result of each rank, one a machine; only ranks import torch."""
     first, store, result = next(iter(ranks)), None, ""
     if name in ranks:
-        for library in ("GLOO", "NCCL"):
-            os.environ[f"{library}_SOCKET_IFNAME"] = ranks[name].interface.name  # as the launcher of ranks does
+        os.environ |= ranks[name].interface.environment
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses that have no name
         from common.weights.collectives import Store
 
