@@ -51,21 +51,23 @@ class LearnerMachines:
 
     hold_until: float = 0.0  # no round is formed before: an earlier one may still run
     restarts: int = 0
-    stopping: bool = False  # `slipstream stop`: no round begins any more
     round: Round | None = None
     last_number: int = 0
     reports: dict[str, MachineReport] = field(default_factory=dict[str, MachineReport])  # in order of arrival
     seen_at: dict[str, float] = field(default_factory=dict[str, float])
     verdicts: dict[str, Verdict] = field(default_factory=dict[str, Verdict])
 
-    def gather(self, report: MachineReport, learner_state: str, now: float) -> Assembly:
-        """Keep a launcher's report; returns what it is to do. `learner_state` is that of the learner's own report."""
+    def gather(self, report: MachineReport, learner_state: str, now: float, stopping: bool = False) -> Assembly:
+        """Keep a launcher's report; returns what it is to do. `learner_state` is that of the learner's own report.
+
+        `stopping`: after `slipstream stop` no round begins any more.
+        """
         self.reports[report.machine], self.seen_at[report.machine] = report, now
         self._adopt(report, now)
         if self.round is not None and self.round.over:
             self.round.ended.add(report.machine)
         self._look_at_round(learner_state, now)
-        if self.stopping and not self._active:
+        if stopping and not self._active:
             self._end_job(EXIT_DONE, "slipstream stop")
         self._forget(now)
         self._compare(now)

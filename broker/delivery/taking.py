@@ -46,8 +46,8 @@ class Taking(Tables):
     def gather(self, report: MachineReport, log: str | None = None, log_rank: int = -1) -> Assembly:
         """The order to a launcher of learner ranks; the rules are in learner_machines.py."""
         before = self.machines.round
-        self.machines.stopping = self.stopping
-        told = self.machines.gather(report, self.learner.report.state if self.learner.report else "", self.clock())
+        learner_state = self.learner.report.state if self.learner.report else ""
+        told = self.machines.gather(report, learner_state, self.clock(), self.stopping)
         current = self.machines.round
         if current is not None and current is not before:
             hosts = ", ".join(member.host for member in current.members)

@@ -25,13 +25,15 @@ class Launcher:
     def change(self, **fields: Any) -> None:
         self.report = msgspec.structs.replace(self.report, **fields)
 
-    def tick(self, machines: LearnerMachines, now: float, learner: str = "training") -> Assembly:
+    def tick(
+        self, machines: LearnerMachines, now: float, learner: str = "training", stopping: bool = False
+    ) -> Assembly:
         """A second of its life."""
         if self.cut:
             if self.report.running and now - self.answered > FENCE_S:
                 self.change(running=False, exit_code=1)
             return self.told
-        self.told, self.answered = machines.gather(self.report, learner, now), now
+        self.told, self.answered = machines.gather(self.report, learner, now, stopping), now
         if self.report.running and self.told.round != self.report.round:
             self.change(running=False, exit_code=1)
         elif self.told.round > self.report.round:
@@ -239,14 +241,14 @@ def test_no_two_rounds_ever_run_at_once(seed: int) -> None:
 
 def test_a_stop_ends_launchers_that_wait_and_those_whose_ranks_have_drained() -> None:
     machines, (one, two, spare) = started("h1", "h2", "h3")
-    machines.stopping = True
-    assert spare.tick(machines, 2.0).exit_code is None, "the ranks drain first"
+    assert spare.tick(machines, 2.0, stopping=True).exit_code is None, "the ranks drain first"
     for launcher in (one, two):
         launcher.change(running=False)
-        launcher.tick(machines, 3.0, "drained")
-    assert [launcher.tick(machines, 4.0, "drained").exit_code for launcher in (one, two, spare)] == [0, 0, 0]
+        launcher.tick(machines, 3.0, "drained", stopping=True)
+    told = [launcher.tick(machines, 4.0, "drained", stopping=True) for launcher in (one, two, spare)]
+    assert [answer.exit_code for answer in told] == [0, 0, 0]
     late = Launcher("h4")
-    assert late.tick(machines, 5.0).exit_code == 0
+    assert late.tick(machines, 5.0, stopping=True).exit_code == 0
 
 
 def test_a_member_that_never_started_its_ranks_holds_up_no_later_round() -> None:
