@@ -27,11 +27,12 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, model: Path) -> str:
 
 def made(job: Job, pattern: str) -> set[tuple[str, int, int]]:
     """The matches in the checkpoints' folder, by name and identity, since what a kill left is made again."""
-    found = set()
-    for path in job.run.checkpoints.glob(pattern):
-        with contextlib.suppress(FileNotFoundError):
-            found.add((path.name, path.stat().st_ino, path.stat().st_ctime_ns))
-    return found
+    while True:
+        found = set()
+        with contextlib.suppress(FileNotFoundError):  # a folder was renamed or removed while it was looked at
+            for path in job.run.checkpoints.glob(pattern):
+                found.add((path.name, path.stat().st_ino, path.stat().st_ctime_ns))
+            return found
 
 
 def kill_in_a_save(job: Job, jitter_s: float, moment: str) -> bool:
