@@ -31,14 +31,14 @@ import torch
 
 from common.config.schema import WeightsConfig
 from common.weights import messages, packing
-from common.weights.collectives import Group, Store
+from common.weights.collectives import Group, Meeting, dist
 from common.weights.layout import Layout
 from common.weights.messages import Epoch
 from common.weights.receiver import Receiver, StagingStatus
 from common.weights.transports.gloo import GlooGroup
 from common.weights.transports.registry import open_group, receivable
 from learner.publish.publisher import WeightPublisher
-from rollout_fleet.weights.engine_weights import Flip, until_staged
+from rollout_fleet.weights.engine_weights import Flip, Watch, until_staged
 from rollout_fleet.weights.weight_client import WeightClient
 from tests.waiting import until
 
@@ -51,8 +51,8 @@ CONTEXT = get_context("forkserver")
 class Harmed:
     """A group whose process comes to harm at the second bucket of its second publish."""
 
-    def __init__(self, epoch: Epoch, target: "Target") -> None:
-        self.group: Group = open_group(epoch)
+    def __init__(self, epoch: Epoch, meeting: Meeting, target: "Target") -> None:
+        self.group: Group = open_group(epoch, meeting)
         self.close, self.target = self.group.close, target
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
@@ -72,17 +72,17 @@ class Target:
     """EngineWeights whose engine is the staging buffer itself."""
 
     def __init__(self, harm: int, pipe: Connection) -> None:
-        self.receiver = Receiver(lambda epoch: Harmed(epoch, self))
+        self.receiver = Receiver(lambda epoch, meeting: Harmed(epoch, meeting, self))
         self.harm, self.pipe, self.publishes, self.buckets = harm, pipe, 0, 0
 
     async def tell(self, message: bytes, node_id: str) -> bytes:
         answer = self.receiver.obey(messages.decode_from_learner(message), node_id)
         return b"" if answer is None else messages.encode(answer)
 
-    async def stage(self, publish: bytes) -> float:
+    async def stage(self, publish: bytes, watch: Watch) -> float:
         self.publishes, self.buckets = self.publishes + 1, 0
         await self.tell(publish, "")
-        return await until_staged(self._status)
+        return await until_staged(self._status, watch)
 
     async def _status(self) -> StagingStatus:
         return self.receiver.status
@@ -98,12 +98,19 @@ class Target:
         raise RuntimeError(reason)
 
 
+def plain_group(epoch: Epoch) -> GlooGroup:
+    """A gloo group whose members meet at the TCPStore of `epoch.reach`."""
+    host, _, port = epoch.reach.rpartition(":")
+    store: Any = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    return GlooGroup(epoch, store)
+
+
 def node(name: str, pipe: Connection, harm: int, transport: str, core: int | None) -> None:
     """A node process: follows addresses, takes part in plain broadcasts, says when a version is in use."""
     if core is not None:
         os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
-    group_of = cache(GlooGroup)
+    group_of = cache(plain_group)
     memory_of = cache(packing.buffer)  # used again, as the weight plane does: fresh pages cost more than a broadcast
 
     def broadcasts(epoch: Epoch, sizes: list[int]) -> None:
@@ -179,8 +186,9 @@ class Plain:
     """Gloo broadcasts without anything of ours, among the learner and the same nodes."""
 
     def __init__(self, nodes: list[Node]) -> None:
-        self.nodes, self.store, self.group_of = nodes, Store("127.0.0.1"), cache(GlooGroup)
-        self.epoch = Epoch(1, 0, len(nodes) + 1, self.store.host, self.store.port, 60.0)
+        self.nodes, self.group_of = nodes, cache(plain_group)
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.epoch = Epoch(1, 0, len(nodes) + 1, 60.0, "gloo", f"127.0.0.1:{self.store.port}")
 
     def seconds(self, parts: list[torch.Tensor]) -> float:
         """From the moment when all are ready until the last node has the last of `parts`."""

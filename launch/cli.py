@@ -144,6 +144,7 @@ def _add_job_commands(commands: Commands) -> None:
     text = "layout, memory per GPU, batches, window and all checks; needs no GPU"
     plan = _command(commands, "plan", text, *job, "--json")
     plan.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="ranks of one machine (8)")
+    plan.add_argument("--link", type=float, default=100.0, metavar="GBIT", help="Gb/s of a machine's link (100)")
     text = "what this machine can run, what is missing for a config, and why a job stands still"
     doctor = _command(commands, "doctor", text, *job, "--json", metavar="CONFIG|RUN", nargs="?", help=RUN_OR_CONFIG)
     roles, text = ("cpu", "learner", "rollout", "base"), "whose packages (default: by what is here)"

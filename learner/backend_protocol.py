@@ -103,6 +103,22 @@ class Backend(Protocol):
         """(Hugging Face name, full tensor) of every parameter, in a fixed order. Collective; yields on every rank."""
         ...
 
+    def export_part(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of the parameters that this rank sends, in the order of `part_layout`.
+
+        Over all ranks these are the tensors of `export`, each of them once; a rank may have none. No rank gathers the
+        whole model. Collective: every rank consumes it to its end.
+        """
+        ...
+
+    def part_layout(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(Hugging Face name, shape) of this rank's part, always the same; [] on a rank that sends nothing."""
+        ...
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank. Collective."""
+        ...
+
     def save_hf(self, path: Path) -> None:
         """Replace the folder `path` by a complete Hugging Face model, with config and tokenizer. Collective."""
         ...

@@ -53,7 +53,7 @@ def prepare(
         rows = RowSource(config, process.stop_requested)
         return rows, files.start(rows.dataset.digest) if files else None, files
     if files is None:
-        return RolloutSource(config), None, None
+        return RolloutSource(config, address), None, None
     return *prepare_lead(config, run_dir, files, broker, process.stop_requested, address), files
 
 

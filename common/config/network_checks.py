@@ -10,6 +10,10 @@ from common.errors import Problem
 from common.security.credentials import check_credentials, curve_credentials
 
 LEASE_HEARTBEATS = 3
+COLLECTIVES_ARE_OPEN = (
+    "gloo and nccl have no authentication: set weights.transport: relay, "
+    "or weights.network: trusted on a private network"
+)
 
 
 def split_address(address: str) -> tuple[str, int | None]:
@@ -74,25 +78,28 @@ def broker_problems(config: Config) -> Iterator[Problem]:
 
 
 def weights_address_problems(config: Config) -> Iterator[Problem]:
-    """Whether what carries weights is authenticated beyond this machine."""
-    weights, address = config.weights, config.weights.address
-    if config.learner.machines > 1 and is_loopback(address):
-        if weights.transport != "relay" or curve_credentials(config.broker.credentials) is None:
-            hint = "a learner of several machines sends its weights over the network; `slipstream keys DIR` makes keys"
-            yield Problem("weights.transport", "relay, with a key folder as broker.credentials", hint=hint)
+    """Whether weights leave this machine only authenticated, or on a network that the config trusts."""
+    weights, loopback, several = config.weights, is_loopback(config.weights.address), config.learner.machines > 1
+    if loopback and not several:
         return
-    if is_loopback(address):
-        return
-    if weights.transport == "relay" and curve_credentials(config.broker.credentials) is not None:
-        if is_wildcard(address):
+    trusted, keys = weights.network == "trusted", curve_credentials(config.broker.credentials) is not None
+    if keys and (trusted or weights.transport == "relay"):
+        if is_wildcard(weights.address):
             hint = "nodes are told this address"
             yield Problem("weights.address", "an address of this machine that the nodes reach", hint=hint)
         return
-    hint = (
-        "the collectives that carry weights have no authentication; weights.transport: relay has, "
-        "with the keys of `slipstream keys DIR` as broker.credentials"
-    )
-    yield Problem("weights.address", "a loopback address such as 127.0.0.1", hint=hint)
+    hint = "a learner of several machines sends its weights over the network; " if several else ""
+    if trusted:
+        hint += (
+            "the control socket needs keys on a trusted network, too: only the data of gloo and nccl is in the clear"
+        )
+        yield Problem("broker.credentials", "a folder of `slipstream keys DIR`", hint=hint)
+        return
+    hint += f"{COLLECTIVES_ARE_OPEN}; the keys of `slipstream keys DIR` are needed for both as broker.credentials"
+    if loopback:
+        yield Problem("weights.transport", "relay, with a key folder as broker.credentials", hint=hint)
+    else:
+        yield Problem("weights.address", "a loopback address such as 127.0.0.1", hint=hint)
 
 
 def _broker_address(config: Config) -> Iterator[Problem]:

@@ -279,6 +279,8 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
     # How versions reach the nodes. A node that cannot use it falls back to relay; docs/weights.md.
     transport: Literal["gloo", "nccl", "relay"] = "gloo"
     address: Text = "127.0.0.1"  # Interface that the learner's weight plane binds.
+    # trusted lets gloo and nccl leave this machine: set it on a private network only; docs/security.md.
+    network: Literal["untrusted", "trusted"] = "untrusted"
     publish_every: Positive = 1  # Steps from one published version to the next.
     timeout_s: Seconds = 20.0  # Longest duration of one publish to one set of nodes.
     overlap: bool = True  # False makes the learner wait, at most timeout_s, until every node runs the version.

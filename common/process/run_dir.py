@@ -26,8 +26,8 @@ CHANGEABLE = (
     "run.dir", "run.steps", "run.max_restarts", "tasks.eval_dataset", "learner.threads", "learner.checkpoint",
     "learner.machines", "learner.machines_wait_s", "learner.interface",
     "rollout.nodes", "rollout.concurrency", "rollout.sample_timeout_s", "rollout.drain_s", "rollout.threads",
-    "rollout.engine", "broker", "weights.transport", "weights.overlap", "weights.address", "weights.timeout_s",
-    "weights.bucket_mib", "telemetry",
+    "rollout.engine", "broker", "weights.transport", "weights.overlap", "weights.address", "weights.network",
+    "weights.timeout_s", "weights.bucket_mib", "telemetry",
 )  # fmt: skip
 # May differ between the machines of a job.
 OF_A_MACHINE = ("learner.machines", "learner.interface", "model.path", "tasks.dataset", "learner.loss.reference")

@@ -1,6 +1,6 @@
 """CURVE on ZeroMQ sockets: which keys are let in, who sent a message, and why a handshake failed.
 
-The broker, the learner's control socket and the relays of weights are CURVE servers. A client proves its key in the
+The broker and the learner's control socket are CURVE servers. A client proves its key in the
 handshake, before any of its messages is read. ZeroMQ then attaches the proven key to every message of the connection.
 """
 
@@ -22,6 +22,7 @@ from common.security.credentials import Credential, Identity, KeyFolder, Keys, R
 logger = logging.getLogger(__name__)
 
 ZAP_DOMAIN = "slipstream"
+PASSWORD_USER = "slipstream"
 HANDSHAKE_MS = 10_000  # a connection that has not proven its key by then is closed
 BROKEN_HANDSHAKES, BROKEN_S = 5, 3.0  # so many in a row, for so long, mean that the other side has another key
 
@@ -96,30 +97,59 @@ def new_keys() -> Keys:
     return Keys(*(key.decode() for key in zmq.curve_keypair()))
 
 
-class CurveGate:
-    """Lets only some keys into the CURVE sockets of one context.
+class Gate:
+    """Lets only some clients into the sockets of one context.
 
     A context has at most one gate, which owns its ZAP endpoint and a thread that serves it. Close the gate after its
     sockets and before its context.
     """
 
-    def __init__(self, context: "zmq.Context[Any]", keys: KeyPair, allowed: Any) -> None:
-        """`allowed.callback(domain, key)` says in another thread whether a connection that proved `key` is let in."""
-        self._keys = keys
+    def __init__(self, context: "zmq.Context[Any]") -> None:
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(ZAP_DOMAIN, credentials_provider=allowed)
 
     def secure(self, socket: "zmq.Socket[Any]") -> None:
         """Call it before `bind`. When the gate's thread has ended, the socket lets in no client at all."""
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        _set_keys(socket, self._keys)
         socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def close(self) -> None:
         """End the thread."""
         self._authenticator.stop()
+
+
+class PasswordGate(Gate):
+    """Lets in the clients that know a password. It travels in the clear, as everything on such a connection."""
+
+    def __init__(self, context: "zmq.Context[Any]", password: str) -> None:
+        super().__init__(context)
+        self._authenticator.configure_plain(ZAP_DOMAIN, {PASSWORD_USER: password})
+
+    def secure(self, socket: "zmq.Socket[Any]") -> None:
+        socket.setsockopt(zmq.PLAIN_SERVER, 1)
+        super().secure(socket)
+
+
+def give_password(socket: "zmq.Socket[Any]", password: str) -> None:
+    """Call it before `connect`; '' where the server asks for none."""
+    if password:
+        socket.setsockopt(zmq.PLAIN_USERNAME, PASSWORD_USER.encode())
+        socket.setsockopt(zmq.PLAIN_PASSWORD, password.encode())
+
+
+class CurveGate(Gate):
+    """Lets only some keys into CURVE sockets."""
+
+    def __init__(self, context: "zmq.Context[Any]", keys: KeyPair, allowed: Any) -> None:
+        """`allowed.callback(domain, key)` says in another thread whether a connection that proved `key` is let in."""
+        super().__init__(context)
+        self._keys = keys
+        self._authenticator.configure_curve_callback(ZAP_DOMAIN, credentials_provider=allowed)
+
+    def secure(self, socket: "zmq.Socket[Any]") -> None:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        _set_keys(socket, self._keys)
+        super().secure(socket)
 
 
 def secure_client(socket: "zmq.Socket[Any]", keys: KeyPair, server_public: str) -> None:

@@ -1,15 +1,15 @@
-"""The protocol of every transport of buckets, and the parts that the collective transports share.
+"""The protocol of the collective transports of buckets, and what they share.
 
-The learner uses torch.distributed's default group, so this module leaves it alone. The learner is rank 0 and hosts the
-store where the members of a collective meet. Each transport is a module in transports/; registry.py lists them.
+The learner uses torch.distributed's default group, so this module leaves it alone. The learner is rank 0. The members
+of a group meet through a store whose entries travel over the control socket. registry.py lists the transports.
 """
 
 import contextlib
 import datetime
 import re
-import socket
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -19,11 +19,12 @@ from common.weights.messages import Epoch
 
 ROOT = 0
 POSTED = 2  # buckets under way: the one that is waited for and the next
+MOST_ENTRIES = 1 << 16  # in the store of one group
 dist: Any = distributed  # these classes are public in use but untyped in torch
 
 
 class Group(Protocol):
-    """A formed group of the learner (rank 0) and the nodes of one epoch, or one node's way to a relay.
+    """A formed group of the learner (rank 0) and the nodes of one epoch.
 
     Buckets are CPU memory on both sides. Completion proves nothing, so receivers verify every bucket.
     """
@@ -41,7 +42,7 @@ class Group(Protocol):
         ...
 
 
-GroupFactory = Callable[[Epoch], Group]
+GroupFactory = Callable[[Epoch, "Meeting"], Group]
 
 
 def in_turn(group: Group, payload: torch.Tensor, bucket_bytes: int, publish_timeout_s: float) -> Iterator[torch.Tensor]:
@@ -73,28 +74,77 @@ def _arrived(posted: deque[tuple[torch.Tensor, Callable[[], None]]]) -> torch.Te
     return bucket
 
 
-class Store:
-    """The learner's rendezvous store, listening on one interface only."""
+class Meeting(dist.Store):
+    """The store where the members of one group meet: every member has a copy, new entries travel as Meet messages.
 
-    def __init__(self, address: str) -> None:
-        """Listen on a free port of `address` (host name or IP); raises OSError when it cannot be bound."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        limit = datetime.timedelta(seconds=30)
-        with socket.create_server((address, 0), family=family, backlog=128) as listener:
-            self.host: str = address
-            self.port: int = listener.getsockname()[1]
-            # TCPStore binds every interface by itself; a listening socket handed over keeps it on this one.
-            fd = listener.detach()
-            self._server = dist.TCPStore(
-                address, self.port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=fd
-            )
+    Each key has one writer, so the first value of a key stays. Any thread may call it.
+    """
+
+    def __init__(self, timeout_s: float, tell: Callable[[str, bytes], None]) -> None:
+        """`tell` gets every entry that this member sets."""
+        super().__init__()  # type: ignore
+        self._entries: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._timeout_s, self._tell = timeout_s, tell
+        self._closed = False
+
+    def add_entries(self, entries: Mapping[str, bytes]) -> None:
+        """Entries of other members; beyond MOST_ENTRIES they are ignored."""
+        with self._changed:
+            for key, value in entries.items():
+                if len(self._entries) < MOST_ENTRIES:
+                    self._entries.setdefault(key, value)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let those who wait give up."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # ---- torch's Store
+
+    def set(self, key: str, value: bytes | str) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self.add_entries({key: data})
+        self._tell(key, data)
+
+    def get(self, key: str) -> bytes:
+        """Raises RuntimeError when it does not come in time."""
+        self.wait([key])
+        return self._entries[key]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        """Raises RuntimeError when they do not all come in time."""
+        limit_s = self._timeout_s if timeout is None else min(timeout.total_seconds(), self._timeout_s)
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._entries.keys() >= set(keys), limit_s)
+            missing = set(keys) - self._entries.keys()
+        if missing:
+            why = "the group was given up" if self._closed else f"not all members came within {limit_s:g} s"
+            raise RuntimeError(f"{why}: {len(missing)} entries are missing")
+
+    def check(self, keys: list[str]) -> bool:
+        with self._changed:
+            return self._entries.keys() >= set(keys)
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        return datetime.timedelta(seconds=self._timeout_s)
+
+    def has_extended_api(self) -> bool:
+        return False
 
 
-def epoch_store(epoch: Epoch) -> Any:
-    """The part of the learner's store that belongs to `epoch`, for a process group; raises RuntimeError."""
-    timeout = datetime.timedelta(seconds=epoch.timeout_s)
-    store = dist.TCPStore(epoch.store_host, epoch.store_port, is_master=False, wait_for_workers=False, timeout=timeout)
-    return dist.PrefixStore(f"epoch/{epoch.epoch}", store)
+def silence_bound(timeout_s: float) -> float:
+    """Seconds without a message after which a node counts as dead while an attempt is under way."""
+    return min(3.0, timeout_s / 4)
 
 
 def from_root() -> Any:

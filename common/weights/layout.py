@@ -6,6 +6,7 @@ The layout travels once per learner incarnation; buckets are slices of the buffe
 import hashlib
 import math
 from functools import cached_property
+from itertools import pairwise
 
 import msgspec
 
@@ -31,19 +32,27 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     entries: tuple[Entry, ...]
     total_bytes: int
+    starts: tuple[int, ...] = (0,)  # where each source's part begins
 
     @cached_property  # every publish names it, and thousands of entries take milliseconds
     def digest(self) -> str:
         """Hex digest of names, dtypes, shapes and offsets."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32]
 
+    @property
+    def parts(self) -> list[slice]:
+        """The bytes of each source's part, in order."""
+        return [slice(a, b) for a, b in pairwise((*self.starts, self.total_bytes))]
+
     @classmethod
-    def of(cls, tensors: list[tuple[str, str, tuple[int, ...]]]) -> "Layout":
-        """Lay out (name, dtype, shape) in the given order."""
-        entries: list[Entry] = []
+    def of(cls, *parts: list[tuple[str, str, tuple[int, ...]]]) -> "Layout":
+        """Lay out (name, dtype, shape) in the given order, part by part."""
+        entries, starts = list[Entry](), list[int]()
         at = 0
-        for name, dtype, shape in tensors:
-            entry = Entry(name, dtype, tuple(shape), at)
-            entries.append(entry)
-            at += -(-entry.size_bytes // ALIGNMENT) * ALIGNMENT
-        return cls(tuple(entries), at)
+        for tensors in parts:
+            starts.append(at)
+            for name, dtype, shape in tensors:
+                entry = Entry(name, dtype, tuple(shape), at)
+                entries.append(entry)
+                at += -(-entry.size_bytes // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(entries), at, tuple(starts))

@@ -2,18 +2,30 @@
 
 One publish of version V to a set of nodes:
 
-    learner -> node  Epoch      form the collective group `epoch` (rank, world_size, store)   [on change of membership]
-    learner -> node  Publish    V, layout digest, bucket checksums: start receiving into staging
-    node -> learner  Staged     every bucket arrived and its checksum is right: the only acknowledgement
+    learner -> node  Epoch      form the collective group `epoch` (rank, world_size)   [on change of membership]
+    both ways        Meet       entries of the store over which the members of that group meet
+    learner -> node  Publish    V, layout digest, checksums: start receiving into staging
+    node -> learner  Staged     everything arrived and its checksums are right: the only acknowledgement
     learner -> node  Activate   flip when ready; no barrier between nodes
     node -> learner  Active     flipped, and the engine's weights are proven; carries stall and canary figures
     node -> learner  Rejected   staging or proof failed, with the reason; that node does not generate
 
-A newcomer sends Join. It gets Welcome, an epoch of its own, and the current version over the relay. That comes from the
-learner or from a node that has it, which the learner asks first:
+A newcomer sends Join. It gets Welcome, answers with Listening, and gets an epoch of its own over the relay. There a
+version travels in parts, and every part from node to node:
 
-    learner -> node  Serve      may another node fetch V from your staging buffer?
-    node -> learner  Serving    yes, here; or no, and why
+    learner -> node  Publish    also has the parts and where to fetch each of them
+    node -> learner  Stalled    nothing comes from there, or not what was sent
+    learner -> node  Reroute    fetch the rest of it elsewhere
+    learner -> node  Serve      serve a part of the version that you have
+
+Other ranks of the learner that send parts of their own are connected to the same socket:
+
+    source -> learner  Offering  V is copied here, whole and as a delta to these versions
+    learner -> source  Seal      make the part of it that travels, in pieces of this size
+    source -> learner  Sealed    that part, which the source serves from now on
+    learner -> source  Keep      the versions that are still needed
+
+Offering is repeated while the source has V, and Seal until it is answered, since connections may lose messages.
 
 Frames: [MessagePack of the tagged union], keyed structs, append-only fields.
 """
@@ -25,7 +37,8 @@ import msgspec
 from common.weights.layout import Layout
 from common.wire_types import Finite, Name, Text, Version
 
-Key = Annotated[str, msgspec.Meta(max_length=40)]  # a CURVE key, Z85; '' where there are no keys
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Entries = Annotated[dict[Name, Annotated[bytes, msgspec.Meta(max_length=1 << 16)]], msgspec.Meta(max_length=4096)]
 Versions = Annotated[dict[Name, Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=16)]
 
 
@@ -40,6 +53,21 @@ class Canary(msgspec.Struct, frozen=True):
     tolerance: float
 
 
+class Part(msgspec.Struct, frozen=True):
+    """One source's share of a payload. Its pieces are sealed once; nodes pass them on as they came.
+
+    Every piece but the last has `piece_bytes` bytes before it is sealed.
+    """
+
+    name: str  # at every place that serves it; cannot be guessed
+    origin: str  # where its source serves it
+    start: int  # in the payload
+    size: int
+    piece_bytes: int
+    digests: bytes  # BLAKE3 of each piece as it travels (32 bytes each); without a key xxh3 (16)
+    key: bytes = b""  # for AES-256-GCM; b'': the pieces travel as they are
+
+
 # node -> learner
 class Join(msgspec.Struct, frozen=True, tag="join"):
     node_id: Name
@@ -48,6 +76,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     version: Version = -1
     transports: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ("gloo",)  # that the node can receive over
     versions: Versions = {}  # common.weights.transports.nccl.shared_versions(); {} from older nodes
+    machine: Text = ""  # from common.process.local_address.this_machine(); its nodes share a copy over the link
 
 
 class OfVersion(msgspec.Struct, frozen=True):
@@ -81,13 +110,50 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     node_id: Name
 
 
-class Serving(msgspec.Struct, frozen=True, tag="serving"):
-    """The answer to Serve: where the payload `key` can be fetched, or ('' as address) why not."""
+class Listening(msgspec.Struct, frozen=True, tag="listening"):
+    """The answer to Welcome: where other nodes can fetch from this one; '' if nowhere."""
 
     node_id: Name
-    key: Name
     address: Text = ""
-    public: Key = ""
+
+
+class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
+    """A part stands still at its piece `pieces`; repeated while it does. The node waits for a Reroute."""
+
+    node_id: Name
+    epoch: int
+    part: Count
+    source: Text
+    pieces: Count
+    reason: Text = ""  # '' for silence
+
+
+class Meet(msgspec.Struct, frozen=True, tag="meet"):
+    """New entries of the store of group `epoch`, from the sender or, from the learner, of another member."""
+
+    epoch: int
+    entries: Entries
+
+
+# another rank of the learner -> learner
+class Offering(msgspec.Struct, frozen=True, tag="offering"):
+    """Source `number` has its part of a version; `sizes`: bytes of its payloads by base version, -1 the whole part."""
+
+    number: Count
+    incarnation: int
+    version: Version
+    checksum: Text
+    sizes: dict[int, Count]
+
+
+class Sealed(msgspec.Struct, frozen=True, tag="sealed"):
+    """Its part of a payload; `start` is 0. Without a part the source failed, for this reason."""
+
+    number: Count
+    incarnation: int
+    version: Version
+    base: int
+    part: Part | None = None
     reason: Text = ""
 
 
@@ -95,19 +161,8 @@ class Serving(msgspec.Struct, frozen=True, tag="serving"):
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     incarnation: int
     layout: Layout
-
-
-class Source(msgspec.Struct, frozen=True):
-    """Where one payload can be fetched over the relay: at the learner, or at a node that has the version.
-
-    The keys are made for this fetch alone and travel over the authenticated control socket; '' without credentials.
-    """
-
-    address: str
-    key: str  # names the payload there
-    server_public: Key = ""
-    public: Key = ""
-    secret: Key = ""
+    reach: str = ""  # HOST:PORT of the learner: serve on the interface that leads there; '': do not serve
+    password: str = ""  # that all servers of parts ask for
 
 
 class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
@@ -116,11 +171,9 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     epoch: int
     rank: int
     world_size: int
-    store_host: str
-    store_port: int
     timeout_s: float
     transport: str = "gloo"
-    source: Source | None = None  # for the relay only
+    reach: str = ""  # HOST:PORT of the learner: form the group on the interface that leads there
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
@@ -136,7 +189,8 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
     encoding: str = "full"  # full: the buckets are the flat buffer; delta: they change `base_version` into it
     base_version: int = -1  # a version of this incarnation; -1: none needed
     payload_bytes: int = -1  # size of all buckets; -1: the layout's total_bytes
-    sha256: str = ""  # SHA-256 of a payload from another node, where the fleet has keys; xxh3 finds accidents only
+    parts: list[Part] = []  # over the relay
+    sources: list[str] = []  # where to fetch each of them first
 
 
 class Activate(msgspec.Struct, frozen=True, tag="activate"):
@@ -145,14 +199,31 @@ class Activate(msgspec.Struct, frozen=True, tag="activate"):
 
 
 class Serve(msgspec.Struct, frozen=True, tag="serve"):
-    """Let the holder of `client_public` ('': anyone) fetch a version that this node has, for `timeout_s`."""
+    """Let other nodes fetch this part of a version that this node has; its digests may be missing."""
 
     incarnation: int
     version: int
-    key: str
-    timeout_s: float
-    reach: str  # HOST:PORT of the learner: serve on the interface that leads there
-    client_public: Key = ""
+    part: Part
+
+
+class Reroute(msgspec.Struct, frozen=True, tag="reroute"):
+    """Fetch the rest of a part from `source`."""
+
+    epoch: int
+    part: int
+    source: str
+
+
+class Seal(msgspec.Struct, frozen=True, tag="seal"):
+    version: int
+    base: int
+    piece_bytes: int
+
+
+class Keep(msgspec.Struct, frozen=True, tag="keep"):
+    """Forget all versions that are older than the newest of these and not among them."""
+
+    versions: list[int]
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
@@ -166,9 +237,10 @@ class Eject(msgspec.Struct, frozen=True, tag="eject"):
     final: bool = False
 
 
-NodeMessage = Join | Staged | Active | Rejected | Leave | Pong | Serving
-LearnerMessage = Welcome | Epoch | Publish | Activate | Ping | Eject | Serve
+NodeMessage = Join | Staged | Active | Rejected | Leave | Pong | Listening | Stalled | Meet
+SourceMessage = Offering | Sealed
+LearnerMessage = Welcome | Epoch | Publish | Activate | Ping | Eject | Serve | Reroute | Meet | Seal | Keep
 
 encode = msgspec.msgpack.Encoder().encode
-decode_from_node = msgspec.msgpack.Decoder(NodeMessage).decode
+decode_from_node = msgspec.msgpack.Decoder(NodeMessage | SourceMessage).decode
 decode_from_learner = msgspec.msgpack.Decoder(LearnerMessage).decode

@@ -1,6 +1,5 @@
 """Tensors to and from the flat buffer, and its checksums."""
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -52,10 +51,16 @@ def checksum(data: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(memoryview(data_bytes))
 
 
-def sha256(data: torch.Tensor) -> str:
-    """SHA-256 hex digest of a contiguous CPU tensor's bytes, which cannot be forged."""
-    data_bytes: Any = data.view(torch.uint8).numpy()
-    return hashlib.sha256(memoryview(data_bytes)).hexdigest()
+def combined(checksums: list[str]) -> str:
+    """The checksum of a version, of those of its parts: sources know no more than their own."""
+    if len(checksums) == 1:
+        return checksums[0]
+    return xxhash.xxh3_128_hexdigest(b"".join(bytes.fromhex(one) for one in checksums))
+
+
+def version_checksum(flat: torch.Tensor, layout: Layout) -> str:
+    """The checksum of a whole version [total_bytes] uint8."""
+    return combined([checksum(flat[part]) for part in layout.parts])
 
 
 def all_checksums(flat: torch.Tensor, bucket_bytes: int) -> tuple[list[str], str]:

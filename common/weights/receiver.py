@@ -1,8 +1,9 @@
-"""The receiving side of a publish: a thread writes buckets into a staging buffer and verifies each of them.
+"""The receiving side of a publish: threads write it into a staging buffer and verify every piece of it.
 
 One Receiver serves one process that has a copy of the weights. It never blocks its caller. A new epoch or a new
-publish abandons the running transfer. Its group is then closed, and its thread touches only its own buffer. After a
-flip the staging buffer still contains the version, and other nodes may fetch it until the next version comes.
+publish abandons the running transfer. Its threads then touch only their own buffer. Pieces from the relay are
+passed on while the next arrive. After a flip the staging buffer still contains the version, and other nodes may fetch
+it until the next version comes.
 """
 
 import logging
@@ -18,11 +19,13 @@ import zmq
 
 from common.process.local_address import local_address
 from common.weights import delta, packing
-from common.weights.collectives import Group, GroupFactory, in_turn, reason_of
+from common.weights.collectives import Group, GroupFactory, Meeting, in_turn, reason_of
 from common.weights.layout import Layout
-from common.weights.messages import Epoch, LearnerMessage, Publish, Serve, Serving, Welcome
+from common.weights.messages import Epoch, LearnerMessage, Listening, Meet, Publish, Reroute, Serve, Welcome
+from common.weights.part_fetches import PartFetches
+from common.weights.pieces import Shipment
 from common.weights.transports.registry import open_group
-from common.weights.transports.relay import RelayServer
+from common.weights.transports.relay import RelayServer, Stall
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,9 @@ class StagingStatus(msgspec.Struct, frozen=True):
     receive_s: float = 0.0  # from the announcement to the last verified bucket
     error: str = ""
     share: float = 0.0  # the part that arrived, 0 to 1
+    epoch: int = -1
+    stalls: dict[int, Stall] = {}  # parts that wait for another source
+    entries: dict[str, bytes] = {}  # that this node set in the store where the group of `epoch` meets
 
 
 @dataclass(eq=False)
@@ -47,16 +53,31 @@ class _Transfer:
     publish: Publish
     layout: Layout
     epoch: Epoch
-    group: Group | None  # None until it is formed
+    meeting: Meeting
+    group: Group | None  # None until it is formed, and over the relay
     buffer: torch.Tensor | None  # to be written; with the base of a delta in it
+    parts: PartFetches  # over the relay
     started: float = field(default_factory=time.perf_counter)
 
     @property
     def is_delta(self) -> bool:
         return self.publish.encoding == "delta"
 
+    @property
+    def relayed(self) -> bool:
+        return self.epoch.transport == "relay"
+
     def status(self, state: State, receive_s: float = 0.0, error: str = "", share: float = 0.0) -> StagingStatus:
-        return StagingStatus(state, self.publish.incarnation, self.publish.version, receive_s, error, share)
+        return StagingStatus(
+            state, self.publish.incarnation, self.publish.version, receive_s, error, share, self.epoch.epoch
+        )
+
+    def give_up(self) -> None:
+        """Let its threads end; any thread may call it."""
+        self.meeting.close()
+        if self.group is not None:
+            self.group.close()
+        self.parts.close()
 
 
 class Receiver:
@@ -70,22 +91,26 @@ class Receiver:
         self._lock = threading.Lock()
         self.layout: Layout | None = None  # the learner's, from Welcome
         self._epoch: Epoch | None = None
+        self._meeting: Meeting | None = None  # where the group of self._epoch meets.
+        self._password = ""
+        self._entries: dict[str, bytes] = {}  # This node has set these there
         self._group: Group | None = None  # the group of self._epoch between two transfers
         self._transfer: _Transfer | None = None  # the newest
         self._buffer: torch.Tensor | None = None  # free for reuse: no thread writes into it
         self._staged: tuple[Publish, torch.Tensor] | None = None
         self._taken: tuple[int, int] | None = None  # (incarnation, version) of the buffer that `take` gave away
         self._contents: tuple[int, int] | None = None  # likewise of self._buffer, if whole and proven
-        self._server: RelayServer | None = None  # serves the staging buffer, once the learner has asked for it
+        self._server: RelayServer | None = None  # serves what arrives and what the staging buffer contains
         self._status = StagingStatus()
 
     @property
     def status(self) -> StagingStatus:
         with self._lock:
-            return self._status
+            stalls = self._transfer.parts.stalls if self._transfer is not None else {}
+            return msgspec.structs.replace(self._status, stalls=stalls, entries=dict(self._entries))
 
-    def obey(self, message: LearnerMessage, node_id: str = "") -> Serving | None:
-        """Do what the learner asks for with a Welcome, an Epoch, a Publish or a Serve; the last has an answer.
+    def obey(self, message: LearnerMessage, node_id: str = "") -> Listening | None:
+        """Do what the learner asks for with a message about weights; a Welcome has an answer.
 
         Raises ValueError for another message, and for a publish that does not fit what was announced.
         """
@@ -96,22 +121,51 @@ class Receiver:
                     self._withdraw()
                     self.layout, self._status = message.layout, StagingStatus()
                     self._buffer = self._staged = self._taken = None
+                    self._password = message.password
+                    return Listening(node_id, self._listen(message.reach))
                 case Epoch():  # the next publish arrives over its group
                     self._abandon()
-                    self._epoch = message
+                    self._epoch, self._entries = message, {}
+                    entries = self._entries
+                    self._meeting = Meeting(message.timeout_s, entries.__setitem__)
                 case Publish():
                     self._start(message)
+                case Meet():
+                    if self._meeting is not None and self._epoch is not None and self._epoch.epoch == message.epoch:
+                        self._meeting.add_entries(message.entries)
+                case Reroute():
+                    if self._transfer is not None and self._transfer.epoch.epoch == message.epoch:
+                        self._transfer.parts.reroute(message.part, message.source)
                 case Serve():
-                    return self._serve(message, node_id)
+                    self._serve(message)
                 case _:
                     raise ValueError(f"{type(message).__name__} is nothing for a receiver of weights")
         return None
 
+    def _listen(self, reach: str) -> str:
+        """Serve other nodes on the interface that leads to `reach`; the address, '' where that does not work."""
+        if not reach:
+            return ""
+        try:
+            host, _, port = reach.rpartition(":")
+            interface = local_address(host.strip("[]"), int(port))
+            server = self._server
+            if server is not None and (server.host, server.password) != (interface, self._password):
+                server.close()
+                self._server = None
+            if self._server is None:
+                self._server = RelayServer(interface, self._password)
+        except (OSError, ValueError, zmq.ZMQError) as error:
+            logger.warning("this node cannot serve weights to others: %s", error)
+            return ""
+        return self._server.address
+
     def _abandon(self) -> None:
         """Give up the transfer that is under way, and drop the group."""
-        for group in (self._group, self._transfer and self._transfer.group):
-            if group is not None:
-                group.close()
+        if self._group is not None:
+            self._group.close()
+        if self._transfer is not None:
+            self._transfer.give_up()
         self._group = self._transfer = None
 
     def _withdraw(self) -> None:
@@ -133,8 +187,12 @@ class Receiver:
         if buffer is None and self._staged is not None:
             buffer = self._staged[1]  # a newer version supersedes one that was never applied
         self._staged = None
+        meeting = self._meeting
+        assert meeting is not None
         self._abandon()
-        self._transfer = _Transfer(publish, self.layout, self._epoch, group, buffer)
+        self._transfer = _Transfer(
+            publish, self.layout, self._epoch, meeting, group, buffer, PartFetches(publish, self._password)
+        )
         self._status = self._transfer.status("receiving")
         threading.Thread(target=self._receive, args=(self._transfer,), daemon=True, name="receive-weights").start()
 
@@ -148,7 +206,8 @@ class Receiver:
         if self._buffer is None or self._contents != base:
             has = f"the staging buffer has {self._contents}"
             raise ValueError(f"version {publish.version} comes as a delta to {base}, {has}")
-        if not 0 < publish.payload_bytes <= delta.largest(layout.total_bytes, delta.BUCKET_BYTES):
+        most = sum(delta.largest(part.stop - part.start, delta.BUCKET_BYTES) for part in layout.parts)
+        if not 0 < publish.payload_bytes <= most:
             raise ValueError(f"a delta of {publish.payload_bytes} bytes to {layout.total_bytes}")
 
     def take(self, incarnation: int, version: int) -> torch.Tensor:
@@ -170,20 +229,12 @@ class Receiver:
                 self._buffer, self._contents = flat, self._taken
             self._taken = None
 
-    def _serve(self, serve: Serve, node_id: str) -> Serving:
-        """Let another node fetch the staging buffer's version; the answer says where, or why not."""
-        if self._buffer is None or self._contents != (serve.incarnation, serve.version):
-            return Serving(node_id, serve.key, reason=f"version {serve.version} is not in the staging buffer")
-        try:
-            if self._server is None:
-                host, _, port = serve.reach.rpartition(":")
-                interface = local_address(host.strip("[]"), int(port))
-                self._server = RelayServer(interface, secured=bool(serve.client_public))
-        except (OSError, ValueError, zmq.ZMQError) as error:
-            logger.warning("this node cannot serve weights to others: %s", error)
-            return Serving(node_id, serve.key, reason=str(error)[:500])
-        self._server.offer(serve.key, self._buffer, serve.timeout_s, serve.client_public)
-        return Serving(node_id, serve.key, self._server.address, self._server.public)
+    def _serve(self, serve: Serve) -> None:
+        """Let other nodes fetch a part of the staging buffer's version; they hear of it if it is not there."""
+        if self._server is None or self._buffer is None or self._contents != (serve.incarnation, serve.version):
+            logger.info("version %d is not in the staging buffer; others cannot fetch it here", serve.version)
+            return
+        self._server.offer(Shipment(serve.part, self._buffer))
 
     def close(self) -> None:
         """Drop the group, abandon what is under way, and stop serving other nodes."""
@@ -197,32 +248,47 @@ class Receiver:
         publish = transfer.publish
         base = transfer.buffer if transfer.is_delta else None  # None as soon as it is changed
         try:
-            group = transfer.group if transfer.group is not None else self._group_factory(transfer.epoch)
-            with self._lock:
-                transfer.group = group  # later calls may close it from now on
-                if transfer is not self._transfer:
-                    raise RuntimeError("given up for another transfer")
             # Zeros, not empty: a bucket that never arrives must not be able to look like an older version.
             flat = transfer.buffer if transfer.buffer is not None else self._allocate(transfer.layout.total_bytes)
             payload = torch.zeros(publish.payload_bytes, dtype=torch.uint8) if transfer.is_delta else flat
-            receive_buckets(group, payload, publish, lambda share: self._note_share(transfer, share))
+            if transfer.relayed:
+                transfer.parts.run(payload, self._server, lambda share: self._note_share(transfer, share))
+            else:
+                group = self._join_group(transfer)
+                receive_buckets(group, payload, publish, lambda share: self._note_share(transfer, share))
             if transfer.is_delta:
                 base = None
-                delta.apply(payload, flat, delta.BUCKET_BYTES)
-                found = packing.checksum(flat)
+                self._apply(transfer, payload, flat)
+            if transfer.is_delta or transfer.relayed:
+                found = packing.version_checksum(flat, transfer.layout)
                 if found != publish.checksum:
-                    what = f"the delta from version {publish.base_version}"
-                    raise ValueError(f"{what} gives {found}, published was {publish.checksum}")
+                    what = f"the delta from version {publish.base_version} gives" if transfer.is_delta else "arrived:"
+                    raise ValueError(f"{what} {found}, published was {publish.checksum}")
         except Exception as error:  # any failure means that the version did not arrive; the learner gets the reason
             self._fail(transfer, reason_of(error), base)
             return
         with self._lock:
-            if transfer is not self._transfer or transfer.epoch.source is not None:
-                group.close()  # no transfer needs it again, since a source has one payload
             if transfer is self._transfer:
-                self._group = group if transfer.epoch.source is None else None
-                self._transfer, self._staged = None, (publish, flat)
+                self._group, self._transfer, self._staged = transfer.group, None, (publish, flat)
                 self._status = transfer.status("staged", time.perf_counter() - transfer.started)
+            elif transfer.group is not None:
+                transfer.group.close()
+
+    def _apply(self, transfer: _Transfer, payload: torch.Tensor, flat: torch.Tensor) -> None:
+        """Change the base in `flat` into the version; over the relay every source has a delta of its own."""
+        parts = transfer.publish.parts
+        streams = [payload[part.start : part.start + part.size] for part in parts] or [payload]
+        for stream, where in zip(streams, transfer.layout.parts, strict=True):
+            delta.apply(stream, flat[where], delta.BUCKET_BYTES)
+
+    def _join_group(self, transfer: _Transfer) -> Group:
+        """The transfer's group, formed if there is none yet."""
+        formed = transfer.group if transfer.group is not None else self._group_factory(transfer.epoch, transfer.meeting)
+        with self._lock:
+            transfer.group = formed  # later calls may close it from now on
+            if transfer is not self._transfer:
+                raise RuntimeError("given up for another transfer")
+        return formed
 
     def _note_share(self, transfer: _Transfer, share: float) -> None:
         with self._lock:
@@ -237,8 +303,7 @@ class Receiver:
                     self._buffer = base
                     self._contents = (transfer.publish.incarnation, transfer.publish.base_version)
                 self._transfer, self._status = None, transfer.status("failed", error=reason.split("\n")[0])
-            if transfer.group is not None:
-                transfer.group.close()
+            transfer.give_up()
 
 
 def receive_buckets(
@@ -260,5 +325,3 @@ def receive_buckets(
         note_share((i + 1) / count)
     if bad:
         raise ValueError(f"checksum mismatch in bucket {', '.join(map(str, bad))} of {count}")
-    if publish.sha256 and packing.sha256(flat) != publish.sha256:
-        raise ValueError("the source sent other weights than the learner's: their SHA-256 differs")

@@ -6,7 +6,7 @@ from typing import Any
 
 import zmq
 
-from common.security.curve import HANDSHAKE_MS, NO_KEYS, CurveGate, KeyPair
+from common.security.curve import HANDSHAKE_MS, NO_KEYS, CurveGate, Gate, KeyPair, PasswordGate
 
 
 class Router:
@@ -20,14 +20,18 @@ class Router:
         keys: KeyPair = NO_KEYS,
         allowed: Any = None,
         unread_messages: int = 1000,
+        password: str = "",
     ) -> None:
         """Bind a free port of `host` (name or IP); raises zmq.ZMQError.
 
         A larger message ends its connection. Beyond `waiting_messages` of one connection more wait at its other end,
         and sending more than `unread_messages` to a connection that reads none fails. `allowed`: as in CurveGate.
+        With `password` only clients that know it are let in.
         """
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._gate = CurveGate(self._context, keys, allowed) if keys.public else None
+        self._gate: Gate | None = CurveGate(self._context, keys, allowed) if keys.public else None
+        if password:
+            self._gate = PasswordGate(self._context, password)
         self.socket = self._context.socket(zmq.ROUTER)
         if self._gate is not None:
             self._gate.secure(self.socket)

@@ -26,6 +26,7 @@ from common.process.logs import log_end, log_path, setup_logging
 from common.process.run_dir import RunDir
 from common.process.versions import versions
 from launch.cluster.interface import Interface, interface_for
+from launch.cluster.rendezvous import Store
 from launch.cluster.shared_folder import SharedFolder
 from launch.up.roles import thread_environment, torchrun
 from launch.up.supervisor import Role, RoleSpec
@@ -50,8 +51,6 @@ def run_machine(config: Config, run: RunDir, address: str) -> int:
     setup_logging("launcher", host, run.logs, config.telemetry.log_level)
     logger.info("%s: the ranks use interface %s (%s)", host, interface.name, interface.address)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses without a name
-    from common.weights.collectives import Store
-
     own = interface.address
     store = Store(own)  # lives as long as this function runs
     endpoint = f"[{own}]:{store.port}" if ":" in own else f"{own}:{store.port}"

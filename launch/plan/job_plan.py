@@ -3,13 +3,14 @@
 A step, the window, a published version, a checkpoint, the memory of an engine and of every pipeline stage.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
 
 from common.config.parallel_layout import document_multiple
-from common.config.schema import Config, SftConfig
-from common.weights.layout import Layout
+from common.config.schema import Config, RanksConfig, SftConfig
+from common.weights.layout import ALIGNMENT, Layout
 from launch.plan.architecture import Architecture, Attention
 from launch.plan.memory import ADAM_BYTES, ITEM_BYTES, Activations, Resident, activations, resident
 from launch.plan.parameters import count, count_active, hf_tensors
@@ -19,6 +20,7 @@ MIB = 1 << 20
 WIRE_BYTES_PER_TOKEN = 4 + 1 + 4  # token int32, loss mask uint8, log-probability float32 (common.rollouts.Sample)
 ROUTED_BYTES = 2  # int16 per MoE layer and chosen expert
 MAIN_PARAMETER_BYTES = 4  # saved with the optimizer, whatever the model's dtype
+DEPTH_SHARE = 64  # as in common.weights.pieces, which needs torch
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -47,10 +49,16 @@ class Window(msgspec.Struct, frozen=True):
 class Publish(msgspec.Struct, frozen=True):
     """One policy version on its way to the nodes."""
 
-    bytes: int  # size of the flat buffer, which the lead rank and every node keep in host memory
+    bytes: int  # size of the flat buffer, which every node keeps in host memory
     buckets: int  # pieces in which it is sent
     tensors: int
     bytes_per_s: float  # rate at which a publish just ends within weights.timeout_s
+    sources: int  # ranks that keep a part of it in host memory and send that part
+    largest_source_bytes: int
+    largest_machine_bytes: int  # those of all sources on the machine with the most
+    link_gbit: float  # Gb/s of every machine's link, in each direction
+    send_s: float  # time that the machine with the most needs to send its parts once
+    publish_s: float  # a node's link bounds it: about so long over the relay, at least so long over gloo and nccl
 
 
 class Engine(msgspec.Struct, frozen=True):
@@ -112,10 +120,13 @@ class Plan(msgspec.Struct, frozen=True):
         return max(self.stages, key=lambda stage: stage.peak)
 
 
-def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: int, lookahead_groups: int) -> Plan:
+def make_plan(
+    config: Config | SftConfig, model: Architecture, gpus_per_node: int, lookahead_groups: int, link_gbit: float
+) -> Plan:
     """Plan a config whose layout fits the model (common.config.parallel_layout has no problem with it).
 
     A machine has `gpus_per_node` consecutive learner ranks; a node leases `lookahead_groups` beyond its concurrency.
+    Every machine's link carries `link_gbit` Gb/s in each direction.
     """
     learner, dtype = config.learner, config.model.dtype
     sizes = Sizes.of(learner.world_size, learner.parallel)
@@ -123,7 +134,8 @@ def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: in
     rl = None
     if isinstance(config, Config):
         window = window_of(config, model, lookahead_groups)
-        rl = RlPart(window, publish_of(config, model), engine_of(config, model), config.rollout.nodes)
+        publish = publish_of(config, model, gpus_per_node, link_gbit)
+        rl = RlPart(window, publish, engine_of(config, model), config.rollout.nodes)
     return Plan(
         name=config.run.name,
         dtype=dtype,
@@ -208,12 +220,49 @@ def window_of(config: Config, model: Architecture, lookahead_groups: int) -> Win
     return Window(groups, groups * size, groups * size * longest, groups * group_bytes, group_bytes, node_groups)
 
 
-def publish_of(config: Config, model: Architecture) -> Publish:
-    """The weight plane's flat buffer for this model."""
+def publish_of(config: Config, model: Architecture, gpus_per_node: int, link_gbit: float) -> Publish:
+    """The weight plane's flat buffer for this model, the ranks that send it, and the time that it takes."""
+    relay, link = config.weights.transport == "relay", link_gbit * 1e9 / 8
     layout = Layout.of([(name, config.model.dtype, shape) for name, shape in hf_tensors(model)])
     size = layout.total_bytes
     buckets = -(-size // (config.weights.bucket_mib * MIB))
-    return Publish(size, buckets, len(layout.entries), size / config.weights.timeout_s)
+    parts = source_bytes(layout, model, config.learner) if relay else {0: size}
+    machines: Counter[int] = Counter()
+    for rank, part in parts.items():
+        machines[rank // gpus_per_node] += part
+    largest = max(machines.values())
+    return Publish(
+        bytes=size,
+        buckets=buckets,
+        tensors=len(layout.entries),
+        bytes_per_s=size / config.weights.timeout_s,
+        sources=len(parts),
+        largest_source_bytes=max(parts.values()),
+        largest_machine_bytes=largest,
+        link_gbit=link_gbit,
+        send_s=largest / link,
+        publish_s=size / link * (1 + 1 / DEPTH_SHARE if relay else 1),
+    )
+
+
+def source_bytes(layout: Layout, model: Architecture, learner: RanksConfig) -> dict[int, int]:
+    """Rank -> bytes that it sends, as learner.megatron.conversion.part_export divides a model.
+
+    The first rank of a stage sends its dense tensors too. Gaps of alignment count, so all add up to the layout.
+    """
+    parallel = learner.parallel
+    stages = {"embed_tokens": 0}
+    for stage, chunks in enumerate(stage_chunks(model.layers, parallel)):
+        stages |= {str(layer): stage for layers in chunks for layer in layers}
+    here = model.experts.count // parallel.expert if model.experts else 1
+    parts: Counter[int] = Counter()
+    for entry in layout.entries:
+        words = entry.name.split(".")
+        stage = stages.get(words[2 if words[1] == "layers" else 1], parallel.pipeline - 1)
+        expert = int(words[words.index("experts") + 1]) // here if "experts" in words else 0
+        rank = stage * (learner.world_size // parallel.pipeline) + expert * parallel.expert_tensor
+        parts[rank] += -(-entry.size_bytes // ALIGNMENT) * ALIGNMENT
+    return parts
 
 
 def checkpoint_bytes(model: Architecture, dtype: str) -> int:

@@ -5,6 +5,7 @@ It needs neither a GPU nor torch, Megatron or vLLM. The model's config.json is e
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, groupby, islice
@@ -17,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from common.config.schema import Config, SftConfig
-from common.errors import EXIT_DONE, EXIT_USAGE
+from common.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from launch.plan.architecture import Attention
 from launch.plan.job_plan import Plan, Stage
 from launch.plan.parameters import KINDS
@@ -31,7 +32,10 @@ MEMORY = ("parameters", "gradients", "optimizer", "activations", "output", "trai
 
 def command(args: argparse.Namespace) -> int:
     """Print the plan; exit code 2 when a check fails."""
-    review = make_review(args.config, args.overrides, args.gpus_per_node)
+    link_gbit: float = args.link
+    if not 0 < link_gbit < math.inf:
+        raise UsageError(f"--link: expected the Gb/s of a machine's link, a number above 0, found {link_gbit:g}")
+    review = make_review(args.config, args.overrides, args.gpus_per_node, link_gbit)
     if args.json:
         print(json.dumps(as_json(review)))
     else:
@@ -232,6 +236,13 @@ def _rollouts(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:
         f"every {_steps(config.weights.publish_every)}, {publish.bytes / GIB:,.1f} GiB in {publish.buckets:,} buckets "
         f"of {config.weights.bucket_mib} MiB, {publish.tensors:,} tensors; within {config.weights.timeout_s:g} s at "
         f"{publish.bytes_per_s / 1e9:,.2f} GB/s",
+    )
+    about = "about" if config.weights.transport == "relay" else "at least"
+    yield (
+        "sources",
+        f"{publish.sources}, the largest sends {publish.largest_source_bytes / GIB:,.1f} GiB; with links of "
+        f"{publish.link_gbit:g} Gb/s the last node has everything after {about} {publish.publish_s:,.1f} s; the "
+        f"learner's fullest machine sends its share in {publish.send_s:,.1f} s",
     )
     sizes = {name: engine.cache_tokens(size, settings.gpu_memory_utilization) for name, size in DEVICES.items()}
     sequences = [f"{tokens // settings.max_model_len:,} on {name}" for name, tokens in sizes.items()]

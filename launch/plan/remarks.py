@@ -9,7 +9,6 @@ from launch.plan.job_plan import Plan, RlPart
 GIB = 1 << 30
 DEVICES = {"80 GB": 79.6 * GIB, "141 GB": 139.8 * GIB}  # H100 and H200 as the driver reports them
 HEADROOM = 0.10  # left for the CUDA context, communication buffers and fragmentation
-FAST_LINK = 12.5e9  # bytes/s of a 100 Gb/s link
 BUBBLE = 0.15
 UNEVEN = 1.15
 
@@ -118,15 +117,17 @@ def _window(config: Config, rl: RlPart) -> Iterator[str]:
 
 def _publish(config: Config, rl: RlPart) -> Iterator[str]:
     publish = rl.publish
-    if publish.bytes_per_s > FAST_LINK:
+    if publish.publish_s > config.weights.timeout_s:
         yield (
-            f"A publish of {publish.bytes / GIB:.0f} GiB within weights.timeout_s ({config.weights.timeout_s:g} s) "
-            f"needs {publish.bytes_per_s / 1e9:.1f} GB/s; a link of 100 Gb/s carries {FAST_LINK / 1e9}."
+            f"A publish of {publish.bytes / GIB:.0f} GiB over links of {publish.link_gbit:g} Gb/s takes about "
+            f"{publish.publish_s:,.0f} s, more than weights.timeout_s ({config.weights.timeout_s:g} s); that needs "
+            f"{publish.bytes_per_s / 1e9:.1f} GB/s."
         )
     if publish.bytes > 64 * GIB:
         yield (
-            f"Every published version is one flat buffer of {publish.bytes / GIB:.0f} GiB in the host memory of the "
-            "learner's first rank and of every node."
+            f"Every node has a published version of {publish.bytes / GIB:.0f} GiB in host memory. In the learner "
+            f"{publish.largest_source_bytes / GIB:.1f} GiB of it are on the rank with the largest part, and "
+            f"{publish.largest_machine_bytes / GIB:.1f} GiB on the machine with the most."
         )
 
 

@@ -21,6 +21,7 @@ from rollout_fleet.environments.description import PYTHON_KEY, check_environment
 from rollout_fleet.node.node import LOOKAHEAD_GROUPS
 
 GPUS_PER_NODE = 8
+LINK_GBIT = 100.0  # Gb/s of a machine's link
 TOO_FEW_TURNS = "rollout.max_turns is 1, and the environment plays several turns"
 TOO_FEW_TURNS_WHY = "every episode ends after its first turn, and later rewards are never seen"
 
@@ -52,16 +53,24 @@ class Review:
         return [*(describe(problem) for problem in self.missing), *self.not_yet]
 
 
-def make_review(file: str, overrides: list[str], gpus_per_node: int = GPUS_PER_NODE) -> Review:
+def make_review(
+    file: str, overrides: list[str], gpus_per_node: int = GPUS_PER_NODE, link_gbit: float = LINK_GBIT
+) -> Review:
     """Check and plan a config on a machine that need not run it; raises UsageError when there can be no plan."""
     config = resolve_paths(load_either(Path(file), overrides))
-    made = review(config, file, gpus_per_node, libraries=False)
+    made = review(config, file, gpus_per_node, link_gbit, libraries=False)
     if made.no_plan:
         raise UsageError(made.no_plan)
     return made
 
 
-def review(config: Config | SftConfig, file: str, gpus_per_node: int = GPUS_PER_NODE, libraries: bool = True) -> Review:
+def review(
+    config: Config | SftConfig,
+    file: str,
+    gpus_per_node: int = GPUS_PER_NODE,
+    link_gbit: float = LINK_GBIT,
+    libraries: bool = True,
+) -> Review:
     """Check and plan a config with absolute paths; `libraries`: those of the environment must be installed here."""
     made = Review(file, config, not_yet=[*_not_yet(config, gpus_per_node)])
     name = config.model.path
@@ -91,7 +100,7 @@ def review(config: Config | SftConfig, file: str, gpus_per_node: int = GPUS_PER_
         document = read_model(path)
         shape = ModelShape.of(document.get)
         if not [*world_problems(learner.world_size, learner.parallel), *model_problems(shape, learner.parallel)]:
-            made.plan = make_plan(config, read_architecture(document), gpus_per_node, LOOKAHEAD_GROUPS)
+            made.plan = make_plan(config, read_architecture(document), gpus_per_node, LOOKAHEAD_GROUPS, link_gbit)
             made.remarks = remarks(config, made.plan)
     except UnknownArchitecture as error:
         made.no_plan = f"model.path: {path}/config.json: {error}"
@@ -141,6 +150,6 @@ def _not_yet(config: Config | SftConfig, gpus_per_node: int) -> Iterator[str]:
         if devices > gpus_per_node and is_loopback(config.weights.address):
             yield (
                 f"weights.address: {devices} devices of learner and rollout nodes are more than one "
-                f"machine of {gpus_per_node} has, and weights.address is a loopback address; weights.transport: relay "
-                "with broker.credentials may use another"
+                f"machine of {gpus_per_node} has, and weights.address is a loopback address; another one "
+                "needs broker.credentials, and weights.transport: relay or weights.network: trusted"
             )

@@ -33,6 +33,7 @@ from learner.loop.status_reporter import Reporter
 from learner.loop.step_metrics import Step, step_metrics
 from learner.loop.tasks import TaskSource, TaskStream
 from learner.publish.publisher import WeightPublisher
+from learner.publish.snapshot import Named
 
 logger = logging.getLogger(__name__)
 
@@ -257,8 +258,16 @@ class Lead(RolloutSource):
     def _canary_owed(self) -> bool:
         return self.publisher.stats().canary_owed
 
+    def _lead(self) -> bytes:
+        return msgspec.msgpack.encode(self.publisher.lead)
+
+    def _become_source(self, number: int, parts: list[Named], lead: bytes) -> None:
+        assert number == 0, f"the lead rank has part {number} of the model"
+        self.publisher.share(parts)
+        logger.info("every version comes in %d parts, each from the rank that has it", len(parts))
+
     def _hand_over(self, version: int, canary: Canary | None) -> None:
-        receipt = self.publisher.publish(version, self.backend.export(), canary)
+        receipt = self.publisher.publish(version, self._tensors(), canary)
         self.files.events.add("publish", version=receipt.version, bytes=receipt.payload_bytes)
 
     def close(self, state: str, version: int, reason: str) -> None:

@@ -1,20 +1,27 @@
 """Batches of rollouts for the training loop, on every rank; lead_rank.py adds what only the lead rank does."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+import msgspec
 import numpy as np
+from torch import Tensor
 
 from broker.contract import StoredGroup
 from common.config.schema import Config
 from common.rollouts import Group
+from common.security.credentials import curve_credentials
 from common.weights.messages import Canary
 from learner.backend_protocol import Backend, Microbatch
 from learner.batch.batch import TrainingBatch, assemble, decode
 from learner.batch.packing import Document, build
 from learner.loop.batch_source import BatchSource
 from learner.loss.losses import policy_loss
+from learner.publish.other_sources import Lead
+from learner.publish.remote_source import RemoteSource
+from learner.publish.snapshot import Named
 
 
 class RolloutSource(BatchSource):
@@ -22,11 +29,15 @@ class RolloutSource(BatchSource):
 
     entropy = True
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, address: str | None = None) -> None:
+        """`address`: where this rank serves its part of the weights; None: weights.address."""
         self.loss = policy_loss(config.learner.loss, config.rollout.max_tokens)
         self.temperature = config.rollout.temperature
         self.config = config
         self._published = 0
+        self._address = address or config.weights.address
+        self._in_parts: bool | None = None  # every source sends its own part of the weights; None: not found out yet
+        self._remote: RemoteSource | None = None
 
     def attach(self, backend: Backend, version: int) -> None:
         self.backend = backend
@@ -62,9 +73,43 @@ class RolloutSource(BatchSource):
         return [self.decode(group) for group in groups]
 
     def _hand_over(self, version: int, canary: Canary | None) -> None:
-        """Every rank takes part in producing the tensors."""
-        for _ in self.backend.export():
-            pass
+        """Every rank takes part in producing the tensors, and sends its own part if there are several."""
+        tensors = self._tensors()
+        if self._remote is not None:
+            self._remote.publish(version, tensors)
+        else:
+            deque(tensors, maxlen=0)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that this rank sends or must take part in producing. Collective."""
+        if self._in_parts is None:
+            self._in_parts = self._share()
+        return self.backend.export_part() if self._in_parts else self.backend.export()
+
+    def _share(self) -> bool:
+        """Find out who sends what: over the relay every rank its own part, else the lead everything. Collective."""
+        if self.config.weights.transport != "relay" or self.backend.world_size == 1:
+            return False
+        own = msgspec.msgpack.encode(self.backend.part_layout())
+        parts = {
+            rank: part
+            for rank, data in enumerate(self.backend.all_gather_bytes(own))
+            if (part := msgspec.msgpack.decode(data, type=Named))
+        }
+        lead = self.backend.broadcast_bytes(self._lead())
+        if len(parts) > 1 and self.backend.rank in parts:
+            self._become_source(list(parts).index(self.backend.rank), list(parts.values()), lead)
+        return len(parts) > 1
+
+    def _lead(self) -> bytes | None:
+        """Where the lead rank can be told of parts, and its incarnation, encoded; None on the others."""
+        return None
+
+    def _become_source(self, number: int, parts: list[Named], lead: bytes) -> None:
+        weights = msgspec.structs.replace(self.config.weights, address=self._address)
+        keys = curve_credentials(self.config.broker.credentials)
+        told = msgspec.msgpack.decode(lead, type=Lead)
+        self._remote = RemoteSource(number, parts, told, self.config.model.dtype, weights, keys)
 
     def _canary_owed(self) -> bool | None:
         """Whether a node has missed the newest canary; only the lead rank knows."""

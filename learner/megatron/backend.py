@@ -129,6 +129,15 @@ class MegatronBackend:
         with self._whole():
             yield from self.exporter.tensors()
 
+    def export_part(self) -> Iterator[tuple[str, Tensor]]:
+        """As `export`. Ranks of one tensor-parallel group advance together: one that pauses delays the others."""
+        with self._whole():
+            yield from self.exporter.part()
+
+    def part_layout(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Found by converting meta tensors: it moves no weights, needs no other rank, and may precede any export."""
+        return self.exporter.part_layout()
+
     def save_hf(self, path: Path) -> None:
         with self._whole():
             self.exporter.save(self.model_path, path)
@@ -146,6 +155,9 @@ class MegatronBackend:
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         return parallel.broadcast_bytes(data)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return parallel.all_gather_bytes(data)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

@@ -3,10 +3,11 @@
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.weights.collectives import Group, GroupFactory, Store, in_turn, reason_of
+from common.weights.collectives import Group, GroupFactory, Meeting, in_turn, reason_of
 from common.weights.messages import Epoch, Publish
 from learner.publish.snapshot import Payload, Snapshot
 
@@ -20,15 +21,19 @@ class Broadcast:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._group: Group | None = None  # set while the thread uses it
+        self.meeting: Meeting | None = None  # for a new group
+        self.met: Counter[bytes] = Counter()  # bytes of entries by member
         self._abandoned = False
 
     def start(self, attempt: "Attempt", group: Group | None, factory: GroupFactory, report: Report) -> None:
-        """Send over `group`, or over a new one of the attempt's epoch, and report."""
+        """Send over `group`, or over a new one of the attempt's epoch whose members meet in `meeting`, and report."""
 
         def run() -> None:
             formed, error = group, ""
             try:
-                formed = formed if formed is not None else factory(attempt.epoch)
+                if formed is None:
+                    assert self.meeting is not None
+                    formed = factory(attempt.epoch, self.meeting)
                 self.use(formed)
                 publish = attempt.publish
                 for _ in in_turn(formed, attempt.payload.flat, publish.bucket_bytes, publish.timeout_s):
@@ -53,6 +58,8 @@ class Broadcast:
 
     def abandon(self) -> None:
         """Close the group, because no receiver waits for it any more. This wakes the thread where that is possible."""
+        if self.meeting is not None:
+            self.meeting.close()
         with self._lock:
             self._abandoned = True
             if self._group is not None:
@@ -65,7 +72,7 @@ class Attempt:
 
     snapshot: Snapshot
     payload: Payload
-    epoch: Epoch  # the group as rank 0 forms it; for a fetch, the epoch without its source
+    epoch: Epoch  # the group as rank 0 forms it; for a fetch, that of its one node
     publish: Publish  # the announcement that every receiver gets
     members: frozenset[bytes]  # connections of all nodes of the attempt, also of those that left since
     started: float
@@ -105,7 +112,7 @@ def new_attempt(
         canary=snapshot.canary,
         encoding=payload.encoding,
         base_version=payload.base_version,
-        payload_bytes=payload.flat.numel(),
+        payload_bytes=payload.size,
     )
     snapshot.sent = True
     now, done = time.perf_counter(), epoch.transport == "relay"
@@ -113,30 +120,27 @@ def new_attempt(
 
 
 class Groups:
-    """The collective groups: their epochs, their store, and the one of the last broadcast, kept for its members."""
+    """The collective groups: their epochs, and the one of the last broadcast, kept for its members."""
 
-    def __init__(self, address: str, transport: str, timeout_s: float) -> None:
-        """Host the store on `address`, unless `transport` needs none; raises OSError when it cannot be bound."""
-        self._transport, self._timeout_s = transport, timeout_s
-        self._store = Store(address) if transport != "relay" else None
+    def __init__(self, transport: str, timeout_s: float, reach: str) -> None:
+        """`reach`: HOST:PORT of the learner, by which members find their interface."""
+        self._transport, self._timeout_s, self._reach = transport, timeout_s, reach
         self._numbers = itertools.count(1)
         self._kept: tuple[frozenset[bytes], Epoch, Group] | None = None
 
     def relay_epoch(self) -> Epoch:
-        """A new epoch of one node that fetches; its source is added later."""
-        return Epoch(next(self._numbers), 1, 2, "", 0, self._timeout_s, "relay")
+        """A new epoch of one node that fetches."""
+        return Epoch(next(self._numbers), 1, 2, self._timeout_s, "relay", self._reach)
 
     def take(self, members: list[bytes]) -> tuple[Epoch, Group | None]:
         """(epoch as rank 0, the kept group of exactly these members); None: a new group must be formed."""
-        assert self._store is not None
         if self._kept is not None and self._kept[0] == frozenset(members):
             _, epoch, group = self._kept
             self._kept = None
             return epoch, group
         self.drop()
-        store, size = self._store, len(members) + 1
-        epoch = Epoch(next(self._numbers), 0, size, store.host, store.port, self._timeout_s, self._transport)
-        return epoch, None
+        number, size = next(self._numbers), len(members) + 1
+        return Epoch(number, 0, size, self._timeout_s, self._transport, self._reach), None
 
     def give_back(self, attempt: Attempt) -> None:
         """The attempt is over: keep its group if that can be used again."""

@@ -8,28 +8,34 @@
 """
 
 import logging
+import secrets
+import threading
 import time
+from concurrent.futures import Future
 from functools import partial
 
 import msgspec
-import zmq
 
 from common.config.schema import WeightsConfig
 from common.weights import messages
-from common.weights.collectives import Group, GroupFactory
+from common.weights.collectives import Group, GroupFactory, Meeting
+from common.weights.messages import Part
+from common.weights.pieces import new_part, piece_bytes
 from common.weights.transports.nccl import mismatch
 from common.weights.transports.registry import open_group
 from learner.publish import receiver_state
 from learner.publish.attempt import Attempt, Groups, new_attempt
+from learner.publish.chains import Chains
 from learner.publish.control_socket import Endpoint
 from learner.publish.figures import Figures
-from learner.publish.receiver_state import PENDING, READY, Action, Event, Receiver, State, split, step
-from learner.publish.relay import Relays
-from learner.publish.snapshot import Snapshot
+from learner.publish.other_sources import OtherSources
+from learner.publish.receiver_state import READY, Action, Event, Receiver, State, split, step
+from learner.publish.snapshot import Payload, Snapshot
 
 logger = logging.getLogger(__name__)
 
 BUSY_PING_S, IDLE_PING_S = 0.25, 1.0
+MOST_MET_BYTES = 1 << 20  # that one member may set in the store of a group
 
 
 class PublishControl:
@@ -43,14 +49,18 @@ class PublishControl:
         credentials: str | None = None,
         group_factory: GroupFactory = open_group,
     ) -> None:
-        """Bind endpoint and store on `weights.address`; raises zmq.ZMQError, OSError, or UsageError (`credentials`)."""
+        """Bind the endpoint on `weights.address`; raises zmq.ZMQError, or UsageError (`credentials`)."""
         self.figures = Figures()
         self._incarnation, self._bucket_bytes, self._group_factory = incarnation, bucket_bytes, group_factory
         self._timeout_s, self._transport = weights.timeout_s, weights.transport
-        self._groups = Groups(weights.address, weights.transport, weights.timeout_s)
+        self._secured = credentials is not None
         self._endpoint = Endpoint(weights.address, credentials)
         self.address = self._endpoint.address
-        self._relays = Relays(weights.address, credentials is not None, self.address.removeprefix("tcp://"))
+        self._reach = self.address.removeprefix("tcp://")
+        self._groups = Groups(weights.transport, weights.timeout_s, self._reach)
+        self.password = secrets.token_urlsafe(24) if self._secured else ""
+        self._chains = Chains(weights.address, incarnation, self._endpoint.send, self.password)
+        self.sources = OtherSources(incarnation, self._endpoint.send)
         self._receivers: dict[bytes, Receiver] = {}
         self._attempts: list[Attempt] = []
         self._current: Snapshot | None = None
@@ -58,13 +68,8 @@ class PublishControl:
         self._stopping = False
 
     def offer(self, snapshot: Snapshot) -> None:
-        """Send a sealed version."""
-
-        def offered() -> None:
-            self._current = snapshot
-            self.figures.offered(snapshot)
-
-        self._endpoint.post(offered)
+        """Send a sealed version, once all sources have it."""
+        self._endpoint.post(partial(self.sources.add, snapshot))
 
     def stop(self) -> None:
         """Let `run` return when no attempt is under way."""
@@ -81,6 +86,9 @@ class PublishControl:
                     self._handle(identity, message)
                 if self._stopping and give_up == float("inf"):
                     give_up = time.perf_counter() + self._timeout_s
+                for snapshot in self.sources.whole():  # the last of them is
+                    self._current = snapshot
+                    self.figures.offered(snapshot)
                 self._tick(time.perf_counter())
                 self._settle()
                 self._start_attempts()
@@ -92,7 +100,7 @@ class PublishControl:
         finally:
             self._endpoint.close()
             self._groups.drop()
-            self._relays.close()
+            self._chains.close()
 
     # ---- events
 
@@ -109,12 +117,14 @@ class PublishControl:
     def _handle(self, identity: bytes, message: messages.NodeMessage) -> None:
         if isinstance(message, messages.Join):
             self._join(identity, message)
+        elif isinstance(message, messages.SourceMessage):
+            self.sources.hear(identity, message, self._current)
         elif identity in self._receivers:
             self._feed(identity, message)
-            if isinstance(message, messages.Serving):
-                answered = self._relays.answered(identity, message)
-                if answered is not None:
-                    self._feed(answered[0], receiver_state.Answer(answered[1]))
+            if isinstance(message, messages.Stalled):
+                self._chains.stalled(identity, message, time.perf_counter())
+            elif isinstance(message, messages.Meet):
+                self._meet(message, identity)
         elif not isinstance(message, messages.Leave | messages.Pong):  # late pongs follow an ejection
             self._endpoint.send(identity, messages.Eject("not a member; join again"))
 
@@ -128,12 +138,29 @@ class PublishControl:
         # The Welcome clears the node's staging buffer, so what the node runs is no base of a delta.
         version = message.version if message.incarnation == self._incarnation else -1
         self._receivers[identity] = Receiver(
-            identity, message.node_id, time.perf_counter(), message.transports, version=version
+            identity, message.node_id, time.perf_counter(), message.transports, version=version, machine=message.machine
         )
 
+    def _meet(self, new: messages.Meet, sender: bytes = b"") -> None:
+        """Pass entries of a group's store on to its members; `sender`: the one that they come from, b'' the learner."""
+        for attempt in self._attempts:
+            if attempt.publish.epoch != new.epoch or attempt.relayed or sender not in attempt.members | {b""}:
+                continue
+            if sender and attempt.broadcast.meeting is not None:
+                attempt.broadcast.met[sender] += sum(len(k) + len(v) for k, v in new.entries.items())
+                if attempt.broadcast.met[sender] > MOST_MET_BYTES:
+                    continue  # no group needs so much: theirs does not form
+                attempt.broadcast.meeting.add_entries(new.entries)
+            for member in attempt.members - {sender}:
+                self._endpoint.send(member, new)
+
     def _tick(self, now: float) -> None:
-        for identity in list(self._receivers):
+        for identity, receiver in list(self._receivers.items()):
+            if self._current is not None and receiver.welcomed is None:
+                welcome = messages.Welcome(self._incarnation, self._current.layout, self._reach, self.password)
+                self._feed(identity, receiver_state.Greet(welcome))
             self._feed(identity, receiver_state.Tick(self._timeout_s))
+        self._chains.tick(now)
         if now - self._pinged >= (BUSY_PING_S if self._attempts else IDLE_PING_S):
             self._pinged = now
             for identity in list(self._receivers):
@@ -148,10 +175,12 @@ class PublishControl:
         after, actions = step(before, event, time.perf_counter())
         if after.state is State.GONE:
             del self._receivers[identity]
+            self._chains.leave(identity)
         else:
             self._receivers[identity] = after
         if after.state is State.EXCLUDED and before.state is not State.EXCLUDED:
             logger.error("node %s is excluded: %s", after.node_id, after.reason)
+            self._chains.leave(identity)
         attempt = after.attempt if after.attempt is not None else before.attempt
         for action in actions:
             self._carry_out(before, attempt, action)
@@ -168,11 +197,10 @@ class PublishControl:
             match action:
                 case receiver_state.Fail():
                     self._fail(attempt, f"node {receiver.node_id}: {action.reason}")
-                case receiver_state.Fetch():
-                    self._fetch(receiver, attempt, action.source)
                 case receiver_state.NoteStaged():
                     attempt.last_staged = time.perf_counter()
-                    attempt.snapshot.bytes_staged += attempt.payload.flat.numel()
+                    self._chains.staged(receiver.identity, attempt.last_staged, attempt.last_staged - attempt.started)
+                    attempt.snapshot.bytes_staged += attempt.payload.size
                 case receiver_state.NoteActive():
                     self._note_active(attempt, action)
 
@@ -207,19 +235,6 @@ class PublishControl:
                 publish_bytes=snapshot.bytes_staged,
             )
 
-    def _fetch(self, receiver: Receiver, attempt: Attempt, source: messages.Source | None) -> None:
-        """Let the node of a relayed attempt begin, from `source` or else from the learner."""
-        publish = attempt.publish
-        if source is not None:  # a peer cannot forge the SHA-256
-            publish = msgspec.structs.replace(publish, sha256=attempt.snapshot.sha256)
-        try:
-            source = source if source is not None else self._relays.own_source(attempt)
-        except zmq.ZMQError as error:
-            self._fail(attempt, f"the learner cannot serve weights: {error}")
-            return
-        self._endpoint.send(receiver.identity, msgspec.structs.replace(attempt.epoch, source=source))
-        self._endpoint.send(receiver.identity, publish)
-
     # ---- attempts
 
     def _members(self, attempt: Attempt) -> list[bytes]:
@@ -231,13 +246,16 @@ class PublishControl:
         for attempt in list(self._attempts):
             members = self._members(attempt)
             states = {self._receivers[m].state for m in members}
-            if State.ANSWERED in states and not states & (PENDING | {State.DOUBTED}):
+            if State.ANSWERED in states and not states & {State.STAGING, State.DOUBTED}:
                 for identity in members:
+                    if attempt.relayed:
+                        self._chains.leave(identity, failed=True)
                     self._feed(identity, receiver_state.Release(self.figures.now.published))
                 attempt.broadcast.abandon()
             if not self._members(attempt) and (attempt.done or attempt.failed):
                 self._attempts.remove(attempt)
-                self._relays.over(attempt)
+                if attempt.failed:
+                    attempt.broadcast.abandon()  # its thread may still wait for members that left
                 self._groups.give_back(attempt)
 
     def _start_attempts(self) -> None:
@@ -245,12 +263,15 @@ class PublishControl:
         if current is None or (self._stopping and not self._attempts):
             return
         everyone = list(self._receivers.values())
-        ready = [r for r in everyone if r.state in READY and r.version != current.version]
+        self.sources.keep({current.version} | self._chains.tidy(current))
+        ready = [r for r in everyone if r.state in READY and r.version != current.version and r.welcomed is not None]
         if not ready:
             return
         published = self.figures.now.published
         together, relayed, probation = split(ready, everyone, self._transport, published, current.version)
-        for receiver in relayed:
+        now = time.perf_counter()
+        listening = [r for r in relayed if r.listens(now) and not self._chains.busy(r.identity, now)]
+        for receiver in self._chains.in_order(listening):
             self._start_fetch(current, receiver)
         if together and all(a.relayed for a in self._attempts):
             self._start_broadcast(current, together, probation)
@@ -263,18 +284,49 @@ class PublishControl:
         attempt.probation = probation.identity if probation is not None else None
         self._attempts.append(attempt)
         for rank, identity in enumerate(identities, start=1):
-            self._feed(identity, receiver_state.Begin(attempt, snapshot.layout, rank if group is None else 0))
+            self._feed(identity, receiver_state.Begin(attempt, rank if group is None else 0))
+
+        def tell(key: str, value: bytes) -> None:
+            self._endpoint.post(lambda: self._meet(messages.Meet(epoch.epoch, {key: value})))
+
+        attempt.broadcast.meeting = Meeting(self._timeout_s, tell) if group is None else None
         attempt.broadcast.start(
             attempt, group, self._group_factory, lambda *sent: self._endpoint.post(partial(self._sent, *sent))
         )
 
     def _start_fetch(self, snapshot: Snapshot, receiver: Receiver) -> None:
-        payload, epoch = snapshot.payload_for({receiver.base}), self._groups.relay_epoch()
+        payload = snapshot.payload_for({receiver.base})
+        if not payload.parts:  # it is tried again when they are sealed
+            self._seal(snapshot, payload)
+            return
+        epoch = self._groups.relay_epoch()
         attempt = new_attempt(snapshot, payload, epoch, [receiver.identity], self._incarnation, self._bucket_bytes)
         attempt.newcomers = not receiver.settled
+        sources = self._chains.begin(snapshot, payload, receiver, epoch.epoch, self._receivers.values())
+        attempt.publish = msgspec.structs.replace(
+            attempt.publish, parts=payload.parts, sources=sources, bucket_checksums=[]
+        )
         self._attempts.append(attempt)
-        peer = None
-        if payload is snapshot.full and receiver.route.failures_at(snapshot.version) == 0:
-            peer = self._relays.peer_for(receiver, self._receivers.values(), snapshot)
-        asks = peer is not None and self._endpoint.send(peer.identity, self._relays.ask(attempt, peer))
-        self._feed(receiver.identity, receiver_state.Begin(attempt, snapshot.layout, asks=asks))
+        self._feed(receiver.identity, receiver_state.Begin(attempt, epoch.rank))
+
+    def _seal(self, snapshot: Snapshot, payload: Payload) -> None:
+        """Let every source make its part of the payload, once."""
+        piece = piece_bytes(payload.size, len(self._receivers), self._chains.rate)
+        self.sources.seal(snapshot.version, payload, piece)
+        if payload.sealing:
+            return
+        payload.sealing = True
+        size, origin = payload.flat.numel(), self._chains.origin()
+
+        def sealed(work: Future[Part]) -> None:
+            payload.sealed[0] = work.result()  # an error stops the plane
+
+        def seal() -> None:
+            work: Future[Part] = Future()
+            try:
+                work.set_result(new_part(payload.flat, 0, size, piece, origin, self._secured))
+            except Exception as error:
+                work.set_exception(error)
+            self._endpoint.post(partial(sealed, work))
+
+        threading.Thread(target=seal, daemon=True, name="seal-weights").start()

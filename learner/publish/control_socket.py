@@ -13,14 +13,14 @@ from common.weights.router import Router
 
 logger = logging.getLogger(__name__)
 
-MAX_NODE_MESSAGE_BYTES = 1 << 20
+MAX_NODE_MESSAGE_BYTES = 1 << 20  # a source's part has at most half as many bytes of digests
 WAITING_MESSAGES = 32  # unread messages of one node here; more wait at the node
 BATCH_MESSAGES = 512
 MALFORMED_LOGGED = 100
 
 
 class Endpoint:
-    """Used by one thread, except `post`."""
+    """Used by one thread, except `post`. Nodes are connected to it, and other ranks of this learner."""
 
     def __init__(self, address: str, credentials: str | None = None) -> None:
         """Bind a free port of `address` (host name or IP); with `credentials`, a key folder, for its nodes only.
@@ -28,7 +28,7 @@ class Endpoint:
         Raises zmq.ZMQError, or UsageError when the learner's keys or the list of allowed ones cannot be read.
         """
         keys = load_credential(credentials, "learner") if credentials is not None else NO_KEYS
-        self._ring = KeyRing(credentials, ("node",)) if credentials is not None else None
+        self._ring = KeyRing(credentials, ("node", "learner")) if credentials is not None else None
         self._router = Router(address, MAX_NODE_MESSAGE_BYTES, WAITING_MESSAGES, keys, self._ring)
         self.address = self._router.address
         self.malformed = 0
@@ -47,7 +47,7 @@ class Endpoint:
         while not self._inbox.empty():
             self._inbox.get()()
 
-    def received(self) -> Iterator[tuple[bytes, messages.NodeMessage]]:
+    def received(self) -> Iterator[tuple[bytes, messages.NodeMessage | messages.SourceMessage]]:
         """(connection, message) of the nodes. A malformed message is counted, and its sender is told the reason."""
         for _ in range(BATCH_MESSAGES):  # a node that floods the endpoint must not keep its thread from other work
             try:
@@ -56,11 +56,14 @@ class Endpoint:
                 return
             connection = identity.bytes
             try:
-                if self._ring is not None and self._ring.identity(str(identity.get("User-Id"))) is None:
+                sender = self._ring.identity(str(identity.get("User-Id"))) if self._ring is not None else None
+                if self._ring is not None and sender is None:
                     raise ValueError("this key was revoked")
                 if len(frames) != 1:
                     raise ValueError(f"{len(frames)} frames")
                 message = messages.decode_from_node(frames[0].buffer)
+                if sender is not None and isinstance(message, messages.SourceMessage) != (sender.role == "learner"):
+                    raise ValueError(f"{type(message).__name__} from a {sender.role}")
             except (ValueError, RecursionError) as error:
                 self.malformed += 1
                 if self.malformed <= MALFORMED_LOGGED or self.malformed % 1000 == 0:

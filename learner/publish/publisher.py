@@ -14,7 +14,8 @@ from common.weights.messages import Canary
 from common.weights.transports.registry import open_group
 from learner.publish.control import PublishControl
 from learner.publish.figures import PublishStats
-from learner.publish.snapshot import Deltas, Snapshot, SnapshotMaker
+from learner.publish.other_sources import Lead
+from learner.publish.snapshot import Deltas, Named, Snapshot, SnapshotMaker
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,22 @@ class WeightPublisher:
         self._thread.start()
         return self._control.address
 
+    def share(self, parts: list[Named]) -> None:
+        """Send the first of `parts` only, (name, shape) of tensors source by source; the others send theirs."""
+        assert self._control is not None, "share before start"
+        self._maker.share(parts, 0)
+        self._control.sources.count = len(parts) - 1
+
+    @property
+    def lead(self) -> Lead:
+        """The address, incarnation and password that the other sources need."""
+        assert self._control is not None, "used before start"
+        return Lead(self._control.address, self._incarnation, self._control.password)
+
     def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> PublishReceipt:
         """Copy `named` (Hugging Face name, full tensor) into the flat buffer, return, and send in the background.
+
+        After `share` these are the tensors of the first part.
 
         It consumes `named` to its end, because every rank must take part in producing it. Without `weights.overlap` it
         also waits until the version is active on every node, at most `timeout_s`. Raises ValueError when names or

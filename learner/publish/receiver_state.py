@@ -5,6 +5,8 @@ Nothing here has a socket, a thread or a clock. learner/publish/control.py feeds
 docs/weights.md shows the states.
 """
 
+import ipaddress
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -12,11 +14,11 @@ from enum import Enum
 import msgspec
 
 from common.weights import messages
-from common.weights.layout import Layout
+from common.weights.collectives import silence_bound
 from learner.publish.attempt import Attempt
 
 IDLE_SILENCE_S = 5.0  # a node is silent after the longer of this and weights.timeout_s when nothing is under way
-PEER_WAIT_S = 1.0  # for a peer's answer
+LISTEN_WAIT_S = 3.0  # for the answer to a Welcome, before a node gets a version that others could fetch from it
 MAX_ATTEMPTS = 3  # attempts at one version in the group, then as many by relay; after those the node is ejected
 RETURN_AFTER, RETURN_AFTER_MOST = 4, 64  # publishes by relay before the group is tried again; doubled each time
 
@@ -24,7 +26,6 @@ RETURN_AFTER, RETURN_AFTER_MOST = 4, 64  # publishes by relay before the group i
 class State(Enum):
     JOINING = "joining"  # nothing is under way; it was never active on this connection
     IDLE = "idle"  # nothing is under way; it runs a proven version
-    ASKING = "asking"  # a peer was asked to serve it and has not answered yet
     STAGING = "staging"  # it receives a version into its staging buffer
     DOUBTED = "doubted"  # its attempt failed; it has given no sign of life since
     ANSWERED = "answered"  # its attempt failed; it is alive and waits for the attempt's other receivers.
@@ -33,9 +34,9 @@ class State(Enum):
     GONE = "gone"
 
 
+WHERE = re.compile(r"tcp://(?:([A-Za-z0-9_.-]+)|\[([0-9a-fA-F:.]+)\]):\d{1,5}")
 READY = frozenset({State.JOINING, State.IDLE})
-PENDING = frozenset({State.ASKING, State.STAGING})
-RECEIVING = PENDING | {State.DOUBTED, State.ANSWERED}
+RECEIVING = frozenset({State.STAGING, State.DOUBTED, State.ANSWERED})
 
 
 @dataclass(frozen=True)
@@ -74,24 +75,30 @@ class Receiver:
     version: int = -1  # the version of this incarnation that it runs; -1: none
     base: int = -1  # the version in its staging buffer, which a delta may start from; -1: the buffer was written since
     canary_version: int = -1  # the newest version at which it compared a canary
-    welcomed: bool = False  # it knows the layout
+    machine: str = ""  # nodes of one machine share a copy over its link
+    welcomed: float | None = None  # when it was told the layout, perf_counter seconds
+    address: str | None = None  # where other nodes fetch from it; '' nowhere, None: it has not answered yet
     settled: bool = False  # it was active on this connection; before that it is a newcomer: no broadcast waits for it
     route: Route = field(default_factory=Route)
     attempt: Attempt | None = None  # under way to it
     reason: str = ""  # why it is excluded
 
+    def listens(self, now: float) -> bool:
+        """Whether it said where it serves, or had the time to say it."""
+        return self.address is not None or (self.welcomed is not None and now > self.welcomed + LISTEN_WAIT_S)
+
+
+class Greet(msgspec.Struct, frozen=True):
+    """The layout is known."""
+
+    welcome: messages.Welcome
+
 
 class Begin(msgspec.Struct, frozen=True):
-    """An attempt starts. `rank` is 0 when its group exists already; `asks`: a peer was asked to serve a fetch."""
+    """An attempt starts. `rank` is that in a new group; 0 when the group exists already."""
 
     attempt: Attempt
-    layout: Layout
     rank: int = 0
-    asks: bool = False
-
-
-class Answer(msgspec.Struct, frozen=True):
-    source: messages.Source | None  # where the peer that was asked serves the fetch; None: it does not
 
 
 class AttemptFailed(msgspec.Struct, frozen=True):
@@ -115,15 +122,11 @@ class Lost(msgspec.Struct, frozen=True):
     ejected: bool = True
 
 
-Event = messages.NodeMessage | Begin | Answer | AttemptFailed | Release | Tick | Lost
+Event = messages.NodeMessage | Greet | Begin | AttemptFailed | Release | Tick | Lost
 
 
 class Send(msgspec.Struct, frozen=True):
     message: messages.LearnerMessage
-
-
-class Fetch(msgspec.Struct, frozen=True):
-    source: messages.Source | None  # None: the learner
 
 
 class Fail(msgspec.Struct, frozen=True):
@@ -147,7 +150,7 @@ class Drop(msgspec.Struct, frozen=True):
     ejected: bool  # tell the receiver so, and count it
 
 
-Action = Send | Fetch | Fail | NoteStaged | NoteActive | Drop
+Action = Send | Fail | NoteStaged | NoteActive | Drop
 Step = tuple[Receiver, tuple[Action, ...]]
 
 
@@ -157,11 +160,11 @@ def step(receiver: Receiver, event: Event, now: float) -> Step:
         state = State.ANSWERED if receiver.state is State.DOUBTED else receiver.state
         return _message(replace(receiver, heard=now, state=state), event)
     match event:
+        case Greet():
+            return replace(receiver, welcomed=now), (Send(event.welcome),)
         case Begin():
             return _begin(receiver, event)
-        case Answer() if receiver.state is State.ASKING:
-            return replace(receiver, state=State.STAGING), (Fetch(event.source),)
-        case AttemptFailed() if receiver.state in PENDING:
+        case AttemptFailed() if receiver.state is State.STAGING:
             return replace(receiver, state=State.DOUBTED), ()
         case Release() if receiver.state is State.ANSWERED:
             return _release(receiver, event.published)
@@ -175,23 +178,19 @@ def step(receiver: Receiver, event: Event, now: float) -> Step:
 
 def _begin(receiver: Receiver, event: Begin) -> Step:
     attempt, actions = event.attempt, list[Action]()
-    if not receiver.welcomed:
-        actions.append(Send(messages.Welcome(attempt.publish.incarnation, event.layout)))
-    if attempt.relayed:
-        actions += () if event.asks else (Fetch(None),)
-    else:
-        if event.rank:
-            actions.append(Send(msgspec.structs.replace(attempt.epoch, rank=event.rank)))
-        actions.append(Send(attempt.publish))
-    state = State.ASKING if event.asks else State.STAGING
+    if event.rank:
+        actions.append(Send(msgspec.structs.replace(attempt.epoch, rank=event.rank)))
+    actions.append(Send(attempt.publish))
     # The staging buffer may be half written from here on, so it is no base of a delta.
-    return replace(receiver, state=state, attempt=attempt, welcomed=True, base=-1), tuple(actions)
+    return replace(receiver, state=State.STAGING, attempt=attempt, base=-1), tuple(actions)
 
 
 def _message(receiver: Receiver, message: messages.NodeMessage) -> Step:
     match message:
         case messages.Leave():
             return _drop(receiver, "it left", ejected=False)
+        case messages.Listening():
+            return replace(receiver, address=message.address if _usable(message.address) else ""), ()
         case messages.Staged() if attempt := _answered(receiver, message):
             activate = messages.Activate(attempt.publish.incarnation, attempt.version)
             return replace(receiver, state=State.FLIPPING), (NoteStaged(), Send(activate))
@@ -203,6 +202,15 @@ def _message(receiver: Receiver, message: messages.NodeMessage) -> Step:
             return replace(receiver, state=State.ANSWERED), (Fail(message.reason),)
         case _:
             return receiver, ()
+
+
+def _usable(address: str) -> bool:
+    """Whether a node may be told to fetch from there."""
+    match = WHERE.fullmatch(address)
+    try:
+        return match is not None and bool(match[1] or ipaddress.IPv6Address(match[2]))
+    except ValueError:
+        return False
 
 
 def _answered(receiver: Receiver, message: messages.Staged | messages.Rejected) -> Attempt | None:
@@ -263,16 +271,9 @@ def _tick(receiver: Receiver, now: float, timeout_s: float) -> Step:
         return receiver, (Fail(f"node {receiver.node_id} is silent"),) if silent and not attempt.failed else ()
     if silent and state is not State.ANSWERED:
         return _drop(receiver, f"silent while version {attempt.version} was sent", ejected=True)
-    if state in PENDING and now > attempt.deadline:
+    if state is State.STAGING and now > attempt.deadline:
         return replace(receiver, state=State.DOUBTED), (Fail(f"node {receiver.node_id} did not stage it in time"),)
-    if state is State.ASKING and now > attempt.started + min(PEER_WAIT_S, timeout_s / 8):
-        return replace(receiver, state=State.STAGING), (Fetch(None),)
     return receiver, ()
-
-
-def silence_bound(timeout_s: float) -> float:
-    """Seconds without a message after which a node counts as dead while an attempt is under way."""
-    return min(3.0, timeout_s / 4)
 
 
 def _drop(receiver: Receiver, why: str, ejected: bool) -> Step:

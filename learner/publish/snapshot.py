@@ -1,34 +1,55 @@
 """One policy version as bytes, the buffers that versions are copied into, and the deltas between versions."""
 
 import logging
-import os
-import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from common.weights import delta, packing
 from common.weights.layout import Layout
-from common.weights.messages import Canary
+from common.weights.messages import Canary, Offering, Part
+from common.weights.pieces import THREADS
 
 logger = logging.getLogger(__name__)
 
-MOST_THREADS = 8  # that encode, and at most a quarter of the cores, because the next step computes meanwhile
 KEPT_FLOAT32 = ".e_score_correction_bias"  # float32 in engines, too: bfloat16 would round away updates of 1e-3
+Named = list[tuple[str, tuple[int, ...]]]  # names and shapes of tensors
 Views = list[tuple[str, torch.Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Payload:
-    """The bytes that travel for a version: all of it in `flat` [n] uint8, or a delta from `base_version` (-1: none)."""
+    """The bytes that travel for a version: all of it, or a delta from `base_version` (-1: none).
+
+    `flat` [n] uint8 is what this rank sends of it. Other sources send the rest, `elsewhere` by their numbers.
+    """
 
     flat: torch.Tensor
     bucket_checksums: list[str]
     encoding: str = "full"
     base_version: int = -1
+    elsewhere: dict[int, int] = field(default_factory=lambda: dict[int, int]())  # bytes
+    sealing: bool = False
+    sealed: dict[int, Part] = field(default_factory=lambda: dict[int, Part]())
+
+    @property
+    def size(self) -> int:
+        return self.flat.numel() + sum(self.elsewhere.values())
+
+    @property
+    def parts(self) -> list[Part]:
+        """Over the relay: all parts in order, once every source has sealed its own; [] before."""
+        if len(self.sealed) <= len(self.elsewhere):
+            return []
+        parts, at = list[Part](), 0
+        for _, part in sorted(self.sealed.items()):
+            parts.append(msgspec.structs.replace(part, start=at))
+            at += part.size
+        return parts
 
 
 @dataclass(eq=False)  # compared by identity, because tensors have no `==`
@@ -36,47 +57,47 @@ class Snapshot:
     """A version in a flat buffer, which is used again when nothing refers to the snapshot any more."""
 
     version: int
-    layout: Layout
-    flat: torch.Tensor
+    layout: Layout  # with the parts of all sources
+    flat: torch.Tensor  # this rank's part
     canary: Canary | None
     started: float  # when `publish` was called, perf_counter seconds
     full: Payload = field(init=False)  # the whole version, once it is sealed
     deltas: dict[int, Payload] = field(default_factory=dict)  # by base version
     sent: bool = False  # it began to travel
     checksum: str = ""  # xxh3 digest of the whole buffer
-    sha256: str = ""  # digest of the whole buffer, computed when other nodes are going to serve it
     bytes_staged: int = 0  # received and verified, summed over all nodes
-    _hashing: bool = False
 
     def seal(self, bucket_bytes: int) -> None:
         """Compute the checksums that every node verifies."""
         buckets, self.checksum = packing.all_checksums(self.flat, bucket_bytes)
         self.full = Payload(self.flat, buckets)
 
+    def add_parts(self, offered: Sequence[Offering]) -> None:
+        """Take in what the other sources have: their checksums, and only deltas that all of them have."""
+        self.checksum = packing.combined([self.checksum, *(one.checksum for one in offered)])
+        self.deltas = {b: delta for b, delta in self.deltas.items() if all(b in one.sizes for one in offered)}
+        for payload in (self.full, *self.deltas.values()):
+            payload.elsewhere = {one.number: one.sizes[payload.base_version] for one in offered}
+
     def payload_for(self, bases: set[int]) -> Payload:
         """The payload for nodes whose buffers contain `bases` (-1: none); a delta only if all contain the same one."""
         return self.deltas.get(next(iter(bases)), self.full) if len(bases) == 1 else self.full
 
-    def hash_behind(self) -> None:
-        """Compute `sha256` in a thread, once; it takes a second per GB or so."""
-        if self._hashing:
-            return
-        self._hashing = True
-
-        def run() -> None:
-            self.sha256 = packing.sha256(self.flat)
-
-        threading.Thread(target=run, daemon=True, name=f"hash-weights-{self.version}").start()
-
 
 class SnapshotMaker:
-    """Copies exported tensors; the first version determines the layout of this incarnation."""
+    """Copies exported tensors; the first version determines the layout of this incarnation, unless `share` does."""
 
     def __init__(self, dtype: str) -> None:
         """`dtype`: the engines' dtype; the learner may export another one."""
         self._dtype = dtype
+        self._whole: Layout | None = None
         self._free: list[tuple[torch.Tensor, Views]] = []  # buffers of snapshots that are gone
         self.layout: Layout | None = None
+
+    def share(self, parts: list[Named], number: int) -> None:
+        """Copy part `number` only; `parts` are (name, shape) of all tensors, source by source."""
+        typed = [[(name, self._dtype_of(name), shape) for name, shape in part] for part in parts]
+        self._whole, self.layout = Layout.of(*typed), Layout.of(typed[number])
 
     def make(self, version: int, named: Iterable[tuple[str, torch.Tensor]], canary: Canary | None) -> Snapshot:
         """Consume `named` (Hugging Face name, full tensor); raises ValueError when names or shapes changed."""
@@ -93,7 +114,7 @@ class SnapshotMaker:
             self._free.append((buffer, list(packing.view(buffer, self.layout))))
         flat, views = self._free.pop()
         packing.fill(views, named)
-        snapshot = Snapshot(version, self.layout, flat, canary, started)
+        snapshot = Snapshot(version, self._whole or self.layout, flat, canary, started)
         weakref.finalize(snapshot, self._free.append, (flat, views)).atexit = False
         return snapshot
 
@@ -114,7 +135,6 @@ class Deltas:
         self._enabled, self._anchor_every = encoding == "delta", anchor_every
         self._kept: list[Snapshot] = []  # oldest first
         self._versions = 0
-        self._threads = max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 4))
 
     def encode(self, snapshot: Snapshot, bucket_bytes: int) -> None:
         """Give a sealed `snapshot` its deltas, and keep it as a base of those to come."""
@@ -126,7 +146,7 @@ class Deltas:
         self._versions += 1
         for base in bases if not anchor else ():
             started = time.perf_counter()
-            stream = delta.encode(base.flat, snapshot.flat, delta.BUCKET_BYTES, self._threads)
+            stream = delta.encode(base.flat, snapshot.flat, delta.BUCKET_BYTES, THREADS)
             if stream.numel() < snapshot.flat.numel():
                 checksums, _ = packing.all_checksums(stream, bucket_bytes)
                 snapshot.deltas[base.version] = Payload(stream, checksums, "delta", base.version)

@@ -19,6 +19,7 @@ PROOF_POLL_S = 0.002
 ENGINE_TIMEOUT_S = 120.0  # bound on a flip, on its proof and on a canary: an engine that hangs is given up
 PAUSE_TIMEOUT_S = 10.0
 T = TypeVar("T")
+Watch = Callable[[StagingStatus], Awaitable[None]]
 UNLABELLED = "default"  # vLLM's label before the first version
 FIRST_POLL_S, LAST_POLL_S = 0.002, 0.02  # bounds on the pauses between two questions whether a version is staged
 
@@ -89,20 +90,23 @@ class EngineWeights:
             raise SlipstreamError(self._broken)
 
     async def tell(self, message: bytes, node_id: str) -> bytes:
-        """Hand an encoded Welcome, Epoch, Publish or Serve to the workers; returns the encoded answer to a Serve."""
+        """Hand an encoded message about weights to the workers; returns its encoded answer, b'' if it has none."""
         if self._flipping is not None:  # its caller may have left, but it still needs the buffer
             await asyncio.wait([self._flipping])
         return await self._rpc("slipstream_obey", message=message, node_id=node_id)
 
-    async def stage(self, publish: bytes) -> float:
-        """Receive an encoded Publish while generation continues; returns its seconds. Raises StagingFailed."""
+    async def stage(self, publish: bytes, watch: Watch) -> float:
+        """Receive an encoded Publish while generation continues; returns its seconds. Raises StagingFailed.
+
+        `watch` gets every status that is seen meanwhile.
+        """
 
         async def status() -> StagingStatus:
             return msgspec.msgpack.decode(await self._rpc("slipstream_staging"), type=StagingStatus)
 
         try:
             await self.tell(publish, "")
-            return await until_staged(status)
+            return await until_staged(status, watch)
         except SlipstreamError as error:
             raise StagingFailed(str(error)) from error
 
@@ -210,7 +214,7 @@ async def _answered(work: Awaitable[T], what: str) -> T:
         raise ProofFailed(f"{what}: the engine did not answer within {ENGINE_TIMEOUT_S:g} s") from None
 
 
-async def until_staged(read: Callable[[], Awaitable[StagingStatus]]) -> float:
+async def until_staged(read: Callable[[], Awaitable[StagingStatus]], watch: Watch) -> float:
     """Seconds that the newest publish took to be staged, by its `read` status; raises StagingFailed.
 
     Every question interrupts the engine between two steps, and a late one keeps a version waiting. So it asks seldom
@@ -220,6 +224,7 @@ async def until_staged(read: Callable[[], Awaitable[StagingStatus]]) -> float:
     while True:
         await asyncio.sleep(pause_s)
         status = await read()
+        await watch(status)
         if status.state == "staged":
             return status.receive_s
         if status.state != "receiving":

@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from common.errors import SlipstreamError
+from common.process.local_address import this_machine
 from common.security.credentials import Credential
 from common.security.curve import Handshakes, secure_client
 from common.weights import messages
@@ -24,6 +25,7 @@ from common.weights.transports.nccl import shared_versions
 from rollout_fleet.episode.sampler_protocol import WeightsState
 from rollout_fleet.join_timing import JoinTimer
 from rollout_fleet.weights.engine_weights import EngineWeights, ProofFailed, StagingFailed
+from rollout_fleet.weights.staging_reports import StagingReports
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +131,8 @@ class WeightClient:
         now = self.state
         if now.excluded is None:
             known = now.incarnation, now.version
-            await self._send(messages.Join(self._node_id, os.getpid(), *known, self._transports, shared_versions()))
+            here = shared_versions(), this_machine()
+            await self._send(messages.Join(self._node_id, os.getpid(), *known, self._transports, *here))
 
     async def _read(self, connection: zmq.asyncio.Socket) -> None:
         await self._join()
@@ -173,20 +176,20 @@ class WeightClient:
             return
         if isinstance(message, messages.Welcome | messages.Epoch):
             self._cancel_staging()
-            await self._target.tell(data, self._node_id)
+            answer = await self._target.tell(data, self._node_id)
+            if answer and self._socket is not None:
+                await self._socket.send(answer)
         elif isinstance(message, Publish):
             self._cancel_staging()
             self._staged = None
             self._staging = asyncio.create_task(self._stage(message, data))
         elif isinstance(message, messages.Activate):
             await self._activate(message)
-        elif isinstance(message, messages.Serve):
+        elif isinstance(message, messages.Meet | messages.Reroute | messages.Serve):
             try:
-                answer = await self._target.tell(data, self._node_id)
-            except SlipstreamError as error:
-                answer = messages.encode(messages.Serving(self._node_id, message.key, reason=str(error)[:500]))
-            if self._socket is not None:
-                await self._socket.send(answer)
+                await self._target.tell(data, self._node_id)
+            except SlipstreamError as error:  # the transfer that needs it fails; that is heard of
+                logger.warning("a %s was not carried out: %s", type(message).__name__, error)
 
     def _cancel_staging(self) -> None:
         if self._staging is not None:
@@ -196,8 +199,10 @@ class WeightClient:
     async def _stage(self, publish: Publish, data: bytes) -> None:
         version = self._node_id, publish.incarnation, publish.version
         try:
-            seconds = await self._target.stage(data)
-        except StagingFailed as error:
+            seconds = await self._target.stage(data, StagingReports(self._node_id, self._send).tell)
+        except Exception as error:  # the learner must hear of any
+            if not isinstance(error, StagingFailed):
+                logger.exception("version %d cannot be staged", publish.version)
             await self._send(messages.Rejected(*version, str(error), epoch=publish.epoch))
             return
         self._staged = publish

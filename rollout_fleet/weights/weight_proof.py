@@ -37,7 +37,7 @@ def checksum(model: Any, layout: Layout) -> str:
 
     Raises Unreadable, naming the tensor, when it cannot be found or has another shape or dtype.
     """
-    digest, at = xxhash.xxh3_128(), 0
+    digests, at, starts = [xxhash.xxh3_128()], 0, {*layout.starts[1:]}
     for entry, found in _live(model, layout):
         if found.dim() == len(entry.shape) and found.shape[1:] == entry.shape[1:] and len(found) > entry.shape[0]:
             found = found[: entry.shape[0]]  # padded vocabulary rows
@@ -45,11 +45,13 @@ def checksum(model: Any, layout: Layout) -> str:
         if tuple(found.shape) != entry.shape or dtype != entry.dtype:
             has = f"{dtype} {tuple(found.shape)}"
             raise Unreadable(f"{entry.name} was published as {entry.dtype} {entry.shape}, the engine has {has}")
-        digest.update(bytes(entry.offset - at))  # alignment gaps are zero in the buffer
-        digest.update(memoryview(found.contiguous().cpu().view(-1).view(torch.uint8).numpy()))
+        digests[-1].update(bytes(entry.offset - at))  # alignment gaps are zero in the buffer
+        if entry.offset in starts:
+            digests.append(xxhash.xxh3_128())
+        digests[-1].update(memoryview(found.contiguous().cpu().view(-1).view(torch.uint8).numpy()))
         at = entry.offset + entry.size_bytes
-    digest.update(bytes(layout.total_bytes - at))
-    return digest.hexdigest()
+    digests[-1].update(bytes(layout.total_bytes - at))
+    return packing.combined([digest.hexdigest() for digest in digests])
 
 
 def check_shard(model: Any, layout: Layout, flat: torch.Tensor, rank: int, size: int) -> None:

@@ -93,7 +93,7 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
             else:  # a shard that matches its part of the version proves the whole version's checksum
                 shards = get_tp_group()
                 weight_proof.check_shard(self.model, layout, flat, shards.rank_in_group, shards.world_size)
-                found = packing.checksum(flat) if self.ranks.receives else ""
+                found = packing.version_checksum(flat, layout) if self.ranks.receives else ""
             self.proof = Proof(incarnation, version, found)
         except Exception as error:  # whatever prevents the proof is the reason not to trust these weights
             self.proof = Proof(incarnation, version, error=f"{type(error).__name__}: {error}")
@@ -108,8 +108,10 @@ class WorkerExtension:
     def slipstream_obey(self, message: bytes, node_id: str) -> bytes:
         """As `Receiver.obey`, with encoded messages; workers other than the first only note the layout."""
         told, engine = messages.decode_from_learner(message), self.weight_transfer_engine
-        if not engine.ranks.receives and not isinstance(told, messages.Welcome):
-            return b""
+        if not engine.ranks.receives:
+            if not isinstance(told, messages.Welcome):
+                return b""
+            told = msgspec.structs.replace(told, reach="")  # the first worker serves
         answer = engine.receiver.obey(told, node_id)
         return b"" if answer is None else messages.encode(answer)
 

@@ -101,10 +101,18 @@ class Host:
         """Put the cable back."""
         in_hub(self.hub, "ip", "link", "set", self.port, "up")
 
-    def slow(self, rate: str) -> None:
-        """Limit what the host may receive, in tc's words, for example '100mbit'."""
-        limit = ("rate", rate, "burst", "256kbit", "latency", "400ms")
-        in_hub(self.hub, "tc", "qdisc", "replace", "dev", self.port, "root", "tbf", *limit)
+    def slow(self, rate: str, both_ways: bool = False) -> None:
+        """Limit what the host may receive, and with `both_ways` also send; in tc's words, for example '100mbit'."""
+        limit = ("root", "tbf", "rate", rate, "burst", "256kbit", "latency", "400ms")
+        in_hub(self.hub, "tc", "qdisc", "replace", "dev", self.port, *limit)
+        if both_ways:
+            self.run("tc", "qdisc", "replace", "dev", "eth0", *limit)
+
+    def carried(self) -> tuple[int, int]:
+        """Bytes that the host has received and sent over its cable since it booted, with all headers."""
+        lines = Path(f"/proc/{self.pid}/net/dev").read_text().splitlines()
+        (counts,) = (line.split()[1:] for line in lines if line.split()[0] == "eth0:")
+        return int(counts[0]), int(counts[8])
 
     def run(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """A command on the host, to its end."""

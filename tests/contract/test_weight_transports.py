@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from common.weights.collectives import bucket_timeout
-from common.weights.messages import Epoch, Publish, Serve, Source
+from common.weights.messages import Publish, Reroute, Serve
 from tests.contract.transport_rig import Child, Sender, layout_of, payload
 from tests.waiting import LIMIT_S
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 8.0
 SLACK_S = 60.0  # a slow machine with a busy neighbour takes so much longer
 
 
-@pytest.fixture(params=["gloo", "device", "relay"])
+@pytest.fixture(params=["gloo", "device", "relay", "sealed relay"])
 def sender(request: pytest.FixtureRequest) -> Iterator[Sender]:
     made = Sender(request.param, TIMEOUT_S)
     yield made
@@ -82,7 +82,7 @@ def test_a_receiver_lost_midway_costs_the_others_no_more_than_the_deadline(
     # The group's first bucket comes when all have met; every bucket after it has its own deadline.
     assert took < 2 * bucket_timeout(TIMEOUT_S) + SLACK_S, f"{took:.1f} s"
     assert found, "the sender ends"
-    if sender.transport == "relay":
+    if sender.server is not None:
         assert [s.get("checksum") for s in said] == 2 * [publish.checksum], "nobody is in anybody's way"
     for one in said:
         assert one["event"] in ("staged", "failed")
@@ -99,7 +99,7 @@ def test_one_who_comes_late_is_waited_for(sender: Sender, nodes: list[Child]) ->
     time.sleep(0.5)
     if sender.epoch is not None:
         assert not found, "the group is not complete"
-        nodes[2].tell(structs.replace(sender.epoch, rank=3))
+        sender.admit(nodes[2], 3)
     late = sender.announce(nodes[2:], flat, BUCKET)
     thread.join(LIMIT_S)
     assert found[0][0] == ""
@@ -111,10 +111,7 @@ def test_one_who_never_comes_is_an_error_within_the_deadline(sender: Sender, nod
     flat = payload(SIZE, 6)
     sender.timeout_s = 1.0
     if sender.server is not None:  # for a relay the one who never comes is the source
-        gone = Source("tcp://127.0.0.1:9", "key")
-        nodes[0].tell(Epoch(1000, 1, 2, "", 0, sender.timeout_s, "relay", gone))
-        made = sender.announce([], flat, BUCKET)
-        nodes[0].tell(structs.replace(made, epoch=1000))
+        sender.fetch(nodes[0], sender.announce([], flat, BUCKET), "tcp://127.0.0.1:9")
     else:
         sender.form(nodes[:1], size=3)
         sender.announce(nodes[:1], flat, BUCKET)
@@ -128,12 +125,15 @@ def test_one_who_never_comes_is_an_error_within_the_deadline(sender: Sender, nod
 
 def test_what_is_not_what_was_announced_is_refused_and_the_bucket_named(sender: Sender, nodes: list[Child]) -> None:
     flat = payload(SIZE, 7)
+    sender.timeout_s = 2.0 if sender.server is not None else TIMEOUT_S  # a fetch waits for another source till then
     sender.form(nodes[:2])
-    sender.announce(nodes[:2], flat, BUCKET, spoil=3)
+    for members in [[node] for node in nodes[:2]] if sender.server is not None else [nodes[:2]]:
+        sender.announce(members, flat, BUCKET, spoil=3)
     assert sender.send(flat, BUCKET) == "", "the others are kept in step to the end"
     for node in nodes[:2]:
         said = node.hear()
-        assert said["event"] == "failed" and "checksum mismatch in bucket 3 of 16" in said["reason"]
+        named = "checksum mismatch in " + ("piece 3 of" if sender.server is not None else "bucket 3 of 16")
+        assert said["event"] == "failed" and named in said["reason"]
 
 
 def test_a_new_epoch_in_the_middle_gives_up_the_old_one_at_once(sender: Sender, nodes: list[Child]) -> None:
@@ -178,22 +178,33 @@ def test_a_receiver_that_closes_midway_ends(transport: str) -> None:
 
 
 def test_a_node_serves_what_it_holds_and_stops_when_the_next_version_comes(nodes: list[Child]) -> None:
-    relay = Sender("relay", TIMEOUT_S)
+    relay = Sender("sealed relay", TIMEOUT_S)
     peer, other = nodes[:2]
     held = crosses(relay, [peer], 10)
-    peer.tell(Serve(0, held.version + 1, "k", LIMIT_S, "127.0.0.1:1"))
-    refused = peer.hear()
-    assert refused["address"] == "" and "not in the staging buffer" in refused["reason"]
-    peer.tell(Serve(0, held.version, "k", LIMIT_S, "127.0.0.1:1"))
-    found = peer.hear()
-    assert found["address"].startswith("tcp://127.0.0.1:")
-
-    def fetch(epoch: int) -> dict[str, object]:
-        other.tell(Epoch(epoch, 1, 2, "", 0, TIMEOUT_S, "relay", Source(found["address"], "k", found["public"])))
-        other.tell(structs.replace(held, epoch=epoch))
-        return other.hear()
-
-    assert fetch(2000)["checksum"] == held.checksum
+    flat = payload(SIZE, 10)
+    again = relay.parts_of(flat, BUCKET)
+    relay.server.withdraw()  # type: ignore[union-attr]
+    for part in again:
+        peer.tell(Serve(0, held.version + 1, part))  # that it does not have
+        peer.tell(Serve(0, held.version, structs.replace(part, digests=b"")))
+    made = structs.replace(held, parts=again)
+    relay.fetch(other, made, peer.address)
+    assert other.hear()["checksum"] == held.checksum
     crosses(relay, [peer], 11)
-    assert "no longer offered here" in str(fetch(2001)["reason"])
+    relay.timeout_s = 1.0
+    relay.fetch(other, structs.replace(made, timeout_s=1.0), peer.address)
+    assert "0 of 6 pieces came" in str(other.hear()["reason"])
+    relay.close()
+
+
+def test_a_fetch_goes_on_at_another_source_with_the_piece_that_it_lacks(nodes: list[Child]) -> None:
+    relay = Sender("sealed relay", LIMIT_S)
+    flat = payload(SIZE, 12)
+    made = relay.announce([], flat, BUCKET)
+    epoch = relay.fetch(nodes[0], made, "tcp://127.0.0.1:9")
+    for part in range(len(made.parts)):
+        nodes[0].tell(Reroute(epoch.epoch - 1, part, "tcp://127.0.0.1:9"))  # an earlier attempt
+        nodes[0].tell(Reroute(epoch.epoch, part, relay.server.address))  # type: ignore[union-attr]
+    nodes[0].tell(Reroute(epoch.epoch, 99, "tcp://127.0.0.1:9"))
+    arrived(nodes[:1], made)
     relay.close()

@@ -1,5 +1,6 @@
 """A process that receives over any transport, told what to do message by message, and can be made to fail midway."""
 
+import base64
 import contextlib
 import json
 import os
@@ -9,12 +10,14 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from common.weights import messages, packing
-from common.weights.collectives import Group
+from common.weights.collectives import Group, Meeting
 from common.weights.messages import Epoch
+from common.weights.pieces import Shipment
 from common.weights.receiver import Receiver
 from common.weights.transports.device import DeviceGroup
 from common.weights.transports.gloo import process_group
@@ -26,8 +29,8 @@ CLOSE = b"close"
 class GlooCommunicator:
     """A library like NCCL, over gloo: its calls block until a timeout far beyond every deadline."""
 
-    def __init__(self, epoch: Epoch) -> None:
-        self._group = process_group(epoch)
+    def __init__(self, epoch: Epoch, meeting: Meeting) -> None:
+        self._group = process_group(epoch, meeting)
 
     def broadcast(self, buffer: torch.Tensor) -> None:
         self._group.broadcast(buffer, 0).wait()
@@ -36,11 +39,11 @@ class GlooCommunicator:
         del self._group
 
 
-def open_any(epoch: Epoch) -> Group:
+def open_any(epoch: Epoch, meeting: Meeting) -> Group:
     """The transport's group; 'device' is DeviceGroup with the CPU as the device."""
     if epoch.transport == "device":
-        return DeviceGroup(epoch, GlooCommunicator, torch.device("cpu"))
-    return open_group(epoch)
+        return DeviceGroup(epoch, lambda epoch: GlooCommunicator(epoch, meeting), torch.device("cpu"))
+    return open_group(epoch, meeting)
 
 
 class FaultyGroup:
@@ -48,8 +51,8 @@ class FaultyGroup:
 
     fault, at, seen = "", -1, 0  # in all groups of the process
 
-    def __init__(self, epoch: Epoch) -> None:
-        self.group = open_any(epoch)
+    def __init__(self, epoch: Epoch, meeting: Meeting) -> None:
+        self.group = open_any(epoch, meeting)
         self.close = self.group.close
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
@@ -57,14 +60,30 @@ class FaultyGroup:
 
         def arrived() -> None:
             wait()
-            FaultyGroup.seen += 1
-            if FaultyGroup.seen == FaultyGroup.at:
-                self.strike(bucket)
+            self.count(bucket)
 
         return arrived
 
-    def strike(self, bucket: torch.Tensor) -> None:
-        harm(self.fault)
+    @classmethod
+    def count(cls, data: Any) -> None:
+        FaultyGroup.seen += 1
+        if FaultyGroup.seen == FaultyGroup.at:
+            cls.strike(data)
+
+    @classmethod
+    def strike(cls, data: Any) -> None:
+        harm(cls.fault)
+
+
+def count_pieces(kind: type[FaultyGroup]) -> None:
+    """Over the relay the fault comes with piece `at`."""
+    take_in = Shipment.take_in
+
+    def counted(shipment: Shipment, sealed: Any) -> None:
+        kind.count(sealed)
+        take_in(shipment, sealed)
+
+    Shipment.take_in = counted  # type: ignore[method-assign]
 
 
 def harm(fault: str) -> None:
@@ -89,16 +108,22 @@ def cut_off() -> None:
 
 
 def main(commands: Connection, fault: str = "", at: int = -1) -> None:
-    """Encoded Welcome, Epoch, Publish and Serve come in; JSON of every outcome goes out."""
+    """Encoded messages of the learner come in; JSON of every outcome, and new entries of stores, go out."""
     torch.set_num_threads(1)
     FaultyGroup.fault, FaultyGroup.at = fault, at
+    count_pieces(FaultyGroup)
     receiver = Receiver(FaultyGroup)
 
     def say(**what: object) -> None:
         commands.send_bytes(json.dumps(what).encode())
 
     def watch(version: int) -> None:
+        entries: set[str] = set()
         while (status := receiver.status).version == version and status.state == "receiving":
+            new = {k: base64.b64encode(v).decode() for k, v in status.entries.items() if k not in entries}
+            if new:
+                entries |= new.keys()
+                say(event="met", epoch=status.epoch, entries=new)
             pause.wait(0.003)
         if status.version != version:
             return
@@ -117,6 +142,6 @@ def main(commands: Connection, fault: str = "", at: int = -1) -> None:
         if isinstance(message, messages.Publish):
             threading.Thread(target=watch, args=(message.version,), daemon=True).start()
         elif answer is not None:
-            say(event="serving", address=answer.address, public=answer.public, reason=answer.reason)
+            say(event="listening", address=answer.address)
     receiver.close()
     say(event="closed", threads=[t.name for t in threading.enumerate() if t.name == "relay-weights"])

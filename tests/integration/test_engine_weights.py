@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from common.errors import SlipstreamError
+from common.weights import messages
 from launch.quickstart.assets import build_tokenizer
 from rollout_fleet.agents.driver import AgentDriver
 from rollout_fleet.engine import engine
@@ -22,7 +23,7 @@ from rollout_fleet.episode.driver import EpisodeRules, Sampling
 from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Generation
 from rollout_fleet.weights import engine_weights
-from rollout_fleet.weights.engine_weights import Flip, ProofFailed, StagingFailed
+from rollout_fleet.weights.engine_weights import Flip, ProofFailed, StagingFailed, Watch
 from rollout_fleet.weights.weight_client import WeightClient
 from tests.integration.engine_rig import TOLERANCE, Rig, exported, logprobs, make_model, prompt, worst
 from tests.integration.weights.weight_plane_node import BufferTarget
@@ -55,7 +56,17 @@ def test_the_first_version_is_proven_and_its_canary_agrees(rig: Rig) -> None:
 
 
 class Newcomer(BufferTarget):
-    """A node without an engine, whose canary is version 1's."""
+    """A node without an engine, whose canary is version 1's, and where it fetched from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: list[str] = []
+
+    async def tell(self, message: bytes, node_id: str) -> bytes:
+        told = messages.decode_from_learner(message)
+        self.sources += told.sources if isinstance(told, messages.Publish) else ()
+        self.sources += [told.source] if isinstance(told, messages.Reroute) else ()
+        return await super().tell(message, node_id)
 
     async def canary(self, tokens: list[int]) -> list[float]:
         return logprobs(make_model(1), tokens)
@@ -277,9 +288,9 @@ def test_one_element_damaged_on_its_way_is_rejected_sent_again_and_never_flipped
     failed: list[str] = []
     stage = rig.engine.weights.stage
 
-    async def staged(publish: bytes) -> float:
+    async def staged(publish: bytes, watch: Watch) -> float:
         try:
-            return await stage(publish)
+            return await stage(publish, watch)
         except StagingFailed as error:
             failed.append(str(error))
             assert rig.engine.weights.version == 9

@@ -12,16 +12,17 @@ from typing import Any
 import torch
 
 from common.process.local_address import local_address
-from common.weights.collectives import dist, epoch_store, from_root
+from common.weights.collectives import Meeting, dist, from_root
 from common.weights.messages import Epoch
 
 
 class GlooGroup:
-    """ProcessGroupGloo over a store prefix of the epoch."""
+    """ProcessGroupGloo of the epoch's members."""
 
-    def __init__(self, epoch: Epoch) -> None:
+    def __init__(self, epoch: Epoch, meeting: Meeting) -> None:
         """Meet the other members; raises RuntimeError when not all come within `epoch.timeout_s`."""
-        self._group: Any = process_group(epoch)
+        self._group: Any = process_group(epoch, meeting)
+        self._meeting = meeting  # the group's threads may ask it later
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         """As `Group.post`."""
@@ -38,10 +39,11 @@ class GlooGroup:
         threading.Thread(target=doomed.clear, daemon=True, name="drop-gloo-group").start()
 
 
-def process_group(epoch: Epoch) -> Any:
+def process_group(epoch: Epoch, meeting: Meeting) -> Any:
     """A ProcessGroupGloo of the epoch's members, on the interface that leads to the learner; raises RuntimeError."""
     options = dist.ProcessGroupGloo._Options()
     options._timeout = datetime.timedelta(seconds=epoch.timeout_s)
     options._threads = 1
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(epoch.store_host, epoch.store_port))]
-    return dist.ProcessGroupGloo(epoch_store(epoch), epoch.rank, epoch.world_size, options)
+    host, _, port = epoch.reach.rpartition(":")
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(host.strip("[]"), int(port)))]
+    return dist.ProcessGroupGloo(meeting, epoch.rank, epoch.world_size, options)

@@ -14,7 +14,7 @@ import torch
 
 from common.errors import UsageError
 from common.process.versions import versions
-from common.weights.collectives import dist, epoch_store, from_root
+from common.weights.collectives import Meeting, dist, from_root
 from common.weights.messages import Epoch
 from common.weights.transports.device import DeviceGroup
 
@@ -70,26 +70,27 @@ def remember_device() -> None:
 
 
 class NcclGroup(DeviceGroup):
-    """ProcessGroupNCCL over a store prefix of the epoch, on the remembered CUDA device, else on the current one."""
+    """ProcessGroupNCCL of the epoch's members, on the remembered CUDA device, else on the current one."""
 
-    def __init__(self, epoch: Epoch) -> None:
+    def __init__(self, epoch: Epoch, meeting: Meeting) -> None:
         """Meet the other members; raises UsageError without a CUDA device, RuntimeError when someone does not come."""
         require_device()
         device = _device if _device is not None else torch.device("cuda", torch.cuda.current_device())
-        super().__init__(epoch, lambda epoch: NcclCommunicator(epoch, device), device)
+        super().__init__(epoch, lambda epoch: NcclCommunicator(epoch, meeting, device), device)
 
 
 class NcclCommunicator:
     """A Communicator; used by DeviceGroup's thread, `abort` by another."""
 
-    def __init__(self, epoch: Epoch, device: torch.device) -> None:
+    def __init__(self, epoch: Epoch, meeting: Meeting, device: torch.device) -> None:
         torch.cuda.set_device(device)  # the current device is a thread's own
+        self._meeting = meeting  # the group's threads may ask it later
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = NEVER
         before = os.environ.get(HANDLING)
         os.environ[HANDLING] = "0"  # read when a group is made, and by this one only
         try:
-            self._group: Any = dist.ProcessGroupNCCL(epoch_store(epoch), epoch.rank, epoch.world_size, options)
+            self._group: Any = dist.ProcessGroupNCCL(meeting, epoch.rank, epoch.world_size, options)
         finally:
             if before is None:
                 del os.environ[HANDLING]

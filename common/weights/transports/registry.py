@@ -1,11 +1,11 @@
-"""The transports of buckets by name: each is one module and one line here."""
+"""The collective transports by name: each is one module and one line here."""
 
 import importlib
 
-from common.weights.collectives import Group, GroupFactory
+from common.weights.collectives import Group, GroupFactory, Meeting
 from common.weights.messages import Epoch
 
-GROUPS = {"gloo": "GlooGroup", "nccl": "NcclGroup", "relay": "RelayGroup"}  # a transport's name is its module's
+GROUPS = {"gloo": "GlooGroup", "nccl": "NcclGroup"}  # a transport's name is its module's
 
 
 def receivable(transport: str) -> tuple[str, ...]:
@@ -21,10 +21,10 @@ def require(transport: str) -> None:
         require_device()
 
 
-def open_group(epoch: Epoch) -> Group:
+def open_group(epoch: Epoch, meeting: Meeting) -> Group:
     """A group of the epoch's transport; waits and raises as that transport's class does, or RuntimeError."""
     if epoch.transport not in GROUPS:
-        raise RuntimeError(f"weights travel over {epoch.transport!r}, this version knows {', '.join(GROUPS)}")
+        raise RuntimeError(f"weights travel over {epoch.transport!r}, this version knows relay, {', '.join(GROUPS)}")
     module = importlib.import_module(f"common.weights.transports.{epoch.transport}")
     form: GroupFactory = getattr(module, GROUPS[epoch.transport])
-    return form(epoch)
+    return form(epoch, meeting)

@@ -1,14 +1,14 @@
-"""Fetching a payload point to point over ZeroMQ, for newcomers and for nodes that no collective reaches.
+"""Parts of a version from node to node over ZeroMQ: a server passes on what it has, while more of it arrives.
 
-A client (DEALER) asks a server (ROUTER) for the pieces of a payload that was offered under a key:
+A client (DEALER) asks a server (ROUTER) for the pieces of a part by the part's name:
 
-    client -> server  Get    asks for a range of bytes of the payload `key`
-    server -> client  Piece  has them as a second frame of end - start bytes
-    server -> client  Gone   they are not, or no longer, offered here; with the reason
+    client -> server  Get    asks for one piece
+    server -> client  Piece  has it as a second frame, sealed as its source sealed it
+    server -> client  Gone   it is not, or no longer, served here; with the reason
 
-The client has at most CREDIT pieces under way, which bounds every queue at both ends. Pieces come in the order of the
-requests, and none is of two buckets. The server sends them from the payload's own memory. The owner withdraws the offer
-before it overwrites that memory; pieces that are still under way then fail the receiver's checksums.
+The server answers a connection's requests in their order, each when its piece is there. A part that the server has
+not heard of yet is waited for: its node may hear of it a moment later. The client has at most WINDOW pieces under way,
+which bounds every queue at both ends. Pieces are sealed (common/weights/pieces.py), so a password is enough here.
 """
 
 import contextlib
@@ -17,39 +17,39 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Any, cast
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
-import numpy as np
-import torch
 import zmq
 
-from common.security.curve import NO_KEYS, Keys, new_keys, secure_client
-from common.weights.messages import Epoch, Source
+from common.security.curve import give_password
+from common.weights.pieces import LARGEST, TAG_BYTES, Shipment
 from common.weights.router import Router
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 1 << 20
-CREDIT = 8  # pieces asked for and not yet received
-MAX_REQUEST_BYTES = 4096
-LOOK_S = 0.1  # a fetch notices within this time that it was closed
+WINDOW = 64  # pieces asked for and not yet received
+WINDOW_BYTES = 8 << 20  # that these may have together; 8 pieces always may
+MOST_CLIENTS = 1024  # that wait, unless for a part that is served here
+MAX_REQUEST_BYTES = 512
+UNKNOWN_S = 5.0  # that a part is waited for
+WITHDRAWN = 256  # names that are remembered
+FULL_S = 0.005  # until a connection that has read too little is tried again
+LOOK_S = 0.1  # a fetch notices within this time that it was closed or has another source
+STALL_S = 1.25  # without a piece, after which a fetch says so
 
-Offset = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-PayloadKey = Annotated[str, msgspec.Meta(max_length=256)]
+PartName = Annotated[str, msgspec.Meta(max_length=64)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
 class Get(msgspec.Struct, frozen=True):
-    key: PayloadKey
-    start: Offset
-    end: Offset
+    part: PartName
+    number: Number
 
 
 class Piece(msgspec.Struct, frozen=True, tag="piece"):
-    start: Offset
-    end: Offset
+    number: Number
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
@@ -61,141 +61,49 @@ decode_get = msgspec.msgpack.Decoder(Get).decode
 decode_answer = msgspec.msgpack.Decoder(Piece | Gone).decode
 
 
-class RelayGroup:
-    """One node's way to the source that the learner named; encrypted when the source came with keys."""
+@dataclass
+class Client:
+    """A connection's requests that have no answer yet, the oldest first, and when that one came."""
 
-    def __init__(self, epoch: Epoch) -> None:
-        """Connect in the background; raises RuntimeError when the epoch names no source."""
-        if epoch.source is None:
-            raise RuntimeError(f"epoch {epoch.epoch} is a relay's and names no source")
-        self._source = epoch.source
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 2 * CREDIT)
-        self._socket.setsockopt(zmq.SNDHWM, 2 * CREDIT)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + 4096)  # encryption adds some bytes
-        self._socket.setsockopt(zmq.IPV6, int("[" in epoch.source.address))
-        if epoch.source.server_public:
-            keys = Keys(epoch.source.public, epoch.source.secret)  # made for this fetch
-            secure_client(self._socket, keys, epoch.source.server_public)
-        self._socket.connect(epoch.source.address)
-        self._one_fetch = threading.Lock()
-        self._closing = False
-        self._posted = self._asked = self._got = 0  # bytes of the payload
-        self._ends = deque[int]()  # where buckets end that were posted and not yet asked for
-
-    def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
-        """Receive the payload's next bytes into `bucket` [n] uint8 while the caller waits; raises as `Group.post`."""
-        self._posted += len(bucket)
-        self._ends.append(self._posted)
-        return partial(self._receive, bucket, self._posted, timeout_s)
-
-    def close(self) -> None:
-        """Disconnect; a fetch in another thread ends within LOOK_S."""
-        self._closing = True
-        if self._one_fetch.acquire(blocking=False):
-            try:
-                self._socket.close(linger=0)
-                self._context.term()
-            finally:
-                self._one_fetch.release()
-
-    def _receive(self, bucket: torch.Tensor, end: int, timeout_s: float) -> None:
-        try:
-            with self._one_fetch:
-                self._fill(bucket.numpy(), end, timeout_s)
-        finally:
-            if self._closing:
-                self.close()
-
-    def _fill(self, bucket: "np.ndarray[tuple[int], np.dtype[np.uint8]]", end: int, timeout_s: float) -> None:
-        """The payload's bytes up to `end`, which are the last of `bucket`."""
-        start, deadline = end - len(bucket), time.monotonic() + timeout_s
-        while self._got < end:
-            if self._closing:
-                raise RuntimeError("the group was closed")
-            left_s = deadline - time.monotonic()
-            at = self._got - start
-            if left_s <= 0:
-                source = self._source.address
-                raise RuntimeError(f"{at} of {len(bucket)} bytes came from {source} within {timeout_s:g} s")
-            self._ask()
-            if self._socket.poll(int(1000 * min(left_s, LOOK_S)) + 1):
-                piece = self._take(end)
-                bucket[at : at + len(piece)] = piece
-
-    def _ask(self) -> None:
-        while self._ends and self._asked - self._got < CREDIT * PIECE_BYTES:
-            end = min(self._asked + PIECE_BYTES, self._ends[0])
-            try:
-                self._socket.send(encode(Get(self._source.key, self._asked, end)), zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._asked = end
-            if end == self._ends[0]:
-                self._ends.popleft()
-
-    def _take(self, end: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-        """The next piece, which does not go beyond `end`; the array keeps its memory alive."""
-        frames = self._socket.recv_multipart(copy=False)
-        try:
-            answer = decode_answer(frames[0].buffer)
-        except ValueError as error:
-            raise RuntimeError(f"{self._source.address} answered what does not decode: {error}") from error
-        if isinstance(answer, Gone):
-            raise RuntimeError(f"{self._source.address}: {answer.reason}")
-        size = len(frames[1].buffer) if len(frames) == 2 else -1
-        if answer.start != self._got or answer.end - answer.start != size or answer.end > end:
-            raise RuntimeError(f"{self._source.address} sent {size} bytes for byte {answer.start}, not {self._got}")
-        self._got = answer.end
-        return np.frombuffer(frames[1].buffer, np.uint8)
-
-
-@dataclass(frozen=True)
-class Offer:
-    """A payload for the client with one key ('' for any client), valid until a time.monotonic()."""
-
-    flat: torch.Tensor
-    client_public: str
-    until: float
+    requests: deque[Get] = field(default_factory=lambda: deque[Get]())
+    since: float = field(default_factory=time.monotonic)
 
 
 class RelayServer:
     """Serves from a thread of its own; every method may be called from any thread."""
 
-    def __init__(self, host: str, secured: bool) -> None:
-        """Listen on `host`; `secured`: only clients with the key of an offer get in, encrypted. Raises zmq.ZMQError."""
-        self._offers: dict[str, Offer] = {}
+    def __init__(self, host: str, password: str = "") -> None:
+        """Listen on a free port of `host`, for clients that know `password`; raises zmq.ZMQError."""
+        self._shipments: dict[str, Shipment] = {}
+        self._withdrawn = deque[str](maxlen=WITHDRAWN)
         self._lock = threading.Lock()
-        keys = new_keys() if secured else NO_KEYS
-        self.public = keys.public
-        self._router = Router(host, MAX_REQUEST_BYTES, 4 * CREDIT, keys, self, 2 * CREDIT)
+        self._clients: dict[bytes, Client] = {}
+        self.host, self.password = host, password
+        self._router = Router(host, MAX_REQUEST_BYTES, 2 * WINDOW, unread_messages=2 * WINDOW, password=password)
         self.address = self._router.address
-        self._closing = False
+        self._closing = self._full = False
         self._thread = threading.Thread(target=self._serve, daemon=True, name="relay-weights")
         self._thread.start()
 
-    def offer(self, key: str, flat: torch.Tensor, timeout_s: float, client_public: str = "") -> None:
-        """Serve `flat` [n] uint8 under `key` for `timeout_s`, to the owner of `client_public` if one is given."""
-        now = time.monotonic()
+    def offer(self, shipment: Shipment) -> None:
+        """Serve its pieces as they arrive, until it is withdrawn."""
+        shipment.progress = self._router.wake
         with self._lock:
-            self._offers = {k: o for k, o in self._offers.items() if o.until > now}
-            self._offers[key] = Offer(flat, client_public, now + timeout_s)
+            self._shipments[shipment.part.name] = shipment
+        self._router.wake()
 
-    def source(self, key: str, flat: torch.Tensor, timeout_s: float) -> Source:
-        """Offer `flat` to one node, with keys made for it if this server is secured; its Epoch names the result."""
-        keys = new_keys() if self.public else NO_KEYS
-        self.offer(key, flat, timeout_s, keys.public)
-        return Source(self.address, key, self.public, keys.public, keys.secret)
-
-    def withdraw(self, key: str | None = None) -> None:
-        """Serve nothing more under `key`, or under any key; the memory may be written again."""
+    def withdraw(self, *shipments: Shipment) -> None:
+        """Serve nothing more of these shipments, by default of any; on return their memory may be written again."""
         with self._lock:
-            if key is None:
-                self._offers.clear()
-            else:
-                self._offers.pop(key, None)
+            doomed = list(shipments or self._shipments.values())
+            for shipment in doomed:
+                name = shipment.part.name
+                if self._shipments.get(name) is shipment:  # not that of another attempt
+                    del self._shipments[name]
+                    self._withdrawn.append(name)
+        for shipment in doomed:
+            shipment.close()
+        self._router.wake()
 
     def close(self) -> None:
         """Stop at once."""
@@ -203,40 +111,208 @@ class RelayServer:
         self._router.wake()
         self._thread.join(5)
 
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether an offer is for the client with this key; pyzmq asks it for every new connection."""
-        with self._lock:
-            return any(o.client_public == key.decode("ascii", "replace") for o in self._offers.values())
-
     def _serve(self) -> None:
         try:
             while not self._closing:
-                self._router.wait()
+                self._router.wait(self._look_ms())
                 with contextlib.suppress(zmq.Again):
-                    for _ in range(4 * CREDIT):
-                        self._answer(*self._router.socket.recv_multipart(zmq.NOBLOCK, copy=False))
+                    for _ in range(4 * WINDOW):
+                        self._read(*self._router.socket.recv_multipart(zmq.NOBLOCK, copy=False))
+                while self._answer_some():
+                    pass
         except Exception:
             logger.exception("the relay of weights stopped; nodes fetch elsewhere")
         finally:
             self._router.close()
 
-    def _answer(self, identity: zmq.Frame, *frames: zmq.Frame) -> None:
+    def _look_ms(self) -> int | None:
+        """How long nothing needs to be done unless a request or a piece comes."""
+        full, self._full = self._full, False
+        return int(1000 * (FULL_S if full else UNKNOWN_S / 10)) if self._clients else None
+
+    def _read(self, identity: zmq.Frame, *frames: zmq.Frame) -> None:
+        connection = identity.bytes
+        client = self._clients.get(connection)
         try:
             if len(frames) != 1:
                 raise ValueError(f"{len(frames)} frames")
             get = decode_get(frames[0].buffer)
-            client_public = str(frames[0].get("User-Id")) if self.public else ""
-            with self._lock:
-                offer = self._offers.get(get.key)
-            if offer is None or offer.client_public != client_public or offer.until < time.monotonic():
-                raise ValueError("this version is no longer offered here")
-            if not 0 <= get.end - get.start <= PIECE_BYTES or get.end > offer.flat.numel():
-                raise ValueError(f"bytes {get.start} to {get.end} of {offer.flat.numel()} cannot be asked for at once")
-            piece = memoryview(cast(Any, offer.flat[get.start : get.end].numpy()))
-            answer: list[Any] = [encode(Piece(get.start, get.end)), piece]
-        except (ValueError, zmq.ZMQError) as error:
-            answer = [encode(Gone(str(error)))]
+            if client is not None and len(client.requests) >= 2 * WINDOW:
+                raise ValueError(f"{2 * WINDOW} requests wait here")
+        except (ValueError, RecursionError) as error:
+            self._refuse(connection, str(error))
+            return
+        if client is None:
+            self._make_room()
+            client = self._clients[connection] = Client()
+        client.requests.append(get)
+
+    def _make_room(self) -> None:
+        """Beyond MOST_CLIENTS the one goes that has waited longest for a part that nothing is known of."""
+        if len(self._clients) < MOST_CLIENTS:
+            return
+        with self._lock:
+            known = self._shipments.keys()
+        unknown = (connection for connection, c in self._clients.items() if c.requests[0].part not in known)
+        if (first := next(unknown, None)) is not None:
+            self._refuse(first, f"{MOST_CLIENTS} connections wait here")
+
+    def _answer_some(self) -> bool:
+        """One answer to every client that can have one; False when none could."""
+        return any([self._answer(connection, client) for connection, client in list(self._clients.items())])
+
+    def _answer(self, connection: bytes, client: Client) -> bool:
+        get = client.requests[0]
+        with self._lock:
+            shipment, withdrawn = self._shipments.get(get.part), get.part in self._withdrawn
+        if shipment is None:
+            if withdrawn or time.monotonic() > client.since + UNKNOWN_S:
+                self._refuse(connection, "this version is not served here" + " any more" * withdrawn)
+            return False
+        if get.number >= shipment.count:
+            self._refuse(connection, f"piece {get.number} of {shipment.count} cannot be asked for")
+            return False
+        if get.number >= shipment.arrived:
+            return False
+        piece = shipment.piece(get.number)
+        if piece is None:
+            return False  # withdrawn in this moment
         try:
-            self._router.send([identity.bytes, *answer])
-        except zmq.ZMQError as error:  # the client is gone or asked for too much; its own wait has a deadline
-            logger.debug("a piece was not sent: %s", error)
+            self._router.send([connection, encode(Piece(get.number)), piece])
+        except zmq.Again:
+            self._full = True  # the client reads slowly; its pieces wait here
+            return False
+        except zmq.ZMQError as error:
+            logger.debug("a client of the relay is gone: %s", error)
+            del self._clients[connection]
+            return False
+        client.requests.popleft()
+        client.since = time.monotonic()
+        if not client.requests:
+            del self._clients[connection]
+        return True
+
+    def _refuse(self, connection: bytes, reason: str) -> None:
+        self._clients.pop(connection, None)
+        try:
+            self._router.send([connection, encode(Gone(reason))])
+        except zmq.ZMQError as error:  # its own wait has a deadline
+            logger.debug("a refusal was not sent: %s", error)
+
+
+class Stall(msgspec.Struct, frozen=True):
+    """A fetch that waits for another source: its source, the pieces that are here, and the reason ('': silence)."""
+
+    source: str
+    pieces: int
+    reason: str
+
+
+class Fetch:
+    """Brings a shipment's pieces here, from one source after the other. `run` in one thread, the rest from any."""
+
+    def __init__(self, shipment: Shipment, source: str, password: str = "") -> None:
+        self._shipment, self._source, self._password, self._routes = shipment, source, password, 0
+        self.stall: Stall | None = None
+        self._closing = False
+
+    def reroute(self, source: str) -> None:
+        """Go on from `source`, also if that is the same: then with a new connection."""
+        self._source, self.stall = source, None
+        self._routes += 1
+
+    def close(self) -> None:
+        """Let `run` end within LOOK_S."""
+        self._closing = True
+
+    def run(self, timeout_s: float, note: Callable[[], None] = lambda: None) -> None:
+        """Return when every piece is there; calls `note` after pieces. Raises RuntimeError when closed or late."""
+        deadline, shipment = time.monotonic() + timeout_s, self._shipment
+        with zmq.Context() as context:
+            while shipment.arrived < shipment.count:
+                route, source = self._routes, self._source
+                connection = Connection(context, source, shipment, self._password)
+                try:
+                    self._follow(connection, source, route, timeout_s, deadline, note)
+                finally:
+                    connection.close()
+
+    def _follow(
+        self,
+        connection: "Connection",
+        source: str,
+        route: int,
+        timeout_s: float,
+        deadline: float,
+        note: Callable[[], None],
+    ) -> None:
+        """Take pieces in until all are there or there is another source."""
+        shipment = self._shipment
+        heard, failed = time.monotonic(), ""
+        while shipment.arrived < shipment.count and self._routes == route:
+            now = time.monotonic()
+            if self._closing:
+                raise RuntimeError("the transfer was given up")
+            if now > deadline:
+                came = f"{shipment.arrived} of {shipment.count} pieces came within {timeout_s:g} s"
+                raise RuntimeError(f"{came}, at last from {source}: {failed or 'silence'}")
+            try:
+                if failed:
+                    time.sleep(LOOK_S)
+                elif connection.take(LOOK_S):
+                    heard = now
+                    note()
+            except (ValueError, zmq.ZMQError) as error:
+                failed = str(error)
+            if self._routes == route:
+                silent = now - heard > STALL_S
+                self.stall = Stall(source, shipment.arrived, failed) if failed or silent else None
+
+
+class Connection:
+    """To one source, for the pieces from the first that is not there."""
+
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, shipment: Shipment, password: str
+    ) -> None:
+        self._shipment, self._asked = shipment, shipment.arrived
+        self._window = min(WINDOW, max(8, WINDOW_BYTES // shipment.part.piece_bytes))
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 2 * WINDOW)
+        self._socket.setsockopt(zmq.SNDHWM, 2 * WINDOW)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST + TAG_BYTES)
+        self._socket.setsockopt(zmq.IPV6, int("[" in address))
+        give_password(self._socket, password)
+        self._address = address
+        self._connected = False
+
+    def take(self, timeout_s: float) -> bool:
+        """Take in what has come, or comes in time; False if nothing. Raises ValueError, zmq.ZMQError on nonsense."""
+        if not self._connected:
+            self._socket.connect(self._address)
+            self._connected = True
+        self._ask()
+        if not self._socket.poll(int(1000 * timeout_s)):
+            return False
+        frames = self._socket.recv_multipart(copy=False)
+        answer = decode_answer(frames[0].buffer)
+        if isinstance(answer, Gone):
+            raise ValueError(answer.reason or "refused")
+        if answer.number != self._shipment.arrived or len(frames) != 2:
+            what = f"{len(frames) - 1} pieces as piece {answer.number}"
+            raise ValueError(f"{self._address} sent {what}, not piece {self._shipment.arrived}")
+        self._shipment.take_in(frames[1].buffer)
+        return True
+
+    def _ask(self) -> None:
+        shipment = self._shipment
+        while self._asked < min(shipment.arrived + self._window, shipment.count):
+            with contextlib.suppress(zmq.Again):
+                self._socket.send(encode(Get(shipment.part.name, self._asked)), zmq.NOBLOCK)
+                self._asked += 1
+                continue
+            return
+
+    def close(self) -> None:
+        self._socket.close(linger=0)

@@ -13,6 +13,7 @@ from common.errors import SlipstreamError
 from launch.cluster.preflight.exchange import Exchange
 from launch.cluster.preflight.facts import Facts
 from launch.cluster.preflight.links import Link, measure
+from launch.cluster.rendezvous import Store
 
 LINK_S, LINKS_S, CANARY_S, SEEN_S, IMPORT_S, REDUCE_S = 8.0, 35.0, 8.0, 5.0, 35.0, 15.0
 BULK_S = (0.1, 0.4)  # bulk data of one link: with many machines, and with few
@@ -92,8 +93,6 @@ def _all_reduce(name: str, ranks: dict[str, Facts], exchange: Exchange) -> dict[
     if name in ranks:
         os.environ |= ranks[name].interface.environment
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses that have no name
-        from common.weights.collectives import Store
-
         store = Store(ranks[name].interface.address) if name == first else None
     port = exchange(store.port if store is not None else 0, int, IMPORT_S).get(first, 0)
     if name in ranks and not ranks.keys() & exchange.lost.keys():

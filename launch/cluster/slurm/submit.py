@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.config.checks import resolve_paths
 from common.config.loading import load_config
-from common.config.network_checks import is_loopback, is_wildcard, split_address
+from common.config.network_checks import COLLECTIVES_ARE_OPEN, is_loopback, is_wildcard, split_address
 from common.config.schema import Config
 from common.errors import EXIT_DONE, ConfigError, SlipstreamError, UsageError
 from common.process.run_dir import RunDir, write_atomic, write_json
@@ -68,8 +68,8 @@ def command(args: argparse.Namespace) -> int:
 def prepared(file: str, overrides: list[str]) -> tuple[Config, RunDir]:
     """The checked config of a run on many hosts, with keys, written to its run folder; raises UsageError."""
     config = resolve_paths(load_config(Path(file), overrides))
-    if config.weights.transport != "relay":
-        hint = "the jobs run on several hosts, and only relay is authenticated between hosts"
+    if config.weights.transport != "relay" and config.weights.network != "trusted":
+        hint = f"the jobs run on several hosts; {COLLECTIVES_ARE_OPEN}"
         raise ConfigError(file, "weights.transport", "relay", config.weights.transport, hint)
     keys = KeyFolder(config.broker.credentials or Path(config.run.dir) / "keys")
     if not keys.path.is_file() and not keys.server.exists():

@@ -1,21 +1,26 @@
 """Where Megatron-Bridge 0.3.1 gives wrong numbers without an error, on any device; each with its cause.
 
 `hf_folder.give_rope_theta` before the provider is made, `correct_provider` after, `check_rope` on the built model.
+`within_the_part` is no correction: it takes out collectives for which the bridge has no switch.
 """
 
 import functools
 import inspect
 import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
-from megatron.bridge.models.conversion import model_bridge
+from megatron.bridge.models.conversion import model_bridge, param_mapping
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
-from common.errors import UsageError
+from common.errors import SlipstreamError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +43,51 @@ def patch_bridge() -> None:
 
     cls._with_progress_tracking = lambda self, tasks, *args, **kwargs: iter(tasks)
     cls._broadcast_shared_embeddings = broadcast_shared_embeddings
+
+
+@contextmanager
+def within_the_part() -> Iterator[None]:
+    """Within, the bridge converts a parameter in the stage that has it, of the expert-parallel rank that has it.
+
+    0.3.1 sends every parameter to all stages, gathers it there on all tensor-parallel ranks, and experts on all
+    expert-parallel ranks too. Here the first tensor-parallel rank alone gathers; the others get tensors without memory.
+    """
+    cls = param_mapping.MegatronParamMapping  # no mapping overrides these methods
+    ours = {
+        "broadcast_from_pp_rank": _as_it_is,
+        "broadcast_obj_from_pp_rank": _as_it_is,
+        "gather_from_tp_ranks": _gather_on_first,
+        "gather_from_ep_ranks": _own_experts,
+    }
+    theirs = {name: getattr(cls, name) for name in ours}
+    try:
+        for name, method in ours.items():
+            setattr(cls, name, method)
+        yield
+    finally:
+        for name, method in theirs.items():
+            setattr(cls, name, method)
+
+
+def _as_it_is(self: Any, own: Any, cache_key: str | None = None) -> Any:
+    return own
+
+
+def _gather_on_first(self: Any, tensor: Tensor) -> list[Tensor]:
+    if self.tp_size == 1 or tensor.is_meta:
+        return [tensor] * self.tp_size
+    if self.tp_rank == 0:
+        shards = [torch.empty_like(tensor) for _ in range(self.tp_size)]
+        dist.gather(tensor, shards, group=self.tp_group, group_dst=0)
+        return shards
+    dist.gather(tensor, group=self.tp_group, group_dst=0)
+    return [torch.empty_like(tensor, device="meta")] * self.tp_size
+
+
+def _own_experts(self: Any, weights: Tensor, module: Any, name: str) -> dict[str, Tensor]:
+    if self.ep_size > 1 and not re.search(r"experts\.\d+\.", name):
+        raise SlipstreamError(f"{name} has the experts of several ranks; they cannot be exported apart")
+    return {name: weights.squeeze()}  # the name has the expert's number in the whole model; 0.3.1 squeezes too
 
 
 def correct_provider(config: Any, provider: Any) -> None:

@@ -14,6 +14,7 @@ from common.process.files import pretty_json
 from learner.megatron import parallel
 from learner.megatron.conversion import hf_folder
 from learner.megatron.conversion.model import Model
+from learner.megatron.conversion.part_export import PartExporter
 
 SHARD_BYTES = 4 << 30
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
@@ -23,14 +24,13 @@ class Exporter:
     """Streams the current weights in Hugging Face terms."""
 
     def __init__(self, model: Model, chunks: list[Any]) -> None:
-        self.model, self.chunks = model, chunks
+        self.model, self.chunks, self._part = model, chunks, PartExporter(model)
+        self.part_layout = self._part.layout
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of every parameter, as learner.backend_protocol.Backend.export. Collective."""
-        for chunk in self.chunks:
-            if chunk.ddp_config.overlap_param_gather:  # else the shards of other ranks are those before the last step
-                chunk.start_param_sync(force_sync=True)
+        self._synchronize()
         yield from self.model.bridge.export_hf_weights(
             self.model.chunks,
             cpu=False,
@@ -38,6 +38,16 @@ class Exporter:
             conversion_tasks=self.model.tasks,
             merge_adapter_weights=False,
         )
+
+    def part(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) of this rank's part, as learner.backend_protocol.Backend.export_part. Collective."""
+        self._synchronize()
+        yield from self._part.tensors()
+
+    def _synchronize(self) -> None:
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:  # else the shards of other ranks are those before the last step
+                chunk.start_param_sync(force_sync=True)
 
     def save(self, source: Path, path: Path) -> None:
         """A folder like `source` with the current weights, complete or absent. Collective."""

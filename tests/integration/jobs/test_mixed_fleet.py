@@ -1,4 +1,7 @@
-"""A whole job of roles that are started one by one, with engines of different sizes: tensor parallelism 1 and 2."""
+"""A whole job of roles that are started one by one, with engines of different sizes: tensor parallelism 1 and 2.
+
+The learner has two pipeline stages. Each sends its part of the weights, which go on from node to node.
+"""
 
 import re
 from pathlib import Path
@@ -46,7 +49,8 @@ def workers(pid: int) -> list[str]:
 def test_roles_started_separately_with_engines_of_one_and_of_two_workers_train_one_policy_and_drain(assets, tmp_path):
     run_dir = tmp_path / "run"
     sections: dict[str, dict[str, Any]] = {
-        "weights": {"encoding": "full", "canary_every": 1},
+        "weights": {"encoding": "full", "canary_every": 1, "transport": "relay"},
+        "learner": {"world_size": 2, "parallel": {"pipeline": 2}},
         # Every token is sampled by the version that trains: only arithmetic may separate log-probabilities.
         "staleness": {"max": 0},
         # A node leases three of a step's four groups at most, so the slower one finds work in each step.
@@ -87,6 +91,7 @@ def test_roles_started_separately_with_engines_of_one_and_of_two_workers_train_o
                     assert reached[0] > 0 and reached == sorted(reached)
                 for command in (wide, learner, narrow, broker):
                     command.drain()
+    assert "every version comes in 2 parts" in (run_dir / "logs" / "learner-0.log").read_text()
     lines = metrics(run_dir)
     assert status(run_dir)["learner"]["policy_version"] == len(lines)
     assert not [entry for entry in ledger(run_dir) if entry["state"] == "leased"]

@@ -13,12 +13,13 @@ import torch
 
 from common.security.credentials import load_credential
 from common.weights import messages, packing
-from common.weights.messages import Epoch
-from common.weights.receiver import Receiver
+from common.weights.collectives import Meeting
+from common.weights.messages import Epoch, Publish
+from common.weights.receiver import Receiver, StagingStatus
 from common.weights.transports.registry import receivable
-from rollout_fleet.weights.engine_weights import Flip, ProofFailed, StagingFailed
+from rollout_fleet.weights.engine_weights import Flip, ProofFailed, Watch, until_staged
 from rollout_fleet.weights.weight_client import WeightClient
-from tests.contract.transport_receiver import FaultyGroup
+from tests.contract.transport_receiver import FaultyGroup, count_pieces
 
 _rig: Connection | None = None
 
@@ -31,48 +32,50 @@ def say(event: str, **what: object) -> None:
 class PlaneGroup(FaultyGroup):
     """It tells of its fault. Two more are possible: no collective forms, or the bucket is changed."""
 
-    def __init__(self, epoch: Epoch) -> None:
-        if self.fault == "no collective" and epoch.transport != "relay":
+    def __init__(self, epoch: Epoch, meeting: Meeting) -> None:
+        if self.fault == "no collective":
             raise RuntimeError("no route to the others")
-        super().__init__(epoch)
+        super().__init__(epoch, meeting)
 
-    def strike(self, bucket: torch.Tensor) -> None:
-        say("fault", kind=self.fault)
-        super().strike(bucket)
-        if self.fault == "corrupt":
-            bucket[7] ^= 1
+    @classmethod
+    def strike(cls, data: Any) -> None:
+        say("fault", kind=cls.fault)
+        super().strike(data)
+        if cls.fault == "corrupt":
+            data[7] ^= 1
 
 
 class BufferTarget:
     """EngineWeights whose engine is a buffer."""
 
     def __init__(self, break_load: bool = False, spoil_served: bool = False) -> None:
-        self.receiver, self.sources = Receiver(PlaneGroup), list[str]()  # where its weights came from
+        self.receiver = Receiver(PlaneGroup)
         self.break_load, self.spoil_served = break_load, spoil_served
         self.weights: torch.Tensor | None = None
 
     async def tell(self, message: bytes, node_id: str) -> bytes:
         told = messages.decode_from_learner(message)
         if isinstance(told, Epoch):
-            self.sources.append(told.source.address if told.source else "")
-            size, source = told.world_size, self.sources[-1]
-            say("epoch", epoch=told.epoch, size=size, transport=told.transport, source=source)
+            say("epoch", epoch=told.epoch, size=told.world_size, transport=told.transport)
+        elif isinstance(told, Publish):
+            say("publish", version=told.version, encoding=told.encoding, sources=told.sources)
+        elif isinstance(told, messages.Reroute | messages.Serve):
+            say(type(told).__name__.lower(), to=getattr(told, "source", ""))
         answer = self.receiver.obey(told, node_id)
         if answer is None:
             return b""
-        say("serves", address=answer.address, reason=answer.reason)
+        say("listens", address=answer.address)
         return messages.encode(answer)
 
-    async def stage(self, publish: bytes) -> float:
+    async def stage(self, publish: bytes, watch: Watch) -> float:
+        async def status() -> StagingStatus:
+            now = self.receiver.status
+            if now.state == "failed":
+                say("failed", version=now.version, reason=now.error)
+            return now
+
         await self.tell(publish, "")
-        while True:
-            status = self.receiver.status
-            if status.state == "failed":
-                say("failed", version=status.version, reason=status.error)
-                raise StagingFailed(status.error)
-            if status.state == "staged":
-                return status.receive_s
-            await asyncio.sleep(0.002)
+        return await until_staged(status, watch)
 
     async def flip(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
         flat = self.receiver.take(incarnation, version)
@@ -82,7 +85,8 @@ class BufferTarget:
         self.receiver.give_back(flat)
         if self.break_load:
             self.weights[0] ^= 1
-        found = packing.checksum(self.weights)
+        assert self.receiver.layout is not None
+        found = packing.version_checksum(self.weights, self.receiver.layout)
         if found != expected_checksum:
             raise ProofFailed(f"found {found}, published {expected_checksum}")
         return Flip(0.0, found)
@@ -96,6 +100,7 @@ class BufferTarget:
 
 async def main(node_id: str, credentials: str = "", transport: str = "gloo", **faults: Any) -> None:
     FaultyGroup.fault, FaultyGroup.at = faults.pop("fault", ""), faults.pop("at", -1)
+    count_pieces(PlaneGroup)
     target = BufferTarget(**faults)
     credential = load_credential(credentials, "node", node_id) if credentials else None
     client = WeightClient(node_id, target, credential, receivable(transport))

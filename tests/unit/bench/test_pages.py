@@ -120,14 +120,14 @@ def test_the_layouts_on_the_page_are_those_that_the_suite_proves() -> None:
 
 
 def test_the_deadlines_on_the_page_of_weights_are_those_of_the_code() -> None:
-    from learner.publish.receiver_state import MAX_ATTEMPTS, PEER_WAIT_S
-    from learner.publish.relay import PEER_FETCHES
+    from common.weights.transports.relay import STALL_S
+    from learner.publish.receiver_state import LISTEN_WAIT_S, MAX_ATTEMPTS
     from rollout_fleet.weights.weight_client import REJOIN_AFTER_S
 
     text = (ROOT / "docs" / "weights.md").read_text()
     assert bucket_timeout(20.0) == 5.0 and "a quarter of `weights.timeout_s`" in text
     assert f"{MAX_ATTEMPTS} attempts" in text
-    assert f"{PEER_WAIT_S:g} s for a peer's answer" in text and f"{PEER_FETCHES} fetches at a time" in text
+    assert f"{LISTEN_WAIT_S:g} s for the answer to a Welcome" in text and f"{STALL_S:g} s without a piece" in text
     assert f"{REJOIN_AFTER_S:g} s without a message" in text
 
 

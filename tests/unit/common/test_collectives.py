@@ -1,11 +1,15 @@
-"""Buckets one behind the other: what is under way while the caller looks at one."""
+"""Buckets one behind the other: what is under way while the caller looks at one. And the store where members meet."""
 
+import datetime
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from common.weights.collectives import POSTED, in_turn
+from common.weights import collectives
+from common.weights.collectives import POSTED, Meeting, in_turn
+from tests.waiting import LIMIT_S
 
 PAYLOAD = torch.arange(2 * POSTED + 5, dtype=torch.uint8)
 BUCKETS = PAYLOAD.split(2)
@@ -63,3 +67,61 @@ def test_a_caller_that_leaves_leaves_nothing_under_way_and_one_bucket_and_none_a
     buckets.close()  # type: ignore[attr-defined]
     assert group.events[-2:] == [("close", 0), ("wait", 1)]
     assert [len(list(in_turn(Noted(), PAYLOAD[:n], 2, 1.0))) for n in (1, 0)] == [1, 0]
+
+
+# ---------------------------------------------------------------- where a group meets
+
+
+def test_what_a_member_sets_is_told_and_the_first_value_of_a_key_stays() -> None:
+    told: list[tuple[str, bytes]] = []
+    meeting = Meeting(LIMIT_S, lambda key, value: told.append((key, value)))
+    meeting.add_entries({"theirs": b"1"})
+    meeting.set("mine", "2")
+    meeting.set("theirs", b"3")
+    meeting.add_entries({"mine": b"4"})
+    assert meeting.multi_get(["theirs", "mine"]) == [b"1", b"2"] and told == [("mine", b"2"), ("theirs", b"3")]
+    assert meeting.check(["mine", "theirs"]) and not meeting.check(["mine", "absent"])
+
+
+def test_who_waits_goes_on_when_the_last_entry_has_come() -> None:
+    meeting, found = Meeting(LIMIT_S, lambda key, value: None), list[list[bytes]]()
+    thread = threading.Thread(target=lambda: found.append(meeting.multi_get(["a", "b"])))
+    thread.start()
+    meeting.add_entries({"b": b"2"})
+    assert thread.is_alive() and not found
+    meeting.add_entries({"a": b"1"})
+    thread.join(LIMIT_S)
+    assert found == [[b"1", b"2"]]
+
+
+def test_waiting_ends_at_the_earlier_deadline_and_says_how_much_is_missing() -> None:
+    meeting = Meeting(LIMIT_S, lambda key, value: None)
+    meeting.add_entries({"a": b"1"})
+    with pytest.raises(RuntimeError, match=r"not all members came within 0.05 s: 2 entries are missing"):
+        meeting.wait(["a", "b", "c"], datetime.timedelta(seconds=0.05))
+    meeting.set_timeout(datetime.timedelta(seconds=0.06))
+    with pytest.raises(RuntimeError, match=r"within 0.06 s: 1 entries are missing"):
+        meeting.wait(["b"], datetime.timedelta(seconds=LIMIT_S))
+
+
+def test_closing_wakes_those_who_wait_and_what_is_there_can_still_be_had() -> None:
+    meeting, error = Meeting(LIMIT_S, lambda key, value: None), list[str]()
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError, match="the group was given up: 1 entries") as raised:
+            meeting.get("b")
+        error.append(str(raised.value))
+
+    meeting.set("a", b"1")
+    thread = threading.Thread(target=wait)
+    thread.start()
+    meeting.close()
+    thread.join(LIMIT_S)
+    assert error and meeting.get("a") == b"1"
+
+
+def test_a_member_cannot_fill_the_memory_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "MOST_ENTRIES", 3)
+    meeting = Meeting(0.01, lambda key, value: None)
+    meeting.add_entries({str(number): b"" for number in range(9)})
+    assert [meeting.check([str(number)]) for number in range(4)] == [True, True, True, False]

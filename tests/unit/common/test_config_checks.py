@@ -214,12 +214,39 @@ def test_weights_leave_the_machine_by_relay_with_keys_alone_and_redis_with_tls_b
         ({"address": "10.0.0.4", "transport": "gloo"}, keys),
         ({"address": "10.0.0.4", "transport": "nccl"}, keys),
     ):
-        refused(job(folder, weights=weights, broker=broker), "weights.address", "relay")
+        ways_out = ("weights.transport: relay", "slipstream keys", "weights.network: trusted on a private network")
+        refused(job(folder, weights=weights, broker=broker), "weights.address", *ways_out)
     refused(job(folder, weights={"address": "0.0.0.0", "transport": "relay"}, broker=keys), "weights.address", "reach")
     passes(folder, weights={"address": "10.0.0.4", "transport": "relay"}, broker=keys)
     redis = {"store": "redis", **keys}
     refused(job(folder, broker={**redis, "redis": "redis://10.0.0.4:6379/0"}), "broker.redis", "TLS")
     passes(folder, broker={**redis, "redis": "rediss://10.0.0.4:6379/0"})
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl", "relay"])
+def test_a_trusted_network_lets_every_transport_leave_the_machine_with_keys(folder, tmp_path, transport):
+    make(KeyFolder(tmp_path / "keys"), ["n0"])
+    keys = {"credentials": str(tmp_path / "keys")}
+    trusted = {"transport": transport, "network": "trusted"}
+    away, several = {**trusted, "address": "10.0.0.4"}, {"machines": 2, "world_size": 2}
+    passes(folder, weights=trusted)
+    passes(folder, weights=away, broker=keys)
+    without = ("slipstream keys", "only the data of gloo and nccl is in the clear")
+    refused(job(folder, weights=away), "broker.credentials", *without)
+    refused(job(folder, weights={**trusted, "address": "0.0.0.0"}, broker=keys), "weights.address", "reach")
+    passes(folder, weights=trusted, broker=keys, learner=several)
+    passes(folder, weights=away, broker=keys, learner=several)
+    refused(job(folder, weights=trusted, learner=several), "broker.credentials", "several machines", *without)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
+def test_an_untrusted_network_gives_the_weights_of_several_machines_to_the_relay(folder, tmp_path, transport):
+    make(KeyFolder(tmp_path / "keys"), ["n0"])
+    keys, several = {"credentials": str(tmp_path / "keys")}, {"machines": 2, "world_size": 2}
+    words = ("relay, with a key folder", "several machines", "weights.network: trusted on a private network")
+    refused(job(folder, weights={"transport": transport}, broker=keys, learner=several), "weights.transport", *words)
+    refused(job(folder, weights={"transport": "relay"}, learner=several), "weights.transport", words[0])
+    passes(folder, weights={"transport": "relay"}, broker=keys, learner=several)
 
 
 @pytest.mark.parametrize("address", ["redis://127.0.0.1:6379/0", "rediss://localhost", "unix:///run/redis.sock?db=1"])

@@ -9,13 +9,15 @@ import torch
 from msgspec import structs
 
 from common.errors import UsageError
+from common.weights.collectives import Meeting
 from common.weights.messages import Epoch
 from common.weights.transports import nccl, registry
 from common.weights.transports.device import DeviceGroup
 from tests.waiting import LIMIT_S
 
 CPU = torch.device("cpu")
-EPOCH = Epoch(1, 1, 2, "127.0.0.1", 1, 0.3, "nccl")
+EPOCH = Epoch(1, 1, 2, 0.3, "nccl")
+MEETING = Meeting(0.3, lambda key, value: None)
 
 
 class Library:
@@ -102,7 +104,7 @@ def test_buckets_cross_through_the_bounce_buffer_to_those_who_receive_only() -> 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_nccl_without_a_device_is_a_usage_error_that_says_what_to_do() -> None:
     says = "weights.transport: nccl needs a CUDA device on learner and nodes; found none; use gloo"
-    for ask in (lambda: registry.require("nccl"), lambda: registry.open_group(EPOCH)):
+    for ask in (lambda: registry.require("nccl"), lambda: registry.open_group(EPOCH, MEETING)):
         with pytest.raises(UsageError, match=says):
             ask()
     registry.require("gloo")
@@ -110,8 +112,8 @@ def test_nccl_without_a_device_is_a_usage_error_that_says_what_to_do() -> None:
 
 
 def test_names_of_transports_that_do_not_exist_are_refused_and_nodes_always_have_the_relay() -> None:
-    with pytest.raises(RuntimeError, match="over 'pigeon', this version knows gloo, nccl, relay"):
-        registry.open_group(Epoch(1, 1, 2, "", 0, 1.0, "pigeon"))
+    with pytest.raises(RuntimeError, match="over 'pigeon', this version knows relay, gloo, nccl"):
+        registry.open_group(Epoch(1, 1, 2, 1.0, "pigeon"), MEETING)
     assert registry.receivable("gloo") == ("gloo", "relay")
     assert registry.receivable("relay") == ("relay",)
     assert registry.receivable("nccl")[0] == "nccl"
@@ -126,7 +128,7 @@ def test_groups_that_threads_form_are_on_the_device_of_the_worker(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     nccl.remember_device()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)  # as in a thread that has not chosen one
-    nccl.NcclGroup(EPOCH)
+    nccl.NcclGroup(EPOCH, MEETING)
     assert formed == [torch.device("cuda", 3)]
 
 
@@ -143,7 +145,6 @@ def test_nccls_communicator_leaves_the_environment_as_it_was(monkeypatch: pytest
         def abort(self) -> None:
             seen.append("aborted")
 
-    monkeypatch.setattr(nccl, "epoch_store", lambda epoch: None)
     monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", ProcessGroup, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     for before in (None, "3"):
@@ -151,6 +152,6 @@ def test_nccls_communicator_leaves_the_environment_as_it_was(monkeypatch: pytest
             monkeypatch.delenv(nccl.HANDLING, raising=False)
         else:
             monkeypatch.setenv(nccl.HANDLING, before)
-        nccl.NcclCommunicator(EPOCH, CPU).abort()
+        nccl.NcclCommunicator(EPOCH, MEETING, CPU).abort()
         assert os.environ.get(nccl.HANDLING) == before
     assert seen == ["0", "aborted", "0", "aborted"]

@@ -55,7 +55,12 @@ def test_run_of_another_config_is_refused_with_the_key(config, key, value):
 def test_a_run_may_be_continued_longer_or_with_more_nodes_but_not_as_a_warm_start_or_in_a_file(config, tmp_path):
     run = RunDir(config.run.dir)
     run.prepare(config)
-    for key, value in (("run__steps", 9), ("rollout__nodes", 2), ("telemetry__refresh_s", 3.0)):
+    for key, value in (
+        ("run__steps", 9),
+        ("rollout__nodes", 2),
+        ("telemetry__refresh_s", 3.0),
+        ("weights__network", "trusted"),
+    ):
         longer = changed(config, **{key: value})
         run.prepare(longer)
         assert load_config(run.config) == longer

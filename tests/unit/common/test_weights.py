@@ -9,9 +9,9 @@ import torch
 from msgspec import structs
 
 from common.weights import delta, messages, packing
-from common.weights.collectives import bucket_timeout, reason_of
+from common.weights.collectives import Meeting, bucket_timeout, reason_of
 from common.weights.layout import ALIGNMENT, Layout
-from common.weights.messages import Epoch, Publish, Source
+from common.weights.messages import Epoch, Publish
 from common.weights.receiver import Receiver, receive_buckets
 from tests.waiting import until
 
@@ -112,17 +112,8 @@ def test_a_bad_bucket_is_named_after_the_whole_broadcast_was_followed(layout: La
     assert shares == pytest.approx([1 / 3, 2 / 3, 1])
 
 
-def test_weights_of_another_source_are_held_to_a_digest_that_cannot_be_forged(layout: Layout, flat: torch.Tensor):
-    publish = publish_of(flat, layout)
-    honest = structs.replace(publish, sha256=packing.sha256(flat))
-    receive_buckets(Replay(flat), torch.zeros_like(flat), honest)
-    forged = structs.replace(publish, sha256=packing.sha256(flat + 1))  # as if its xxh3 were the same
-    with pytest.raises(ValueError, match="SHA-256"):
-        receive_buckets(Replay(flat), torch.zeros_like(flat), forged)
-
-
 def test_a_receiver_refuses_what_was_not_announced(layout: Layout, flat: torch.Tensor) -> None:
-    receiver = Receiver(lambda epoch: Replay(flat))
+    receiver = Receiver(lambda epoch, meeting: Replay(flat))
     with pytest.raises(ValueError, match="another layout"):
         receiver.obey(publish_of(flat, layout))
     receiver.obey(messages.Welcome(0, layout))
@@ -133,23 +124,44 @@ def test_a_receiver_refuses_what_was_not_announced(layout: Layout, flat: torch.T
         receiver.take(0, 7)
 
 
-@pytest.mark.parametrize("source", [None, Source("tcp://127.0.0.1:9", "key")], ids=["collective", "relay"])
-def test_a_receiver_keeps_a_collective_group_and_lets_go_of_a_source_that_has_served(
-    layout: Layout, flat: torch.Tensor, source: Source | None
-) -> None:
+def test_a_receiver_keeps_a_collective_group_until_it_closes(layout: Layout, flat: torch.Tensor) -> None:
     group = Replay(flat)
-    receiver = Receiver(lambda epoch: group)
+    receiver = Receiver(lambda epoch, meeting: group)
     receiver.obey(messages.Welcome(0, layout))
-    receiver.obey(structs.replace(EPOCH, source=source))
+    receiver.obey(EPOCH)
     receiver.obey(publish_of(flat, layout))
     until(lambda: receiver.status.state == "staged")
-    assert group.closed == (source is not None)
+    assert not group.closed
     receiver.close()
     assert group.closed
     with pytest.raises(ValueError, match="Ping is nothing for a receiver"):
         receiver.obey(messages.Ping())
     with pytest.raises(ValueError):
         messages.decode_from_node(messages.encode(messages.Ping()))
+
+
+def test_a_receiver_says_where_it_serves_if_it_can_and_shows_what_it_set_in_its_groups_store(
+    layout: Layout, flat: torch.Tensor
+) -> None:
+    met = list[Meeting]()
+    receiver = Receiver(lambda epoch, meeting: met.append(meeting) or Replay(flat))
+    for reach in ("", "no.such.host.invalid:7", "127.0.0.1", "127.0.0.1:port"):
+        assert receiver.obey(messages.Welcome(0, layout, reach), "a") == messages.Listening("a", "")
+    heard = receiver.obey(messages.Welcome(0, layout, "127.0.0.1:7"), "a")
+    assert heard is not None and heard.address.startswith("tcp://127.0.0.1:")
+    assert receiver.obey(messages.Welcome(0, layout, "127.0.0.1:9"), "a") == heard, "it has one server"
+    receiver.obey(EPOCH)
+    receiver.obey(publish_of(flat, layout))
+    until(lambda: receiver.status.state == "staged")
+    met[0].set("mine", b"1")
+    assert receiver.status.entries == {"mine": b"1"}
+    receiver.obey(messages.Meet(EPOCH.epoch + 1, {"theirs": b"2"}))
+    assert not met[0].check(["theirs"])
+    receiver.obey(messages.Meet(EPOCH.epoch, {"theirs": b"2"}))
+    assert met[0].get("theirs") == b"2" and receiver.status.entries == {"mine": b"1"}
+    receiver.obey(structs.replace(EPOCH, epoch=2))
+    assert receiver.status.entries == {}, "a new group has a store of its own"
+    receiver.close()
 
 
 def test_a_collectives_error_is_cut_to_what_a_person_needs() -> None:
@@ -164,7 +176,7 @@ def test_a_collectives_error_is_cut_to_what_a_person_needs() -> None:
 
 
 LAYOUT = Layout.of([("a", "bfloat16", (3000,)), ("b", "float32", (100,))])
-EPOCH = Epoch(1, 1, 2, "127.0.0.1", 1, 5.0)
+EPOCH = Epoch(1, 1, 2, 5.0)
 
 
 class Node:
@@ -172,7 +184,7 @@ class Node:
 
     def __init__(self) -> None:
         self.wire = Replay(torch.zeros(0, dtype=torch.uint8))
-        self.receiver = Receiver(lambda epoch: self.wire)
+        self.receiver = Receiver(lambda epoch, meeting: self.wire)
         self.receiver.obey(messages.Welcome(0, LAYOUT))
         self.receiver.obey(EPOCH)
 

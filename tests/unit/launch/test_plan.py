@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from common.errors import UsageError
 from launch.cli import main
-from launch.plan.plan import WIDTH, as_json, page
+from launch.plan.plan import WIDTH, as_json, command, page
 from launch.plan.review import make_review
 from tests.launch_rig import ROOT, refusal, text_of
 
@@ -83,6 +85,38 @@ def test_a_config_that_passes_exits_with_0_and_machine_readable(here: Path, caps
     assert len(found["before_launch"]) == 2, "the hub's dataset is not missing"
     several = make_review("configs/qwen3-0.6b-gsm8k.yaml", ["rollout.nodes=5"]).before_launch
     assert "loopback" not in str(found) and "is a loopback address" in several[-1], "sockets of several machines"
+    assert several[-1].endswith("needs broker.credentials, and weights.transport: relay or weights.network: trusted")
+
+
+def ask(link: str | None, json: bool = True) -> int:
+    given = {} if link is None else {"link": float(link)}
+    name = "configs/qwen3-235b-a22b.yaml"
+    return command(Namespace(config=name, overrides=[], gpus_per_node=8, json=json, **{"link": 100.0, **given}))
+
+
+def test_a_slower_link_makes_a_publish_longer_on_the_page_in_json_and_in_the_remarks(here: Path, capsys) -> None:
+    assert ask(None) == 0
+    fast = json.loads(capsys.readouterr().out)
+    publish = fast["plan"]["rl"]["publish"]
+    assert (publish["sources"], publish["link_gbit"]) == (32, 100)
+    assert "weights.timeout_s" not in str(fast["remarks"])
+    assert ask("10") == 0
+    slow = json.loads(capsys.readouterr().out)
+    assert slow["plan"]["rl"]["publish"]["publish_s"] == pytest.approx(10 * publish["publish_s"])
+    assert slow["plan"]["rl"]["publish"]["send_s"] == pytest.approx(10 * publish["send_s"])
+    assert "over links of 10 Gb/s takes about 382 s, more than weights.timeout_s (300 s)" in str(slow["remarks"])
+    assert ask("25", json=False) == 0
+    flat = " ".join(capsys.readouterr().out.split())
+    assert (
+        "sources 32, the largest sends 15.1 GiB; with links of 25 Gb/s the last node has everything after about" in flat
+    )
+
+
+@pytest.mark.parametrize("link", ["0", "-1", "nan", "inf"])
+def test_a_link_that_carries_nothing_is_refused(here: Path, link: str) -> None:
+    with pytest.raises(UsageError, match=f"--link: expected .* above 0, found {link}") as refused:
+        ask(link)
+    assert refused.value.exit_code == 2
 
 
 def test_missing_files_are_brought_before_launch_but_a_bad_dataset_fails(here: Path) -> None:
@@ -131,7 +165,13 @@ REMARKS = [
     ("deepseek-v3", [], "EP 32 spans 4 nodes of 8"),
     ("llama-3.1-70b", [], "nothing shards the optimizer states"),
     ("llama-3.1-405b", ["learner.groups_per_step=1"], "the pipeline idles"),
-    ("llama-3.1-405b", ["weights.timeout_s=20"], "a link of 100 Gb/s carries 12.5"),
+    (
+        "llama-3.1-405b",
+        ["weights.timeout_s=20"],
+        "over links of 100 Gb/s takes about 66 s, more than weights.timeout_s",
+    ),
+    ("qwen3-235b-a22b", [], "15.1 GiB of it are on the rank with the largest part, and 55.6 GiB on the machine"),
+    ("mixtral-8x7b", ["weights.transport=gloo"], "87.0 GiB of it are on the rank with the largest part, and 87.0 GiB"),
     ("mixtral-8x7b", ["rollout.engine.tensor_parallel=1"], "leaves a GPU of 80 GB cache for 0 tokens"),
     ("mixtral-8x7b", ["broker.max_bytes=1000000", "broker.max_message_bytes=1000000"], "a full window"),
     ("mixtral-8x7b", ["learner.moe.freeze_router=false"], "Routers train without balancing"),

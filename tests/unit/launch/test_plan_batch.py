@@ -7,9 +7,22 @@ import pytest
 from common.config.schema import Config, SftConfig, SftLearnerConfig, SftTasksConfig
 from common.rollouts import Group, Sample, VersionRun, encode_group
 from common.staleness import window_end
+from common.weights import pieces
+from common.weights.layout import Layout
 from common.wire_types import Array
-from launch.plan.job_plan import batch_of, bubble, engine_of, publish_of, window_of
-from launch.plan.process_groups import Sizes
+from launch.plan.architecture import Architecture, Attention, Experts
+from launch.plan.job_plan import (
+    DEPTH_SHARE,
+    Publish,
+    batch_of,
+    bubble,
+    engine_of,
+    publish_of,
+    source_bytes,
+    window_of,
+)
+from launch.plan.parameters import hf_tensors
+from launch.plan.process_groups import SPARSE, Sizes, rank_groups
 from tests.launch_rig import architecture
 
 
@@ -81,8 +94,90 @@ def test_the_window_is_that_of_the_staleness_rule_with_groups_as_large_as_on_the
     assert replayed.group_bytes - found.group_bytes == routing
 
 
+# A layer has q, k, v and o of 64 x 64, two norms of 64 and a router of 4 x 64. An expert has three matrices of 64 x 32.
+MOE = Architecture(
+    kind="mixtral",
+    layers=2,
+    hidden=64,
+    ffn=32,
+    vocabulary=100,
+    tied=False,
+    positions=128,
+    attention=Attention(heads=4, kv_heads=4, head_dim=16),
+    experts=Experts(count=4, per_token=2, ffn=32),
+    moe_layers=(True, True),
+)
+TABLE, NORM, EXPERT = 100 * 64 * 2, 64 * 2, 3 * 64 * 32 * 2  # bytes in bfloat16, each tensor a multiple of 64
+LAYER = 4 * 64 * 64 * 2 + 2 * NORM + 4 * 64 * 2  # without experts
+CUT: dict[str, object] = {"world_size": 8, "parallel": {"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}}
+
+
+def relay(model: Architecture, gpus_per_node: int = 8, link_gbit: float = 100) -> Publish:
+    return publish_of(job(learner=CUT, weights={"transport": "relay"}), model, gpus_per_node, link_gbit)
+
+
+def test_over_the_relay_the_owners_of_a_part_send_it_each() -> None:
+    layout = Layout.of([(name, "bfloat16", shape) for name, shape in hf_tensors(MOE)])
+    parts = source_bytes(layout, MOE, job(learner=CUT).learner)
+    assert parts == {
+        0: TABLE + LAYER + 2 * EXPERT,  # stage 0 has ranks 0-3; expert-parallel ranks 0 and 1 have two experts each
+        1: 2 * EXPERT,
+        4: LAYER + 2 * EXPERT + NORM + TABLE,
+        5: 2 * EXPERT,
+    }
+    assert sum(parts.values()) == layout.total_bytes
+    found = relay(MOE)
+    assert (found.sources, found.largest_source_bytes) == (4, parts[4])
+    assert found.largest_machine_bytes == found.bytes == layout.total_bytes, "all ranks are on one machine"
+    assert relay(MOE, gpus_per_node=4).largest_machine_bytes == parts[4] + parts[5]
+    assert relay(MOE, gpus_per_node=1).largest_machine_bytes == parts[4]
+
+
+def test_experts_cut_by_tensor_parallelism_come_from_the_first_rank_that_has_a_share() -> None:
+    cut: dict[str, object] = {
+        "parallel": {"tensor": 2, "pipeline": 2, "expert": 2, "expert_tensor": 2, "sequence": True}
+    }
+    layout = Layout.of([(name, "bfloat16", shape) for name, shape in hf_tensors(MOE)])
+    learner = job(learner={"world_size": 8, **cut}).learner
+    assert [*source_bytes(layout, MOE, learner)] == [0, 2, 4, 6]
+    groups = rank_groups(Sizes.of(8, learner.parallel), ("expert_tensor", "expert_data"), SPARSE)
+    assert sorted(group[0] for group in groups) == [0, 2, 4, 6]
+
+
+def test_virtual_stages_belong_to_the_stage_that_has_them_and_tied_embeddings_to_the_first() -> None:
+    dense = msgspec.structs.replace(MOE, layers=4, tied=True, experts=None, moe_layers=(False,) * 4)
+    layer = 4 * 64 * 64 * 2 + 2 * NORM + EXPERT  # a dense feed-forward is as large as one expert
+    layout = Layout.of([(name, "bfloat16", shape) for name, shape in hf_tensors(dense)])
+    learner = job(learner={"parallel": {"pipeline": 2, "virtual_pipeline": 2}}).learner
+    parts = source_bytes(layout, dense, learner)
+    assert parts == {0: TABLE + 2 * layer, 2: 2 * layer + NORM}
+    assert sum(parts.values()) == layout.total_bytes
+
+
+def test_gaps_of_alignment_are_sent_too() -> None:
+    odd = msgspec.structs.replace(MOE, hidden=60, vocabulary=99)
+    layout = Layout.of([(name, "bfloat16", shape) for name, shape in hf_tensors(odd)])
+    assert layout.total_bytes > sum(entry.size_bytes for entry in layout.entries)
+    assert sum(source_bytes(layout, odd, job(learner=CUT).learner).values()) == layout.total_bytes
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
+def test_without_the_relay_the_first_rank_sends_the_whole_model(transport: str) -> None:
+    found = publish_of(job(learner=CUT, weights={"transport": transport}), MOE, 4, 100)
+    assert (found.sources, found.largest_source_bytes, found.largest_machine_bytes) == (1, found.bytes, found.bytes)
+    assert found.publish_s == found.send_s == found.bytes / 12.5e9
+
+
+def test_a_publish_takes_as_long_as_a_node_receives_and_a_little_for_the_depth_of_the_chain() -> None:
+    found = relay(MOE, gpus_per_node=4, link_gbit=8)  # 1e9 bytes/s
+    assert found.send_s == found.largest_machine_bytes / 1e9
+    assert found.publish_s == pytest.approx(found.bytes / 1e9 * (1 + 1 / 64))
+    assert DEPTH_SHARE == pieces.DEPTH_SHARE
+    assert relay(MOE, gpus_per_node=4, link_gbit=16).publish_s == found.publish_s / 2
+
+
 def test_a_publish_is_the_weights_in_their_dtype_and_an_engine_has_its_share_of_them_and_of_the_cache() -> None:
-    found = publish_of(job(weights={"bucket_mib": 256, "timeout_s": 10}), architecture("Qwen3-0.6B"))
+    found = publish_of(job(weights={"bucket_mib": 256, "timeout_s": 10}), architecture("Qwen3-0.6B"), 8, 100)
     assert found.bytes == 596_049_920 * 2  # every tensor of this model is a multiple of the alignment
     assert found.buckets == 5
     assert found.tensors == 310

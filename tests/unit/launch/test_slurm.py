@@ -70,8 +70,24 @@ def test_an_unreadable_option_is_refused(word: str) -> None:
 
 
 def test_weights_that_stay_on_one_machine_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "weights.transport: expected relay" in refusal(capsys, "slurm", str(write_job(tmp_path)), "--dry-run")
+    found = refusal(capsys, "slurm", str(write_job(tmp_path)), "--dry-run")
+    assert "weights.transport: expected relay" in found
+    assert "weights.network: trusted on a private network" in found
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
+def test_on_a_trusted_network_collectives_may_carry_weights_and_keys_are_made_all_the_same(
+    tmp_path: Path, transport: str
+) -> None:
+    weights = {"transport": transport, "network": "trusted"}
+    for name in ("one", "several"):
+        (tmp_path / name).mkdir()
+    one = dry_run(tmp_path / "one", weights=weights)
+    assert "'weights.address={host}'" in one["learner"]
+    assert (tmp_path / "one" / "run" / "keys" / "server.json").exists()
+    several = dry_run(tmp_path / "several", weights=weights, learner={"machines": 2, "world_size": 2})
+    assert options_of(several["learner"])["nodes"] == "2"
 
 
 @pytest.mark.usefixtures("no_slurm")

@@ -5,20 +5,28 @@ from typing import Any
 
 import torch
 
-from common.weights.messages import Epoch
+from common.weights.messages import Epoch, Part
 from learner.publish.attempt import Attempt, new_attempt
 from learner.publish.receiver_state import Receiver, State
 from learner.publish.snapshot import Snapshot, SnapshotMaker
 
 
 def settled(name: str, version: int = 3, **changes: Any) -> Receiver:
-    """A node that runs `version` and has nothing under way."""
-    made = Receiver(name.encode(), name, 0.0, ("gloo", "relay"), State.IDLE, version, version, settled=True)
+    """A node that runs `version` and has nothing under way; others can fetch from it."""
+    made = Receiver(
+        name.encode(), name, 0.0, ("gloo", "relay"), State.IDLE, version, version, settled=True, welcomed=0.0,
+        address=address_of(name),
+    )  # fmt: skip
     return replace(made, **changes)
 
 
+def address_of(name: str) -> str:
+    """Where a node of this name serves."""
+    return f"tcp://{name}:7"
+
+
 def newcomer(name: str, **changes: Any) -> Receiver:
-    """A node that has just joined."""
+    """A node that has just joined, and was not told the layout yet."""
     return replace(Receiver(name.encode(), name, 0.0, ("gloo", "relay")), **changes)
 
 
@@ -28,11 +36,19 @@ def snapshot_of(version: int) -> Snapshot:
     return made
 
 
+def make_parts(snapshot: Snapshot, *origins: str) -> None:
+    """Let these sources have one part each of the whole version, all of one size."""
+    size = snapshot.flat.numel()
+    snapshot.full.elsewhere = {number: size for number in range(1, len(origins))}
+    for number, origin in enumerate(origins):
+        snapshot.full.sealed[number] = Part(f"v{snapshot.version}p{number}", origin, 0, size, 64, b"digests")
+
+
 def attempt_at(
     snapshot: Snapshot, *members: str, epoch: int = 1, transport: str = "gloo", timeout_s: float = 8.0
 ) -> Attempt:
     """An attempt that starts at 0.0."""
-    made = Epoch(epoch, 0, len(members) + 1, "127.0.0.1", 1, timeout_s, transport)
+    made = Epoch(epoch, 0, len(members) + 1, timeout_s, transport)
     attempt = new_attempt(snapshot, snapshot.full, made, [m.encode() for m in members], 0, 64)
     attempt.started, attempt.deadline = 0.0, timeout_s
     return attempt

@@ -2,27 +2,34 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import zmq
 
 from common.config.schema import WeightsConfig
 from common.weights import messages
+from common.weights.collectives import Meeting
 from common.weights.messages import Active, Epoch, Join, Publish, Staged
 from learner.publish import receiver_state
 from learner.publish.control import PublishControl
 from learner.publish.publisher import WeightPublisher
-from tests.unit.learner.receivers import snapshot_of
+from tests.unit.learner.receivers import address_of, snapshot_of
 from tests.waiting import LIMIT_S, until
 
 
 class Through:
     """A group whose broadcasts are through at once."""
 
-    def __init__(self, epoch: Epoch) -> None: ...
+    waits_for = ""  # an entry that a node sets
+
+    def __init__(self, epoch: Epoch, meeting: Meeting) -> None:
+        if self.waits_for:
+            meeting.set("rank 0", b"here")
+            meeting.get(self.waits_for)
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         return lambda: None
@@ -31,21 +38,35 @@ class Through:
 
 
 class Node:
-    """One connection to the control thread."""
+    """One connection to the control thread. Others can fetch at `listens`; None: it does not answer a Welcome."""
 
-    def __init__(self, name: str, address: str, context: "zmq.Context[Any]") -> None:
-        self.name, self.socket = name, context.socket(zmq.DEALER)
+    def __init__(self, name: str, address: str, context: "zmq.Context[Any]", listens: str | None) -> None:
+        self.name, self.socket, self.listens = name, context.socket(zmq.DEALER), listens
         self.socket.connect(address)
         self.say(Join(name, 1, transports=("gloo", "relay")))
 
     def say(self, message: messages.NodeMessage) -> None:
         self.socket.send(messages.encode(message))
 
+    def leave(self) -> None:
+        self.say(messages.Leave(self.name))
+        self.socket.close(linger=200)
+
+    def heard(self) -> list[Any]:
+        """All messages until the learner has read everything that the node said; the last one is a refusal."""
+        self.socket.send(b"nonsense")
+        found = [self.hear(object)]
+        while not isinstance(found[-1], messages.Eject):
+            found.append(self.hear(object))
+        return found
+
     def hear(self, kind: type) -> Any:
         """The next message of this kind; others are passed over, but for a Publish that is not expected yet."""
         while True:
             assert self.socket.poll(int(1000 * LIMIT_S)), f"{self.name} heard no {kind.__name__}"
             message = messages.decode_from_learner(self.socket.recv())
+            if isinstance(message, messages.Welcome) and self.listens is not None:
+                self.say(messages.Listening(self.name, self.listens))
             assert isinstance(message, kind) or not isinstance(message, Publish), f"{message.epoch} without {kind}"
             if isinstance(message, kind):
                 return message
@@ -65,9 +86,14 @@ class Node:
 @pytest.fixture
 def control(monkeypatch: pytest.MonkeyPatch) -> Iterator[PublishControl]:
     monkeypatch.setattr(receiver_state, "silence_bound", lambda timeout_s: LIMIT_S)  # nodes answer no pings here
-    monkeypatch.setattr(receiver_state, "PEER_WAIT_S", LIMIT_S)
+    monkeypatch.setattr(receiver_state, "LISTEN_WAIT_S", LIMIT_S)
     made = PublishControl(WeightsConfig(timeout_s=LIMIT_S), 0, 64, group_factory=Through)
-    thread = threading.Thread(target=made.run)
+
+    def run() -> None:
+        with suppress(MemoryError):
+            made.run()
+
+    thread = threading.Thread(target=run)
     thread.start()
     yield made
     made.stop()
@@ -76,32 +102,103 @@ def control(monkeypatch: pytest.MonkeyPatch) -> Iterator[PublishControl]:
 
 
 @pytest.fixture
-def join(control: PublishControl) -> Iterator[Callable[[str], Node]]:
-    """Lets a node of this name join; closes its socket at the end."""
+def join(control: PublishControl) -> Iterator[Callable[..., Node]]:
+    """Lets a node of this name join; at the end it leaves."""
     with ExitStack() as stack:
         context = stack.enter_context(zmq.Context[Any]())
 
-        def made(name: str) -> Node:
-            node = Node(name, control.address, context)
-            stack.callback(node.socket.close, linger=0)
+        def made(name: str, *listens: str | None) -> Node:
+            node = Node(name, control.address, context, *(listens or [address_of(name)]))
+            stack.callback(node.leave)
             return node
 
         yield made
 
 
-def test_the_announcement_of_a_fetch_from_a_peer_has_the_sha256_that_it_cannot_forge(
-    control: PublishControl, join: Callable[[str], Node]
-) -> None:
-    snapshot = snapshot_of(1)
-    snapshot.sha256 = "known"
-    a = join("a")
-    control.offer(snapshot)
-    a.flip(a.stage())
+@pytest.fixture
+def first(control: PublishControl, join: Callable[..., Node]) -> Node:
+    """The first node, which runs version 1."""
+    node = join("first")
+    control.offer(snapshot_of(1))
+    node.flip(node.stage())
     until(lambda: control.figures.now.version_active == 1)
-    b = join("b")
-    a.say(messages.Serving("a", a.hear(messages.Serve).key, "tcp://127.0.0.1:7"))
-    epoch, publish = b.hear(Epoch), b.hear(Publish)
-    assert (epoch.source.address, publish.sha256) == ("tcp://127.0.0.1:7", "known")
+    return node
+
+
+def test_a_newcomer_gets_the_version_in_parts_from_a_node_that_has_it_and_the_next_from_the_newcomer(
+    first: Node, join: Callable[..., Node]
+) -> None:
+    second = join("second")
+    epoch, publish = second.hear(Epoch), second.hear(Publish)
+    told = first.hear(messages.Serve)
+    [part] = publish.parts
+    assert (epoch.transport, epoch.rank, publish.epoch) == ("relay", 1, epoch.epoch)
+    assert (publish.sources, publish.bucket_checksums) == ([address_of("first")], [])
+    assert (told.version, told.part) == (1, msgspec.structs.replace(part, digests=b""))
+    assert part.digests and part.size == publish.payload_bytes and part.origin.startswith("tcp://127.0.0.1:")
+    assert join("third").hear(Publish).sources == [address_of("second")]
+
+
+def test_a_node_that_gets_nothing_is_led_around_its_source(first: Node, join: Callable[..., Node]) -> None:
+    second = join("second")
+    publish = second.hear(Publish)
+    second.say(messages.Stalled("second", publish.epoch, 0, publish.sources[0], 0, "not served here any more"))
+    assert second.hear(messages.Reroute) == messages.Reroute(publish.epoch, 0, publish.parts[0].origin)
+
+
+def test_a_node_that_does_not_say_where_it_serves_gets_weights_all_the_same(
+    first: Node, join: Callable[..., Node], control: PublishControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mute, other = join("mute", None), join("other")
+    mute.hear(messages.Welcome)
+    assert other.hear(Publish).sources == [address_of("first")]
+    assert not [m for m in mute.heard() if isinstance(m, Publish)], "it may still answer"
+    monkeypatch.setattr(receiver_state, "LISTEN_WAIT_S", 0.0)
+    assert mute.hear(Publish).sources == [address_of("other")]
+    late = join("late", "ipc:///somewhere")
+    assert late.hear(Publish).sources == [address_of("first")], "nobody can fetch from mute"
+    last = join("last")
+    assert last.hear(Publish).sources in ([address_of("first")], [address_of("other")])
+
+
+def test_entries_of_a_groups_store_go_from_each_member_to_the_others_and_from_nobody_else(
+    control: PublishControl, join: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Through, "waits_for", "rank 1")
+    a, b = join("a"), join("b")
+    until(lambda: control.figures.now.nodes == 2)
+    control.offer(snapshot_of(1))
+    for node in (a, b):
+        epoch = node.hear(Publish).epoch
+        assert node.hear(messages.Meet) == messages.Meet(epoch, {"rank 0": b"here"})
+    stranger, outsider = join("stranger"), join("outsider")
+    outsider.hear(Epoch)  # it fetches
+    stranger.say(messages.Leave("stranger"))
+    for node in (stranger, outsider):
+        node.say(messages.Meet(epoch, {"rank 1": b"wrong"}))
+        node.heard()
+    a.say(messages.Meet(epoch + 99, {"rank 1": b"of another group"}))
+    a.say(messages.Meet(epoch, {"rank 1": b"right"}))
+    assert b.hear(messages.Meet) == messages.Meet(epoch, {"rank 1": b"right"})
+    b.say(messages.Meet(epoch, {"rank 2": b"too"}))
+    assert a.hear(messages.Meet) == messages.Meet(epoch, {"rank 2": b"too"}), "its own do not come back"
+
+
+def test_parts_that_cannot_be_sealed_are_the_learners_fatal_error(
+    first: Node,
+    join: Callable[..., Node],
+    control: PublishControl,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError("no room for the digests")
+
+    monkeypatch.setattr("learner.publish.control.new_part", fails)
+    join("second").hear(messages.Welcome)
+    until(lambda: control.figures.now.crashed)
+    assert "control thread failed" in str(control.figures.now.fatal)
+    assert "no room for the digests" in caplog.text
 
 
 def test_a_node_that_joins_anew_while_an_attempt_ends_is_no_member_of_its_group(

@@ -37,7 +37,7 @@ class Versions:
 
 
 def attempt(snapshot: Snapshot, payload: Payload) -> Attempt:
-    return new_attempt(snapshot, payload, Epoch(1, 1, 2, "127.0.0.1", 1, 1.0), [b"n0"], 0, BUCKET)
+    return new_attempt(snapshot, payload, Epoch(1, 1, 2, 1.0), [b"n0"], 0, BUCKET)
 
 
 def test_a_version_goes_as_a_delta_to_the_nodes_that_have_the_one_before_and_whole_to_others() -> None:

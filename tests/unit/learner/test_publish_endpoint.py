@@ -57,7 +57,7 @@ def listening(credentials: Path | None) -> Iterator[tuple[Endpoint, list[Any]]]:
 def test_a_node_with_its_key_joins_until_it_is_revoked_and_nobody_else_does(folder: KeyFolder) -> None:
     node = load_credential(folder.path, "node")
     with listening(folder.path) as (endpoint, heard):
-        for other in (None, load_credential(folder.path, "observer"), load_credential(folder.path, "learner")):
+        for other in (None, load_credential(folder.path, "observer")):
             with dealer(endpoint.address, other, node.learner_public) as socket:
                 socket.send(messages.encode(JOIN))
                 assert socket.poll(300) == 0
@@ -69,6 +69,21 @@ def test_a_node_with_its_key_joins_until_it_is_revoked_and_nobody_else_does(fold
             until(lambda: endpoint.malformed >= 1 or socket.send(messages.encode(messages.Pong("n0"))))
             ejected = messages.decode_from_learner(socket.recv())
             assert isinstance(ejected, messages.Eject) and "revoked" in ejected.reason
+
+
+def test_only_the_learners_own_ranks_speak_as_sources_and_only_nodes_as_nodes(folder: KeyFolder) -> None:
+    offering = messages.Offering(1, 0, 4, "sum", {-1: 64})
+    allowed: dict[str, messages.NodeMessage | messages.SourceMessage] = {"node": JOIN, "learner": offering}
+    with listening(folder.path) as (endpoint, heard):
+        for role, right in allowed.items():
+            key = load_credential(folder.path, role)
+            with dealer(endpoint.address, key, key.learner_public) as socket:
+                for message in allowed.values():
+                    socket.send(messages.encode(message))
+                refused = messages.decode_from_learner(socket.recv())
+                assert isinstance(refused, messages.Eject) and f"from a {role}" in refused.reason
+                until(lambda right=right: heard[-1:] == [right])
+        assert heard == list(allowed.values())
 
 
 def test_a_weight_client_says_on_what_it_waits_when_its_key_is_refused(

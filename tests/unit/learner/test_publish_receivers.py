@@ -12,18 +12,17 @@ from common.weights.messages import Canary
 from learner.publish.attempt import Attempt
 from learner.publish.figures import Figures, Undelivered, undelivered
 from learner.publish.receiver_state import (
+    LISTEN_WAIT_S,
     MAX_ATTEMPTS,
-    PEER_WAIT_S,
     READY,
     RETURN_AFTER,
     Action,
-    Answer,
     AttemptFailed,
     Begin,
     Drop,
     Event,
     Fail,
-    Fetch,
+    Greet,
     Lost,
     NoteActive,
     NoteStaged,
@@ -45,18 +44,19 @@ TICK = Tick(TIMEOUT_S)
 SNAPSHOT = snapshot_of(4)
 BROADCAST = attempt_at(SNAPSHOT, "a", "b", epoch=7)
 FETCH = attempt_at(SNAPSHOT, "a", epoch=8, transport="relay")
-SOURCE = messages.Source("tcp://127.0.0.1:7", "key")
+WELCOME = messages.Welcome(0, SNAPSHOT.layout, "127.0.0.1:1")
 STAGED = messages.Staged("a", 0, 4, 0.1, 7)
 ACTIVE = messages.Active("a", 0, 4, 0.1, SNAPSHOT.checksum)
 REJECTED = messages.Rejected("a", 0, 4, "a bucket is wrong", epoch=7)
 PROOF_FAILED = messages.Rejected("a", 0, 4, "the proof failed", fatal=True)
+STALLED = messages.Stalled("a", 8, 0, "tcp://b:7", 3)
 ACTIVATE = Send(messages.Activate(0, 4))
 
 
 def at(state: State, attempt: Attempt | None = BROADCAST, **changes: object) -> Receiver:
     """A node that runs version 3, in `state`."""
     made = newcomer("a") if state is S.JOINING else settled("a")
-    return replace(made, state=state, welcomed=True, attempt=None if state in READY else attempt, **changes)
+    return replace(made, state=state, welcomed=0.0, attempt=None if state in READY else attempt, **changes)
 
 
 def dropped(why: str, ejected: bool = True) -> tuple[Action, ...]:
@@ -69,15 +69,12 @@ TABLE: list[tuple[str, Receiver, Event, float, State, tuple[Action, ...]]] = [
     ("also while others are waited for", at(S.ANSWERED), STAGED, NOW, S.FLIPPING, (NoteStaged(), ACTIVATE)),
     ("the flip is proven", at(S.FLIPPING), ACTIVE, NOW, S.IDLE, (NoteActive(None),)),
     ("an attempt fails", at(S.STAGING), AttemptFailed(), NOW, S.DOUBTED, ()),
-    ("nobody waits for a peer then", at(S.ASKING, FETCH), AttemptFailed(), NOW, S.DOUBTED, ()),
     ("who staged is not concerned", at(S.FLIPPING), AttemptFailed(), NOW, S.FLIPPING, ()),
     ("a sign of life is enough", at(S.DOUBTED), messages.Pong("a"), NOW, S.ANSWERED, ()),
     ("a node rejects what came", at(S.STAGING), REJECTED, NOW, S.ANSWERED, (Fail("a bucket is wrong"),)),
-    ("a peer serves", at(S.ASKING, FETCH), Answer(SOURCE), NOW, S.STAGING, (Fetch(SOURCE),)),
-    ("a peer refuses", at(S.ASKING, FETCH), Answer(None), NOW, S.STAGING, (Fetch(None),)),
-    ("a peer is too late", at(S.STAGING, FETCH), Answer(SOURCE), NOW, S.STAGING, ()),
-    ("a peer has a moment", at(S.ASKING, FETCH), TICK, PEER_WAIT_S, S.ASKING, ()),
-    ("and no more", at(S.ASKING, FETCH), TICK, PEER_WAIT_S + 0.1, S.STAGING, (Fetch(None),)),
+    ("the layout is known", at(S.JOINING), Greet(WELCOME), NOW, S.JOINING, (Send(WELCOME),)),
+    ("it says where it serves", at(S.STAGING), messages.Listening("a", "tcp://b:7"), NOW, S.STAGING, ()),
+    ("it waits for another source", at(S.STAGING, FETCH), STALLED, NOW, S.STAGING, ()),
     ("time is left", at(S.STAGING, heard=7.0), TICK, 7.9, S.STAGING, ()),
     ("time is up", at(S.STAGING, heard=7.0), TICK, 8.1, S.DOUBTED, (Fail("node a did not stage it in time"),)),
     ("silence during an attempt", at(S.STAGING), TICK, 2.1, S.GONE, dropped("silent while version 4 was sent")),
@@ -118,18 +115,34 @@ def test_in_every_state_a_message_counts_a_node_can_leave_and_one_whose_proof_fa
     assert (excluded.state, excluded.reason, excluded.attempt, actions) == (S.EXCLUDED, "the proof failed", None, ())
 
 
-def test_a_broadcast_begins_with_what_the_node_lacks_and_a_fetch_at_the_learner_unless_a_peer_was_asked() -> None:
-    fresh, actions = step(newcomer("a"), Begin(BROADCAST, SNAPSHOT.layout, rank=2), NOW)
-    assert (fresh.state, fresh.welcomed, fresh.attempt) == (S.STAGING, True, BROADCAST)
-    told = [action.message for action in actions if isinstance(action, Send)]
-    assert [type(m) for m in told] == [messages.Welcome, messages.Epoch, messages.Publish]
-    assert isinstance(told[1], messages.Epoch) and told[1].rank == 2
-    again, actions = step(at(S.IDLE), Begin(BROADCAST, SNAPSHOT.layout), NOW)
-    assert actions == (Send(BROADCAST.publish),), "it knows the layout and the group"
+def test_an_attempt_begins_with_what_the_node_lacks() -> None:
+    first, actions = step(at(S.JOINING), Begin(BROADCAST, rank=2), NOW)
+    assert (first.state, first.attempt) == (S.STAGING, BROADCAST)
+    assert actions == (Send(msgspec.structs.replace(BROADCAST.epoch, rank=2)), Send(BROADCAST.publish))
+    again, actions = step(at(S.IDLE), Begin(BROADCAST), NOW)
+    assert actions == (Send(BROADCAST.publish),), "it is in the group"
     assert (again.version, again.base) == (3, -1), "its staging buffer may be half written from here on"
-    for asks, state, expected in ((True, S.ASKING, ()), (False, S.STAGING, (Fetch(None),))):
-        after, actions = step(at(S.IDLE), Begin(FETCH, SNAPSHOT.layout, asks=asks), NOW)
-        assert (after.state, actions) == (state, expected)
+
+
+USABLE = ["tcp://10.0.0.1:7", "tcp://node-1.example:65535", "tcp://[fd00::1]:7"]
+NOWHERE = [
+    "",
+    "tcp://10.0.0.1",
+    "ipc:///somewhere",
+    "tcp://10.0.0.1:7;tcp://b:7",
+    "tcp://:7",
+    "tcp://a:7 ",
+    "10.0.0.1:7",
+]
+
+
+def test_a_node_that_was_told_the_layout_says_where_it_serves_or_has_a_moment_to() -> None:
+    greeted, _ = step(newcomer("a"), Greet(WELCOME), 5.0)
+    assert greeted.welcomed == 5.0 and not newcomer("a").listens(99.0)
+    assert not greeted.listens(5.0 + LISTEN_WAIT_S) and greeted.listens(5.1 + LISTEN_WAIT_S)
+    for told in USABLE + NOWHERE:
+        heard, _ = step(greeted, messages.Listening("a", told), 5.0)
+        assert heard.listens(5.0) and heard.address == (told if told in USABLE else "")
 
 
 def test_an_active_node_is_settled_with_a_base_and_excluded_if_it_runs_other_weights_than_were_sent() -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+import zmq
 
 from broker.contract import RunInfo
 from common.config.schema import Config
@@ -125,7 +126,7 @@ def test_a_learner_that_cannot_send_weights_takes_no_run_over_and_one_that_canno
     with pytest.raises(UsageError, match="nccl needs a CUDA device"):
         train(config, run_dir, process, "tcp://127.0.0.1:9")
     assert (read_record(run_dir), memory.learner().status().learner) == (None, None)
-    with pytest.raises(OSError, match="Cannot assign requested address"):
+    with pytest.raises(zmq.ZMQError, match="Cannot assign requested address"):
         train(make_config(weights={"address": "192.0.2.1"}), run_dir, process, "tcp://127.0.0.1:9")
     record, learner = read_record(run_dir), memory.learner().status().learner
     assert (record.state, learner.state) == ("failed", "failed")

@@ -13,13 +13,14 @@ from learner.megatron.cpu import compat
 compat.enable()
 
 import megatron.core.parallel_state as mpu
+from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from transformers import Qwen3Config
 
 from common.config.schema import LearnerConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from common.errors import UsageError
+from common.errors import SlipstreamError, UsageError
 from learner.megatron.backend import MegatronBackend
 from learner.megatron.conversion import bridge_fixes
 from learner.megatron.cpu.attention import SDPACoreAttention
@@ -117,6 +118,15 @@ def test_a_rotary_embedding_that_megatron_cannot_be_given_is_refused() -> None:
     yarn = {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     with pytest.raises(UsageError, match="'yarn'"):
         bridge_fixes.check_rope(*_rotary(yarn, base=1e6))
+
+
+def test_experts_without_a_name_of_their_own_are_not_exported_apart() -> None:
+    ours, name = SimpleNamespace(ep_size=2), "model.layers.0.mlp.experts.down_proj"
+    theirs = MegatronParamMapping.gather_from_ep_ranks
+    refused = pytest.raises(SlipstreamError, match=r"experts\.down_proj has the experts of several ranks")
+    with refused, bridge_fixes.within_the_part():
+        MegatronParamMapping.gather_from_ep_ranks(ours, torch.zeros(2, 2), None, name)
+    assert MegatronParamMapping.gather_from_ep_ranks is theirs
 
 
 def test_a_world_that_the_layout_does_not_divide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

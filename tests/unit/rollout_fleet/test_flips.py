@@ -102,19 +102,24 @@ class Arriving:
     def __init__(self, seconds: float) -> None:
         self.began, self.seconds = time.perf_counter(), seconds
         self.asked: list[float] = []
+        self.watched: list[str] = []
 
     async def read(self) -> StagingStatus:
         share = (time.perf_counter() - self.began) / self.seconds
         self.asked.append(share)
         return StagingStatus("receiving", share=share) if share < 1 else StagingStatus("staged", receive_s=self.seconds)
 
+    async def watch(self, status: StagingStatus) -> None:
+        self.watched.append(status.state)
+
 
 def test_a_version_is_found_soon_after_it_is_there_with_few_questions() -> None:
     transfer = Arriving(0.2)
-    assert asyncio.run(until_staged(transfer.read)) == 0.2
+    assert asyncio.run(until_staged(transfer.read, transfer.watch)) == 0.2
     assert len(transfer.asked) <= 0.2 / LAST_POLL_S + 4, "one in 20 ms, and some at the end"
+    assert transfer.watched == ["receiving"] * (len(transfer.asked) - 1) + ["staged"]
     transfer = Arriving(0.031)
-    asyncio.run(until_staged(transfer.read))
+    asyncio.run(until_staged(transfer.read, transfer.watch))
     assert all(share < 1 for share in transfer.asked[:-1]), "the first question after its arrival finds it"
 
 
@@ -127,7 +132,7 @@ def test_a_transfer_that_failed_says_why_and_one_that_is_no_more_that_it_was_giv
 
     for read, says in ((failed, "bucket 3"), (void, "given up")):
         with pytest.raises(StagingFailed, match=says):
-            asyncio.run(until_staged(read))
+            asyncio.run(until_staged(read, Arriving(1.0).watch))
 
 
 async def test_an_engine_that_breaks_while_a_version_arrives_fails_its_staging() -> None:
@@ -140,7 +145,7 @@ async def test_an_engine_that_breaks_while_a_version_arrives_fails_its_staging()
     scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=False), max_concurrent_batches=1)
     await weights.attach(SimpleNamespace(vllm_config=scheduler, collective_rpc=call), usable=True)
     with pytest.raises(StagingFailed, match="a worker died"):
-        await weights.stage(b"publish")
+        await weights.stage(b"publish", Arriving(1.0).watch)
 
 
 class Steps:

@@ -1,0 +1,283 @@
+"""Who fetches what from whom: a payload goes from node to node, and around those that fail.
+
+Nodes that get the same payload form a chain: the learner, the first node, the second ... Every node passes pieces on
+while the next ones arrive. Nodes of one machine are neighbours, so that one copy crosses its link; a newcomer hangs on
+at an end. When a node is gone, those who fetch from it go on at its own source. A node that gets nothing, or not what
+was sent, says so (Stalled) and is led around its source. Only the first of those who stand still is, since the others
+wait for it.
+"""
+
+import ipaddress
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from common.weights.messages import LearnerMessage, Part, Reroute, Serve, Stalled
+from common.weights.pieces import Shipment
+from common.weights.transports.relay import RelayServer
+from learner.publish.receiver_state import Receiver, State
+from learner.publish.snapshot import Payload, Snapshot
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 0.5  # that a silent source has for saying that it waits itself.
+STALE_S = 2.5  # until a Stalled that was not repeated is over; nodes repeat it every second.
+RESUME_S = 3.5  # that the learner's own server may be silent before a node connects anew.
+OWN_ATTEMPT = 2  # failed attempts at a version, after which a node gets it from the learner itself
+HANDOVER_S = 2.0  # that a node with a version serves it to others before it gets the next one.
+
+Send = Callable[[bytes, LearnerMessage], object]
+
+
+@dataclass
+class Waiting:
+    """A part that stands still at a node: since when, the last that was heard of it, and how often."""
+
+    since: float
+    heard: float
+    said: Stalled
+    times: int = 1
+
+
+@dataclass(eq=False)
+class Link:
+    """A node in a chain. `sources` are connections of other nodes by part; None: where the part comes from."""
+
+    receiver: Receiver
+    epoch: int
+    sources: list[bytes | None]
+    done: float | None = None  # when it had everything, perf_counter seconds
+    waiting: dict[int, Waiting] = field(default_factory=lambda: dict[int, Waiting]())
+    rerouted: dict[int, float] = field(default_factory=lambda: dict[int, float]())  # by part: when it was led around
+    avoided: set[bytes] = field(default_factory=lambda: set[bytes]())
+
+
+@dataclass(eq=False)
+class Chain:
+    """The nodes that get one payload, in the order in which they began."""
+
+    snapshot: Snapshot
+    payload: Payload
+    links: dict[bytes, Link] = field(default_factory=lambda: dict[bytes, Link]())
+    poor: set[bytes] = field(default_factory=lambda: set[bytes]())  # nodes that did not serve it well
+    served: list[Shipment] = field(default_factory=lambda: list[Shipment]())  # by the learner
+    late: bool = False  # an attempt failed, and its node was blamed for those behind it
+
+    def address(self, part: int, source: bytes | None) -> str:
+        """Where a source serves it."""
+        node = self.links[source].receiver.address if source is not None else None
+        return node or self.payload.parts[part].origin
+
+    def above(self, link: Link, part: int, source: bytes | None) -> bytes | None:
+        """The first of `source` and its own sources that `link` can fetch from; None: where the part comes from."""
+        for _ in range(len(self.links)):
+            if source is None or source not in self.links:
+                return None
+            if source not in link.avoided | self.poor and not self.waits_for(source, part, link):
+                return source
+            source = self.links[source].sources[part]
+        return None
+
+    def waits_for(self, node: bytes | None, part: int, link: Link) -> bool:
+        """Whether what `node` fetches comes from `link`, or it is that node itself."""
+        for _ in range(len(self.links)):
+            if node == link.receiver.identity:
+                return True
+            if node is None or node not in self.links or self.links[node].done is not None:
+                return False
+            node = self.links[node].sources[part]
+        return False
+
+    def fetchers(self, node: bytes) -> list[Link]:
+        """Those who still fetch from it."""
+        return [link for link in self.links.values() if link.done is None and node in link.sources]
+
+
+class Chains:
+    """Used by the control thread; times are perf_counter seconds."""
+
+    def __init__(self, host: str, incarnation: int, send: Send, password: str = "") -> None:
+        """`send` brings a message to a node. The learner's own server starts with the first payload."""
+        self._host, self._incarnation, self._send, self._password = host, incarnation, send, password
+        self._server: RelayServer | None = None
+        self._chains: list[Chain] = []
+        self._late: set[str] = set()  # ids of nodes that kept those behind them from a version; they go last
+        self._now = 0.0
+        self.rate = 0.0  # bytes/s at which the newest payload arrived
+
+    def origin(self) -> str:
+        """Where the learner serves its parts; raises zmq.ZMQError when no port can be bound."""
+        if self._server is None:
+            self._server = RelayServer(self._host, self._password)
+        return self._server.address
+
+    def begin(
+        self, snapshot: Snapshot, payload: Payload, receiver: Receiver, epoch: int, everyone: Iterable[Receiver]
+    ) -> list[str]:
+        """A node's place in the payload's chain: where it fetches every part from."""
+        self.leave(receiver.identity)  # its buffer is written from now on
+        chain = next((c for c in self._chains if c.payload is payload), None)
+        if chain is None:
+            chain = Chain(snapshot, payload)
+            self._chains.append(chain)
+            for part in payload.parts:
+                if self._server is not None and part.origin == self._server.address:
+                    chain.served.append(Shipment(part, payload.flat))
+                    self._server.offer(chain.served[-1])
+        source = None
+        if receiver.route.failures_at(snapshot.version) < OWN_ATTEMPT:
+            source = self._end(chain, receiver) or self._holder(chain, receiver, everyone)
+        link = Link(receiver, epoch, [source] * len(payload.parts))
+        chain.links[receiver.identity] = link
+        return [chain.address(part, source) for part in range(len(payload.parts))]
+
+    def _end(self, chain: Chain, receiver: Receiver) -> bytes | None:
+        """An end of the chain for one more node, best of its own machine; None: there is none."""
+        load = Counter(s for link in chain.links.values() if link.done is None for s in set(link.sources))
+        fit = [
+            (link.receiver.machine != receiver.machine, load[node], link.done is None, -number, node)
+            for number, (node, link) in enumerate(chain.links.items())
+            if link.receiver.address and node not in chain.poor
+            and (link.done is not None or link.receiver.node_id not in self._late)
+        ]  # fmt: skip
+        return min(fit)[-1] if fit else None
+
+    def _holder(self, chain: Chain, receiver: Receiver, everyone: Iterable[Receiver]) -> bytes | None:
+        """An idle node that has the whole version from elsewhere and is told to serve it; None: there is none."""
+        version = chain.snapshot.version
+        fit = [
+            r for r in everyone
+            if r.state is State.IDLE and (r.version, r.base) == (version, version) and r.address
+            and r.identity != receiver.identity and r.identity not in chain.poor
+        ]  # fmt: skip
+        if not fit or chain.payload is not chain.snapshot.full:
+            return None
+        holder = min(fit, key=lambda r: r.machine != receiver.machine)
+        for part in chain.payload.parts:
+            bare = Part(part.name, part.origin, part.start, part.size, part.piece_bytes, b"", part.key)
+            self._send(holder.identity, Serve(self._incarnation, version, bare))
+        chain.links[holder.identity] = Link(holder, -1, [None] * len(chain.payload.parts), done=float("-inf"))
+        return holder.identity
+
+    def staged(self, node: bytes, now: float, receive_s: float) -> None:
+        """A node has everything; it stays a source."""
+        for chain in self._chains:
+            if (link := chain.links.get(node)) is not None and link.done is None:
+                link.done = now
+                link.waiting.clear()
+                self.rate = chain.payload.size / max(receive_s, 1e-6)
+
+    def leave(self, node: bytes, failed: bool = False) -> None:
+        """A node has the payload no more, or its attempt failed. The first to fail delayed those behind it."""
+        for chain in self._chains:
+            gone = chain.links.pop(node, None)
+            if gone is None:
+                continue
+            if failed:
+                whole = {node for node, link in chain.links.items() if link.done is not None}
+                chain.poor |= whole.intersection(source for source in gone.sources if source is not None)
+                if not chain.late:
+                    chain.late = True
+                    self._late.add(gone.receiver.node_id)
+            for link in chain.links.values():
+                for part, source in enumerate(link.sources):
+                    if source == node:
+                        self._reroute(chain, link, part, gone.sources[part])
+
+    def stalled(self, node: bytes, said: Stalled, now: float) -> None:
+        """A node says that a part stands still."""
+        for chain in self._chains:
+            link = chain.links.get(node)
+            if link is None or link.done is not None or link.epoch != said.epoch or said.part >= len(link.sources):
+                continue
+            before = link.waiting.get(said.part)
+            same = before is not None and (before.said.source, before.said.pieces) == (said.source, said.pieces)
+            if before is not None and same and now - before.heard < STALE_S:
+                link.waiting[said.part] = Waiting(before.since, now, said, before.times + 1)
+            else:
+                link.waiting[said.part] = Waiting(now, now, said)
+
+    def tick(self, now: float) -> None:
+        """Lead the nodes that stand still around their sources."""
+        self._now = now
+        for chain in self._chains:
+            for link in chain.links.values():
+                for part, waiting in list(link.waiting.items()):
+                    if now - waiting.heard > STALE_S:
+                        del link.waiting[part]
+                    else:
+                        self._look(chain, link, part, waiting, now)
+
+    def _look(self, chain: Chain, link: Link, part: int, waiting: Waiting, now: float) -> None:
+        source = link.sources[part]
+        if waiting.said.source != chain.address(part, source):
+            if waiting.times > 1:  # it does not know its source; else the message about that is on its way
+                self._reroute(chain, link, part, source)
+            return
+        if source is None:
+            if now - waiting.since > (RESUME_S if not waiting.said.reason else STALE_S):
+                holders = (n for n, one in chain.links.items() if one.done is not None and one.receiver.address)
+                usable = (node for node in holders if chain.above(link, part, node) == node)
+                self._reroute(chain, link, part, next(usable, None))
+            return
+        if waiting.said.reason:
+            chain.poor.add(source)
+        elif now - waiting.since < GRACE_S or part in chain.links[source].waiting:
+            return
+        elif now - chain.links[source].rerouted.get(part, float("-inf")) < STALE_S:
+            return  # its source was led around another one, and has pieces soon
+        link.avoided.add(source)
+        logger.warning(
+            "node %s gets nothing from %s (%s); it continues elsewhere",
+            *(link.receiver.node_id, waiting.said.source, waiting.said.reason or "silent"),
+        )
+        self._reroute(chain, link, part, source)
+
+    def _reroute(self, chain: Chain, link: Link, part: int, source: bytes | None) -> None:
+        """Let a node fetch a part from `source`, or from the first above it that serves."""
+        source = chain.above(link, part, source)
+        link.sources[part] = source
+        if link.done is None:
+            link.waiting.pop(part, None)
+            link.rerouted[part] = self._now
+            self._send(link.receiver.identity, Reroute(link.epoch, part, chain.address(part, source)))
+
+    def in_order(self, receivers: Iterable[Receiver]) -> list[Receiver]:
+        """As `in_order`, with those that were late before at the end."""
+        return sorted(in_order(receivers), key=lambda receiver: receiver.node_id in self._late)
+
+    def busy(self, node: bytes, now: float) -> bool:
+        """Whether it has a version since a moment ago that others still fetch from it."""
+        return any(
+            link.done is not None and now - link.done < HANDOVER_S and chain.fetchers(node)
+            for chain in self._chains
+            if (link := chain.links.get(node)) is not None
+        )
+
+    def tidy(self, current: Snapshot) -> set[int]:
+        """Withdraw payloads of older versions that no node fetches; returns the versions that are still served."""
+        for chain in list(self._chains):
+            if chain.snapshot is not current and all(link.done is not None for link in chain.links.values()):
+                self._chains.remove(chain)
+                if self._server is not None and chain.served:
+                    self._server.withdraw(*chain.served)
+        return {chain.snapshot.version for chain in self._chains}
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+
+def in_order(receivers: Iterable[Receiver]) -> list[Receiver]:
+    """By network address and machine, so that neighbours in a chain are near each other."""
+
+    def place(receiver: Receiver) -> tuple[int, bytes, str]:
+        host = (receiver.address or "").removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        try:
+            packed = ipaddress.ip_address(host).packed
+        except ValueError:
+            packed = host.encode()
+        return len(packed), packed, receiver.machine
+
+    return sorted(receivers, key=place)

@@ -1,0 +1,80 @@
+"""The groups behind attempts, and broadcasts that are given up."""
+
+import threading
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from common.weights.collectives import Meeting
+from learner.publish.attempt import Attempt, Broadcast, Groups, new_attempt
+from tests.unit.learner.receivers import attempt_at, snapshot_of
+from tests.waiting import LIMIT_S
+
+SNAPSHOT = snapshot_of(3)
+
+
+class Formed:
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_group_is_used_again_by_exactly_its_members_and_closed_when_it_is_of_no_use() -> None:
+    groups = Groups("gloo", 8.0, "127.0.0.1:1")
+
+    def through(members: list[bytes], **outcome: bool) -> tuple[Attempt, Formed]:
+        epoch, group = groups.take(members)
+        attempt = replace(new_attempt(SNAPSHOT, SNAPSHOT.full, epoch, members, 0, 64), **outcome)
+        formed = cast(Formed, group) if group is not None else Formed()
+        attempt.group = cast(Any, formed)
+        groups.give_back(attempt)
+        return attempt, formed
+
+    first, group = through([b"a", b"b"])
+    again, same = through([b"b", b"a"])
+    assert same is group and again.epoch == first.epoch and not group.closed
+    assert (first.epoch.rank, first.epoch.transport, first.epoch.reach) == (0, "gloo", "127.0.0.1:1")
+    bigger, larger = through([b"a", b"b", b"c"])
+    assert group.closed and bigger.epoch.epoch > first.epoch.epoch and bigger.epoch.world_size == 4
+    groups.drop(b"z")
+    assert not larger.closed
+    groups.drop(b"c")
+    assert larger.closed
+    for outcome in ("failed", "lost"):
+        _, unusable = through([b"a"], **{outcome: True})
+        assert unusable.closed
+    fetch = groups.relay_epoch()
+    assert (fetch.transport, fetch.rank, fetch.world_size) == ("relay", 1, 2) and fetch.epoch > bigger.epoch.epoch
+    groups.drop()
+
+
+def test_an_attempt_that_was_given_up_closes_the_group_that_its_thread_comes_by_later() -> None:
+    broadcast, before, after = Broadcast(), Formed(), Formed()
+    broadcast.use(cast(Any, before))
+    broadcast.abandon()
+    assert before.closed
+    with pytest.raises(RuntimeError, match="given up"):
+        broadcast.use(cast(Any, after))
+    broadcast.use(None)
+
+
+def test_an_attempt_that_was_given_up_lets_its_thread_leave_the_place_where_the_group_meets() -> None:
+    attempt, reports, reported = attempt_at(SNAPSHOT, "a"), list[tuple[object, str]](), threading.Event()
+    waits = threading.Event()
+
+    def form(epoch: object, meeting: Meeting) -> Any:
+        waits.set()
+        meeting.get("rank 1")
+
+    def report(attempt: Attempt, group: object, error: str) -> None:
+        reports.append((group, error))
+        reported.set()
+
+    attempt.broadcast.meeting = Meeting(LIMIT_S, lambda key, value: None)
+    attempt.broadcast.start(attempt, None, form, report)
+    assert waits.wait(LIMIT_S)
+    attempt.broadcast.abandon()
+    assert reported.wait(LIMIT_S)
+    assert reports == [(None, "the group was given up: 1 entries are missing")]

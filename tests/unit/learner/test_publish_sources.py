@@ -1,0 +1,107 @@
+"""Other sources of a version: when it is whole, what they are asked for, and messages that are lost or not theirs."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from common.weights import packing
+from common.weights.messages import Keep, Offering, Part, Seal, Sealed
+from learner.publish import other_sources
+from learner.publish.other_sources import OtherSources
+from learner.publish.snapshot import Snapshot, SnapshotMaker
+
+SHAPES = [[("a", (40,))], [("b", (70,))], [("c", (9,))]]
+
+
+class Lead:
+    """The lead's side, and what it sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[bytes, Any]] = []
+        self.sources = OtherSources(3, lambda to, message: self.sent.append((to, message)))
+        self.sources.count = 2
+        self.maker = SnapshotMaker("float32")
+        self.maker.share(SHAPES, 0)
+
+    def add(self, version: int) -> Snapshot:
+        made = self.maker.make(version, [("a", torch.ones(40))], None)
+        made.seal(64)
+        self.sources.add(made)
+        return made
+
+    def offer(self, number: int, version: int, incarnation: int = 3, connection: bytes = b"") -> None:
+        size = {1: 320, 2: 64}[number]
+        message = Offering(number, incarnation, version, "0" * 32, {-1: size})
+        self.sources.hear(connection or b"s%d" % number, message, None)
+
+    def seals(self) -> list[bytes]:
+        sent, self.sent = self.sent, []
+        return sorted(to for to, message in sent if isinstance(message, Seal))
+
+
+@pytest.fixture
+def lead() -> Lead:
+    return Lead()
+
+
+def part(size: int) -> Part:
+    return Part("p", "tcp://127.0.0.1:7", 0, size, 64, b"")
+
+
+def test_a_version_is_whole_with_all_parts_and_supersedes_older_ones_whose_offerings_were_lost(lead: Lead) -> None:
+    lead.offer(2, 1)
+    first, second, third = (lead.add(version) for version in (1, 2, 3))
+    assert lead.sources.whole() == [], "part 1 of version 1 never comes"
+    lead.offer(1, 2)
+    lead.offer(2, 2)
+    assert lead.sources.whole() == [first, second]
+    assert second.full.size == 192 + 320 + 64 == second.layout.total_bytes
+    own = packing.all_checksums(second.flat, 64)[1]
+    assert second.checksum == packing.combined([own, "0" * 32, "0" * 32])
+    lead.offer(2, 3, incarnation=2)
+    lead.offer(1, 3)
+    assert lead.sources.whole() == [], "a source of an earlier learner does not count"
+    lead.offer(2, 3)
+    assert lead.sources.whole() == [third]
+
+
+def test_a_part_is_asked_for_until_it_comes_also_over_a_new_connection(
+    lead: Lead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = lead.add(1)
+    lead.offer(1, 1)
+    lead.offer(2, 1)
+    assert lead.sources.whole() == [made]
+    lead.sources.seal(1, made.full, 64)
+    made.full.sealing = True
+    assert lead.seals() == [b"s1", b"s2"]
+    lead.sources.seal(1, made.full, 64)
+    assert lead.seals() == [], "a moment ago"
+    monkeypatch.setattr(other_sources, "SEAL_S", 0.0)
+    lead.sources.hear(b"s1", Sealed(1, 3, 1, -1, part(320)), made)
+    lead.offer(2, 1, connection=b"again")
+    lead.sources.seal(1, made.full, 64)
+    assert lead.seals() == [b"again"]
+    made.full.sealed[0] = part(192)
+    assert made.full.parts == []
+    lead.sources.hear(b"again", Sealed(2, 3, 1, -1, part(64)), made)
+    assert [p.start for p in made.full.parts] == [0, 192, 512]
+
+
+@pytest.mark.parametrize("stranger", [(b"other", 3, 1), (b"s1", 2, 1), (b"s7", 3, 7)])
+def test_only_a_source_that_is_known_can_end_the_plane(lead: Lead, stranger: tuple[bytes, int, int]) -> None:
+    lead.offer(1, 1)
+    connection, incarnation, number = stranger
+    lead.sources.hear(connection, Sealed(number, incarnation, -1, -1, None, "no memory"), None)
+    with pytest.raises(RuntimeError, match="source 1 cannot send weights: no memory"):
+        lead.sources.hear(b"s1", Sealed(1, 3, -1, -1, None, "no memory"), None)
+
+
+def test_sources_hear_which_versions_are_needed_with_every_offering(lead: Lead) -> None:
+    lead.offer(1, 1)
+    assert lead.sent == [], "none is needed yet; they keep what they have"
+    lead.sources.keep({4, 2})
+    lead.offer(1, 5)
+    lead.offer(1, 1)
+    assert lead.sent == 3 * [(b"s1", Keep([2, 4]))]
