@@ -285,6 +285,8 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
     timeout_s: Seconds = 20.0  # Longest duration of one publish to one set of nodes.
     overlap: bool = True  # False makes the learner wait, at most timeout_s, until every node runs the version.
     bucket_mib: Positive = 8  # Size of the pieces in which a version is sent and verified.
+    # Where learner and nodes keep versions; device saves the way through host memory, with nccl.
+    buffers: Literal["host", "device"] = "host"
     encoding: Literal["full", "delta"] = "full"  # delta sends only changed elements, bit for bit; docs/delta.md.
     # Every so many publishes are sent whole to all nodes; 0: only where a delta does not fit.
     anchor_every: Natural = 64

@@ -26,7 +26,8 @@ dist: Any = distributed  # these classes are public in use but untyped in torch
 class Group(Protocol):
     """A formed group of the learner (rank 0) and the nodes of one epoch.
 
-    Buckets are CPU memory on both sides. Completion proves nothing, so receivers verify every bucket.
+    Buckets are in host memory or, for transports between devices, in a device's. Completion proves nothing, so
+    receivers verify every bucket.
     """
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:

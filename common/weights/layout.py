@@ -11,6 +11,7 @@ from itertools import pairwise
 import msgspec
 
 ALIGNMENT = 64  # bytes; every entry starts at a multiple, so that any dtype can be viewed in place
+XXH3, WORDS = "xxh3", "words"  # checksums that a processor computes, and a device
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -33,6 +34,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     entries: tuple[Entry, ...]
     total_bytes: int
     starts: tuple[int, ...] = (0,)  # where each source's part begins
+    checksums: str = XXH3  # how versions are verified
 
     @cached_property  # every publish names it, and thousands of entries take milliseconds
     def digest(self) -> str:
@@ -45,7 +47,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return [slice(a, b) for a, b in pairwise((*self.starts, self.total_bytes))]
 
     @classmethod
-    def of(cls, *parts: list[tuple[str, str, tuple[int, ...]]]) -> "Layout":
+    def of(cls, *parts: list[tuple[str, str, tuple[int, ...]]], checksums: str = XXH3) -> "Layout":
         """Lay out (name, dtype, shape) in the given order, part by part."""
         entries, starts = list[Entry](), list[int]()
         at = 0
@@ -55,4 +57,4 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
                 entry = Entry(name, dtype, tuple(shape), at)
                 entries.append(entry)
                 at += -(-entry.size_bytes // ALIGNMENT) * ALIGNMENT
-        return cls(tuple(entries), at, tuple(starts))
+        return cls(tuple(entries), at, tuple(starts), checksums)

@@ -7,14 +7,17 @@ import numpy as np
 import torch
 import xxhash
 
-from common.weights.layout import Layout
+from common.weights.layout import WORDS, XXH3, Layout
+from common.weights.word_sums import WordSums
 
 BLOCK_BYTES = 256 << 10  # within a core's cache
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def buffer(total_bytes: int) -> torch.Tensor:
-    """A zeroed [total_bytes] uint8 CPU buffer, on huge pages where the kernel grants them."""
+def buffer(total_bytes: int, device: torch.device | None = None) -> torch.Tensor:
+    """A zeroed [total_bytes] uint8 buffer on `device`; None: in host memory, on huge pages where there are some."""
+    if device is not None:
+        return torch.zeros(total_bytes, dtype=torch.uint8, device=device)
     # A checksum reads such memory 1.5 times as fast. numpy asks for huge pages, torch does not.
     return torch.as_tensor(np.empty(total_bytes, np.uint8)).zero_()
 
@@ -45,8 +48,12 @@ def fill(targets: Iterable[tuple[str, torch.Tensor]], named: Iterable[tuple[str,
         raise ValueError(f"tensor {missing[0]} of the layout was not given")
 
 
-def checksum(data: torch.Tensor) -> str:
-    """xxh3-128 hex digest of a contiguous CPU tensor's bytes."""
+def checksum(data: torch.Tensor, kind: str = XXH3) -> str:
+    """Hex digest of a contiguous tensor's bytes; xxh3-128 only of one on the CPU."""
+    if kind == WORDS:
+        sums = WordSums()
+        sums.add(data, 0)
+        return sums.hexdigest()
     data_bytes: Any = data.view(torch.uint8).numpy()  # a buffer, which numpy's types say from Python 3.12 on
     return xxhash.xxh3_128_hexdigest(memoryview(data_bytes))
 
@@ -60,11 +67,14 @@ def combined(checksums: list[str]) -> str:
 
 def version_checksum(flat: torch.Tensor, layout: Layout) -> str:
     """The checksum of a whole version [total_bytes] uint8."""
-    return combined([checksum(flat[part]) for part in layout.parts])
+    return combined([checksum(flat[part], layout.checksums) for part in layout.parts])
 
 
-def all_checksums(flat: torch.Tensor, bucket_bytes: int) -> tuple[list[str], str]:
-    """(checksum of every bucket, checksum of `flat` [n] uint8); both while a block is in the cache."""
+def all_checksums(flat: torch.Tensor, bucket_bytes: int, kind: str = XXH3) -> tuple[list[str], str]:
+    """(checksum of every bucket, checksum of `flat` [n] uint8); xxh3: both while a block is in the cache."""
+    if kind == WORDS:
+        starts = range(0, flat.numel(), bucket_bytes)
+        return [checksum(flat[at : at + bucket_bytes], kind) for at in starts], checksum(flat, kind)
     data_bytes: Any = flat.numpy()
     data = memoryview(data_bytes)
     whole, buckets = xxhash.xxh3_128(), list[str]()

@@ -20,7 +20,7 @@ import zmq
 from common.process.local_address import local_address
 from common.weights import delta, packing
 from common.weights.collectives import Group, GroupFactory, Meeting, in_turn, reason_of
-from common.weights.layout import Layout
+from common.weights.layout import WORDS, XXH3, Layout
 from common.weights.messages import Epoch, LearnerMessage, Listening, Meet, Publish, Reroute, Serve, Welcome
 from common.weights.part_fetches import PartFetches
 from common.weights.pieces import Shipment
@@ -84,10 +84,13 @@ class Receiver:
     """Stages the publishes of one learner incarnation after another."""
 
     def __init__(
-        self, group_factory: GroupFactory = open_group, allocate: Callable[[int], torch.Tensor] = packing.buffer
+        self,
+        group_factory: GroupFactory = open_group,
+        allocate: Callable[[int], torch.Tensor] = packing.buffer,
+        device: torch.device | None = None,
     ) -> None:
-        """`allocate(n)` gives a zeroed [n] uint8 buffer."""
-        self._group_factory, self._allocate = group_factory, allocate
+        """`allocate(n)` gives a zeroed [n] uint8 buffer. On `device` are those for a learner that has its own there."""
+        self._group_factory, self._allocate, self._device = group_factory, allocate, device
         self._lock = threading.Lock()
         self.layout: Layout | None = None  # the learner's, from Welcome
         self._epoch: Epoch | None = None
@@ -231,8 +234,10 @@ class Receiver:
 
     def _serve(self, serve: Serve) -> None:
         """Let other nodes fetch a part of the staging buffer's version; they hear of it if it is not there."""
-        if self._server is None or self._buffer is None or self._contents != (serve.incarnation, serve.version):
-            logger.info("version %d is not in the staging buffer; others cannot fetch it here", serve.version)
+        here = self._contents == (serve.incarnation, serve.version)
+        in_host = self.layout is not None and self._on_device(self.layout) is None
+        if self._server is None or self._buffer is None or not (here and in_host):
+            logger.info("version %d is not in host memory; others cannot fetch it here", serve.version)
             return
         self._server.offer(Shipment(serve.part, self._buffer))
 
@@ -244,21 +249,40 @@ class Receiver:
             if self._server is not None:
                 self._server.close()
 
+    def _on_device(self, layout: Layout) -> torch.device | None:
+        """Where the staging buffer of this learner's versions is; None: in host memory."""
+        return self._device if layout.checksums == WORDS else None
+
+    def _new_buffer(self, layout: Layout) -> torch.Tensor:
+        """A zeroed [total_bytes] uint8 staging buffer, in host memory where the device has no room."""
+        if (device := self._on_device(layout)) is not None:
+            try:
+                return packing.buffer(layout.total_bytes, device)
+            except torch.OutOfMemoryError:
+                logger.warning(
+                    "the device has no room for %d bytes: versions are staged in host memory", layout.total_bytes
+                )
+        return self._allocate(layout.total_bytes)
+
     def _receive(self, transfer: _Transfer) -> None:
         publish = transfer.publish
         base = transfer.buffer if transfer.is_delta else None  # None as soon as it is changed
         try:
             # Zeros, not empty: a bucket that never arrives must not be able to look like an older version.
-            flat = transfer.buffer if transfer.buffer is not None else self._allocate(transfer.layout.total_bytes)
-            payload = torch.zeros(publish.payload_bytes, dtype=torch.uint8) if transfer.is_delta else flat
+            flat = transfer.buffer if transfer.buffer is not None else self._new_buffer(transfer.layout)
+            apart = transfer.is_delta or (transfer.relayed and self._on_device(transfer.layout) is not None)
+            payload = packing.buffer(publish.payload_bytes) if apart else flat
             if transfer.relayed:
                 transfer.parts.run(payload, self._server, lambda share: self._note_share(transfer, share))
             else:
                 group = self._join_group(transfer)
-                receive_buckets(group, payload, publish, lambda share: self._note_share(transfer, share))
+                kind = transfer.layout.checksums
+                receive_buckets(group, payload, publish, lambda share: self._note_share(transfer, share), kind)
             if transfer.is_delta:
                 base = None
                 self._apply(transfer, payload, flat)
+            elif apart:
+                flat.copy_(payload)
             if transfer.is_delta or transfer.relayed:
                 found = packing.version_checksum(flat, transfer.layout)
                 if found != publish.checksum:
@@ -307,9 +331,13 @@ class Receiver:
 
 
 def receive_buckets(
-    group: Group, flat: torch.Tensor, publish: Publish, note_share: Callable[[float], None] = lambda share: None
+    group: Group,
+    flat: torch.Tensor,
+    publish: Publish,
+    note_share: Callable[[float], None] = lambda share: None,
+    kind: str = XXH3,
 ) -> None:
-    """All buckets of `publish` into `flat` [payload_bytes] uint8, verified against its checksums.
+    """All buckets of `publish` into `flat` [payload_bytes] uint8, verified against its checksums, which are of `kind`.
 
     `note_share` is called after every bucket with the share of them that arrived, 0 to 1. Raises as `in_turn`, and
     ValueError, which names the bucket, when other bytes arrived than were sent.
@@ -320,7 +348,7 @@ def receive_buckets(
     bad: list[int] = []
     arriving = in_turn(group, flat, publish.bucket_bytes, publish.timeout_s)
     for i, (bucket, expected) in enumerate(zip(arriving, checksums, strict=True)):
-        if packing.checksum(bucket) != expected:
+        if packing.checksum(bucket, kind) != expected:
             bad.append(i)  # receive to the end, because the other members of the group still do
         note_share((i + 1) / count)
     if bad:

@@ -123,7 +123,12 @@ def _publish(config: Config, rl: RlPart) -> Iterator[str]:
             f"{publish.publish_s:,.0f} s, more than weights.timeout_s ({config.weights.timeout_s:g} s); that needs "
             f"{publish.bytes_per_s / 1e9:.1f} GB/s."
         )
-    if publish.bytes > 64 * GIB:
+    if config.weights.buffers == "device":
+        yield (
+            f"For weights.buffers: device the lead rank keeps up to three versions of {publish.bytes / GIB:.0f} GiB in "
+            "its device's memory, and an engine without tensor parallelism one, beside what vLLM takes."
+        )
+    elif publish.bytes > 64 * GIB:
         yield (
             f"Every node has a published version of {publish.bytes / GIB:.0f} GiB in host memory. In the learner "
             f"{publish.largest_source_bytes / GIB:.1f} GiB of it are on the rank with the largest part, and "

@@ -123,7 +123,7 @@ class Chains:
             self._chains.append(chain)
             for part in payload.parts:
                 if self._server is not None and part.origin == self._server.address:
-                    chain.served.append(Shipment(part, payload.flat))
+                    chain.served.append(Shipment(part, payload.in_host))
                     self._server.offer(chain.served[-1])
         source = None
         if receiver.route.failures_at(snapshot.version) < OWN_ATTEMPT:

@@ -324,7 +324,7 @@ class PublishControl:
         def seal() -> None:
             work: Future[Part] = Future()
             try:
-                work.set_result(new_part(payload.flat, 0, size, piece, origin, self._secured))
+                work.set_result(new_part(payload.in_host, 0, size, piece, origin, self._secured))
             except Exception as error:
                 work.set_exception(error)
             self._endpoint.post(partial(sealed, work))

@@ -11,6 +11,7 @@ from torch import Tensor
 from common.config.schema import WeightsConfig
 from common.weights.collectives import GroupFactory
 from common.weights.messages import Canary
+from common.weights.transports.nccl import remember_device
 from common.weights.transports.registry import open_group
 from learner.publish.control import PublishControl
 from learner.publish.figures import PublishStats
@@ -50,7 +51,7 @@ class WeightPublisher:
         self._bucket_bytes = bucket_bytes if bucket_bytes is not None else weights.bucket_mib << 20
         self._published = 0
         self._deltas = Deltas(weights.encoding, weights.anchor_every)
-        self._maker = SnapshotMaker(dtype)
+        self._maker = SnapshotMaker(dtype, remember_device() if weights.buffers == "device" else None)
         self._control: PublishControl | None = None
         self._thread: threading.Thread | None = None
         self._sealing: threading.Thread | None = None

@@ -5,12 +5,13 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import msgspec
 import torch
 
 from common.weights import delta, packing
-from common.weights.layout import Layout
+from common.weights.layout import WORDS, XXH3, Layout
 from common.weights.messages import Canary, Offering, Part
 from common.weights.pieces import THREADS
 
@@ -35,6 +36,11 @@ class Payload:
     elsewhere: dict[int, int] = field(default_factory=lambda: dict[int, int]())  # bytes
     sealing: bool = False
     sealed: dict[int, Part] = field(default_factory=lambda: dict[int, Part]())
+
+    @cached_property
+    def in_host(self) -> torch.Tensor:
+        """`flat` in host memory, for nodes that fetch it."""
+        return self.flat.cpu()
 
     @property
     def size(self) -> int:
@@ -69,7 +75,7 @@ class Snapshot:
 
     def seal(self, bucket_bytes: int) -> None:
         """Compute the checksums that every node verifies."""
-        buckets, self.checksum = packing.all_checksums(self.flat, bucket_bytes)
+        buckets, self.checksum = packing.all_checksums(self.flat, bucket_bytes, self.layout.checksums)
         self.full = Payload(self.flat, buckets)
 
     def add_parts(self, offered: Sequence[Offering]) -> None:
@@ -87,9 +93,10 @@ class Snapshot:
 class SnapshotMaker:
     """Copies exported tensors; the first version determines the layout of this incarnation, unless `share` does."""
 
-    def __init__(self, dtype: str) -> None:
-        """`dtype`: the engines' dtype; the learner may export another one."""
-        self._dtype = dtype
+    def __init__(self, dtype: str, device: torch.device | None = None) -> None:
+        """`dtype`: the engines' dtype; the learner may export another one. Buffers are on `device`; None: in host
+        memory."""
+        self._dtype, self._device = dtype, device
         self._whole: Layout | None = None
         self._free: list[tuple[torch.Tensor, Views]] = []  # buffers of snapshots that are gone
         self.layout: Layout | None = None
@@ -108,12 +115,15 @@ class SnapshotMaker:
                 (name, tensor.detach().to("cpu", packing.DTYPES[self._dtype_of(name)], copy=True))
                 for name, tensor in named
             ]
-            self.layout = Layout.of([(name, self._dtype_of(name), tuple(tensor.shape)) for name, tensor in named])
+            kind = XXH3 if self._device is None else WORDS
+            typed = [(name, self._dtype_of(name), tuple(tensor.shape)) for name, tensor in named]
+            self.layout = Layout.of(typed, checksums=kind)
         if not self._free:
-            buffer = packing.buffer(self.layout.total_bytes)
+            buffer = packing.buffer(self.layout.total_bytes, self._device)
             self._free.append((buffer, list(packing.view(buffer, self.layout))))
         flat, views = self._free.pop()
         packing.fill(views, named)
+        flat[:1].cpu()  # on a device the copies have ended, too: other threads read them
         snapshot = Snapshot(version, self._whole or self.layout, flat, canary, started)
         weakref.finalize(snapshot, self._free.append, (flat, views)).atexit = False
         return snapshot

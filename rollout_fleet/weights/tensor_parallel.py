@@ -16,12 +16,12 @@ from common.weights.receiver import Receiver
 class Ranks:
     """This worker among them. `take` and `agree` are collective: a flip calls them on every rank."""
 
-    def __init__(self, group: Any) -> None:
-        """`group`: that of vLLM's tensor parallelism."""
+    def __init__(self, group: Any, device: torch.device) -> None:
+        """`group`: that of vLLM's tensor parallelism; `device`: this worker's."""
         self._group = group
         self.rank, self.size = int(group.rank_in_group), int(group.world_size)
         self.buffers = SharedBuffers()
-        self.receiver = Receiver() if self.size == 1 else Receiver(allocate=self.buffers.allocate)
+        self.receiver = Receiver(device=device) if self.size == 1 else Receiver(allocate=self.buffers.allocate)
 
     @property
     def receives(self) -> bool:

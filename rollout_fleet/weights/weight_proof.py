@@ -13,7 +13,8 @@ import torch
 import xxhash
 
 from common.weights import packing
-from common.weights.layout import Entry, Layout
+from common.weights.layout import WORDS, Entry, Layout
+from common.weights.word_sums import WordSums
 
 _ELSEWHERE = torch.empty(0)  # stands for a parameter that another worker has
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<projection>\w+)\.(?P<kind>\w+)")
@@ -37,7 +38,7 @@ def checksum(model: Any, layout: Layout) -> str:
 
     Raises Unreadable, naming the tensor, when it cannot be found or has another shape or dtype.
     """
-    digests, at, starts = [xxhash.xxh3_128()], 0, {*layout.starts[1:]}
+    digests, at, starts, sums = [xxhash.xxh3_128()], 0, {*layout.starts[1:]}, WordSums()
     for entry, found in _live(model, layout):
         if found.dim() == len(entry.shape) and found.shape[1:] == entry.shape[1:] and len(found) > entry.shape[0]:
             found = found[: entry.shape[0]]  # padded vocabulary rows
@@ -45,11 +46,16 @@ def checksum(model: Any, layout: Layout) -> str:
         if tuple(found.shape) != entry.shape or dtype != entry.dtype:
             has = f"{dtype} {tuple(found.shape)}"
             raise Unreadable(f"{entry.name} was published as {entry.dtype} {entry.shape}, the engine has {has}")
+        if layout.checksums == WORDS:
+            sums.add(found, entry.offset)
+            continue
         digests[-1].update(bytes(entry.offset - at))  # alignment gaps are zero in the buffer
         if entry.offset in starts:
             digests.append(xxhash.xxh3_128())
         digests[-1].update(memoryview(found.contiguous().cpu().view(-1).view(torch.uint8).numpy()))
         at = entry.offset + entry.size_bytes
+    if layout.checksums == WORDS:
+        return sums.hexdigest()
     digests[-1].update(bytes(layout.total_bytes - at))
     return packing.combined([digest.hexdigest() for digest in digests])
 

@@ -40,8 +40,7 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        remember_device()
-        self.ranks = Ranks(get_world_group())  # without data parallelism, the workers of this engine
+        self.ranks = Ranks(get_world_group(), remember_device())  # without data parallelism, the workers of this engine
         self.receiver = self.ranks.receiver
         self.proof: Proof | None = None
         self._proving: threading.Thread | None = None
@@ -66,6 +65,8 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
             flat = self.ranks.take(update_info.incarnation, update_info.version, layout.total_bytes)
             with torch.no_grad():
                 self.model.load_weights(packing.view(flat, layout))
+            if torch.cuda.is_available():  # other threads prove the parameters and write the buffer
+                torch.cuda.current_stream().synchronize()
         except Exception as failure:  # without it the other ranks would wait for this one for ever
             error = failure
         self.ranks.agree(error)

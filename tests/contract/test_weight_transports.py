@@ -1,6 +1,7 @@
 """The contract of every weight transport, between real processes.
 
-'device' is what NCCL runs through (transports/device.py) with gloo as the library and the CPU as the device.
+NCCL runs through transports/device.py. 'device' is that with gloo as the library and the CPU as the device; in 'device
+from host memory' the buckets are elsewhere.
 """
 
 import time
@@ -20,7 +21,7 @@ TIMEOUT_S = 8.0
 SLACK_S = 60.0  # a slow machine with a busy neighbour takes so much longer
 
 
-@pytest.fixture(params=["gloo", "device", "relay", "sealed relay"])
+@pytest.fixture(params=["gloo", "device", "device from host memory", "relay", "sealed relay"])
 def sender(request: pytest.FixtureRequest) -> Iterator[Sender]:
     made = Sender(request.param, TIMEOUT_S)
     yield made

@@ -24,6 +24,7 @@ from common.weights.transports.gloo import process_group
 from common.weights.transports.registry import open_group
 
 CLOSE = b"close"
+DEVICES = {"device": torch.device("cpu"), "device from host memory": torch.device("cpu", 0)}  # buckets are on the first
 
 
 class GlooCommunicator:
@@ -40,9 +41,9 @@ class GlooCommunicator:
 
 
 def open_any(epoch: Epoch, meeting: Meeting) -> Group:
-    """The transport's group; 'device' is DeviceGroup with the CPU as the device."""
-    if epoch.transport == "device":
-        return DeviceGroup(epoch, lambda epoch: GlooCommunicator(epoch, meeting), torch.device("cpu"))
+    """The transport's group; those of DEVICES are DeviceGroup with the CPU as the device."""
+    if epoch.transport in DEVICES:
+        return DeviceGroup(epoch, lambda epoch: GlooCommunicator(epoch, meeting), DEVICES[epoch.transport])
     return open_group(epoch, meeting)
 
 
@@ -112,7 +113,7 @@ def main(commands: Connection, fault: str = "", at: int = -1) -> None:
     torch.set_num_threads(1)
     FaultyGroup.fault, FaultyGroup.at = fault, at
     count_pieces(FaultyGroup)
-    receiver = Receiver(FaultyGroup)
+    receiver = Receiver(FaultyGroup, device=DEVICES["device"])
 
     def say(**what: object) -> None:
         commands.send_bytes(json.dumps(what).encode())
@@ -131,7 +132,8 @@ def main(commands: Connection, fault: str = "", at: int = -1) -> None:
             say(event="failed", version=version, reason=status.error)
         elif status.state == "staged":
             flat = receiver.take(status.incarnation, version)
-            found = packing.checksum(flat)
+            assert receiver.layout is not None
+            found = packing.version_checksum(flat, receiver.layout)
             receiver.give_back(flat)
             say(event="staged", version=version, checksum=found)
 

@@ -1,4 +1,4 @@
-"""Broadcasts between devices: a bucket passes through device memory, and every library call has a deadline.
+"""Broadcasts between devices: every library call has a deadline, and host memory passes through a device's.
 
 Libraries of device collectives can block in any call when a member is gone. So every call runs in a thread of the
 group. At the deadline the caller aborts the communicator, which frees the devices of the survivors, and continues. The
@@ -36,7 +36,7 @@ class Communicator(Protocol):
 
 
 class DeviceGroup:
-    """A Group whose buckets pass through a bounce buffer on `device`."""
+    """A Group on `device`; only buckets that are elsewhere pass through a bounce buffer there."""
 
     def __init__(self, epoch: Epoch, form: Callable[[Epoch], Communicator], device: torch.device) -> None:
         """Meet the others, at most `epoch.timeout_s`, or raise RuntimeError; `form` runs in the group's thread."""
@@ -56,7 +56,7 @@ class DeviceGroup:
         self._wait(self._call(connect), epoch.timeout_s, f"epoch {epoch.epoch} did not form")
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
-        """Rank 0's bytes into everyone's CPU `bucket` [n] uint8; the wait raises RuntimeError at the deadline."""
+        """Rank 0's bytes into everyone's `bucket` [n] uint8; the wait raises RuntimeError at the deadline."""
         done = self._call(lambda: self._cross(bucket))
         return lambda: self._wait(done, timeout_s, "a broadcast did not finish")
 
@@ -71,6 +71,9 @@ class DeviceGroup:
         assert self._communicator is not None
         if self._closing.is_set():
             return  # posted behind one that failed: its communicator is being aborted
+        if bucket.device == self._device:
+            self._communicator.broadcast(bucket)
+            return
         if self._bounce.numel() < bucket.numel():
             self._bounce = torch.empty(bucket.numel(), dtype=torch.uint8, device=self._device)
         buffer = self._bounce[: bucket.numel()]

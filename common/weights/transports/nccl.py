@@ -62,11 +62,16 @@ def mismatch(node: Mapping[str, str]) -> str:
 _device: torch.device | None = None
 
 
-def remember_device() -> None:
-    """Let groups that other threads form use this thread's CUDA device; each thread has a current one of its own."""
+def remember_device() -> torch.device:
+    """Let groups that other threads form use this thread's CUDA device, which it returns; the CPU where there is none.
+
+    Each thread has a current device of its own.
+    """
     global _device
-    if torch.cuda.is_available():
-        _device = torch.device("cuda", torch.cuda.current_device())
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    _device = torch.device("cuda", torch.cuda.current_device())
+    return _device
 
 
 class NcclGroup(DeviceGroup):

@@ -91,7 +91,7 @@ class Job:
         self.broker = self._commands.enter_context(Command(folder, "broker", "broker", config))
         node = Command(folder, "node", "rollout", config, "--node-id", "n0", PYTHONPATH=f"{ROOT}:{folder}")
         self.node = self._commands.enter_context(node)
-        self.publisher = WeightPublisher(0, "float32", WeightsConfig(timeout_s=60.0, bucket_mib=1))
+        self.publisher = WeightPublisher(0, "float32", WeightsConfig(timeout_s=60.0, bucket_mib=1, buffers="device"))
         self.models: dict[int, Any] = {0: warmed(folder / "assets")}
         self.client = BrokerClient(self._broker_address(), deadline_s=LIMIT_S)
         self.report("training", self.publisher.start())

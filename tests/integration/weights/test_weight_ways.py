@@ -52,6 +52,20 @@ def test_a_peer_that_serves_other_bytes_does_no_harm_and_is_not_asked_again(plan
     assert publisher.stats().ejections in (0, 1, 2)  # some of the two that were closed
 
 
+def test_versions_in_device_memory_come_to_groups_from_there_and_to_newcomers_from_the_learner(plane: Plane) -> None:
+    publisher, address, (first,) = plane.fleet("first", buffers="device")
+    spread(publisher, 1, first)
+    for version, name in ((2, "late"), (3, "later")):
+        (late,) = plane.following(address, name)
+        running(version - 1, late)
+        assert sources(late)[-1] != address_of(first), "the engine's device does not serve"
+        spread(publisher, version, first, late)
+        assert ways(late) == ["relay", "gloo"]
+        late.close()
+    (broken,) = plane.following(address, "broken", break_load=True)
+    assert "published" in str(broken.wait("excluded")["reason"])
+
+
 def test_a_fleet_with_keys_passes_sealed_pieces_from_node_to_node(plane: Plane, tmp_path: Path) -> None:
     folder = KeyFolder(tmp_path / "keys")
     names = ["first", "second", "third"]

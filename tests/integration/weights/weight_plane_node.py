@@ -49,7 +49,7 @@ class BufferTarget:
     """EngineWeights whose engine is a buffer."""
 
     def __init__(self, break_load: bool = False, spoil_served: bool = False) -> None:
-        self.receiver = Receiver(PlaneGroup)
+        self.receiver = Receiver(PlaneGroup, device=torch.device("cpu"))
         self.break_load, self.spoil_served = break_load, spoil_served
         self.weights: torch.Tensor | None = None
 

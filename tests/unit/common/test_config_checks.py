@@ -66,6 +66,8 @@ broker: {store: redis, redis: 'redis://a:b@127.0.0.1:6379/0'} | broker.redis | c
 broker: {store: redis, redis: 'redis://h', durability: memory} | broker.durability | everysec
 broker: {store: redis, redis: 'redis://[::1]', address: ['tcp://[::1]:0', 'tcp://h:6']} | broker.address | a port
 weights: {address: 0.0.0.0} | weights.address | loopback
+weights: {buffers: device} | weights.buffers | transport: nccl
+weights: {buffers: device, transport: nccl, encoding: delta} | weights.buffers | encoding: full
 broker: {lease_s: 5.0, heartbeat_s: 2.0} | broker.lease_s | heartbeat_s
 broker: {max_lease_s: 60.0} | broker.max_lease_s | sample_timeout_s
 broker: {max_bytes: 10, max_message_bytes: 20} | broker.max_message_bytes | broker.max_bytes
@@ -83,6 +85,7 @@ learner: {loss: {proximal: behavior}}
 learner: {loss: {proximal: behavior, correction: none, objective: cispo, clip_low: 1.0, clip_high: 4.0}}
 learner: {loss: {correction: mis, correction_level: geometric, correction_low: 0.98, correction_normalize: true}}
 {weights: {publish_every: 4}, staleness: {max: 3}}
+weights: {buffers: device, transport: nccl}
 broker: {address: 'tcp://127.0.0.1:0'}
 broker: {address: 'tcp://localhost:5555'}
 broker: {address: 'tcp://[::1]:5555'}

@@ -16,6 +16,7 @@ from common.weights.transports.device import DeviceGroup
 from tests.waiting import LIMIT_S
 
 CPU = torch.device("cpu")
+ANOTHER = torch.device("cpu", 0)  # counts as a device that the buckets are not on
 EPOCH = Epoch(1, 1, 2, 0.3, "nccl")
 MEETING = Meeting(0.3, lambda key, value: None)
 
@@ -65,7 +66,7 @@ def test_a_group_that_does_not_form_is_given_up_at_the_deadline(blocks: str) -> 
 @pytest.mark.parametrize("aborts", [True, False], ids=["aborts", "hangs in abort"])
 def test_a_broadcast_that_hangs_is_aborted_at_the_deadline_and_not_waited_for(aborts: bool) -> None:
     library = Library("broadcast", aborts)
-    group = DeviceGroup(EPOCH, library.form, CPU)
+    group = DeviceGroup(EPOCH, library.form, ANOTHER)
     bucket = torch.zeros(10, dtype=torch.uint8)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"a broadcast did not finish within 0.2 s; its communicator was aborted"):
@@ -91,9 +92,12 @@ def test_closing_and_errors_of_the_library_end_a_broadcast(ends: str, says: str)
     group.close()
 
 
-def test_buckets_cross_through_the_bounce_buffer_to_those_who_receive_only() -> None:
-    for rank, expected in ((1, 7), (0, 1)):
-        group = DeviceGroup(structs.replace(EPOCH, rank=rank), Library("never").form, CPU)
+@pytest.mark.parametrize(("device", "at_the_root"), [(ANOTHER, 1), (CPU, 7)], ids=["bounced", "in place"])
+def test_only_buckets_that_are_not_on_the_device_pass_through_the_bounce_buffer(
+    device: torch.device, at_the_root: int
+) -> None:
+    for rank, expected in ((1, 7), (0, at_the_root)):
+        group = DeviceGroup(structs.replace(EPOCH, rank=rank), Library("never").form, device)
         bucket = torch.ones(10, dtype=torch.uint8)
         for part in (bucket[:4], bucket[4:]):
             group.post(part, LIMIT_S)()

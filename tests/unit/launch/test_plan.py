@@ -161,6 +161,7 @@ def test_offloaded_bytes_leave_the_device_where_they_are_not_in_use(here: Path) 
 
 
 BEHAVIOR = ["learner.loss.clip_high=0.28", "learner.loss.proximal=behavior", "learner.loss.correction=none"]
+DEVICE = ["weights.buffers=device", "weights.transport=nccl", "weights.network=trusted"]
 REMARKS = [
     ("deepseek-v3", [], "EP 32 spans 4 nodes of 8"),
     ("llama-3.1-70b", [], "nothing shards the optimizer states"),
@@ -172,6 +173,7 @@ REMARKS = [
     ),
     ("qwen3-235b-a22b", [], "15.1 GiB of it are on the rank with the largest part, and 55.6 GiB on the machine"),
     ("mixtral-8x7b", ["weights.transport=gloo"], "87.0 GiB of it are on the rank with the largest part, and 87.0 GiB"),
+    ("mixtral-8x7b", DEVICE, "three versions of 87 GiB in its device's memory"),
     ("mixtral-8x7b", ["rollout.engine.tensor_parallel=1"], "leaves a GPU of 80 GB cache for 0 tokens"),
     ("mixtral-8x7b", ["broker.max_bytes=1000000", "broker.max_message_bytes=1000000"], "a full window"),
     ("mixtral-8x7b", ["learner.moe.freeze_router=false"], "Routers train without balancing"),

@@ -41,7 +41,7 @@ class Workers:
     def both(self, work: Any) -> list[str]:
         def run(rank: int) -> str:
             try:
-                work(Ranks(self.group(rank)))
+                work(Ranks(self.group(rank), torch.device("cpu")))
             except (ValueError, RuntimeError) as error:
                 return str(error)
             return ""

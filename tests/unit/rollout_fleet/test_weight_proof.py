@@ -3,12 +3,13 @@
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 from common.weights import packing
-from common.weights.layout import Layout
+from common.weights.layout import WORDS, XXH3, Layout
 from rollout_fleet.weights import weight_proof
 
 
@@ -88,21 +89,24 @@ CASES: dict[str, tuple[Any, ...]] = {  # model, what it publishes, its padding, 
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("checksums", [XXH3, WORDS])
 @pytest.mark.parametrize(("make", "publish", "padding", "elements"), CASES.values(), ids=CASES)
 def test_parameters_have_the_published_checksum_which_any_element_changes_but_padding_does_not(
-    make: Any, publish: Any, padding: list[tuple[str, Any]], elements: list[tuple[str, tuple[int, ...]]]
+    make: Any, publish: Any, padding: list[tuple[str, Any]], elements: list[tuple[str, tuple[int, ...]]], checksums: str
 ) -> None:
     model = make()
     layout, flat = publish(model)
-    assert weight_proof.checksum(model, layout) == packing.checksum(flat)
+    layout = msgspec.structs.replace(layout, checksums=checksums)
+    published = packing.checksum(flat, checksums)
+    assert weight_proof.checksum(model, layout) == published
     for name, place in padding:
         model.get_parameter(name).data[place] = float("nan")
-    assert weight_proof.checksum(model, layout) == packing.checksum(flat)
+    assert weight_proof.checksum(model, layout) == published
     for name, place in elements:
         weight = model.get_parameter(name).data
         before = weight[place].item()
         weight[place] += 1e-6
-        assert weight_proof.checksum(model, layout) != packing.checksum(flat), (name, place)
+        assert weight_proof.checksum(model, layout) != published, (name, place)
         weight[place] = before
 
 
