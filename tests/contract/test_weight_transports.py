@@ -1,7 +1,7 @@
 """The contract of every weight transport, between real processes.
 
-NCCL runs through transports/device.py. 'device' is that with gloo as the library and the CPU as the device; in 'device
-from host memory' the buckets are elsewhere.
+'device' is what NCCL runs through: transports/device.py. Here the library is gloo, and the device is the CPU.
+With 'device from host memory' the buckets are elsewhere.
 """
 
 import time
