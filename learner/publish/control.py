@@ -319,7 +319,7 @@ class PublishControl:
         size, origin = payload.flat.numel(), self._chains.origin()
 
         def sealed(work: Future[Part]) -> None:
-            payload.sealed[0] = work.result()  # an error stops the plane
+            payload.add_part(0, work.result())  # an error stops the plane
 
         def seal() -> None:
             work: Future[Part] = Future()

@@ -5,6 +5,7 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import msgspec
 import torch
@@ -34,22 +35,20 @@ class Payload:
     base_version: int = -1
     elsewhere: dict[int, int] = field(default_factory=lambda: dict[int, int]())  # bytes
     sealing: bool = False
-    sealed: dict[int, Part] = field(default_factory=lambda: dict[int, Part]())
+    sealed: dict[int, Part] = field(default_factory=lambda: dict[int, Part]())  # by source
+    parts: list[Part] = field(default_factory=lambda: list[Part]())  # in order; [] before all sources sealed theirs
 
     @property
     def size(self) -> int:
         return self.flat.numel() + sum(self.elsewhere.values())
 
-    @property
-    def parts(self) -> list[Part]:
-        """Over the relay: all parts in order, once every source has sealed its own; [] before."""
-        if len(self.sealed) <= len(self.elsewhere):
-            return []
-        parts, at = list[Part](), 0
-        for _, part in sorted(self.sealed.items()):
-            parts.append(msgspec.structs.replace(part, start=at))
-            at += part.size
-        return parts
+    def add_part(self, number: int, part: Part) -> None:
+        """Take in what a source sealed for the relay; the last one completes `parts`."""
+        self.sealed[number] = part
+        if len(self.sealed) > len(self.elsewhere):
+            sealed = [part for _, part in sorted(self.sealed.items())]
+            starts = accumulate((part.size for part in sealed), initial=0)
+            self.parts = [msgspec.structs.replace(part, start=at) for part, at in zip(sealed, starts, strict=False)]
 
 
 @dataclass(eq=False)  # compared by identity, because tensors have no `==`
