@@ -116,8 +116,7 @@ class WeightPublisher:
 
     def _seal(self, snapshot: Snapshot, control: PublishControl) -> None:
         try:
-            snapshot.seal(self._bucket_bytes)
-            self._deltas.encode(snapshot, self._bucket_bytes)
+            self._deltas.seal(snapshot, self._bucket_bytes)
             control.offer(snapshot)
         except Exception as error:
             logger.exception("version %d cannot be sent", snapshot.version)

@@ -135,8 +135,9 @@ class Deltas:
         self._kept: list[Snapshot] = []  # oldest first
         self._versions = 0
 
-    def encode(self, snapshot: Snapshot, bucket_bytes: int) -> None:
-        """Give a sealed `snapshot` its deltas, and keep it as a base of those to come."""
+    def seal(self, snapshot: Snapshot, bucket_bytes: int) -> None:
+        """Give `snapshot` its checksums and its deltas, and keep it as a base of those to come."""
+        snapshot.seal(bucket_bytes)
         if not self._enabled:
             return
         sent = [s for s in self._kept if s.sent][-1:]

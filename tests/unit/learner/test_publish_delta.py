@@ -30,8 +30,7 @@ class Versions:
             self.weights = torch.randn(4096).bfloat16()
         snapshot = self.maker.make(version, [("a", self.weights)], None)
         self.alive.add(snapshot)
-        snapshot.seal(BUCKET)
-        self.deltas.encode(snapshot, BUCKET)
+        self.deltas.seal(snapshot, BUCKET)
         snapshot.sent = sent
         return snapshot
 
