@@ -244,8 +244,8 @@ class Chains:
             self._send(link.receiver.identity, Reroute(link.epoch, part, chain.address(part, source)))
 
     def in_order(self, receivers: Iterable[Receiver]) -> list[Receiver]:
-        """As `in_order`, with those that were late before at the end."""
-        return sorted(in_order(receivers), key=lambda receiver: receiver.node_id in self._late)
+        """By network address and machine, so that neighbours are near each other; those that were late before last."""
+        return sorted(receivers, key=lambda receiver: (receiver.node_id in self._late, *place(receiver)))
 
     def busy(self, node: bytes, now: float) -> bool:
         """Whether it has a version since a moment ago that others still fetch from it."""
@@ -269,15 +269,11 @@ class Chains:
             self._server.close()
 
 
-def in_order(receivers: Iterable[Receiver]) -> list[Receiver]:
-    """By network address and machine, so that neighbours in a chain are near each other."""
-
-    def place(receiver: Receiver) -> tuple[int, bytes, str]:
-        host = (receiver.address or "").removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        try:
-            packed = ipaddress.ip_address(host).packed
-        except ValueError:
-            packed = host.encode()
-        return len(packed), packed, receiver.machine
-
-    return sorted(receivers, key=place)
+def place(receiver: Receiver) -> tuple[int, bytes, str]:
+    """Where a node is; places that are near each other sort together."""
+    host = (receiver.address or "").removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        packed = ipaddress.ip_address(host).packed
+    except ValueError:
+        packed = host.encode()
+    return len(packed), packed, receiver.machine

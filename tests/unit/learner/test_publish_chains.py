@@ -9,7 +9,7 @@ import pytest
 from common.weights.messages import Reroute, Serve, Stalled
 from common.weights.pieces import Shipment
 from learner.publish import chains
-from learner.publish.chains import GRACE_S, HANDOVER_S, RESUME_S, STALE_S, Chains, in_order
+from learner.publish.chains import GRACE_S, HANDOVER_S, RESUME_S, STALE_S, Chains
 from learner.publish.receiver_state import Receiver, Route, State
 from learner.publish.snapshot import Payload, Snapshot
 from tests.unit.learner.receivers import address_of, make_parts, newcomer, settled, snapshot_of
@@ -118,10 +118,18 @@ def abcd(plane: Plane) -> Plane:
 # ---------------------------------------------------------------- places
 
 
-def test_nodes_that_are_near_each_other_are_neighbours() -> None:
+def test_nodes_that_are_near_each_other_are_neighbours(plane: Plane) -> None:
     places = ["tcp://[fd00::1]:7", "tcp://10.0.0.10:7", "tcp://10.0.0.9:9", "", "tcp://10.0.0.9:8", "tcp://node:1"]
     nodes = [newcomer(str(n), address=place, machine="zyxwvu"[n]) for n, place in enumerate(places)]
-    assert [r.node_id for r in in_order([*nodes, newcomer("late")])] == ["late", "3", "4", "2", "1", "5", "0"]
+    assert [r.node_id for r in plane.chains.in_order([*nodes, newcomer("late")])] == [
+        "late",
+        "3",
+        "4",
+        "2",
+        "1",
+        "5",
+        "0",
+    ]
 
 
 def test_nodes_of_a_payload_form_one_chain_whose_first_part_is_offered_once(plane: Plane, offered: list[str]) -> None:
