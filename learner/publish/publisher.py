@@ -57,9 +57,7 @@ class WeightPublisher:
 
     def start(self) -> str:
         """Bind the control endpoint and start the sending thread; returns the endpoint's address."""
-        self._control = PublishControl(
-            self._weights, self._incarnation, self._bucket_bytes, self._credentials, self._group_factory
-        )
+        self._control = PublishControl(self._weights, self._incarnation, self._credentials, self._group_factory)
         self._thread = threading.Thread(target=self._control.run, daemon=True, name="weight-plane")
         self._thread.start()
         return self._control.address

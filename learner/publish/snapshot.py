@@ -3,7 +3,8 @@
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -13,7 +14,7 @@ import torch
 from common.weights import delta, packing
 from common.weights.layout import Layout
 from common.weights.messages import Canary, Offering, Part
-from common.weights.pieces import THREADS
+from common.weights.pieces import THREADS, new_part
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class Payload:
     """
 
     flat: torch.Tensor
+    bucket_bytes: int
     bucket_checksums: list[str]
     encoding: str = "full"
     base_version: int = -1
@@ -41,6 +43,15 @@ class Payload:
     @property
     def size(self) -> int:
         return self.flat.numel() + sum(self.elsewhere.values())
+
+    def seal(self, piece: int, origin: str, secured: bool, post: Callable[[Callable[[], None]], None]) -> None:
+        """Make this rank's part in a thread, once; `post` brings it, or an error, to the thread that calls this."""
+        if not self.sealing:
+            self.sealing = True
+            pool = ThreadPoolExecutor(1, "seal-weights")
+            work = pool.submit(new_part, self.flat, 0, self.flat.numel(), piece, origin, secured)
+            work.add_done_callback(lambda done: post(lambda: self.add_part(0, done.result())))
+            pool.shutdown(wait=False)
 
     def add_part(self, number: int, part: Part) -> None:
         """Take in what a source sealed for the relay; the last one completes `parts`."""
@@ -69,7 +80,7 @@ class Snapshot:
     def seal(self, bucket_bytes: int) -> None:
         """Compute the checksums that every node verifies."""
         buckets, self.checksum = packing.all_checksums(self.flat, bucket_bytes)
-        self.full = Payload(self.flat, buckets)
+        self.full = Payload(self.flat, bucket_bytes, buckets)
 
     def add_parts(self, offered: Sequence[Offering]) -> None:
         """Take in what the other sources have: their checksums, and only deltas that all of them have."""
@@ -149,7 +160,7 @@ class Deltas:
             stream = delta.encode(base.flat, snapshot.flat, delta.BUCKET_BYTES, THREADS)
             if stream.numel() < snapshot.flat.numel():
                 checksums, _ = packing.all_checksums(stream, bucket_bytes)
-                snapshot.deltas[base.version] = Payload(stream, checksums, "delta", base.version)
+                snapshot.deltas[base.version] = Payload(stream, bucket_bytes, checksums, "delta", base.version)
             took, share = time.perf_counter() - started, stream.numel() / snapshot.flat.numel()
             logger.info("version %d from %d: %.1f %% in %.3f s", snapshot.version, base.version, 100 * share, took)
         self._kept = [*bases[:1], snapshot] if bases and bases[0].sent else [snapshot]

@@ -49,6 +49,6 @@ def attempt_at(
 ) -> Attempt:
     """An attempt that starts at 0.0."""
     made = Epoch(epoch, 0, len(members) + 1, timeout_s, transport)
-    attempt = new_attempt(snapshot, snapshot.full, made, [m.encode() for m in members], 0, 64)
+    attempt = new_attempt(snapshot, snapshot.full, made, [m.encode() for m in members], 0, [])
     attempt.started, attempt.deadline = 0.0, timeout_s
     return attempt

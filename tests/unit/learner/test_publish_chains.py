@@ -136,7 +136,7 @@ def test_nodes_of_a_payload_form_one_chain_whose_first_part_is_offered_once(plan
     assert [plane.begin(name) for name in "abc"] == [[""], ["a"], ["b"]]
     assert plane.sources["a"] == [ORIGIN] and plane.sources["c"] == [address_of("b")]
     assert offered == ["v4p0"]
-    plane.payload = Payload(plane.snapshot.flat, [], parts=plane.payload.parts)
+    plane.payload = Payload(plane.snapshot.flat, 64, [], parts=plane.payload.parts)
     assert plane.begin("d") == [""], "another payload has a chain of its own"
 
 
@@ -190,7 +190,7 @@ def test_a_node_cannot_serve_a_delta_that_it_did_not_get_and_never_itself(plane:
     plane.nodes["idle"] = settled("idle", 4)
     assert plane.begin("idle", state=State.IDLE, version=4, base=4) == [""]
     whole = plane.payload
-    plane.payload = Payload(whole.flat, [], "delta", 3, parts=whole.parts)
+    plane.payload = Payload(whole.flat, 64, [], "delta", 3, parts=whole.parts)
     plane.nodes["other"] = settled("other", 4)
     assert plane.begin("a") == [""] and not plane.told()
 

@@ -36,7 +36,7 @@ class Versions:
 
 
 def attempt(snapshot: Snapshot, payload: Payload) -> Attempt:
-    return new_attempt(snapshot, payload, Epoch(1, 1, 2, 1.0), [b"n0"], 0, BUCKET)
+    return new_attempt(snapshot, payload, Epoch(1, 1, 2, 1.0), [b"n0"], 0, [])
 
 
 def test_a_version_goes_as_a_delta_to_the_nodes_that_have_the_one_before_and_whole_to_others() -> None:
