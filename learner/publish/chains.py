@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from common.weights.messages import LearnerMessage, Part, Reroute, Serve, Stalled
+from msgspec import structs
+
+from common.weights.messages import LearnerMessage, Reroute, Serve, Stalled
 from common.weights.pieces import Shipment
 from common.weights.transports.relay import RelayServer
 from learner.publish.receiver_state import Receiver, State
@@ -89,10 +91,6 @@ class Chain:
             node = self.links[node].sources[part]
         return False
 
-    def fetchers(self, node: bytes) -> list[Link]:
-        """Those who still fetch from it."""
-        return [link for link in self.links.values() if link.done is None and node in link.sources]
-
 
 class Chains:
     """Used by the control thread; times are perf_counter seconds."""
@@ -155,8 +153,7 @@ class Chains:
             return None
         holder = min(fit, key=lambda r: r.machine != receiver.machine)
         for part in chain.payload.parts:
-            bare = Part(part.name, part.origin, part.start, part.size, part.piece_bytes, b"", part.key)
-            self._send(holder.identity, Serve(self._incarnation, version, bare))
+            self._send(holder.identity, Serve(self._incarnation, version, structs.replace(part, digests=b"")))
         chain.links[holder.identity] = Link(holder, -1, [None] * len(chain.payload.parts), done=float("-inf"))
         return holder.identity
 
@@ -250,9 +247,10 @@ class Chains:
     def busy(self, node: bytes, now: float) -> bool:
         """Whether it has a version since a moment ago that others still fetch from it."""
         return any(
-            link.done is not None and now - link.done < HANDOVER_S and chain.fetchers(node)
+            link.done is not None and now - link.done < HANDOVER_S
             for chain in self._chains
             if (link := chain.links.get(node)) is not None
+            and any(one.done is None and node in one.sources for one in chain.links.values())
         )
 
     def tidy(self, current: Snapshot) -> set[int]:
