@@ -127,7 +127,7 @@ def new_attempt(
         checksum=snapshot.checksum,
         timeout_s=epoch.timeout_s,
         canary=snapshot.canary,
-        encoding=payload.encoding,
+        encoding="full" if payload.base_version < 0 else "delta",
         base_version=payload.base_version,
         payload_bytes=payload.size,
         parts=payload.parts if relayed else [],

@@ -39,7 +39,7 @@ class Waiting:
     since: float
     heard: float
     said: Stalled
-    times: int = 1
+    times: int
 
 
 @dataclass(eq=False)
@@ -126,8 +126,7 @@ class Chains:
         source = None
         if receiver.route.failures_at(snapshot.version) < OWN_ATTEMPT:
             source = self._end(chain, receiver) or self._holder(chain, receiver, everyone)
-        link = Link(receiver, epoch, [source] * len(payload.parts))
-        chain.links[receiver.identity] = link
+        chain.links[receiver.identity] = Link(receiver, epoch, [source] * len(payload.parts))
         return [chain.address(part, source) for part in range(len(payload.parts))]
 
     def _end(self, chain: Chain, receiver: Receiver) -> bytes | None:
@@ -172,8 +171,7 @@ class Chains:
             if gone is None:
                 continue
             if failed:
-                whole = {node for node, link in chain.links.items() if link.done is not None}
-                chain.poor |= whole.intersection(source for source in gone.sources if source is not None)
+                chain.poor |= {n for n, link in chain.links.items() if link.done is not None and n in gone.sources}
                 if not chain.late:
                     chain.late = True
                     self._late.add(gone.receiver.node_id)
@@ -188,12 +186,10 @@ class Chains:
             link = chain.links.get(node)
             if link is None or link.done is not None or link.epoch != said.epoch or said.part >= len(link.sources):
                 continue
-            before = link.waiting.get(said.part)
-            same = before is not None and (before.said.source, before.said.pieces) == (said.source, said.pieces)
-            if before is not None and same and now - before.heard < STALE_S:
-                link.waiting[said.part] = Waiting(before.since, now, said, before.times + 1)
-            else:
-                link.waiting[said.part] = Waiting(now, now, said)
+            old, where = link.waiting.get(said.part), (said.source, said.pieces)
+            if old is None or now - old.heard >= STALE_S or (old.said.source, old.said.pieces) != where:
+                old = Waiting(now, now, said, times=0)
+            link.waiting[said.part] = Waiting(old.since, now, said, old.times + 1)
 
     def tick(self, now: float) -> None:
         """Lead the nodes that stand still around their sources."""

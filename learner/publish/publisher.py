@@ -77,11 +77,9 @@ class WeightPublisher:
     def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> PublishReceipt:
         """Copy `named` (Hugging Face name, full tensor) into the flat buffer, return, and send in the background.
 
-        After `share` these are the tensors of the first part.
-
-        It consumes `named` to its end, because every rank must take part in producing it. Without `weights.overlap` it
-        also waits until the version is active on every node, at most `timeout_s`. Raises ValueError when names or
-        shapes differ from the first version's.
+        After `share` these are the tensors of the first part. It consumes `named` to its end, because every rank must
+        take part in producing it. Without `weights.overlap` it also waits until the version is active on every node, at
+        most `timeout_s`. Raises ValueError when names or shapes differ from the first version's.
         """
         assert self._control is not None, "publish before start"
         started = time.perf_counter()

@@ -33,7 +33,6 @@ class Payload:
     flat: torch.Tensor
     bucket_bytes: int
     bucket_checksums: list[str]
-    encoding: str = "full"
     base_version: int = -1
     elsewhere: dict[int, int] = field(default_factory=lambda: dict[int, int]())  # bytes
     sealing: bool = False
@@ -160,7 +159,7 @@ class Deltas:
             stream = delta.encode(base.flat, snapshot.flat, delta.BUCKET_BYTES, THREADS)
             if stream.numel() < snapshot.flat.numel():
                 checksums, _ = packing.all_checksums(stream, bucket_bytes)
-                snapshot.deltas[base.version] = Payload(stream, bucket_bytes, checksums, "delta", base.version)
+                snapshot.deltas[base.version] = Payload(stream, bucket_bytes, checksums, base.version)
             took, share = time.perf_counter() - started, stream.numel() / snapshot.flat.numel()
             logger.info("version %d from %d: %.1f %% in %.3f s", snapshot.version, base.version, 100 * share, took)
         self._kept = [*bases[:1], snapshot] if bases and bases[0].sent else [snapshot]

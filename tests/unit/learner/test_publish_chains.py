@@ -190,7 +190,7 @@ def test_a_node_cannot_serve_a_delta_that_it_did_not_get_and_never_itself(plane:
     plane.nodes["idle"] = settled("idle", 4)
     assert plane.begin("idle", state=State.IDLE, version=4, base=4) == [""]
     whole = plane.payload
-    plane.payload = Payload(whole.flat, 64, [], "delta", 3, parts=whole.parts)
+    plane.payload = Payload(whole.flat, 64, [], 3, parts=whole.parts)
     plane.nodes["other"] = settled("other", 4)
     assert plane.begin("a") == [""] and not plane.told()
 
