@@ -121,15 +121,8 @@ def abcd(plane: Plane) -> Plane:
 def test_nodes_that_are_near_each_other_are_neighbours(plane: Plane) -> None:
     places = ["tcp://[fd00::1]:7", "tcp://10.0.0.10:7", "tcp://10.0.0.9:9", "", "tcp://10.0.0.9:8", "tcp://node:1"]
     nodes = [newcomer(str(n), address=place, machine="zyxwvu"[n]) for n, place in enumerate(places)]
-    assert [r.node_id for r in plane.chains.in_order([*nodes, newcomer("late")])] == [
-        "late",
-        "3",
-        "4",
-        "2",
-        "1",
-        "5",
-        "0",
-    ]
+    order = plane.chains.in_order([*nodes, newcomer("late")])
+    assert [r.node_id for r in order] == ["late", "3", "4", "2", "1", "5", "0"]
 
 
 def test_nodes_of_a_payload_form_one_chain_whose_first_part_is_offered_once(plane: Plane, offered: list[str]) -> None:
