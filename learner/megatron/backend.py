@@ -157,7 +157,7 @@ class MegatronBackend:
         return parallel.broadcast_bytes(data)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        return parallel.all_gather_bytes(data)
+        return parallel.gather(data)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

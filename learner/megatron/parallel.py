@@ -77,14 +77,6 @@ def broadcast_bytes(data: bytes | None) -> bytes:
     return _broadcast(data, 0, _control, torch.device("cpu")) if dist.get_world_size() > 1 else bytes(data or b"")
 
 
-def all_gather_bytes(data: bytes) -> list[bytes]:
-    """Every rank's bytes, by rank, over gloo. Collective."""
-    found: list[Any] = [data] * dist.get_world_size()
-    if len(found) > 1:
-        dist.all_gather_object(found, data, group=_control)
-    return found
-
-
 def broadcast_from_last_stage(data: bytes | None) -> bytes:
     """The last pipeline stage's bytes to the other stages of its pipeline. Collective over the pipeline."""
     group = mpu.get_pipeline_model_parallel_group()

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.weights.collectives import Group, GroupFactory, Meeting, in_turn, reason_of
-from common.weights.messages import Epoch, Publish
+from common.weights.messages import Epoch, Meet, Publish
 from learner.publish.snapshot import Payload, Snapshot
+
+MOST_MET_BYTES = 1 << 20  # that one member may set in the store of a group
 
 # gets the attempt, and the group if that is usable, else None and the reason
 Report = Callable[["Attempt", Group | None, str], None]
@@ -95,28 +97,45 @@ class Attempt:
         """One node fetches the payload; otherwise it is broadcast."""
         return self.epoch.transport == "relay"
 
+    def meet(self, new: Meet, sender: bytes) -> frozenset[bytes]:
+        """Take in entries for the group's store; returns who gets them too. `sender`: a node, b'' for the learner."""
+        if self.publish.epoch != new.epoch or self.relayed or sender not in self.members | {b""}:
+            return frozenset()
+        if sender and self.broadcast.meeting is not None:
+            self.broadcast.met[sender] += sum(len(k) + len(v) for k, v in new.entries.items())
+            if self.broadcast.met[sender] > MOST_MET_BYTES:
+                return frozenset()  # no group needs so much: theirs does not form
+            self.broadcast.meeting.add_entries(new.entries)
+        return self.members - {sender}
+
 
 def new_attempt(
-    snapshot: Snapshot, payload: Payload, epoch: Epoch, members: list[bytes], incarnation: int, bucket_bytes: int
+    snapshot: Snapshot, payload: Payload, epoch: Epoch, members: list[bytes], incarnation: int, sources: list[str]
 ) -> Attempt:
-    """An attempt that starts now; every member must have staged within the epoch's `timeout_s`."""
+    """An attempt that starts now; every member must have staged within the epoch's `timeout_s`.
+
+    `sources`: where its node fetches every part; [] for a broadcast.
+    """
+    relayed = epoch.transport == "relay"
     publish = Publish(
         incarnation=incarnation,
         version=snapshot.version,
         epoch=epoch.epoch,
         layout_digest=snapshot.layout.digest,
-        bucket_bytes=bucket_bytes,
-        bucket_checksums=payload.bucket_checksums,
+        bucket_bytes=payload.bucket_bytes,
+        bucket_checksums=[] if relayed else payload.bucket_checksums,
         checksum=snapshot.checksum,
         timeout_s=epoch.timeout_s,
         canary=snapshot.canary,
-        encoding=payload.encoding,
+        encoding="full" if payload.base_version < 0 else "delta",
         base_version=payload.base_version,
         payload_bytes=payload.size,
+        parts=payload.parts if relayed else [],
+        sources=sources,
     )
     snapshot.sent = True
-    now, done = time.perf_counter(), epoch.transport == "relay"
-    return Attempt(snapshot, payload, epoch, publish, frozenset(members), now, now + epoch.timeout_s, done)
+    now = time.perf_counter()
+    return Attempt(snapshot, payload, epoch, publish, frozenset(members), now, now + epoch.timeout_s, done=relayed)
 
 
 class Groups:

@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from common.weights.messages import LearnerMessage, Part, Reroute, Serve, Stalled
+from msgspec import structs
+
+from common.weights.messages import LearnerMessage, Reroute, Serve, Stalled
 from common.weights.pieces import Shipment
 from common.weights.transports.relay import RelayServer
 from learner.publish.receiver_state import Receiver, State
@@ -37,7 +39,7 @@ class Waiting:
     since: float
     heard: float
     said: Stalled
-    times: int = 1
+    times: int
 
 
 @dataclass(eq=False)
@@ -89,10 +91,6 @@ class Chain:
             node = self.links[node].sources[part]
         return False
 
-    def fetchers(self, node: bytes) -> list[Link]:
-        """Those who still fetch from it."""
-        return [link for link in self.links.values() if link.done is None and node in link.sources]
-
 
 class Chains:
     """Used by the control thread; times are perf_counter seconds."""
@@ -128,8 +126,7 @@ class Chains:
         source = None
         if receiver.route.failures_at(snapshot.version) < OWN_ATTEMPT:
             source = self._end(chain, receiver) or self._holder(chain, receiver, everyone)
-        link = Link(receiver, epoch, [source] * len(payload.parts))
-        chain.links[receiver.identity] = link
+        chain.links[receiver.identity] = Link(receiver, epoch, [source] * len(payload.parts))
         return [chain.address(part, source) for part in range(len(payload.parts))]
 
     def _end(self, chain: Chain, receiver: Receiver) -> bytes | None:
@@ -155,8 +152,7 @@ class Chains:
             return None
         holder = min(fit, key=lambda r: r.machine != receiver.machine)
         for part in chain.payload.parts:
-            bare = Part(part.name, part.origin, part.start, part.size, part.piece_bytes, b"", part.key)
-            self._send(holder.identity, Serve(self._incarnation, version, bare))
+            self._send(holder.identity, Serve(self._incarnation, version, structs.replace(part, digests=b"")))
         chain.links[holder.identity] = Link(holder, -1, [None] * len(chain.payload.parts), done=float("-inf"))
         return holder.identity
 
@@ -175,8 +171,7 @@ class Chains:
             if gone is None:
                 continue
             if failed:
-                whole = {node for node, link in chain.links.items() if link.done is not None}
-                chain.poor |= whole.intersection(source for source in gone.sources if source is not None)
+                chain.poor |= {n for n, link in chain.links.items() if link.done is not None and n in gone.sources}
                 if not chain.late:
                     chain.late = True
                     self._late.add(gone.receiver.node_id)
@@ -191,12 +186,10 @@ class Chains:
             link = chain.links.get(node)
             if link is None or link.done is not None or link.epoch != said.epoch or said.part >= len(link.sources):
                 continue
-            before = link.waiting.get(said.part)
-            same = before is not None and (before.said.source, before.said.pieces) == (said.source, said.pieces)
-            if before is not None and same and now - before.heard < STALE_S:
-                link.waiting[said.part] = Waiting(before.since, now, said, before.times + 1)
-            else:
-                link.waiting[said.part] = Waiting(now, now, said)
+            old, where = link.waiting.get(said.part), (said.source, said.pieces)
+            if old is None or now - old.heard >= STALE_S or (old.said.source, old.said.pieces) != where:
+                old = Waiting(now, now, said, times=0)
+            link.waiting[said.part] = Waiting(old.since, now, said, old.times + 1)
 
     def tick(self, now: float) -> None:
         """Lead the nodes that stand still around their sources."""
@@ -244,15 +237,16 @@ class Chains:
             self._send(link.receiver.identity, Reroute(link.epoch, part, chain.address(part, source)))
 
     def in_order(self, receivers: Iterable[Receiver]) -> list[Receiver]:
-        """As `in_order`, with those that were late before at the end."""
-        return sorted(in_order(receivers), key=lambda receiver: receiver.node_id in self._late)
+        """By network address and machine, so that neighbours are near each other; those that were late before last."""
+        return sorted(receivers, key=lambda receiver: (receiver.node_id in self._late, *place(receiver)))
 
     def busy(self, node: bytes, now: float) -> bool:
         """Whether it has a version since a moment ago that others still fetch from it."""
         return any(
-            link.done is not None and now - link.done < HANDOVER_S and chain.fetchers(node)
+            link.done is not None and now - link.done < HANDOVER_S
             for chain in self._chains
             if (link := chain.links.get(node)) is not None
+            and any(one.done is None and node in one.sources for one in chain.links.values())
         )
 
     def tidy(self, current: Snapshot) -> set[int]:
@@ -269,15 +263,11 @@ class Chains:
             self._server.close()
 
 
-def in_order(receivers: Iterable[Receiver]) -> list[Receiver]:
-    """By network address and machine, so that neighbours in a chain are near each other."""
-
-    def place(receiver: Receiver) -> tuple[int, bytes, str]:
-        host = (receiver.address or "").removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        try:
-            packed = ipaddress.ip_address(host).packed
-        except ValueError:
-            packed = host.encode()
-        return len(packed), packed, receiver.machine
-
-    return sorted(receivers, key=place)
+def place(receiver: Receiver) -> tuple[int, bytes, str]:
+    """Where a node is; places that are near each other sort together."""
+    host = (receiver.address or "").removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        packed = ipaddress.ip_address(host).packed
+    except ValueError:
+        packed = host.encode()
+    return len(packed), packed, receiver.machine

@@ -9,18 +9,13 @@
 
 import logging
 import secrets
-import threading
 import time
-from concurrent.futures import Future
 from functools import partial
-
-import msgspec
 
 from common.config.schema import WeightsConfig
 from common.weights import messages
 from common.weights.collectives import Group, GroupFactory, Meeting
-from common.weights.messages import Part
-from common.weights.pieces import new_part, piece_bytes
+from common.weights.pieces import piece_bytes
 from common.weights.transports.nccl import mismatch
 from common.weights.transports.registry import open_group
 from learner.publish import receiver_state
@@ -30,12 +25,11 @@ from learner.publish.control_socket import Endpoint
 from learner.publish.figures import Figures
 from learner.publish.other_sources import OtherSources
 from learner.publish.receiver_state import READY, Action, Event, Receiver, State, split, step
-from learner.publish.snapshot import Payload, Snapshot
+from learner.publish.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
 BUSY_PING_S, IDLE_PING_S = 0.25, 1.0
-MOST_MET_BYTES = 1 << 20  # that one member may set in the store of a group
 
 
 class PublishControl:
@@ -45,27 +39,25 @@ class PublishControl:
         self,
         weights: WeightsConfig,
         incarnation: int,
-        bucket_bytes: int,
         credentials: str | None = None,
         group_factory: GroupFactory = open_group,
     ) -> None:
         """Bind the endpoint on `weights.address`; raises zmq.ZMQError, or UsageError (`credentials`)."""
         self.figures = Figures()
-        self._incarnation, self._bucket_bytes, self._group_factory = incarnation, bucket_bytes, group_factory
+        self._incarnation, self._group_factory = incarnation, group_factory
         self._timeout_s, self._transport = weights.timeout_s, weights.transport
-        self._secured = credentials is not None
         self._endpoint = Endpoint(weights.address, credentials)
         self.address = self._endpoint.address
         self._reach = self.address.removeprefix("tcp://")
         self._groups = Groups(weights.transport, weights.timeout_s, self._reach)
-        self.password = secrets.token_urlsafe(24) if self._secured else ""
+        self.password = secrets.token_urlsafe(24) if credentials is not None else ""
         self._chains = Chains(weights.address, incarnation, self._endpoint.send, self.password)
         self.sources = OtherSources(incarnation, self._endpoint.send)
         self._receivers: dict[bytes, Receiver] = {}
         self._attempts: list[Attempt] = []
         self._current: Snapshot | None = None
         self._pinged = 0.0
-        self._stopping = False
+        self._stop_by: float | None = None  # perf_counter seconds
 
     def offer(self, snapshot: Snapshot) -> None:
         """Send a sealed version, once all sources have it."""
@@ -73,19 +65,16 @@ class PublishControl:
 
     def stop(self) -> None:
         """Let `run` return when no attempt is under way."""
-        self._stopping = True
+        self._stop_by = time.perf_counter() + self._timeout_s
         self._endpoint.post(lambda: None)
 
     def run(self) -> None:
         """Serve until `stop`; an attempt that is under way then is cut after weights.timeout_s."""
-        give_up = float("inf")
         try:
-            while not (self._stopping and (not self._attempts or time.perf_counter() > give_up)):
+            while self._stop_by is None or (self._attempts and time.perf_counter() < self._stop_by):
                 self._endpoint.wait(50 if self._attempts else 250)
                 for identity, message in self._endpoint.received():
                     self._handle(identity, message)
-                if self._stopping and give_up == float("inf"):
-                    give_up = time.perf_counter() + self._timeout_s
                 for snapshot in self.sources.whole():  # the last of them is
                     self._current = snapshot
                     self.figures.offered(snapshot)
@@ -144,14 +133,7 @@ class PublishControl:
     def _meet(self, new: messages.Meet, sender: bytes = b"") -> None:
         """Pass entries of a group's store on to its members; `sender`: the one that they come from, b'' the learner."""
         for attempt in self._attempts:
-            if attempt.publish.epoch != new.epoch or attempt.relayed or sender not in attempt.members | {b""}:
-                continue
-            if sender and attempt.broadcast.meeting is not None:
-                attempt.broadcast.met[sender] += sum(len(k) + len(v) for k, v in new.entries.items())
-                if attempt.broadcast.met[sender] > MOST_MET_BYTES:
-                    continue  # no group needs so much: theirs does not form
-                attempt.broadcast.meeting.add_entries(new.entries)
-            for member in attempt.members - {sender}:
+            for member in attempt.meet(new, sender):
                 self._endpoint.send(member, new)
 
     def _tick(self, now: float) -> None:
@@ -184,8 +166,6 @@ class PublishControl:
         attempt = after.attempt if after.attempt is not None else before.attempt
         for action in actions:
             self._carry_out(before, attempt, action)
-
-    # ---- actions
 
     def _carry_out(self, receiver: Receiver, attempt: Attempt | None, action: Action) -> None:
         """Do what `receiver` asks for; `attempt` is the one that its step was about."""
@@ -227,12 +207,11 @@ class PublishControl:
         if active.difference is not None:
             self.figures.change(canary_max_difference=active.difference)
         if not attempt.newcomers and not self._members(attempt):
-            snapshot = attempt.snapshot
             self.figures.change(
-                publish_s=attempt.last_staged - snapshot.started,
+                publish_s=attempt.last_staged - attempt.snapshot.started,
                 broadcast_s=attempt.last_staged - attempt.started,
-                seconds_to_active=time.perf_counter() - snapshot.started,
-                publish_bytes=snapshot.bytes_staged,
+                seconds_to_active=time.perf_counter() - attempt.snapshot.started,
+                publish_bytes=attempt.snapshot.bytes_staged,
             )
 
     # ---- attempts
@@ -260,13 +239,11 @@ class PublishControl:
 
     def _start_attempts(self) -> None:
         current = self._current
-        if current is None or (self._stopping and not self._attempts):
+        if current is None or (self._stop_by is not None and not self._attempts):
             return
         everyone = list(self._receivers.values())
         self.sources.keep({current.version} | self._chains.tidy(current))
         ready = [r for r in everyone if r.state in READY and r.version != current.version and r.welcomed is not None]
-        if not ready:
-            return
         published = self.figures.now.published
         together, relayed, probation = split(ready, everyone, self._transport, published, current.version)
         now = time.perf_counter()
@@ -280,53 +257,28 @@ class PublishControl:
         identities = [m.identity for m in members]
         epoch, group = self._groups.take(identities)
         payload = snapshot.payload_for({m.base for m in members})
-        attempt = new_attempt(snapshot, payload, epoch, identities, self._incarnation, self._bucket_bytes)
+        attempt = new_attempt(snapshot, payload, epoch, identities, self._incarnation, [])
         attempt.probation = probation.identity if probation is not None else None
         self._attempts.append(attempt)
         for rank, identity in enumerate(identities, start=1):
             self._feed(identity, receiver_state.Begin(attempt, rank if group is None else 0))
-
-        def tell(key: str, value: bytes) -> None:
-            self._endpoint.post(lambda: self._meet(messages.Meet(epoch.epoch, {key: value})))
-
-        attempt.broadcast.meeting = Meeting(self._timeout_s, tell) if group is None else None
-        attempt.broadcast.start(
-            attempt, group, self._group_factory, lambda *sent: self._endpoint.post(partial(self._sent, *sent))
-        )
+        post = self._endpoint.post
+        if group is None:
+            attempt.broadcast.meeting = Meeting(
+                self._timeout_s, lambda key, value: post(lambda: self._meet(messages.Meet(epoch.epoch, {key: value})))
+            )
+        attempt.broadcast.start(attempt, group, self._group_factory, lambda *sent: post(partial(self._sent, *sent)))
 
     def _start_fetch(self, snapshot: Snapshot, receiver: Receiver) -> None:
         payload = snapshot.payload_for({receiver.base})
         if not payload.parts:  # it is tried again when they are sealed
-            self._seal(snapshot, payload)
+            piece = piece_bytes(payload.size, len(self._receivers), self._chains.rate)
+            self.sources.seal(snapshot.version, payload, piece)
+            payload.seal(piece, self._chains.origin(), bool(self.password), self._endpoint.post)
             return
         epoch = self._groups.relay_epoch()
-        attempt = new_attempt(snapshot, payload, epoch, [receiver.identity], self._incarnation, self._bucket_bytes)
-        attempt.newcomers = not receiver.settled
         sources = self._chains.begin(snapshot, payload, receiver, epoch.epoch, self._receivers.values())
-        attempt.publish = msgspec.structs.replace(
-            attempt.publish, parts=payload.parts, sources=sources, bucket_checksums=[]
-        )
+        attempt = new_attempt(snapshot, payload, epoch, [receiver.identity], self._incarnation, sources)
+        attempt.newcomers = not receiver.settled
         self._attempts.append(attempt)
         self._feed(receiver.identity, receiver_state.Begin(attempt, epoch.rank))
-
-    def _seal(self, snapshot: Snapshot, payload: Payload) -> None:
-        """Let every source make its part of the payload, once."""
-        piece = piece_bytes(payload.size, len(self._receivers), self._chains.rate)
-        self.sources.seal(snapshot.version, payload, piece)
-        if payload.sealing:
-            return
-        payload.sealing = True
-        size, origin = payload.flat.numel(), self._chains.origin()
-
-        def sealed(work: Future[Part]) -> None:
-            payload.sealed[0] = work.result()  # an error stops the plane
-
-        def seal() -> None:
-            work: Future[Part] = Future()
-            try:
-                work.set_result(new_part(payload.in_host, 0, size, piece, origin, self._secured))
-            except Exception as error:
-                work.set_exception(error)
-            self._endpoint.post(partial(sealed, work))
-
-        threading.Thread(target=seal, daemon=True, name="seal-weights").start()

@@ -56,7 +56,7 @@ class OtherSources:
             if current is not None and current.version == message.version:
                 payload = current.full if message.base < 0 else current.deltas.get(message.base)
                 if payload is not None and message.number in payload.elsewhere:
-                    payload.sealed[message.number] = message.part
+                    payload.add_part(message.number, message.part)
 
     def whole(self) -> list[Snapshot]:
         """The versions up to the newest that became whole; older ones are superseded, whole or not."""

@@ -58,9 +58,7 @@ class WeightPublisher:
 
     def start(self) -> str:
         """Bind the control endpoint and start the sending thread; returns the endpoint's address."""
-        self._control = PublishControl(
-            self._weights, self._incarnation, self._bucket_bytes, self._credentials, self._group_factory
-        )
+        self._control = PublishControl(self._weights, self._incarnation, self._credentials, self._group_factory)
         self._thread = threading.Thread(target=self._control.run, daemon=True, name="weight-plane")
         self._thread.start()
         return self._control.address
@@ -80,11 +78,9 @@ class WeightPublisher:
     def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> PublishReceipt:
         """Copy `named` (Hugging Face name, full tensor) into the flat buffer, return, and send in the background.
 
-        After `share` these are the tensors of the first part.
-
-        It consumes `named` to its end, because every rank must take part in producing it. Without `weights.overlap` it
-        also waits until the version is active on every node, at most `timeout_s`. Raises ValueError when names or
-        shapes differ from the first version's.
+        After `share` these are the tensors of the first part. It consumes `named` to its end, because every rank must
+        take part in producing it. Without `weights.overlap` it also waits until the version is active on every node, at
+        most `timeout_s`. Raises ValueError when names or shapes differ from the first version's.
         """
         assert self._control is not None, "publish before start"
         started = time.perf_counter()
@@ -117,8 +113,7 @@ class WeightPublisher:
 
     def _seal(self, snapshot: Snapshot, control: PublishControl) -> None:
         try:
-            snapshot.seal(self._bucket_bytes)
-            self._deltas.encode(snapshot, self._bucket_bytes)
+            self._deltas.seal(snapshot, self._bucket_bytes)
             control.offer(snapshot)
         except Exception as error:
             logger.exception("version %d cannot be sent", snapshot.version)

@@ -118,8 +118,7 @@ class RemoteSource:
             self._context.term()
 
     def _offer(self, snapshot: Snapshot) -> None:
-        snapshot.seal(self._bucket_bytes)
-        self._deltas.encode(snapshot, self._bucket_bytes)
+        self._deltas.seal(snapshot, self._bucket_bytes)
         self._snapshots[snapshot.version] = snapshot
         sizes = {base: delta.flat.numel() for base, delta in snapshot.deltas.items()} | {-1: snapshot.flat.numel()}
         said = Offering(self._number, self._incarnation, snapshot.version, snapshot.checksum, sizes)

@@ -3,9 +3,11 @@
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import msgspec
 import torch
@@ -13,7 +15,7 @@ import torch
 from common.weights import delta, packing
 from common.weights.layout import WORDS, XXH3, Layout
 from common.weights.messages import Canary, Offering, Part
-from common.weights.pieces import THREADS
+from common.weights.pieces import THREADS, new_part
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +32,13 @@ class Payload:
     """
 
     flat: torch.Tensor
+    bucket_bytes: int
     bucket_checksums: list[str]
-    encoding: str = "full"
     base_version: int = -1
     elsewhere: dict[int, int] = field(default_factory=lambda: dict[int, int]())  # bytes
     sealing: bool = False
-    sealed: dict[int, Part] = field(default_factory=lambda: dict[int, Part]())
+    sealed: dict[int, Part] = field(default_factory=lambda: dict[int, Part]())  # by source
+    parts: list[Part] = field(default_factory=lambda: list[Part]())  # in order; [] before all sources sealed theirs
 
     @cached_property
     def in_host(self) -> torch.Tensor:
@@ -46,16 +49,22 @@ class Payload:
     def size(self) -> int:
         return self.flat.numel() + sum(self.elsewhere.values())
 
-    @property
-    def parts(self) -> list[Part]:
-        """Over the relay: all parts in order, once every source has sealed its own; [] before."""
-        if len(self.sealed) <= len(self.elsewhere):
-            return []
-        parts, at = list[Part](), 0
-        for _, part in sorted(self.sealed.items()):
-            parts.append(msgspec.structs.replace(part, start=at))
-            at += part.size
-        return parts
+    def seal(self, piece: int, origin: str, secured: bool, post: Callable[[Callable[[], None]], None]) -> None:
+        """Make this rank's part in a thread, once; `post` brings it, or an error, to the thread that calls this."""
+        if not self.sealing:
+            self.sealing = True
+            pool = ThreadPoolExecutor(1, "seal-weights")
+            work = pool.submit(lambda: new_part(self.in_host, 0, self.flat.numel(), piece, origin, secured))
+            work.add_done_callback(lambda done: post(lambda: self.add_part(0, done.result())))
+            pool.shutdown(wait=False)
+
+    def add_part(self, number: int, part: Part) -> None:
+        """Take in what a source sealed for the relay; the last one completes `parts`."""
+        self.sealed[number] = part
+        if len(self.sealed) > len(self.elsewhere):
+            sealed = [part for _, part in sorted(self.sealed.items())]
+            starts = accumulate((part.size for part in sealed), initial=0)
+            self.parts = [msgspec.structs.replace(part, start=at) for part, at in zip(sealed, starts, strict=False)]
 
 
 @dataclass(eq=False)  # compared by identity, because tensors have no `==`
@@ -76,7 +85,7 @@ class Snapshot:
     def seal(self, bucket_bytes: int) -> None:
         """Compute the checksums that every node verifies."""
         buckets, self.checksum = packing.all_checksums(self.flat, bucket_bytes, self.layout.checksums)
-        self.full = Payload(self.flat, buckets)
+        self.full = Payload(self.flat, bucket_bytes, buckets)
 
     def add_parts(self, offered: Sequence[Offering]) -> None:
         """Take in what the other sources have: their checksums, and only deltas that all of them have."""
@@ -146,8 +155,9 @@ class Deltas:
         self._kept: list[Snapshot] = []  # oldest first
         self._versions = 0
 
-    def encode(self, snapshot: Snapshot, bucket_bytes: int) -> None:
-        """Give a sealed `snapshot` its deltas, and keep it as a base of those to come."""
+    def seal(self, snapshot: Snapshot, bucket_bytes: int) -> None:
+        """Give `snapshot` its checksums and its deltas, and keep it as a base of those to come."""
+        snapshot.seal(bucket_bytes)
         if not self._enabled:
             return
         sent = [s for s in self._kept if s.sent][-1:]
@@ -159,7 +169,7 @@ class Deltas:
             stream = delta.encode(base.flat, snapshot.flat, delta.BUCKET_BYTES, THREADS)
             if stream.numel() < snapshot.flat.numel():
                 checksums, _ = packing.all_checksums(stream, bucket_bytes)
-                snapshot.deltas[base.version] = Payload(stream, checksums, "delta", base.version)
+                snapshot.deltas[base.version] = Payload(stream, bucket_bytes, checksums, base.version)
             took, share = time.perf_counter() - started, stream.numel() / snapshot.flat.numel()
             logger.info("version %d from %d: %.1f %% in %.3f s", snapshot.version, base.version, 100 * share, took)
         self._kept = [*bases[:1], snapshot] if bases and bases[0].sent else [snapshot]

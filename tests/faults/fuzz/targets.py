@@ -27,7 +27,7 @@ def broker(run_dir: str, credentials: str | None) -> int:
 def weights(run_dir: str, credentials: str | None) -> int:
     from learner.publish.control import PublishControl
 
-    control = PublishControl(WeightsConfig(), 0, 1 << 20, credentials)
+    control = PublishControl(WeightsConfig(), 0, credentials)
     write_atomic(Path(run_dir) / "weights.address", control.address.encode())
     control.run()
     return 1

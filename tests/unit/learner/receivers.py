@@ -41,7 +41,7 @@ def make_parts(snapshot: Snapshot, *origins: str) -> None:
     size = snapshot.flat.numel()
     snapshot.full.elsewhere = {number: size for number in range(1, len(origins))}
     for number, origin in enumerate(origins):
-        snapshot.full.sealed[number] = Part(f"v{snapshot.version}p{number}", origin, 0, size, 64, b"digests")
+        snapshot.full.add_part(number, Part(f"v{snapshot.version}p{number}", origin, 0, size, 64, b"digests"))
 
 
 def attempt_at(
@@ -49,6 +49,6 @@ def attempt_at(
 ) -> Attempt:
     """An attempt that starts at 0.0."""
     made = Epoch(epoch, 0, len(members) + 1, timeout_s, transport)
-    attempt = new_attempt(snapshot, snapshot.full, made, [m.encode() for m in members], 0, 64)
+    attempt = new_attempt(snapshot, snapshot.full, made, [m.encode() for m in members], 0, [])
     attempt.started, attempt.deadline = 0.0, timeout_s
     return attempt

@@ -26,7 +26,7 @@ def test_a_group_is_used_again_by_exactly_its_members_and_closed_when_it_is_of_n
 
     def through(members: list[bytes], **outcome: bool) -> tuple[Attempt, Formed]:
         epoch, group = groups.take(members)
-        attempt = replace(new_attempt(SNAPSHOT, SNAPSHOT.full, epoch, members, 0, 64), **outcome)
+        attempt = replace(new_attempt(SNAPSHOT, SNAPSHOT.full, epoch, members, 0, []), **outcome)
         formed = cast(Formed, group) if group is not None else Formed()
         attempt.group = cast(Any, formed)
         groups.give_back(attempt)

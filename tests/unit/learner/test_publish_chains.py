@@ -9,7 +9,7 @@ import pytest
 from common.weights.messages import Reroute, Serve, Stalled
 from common.weights.pieces import Shipment
 from learner.publish import chains
-from learner.publish.chains import GRACE_S, HANDOVER_S, RESUME_S, STALE_S, Chains, in_order
+from learner.publish.chains import GRACE_S, HANDOVER_S, RESUME_S, STALE_S, Chains
 from learner.publish.receiver_state import Receiver, Route, State
 from learner.publish.snapshot import Payload, Snapshot
 from tests.unit.learner.receivers import address_of, make_parts, newcomer, settled, snapshot_of
@@ -118,17 +118,18 @@ def abcd(plane: Plane) -> Plane:
 # ---------------------------------------------------------------- places
 
 
-def test_nodes_that_are_near_each_other_are_neighbours() -> None:
+def test_nodes_that_are_near_each_other_are_neighbours(plane: Plane) -> None:
     places = ["tcp://[fd00::1]:7", "tcp://10.0.0.10:7", "tcp://10.0.0.9:9", "", "tcp://10.0.0.9:8", "tcp://node:1"]
     nodes = [newcomer(str(n), address=place, machine="zyxwvu"[n]) for n, place in enumerate(places)]
-    assert [r.node_id for r in in_order([*nodes, newcomer("late")])] == ["late", "3", "4", "2", "1", "5", "0"]
+    order = plane.chains.in_order([*nodes, newcomer("late")])
+    assert [r.node_id for r in order] == ["late", "3", "4", "2", "1", "5", "0"]
 
 
 def test_nodes_of_a_payload_form_one_chain_whose_first_part_is_offered_once(plane: Plane, offered: list[str]) -> None:
     assert [plane.begin(name) for name in "abc"] == [[""], ["a"], ["b"]]
     assert plane.sources["a"] == [ORIGIN] and plane.sources["c"] == [address_of("b")]
     assert offered == ["v4p0"]
-    plane.payload = Payload(plane.snapshot.flat, [], sealed=plane.payload.sealed)
+    plane.payload = Payload(plane.snapshot.flat, 64, [], parts=plane.payload.parts)
     assert plane.begin("d") == [""], "another payload has a chain of its own"
 
 
@@ -182,7 +183,7 @@ def test_a_node_cannot_serve_a_delta_that_it_did_not_get_and_never_itself(plane:
     plane.nodes["idle"] = settled("idle", 4)
     assert plane.begin("idle", state=State.IDLE, version=4, base=4) == [""]
     whole = plane.payload
-    plane.payload = Payload(whole.flat, [], "delta", 3, sealed=whole.sealed)
+    plane.payload = Payload(whole.flat, 64, [], 3, parts=whole.parts)
     plane.nodes["other"] = settled("other", 4)
     assert plane.begin("a") == [""] and not plane.told()
 

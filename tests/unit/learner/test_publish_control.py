@@ -87,7 +87,7 @@ class Node:
 def control(monkeypatch: pytest.MonkeyPatch) -> Iterator[PublishControl]:
     monkeypatch.setattr(receiver_state, "silence_bound", lambda timeout_s: LIMIT_S)  # nodes answer no pings here
     monkeypatch.setattr(receiver_state, "LISTEN_WAIT_S", LIMIT_S)
-    made = PublishControl(WeightsConfig(timeout_s=LIMIT_S), 0, 64, group_factory=Through)
+    made = PublishControl(WeightsConfig(timeout_s=LIMIT_S), 0, group_factory=Through)
 
     def run() -> None:
         with suppress(MemoryError):
@@ -194,7 +194,7 @@ def test_parts_that_cannot_be_sealed_are_the_learners_fatal_error(
     def fails(*_: object) -> None:
         raise MemoryError("no room for the digests")
 
-    monkeypatch.setattr("learner.publish.control.new_part", fails)
+    monkeypatch.setattr("learner.publish.snapshot.new_part", fails)
     join("second").hear(messages.Welcome)
     until(lambda: control.figures.now.crashed)
     assert "control thread failed" in str(control.figures.now.fatal)

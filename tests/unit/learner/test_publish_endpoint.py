@@ -132,7 +132,7 @@ def test_a_node_whose_nccl_differs_from_the_learners_is_refused_for_good_and_say
     ours = nccl.shared_versions()
     monkeypatch.setattr(weight_client, "shared_versions", lambda: ours | {"nccl": "2.27.5"})
     monkeypatch.setattr(nccl, "shared_versions", lambda: ours | {"nccl": "2.29.7"})
-    control = PublishControl(WeightsConfig(transport="nccl", timeout_s=LIMIT_S), 0, 64)
+    control = PublishControl(WeightsConfig(transport="nccl", timeout_s=LIMIT_S), 0)
     thread = threading.Thread(target=control.run)
     thread.start()
 
