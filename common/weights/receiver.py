@@ -17,7 +17,7 @@ import msgspec
 import torch
 import zmq
 
-from common.process.local_address import local_address
+from common.process.local_address import host_and_port, local_address
 from common.weights import delta, packing
 from common.weights.collectives import Group, GroupFactory, Meeting, in_turn, reason_of
 from common.weights.layout import Layout
@@ -147,8 +147,7 @@ class Receiver:
         if not reach:
             return ""
         try:
-            host, _, port = reach.rpartition(":")
-            interface = local_address(host.strip("[]"), int(port))
+            interface = local_address(*host_and_port(reach))
             server = self._server
             if server is not None and (server.host, server.password) != (interface, self._password):
                 server.close()

@@ -6,6 +6,7 @@ from typing import Any
 
 import zmq
 
+from common.process.local_address import bracketed
 from common.security.curve import HANDSHAKE_MS, NO_KEYS, CurveGate, Gate, KeyPair, PasswordGate
 
 
@@ -48,7 +49,7 @@ class Router:
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
         self._poller.register(self._wake_out.fileno(), zmq.POLLIN)
-        interface = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        interface = f"tcp://{bracketed(host)}"
         try:
             self.address = f"{interface}:{self.socket.bind_to_random_port(interface)}"
         except zmq.ZMQError:

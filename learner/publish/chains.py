@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from common.process.local_address import host_and_port
 from common.weights.messages import LearnerMessage, Part, Reroute, Serve, Stalled
 from common.weights.pieces import Shipment
 from common.weights.transports.relay import RelayServer
@@ -273,11 +274,11 @@ def in_order(receivers: Iterable[Receiver]) -> list[Receiver]:
     """By network address and machine, so that neighbours in a chain are near each other."""
 
     def place(receiver: Receiver) -> tuple[int, bytes, str]:
-        host = (receiver.address or "").removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        address = receiver.address or ""
         try:
-            packed = ipaddress.ip_address(host).packed
+            packed = ipaddress.ip_address(host_and_port(address)[0]).packed
         except ValueError:
-            packed = host.encode()
+            packed = address.encode()
         return len(packed), packed, receiver.machine
 
     return sorted(receivers, key=place)
