@@ -20,5 +20,5 @@ class Wake:
         os.eventfd_write(self._descriptor, 1)
 
     def drain(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # nobody has called `send`
+        with contextlib.suppress(BlockingIOError):  # there was no `send`
             os.eventfd_read(self._descriptor)
