@@ -40,8 +40,8 @@ class Journal(Recorder):
         self._statistics_at = 0.0
         self._pending = False
         self._told_stuck = ""
-        self._wake = Wake()
-        self._writer = Writer(store, sync, self._wake.send)
+        self.wake = Wake()  # for those who wait until `acknowledged` or `stuck` changes
+        self._writer = Writer(store, sync, self.wake.send)
 
     def begin(self, state: DeliveryState, seq: int, history: int) -> None:
         """Record from now on, behind `seq`, beginning with a snapshot; `history` is the size of the history."""
@@ -97,14 +97,6 @@ class Journal(Recorder):
     def status(self) -> StoreStatus:
         """The store's status for people; the caller that recovered the store adds `recovery_s`."""
         return StoreStatus(self.store.size_bytes(), round(self._writer.sync_s, 5), stuck=self.stuck)
-
-    def fileno(self) -> int:
-        """Readable when `acknowledged` or `stuck` has changed since `noticed`."""
-        return self._wake.fileno()
-
-    def noticed(self) -> None:
-        """Reset `fileno`."""
-        self._wake.drain()
 
     def close(self) -> bool:
         """Write everything, mark the end, close the store; returns whether all of it is on the disk."""

@@ -99,7 +99,7 @@ class BrokerServer:
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wake.fileno(), zmq.POLLIN)
         if self._journal is not None:
-            poller.register(self._journal.fileno(), zmq.POLLIN)
+            poller.register(self._journal.wake.fileno(), zmq.POLLIN)
         try:
             while not self._stopping:
                 poller.poll(self._timeout_ms())
