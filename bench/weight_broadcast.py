@@ -30,6 +30,7 @@ import msgspec
 import torch
 
 from common.config.schema import WeightsConfig
+from common.process.local_address import host_and_port
 from common.weights import messages, packing
 from common.weights.collectives import Group, Meeting, dist
 from common.weights.layout import Layout
@@ -100,8 +101,7 @@ class Target:
 
 def plain_group(epoch: Epoch) -> GlooGroup:
     """A gloo group whose members meet at the TCPStore of `epoch.reach`."""
-    host, _, port = epoch.reach.rpartition(":")
-    store: Any = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    store: Any = dist.TCPStore(*host_and_port(epoch.reach), is_master=False, wait_for_workers=False)
     return GlooGroup(epoch, store)
 
 

@@ -4,9 +4,7 @@ In one turn of the broker's loop moves are recorded as they happen. Then `end_tu
 the sequence number that every promise of this turn waits for.
 """
 
-import contextlib
 import logging
-import os
 import time
 from collections.abc import Sequence
 from typing import cast
@@ -19,6 +17,7 @@ from broker.delivery.task_table import READY, Entry
 from broker.journal import records
 from broker.journal.store import Record, Store, StoredPayload, StoreFailed, StoreFenced, StoreUnavailable
 from broker.journal.writer import Sync, Writer
+from common.process.wake import Wake
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +40,8 @@ class Journal(Recorder):
         self._statistics_at = 0.0
         self._pending = False
         self._told_stuck = ""
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._writer = Writer(store, sync, lambda: os.eventfd_write(self._wake, 1))
+        self.wake = Wake()  # for those who wait until `acknowledged` or `stuck` changes
+        self._writer = Writer(store, sync, self.wake.send)
 
     def begin(self, state: DeliveryState, seq: int, history: int) -> None:
         """Record from now on, behind `seq`, beginning with a snapshot; `history` is the size of the history."""
@@ -99,15 +98,6 @@ class Journal(Recorder):
         """The store's status for people; the caller that recovered the store adds `recovery_s`."""
         return StoreStatus(self.store.size_bytes(), round(self._writer.sync_s, 5), stuck=self.stuck)
 
-    def fileno(self) -> int:
-        """Readable when `acknowledged` or `stuck` has changed since `noticed`."""
-        return self._wake
-
-    def noticed(self) -> None:
-        """Reset `fileno`."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
-
     def close(self) -> bool:
         """Write everything, mark the end, close the store; returns whether all of it is on the disk."""
         whole = True
@@ -116,9 +106,7 @@ class Journal(Recorder):
                 self.record(Closed())
             self._state = None
             whole = self._writer.close(CLOSE_S)
-            if whole:  # otherwise the thread may still have something to say
-                os.close(self._wake)
-            else:
+            if not whole:
                 logger.error("%s could not be written to its end; nothing beyond was acknowledged", self.store.name)
         self.store.close()
         return whole

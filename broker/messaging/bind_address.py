@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from common.config.network_checks import is_loopback, is_wildcard, split_address
 from common.errors import UsageError
-from common.process.local_address import local_address
+from common.process.local_address import bracketed, local_address
 
 ELSEWHERE = ("192.0.2.1", 9)  # documentation's own network: asking the routing table about it sends nothing
 
@@ -29,11 +29,10 @@ def bindable(address: str, authenticated: bool) -> str:
     if not host or is_wildcard(host):
         return address
     try:
-        family, _, _, _, where = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+        *_, where = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise UsageError(f"broker.address: {address}: no address is known for {host!r}: {error}") from None
-    ip = str(where[0])
-    return f"tcp://[{ip}]:{port}" if family == socket.AF_INET6 else f"tcp://{ip}:{port}"
+    return f"tcp://{bracketed(str(where[0]))}:{port}"
 
 
 def candidates(addresses: Sequence[str], former: str) -> list[str]:

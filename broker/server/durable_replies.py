@@ -41,7 +41,7 @@ class DelayedReplies:
 
         While the store cannot be written, there is about once a second a Waiting with the reason for every delayed one.
         """
-        self._journal.noticed()
+        self._journal.wake.drain()
         self._delay()
         out = self._released()
         if (stuck := self._journal.stuck) and now >= self._next_waiting:

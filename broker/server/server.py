@@ -6,7 +6,6 @@ client can stop the loop: the worst answer is Refused.
 """
 
 import logging
-import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from broker.server.handlers import Handlers
 from broker.server.long_polls import AnyParked
 from broker.server.reply_batches import Outbox
 from common.errors import BrokerError
+from common.process.wake import Wake
 from common.security.credentials import Identity
 
 logger = logging.getLogger(__name__)
@@ -84,31 +84,27 @@ class BrokerServer:
         self._journal = journal
         self._delayed = DelayedReplies(journal) if journal is not None else None
         self._remembered: OrderedDict[tuple[bytes, int], wire.Reply] = OrderedDict()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
+        self._wake = Wake()
         self._stopping = False
         self._next_tick = 0.0
 
     def stop(self) -> None:
         """May be called from any thread or signal handler."""
         self._stopping = True
-        try:
-            os.write(self._wake_write, b"x")
-        except OSError:
-            logger.debug("the loop has ended already")
+        self._wake.send()
 
     def run(self) -> None:
         """Serve until `stop`, then answer what waits and close."""
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
+        poller.register(self._wake.fileno(), zmq.POLLIN)
         if self._journal is not None:
-            poller.register(self._journal.fileno(), zmq.POLLIN)
+            poller.register(self._journal.wake.fileno(), zmq.POLLIN)
         try:
             while not self._stopping:
                 poller.poll(self._timeout_ms())
                 self._turn()
-            poller.unregister(self._wake_read)
+            poller.unregister(self._wake.fileno())
             end = time.monotonic() + LINGER_S * self._state.stopping
             while time.monotonic() < end:
                 poller.poll(self._timeout_ms())
@@ -128,8 +124,6 @@ class BrokerServer:
         self._router.close(linger=FLUSH_MS)
         self._gate.close()
         self._context.term()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
 
     def _turn(self) -> None:
         drained = self._read_all()

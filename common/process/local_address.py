@@ -1,4 +1,4 @@
-"""Where this process is: the address that reaches another machine, and the machine itself."""
+"""Addresses of hosts, the one of this machine that reaches another, and this machine itself."""
 
 import os
 import socket
@@ -11,6 +11,17 @@ def local_address(host: str, port: int) -> str:
     with socket.socket(family, kind, protocol) as connection:
         connection.connect(target)
         return str(connection.getsockname()[0])
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """(host, port) of 'HOST:PORT', also behind 'tcp://'; an IPv6 host loses its brackets. Raises ValueError."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def bracketed(host: str) -> str:
+    """`host` as it stands before ':PORT': an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def this_machine() -> str:

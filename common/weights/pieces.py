@@ -108,7 +108,7 @@ class Shipment:
 
     def _room(self, number: int) -> memoryview:
         start = number * self.part.piece_bytes
-        return self._memory[start : min(start + self.part.piece_bytes, self.part.size)]
+        return self._memory[start : start + self.part.piece_bytes]
 
 
 def new_part(payload: torch.Tensor, start: int, size: int, piece: int, origin: str, secured: bool) -> Part:

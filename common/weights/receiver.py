@@ -17,7 +17,7 @@ import msgspec
 import torch
 import zmq
 
-from common.process.local_address import local_address
+from common.process.local_address import host_and_port, local_address
 from common.weights import delta, packing
 from common.weights.collectives import Group, GroupFactory, Meeting, in_turn, reason_of
 from common.weights.layout import WORDS, XXH3, Layout
@@ -94,9 +94,9 @@ class Receiver:
         self._lock = threading.Lock()
         self.layout: Layout | None = None  # the learner's, from Welcome
         self._epoch: Epoch | None = None
-        self._meeting: Meeting | None = None  # where the group of self._epoch meets.
+        self._meeting: Meeting | None = None  # where the group of self._epoch meets
+        self._entries: dict[str, bytes] = {}  # that this node has set there
         self._password = ""
-        self._entries: dict[str, bytes] = {}  # This node has set these there
         self._group: Group | None = None  # the group of self._epoch between two transfers
         self._transfer: _Transfer | None = None  # the newest
         self._buffer: torch.Tensor | None = None  # free for reuse: no thread writes into it
@@ -128,8 +128,7 @@ class Receiver:
                     return Listening(node_id, self._listen(message.reach))
                 case Epoch():  # the next publish arrives over its group
                     self._abandon()
-                    self._epoch, self._entries = message, {}
-                    entries = self._entries
+                    self._epoch, self._entries = message, (entries := dict[str, bytes]())
                     self._meeting = Meeting(message.timeout_s, entries.__setitem__)
                 case Publish():
                     self._start(message)
@@ -150,8 +149,7 @@ class Receiver:
         if not reach:
             return ""
         try:
-            host, _, port = reach.rpartition(":")
-            interface = local_address(host.strip("[]"), int(port))
+            interface = local_address(*host_and_port(reach))
             server = self._server
             if server is not None and (server.host, server.password) != (interface, self._password):
                 server.close()
@@ -181,7 +179,7 @@ class Receiver:
         """Begin to receive it."""
         if self.layout is None or self.layout.digest != publish.layout_digest:
             raise ValueError(f"version {publish.version} has another layout than the one that was announced")
-        if self._epoch is None or self._epoch.epoch != publish.epoch:
+        if self._epoch is None or self._meeting is None or self._epoch.epoch != publish.epoch:
             raise ValueError(f"version {publish.version} is sent to epoch {publish.epoch}, which this node is not in")
         self._check_encoding(publish, self.layout)
         self._withdraw()
@@ -190,12 +188,9 @@ class Receiver:
         if buffer is None and self._staged is not None:
             buffer = self._staged[1]  # a newer version supersedes one that was never applied
         self._staged = None
-        meeting = self._meeting
-        assert meeting is not None
         self._abandon()
-        self._transfer = _Transfer(
-            publish, self.layout, self._epoch, meeting, group, buffer, PartFetches(publish, self._password)
-        )
+        parts = PartFetches(publish, self._password)
+        self._transfer = _Transfer(publish, self.layout, self._epoch, self._meeting, group, buffer, parts)
         self._status = self._transfer.status("receiving")
         threading.Thread(target=self._receive, args=(self._transfer,), daemon=True, name="receive-weights").start()
 

@@ -1,11 +1,11 @@
 """A ROUTER socket of the weight plane, with a thread that others can wake."""
 
-import contextlib
-import socket
 from typing import Any
 
 import zmq
 
+from common.process.local_address import bracketed
+from common.process.wake import Wake
 from common.security.curve import HANDSHAKE_MS, NO_KEYS, CurveGate, Gate, KeyPair, PasswordGate
 
 
@@ -42,13 +42,12 @@ class Router:
         self.socket.setsockopt(zmq.RCVHWM, waiting_messages)
         self.socket.setsockopt(zmq.SNDHWM, unread_messages)  # connections have what is set before the bind
         self.socket.setsockopt(zmq.IPV6, int(":" in host))
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
+        self._wake = Wake()
+        self.wake = self._wake.send  # lets `wait` return; callable from any thread
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
-        self._poller.register(self._wake_out.fileno(), zmq.POLLIN)
-        interface = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        self._poller.register(self._wake.fileno(), zmq.POLLIN)
+        interface = f"tcp://{bracketed(host)}"
         try:
             self.address = f"{interface}:{self.socket.bind_to_random_port(interface)}"
         except zmq.ZMQError:
@@ -58,19 +57,12 @@ class Router:
     def wait(self, timeout_ms: int | None = None) -> None:
         """Return when a message has come, after `wake`, or after the timeout; None: there is none."""
         self._poller.poll(timeout_ms)
-        with contextlib.suppress(BlockingIOError):
-            while self._wake_out.recv(4096):
-                pass
+        self._wake.drain()
 
     def send(self, frames: list[Any]) -> None:
         """Raises zmq.Again when this connection has read too little, another zmq.ZMQError when it is closed."""
         self.socket.getsockopt(zmq.EVENTS)  # a send by itself looks only once a millisecond at what was read since
         self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-
-    def wake(self) -> None:
-        """Let `wait` return; callable from any thread."""
-        with contextlib.suppress(OSError):  # a wake-up is pending already, or the thread has ended
-            self._wake_in.send(b"!")
 
     def close(self) -> None:
         """Close the socket; call it from its thread."""
@@ -78,5 +70,3 @@ class Router:
         if self._gate is not None:
             self._gate.close()
         self._context.term()
-        self._wake_in.close()
-        self._wake_out.close()

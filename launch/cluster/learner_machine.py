@@ -22,6 +22,7 @@ from broker.messaging.client_methods import LearnerBroker
 from common.config.schema import Config
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, HopelessError, UsageError
 from common.process.lifecycle import DrainFlag
+from common.process.local_address import bracketed
 from common.process.logs import log_end, log_path, setup_logging
 from common.process.run_dir import RunDir
 from common.process.versions import versions
@@ -53,7 +54,7 @@ def run_machine(config: Config, run: RunDir, address: str) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses without a name
     own = interface.address
     store = Store(own)  # lives as long as this function runs
-    endpoint = f"[{own}]:{store.port}" if ":" in own else f"{own}:{store.port}"
+    endpoint = f"{bracketed(own)}:{store.port}"
     keys, name = config.broker.credentials, secrets.token_hex(8)
     access = Access(address=address, role="learner", deadline_s=ANSWER_S, retry_s=RETRY_S, credentials=keys)
     report = MachineReport(name, host, own, endpoint, facts(config, interface), wanted=config.learner.machines)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from common.process.local_address import host_and_port
 from common.weights.messages import LearnerMessage, Reroute, Serve, Stalled
 from common.weights.pieces import Shipment
 from common.weights.transports.relay import RelayServer
@@ -265,9 +266,9 @@ class Chains:
 
 def place(receiver: Receiver) -> tuple[int, bytes, str]:
     """Where a node is; places that are near each other sort together."""
-    host = (receiver.address or "").removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    address = receiver.address or ""
     try:
-        packed = ipaddress.ip_address(host).packed
+        packed = ipaddress.ip_address(host_and_port(address)[0]).packed
     except ValueError:
-        packed = host.encode()
+        packed = address.encode()
     return len(packed), packed, receiver.machine

@@ -7,7 +7,6 @@ the lead's control socket. It makes the parts that nodes fetch, and serves them 
 import contextlib
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from common.config.schema import WeightsConfig
 from common.errors import SlipstreamError
+from common.process.wake import Wake
 from common.security.credentials import load_credential
 from common.security.curve import secure_client
 from common.weights import messages
@@ -58,7 +58,7 @@ class RemoteSource:
         self._served: dict[tuple[int, int], Shipment] = {}  # by version and base
         self._offerings: dict[int, Offering] = {}  # by version
         self._copied: queue.SimpleQueue[Snapshot] = queue.SimpleQueue()
-        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake = Wake()
         self._error = ""
         self._closing = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -81,31 +81,27 @@ class RemoteSource:
         if self._error:
             raise SlipstreamError(self._error)
         self._copied.put(snapshot)
-        self._wake_in.send(b"!")
+        self._wake.send()
 
     def close(self) -> None:
         """Serve nothing more."""
         self._closing = True
-        self._wake_in.send(b"!")
+        self._wake.send()
         self._thread.join(5)
-        self._wake_in.close()
-        self._wake_out.close()
 
     def _run(self) -> None:
         poller, said = zmq.Poller(), time.monotonic()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_out.fileno(), zmq.POLLIN)
+        poller.register(self._wake.fileno(), zmq.POLLIN)
         try:
             while not self._closing:
                 if time.monotonic() - said > OFFER_S:
                     said = time.monotonic()
                     for offering in self._offerings.values():
                         self._say(offering)
-                for ready, _ in poller.poll(LOOK_MS):
-                    if ready is self._socket:
-                        self._obey(messages.decode_from_learner(self._socket.recv()))
-                    else:
-                        self._wake_out.recv(1)
+                if self._socket in dict(poller.poll(LOOK_MS)):
+                    self._obey(messages.decode_from_learner(self._socket.recv()))
+                self._wake.drain()
                 while not self._copied.empty():
                     self._offer(self._copied.get())
         except Exception as error:

@@ -85,8 +85,7 @@ class WeightClient:
         """Leave the group and end the tasks."""
         self._closed = True
         with contextlib.suppress(zmq.ZMQError, TimeoutError):
-            if self._socket is not None:
-                await asyncio.wait_for(self._send(messages.Leave(self._node_id)), 1)
+            await asyncio.wait_for(self._send(messages.Leave(self._node_id)), 1)
         tasks = [*self._tasks, *([self._staging] if self._staging else [])]
         self._disconnect()
         await asyncio.gather(*tasks, return_exceptions=True)

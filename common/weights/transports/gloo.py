@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from common.process.local_address import local_address
+from common.process.local_address import host_and_port, local_address
 from common.weights.collectives import Meeting, dist, from_root
 from common.weights.messages import Epoch
 
@@ -44,6 +44,5 @@ def process_group(epoch: Epoch, meeting: Meeting) -> Any:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = datetime.timedelta(seconds=epoch.timeout_s)
     options._threads = 1
-    host, _, port = epoch.reach.rpartition(":")
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(host.strip("[]"), int(port)))]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(*host_and_port(epoch.reach)))]
     return dist.ProcessGroupGloo(meeting, epoch.rank, epoch.world_size, options)

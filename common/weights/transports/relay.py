@@ -41,6 +41,7 @@ STALL_S = 1.25  # without a piece, after which a fetch says so
 
 PartName = Annotated[str, msgspec.Meta(max_length=64)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+Note = Callable[[], None]
 
 
 class Get(msgspec.Struct, frozen=True):
@@ -118,8 +119,8 @@ class RelayServer:
                 with contextlib.suppress(zmq.Again):
                     for _ in range(4 * WINDOW):
                         self._read(*self._router.socket.recv_multipart(zmq.NOBLOCK, copy=False))
-                while self._answer_some():
-                    pass
+                while any([self._answer(*waiting) for waiting in list(self._clients.items())]):
+                    pass  # one answer to every client that can have one, until none can
         except Exception:
             logger.exception("the relay of weights stopped; nodes fetch elsewhere")
         finally:
@@ -151,17 +152,12 @@ class RelayServer:
         """Beyond MOST_CLIENTS the one goes that has waited longest for a part that nothing is known of."""
         if len(self._clients) < MOST_CLIENTS:
             return
-        with self._lock:
-            known = self._shipments.keys()
-        unknown = (connection for connection, c in self._clients.items() if c.requests[0].part not in known)
+        unknown = (connection for connection, c in self._clients.items() if c.requests[0].part not in self._shipments)
         if (first := next(unknown, None)) is not None:
             self._refuse(first, f"{MOST_CLIENTS} connections wait here")
 
-    def _answer_some(self) -> bool:
-        """One answer to every client that can have one; False when none could."""
-        return any([self._answer(connection, client) for connection, client in list(self._clients.items())])
-
     def _answer(self, connection: bytes, client: Client) -> bool:
+        """Whether the oldest request could be answered with its piece."""
         get = client.requests[0]
         with self._lock:
             shipment, withdrawn = self._shipments.get(get.part), get.part in self._withdrawn
@@ -172,11 +168,9 @@ class RelayServer:
         if get.number >= shipment.count:
             self._refuse(connection, f"piece {get.number} of {shipment.count} cannot be asked for")
             return False
-        if get.number >= shipment.arrived:
-            return False
-        piece = shipment.piece(get.number)
+        piece = shipment.piece(get.number) if get.number < shipment.arrived else None
         if piece is None:
-            return False  # withdrawn in this moment
+            return False  # it comes later, or was withdrawn in this moment
         try:
             self._router.send([connection, encode(Piece(get.number)), piece])
         except zmq.Again:
@@ -225,29 +219,18 @@ class Fetch:
         """Let `run` end within LOOK_S."""
         self._closing = True
 
-    def run(self, timeout_s: float, note: Callable[[], None] = lambda: None) -> None:
+    def run(self, timeout_s: float, note: Note = lambda: None) -> None:
         """Return when every piece is there; calls `note` after pieces. Raises RuntimeError when closed or late."""
         deadline, shipment = time.monotonic() + timeout_s, self._shipment
         with zmq.Context() as context:
             while shipment.arrived < shipment.count:
-                route, source = self._routes, self._source
-                connection = Connection(context, source, shipment, self._password)
-                try:
-                    self._follow(connection, source, route, timeout_s, deadline, note)
-                finally:
-                    connection.close()
+                route = self._routes
+                with contextlib.closing(Connection(context, self._source, shipment, self._password)) as connection:
+                    self._follow(connection, route, timeout_s, deadline, note)
 
-    def _follow(
-        self,
-        connection: "Connection",
-        source: str,
-        route: int,
-        timeout_s: float,
-        deadline: float,
-        note: Callable[[], None],
-    ) -> None:
+    def _follow(self, connection: "Connection", route: int, timeout_s: float, deadline: float, note: Note) -> None:
         """Take pieces in until all are there or there is another source."""
-        shipment = self._shipment
+        shipment, source = self._shipment, connection.address
         heard, failed = time.monotonic(), ""
         while shipment.arrived < shipment.count and self._routes == route:
             now = time.monotonic()
@@ -284,13 +267,12 @@ class Connection:
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST + TAG_BYTES)
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
         give_password(self._socket, password)
-        self._address = address
-        self._connected = False
+        self.address, self._connected = address, False
 
     def take(self, timeout_s: float) -> bool:
         """Take in what has come, or comes in time; False if nothing. Raises ValueError, zmq.ZMQError on nonsense."""
         if not self._connected:
-            self._socket.connect(self._address)
+            self._socket.connect(self.address)
             self._connected = True
         self._ask()
         if not self._socket.poll(int(1000 * timeout_s)):
@@ -301,18 +283,16 @@ class Connection:
             raise ValueError(answer.reason or "refused")
         if answer.number != self._shipment.arrived or len(frames) != 2:
             what = f"{len(frames) - 1} pieces as piece {answer.number}"
-            raise ValueError(f"{self._address} sent {what}, not piece {self._shipment.arrived}")
+            raise ValueError(f"{self.address} sent {what}, not piece {self._shipment.arrived}")
         self._shipment.take_in(frames[1].buffer)
         return True
 
     def _ask(self) -> None:
         shipment = self._shipment
-        while self._asked < min(shipment.arrived + self._window, shipment.count):
-            with contextlib.suppress(zmq.Again):
+        with contextlib.suppress(zmq.Again):
+            while self._asked < min(shipment.arrived + self._window, shipment.count):
                 self._socket.send(encode(Get(shipment.part.name, self._asked)), zmq.NOBLOCK)
                 self._asked += 1
-                continue
-            return
 
     def close(self) -> None:
         self._socket.close(linger=0)

@@ -9,7 +9,7 @@ import inspect
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -59,14 +59,11 @@ def within_the_part() -> Iterator[None]:
         "gather_from_tp_ranks": _gather_on_first,
         "gather_from_ep_ranks": _own_experts,
     }
-    theirs = {name: getattr(cls, name) for name in ours}
-    try:
+    with ExitStack() as restore:
         for name, method in ours.items():
+            restore.callback(setattr, cls, name, getattr(cls, name))
             setattr(cls, name, method)
         yield
-    finally:
-        for name, method in theirs.items():
-            setattr(cls, name, method)
 
 
 def _as_it_is(self: Any, own: Any, cache_key: str | None = None) -> Any:

@@ -14,7 +14,7 @@ from common.process.files import pretty_json
 from learner.megatron import parallel
 from learner.megatron.conversion import hf_folder
 from learner.megatron.conversion.model import Model
-from learner.megatron.conversion.part_export import PartExporter
+from learner.megatron.conversion.part_export import EXPORT_OPTIONS, PartExporter
 
 SHARD_BYTES = 4 << 30
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
@@ -31,13 +31,8 @@ class Exporter:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of every parameter, as learner.backend_protocol.Backend.export. Collective."""
         self._synchronize()
-        yield from self.model.bridge.export_hf_weights(
-            self.model.chunks,
-            cpu=False,
-            show_progress=False,
-            conversion_tasks=self.model.tasks,
-            merge_adapter_weights=False,
-        )
+        model = self.model
+        yield from model.bridge.export_hf_weights(model.chunks, conversion_tasks=model.tasks, **EXPORT_OPTIONS)
 
     def part(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of this rank's part, as learner.backend_protocol.Backend.export_part. Collective."""

@@ -20,6 +20,8 @@ from torch import Tensor
 from learner.megatron.conversion import bridge_fixes
 from learner.megatron.conversion.model import Model
 
+EXPORT_OPTIONS = {"cpu": False, "show_progress": False, "merge_adapter_weights": False}
+
 
 class PartExporter:
     """Runs the bridge's export on the parameters that this rank has a share of."""
@@ -52,8 +54,7 @@ class PartExporter:
                 yield task
 
         bridge, chunks = self._model.bridge, self._model.chunks
-        options = {"cpu": False, "show_progress": False, "merge_adapter_weights": False}
-        stream = iter(bridge.export_hf_weights(chunks, conversion_tasks=announced(), **options))
+        stream = iter(bridge.export_hf_weights(chunks, conversion_tasks=announced(), **EXPORT_OPTIONS))
         while True:
             with bridge_fixes.within_the_part():  # the caller may start a full export when it has the tensor
                 named = next(stream, None)

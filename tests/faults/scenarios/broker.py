@@ -13,6 +13,7 @@ import zmq
 from broker.contract import NodeReport
 from broker.messaging.async_client import AsyncBrokerClient
 from common.errors import BrokerError, BrokerUnreachable
+from common.process.local_address import host_and_port
 from common.rollouts import GroupMeta
 from tests.faults.options import LEASE_S
 from tests.faults.promise import trained_lines
@@ -36,13 +37,12 @@ def malformed_messages(rig: Rig) -> float:
     closed.
     """
     rig.start_all(nodes=2)
-    host, port = rig.address.removeprefix("tcp://").split(":")
     end = time.monotonic() + NONSENSE_S
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(rig.address)
         while time.monotonic() < end:
-            with socket.create_connection((host, int(port)), 5) as raw:
+            with socket.create_connection(host_and_port(rig.address), 5) as raw:
                 raw.sendall(rig.random.randbytes(rig.random.randrange(1, 4000)))
             for _ in range(20):
                 frames = [rig.random.randbytes(rig.random.randrange(200)) for _ in range(rig.random.randrange(1, 5))]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import zmq
 
+from common.process.local_address import host_and_port
 from common.weights.pieces import Shipment, new_part
 from common.weights.transports import relay
 from common.weights.transports.relay import WINDOW, WINDOW_BYTES, Fetch, Get, Gone, Piece, RelayServer, Stall
@@ -398,9 +399,8 @@ def test_a_server_with_a_password_hands_nothing_to_who_does_not_know_it(source: 
 
 def test_frames_without_an_end_from_a_client_without_the_password_are_not_kept() -> None:
     server = RelayServer("127.0.0.1", "right")
-    host, _, port = server.address.removeprefix("tcp://").rpartition(":")
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-    with socket.create_connection((host, int(port))) as raw:
+    with socket.create_connection(host_and_port(server.address)) as raw:
         raw.sendall(greeting + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER")
         raw.settimeout(LIMIT_S)
         with pytest.raises(OSError):
