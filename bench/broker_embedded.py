@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import broker_groups
 import msgspec
-from broker_ways import PATIENCE_S, Load, Way
+from broker_ways import Load, Way
+from harness import PATIENCE_S
 
 from broker.connect import Access, connect, connect_node
 from broker.contract import LearnerReport, Lease, NodeReport

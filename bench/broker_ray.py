@@ -18,7 +18,8 @@ import broker_groups
 import harness
 import psutil
 import ray
-from broker_ways import Load, RawZeroMQ, Way, compared, cpu_s
+from broker_ways import Load, RawZeroMQ, Way, compared
+from harness import cpu_s
 
 GROUPS = {"1k": 1600, "8k": 320}
 WARM_UP = 160

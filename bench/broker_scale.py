@@ -24,7 +24,7 @@ import broker_groups
 import harness
 import psutil
 from broker_embedded import HEARTBEAT_S, Learner, Times, broker_process
-from broker_ways import cpu_s, received, spawned
+from harness import cpu_s, received, spawned
 
 from broker.connect import Access, connect
 from broker.contract import Lease, NodeReport

@@ -5,7 +5,6 @@
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 import statistics
 import tempfile
@@ -19,11 +18,10 @@ import broker_groups
 import harness
 import psutil
 import zmq
+from harness import PATIENCE_S, cpu_s, received, spawned
 
 from common.rollouts import encode_group
 from tests.redis_server import RedisServer, free_port
-
-PATIENCE_S = 120
 
 
 class Load(NamedTuple):
@@ -135,15 +133,6 @@ def redis_server(folder: str, **options: str) -> Iterator[tuple[str, int]]:
         server.kill()
 
 
-def spawned(work: Callable[..., None], *arguments: Any) -> Connection:
-    """Our end of the pipe of a new process that does `work(*arguments, pipe)`; it does not outlive this one."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    context.Process(target=work, args=(*arguments, theirs), daemon=True).start()
-    theirs.close()
-    return ours
-
-
 def _play(role: Callable[[str, Load], Generator[None, None, Any]], address: str, load: Load, pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     steps = role(address, load)
@@ -155,13 +144,3 @@ def _play(role: Callable[[str, Load], Generator[None, None, Any]], address: str,
         next(steps)
     except StopIteration as end:
         pipe.send((time.process_time() - used_s, time.perf_counter() - began, end.value))
-
-
-def received(pipe: Connection, patience_s: float = PATIENCE_S) -> Any:
-    if not pipe.poll(patience_s):
-        raise RuntimeError(f"a bench process said nothing for {patience_s} s")
-    return pipe.recv()
-
-
-def cpu_s(process: psutil.Process) -> float:
-    return sum(process.cpu_times()[:2])  # user and system

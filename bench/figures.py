@@ -35,10 +35,11 @@ def filled(text: str, fields: dict[str, Any]) -> str:
 
 
 def values(text: str, fields: dict[str, Any]) -> list[Any]:
-    """A value of tables.yaml or sections.yaml; a field with a list has several."""
+    """A value of tables.yaml or sections.yaml; a field with a list has several; None for what cannot be divided."""
     above, _, below = text.partition(" / ")
     if below:
-        return ratios(values(above, fields), values(below, fields))
+        pairs = zip(values(above, fields), values(below, fields), strict=True)
+        return [a / b if b else None for a, b in pairs]
     factor, star, name = text.rpartition("*")
     if name not in fields:
         return [float(name)]

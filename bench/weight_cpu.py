@@ -6,20 +6,20 @@ Real publisher and node processes; only the engine is a buffer. In one run and i
 - plain, keys: a publisher and one node, without and with keys;
 - plain to 3, keys to 3: the same with three nodes, two of them in the chain pass the version on. Each node after the
   first one adds the CPU of receiving and passing on, wherever that is spent;
-- zeromq, curve: the floor, a DEALER that asks a ROUTER for pieces of 1 MiB of a buffer and copies them into its own.
+- zeromq, curve: the floor, a PUSH that sends pieces of 1 MiB of a buffer to a PULL, which copies them into its own.
   The relay is compared with it without the part that `alone` has.
 
-CPU is user and system time of each process, all threads. It counts from before `publish` until the publisher knows that
-every node runs the version: copy, checksums, transfer and verification. Each measurement has processes of its own.
-Their first versions, which make the buffers, are not counted. Writes bench/results/weight_cpu.json in four minutes.
-Short mode: --mib 64 --rounds 1.
+CPU is user and system time of each process, all threads; the sender is this process. It counts from before `publish`
+until the publisher knows that every node runs the version: copy, checksums, transfer and verification. `receiver_s` is
+of the node in the middle: with one node it receives, with three it also passes on. First versions, which make the
+buffers, are not counted. Writes bench/results/weight_cpu.json in four minutes. Short mode: --mib 64 --rounds 1.
 """
 
-import asyncio
+import os
 import statistics
 import tempfile
-from collections.abc import Callable
-from multiprocessing import get_context
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,213 +30,109 @@ import psutil
 import torch
 import zmq
 
-from common.config.schema import WeightsConfig
-from common.security.credentials import KeyFolder, load_credential
+from common.security.credentials import KeyFolder
 from launch.keys import make
-from learner.publish.publisher import WeightPublisher
-from rollout_fleet.weights.engine_weights import Flip
-from rollout_fleet.weights.weight_client import WeightClient
-from tests.integration.weights.weight_plane_node import BufferTarget
+from tests.integration.weights.plane_rig import Plane
 from tests.waiting import until
 
-CONTEXT = get_context("forkserver")
-TIMEOUT_S = 300.0
-VERSIONS = 3  # the last one is measured; a publisher needs two buffers
-PIECE, CREDIT = 1 << 20, 8  # the floor's bytes of a piece, and pieces under way
+BUCKET = 8 << 20  # the default of weights.bucket_mib
+PIECE, AHEAD = 1 << 20, 8  # the floor's bytes of a piece, and pieces under way
+WARM_UP = 2  # versions; a publisher needs two buffers
 WAYS = {"alone": (False, 0), "plain": (False, 1), "keys": (True, 1), "plain to 3": (False, 3), "keys to 3": (True, 3)}
 FLOORS = {"zeromq": False, "curve": True}
 
 
-class Sink(BufferTarget):
-    """Every bucket of its buffer was verified; there is no engine to load it into."""
-
-    async def flip(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
-        self.receiver.give_back(self.receiver.take(incarnation, version))
-        return Flip(0.0, expected_checksum)
-
-
-def node(pipe: Connection, name: str, keys: str) -> None:
-    """Follows the address that comes in, and says each version that it runs."""
-    torch.set_num_threads(1)
-
-    async def main() -> None:
-        credential = load_credential(str(KeyFolder(keys).nodes / f"{name}.json"), "node", name) if keys else None
-        client = WeightClient(name, Sink(), credential, ("relay",))  # type: ignore[arg-type]
-        client.follow(pipe.recv(), 0)
-        version = -1
-        while True:
-            state = await client.wait_change(60.0)
-            if state.version != version:
-                version = state.version
-                pipe.send(version)
-
-    asyncio.run(main())
-
-
-def learner(pipe: Connection, mib: int, nodes: int, keys: str) -> None:
-    """Says its address, and that all nodes are there; publishes each version that comes in, and says when it is out."""
-    torch.set_num_threads(1)
-    weights = torch.randint(-(1 << 15), 1 << 15, (mib << 19,), dtype=torch.int16).view(torch.bfloat16)
-    publisher = WeightPublisher(0, "bfloat16", WeightsConfig(transport="relay", timeout_s=TIMEOUT_S), keys or None)
-    pipe.send(publisher.start())
-    until(lambda: publisher.stats().nodes == nodes)
-    pipe.send("ready")
-    for count in range(1, VERSIONS + 1):
-        version = pipe.recv()
-        publisher.publish(version, [("weights", weights)], None)
-        until(lambda: publisher.stats().published == count)  # noqa: B023
-        until(lambda: nodes == 0 or publisher.stats().version_active == version)  # noqa: B023
-        pipe.send(version)
-    pipe.recv()
-
-
-def serving(pipe: Connection, mib: int, curve: bool) -> None:
-    """A ROUTER that sends the pieces that it is asked for, without a copy, until it is told to end."""
-    memory = memoryview(np.random.default_rng(0).bytes(mib << 20))
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        public, secret = zmq.curve_keypair() if curve else (b"", b"")
-        if curve:
-            router.curve_publickey, router.curve_secretkey, router.curve_server = public, secret, True
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-        pipe.send((f"tcp://127.0.0.1:{port}", public))
-        while not pipe.poll():
-            while router.poll(100):
-                identity, start = router.recv_multipart()
-                router.send_multipart([identity, memory[int(start) : int(start) + PIECE]], copy=False)
-
-
-def asking(pipe: Connection, mib: int, address: str, public: bytes) -> None:
-    """A DEALER that gets all pieces for each number that comes in, and says that number."""
-    buffer = np.ones(mib << 20, np.uint8)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.linger = 0
-        if public:
-            dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
-            dealer.curve_serverkey = public
-        dealer.connect(address)
-        for _ in range(VERSIONS):
-            number, asked = pipe.recv(), 0
-            for start in range(0, len(buffer), PIECE):
-                while asked < len(buffer) and asked - start < CREDIT * PIECE:
-                    dealer.send(str(asked).encode())
-                    asked += PIECE
-                buffer[start : start + PIECE] = np.frombuffer(dealer.recv(copy=False).buffer, np.uint8)
-            pipe.send(number)
-        pipe.recv()
-
-
-class Process:
-    """A process of this script, and its CPU."""
-
-    def __init__(self, work: Callable[..., None], *arguments: object) -> None:
-        self.pipe, theirs = CONTEXT.Pipe()
-        self._process = CONTEXT.Process(target=work, args=(theirs, *arguments), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def hear(self) -> Any:
-        if not self.pipe.poll(TIMEOUT_S):
-            raise SystemExit(f"a process said nothing within {TIMEOUT_S:g} s")
-        return self.pipe.recv()
-
-    def cpu_s(self) -> float:
-        times = psutil.Process(self._process.pid).cpu_times()
-        return times.user + times.system
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.join()
-        self.pipe.close()
-
-
-def last_one(first: Process, others: list[Process], asked: Process) -> tuple[float, list[float]]:
-    """CPU seconds of the first process and of the others for the last transfer that `asked` is asked for."""
-    before = list[float]()
-    for number in range(1, VERSIONS + 1):
-        before = [process.cpu_s() for process in (first, *others)]
-        asked.pipe.send(number)
-        for process in {asked, *others}:
-            heard = process.hear()
-            assert heard == number, f"{heard} came instead of {number}"
-    mine, *rest = (process.cpu_s() - s for process, s in zip((first, *others), before, strict=True))
-    return mine, rest
-
-
-def relay(way: str, mib: int, keys: str) -> dict[str, Any]:
+def relay(way: str, weights: torch.Tensor, keys: KeyFolder) -> dict[str, Any]:
     secured, nodes = WAYS[way]
-    folder = keys if secured else ""
-    lead, fleet = Process(learner, mib, nodes, folder), [Process(node, f"node-{i}", folder) for i in range(nodes)]
-    address = lead.hear()
-    for one in fleet:
-        one.pipe.send(address)
-    assert lead.hear() == "ready"
-    return figures(lead, fleet, lead, mib)
+    with closing(Plane()) as plane:
+        credentials = str(keys.path) if secured else None
+        publisher = plane.publisher(credentials=credentials, dtype="bfloat16", bucket_bytes=BUCKET, transport="relay")
+        address, fleet = publisher.start(), []
+        for name in map("node-{}".format, range(nodes)):
+            own = {"credentials": str(keys.nodes / f"{name}.json")} if secured else {}
+            fleet += plane.following(address, name, transport="relay", loads=False, **own)
+        until(lambda: publisher.stats().nodes == nodes)
+
+        def send(version: int) -> None:
+            publisher.publish(version, [("weights", weights)], None)
+            until(lambda: publisher.stats().published == version)
+            until(lambda: not nodes or publisher.stats().version_active == version)
+
+        return measured(send, [node.process.pid for node in fleet], weights.nbytes)
 
 
-def floor(way: str, mib: int) -> dict[str, Any]:
-    server = Process(serving, mib, FLOORS[way])
-    client = Process(asking, mib, *server.hear())
-    return figures(server, [client], client, mib)
+def floor(way: str, weights: torch.Tensor) -> dict[str, Any]:
+    memory = memoryview(weights.view(torch.uint8).numpy())
+    with zmq.Context() as context, context.socket(zmq.PUSH) as pusher:
+        public, secret = zmq.curve_keypair() if FLOORS[way] else (b"", b"")
+        if public:
+            pusher.curve_publickey, pusher.curve_secretkey, pusher.curve_server = public, secret, True
+        pusher.hwm = AHEAD
+        address = f"tcp://127.0.0.1:{pusher.bind_to_random_port('tcp://127.0.0.1')}"
+        pipe = harness.spawned(pulling, address, public, len(memory))
+
+        def send(_: int) -> None:
+            for start in range(0, len(memory), PIECE):
+                pusher.send(memory[start : start + PIECE], copy=False)
+            harness.received(pipe)
+
+        return measured(send, [harness.received(pipe)], len(memory))
 
 
-def figures(first: Process, others: list[Process], asked: Process, mib: int) -> dict[str, Any]:
-    """CPU seconds for each GiB, of the sender, of each receiver, and of all; ends the processes."""
-    try:
-        sender, receivers = last_one(first, others, asked)
-    finally:
-        for process in (first, *others):
-            process.end()
-    gib = mib / 1024
-    each = sorted(round(s / gib, 3) for s in receivers)
-    return {"sender_s": sender / gib, "receivers_s": each, "total_s": (sender + sum(receivers)) / gib}
+def pulling(address: str, public: bytes, size: int, pipe: Connection) -> None:
+    """Says its process id, and that it has a version, one after the other."""
+    buffer = np.ones(size, np.uint8)
+    with zmq.Context() as context, context.socket(zmq.PULL) as puller:
+        if public:
+            puller.curve_publickey, puller.curve_secretkey = zmq.curve_keypair()
+            puller.curve_serverkey = public
+        puller.hwm = AHEAD
+        puller.connect(address)
+        pipe.send(os.getpid())
+        for _ in range(WARM_UP + 1):
+            for start in range(0, size, PIECE):
+                buffer[start : start + PIECE] = np.frombuffer(puller.recv(copy=False).buffer, np.uint8)
+            pipe.send("all there")
 
 
-def summary(rounds: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """A row for each way: medians over the rounds, and the range of the total; `middle_s` is that of 2 of 3 nodes."""
-    return [
-        {
-            "way": way,
-            "sender_s": round(statistics.median(r["sender_s"] for r in found), 3),
-            "middle_s": round(statistics.median(statistics.median(r["receivers_s"] or [0.0]) for r in found), 3),
-            "total_s": round(statistics.median(r["total_s"] for r in found), 3),
-            "least_s": round(min(r["total_s"] for r in found), 3),
-            "most_s": round(max(r["total_s"] for r in found), 3),
-            "receivers_s": [r["receivers_s"] for r in found],
-        }
-        for way, found in rounds.items()
-    ]
+def measured(send: Callable[[int], None], receivers: Sequence[int | None], size: int) -> dict[str, Any]:
+    """CPU seconds for each GiB of a version: of this process, of each receiver, and of all."""
+    processes = [psutil.Process(), *map(psutil.Process, receivers)]
+    for version in range(1, WARM_UP + 1):
+        send(version)
+    before = list(map(harness.cpu_s, processes))
+    send(WARM_UP + 1)
+    sender, *each = ((harness.cpu_s(p) - b) * 2**30 / size for p, b in zip(processes, before, strict=True))
+    return {"sender_s": sender, "receiver_s": statistics.median(each or [0.0]), "total_s": sender + sum(each)}
 
 
-def compared(rounds: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def compared(total: dict[str, float]) -> dict[str, float]:
     """Ratios and differences of totals that were measured in the same round."""
-    names = ("keys / plain", "plain / zeromq", "keys / curve", "s of a further node", "s of a further node, keys")
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for each in zip(*rounds.values(), strict=True):
-        total = {way: figures["total_s"] for way, figures in zip(rounds, each, strict=True)}
-        plain, keys = total["plain"] - total["alone"], total["keys"] - total["alone"]  # without copy and sealing
-        further = [(total[f"{way} to 3"] - total[way]) / 2 for way in ("plain", "keys")]
-        values = (total["keys"] / total["plain"], plain / total["zeromq"], keys / total["curve"], *further)
-        for name, value in zip(found, values, strict=True):
-            found[name].append(round(value, 3))
-    return [
-        {"figure": name, "median": statistics.median(v), "least": min(v), "most": max(v), "rounds": v}
-        for name, v in found.items()
-    ]
+    plain, keys = (total[way] - total["alone"] for way in ("plain", "keys"))  # without copy and sealing
+    return {
+        "keys / plain": total["keys"] / total["plain"],
+        "plain / zeromq": plain / total["zeromq"],
+        "keys / curve": keys / total["curve"],
+        "s of a further node": (total["plain to 3"] - total["plain"]) / 2,
+        "s of a further node, keys": (total["keys to 3"] - total["keys"]) / 2,
+    }
 
 
 def main() -> None:
     args = harness.parser(__doc__, mib=512, rounds=4).parse_args()
-    CONTEXT.set_forkserver_preload(["common.weights.receiver", "common.weights.transports.relay", "__main__"])
+    torch.set_num_threads(1)
+    weights = torch.randint(-(1 << 15), 1 << 15, (args.mib << 19,), dtype=torch.int16).view(torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
-        make(KeyFolder(folder), [f"node-{i}" for i in range(3)])
-        keys = str(Path(folder))
+        make(keys := KeyFolder(Path(folder)), [f"node-{i}" for i in range(3)])
 
         def measure(way: str, _: int) -> dict[str, Any]:
-            return floor(way, args.mib) if way in FLOORS else relay(way, args.mib, keys)
+            return floor(way, weights) if way in FLOORS else relay(way, weights, keys)
 
         found = harness.in_turns([*WAYS, *FLOORS], range(args.rounds), measure)
-    result = {"rounds": args.rounds, "ways": summary(found), "compared": compared(found)}
-    harness.save("weight_cpu", args, result, ("torch", "pyzmq"))
+    rounds = [compared({way: found[way][i]["total_s"] for way in found}) for i in range(args.rounds)]
+    figures = {name: [{"value": one[name]} for one in rounds] for name in rounds[0]}
+    result = {"ways": harness.rows(found, ("way",), "total_s"), "compared": harness.rows(figures, ("figure",), "value")}
+    harness.save("weight_cpu", args, {"rounds": args.rounds, **result}, ("torch", "pyzmq"))
 
 
 if __name__ == "__main__":

@@ -68,19 +68,25 @@ class Plane:
         self.closing: list[Callable[[], None]] = []
 
     def publisher(
-        self, incarnation: int = 0, factory: GroupFactory = open_group, credentials: str | None = None, **config: Any
+        self,
+        incarnation: int = 0,
+        factory: GroupFactory = open_group,
+        credentials: str | None = None,
+        dtype: str = "float32",
+        bucket_bytes: int = BUCKET,
+        **config: Any,
     ) -> WeightPublisher:
         """`config`: keys of `weights` that differ from their defaults."""
         weights = msgspec.structs.replace(WeightsConfig(anchor_every=0, timeout_s=60.0), **config)
-        publisher = WeightPublisher(incarnation, "float32", weights, credentials, factory, BUCKET)
+        publisher = WeightPublisher(incarnation, dtype, weights, credentials, factory, bucket_bytes)
         self.closing.append(publisher.close)
         return publisher
 
-    def fleet(self, *ids: str, **config: Any) -> tuple[WeightPublisher, str, list[NodeProcess]]:
+    def fleet(self, *ids: str, loads: bool = True, **config: Any) -> tuple[WeightPublisher, str, list[NodeProcess]]:
         """A publisher, its address, and nodes that it knows."""
         publisher = self.publisher(**config)
         address = publisher.start()
-        nodes = self.following(address, *ids)
+        nodes = self.following(address, *ids, loads=loads)
         until(lambda: publisher.stats().nodes == len(ids))
         return publisher, address, nodes
 

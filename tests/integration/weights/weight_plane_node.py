@@ -48,9 +48,10 @@ class PlaneGroup(FaultyGroup):
 class BufferTarget:
     """EngineWeights whose engine is a buffer."""
 
-    def __init__(self, break_load: bool = False, spoil_served: bool = False) -> None:
+    def __init__(self, break_load: bool = False, spoil_served: bool = False, loads: bool = True) -> None:
+        """Without `loads` a flip takes no time: nothing is copied, and nothing is proven beyond what was received."""
         self.receiver = Receiver(PlaneGroup, device=torch.device("cpu"))
-        self.break_load, self.spoil_served = break_load, spoil_served
+        self.break_load, self.spoil_served, self.loads = break_load, spoil_served, loads
         self.weights: torch.Tensor | None = None
 
     async def tell(self, message: bytes, node_id: str) -> bytes:
@@ -79,10 +80,12 @@ class BufferTarget:
 
     async def flip(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
         flat = self.receiver.take(incarnation, version)
-        self.weights = flat.clone()
+        self.weights = flat.clone() if self.loads else flat
         if self.spoil_served:
             flat[9] ^= 1
         self.receiver.give_back(flat)
+        if not self.loads:
+            return Flip(0.0, expected_checksum)
         if self.break_load:
             self.weights[0] ^= 1
         assert self.receiver.layout is not None
