@@ -34,7 +34,6 @@ class Sampler(Protocol):
 
         Raises SlipstreamError when the engine is dead, ValueError when this request cannot be served.
         """
-        ...
 
 
 @dataclass(frozen=True)
