@@ -41,24 +41,17 @@ class Recorder:
 
 
 class Tables:
-    """Data without rules; the rules are in taking.py and leasing.py.
-
-    Args:
-        clock: monotonic seconds.
-        new_token: makes lease tokens that never repeat.
-        retain_steps: groups of so many committed steps stay known for a replay; None: the run has no store.
-        store_id: id of the store that this state is read from; a new one is made when there was none.
-    """
+    """Data without rules; the rules are in taking.py and leasing.py."""
 
     def __init__(
         self,
         run: RunInfo,
-        clock: Callable[[], float] = time.monotonic,
-        new_token: Callable[[], str] = lambda: secrets.token_hex(TOKEN_BYTES),
+        clock: Callable[[], float] = time.monotonic,  # seconds
+        new_token: Callable[[], str] = lambda: secrets.token_hex(TOKEN_BYTES),  # lease tokens that never repeat
         events: EventLog | None = None,
         recorder: Recorder | None = None,
-        retain_steps: int | None = None,
-        store_id: str = "",
+        retain_steps: int | None = None,  # so many committed steps stay known for a replay; None: there is no store
+        store_id: str = "",  # that of the store that is read; '': a new one is made
     ) -> None:
         self.run, self.clock = run, clock
         self.event_log, self.recorder = events or EventLog(), recorder or Recorder()
