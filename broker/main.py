@@ -38,10 +38,8 @@ def run_broker(config: Config, config_json: bytes) -> int:
     """Serve the run until SIGTERM or SIGINT; returns the exit code. With broker.store: redis first stand by.
 
     The broker continues the store's state (docs/delivery.md). A broker that loses the lead stands by again.
-
-    Raises:
-        UsageError: the address is refused or in use, this run has a living broker, or its store is damaged.
-        StoreFailed: the store refuses what has to be kept.
+    Raises UsageError when the address is refused or in use, this run has a living broker, or its store is damaged.
+    Raises StoreFailed when the store refuses what has to be kept.
     """
     raise_open_files()
     keep_freed_memory(one_heap=True)

@@ -29,29 +29,24 @@ class VersionRun(msgspec.Struct, frozen=True, gc=False):
 
 
 class Sample(msgspec.Struct, frozen=True, gc=False):
-    """One episode, token by token.
+    """One episode, token by token."""
 
-    Attributes:
-        tokens: [T] int32, prompt, sampled tokens and environment text in the order that the model saw.
-        loss_mask: [T] uint8, 1 where the policy sampled the token, 0 for prompt and environment text.
-        behavior_logprobs: [T] float32, log-probability under the distribution really sampled from
-            (temperature and top-p included); 0 where loss_mask is 0.
-        stop_reason: stop | length | turn_limit | environment_done, or of a failed sample environment_error |
-            environment_timeout | environment_flood | environment_killed | timeout | cancelled.
-        routed_experts: [T x MoE layers x experts per token] int16, the experts that the engine chose for each input
-            token. It is -1 for tokens that were no input, such as the last one. None means not recorded.
-    """
-
-    tokens: Array
-    loss_mask: Array
+    tokens: Array  # [T] int32, prompt, sampled tokens and environment text in the order that the model saw
+    loss_mask: Array  # [T] uint8, 1 where the policy sampled the token, 0 for prompt and environment text
+    # [T] float32, log-probability under the distribution really sampled from (temperature and top-p included); 0 where
+    # loss_mask is 0
     behavior_logprobs: Array
     version_runs: list[VersionRun]  # meaningful where loss_mask is 1
     reward: float  # sum of the turn rewards
+    # stop | length | turn_limit | environment_done, or of a failed sample environment_error | environment_timeout |
+    # environment_flood | environment_killed | timeout | cancelled
     stop_reason: str
     turns: int = 1  # generate calls made
     turn_rewards: list[float] = []
     error: str | None = None  # why the sample failed; a failed sample trains nothing and enters no baseline
     metrics: dict[str, float] = {}  # the environment reports them; averaged over the step
+    # [T x MoE layers x experts per token] int16, the experts that the engine chose for each input token. It is -1 for
+    # tokens that were no input, such as the last one. None means not recorded.
     routed_experts: Array | None = None
 
     def token_versions(self) -> np.ndarray:

@@ -49,13 +49,9 @@ def job_of(args: argparse.Namespace, reader: Reader) -> tuple[Config, RunDir, st
 def checked(config: C, file: str, environment: bool = True, reader: Reader = "all") -> tuple[C, RunDir]:
     """The config with absolute paths after all checks that need no heavy import, and its run folder.
 
-    Args:
-        file: named in errors.
-        environment: also import the environment, for the commands whose Python environment must have it.
-        reader: the role that starts here; files that only others read may be missing.
-
-    Raises:
-        UsageError: ConfigError when a key is wrong.
+    Errors name `file`. `environment`: also import the environment, for the commands whose Python must have it.
+    `reader`: the role that starts here; files that only others read may be missing. Raises UsageError: ConfigError when
+    a key is wrong.
     """
     config = resolve_paths(config)
     check_config(config, file, reader)  # before a long download

@@ -89,19 +89,15 @@ class Backend(Protocol):
         `temperature` before the log-softmax. Gradients are those of (sum of loss_sum over all
         microbatches of all ranks) / (sum of denominator over the same).
         """
-        ...
 
     def logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         """[T] float32 log-probabilities of the targets, no gradient, on every rank of the replica. Collective."""
-        ...
 
     def reference_logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         """As `logprobs`, of the frozen reference model. Collective."""
-        ...
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, in a fixed order. Collective; yields on every rank."""
-        ...
 
     def export_part(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of the parameters that this rank sends, in the order of `part_layout`.
@@ -109,42 +105,33 @@ class Backend(Protocol):
         Over all ranks these are the tensors of `export`, each of them once; a rank may have none. No rank gathers the
         whole model. Collective: every rank consumes it to its end.
         """
-        ...
 
     def part_layout(self) -> list[tuple[str, tuple[int, ...]]]:
         """(Hugging Face name, shape) of this rank's part, always the same; [] on a rank that sends nothing."""
-        ...
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, by rank. Collective."""
-        ...
 
     def save_hf(self, path: Path) -> None:
         """Replace the folder `path` by a complete Hugging Face model, with config and tokenizer. Collective."""
-        ...
 
     def start_checkpoint(self, path: Path) -> None:
         """Begin to write model, optimizer, schedule and RNG, as they are now, into the new folder `path`. Collective.
 
         The next steps may follow at once; one checkpoint at a time. A killed process leaves an incomplete folder.
         """
-        ...
 
     def checkpoint_done(self, wait: bool) -> bool:
         """Whether the started checkpoint is complete and durable; with `wait` it is on return. Collective.
 
         Raises SlipstreamError when it could not be written; nothing of it is left.
         """
-        ...
 
     def load_checkpoint(self, path: Path) -> None:
         """The reverse, also under another parallel layout. Collective."""
-        ...
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes to every rank. Collective."""
-        ...
 
     def close(self) -> None:
         """Leave torch.distributed; the backend is unusable afterwards. Collective."""
-        ...

@@ -7,19 +7,13 @@ from common.errors import BrokerError
 
 
 class LearnerRecord:
-    """Data about the learner; `now` arguments are monotonic seconds.
-
-    Attributes:
-        replaced: instances of the current incarnation that another instance replaced.
-        job_ended: the report is of a job that ended, and no learner has reported since.
-        seen_at: time of the last request of a learner; any of them is a sign of life.
-    """
+    """Data about the learner; `now` arguments are monotonic seconds."""
 
     def __init__(self) -> None:
         self.report: LearnerReport | None = None
-        self.replaced: set[str] = set()
-        self.job_ended = False
-        self.seen_at = 0.0
+        self.replaced: set[str] = set()  # instances of the current incarnation that another instance replaced
+        self.job_ended = False  # the report is of a job that ended, and no learner has reported since
+        self.seen_at = 0.0  # time of the last request of a learner; any of them is a sign of life
 
     def check(self, incarnation: int | None, instance: str = "") -> None:
         """Raise BrokerError for a learner that was replaced; an incarnation of None is a client that never attached."""

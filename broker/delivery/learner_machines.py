@@ -40,12 +40,6 @@ class Round:
 
 
 @dataclass
-class Verdict:
-    exit_code: int
-    reason: str
-
-
-@dataclass
 class LearnerMachines:
     """Times are monotonic. How many machines make a round, and how many failed ones end the job, is in the reports."""
 
@@ -55,7 +49,7 @@ class LearnerMachines:
     last_number: int = 0
     reports: dict[str, MachineReport] = field(default_factory=dict[str, MachineReport])  # in order of arrival
     seen_at: dict[str, float] = field(default_factory=dict[str, float])
-    verdicts: dict[str, Verdict] = field(default_factory=dict[str, Verdict])
+    verdicts: dict[str, Assembly] = field(default_factory=dict[str, Assembly])  # last answers, with an exit code
 
     def gather(self, report: MachineReport, learner_state: str, now: float, stopping: bool = False) -> Assembly:
         """Keep a launcher's report; returns what it is to do. `learner_state` is that of the learner's own report.
@@ -143,7 +137,7 @@ class LearnerMachines:
     def _end_job(self, exit_code: int, reason: str) -> None:
         """Every launcher of now is told; one that comes later starts the job again."""
         for name in self.reports:
-            self.verdicts.setdefault(name, Verdict(exit_code, reason))
+            self.verdicts.setdefault(name, Assembly(exit_code=exit_code, reason=reason))
         self.restarts = 0
 
     def _forget(self, now: float) -> None:
@@ -165,7 +159,7 @@ class LearnerMachines:
                 ours, theirs = report.facts.get(key, "nothing"), first.facts.get(key, "nothing")
                 if ours != theirs and not (key == INTERFACE and "nothing" in (ours, theirs)):  # one was told
                     reason = f"{key}: {report.host} has {ours}, {first.host} has {theirs}; they must agree"
-                    self.verdicts[report.machine] = Verdict(EXIT_USAGE, reason)
+                    self.verdicts[report.machine] = Assembly(exit_code=EXIT_USAGE, reason=reason)
                     break
 
     def _form(self, now: float) -> None:
@@ -186,9 +180,8 @@ class LearnerMachines:
         return [r for r in reports if r.running or (r.round != last.number and r.machine not in last.ended)]
 
     def _answer(self, report: MachineReport, now: float) -> Assembly:
-        verdict = self.verdicts.get(report.machine)
-        if verdict is not None:
-            return Assembly(exit_code=verdict.exit_code, reason=verdict.reason)
+        if report.machine in self.verdicts:
+            return self.verdicts[report.machine]
         current, here = self.round, len(self._here(now))
         if current is None or current.over or report.machine not in current.ids:
             return Assembly(reason=self._why(now), active=self._active, machines=here)

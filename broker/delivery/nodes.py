@@ -23,25 +23,18 @@ class NodeCounts(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Node:
-    """A node that has joined.
-
-    Attributes:
-        tokens: its leases.
-        has_leased: whether this process of the node ever leased a task.
-        handed_in: sampled tokens of the groups that this process handed in.
-        counted: waste that the broker counted, and all waste of earlier processes of the node.
-        in_doubt: the last heartbeat named an older version than `version`.
-    """
+    """A node that has joined."""
 
     report: NodeReport
     version: int
     seen_at: float
-    tokens: set[str] = field(default_factory=set[str])
+    tokens: set[str] = field(default_factory=set[str])  # its leases
     alive: bool = True
-    has_leased: bool = False
-    handed_in: int = 0
+    has_leased: bool = False  # whether this process of the node ever leased a task
+    handed_in: int = 0  # sampled tokens of the groups that this process handed in
+    # waste that the broker counted, and all waste of earlier processes of the node
     counted: dict[str, Waste] = field(default_factory=dict[str, Waste])
-    in_doubt: bool = False
+    in_doubt: bool = False  # the last heartbeat named an older version than `version`
 
     def set_version(self, version: int) -> None:
         self.version, self.in_doubt = version, False

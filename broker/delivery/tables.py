@@ -41,36 +41,17 @@ class Recorder:
 
 
 class Tables:
-    """Data without rules; the rules are in taking.py and leasing.py.
-
-    Args:
-        clock: monotonic seconds.
-        new_token: makes lease tokens that never repeat.
-        retain_steps: groups of so many committed steps stay known for a replay; None: the run has no store.
-        store_id: id of the store that this state is read from; a new one is made when there was none.
-
-    Attributes:
-        owners: public key of the credential that speaks for each node id.
-        accepted: token -> node of the newest accepted results.
-        first_step: the step at which task 0 is due.
-        wanted: groups that the learner's next take needs.
-        unconfirmed: recovered leases whose nodes have sent no heartbeat yet.
-        lease_revision: grows whenever a lease that was refused may now be given to any node.
-        changed_nodes: nodes whose waiting lease requests must be checked again.
-        newest_version: no node has a later one.
-        address: where clients reach the broker; the server sets it.
-        stopping: the job is being stopped; a broker that starts anew knows nothing of it.
-    """
+    """Data without rules; the rules are in taking.py and leasing.py."""
 
     def __init__(
         self,
         run: RunInfo,
-        clock: Callable[[], float] = time.monotonic,
-        new_token: Callable[[], str] = lambda: secrets.token_hex(TOKEN_BYTES),
+        clock: Callable[[], float] = time.monotonic,  # seconds
+        new_token: Callable[[], str] = lambda: secrets.token_hex(TOKEN_BYTES),  # lease tokens that never repeat
         events: EventLog | None = None,
         recorder: Recorder | None = None,
-        retain_steps: int | None = None,
-        store_id: str = "",
+        retain_steps: int | None = None,  # so many committed steps stay known for a replay; None: there is no store
+        store_id: str = "",  # that of the store that is read; '': a new one is made
     ) -> None:
         self.run, self.clock = run, clock
         self.event_log, self.recorder = events or EventLog(), recorder or Recorder()
@@ -79,18 +60,19 @@ class Tables:
         self.fleet = Fleet(run.lease_s)
         self.learner = LearnerRecord()
         self.machines = LearnerMachines()
-        self.owners: dict[str, str] = {}
-        self.accepted: OrderedDict[str, str] = OrderedDict()
+        self.owners: dict[str, str] = {}  # public key of the credential that speaks for each node id
+        self.accepted: OrderedDict[str, str] = OrderedDict()  # token -> node of the newest accepted results
         self.lease_deadlines: Deadlines[str] = Deadlines()
-        self.first_step, self.committed_step = 0, -1
+        self.first_step, self.committed_step = 0, -1  # `first_step`: the step at which task 0 is due
         self.lease_expiries: int = 0
         self.stale_results: int = 0
-        self.wanted = run.groups_per_step
-        self.unconfirmed: set[str] = set()
-        self.lease_revision: int = 0
-        self.newest_version = -1
-        self.changed_nodes: set[str] = set()
-        self.address = ""
+        self.wanted = run.groups_per_step  # groups that the learner's next take needs
+        self.unconfirmed: set[str] = set()  # recovered leases whose nodes have sent no heartbeat yet
+        self.lease_revision: int = 0  # grows whenever a lease that was refused may now be given to any node
+        self.newest_version = -1  # no node has a later one
+        self.changed_nodes: set[str] = set()  # nodes whose waiting lease requests must be checked again
+        self.address = ""  # where clients reach the broker; the server sets it
+        # `stopping`: the job is being stopped; a broker that starts anew knows nothing of it
         self.stopping, self.logs = False, LogEnds(clock)
         self.recovery_s = 0.0
         self.refused_messages = self.denied_requests = self.quarantined_messages = 0

@@ -26,19 +26,13 @@ class Stored(Protocol):
 
 
 class TaskRecord(msgspec.Struct):
-    """The part of a task that survives a restart of the broker.
-
-    Attributes:
-        attempts: leases that were not handed back.
-        failures: failed and lost leases; they count towards death.
-        nodes: nodes that leased the task, in order. The list is replaced and never changed, so copies may share it.
-        failed_by: the first two nodes that failed it; likewise never changed.
-    """
+    """The part of a task that survives a restart of the broker."""
 
     task: Task
     state: str = PENDING
-    attempts: int = 0
-    failures: int = 0
+    attempts: int = 0  # leases that were not handed back
+    failures: int = 0  # failed and lost leases; they count towards death
+    # nodes that leased the task, in order. The list is replaced and never changed, so copies may share it.
     nodes: list[str] = []
     token: str = ""
     node: str = ""
@@ -46,23 +40,17 @@ class TaskRecord(msgspec.Struct):
     step: int | None = None
     reason: str = ""
     filtered: bool = False
-    failed_by: list[str] = []
+    failed_by: list[str] = []  # the first two nodes that failed it; likewise never changed
 
 
 class Entry(TaskRecord):
-    """A task that is not finished, or whose group is retained for a replay.
+    """A task that is not finished, or whose group is retained for a replay."""
 
-    Attributes:
-        leased_at, deadline: monotonic seconds; a lease gets new ones when the broker restarts.
-        payload: the group's bytes, or what reads them.
-        stored: the group's payload in the store; None without a store.
-    """
-
-    leased_at: float = 0.0
+    leased_at: float = 0.0  # monotonic seconds, as `deadline`; a lease gets new ones when the broker restarts
     deadline: float = 0.0
-    payload: object = None
+    payload: object = None  # the group's bytes, or what reads them
     payload_bytes: int = 0
-    stored: Stored | None = None
+    stored: Stored | None = None  # the group's payload in the store; None without a store
 
     @property
     def serial(self) -> int:
@@ -147,34 +135,25 @@ class TaskTable:
 
     Each step has a quota of slots. A dead task, or a filtered group that the step replaces, frees its slot: every later
     task then counts as one slot earlier. Tables explains `retain_steps`.
-
-    Attributes:
-        pending: heap of serials; a pending task leaves only from the top.
-        ready: sorted serials.
-        steps: serials that each uncommitted step took, in the order given out.
-        freed: sorted serials of tasks that freed their slot, from the oldest unfinished task on.
-        freed_earlier: how many older tasks freed theirs.
-        freed_by_step: filtered groups of each uncommitted step that freed their slot.
-        retained: tasks of each retained step, in the order given out.
-        finished: serials that ended since the history file was last written; empty without a store.
     """
 
     def __init__(self, retain_steps: int | None = None) -> None:
         self.living: dict[int, Entry] = {}
         self.history = History()
         self.next_serial = 0
-        self.pending: list[int] = []
+        self.pending: list[int] = []  # heap of serials; a pending task leaves only from the top
         self.leased = LeasedTasks()
-        self.ready: list[int] = []
-        self.steps: dict[int, list[int]] = {}
-        self.freed: list[int] = []
-        self.freed_earlier = 0
-        self.freed_by_step: dict[int, int] = {}
+        self.ready: list[int] = []  # sorted serials
+        self.steps: dict[int, list[int]] = {}  # serials that each uncommitted step took, in the order given out
+        self.freed: list[int] = []  # sorted serials of tasks that freed their slot, from the oldest unfinished task on
+        self.freed_earlier = 0  # how many older tasks freed theirs
+        self.freed_by_step: dict[int, int] = {}  # filtered groups of each uncommitted step that freed their slot
         self.filtered = 0
         self.bytes_held = 0
         self.accepted_groups = self.accepted_bytes = 0
         self.retain_steps = retain_steps
-        self.retained: dict[int, list[Entry]] = {}
+        self.retained: dict[int, list[Entry]] = {}  # tasks of each retained step, in the order given out
+        # serials that ended since the history file was last written; empty without a store
         self.finished: list[int] = []
 
     def freed_before(self, serial: int) -> int:

@@ -47,15 +47,11 @@ class Record:
 
 
 class Compaction(ABC):
-    """The replacement of the log. The store's thread makes it from values that the broker's loop has captured.
+    """The replacement of the log. The store's thread makes it from values that the broker's loop has captured."""
 
-    Attributes:
-        seq: the snapshot's sequence number.
-        rewritten: groups to write again, because the store may lack records and history; None when it lacks nothing.
-            `finished` then has all finished tasks.
-    """
-
-    seq: int
+    seq: int  # the snapshot's sequence number
+    # groups to write again, because the store may lack records and history; None when it lacks nothing. `finished` then
+    # has all finished tasks.
     rewritten: Sequence[Record] | None
 
     @abstractmethod
@@ -88,19 +84,12 @@ class Loaded(NamedTuple):
 
 
 class Store(ABC):
-    """One thread writes; any thread may read payloads.
+    """One thread writes; any thread may read payloads."""
 
-    Attributes:
-        name: where the store is, for people.
-        store_id: made once. It tells a learner whether the broker still knows what it knew.
-        address: where the broker listened last; '' for a new store.
-        idle_s: how often `idle` has to be called; None: never.
-    """
-
-    name: str
-    store_id: str
-    address: str = ""
-    idle_s: float | None = None
+    name: str  # where the store is, for people
+    store_id: str  # made once. It tells a learner whether the broker still knows what it knew.
+    address: str = ""  # where the broker listened last; '' for a new store
+    idle_s: float | None = None  # how often `idle` has to be called; None: never
 
     def listens_at(self, address: str) -> None:
         """Remember where the broker listens."""

@@ -22,20 +22,14 @@ BATCH_BYTES = 32 << 20
 
 
 class Writer:
-    """Writes what `put` was given, in order of the sequence numbers; `notify` is called after every change below.
-
-    Attributes:
-        acknowledged, synced: sequence number up to which records are as durable as `sync` promises, and synced.
-        stuck: why nothing can be written at the moment, '' when it can.
-        failure: why nothing will be written any more.
-        sync_s: how long syncing took lately, on average.
-    """
+    """Writes what `put` was given, in order of the sequence numbers; `notify` is called after every change below."""
 
     def __init__(self, store: Store, sync: Sync, notify: Callable[[], None]) -> None:
+        # sequence numbers up to which records are as durable as `sync` promises, and synced
         self.acknowledged = self.synced = 0
-        self.stuck = ""
-        self.failure: Exception | None = None
-        self.sync_s = 0.0
+        self.stuck = ""  # why nothing can be written at the moment, '' when it can
+        self.failure: Exception | None = None  # why nothing will be written any more
+        self.sync_s = 0.0  # how long syncing took lately, on average
         self._store, self._notify = store, notify
         self._sync: Sync = sync
         self._history = 0

@@ -44,27 +44,18 @@ HOLD_FRAME_BYTES = 16 << 10  # smaller payloads are copied out of ZeroMQ's recei
 class BrokerServer:
     """Binds on construction; `run` serves until `stop`.
 
-    Args:
-        state: the delivery state; only the thread in `run` touches it from then on.
-        addresses: the first one that can be had is bound; beyond loopback only with credentials.
-        max_message_bytes: largest header or payload that is accepted.
-        on_tick: called in every turn of the loop, at least about once a second.
-        credentials: key folder; clients must then prove a key of it.
-        quarantine: folder for the first messages that do not decode.
-        journal: the state's journal; None: nothing outlives this process, and no reply waits.
-
     Raises UsageError when all addresses are refused or in use, or the keys cannot be used.
     """
 
     def __init__(
         self,
-        state: DeliveryState,
-        addresses: Sequence[str],
-        max_message_bytes: int,
-        on_tick: Callable[[], None] = lambda: None,
-        credentials: str | None = None,
-        quarantine: Path | None = None,
-        journal: Journal | None = None,
+        state: DeliveryState,  # only the thread in `run` touches it from then on
+        addresses: Sequence[str],  # the first one that can be had is bound; beyond loopback only with credentials
+        max_message_bytes: int,  # largest header or payload that is accepted
+        on_tick: Callable[[], None] = lambda: None,  # called in every turn of the loop, at least about once a second
+        credentials: str | None = None,  # Key folder; clients must then prove a key of it.
+        quarantine: Path | None = None,  # Folder for the first messages that do not decode.
+        journal: Journal | None = None,  # None: nothing outlives this process, and no reply waits.
     ) -> None:
         self._state = state
         self._max_message_bytes = max_message_bytes

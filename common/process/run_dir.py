@@ -82,9 +82,8 @@ class RunDir:
     def prepare(self, config: Config | SftConfig) -> None:
         """Create the folder and write the resolved config.yaml and run.json.
 
-        Raises:
-            UsageError: the folder has a run of a config that does not agree with this one, or cannot be written.
-            SlipstreamError: the disk is full.
+        Raises UsageError when the folder has a run of a config that does not agree with this one, or cannot be written.
+        Raises SlipstreamError when the disk is full.
         """
         self.check_agrees(config)
         try:

@@ -1,6 +1,7 @@
 """Versions of what must agree between the processes of a job, read from package metadata: nothing is imported."""
 
 import platform
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -21,14 +22,10 @@ def versions(site_packages: Path | None = None) -> dict[str, str]:
 
     `site_packages` looks into that folder of another environment; its Python is named as the folder is (3.11).
     """
-    where = None if site_packages is None else [str(site_packages)]
+    where = sys.path if site_packages is None else [str(site_packages)]
     python = platform.python_version() if site_packages is None else site_packages.parent.name.removeprefix("python")
     return {"python": python} | {name: _version(candidates, where) for name, candidates in PACKAGES.items()}
 
 
-def _version(candidates: tuple[str, ...], where: list[str] | None) -> str:
-    for name in candidates:
-        found = metadata.distributions(name=name) if where is None else metadata.distributions(name=name, path=where)
-        for distribution in found:
-            return distribution.version
-    return ""
+def _version(candidates: tuple[str, ...], where: list[str]) -> str:
+    return next((found.version for name in candidates for found in metadata.distributions(name=name, path=where)), "")

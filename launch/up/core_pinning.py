@@ -13,12 +13,7 @@ def available_cores() -> list[int]:
 
 
 def plan_cores(cores: list[int], learner_threads: int, node_threads: list[int]) -> list[Cores]:
-    """Disjoint cores for the learner and, behind it, each node's engine; None each unless all fit on a small machine.
-
-    Args:
-        learner_threads: ranks x threads of the learner.
-        node_threads: engine threads of each node.
-    """
+    """Disjoint cores for the threads of all ranks, then of each node; None each unless all fit on a small machine."""
     wanted = [learner_threads, *node_threads]
     if not node_threads or sum(wanted) > len(cores) or len(cores) > SMALL_MACHINE_CORES:
         return [None] * len(wanted)

@@ -66,11 +66,7 @@ def torch_cuda(prefix: Path | None = None) -> str | None:
 
 
 def assign(config: Config, environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> dict[str, Place]:
-    """The place of each role that has one of its own; {} without a GPU.
-
-    Raises:
-        UsageError: the roles need more devices than this process may use.
-    """
+    """The place of each role that has one of its own; {} without a GPU. Raises UsageError when there are too few."""
     gpus = list_gpus()
     devices = visible_devices(gpus, environ.get(VISIBLE))
     if not devices:

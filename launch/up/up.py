@@ -47,7 +47,8 @@ def command(args: argparse.Namespace) -> int:
     run.check_agrees(config)
     need_broker_library(config)
     with only_one(run):
-        if finished(run, config):
+        if done := finished(run, config):
+            print(done)
             return EXIT_DONE
         if (address := running_broker(run)) is not None:
             raise UsageError(f"{run.path}: a broker already runs at {address}; stop that job first")
@@ -60,14 +61,12 @@ def command(args: argparse.Namespace) -> int:
         return Job(config, run, places).run(args.plain)
 
 
-def finished(run: RunDir, config: Config) -> bool:
-    """Whether the run has done all its steps and has its model; then it is said."""
+def finished(run: RunDir, config: Config) -> str:
+    """Says that the run has done all its steps and has its model; '' while it has not."""
     record = read_record(run)
     trained = record is not None and record.state == "done" and record.policy_version >= config.run.steps
     done = trained and (run.model / "config.json").is_file()
-    if done:
-        print(f"{run.path} is finished: {config.run.steps} steps, the model is in {run.model}")
-    return done
+    return f"{run.path} is finished: {config.run.steps} steps, the model is in {run.model}" if done else ""
 
 
 def only_one(run: RunDir) -> IO[str]:

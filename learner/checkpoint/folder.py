@@ -22,47 +22,29 @@ _HIDDEN = re.compile(r"\.step-\d{6,}(\.\w+)?\.tmp")
 
 
 class StreamState(msgspec.Struct, kw_only=True):
-    """The task stream in a checkpoint. Fields are only ever appended.
+    """The task stream in a checkpoint. Fields are only ever appended."""
 
-    Attributes:
-        next_serial: the next task gets this number at the broker.
-        cursor: next position of the dataset that was never offered.
-        backlog: positions to offer before that.
-        outstanding: serial -> position of what was offered and not consumed.
-        renumbered: a broker lost its memory, serials are lower than positions.
-        store_id: the broker's store to which these serials belong; '' in checkpoints of earlier releases.
-    """
-
-    next_serial: int = 0
-    cursor: int = 0
-    backlog: list[int] = []
-    outstanding: dict[int, int] = {}
-    renumbered: bool = False
-    store_id: str = ""
+    next_serial: int = 0  # the next task gets this number at the broker
+    cursor: int = 0  # next position of the dataset that was never offered
+    backlog: list[int] = []  # positions to offer before that
+    outstanding: dict[int, int] = {}  # serial -> position of what was offered and not consumed
+    renumbered: bool = False  # a broker lost its memory, serials are lower than positions
+    store_id: str = ""  # the broker's store to which these serials belong; '' in checkpoints of earlier releases
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the loop, besides model and optimizer. Fields are only ever appended.
+    """The state of the loop, besides model and optimizer. Fields are only ever appended."""
 
-    Attributes:
-        policy_version: optimizer steps done.
-        incarnation: the learner that wrote it.
-        tasks: position of the task stream.
-        dataset_digest: identifies the dataset.
-        config_digest: identifies the resolved config.
-        tokens_trained_total, tokens_wasted_total, tokens_masked_total: the learner's own counts since step 0.
-        files: size in bytes of every file in `model/`, by its path there; empty in older checkpoints.
-    """
-
-    policy_version: int
-    incarnation: int
-    tasks: StreamState
-    dataset_digest: str = ""
-    config_digest: str = ""
+    policy_version: int  # optimizer steps done
+    incarnation: int  # the learner that wrote it
+    tasks: StreamState  # position of the task stream
+    dataset_digest: str = ""  # identifies the dataset
+    config_digest: str = ""  # identifies the resolved config
+    # the learner's own counts since step 0
     tokens_trained_total: int = 0
     tokens_wasted_total: int = 0
     tokens_masked_total: int = 0
-    files: dict[str, int] = {}
+    files: dict[str, int] = {}  # size in bytes of every file in `model/`, by its path there; empty in older checkpoints
 
 
 def read_checkpoint(path: Path) -> TrainerState:

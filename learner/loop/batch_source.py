@@ -52,15 +52,12 @@ class BatchSource(Protocol):
 
     def next_command(self, step: int) -> Command:
         """The command for every rank. Only the lead rank calls it."""
-        ...
 
     def batch(self, step: int, groups: Sequence[StoredGroup]) -> TrainingBatch:
         """The batch of a Train command, the same on every rank."""
-        ...
 
     def line(self, step: Step) -> StepMetrics | SftMetrics:
         """The metrics line of a step. Only the lead rank calls it."""
-        ...
 
     def start(self) -> None:
         """Called once, before the model is loaded."""

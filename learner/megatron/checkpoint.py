@@ -52,11 +52,8 @@ class Save:
     def __init__(self, path: Path, sharded: dict[str, Any], common: dict[str, Any], live: set[int]) -> None:
         """Plan the save into the empty folder `path` and copy the share to host memory. Collective.
 
-        Args:
-            path: the folder.
-            sharded: Megatron's sharded state, preprocessed.
-            common: the state that is the same on every rank.
-            live: addresses of the storages that the next step changes.
+        `sharded` is Megatron's sharded state, preprocessed, and `common` the state that is the same on every rank.
+        `live` are the addresses of the storages that the next step changes.
         """
         self.path, self.results, self.problem = path, [], ""
         # prepare_write_data uses this queue; without it, it would start a process for one
@@ -127,8 +124,7 @@ class Writer:
     def start(self, path: Path) -> None:
         """Begin to write the present state into the new folder `path`, when the last save is done. Collective.
 
-        Raises:
-            SlipstreamError: the folder cannot be made.
+        Raises SlipstreamError when the folder cannot be made.
         """
         problem = ""
         if dist.get_rank() == 0:
@@ -151,8 +147,7 @@ class Writer:
     def done(self, wait: bool) -> bool:
         """Whether the last save is complete on the disk; with `wait` it is on return. Collective.
 
-        Raises:
-            SlipstreamError: it could not be written; there is no folder of its name.
+        Raises SlipstreamError when it could not be written; then there is no folder of its name.
         """
         save = self._save
         if save is None:
@@ -183,8 +178,7 @@ class Writer:
     def load(self, path: Path) -> None:
         """Restore what a save wrote; random state only under the same layout. Collective.
 
-        Raises:
-            UsageError: there is no checkpoint, one of another format, or one that this model does not fit.
+        Raises UsageError when there is no checkpoint, one of another format, or one that this model does not fit.
         """
         header, here = _header(path), _sizes(self.layout)
         same_layout = header["layout"] == here

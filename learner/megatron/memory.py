@@ -86,11 +86,7 @@ class OffloadedSet:
 
 
 class Offload:
-    """The three sets of one rank, as learner.memory configures them.
-
-    Attributes:
-        parameters, optimizer: contexts in which the parameters, or main parameters and states, are on the device.
-    """
+    """The three sets of one rank, as learner.memory configures them."""
 
     def __init__(self, config: MemoryConfig, chunks: list[Any], optimizer: Optimizer) -> None:
         """`chunks` are the data-parallel wrappers; nothing may be in flight on them between uses."""
@@ -99,6 +95,7 @@ class Offload:
         weights = OffloadedSet(config.offload_parameters, lambda: (p.data for p in parameters), keep=True)
         states = OffloadedSet(config.offload_optimizer, lambda: _own(optimizer, parameters), keep=True)
         self._gradients = OffloadedSet(config.offload_gradients, lambda: (b.grad_data for b in buffers), keep=False)
+        # contexts in which the parameters, or main parameters and states, are on the device
         self.parameters, self.optimizer = weights.in_use, states.in_use
         self._forget = optimizer.zero_grad if config.offload_gradients else None
 

@@ -93,20 +93,16 @@ class Router(TopKRouter):
 
     Under every schedule of Megatron a chunk's backward passes come in the order of its forward passes. So activation
     recomputation needs the oldest frame that it has not taken yet.
-
-    Attributes:
-        now: the frame of the forward pass that comes next.
-        changed, known: tokens that were sent elsewhere than this router would have, and tokens that were replayed;
-            since `start`.
     """
 
     moe_layer: int = 0  # number of this layer among those with experts
     replaying: bool = False
-    now = frame = Frame()
+    now = frame = Frame()  # the frame of the forward pass that comes next
 
     def start(self) -> None:
         """A new step: nothing of an earlier one is asked for again."""
         self.now, self.passed = Frame(), deque()
+        # tokens that were sent elsewhere than this router would have, and tokens that were replayed
         self.changed, self.known = torch.zeros((), dtype=torch.int64), 0
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -166,11 +162,7 @@ Router.__name__ = "TopKRouter"  # the bridge recognises replicated modules by cl
 
 
 class Experts:
-    """Prepares the routers of one rank's chunks for the step and the microbatch; does nothing to a dense model.
-
-    Attributes:
-        shape: the shape of the routing that the model replays; None when it replays none.
-    """
+    """Prepares the routers of one rank's chunks for the step and the microbatch; does nothing to a dense model."""
 
     def __init__(self, chunks: list[torch.nn.Module], config: Any, options: MoeConfig) -> None:
         self.routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, Router)]
@@ -180,6 +172,7 @@ class Experts:
         self._sequence_ranks = mpu.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
         self._replaying = options.replay_routing  # also on a pipeline stage without routers
         self._scale, self._training = 0.0, False
+        # the shape of the routing that the model replays; None when it replays none
         self.shape: RoutingShape | None = None
         if experts:
             every = config.moe_layer_freq

@@ -28,19 +28,12 @@ def pack_multiple(parallel: ParallelConfig) -> int:
 
 @dataclass(frozen=True)
 class PackPart:
-    """One context-parallel rank's part of a pack.
+    """One context-parallel rank's part of a pack."""
 
-    Attributes:
-        lengths: padded length of each document, over all context ranks.
-        source: [T padded / context] int64, index in the pack of the token at each position of this rank; T: a pad.
-        restore: [T] int64, where each token of the pack is in the concatenation of all ranks' parts.
-        padded: whether any rank has a pad; the same on every rank.
-    """
-
-    lengths: tuple[int, ...]
-    source: Tensor
-    restore: Tensor
-    padded: bool
+    lengths: tuple[int, ...]  # padded length of each document, over all context ranks
+    source: Tensor  # [T padded / context] int64, index in the pack of the token at each position of this rank; T: a pad
+    restore: Tensor  # [T] int64, where each token of the pack is in the concatenation of all ranks' parts
+    padded: bool  # whether any rank has a pad; the same on every rank
 
     @staticmethod
     def of(lengths: tuple[int, ...], parallel: ParallelConfig, rank: int, device: torch.device) -> "PackPart":

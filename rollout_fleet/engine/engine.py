@@ -41,16 +41,13 @@ class Engine:
         self,
         config: Config,
         weights: Literal["random", "folder"] = "random",
-        stop_token_ids: list[int] | None = None,
-        seed: int | None = None,
+        stop_token_ids: list[int] | None = None,  # that end a generation; None: the folder's end-of-sequence tokens
+        seed: int | None = None,  # the sampler's; None: the config's. Give every node its own.
     ) -> None:
         """Nothing is started yet.
 
-        Args:
-            weights: 'random' when they come from a learner; `generate` refuses until the first flip. 'folder' loads
-                the model folder's (version -1).
-            stop_token_ids: the tokens that end a generation; None: the folder's end-of-sequence tokens.
-            seed: the sampler's; None: the config's. Give every node its own.
+        `weights` are 'random' when they come from a learner; `generate` refuses until the first flip. 'folder' loads
+        those of the model folder (version -1).
         """
         self._config = config
         self._random = weights == "random"

@@ -27,16 +27,14 @@ from typing import Any, Protocol
 class Chat:
     """An observation as messages: the tokenizer's chat template makes text of them, up to where the assistant
     begins. A tokenizer without one gets the contents, joined by blank lines.
-
-    Attributes:
-        messages: (role, content), for example ("user", "What is 1 + 1?") or, after a tool call, ("tool", "2").
-        options: (name, value) for the template; templates ignore names that they do not know.
-        tools: the tools that the policy may call, as a JSON list of function schemas; '' for none. The same in
-            every Chat of an episode.
     """
 
+    # (role, content), for example ("user", "What is 1 + 1?") or, after a tool call, ("tool", "2")
     messages: tuple[tuple[str, str], ...]
+    # (name, value) for the template; templates ignore names that they do not know
     options: tuple[tuple[str, str | int | float | bool], ...] = ()
+    # the tools that the policy may call, as a JSON list of function schemas; '' for none. The same in every Chat of an
+    # episode.
     tools: str = ""
 
 
@@ -68,79 +66,51 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Action:
-    """One turn of the policy.
+    """One turn of the policy."""
 
-    Attributes:
-        text: the sampled tokens as text, without the end token.
-        tokens: [N] sampled token ids, the end token included.
-        ended: whether the policy ended its turn itself; False when a budget cut it off.
-        calls: tool calls, in the format of the tokenizer's template; only after a Chat with tools.
-        malformed: why something that looks like a tool call is none; '' when all is well.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
-    ended: bool
+    text: str  # the sampled tokens as text, without the end token
+    tokens: tuple[int, ...]  # [N] sampled token ids, the end token included
+    ended: bool  # whether the policy ended its turn itself; False when a budget cut it off
+    # tool calls, in the format of the tokenizer's template; only after a Chat with tools
     calls: tuple[ToolCall, ...] = ()
-    malformed: str = ""
+    malformed: str = ""  # why something that looks like a tool call is none; '' when all is well
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The environment's answer to an action.
+    """The environment's answer to an action."""
 
-    Attributes:
-        observation: the text or tokens that the policy reads next; ignored when done.
-        reward: this turn's reward; the episode's reward is the sum over turns.
-        done: the episode is over.
-        metrics: numbers to be averaged over a step's samples; those of the last step win. At most 64.
-        trained: whether the loss takes what the policy sampled in this turn.
-    """
-
-    observation: Observation = ""
-    reward: float = 0.0
-    done: bool = True
+    observation: Observation = ""  # the text or tokens that the policy reads next; ignored when done
+    reward: float = 0.0  # this turn's reward; the episode's reward is the sum over turns
+    done: bool = True  # the episode is over
+    # numbers to be averaged over a step's samples; those of the last step win. At most 64.
     metrics: dict[str, float] = field(default_factory=dict)
-    trained: bool = True
+    trained: bool = True  # whether the loss takes what the policy sampled in this turn
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the environments of a class. A class says its own as `LIMITS`; tasks.limits overrides single ones.
+    """Limits of the environments of a class. A class says its own as `LIMITS`; tasks.limits overrides single ones."""
 
-    Attributes:
-        reset_s, step_s: seconds for building it and `reset`, and for each `step`. The whole episode has
-            rollout.sample_timeout_s.
-        observation_chars: length of one observation; for a list, its number of token ids.
-        max_concurrent: episodes at once on a node, besides rollout.concurrency; None: no bound of its own.
-        process: run every episode in a process of its own, for code that blocks or is not trusted.
-        cpu_s, memory_mib: limits of that process for the whole episode; memory is address space.
-        python: interpreter of that process, for libraries that do not fit the node's; '' for the node's own.
-    """
-
+    # for building it and `reset`, and for each `step`; the whole episode has rollout.sample_timeout_s
     reset_s: float = 120.0
     step_s: float = 120.0
-    observation_chars: int = 262_144
+    observation_chars: int = 262_144  # length of one observation; for a list, its number of token ids
+    # episodes at once on a node, besides rollout.concurrency; None: no bound of its own
     max_concurrent: int | None = None
-    process: bool = False
-    cpu_s: int = 60
+    process: bool = False  # run every episode in a process of its own, for code that blocks or is not trusted
+    cpu_s: int = 60  # limits of that process for the whole episode; memory is address space
     memory_mib: int = 1024
-    python: str = ""
+    python: str = ""  # interpreter of that process, for libraries that do not fit the node's; '' for the node's own
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bounds of one episode.
+    """Bounds of one episode."""
 
-    Attributes:
-        max_turns: calls of the model.
-        max_tokens: sampled tokens in all turns together.
-        max_context: tokens of prompt, turns and observations together (the engine's model length).
-    """
-
-    max_turns: int
-    max_tokens: int
-    max_context: int
+    max_turns: int  # calls of the model
+    max_tokens: int  # sampled tokens in all turns together
+    max_context: int  # tokens of prompt, turns and observations together (the engine's model length)
 
 
 class Environment(Protocol):

@@ -12,21 +12,15 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Generation:
-    """One call of the model: N sampled tokens.
+    """One call of the model: N sampled tokens."""
 
-    Attributes:
-        tokens: [N] token ids; with finish_reason 'stop' the sampled end token is the last of them.
-        logprobs: [N] log-probabilities under the distribution really sampled from (temperature, top-p).
-        version_runs: policy versions by start index into `tokens`; the first run starts at 0 (empty only if N = 0).
-        finish_reason: an end token was sampled, max_tokens or the context is used up, or the engine gave up.
-        routed_experts: [prompt + N - 1, MoE layers, experts per token] int16, the experts of every token. The last
-            sampled token has none, because it was not fed. None: experts are not recorded.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
+    tokens: list[int]  # [N] token ids; with finish_reason 'stop' the sampled end token is the last of them
+    logprobs: list[float]  # [N] log-probabilities under the distribution really sampled from (temperature, top-p)
+    # policy versions by start index into `tokens`; the first run starts at 0 (empty only if N = 0)
     version_runs: list[VersionRun]
-    finish_reason: FinishReason
+    finish_reason: FinishReason  # an end token was sampled, max_tokens or the context is used up, or the engine gave up
+    # [prompt + N - 1, MoE layers, experts per token] int16, the experts of every token. The last sampled token has
+    # none, because it was not fed. None: experts are not recorded.
     routed_experts: np.ndarray | None = None
 
 
@@ -40,7 +34,6 @@ class Sampler(Protocol):
 
         Raises SlipstreamError when the engine is dead, ValueError when this request cannot be served.
         """
-        ...
 
 
 @dataclass(frozen=True)

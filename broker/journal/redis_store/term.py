@@ -29,12 +29,7 @@ Command = tuple[bytes | memoryview | str | int, ...]
 
 
 class Term:
-    """The term of one broker on the run `run` of the folder `run_dir`, on the server `name`.
-
-    Attributes:
-        number: the term's number; 0 while another broker leads.
-        ends: when another broker may take the term, monotonic seconds. The clock also runs while a process is stopped.
-    """
+    """The term of one broker on the run `run` of the folder `run_dir`, on the server `name`."""
 
     def __init__(self, client: Any, name: str, run: str, run_dir: str) -> None:
         self.client, self.name, self.run_dir, self.prefix = client, name, run_dir, run_prefix(run)
@@ -42,7 +37,8 @@ class Term:
         machine = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
         self._me = Leader(secrets.token_hex(8), "", run_dir, socket.gethostname(), os.getpid(), machine)
         self._keys = [f"{self.prefix}head", f"{self.prefix}leader"]
-        self.number, self.ends = 0, 0.0
+        self.number = 0  # the term's; 0 while another broker leads
+        self.ends = 0.0  # when another broker may take the term; seconds of a clock that runs in stopped processes, too
 
     def about(self) -> tuple[About | None, int]:
         """Which store the run has, if the server knows it, and the number of its last record. Raises as `take`."""

@@ -51,7 +51,8 @@ def command(args: argparse.Namespace) -> int:
     if not args.dry_run:
         slurm("sbatch", "--version")
     config, run = prepared(args.config, args.overrides)
-    if not args.dry_run and finished(run, config):
+    if not args.dry_run and (done := finished(run, config)):
+        print(done)
         return EXIT_DONE
     if not args.dry_run and (tasks := tasks_of(read_jobs(run).ids)):
         ids = " ".join(task.id for task in tasks)

@@ -85,4 +85,6 @@ def test_run_is_finished_with_all_steps_and_a_model(config, run, record, model, 
     if model:
         run.model.mkdir()
         (run.model / "config.json").write_text("{}")
-    assert finished(run, config) is expected
+    assert finished(run, config) == (
+        f"{run.path} is finished: 10 steps, the model is in {run.model}" if expected else ""
+    )
