@@ -15,7 +15,7 @@ import msgspec
 
 from common.config.loading import describe_value
 from common.config.loss import loss_problems
-from common.config.network_checks import broker_problems, weights_problems
+from common.config.network_checks import broker_problems, buffers_problems, weights_address_problems
 from common.config.parallel_layout import ModelShape, document_multiple, model_problems, world_problems
 from common.config.passthrough import passthrough_problems
 from common.config.schema import Config, MoeConfig, SftConfig
@@ -123,7 +123,9 @@ def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
         expected = f"a divisor of learner.world_size ({config.learner.world_size})"
         yield Problem("learner.machines", expected, hint="every machine runs as many ranks")
     yield from broker_problems(config)
-    yield from weights_problems(config)
+    yield from weights_address_problems(config)
+    if "tasks.dataset" in read:
+        yield from buffers_problems(config)
     if shape is not None and moe.replay_routing:
         yield from _routing_bytes(config, shape)
 

@@ -77,16 +77,15 @@ def broker_problems(config: Config) -> Iterator[Problem]:
         yield Problem("broker.max_message_bytes", f"at most broker.max_bytes ({broker.max_bytes})")
 
 
-def weights_problems(config: Config) -> Iterator[Problem]:
-    """Problems in the keys of the weight plane."""
+def buffers_problems(config: Config) -> Iterator[Problem]:
+    """Whether the learner can send what it keeps in device memory; nodes may have another transport."""
     weights = config.weights
     if weights.buffers == "device" and (weights.transport != "nccl" or weights.encoding != "full"):
         hint = "deltas are made by the processor, and only nccl sends from device memory"
         yield Problem("weights.buffers", "host, or transport: nccl with encoding: full", hint=hint)
-    yield from _weights_address(config)
 
 
-def _weights_address(config: Config) -> Iterator[Problem]:
+def weights_address_problems(config: Config) -> Iterator[Problem]:
     """Whether weights leave this machine only authenticated, or on a network that the config trusts."""
     weights, loopback, several = config.weights, is_loopback(config.weights.address), config.learner.machines > 1
     if loopback and not several:

@@ -282,10 +282,10 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
     # trusted lets gloo and nccl leave this machine: set it on a private network only; docs/security.md.
     network: Literal["untrusted", "trusted"] = "untrusted"
     publish_every: Positive = 1  # Steps from one published version to the next.
-    timeout_s: Seconds = 20.0  # Longest duration of one publish to one set of nodes.
+    timeout_s: Seconds = 20.0  # Longest duration of one publish to one set of nodes; raise it for slow links.
     overlap: bool = True  # False makes the learner wait, at most timeout_s, until every node runs the version.
-    bucket_mib: Positive = 8  # Size of the pieces in which a version is sent and verified.
-    # Where learner and nodes keep versions; device saves the way through host memory, with nccl.
+    bucket_mib: Positive = 8  # Size of the pieces in which a version is broadcast and verified; not by relay.
+    # Where the learner and engines of one device keep versions; device saves the way through the host, with nccl.
     buffers: Literal["host", "device"] = "host"
     encoding: Literal["full", "delta"] = "full"  # delta sends only changed elements, bit for bit; docs/delta.md.
     # Every so many publishes are sent whole to all nodes; 0: only where a delta does not fit.

@@ -27,7 +27,7 @@ CHANGEABLE = (
     "learner.machines", "learner.machines_wait_s", "learner.interface",
     "rollout.nodes", "rollout.concurrency", "rollout.sample_timeout_s", "rollout.drain_s", "rollout.threads",
     "rollout.engine", "broker", "weights.transport", "weights.overlap", "weights.address", "weights.network",
-    "weights.timeout_s", "weights.bucket_mib", "telemetry",
+    "weights.buffers", "weights.timeout_s", "weights.bucket_mib", "telemetry",
 )  # fmt: skip
 # May differ between the machines of a job.
 OF_A_MACHINE = ("learner.machines", "learner.interface", "model.path", "tasks.dataset", "learner.loss.reference")

@@ -10,7 +10,8 @@ class Wake:
 
     def __init__(self) -> None:
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor)  # not earlier: a late `send` must not hit another file
+        closing = weakref.finalize(self, os.close, self._descriptor)  # earlier a late `send` could hit another file
+        closing.atexit = False  # threads still use it then
 
     def fileno(self) -> int:
         return self._descriptor

@@ -22,6 +22,11 @@ def buffer(total_bytes: int, device: torch.device | None = None) -> torch.Tensor
     return torch.as_tensor(np.empty(total_bytes, np.uint8)).zero_()
 
 
+def finish(flat: torch.Tensor) -> None:
+    """Wait until a device has done what this thread asked for on `flat`: other threads use streams of their own."""
+    flat[:1].cpu()
+
+
 def view(flat: torch.Tensor, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) views into `flat` [total_bytes] uint8, no copies."""
     for e in layout.entries:

@@ -1,4 +1,4 @@
-"""A part of a version in pieces: sealed once by its source, checked before they count, passed on as they came.
+"""A part of a version in pieces: sealed by its source, checked before they count, passed on as they came.
 
 Sealing is AES-256-GCM under a key of the part alone; the nonce is the piece's number. Every node of the fleet has the
 key, so a tag alone would let a node forge pieces. The digests of the sealed pieces do not: they come over the
@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from common.weights.messages import Part
 
 SMALLEST, USUAL, LARGEST = 16 << 10, 1 << 20, 16 << 20  # bytes of a piece
-MOST_PIECES = 16384  # for a part below 256 GiB: every announcement has their digests
+MOST_PIECES = 16384  # for a version below 256 GiB: every announcement has their digests
 DEPTH_SHARE = 64  # a piece's time on all links of a chain is at most this part of the payload's on one
 PIECE_S = 0.001  # that a piece takes on a link at least, so that the work per piece does not count
 TAG_BYTES = 16

@@ -249,15 +249,13 @@ class Receiver:
         return self._device if layout.checksums == WORDS else None
 
     def _new_buffer(self, layout: Layout) -> torch.Tensor:
-        """A zeroed [total_bytes] uint8 staging buffer, in host memory where the device has no room."""
-        if (device := self._on_device(layout)) is not None:
-            try:
-                return packing.buffer(layout.total_bytes, device)
-            except torch.OutOfMemoryError:
-                logger.warning(
-                    "the device has no room for %d bytes: versions are staged in host memory", layout.total_bytes
-                )
-        return self._allocate(layout.total_bytes)
+        """A zeroed [total_bytes] uint8 staging buffer."""
+        device = self._on_device(layout)
+        if device is None:
+            return self._allocate(layout.total_bytes)
+        flat = packing.buffer(layout.total_bytes, device)
+        packing.finish(flat)
+        return flat
 
     def _receive(self, transfer: _Transfer) -> None:
         publish = transfer.publish
@@ -284,6 +282,8 @@ class Receiver:
                     what = f"the delta from version {publish.base_version} gives" if transfer.is_delta else "arrived:"
                     raise ValueError(f"{what} {found}, published was {publish.checksum}")
         except Exception as error:  # any failure means that the version did not arrive; the learner gets the reason
+            if isinstance(error, torch.OutOfMemoryError):
+                self._device = None  # the next attempt uses host memory
             self._fail(transfer, reason_of(error), base)
             return
         with self._lock:

@@ -128,7 +128,7 @@ def _publish(config: Config, rl: RlPart) -> Iterator[str]:
             f"For weights.buffers: device the lead rank keeps up to three versions of {publish.bytes / GIB:.0f} GiB in "
             "its device's memory, and an engine without tensor parallelism one, beside what vLLM takes."
         )
-    elif publish.bytes > 64 * GIB:
+    if publish.bytes > 64 * GIB and config.weights.buffers == "host":
         yield (
             f"Every node has a published version of {publish.bytes / GIB:.0f} GiB in host memory. In the learner "
             f"{publish.largest_source_bytes / GIB:.1f} GiB of it are on the rank with the largest part, and "

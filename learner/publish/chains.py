@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from common.process.local_address import host_and_port
+from common.weights.layout import WORDS
 from common.weights.messages import LearnerMessage, Reroute, Serve, Stalled
 from common.weights.pieces import Shipment
 from common.weights.transports.relay import RelayServer
@@ -101,6 +102,7 @@ class Chains:
         self._host, self._incarnation, self._send, self._password = host, incarnation, send, password
         self._server: RelayServer | None = None
         self._chains: list[Chain] = []
+        self._unreached: set[bytes] = set()  # nodes from which another one never got anything
         self._late: set[str] = set()  # ids of nodes that kept those behind them from a version; they go last
         self._now = 0.0
         self.rate = 0.0  # bytes/s at which the newest payload arrived
@@ -118,7 +120,7 @@ class Chains:
         self.leave(receiver.identity)  # its buffer is written from now on
         chain = next((c for c in self._chains if c.payload is payload), None)
         if chain is None:
-            chain = Chain(snapshot, payload)
+            chain = Chain(snapshot, payload, poor=set(self._unreached))
             self._chains.append(chain)
             for part in payload.parts:
                 if self._server is not None and part.origin == self._server.address:
@@ -149,8 +151,8 @@ class Chains:
             if r.state is State.IDLE and (r.version, r.base) == (version, version) and r.address
             and r.identity != receiver.identity and r.identity not in chain.poor
         ]  # fmt: skip
-        if not fit or chain.payload is not chain.snapshot.full:
-            return None
+        if not fit or chain.payload is not chain.snapshot.full or chain.snapshot.layout.checksums == WORDS:
+            return None  # no node serves from device memory
         holder = min(fit, key=lambda r: r.machine != receiver.machine)
         for part in chain.payload.parts:
             self._send(holder.identity, Serve(self._incarnation, version, structs.replace(part, digests=b"")))
@@ -221,6 +223,8 @@ class Chains:
             return
         elif now - chain.links[source].rerouted.get(part, float("-inf")) < STALE_S:
             return  # its source was led around another one, and has pieces soon
+        if not (waiting.said.reason or waiting.said.pieces):
+            self._unreached.add(source)
         link.avoided.add(source)
         logger.warning(
             "node %s gets nothing from %s (%s); it continues elsewhere",

@@ -11,6 +11,7 @@ from torch import Tensor
 from common.config.schema import WeightsConfig
 from common.weights.collectives import GroupFactory
 from common.weights.messages import Canary
+from common.weights.transports.device import own_stream
 from common.weights.transports.nccl import remember_device
 from common.weights.transports.registry import open_group
 from learner.publish.control import PublishControl
@@ -51,7 +52,8 @@ class WeightPublisher:
         self._bucket_bytes = bucket_bytes if bucket_bytes is not None else weights.bucket_mib << 20
         self._published = 0
         self._deltas = Deltas(weights.encoding, weights.anchor_every)
-        self._maker = SnapshotMaker(dtype, remember_device() if weights.buffers == "device" else None)
+        self._device = remember_device() if weights.buffers == "device" else None
+        self._maker = SnapshotMaker(dtype, self._device)
         self._control: PublishControl | None = None
         self._thread: threading.Thread | None = None
         self._sealing: threading.Thread | None = None
@@ -84,9 +86,9 @@ class WeightPublisher:
         """
         assert self._control is not None, "publish before start"
         started = time.perf_counter()
-        snapshot = self._maker.make(version, named, canary)
         if self._sealing is not None:
             self._sealing.join()  # versions are offered in order; hashing and encoding are far shorter than a step
+        snapshot = self._maker.make(version, named, canary)
         self._sealing = threading.Thread(target=self._seal, args=(snapshot, self._control), name="seal-weights")
         self._sealing.start()
         self._published += 1
@@ -113,7 +115,8 @@ class WeightPublisher:
 
     def _seal(self, snapshot: Snapshot, control: PublishControl) -> None:
         try:
-            self._deltas.seal(snapshot, self._bucket_bytes)
+            with own_stream(self._device):
+                self._deltas.seal(snapshot, self._bucket_bytes)
             control.offer(snapshot)
         except Exception as error:
             logger.exception("version %d cannot be sent", snapshot.version)

@@ -132,7 +132,7 @@ class SnapshotMaker:
             self._free.append((buffer, list(packing.view(buffer, self.layout))))
         flat, views = self._free.pop()
         packing.fill(views, named)
-        flat[:1].cpu()  # on a device the copies have ended, too: other threads read them
+        packing.finish(flat)
         snapshot = Snapshot(version, self._whole or self.layout, flat, canary, started)
         weakref.finalize(snapshot, self._free.append, (flat, views)).atexit = False
         return snapshot

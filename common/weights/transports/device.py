@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -21,6 +22,13 @@ from common.weights.messages import Epoch
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.02  # a wait notices within this time that the group was closed
+
+
+def own_stream(device: torch.device | None) -> AbstractContextManager[object]:
+    """Lets what this thread asks of `device` not wait for what the others have asked for."""
+    if device is None or device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))
 
 
 class Communicator(Protocol):
@@ -103,6 +111,10 @@ class DeviceGroup:
                 continue  # the call's own errors are RuntimeErrors
 
     def _work(self) -> None:
+        with own_stream(self._device):
+            self._run_calls()
+
+    def _run_calls(self) -> None:
         while (item := self._calls.get()) is not None:
             call, done = item
             try:

@@ -53,15 +53,15 @@ def test_a_peer_that_serves_other_bytes_does_no_harm_and_is_not_asked_again(plan
 
 
 def test_versions_in_device_memory_come_to_groups_from_there_and_to_newcomers_from_the_learner(plane: Plane) -> None:
-    publisher, address, (first,) = plane.fleet("first", buffers="device")
-    spread(publisher, 1, first)
+    publisher, address, nodes = plane.fleet("first", buffers="device")
+    spread(publisher, 1, *nodes)
     for version, name in ((2, "late"), (3, "later")):
         (late,) = plane.following(address, name)
         running(version - 1, late)
-        assert sources(late)[-1] != address_of(first), "the engine's device does not serve"
-        spread(publisher, version, first, late)
+        assert address_of(nodes[0]) not in sources(late), "the engine's device does not serve"
+        nodes.append(late)
+        spread(publisher, version, *nodes)
         assert ways(late) == ["relay", "gloo"]
-        late.close()
     (broken,) = plane.following(address, "broken", break_load=True)
     assert "published" in str(broken.wait("excluded")["reason"])
 

@@ -133,6 +133,12 @@ def test_settings_that_fit_together_pass(folder, sections):
     assert list(problems(job(folder, **yaml.safe_load(sections)))) == []
 
 
+def test_a_node_may_have_another_transport_than_a_learner_with_device_buffers(folder):
+    config = job(folder, weights={"transport": "relay", "buffers": "device"})
+    assert list(problems(config, "node")) == []
+    assert [problem.key for problem in problems(config, "learner")] == ["weights.buffers"]
+
+
 def test_experts_are_found_under_every_name(folder):
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         write_shape(folder / "model", **{name: 4})

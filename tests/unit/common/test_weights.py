@@ -10,7 +10,7 @@ from msgspec import structs
 
 from common.weights import delta, messages, packing
 from common.weights.collectives import Meeting, bucket_timeout, reason_of
-from common.weights.layout import ALIGNMENT, Layout
+from common.weights.layout import ALIGNMENT, WORDS, Layout
 from common.weights.messages import Epoch, Publish
 from common.weights.receiver import Receiver, receive_buckets
 from tests.waiting import until
@@ -138,6 +138,30 @@ def test_a_receiver_keeps_a_collective_group_until_it_closes(layout: Layout, fla
         receiver.obey(messages.Ping())
     with pytest.raises(ValueError):
         messages.decode_from_node(messages.encode(messages.Ping()))
+
+
+def test_a_receiver_whose_device_has_no_room_stages_the_next_attempt_in_host_memory(
+    layout: Layout, flat: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, full = packing.buffer, torch.device("cpu", 0)
+
+    def on_device(size: int, device: torch.device | None = None) -> torch.Tensor:
+        if device == full:
+            raise torch.OutOfMemoryError("tried to allocate")
+        return buffer(size)
+
+    monkeypatch.setattr(packing, "buffer", on_device)
+    layout = structs.replace(layout, checksums=WORDS)
+    sums = packing.all_checksums(flat, ALIGNMENT, WORDS)
+    receiver = Receiver(lambda epoch, meeting: Replay(flat), device=full)
+    receiver.obey(messages.Welcome(0, layout))
+    for state in ("failed", "staged"):
+        receiver.obey(EPOCH)
+        receiver.obey(Publish(0, 7, 1, layout.digest, ALIGNMENT, *sums, 8.0))
+        until(lambda: receiver.status.state != "receiving")
+        assert receiver.status.state == state, receiver.status.error
+    assert torch.equal(receiver.take(0, 7), flat)
+    receiver.close()
 
 
 def test_a_receiver_says_where_it_serves_if_it_can_and_shows_what_it_set_in_its_groups_store(

@@ -22,15 +22,19 @@ def shifted(number: int, bits: int) -> int:
     return (signed >> bits) % (1 << 64)
 
 
-def expected(data: bytes) -> str:
+def mixed(number: int, mix: int) -> int:
+    number = (number ^ shifted(number, 32)) * mix % (1 << 64)
+    return (number ^ shifted(number, 29)) | 1
+
+
+def expected(data: bytes, chunk: int) -> str:
     """The same sums by whole numbers of Python."""
     sums = []
-    for spread, mix in LANES:
+    for (spread, mix), (other_spread, other_mix) in zip(LANES, reversed(LANES), strict=True):
         total = 0
         for place, word in enumerate(words_of(data)):
-            number = (place + 1) * spread % (1 << 64)
-            number = (number ^ shifted(number, 32)) * mix % (1 << 64)
-            total += word * ((number ^ shifted(number, 29)) | 1)
+            number = mixed((place % chunk + 1) * spread % (1 << 64), mix)
+            total += word * number * mixed(place // chunk * other_spread % (1 << 64), other_mix)
         sums.append(total % (1 << 64))
     return "".join(f"{one:016x}" for one in sums)
 
@@ -46,16 +50,21 @@ def of(*pieces: tuple[torch.Tensor, int]) -> str:
     return sums.hexdigest()
 
 
-@pytest.mark.parametrize("size", [4, 5, 1000, 4099])
-def test_the_sums_are_those_of_whole_numbers(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[7, 1 << 20])
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Words with numbers of their own."""
+    monkeypatch.setattr(word_sums, "CHUNK_WORDS", request.param)
+    return int(request.param)
+
+
+@pytest.mark.parametrize("size", [4, 5, 28, 29, 1000, 4099])
+def test_the_sums_are_those_of_whole_numbers(size: int, chunk: int) -> None:
     data = random.Random(size).randbytes(size)
-    whole = of((tensor(data), 0))
-    assert whole == expected(data)
-    monkeypatch.setattr(word_sums, "CHUNK_WORDS", 7)
-    assert of((tensor(data), 0)) == whole
+    assert of((tensor(data), 0)) == expected(data, chunk)
     assert of() == of((tensor(bytes(size)), 0)) == "0" * 32
 
 
+@pytest.mark.usefixtures("chunk")
 def test_pieces_count_in_any_order_and_form() -> None:
     flat = torch.randn(40, 6).to(torch.bfloat16)
     whole = of((flat, 0))
@@ -67,6 +76,7 @@ def test_pieces_count_in_any_order_and_form() -> None:
     assert of((flat, 4)) != whole
 
 
+@pytest.mark.usefixtures("chunk")
 def test_every_changed_bit_and_every_swap_changes_the_sums() -> None:
     data = bytearray(random.Random(3).randbytes(256))
     whole = of((tensor(bytes(data)), 0))

@@ -252,6 +252,15 @@ def test_a_silent_source_that_waits_itself_is_not_blamed(abcd: Plane) -> None:
     assert abcd.goes_on_at(11.0) == {"b": ""}
 
 
+def test_a_node_from_which_another_never_got_anything_serves_no_later_version(abcd: Plane) -> None:
+    abcd.stalls("b", 0.0, 1.0, pieces=3)
+    abcd.stalls("c", 10.0, 11.0)
+    assert abcd.goes_on_at(1.0) | abcd.goes_on_at(11.0) == {"b": "", "c": ""}
+    abcd.new_version(5)
+    began = [abcd.begin(name) for name in "abcd"]
+    assert began == [[""], ["a"], ["a"], ["c"]], "b gave c nothing, a gave b three pieces"
+
+
 def test_a_silent_source_is_avoided_by_that_node_alone(abcd: Plane) -> None:
     abcd.stalls("b", 0.0, 1.0)
     assert abcd.goes_on_at(1.0) == {"b": ""}
