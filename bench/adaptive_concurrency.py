@@ -32,8 +32,6 @@ LOOK_S = 1.0  # as in rollout_fleet/node/node.py
 SETTLE_S, COUNTED_S = 8.0, 18.0
 AHEAD = 16  # requests beyond the places, as a node leases ahead
 PROMPT_TOKENS = 11
-
-
 CASES = ("tail-8", "tail-64", "long-64", "short-8")  # lengths, MiB of KV cache
 
 

@@ -26,7 +26,7 @@ def async_tail() -> list[Row]:
     return rows
 
 
-def simulated() -> list[Row]:
+def simulate() -> list[Row]:
     many = max(result("simulate")["predictions"], key=lambda p: p["setup"]["nodes"])
     setup = many["setup"]
     what = f"times faster than synchronous, {setup['nodes']:,} nodes, window {setup['staleness']} (predicted)"
@@ -125,24 +125,17 @@ def over_best(case: dict[str, Any]) -> float:
     return found.pop("auto") / max(found.values())
 
 
-def adaptive() -> list[Row]:
+def adaptive_concurrency() -> list[Row]:
     what = "`rollout.concurrency: auto` over the best fixed number, workload"
     cases = sorted(result("adaptive_concurrency")["cases"].items())
     return [Row(f"{what} `{name}`", [over_best({turn: arms}) for turn, arms in case.items()]) for name, case in cases]
 
 
-COMPUTED = {
-    "async_tail": async_tail,
-    "simulate": simulated,
-    "step_overhead": step_overhead,
-    "packing": packing,
-    "broker_overhead": broker_overhead,
-    "broker_ray": broker_ray,
-    "broker_redis": broker_redis,
-    "flip_cost": flip_cost,
-    "node_throughput": node_throughput,
-    "adaptive_concurrency": adaptive,
-}
+FUNCTIONS = (
+    async_tail, simulate, step_overhead, packing, broker_overhead, broker_ray, broker_redis, flip_cost, node_throughput,
+    adaptive_concurrency,
+)  # fmt: skip
+COMPUTED = {function.__name__: function for function in FUNCTIONS}  # by the name of the result
 SECTIONS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("sections.yaml").read_text())
 
 

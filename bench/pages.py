@@ -28,8 +28,6 @@ WAYS = {
     "msgspec_lists_zeromq": "msgspec lists over ZeroMQ (as prime-rl does)",
 }
 LENGTHS = {"tail": "heavy-tailed lengths", "long": "600 to 1,900 tokens", "short": "100 tokens on average"}
-
-
 TABLES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
 
 
@@ -94,7 +92,7 @@ def readme_table() -> str:
     return table(["against", "figure", "median", "range over rounds"], cells)
 
 
-def readme_machine() -> str:
+def machine() -> str:
     names = ("trl_comparison_long_tail", "trl_comparison_tiny", "step_overhead", "broker_overhead", "node_throughput")
     machines = sorted({machine_of(result(name)) for name in names})
     commits = sorted({result(name).get("commit", "not recorded") for name in names})
@@ -227,21 +225,13 @@ def faults() -> str:
     return f"{provenance('guarantees')}\n\n{table(head, cells)}"
 
 
-BLOCKS: dict[str, Callable[[], str]] = {
-    "readme-reasons": readme_reasons,
-    "readme-table": readme_table,
-    "other-machine": other_machine,
-    "machine": readme_machine,
+FUNCTIONS = (
+    readme_reasons, readme_table, machine, other_machine, broker_overhead, broker_ray, weight_events, adaptive,
+    former_backend, stores, corrections, packing, faults,
+)  # fmt: skip
+BLOCKS: dict[str, Callable[[], str]] = {  # by the name of the mark
+    **{function.__name__.replace("_", "-"): function for function in FUNCTIONS},
     "benchmarks": benchmarks.all_sections,
-    "broker-overhead": broker_overhead,
-    "broker-ray": broker_ray,
-    "weight-events": weight_events,
-    "adaptive": adaptive,
-    "former-backend": former_backend,
-    "stores": stores,
-    "corrections": corrections,
-    "packing": packing,
-    "faults": faults,
     **{name: functools.partial(from_tables, name) for name in TABLES},
 }
 
