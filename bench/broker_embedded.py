@@ -6,13 +6,13 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import broker_groups
 import msgspec
-from broker_ways import Load, Way
+from broker_ways import Load, Served, Way
 from harness import PATIENCE_S
 
 from broker.connect import Access, connect, connect_node
@@ -50,10 +50,8 @@ class Embedded(Way):
         self._durability = durability
         self._published = multiprocessing.get_context("spawn").Value("q", 0)  # the learner's version, as nodes have it
 
-    @contextlib.contextmanager
-    def serve(self, folder: str) -> Iterator[tuple[str, Sequence[int]]]:
-        with broker_process(folder, self._durability) as (address, pid):
-            yield address, [pid]
+    def serve(self, folder: str) -> Served:
+        return broker_process(folder, self._durability)
 
     def produce(self, address: str, load: Load) -> Generator[None, None, Times]:
         keep_freed_memory()  # as a node does
@@ -77,7 +75,6 @@ class Embedded(Way):
     def source(self, load: Load) -> Callable[[int], tuple[GroupMeta, bytes]]:
         """Encodes a group for each task, as a node does."""
         groups = broker_groups.structs(load.size)
-        next(groups)  # the groups are made now
 
         def made(serial: int) -> tuple[GroupMeta, bytes]:
             group, meta = next(groups)
@@ -151,8 +148,8 @@ class Learner:
 @contextlib.contextmanager
 def broker_process(
     folder: str, durability: str, groups_per_step: int = GROUPS_PER_STEP, redis: str | None = None
-) -> Iterator[tuple[str, int]]:
-    """Address and process id of a broker with run folder `folder`, which ends with the context."""
+) -> Iterator[tuple[str, list[int]]]:
+    """Address and process ids of a broker with run folder `folder`, which ends with the context."""
     store = {} if redis is None else {"store": "redis", "redis": redis}
     document = {
         "run": {"name": "bench", "dir": folder, "steps": 1},
@@ -170,7 +167,7 @@ def broker_process(
         listens = Path(folder) / "broker.json"
         until(listens.exists, "the broker's address", PATIENCE_S)
         assert process.pid is not None
-        yield json.loads(listens.read_text())["address"], process.pid
+        yield json.loads(listens.read_text())["address"], [process.pid]
     finally:
         process.terminate()
         process.join(PATIENCE_S)

@@ -56,20 +56,18 @@ def make_episodes(seed: int, size: str) -> list[Episode]:
 
 
 def structs(size: str) -> Iterator[tuple[Group, GroupMeta]]:
-    """Endless groups as a node has them when their episodes are over, with their metadata for the broker."""
+    """Endless groups as a node has them when their episodes are over, with their metadata; samples are made now."""
     samples = [[_sample(episode) for episode in make_episodes(seed, size)] for seed in range(DISTINCT_GROUPS)]
     tokens = SAMPLES * COMPLETION_TOKENS[size]
     meta = GroupMeta(version_min=3, version_max=4, reward_mean=0.5, sampled_tokens=tokens)
-    for serial in itertools.count():
-        yield Group(serial, samples[serial % DISTINCT_GROUPS]), meta
+    return ((Group(serial, samples[serial % DISTINCT_GROUPS]), meta) for serial in itertools.count())
 
 
 def lists(size: str) -> Iterator[ListGroup]:
-    """Endless groups with lists of numbers."""
+    """Endless groups with lists of numbers; samples are made now."""
     groups = [make_episodes(seed, size) for seed in range(DISTINCT_GROUPS)]
     samples = [[ListSample(*(x.tolist() for x in one), 3, 1.0, "stop") for one in group] for group in groups]
-    for serial in itertools.count():
-        yield ListGroup(serial, samples[serial % DISTINCT_GROUPS])
+    return (ListGroup(serial, samples[serial % DISTINCT_GROUPS]) for serial in itertools.count())
 
 
 def arrays_of_structs(group: Group) -> list[Episode]:

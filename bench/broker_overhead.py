@@ -4,7 +4,8 @@
 
 From structs at the node to numpy arrays at the learner: microseconds of CPU per group over every process, and groups
 per second. All ways of a size run in turn, round after round, so that a slower machine slows all of them.
-`--scale` multiplies the number of groups. Writes bench/results/broker_overhead.json.
+`--scale` multiplies the number of groups. The broker's store is in $TMPDIR: put that on a real disk. Writes
+bench/results/broker_overhead.json.
 """
 
 import harness
@@ -19,7 +20,6 @@ DURABILITIES = ("memory", "fsync", "everysec")
 def main() -> None:
     ways: list[Way] = [RawZeroMQ(), *map(Embedded, DURABILITIES), RedisPickledLists(), MsgspecListsZeroMQ()]
     parser = harness.parser(__doc__, size=list(GROUPS), rounds=5, scale=1.0)
-    parser.add_argument("--scratch", help="folder for the broker's store; put it on a real disk")
     names = [way.name for way in ways]
     parser.add_argument("--only", nargs="+", choices=names, help="the ways to run; implies --dry")
     options = parser.parse_args()
@@ -28,7 +28,7 @@ def main() -> None:
     sizes: dict[str, object] = {}
     for size in options.size:
         load = Load(size, int(GROUPS[size] * options.scale) // GROUPS_PER_STEP * GROUPS_PER_STEP)
-        measured = compared(ways, options.rounds, load, options.scratch)
+        measured = compared(ways, options.rounds, load)
         sizes[size] = {"groups": load.groups, "ways": measured}
     packages = ("pyzmq", "msgspec", "redis", "numpy")
     harness.save("broker_overhead", options, {"rounds": options.rounds, "sizes": sizes}, packages)

@@ -3,17 +3,17 @@
 Both start from lists of numbers, as their samplers have them, and end with the same numpy arrays as ours.
 """
 
-import contextlib
+import itertools
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import broker_groups
 import msgspec
 import redis
 import zmq
 from broker_groups import ListGroup, ListSample
-from broker_ways import Load, RawZeroMQ, Way, redis_server
+from broker_ways import Load, RawZeroMQ, Served, Way, redis_server
 
 STREAM = "groups"
 WINDOW = 64  # groups under way
@@ -25,18 +25,14 @@ class RedisPickledLists(Way):
 
     name, fewer = "redis_pickled_lists", 10
 
-    @contextlib.contextmanager
-    def serve(self, folder: str) -> Iterator[tuple[str, Sequence[int]]]:
-        with redis_server(folder) as (address, pid):
-            yield address, [pid]
+    def serve(self, folder: str) -> Served:
+        return redis_server(folder)
 
     def produce(self, address: str, load: Load) -> Iterator[None]:
-        source = broker_groups.lists(load.size)
-        next(source)
+        groups = itertools.islice(broker_groups.lists(load.size), load.groups)
         with redis.Redis.from_url(address) as client:
             yield
-            for index in range(load.groups):
-                group = next(source)
+            for index, group in enumerate(groups):
                 data = pickle.dumps({"serial": index, "samples": [msgspec.structs.asdict(s) for s in group.samples]})
                 client.xadd(STREAM, {"index": index, "data": data}, maxlen=1_000_000, approximate=True)
                 if index % WINDOW == 0:  # else the stream grows without bound: nothing in this way limits it
@@ -64,9 +60,7 @@ class MsgspecListsZeroMQ(RawZeroMQ):
     name, fewer = "msgspec_lists_zeromq", 10
 
     def messages(self, size: str) -> Iterator[bytes]:
-        source = broker_groups.lists(size)
-        next(source)  # the groups are made now
-        return map(msgspec.msgpack.Encoder().encode, source)
+        return map(msgspec.msgpack.Encoder().encode, broker_groups.lists(size))
 
     def use(self, message: zmq.Frame) -> None:
         broker_groups.arrays_of_lists(DECODER.decode(message.buffer).samples)

@@ -90,7 +90,7 @@ def children_cpu_s() -> float:
 class RayQueue(Way):
     name = "ray"
 
-    def measure(self, load: Load, scratch: str | None) -> dict[str, float]:
+    def measure(self, load: Load) -> dict[str, float]:
         """One round, with a queue and peers of its own."""
         queue = ray.remote(Queue).options(max_concurrency=200).remote()
         producer, consumer = (ray.remote(Peer).remote() for _ in range(2))

@@ -1,24 +1,24 @@
 """CPU that broker.store: redis takes for a group, beside raw streams with the same bytes.
 
-    python bench/broker_redis.py [--appendfsync everysec no always] [--size 1k 8k] [--rounds 5] [--scratch DIR]
+    python bench/broker_redis.py [--appendfsync everysec no always] [--size 1k 8k] [--rounds 5]
 
 Every way moves the same pre-encoded bytes through the same kind of server, from one producer to one consumer:
 
     raw_streams    XADD of 16 in a pipeline, XREADGROUP of 16, XACK and XDEL in a pipeline (the floor)
     slipstream     leases, heartbeats, groups, takes and commits of the delivery contract; broker and Redis together
 
-All ways run in turn, round after round. Microseconds of CPU per group over every process. Writes
-bench/results/broker_redis.json.
+All ways run in turn, round after round. Microseconds of CPU per group over every process. The server's
+AOF is in $TMPDIR: put that on a real disk. Writes bench/results/broker_redis.json.
 """
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import harness
 from broker_embedded import GROUPS_PER_STEP, META, Embedded, broker_process
 from broker_overhead import GROUPS
-from broker_ways import Load, Way, compared, encoded, redis_server
+from broker_ways import Load, Served, Way, compared, encoded, redis_server
 from redis import Redis
 
 from common.rollouts import GroupMeta
@@ -28,12 +28,10 @@ BATCH = 16
 WINDOW = 64  # groups that a producer is ahead
 
 
-@contextlib.contextmanager
-def private_server(folder: str, appendfsync: str) -> Iterator[tuple[str, int]]:
+def private_server(folder: str, appendfsync: str) -> Served:
     """A server for one round; `appendfsync` no means no AOF at all."""
     aof = "no" if appendfsync == "no" else "yes"
-    with redis_server(folder, appendonly=aof, appendfsync=appendfsync, auto_aof_rewrite_percentage="0") as found:
-        yield found
+    return redis_server(folder, appendonly=aof, appendfsync=appendfsync, auto_aof_rewrite_percentage="0")
 
 
 class RawStreams(Way):
@@ -45,11 +43,11 @@ class RawStreams(Way):
         self._appendfsync = appendfsync
 
     @contextlib.contextmanager
-    def serve(self, folder: str) -> Iterator[tuple[str, Sequence[int]]]:
-        with private_server(folder, self._appendfsync) as (address, pid):
+    def serve(self, folder: str) -> Iterator[tuple[str, list[int]]]:
+        with private_server(folder, self._appendfsync) as (address, pids):
             with Redis.from_url(address) as client:
                 client.xgroup_create("groups", "g", id="0", mkstream=True)
-            yield address, [pid]
+            yield address, pids
 
     def produce(self, address: str, load: Load) -> Iterator[None]:
         payloads, ahead = encoded(load.size), 0
@@ -92,12 +90,12 @@ class Slipstream(Embedded):
         self._appendfsync = appendfsync
 
     @contextlib.contextmanager
-    def serve(self, folder: str) -> Iterator[tuple[str, Sequence[int]]]:
+    def serve(self, folder: str) -> Iterator[tuple[str, list[int]]]:
         with (
-            private_server(folder, self._appendfsync) as (redis, redis_pid),
-            broker_process(f"{folder}/run", self._durability, redis=redis) as (address, pid),
+            private_server(folder, self._appendfsync) as (redis, redis_pids),
+            broker_process(f"{folder}/run", self._durability, redis=redis) as (address, pids),
         ):
-            yield address, [redis_pid, pid]
+            yield address, [*redis_pids, *pids]
 
     def source(self, load: Load) -> Callable[[int], tuple[GroupMeta, bytes]]:
         payloads = itertools.cycle(encoded(load.size))
@@ -110,13 +108,12 @@ class Slipstream(Embedded):
 def main() -> None:
     parser = harness.parser(__doc__, size=list(GROUPS), rounds=5, scale=1.0)
     parser.add_argument("--appendfsync", nargs="+", choices=("no", "everysec", "always"), default=["everysec"])
-    parser.add_argument("--scratch", help="folder for the server's AOF; put it on a real disk")
     options = parser.parse_args()
     results: dict[str, object] = {}
     for size in options.size:
         load = Load(size, int(GROUPS[size] * options.scale) // GROUPS_PER_STEP * GROUPS_PER_STEP)
         for fsync in options.appendfsync:
-            measured = compared([RawStreams(fsync), Slipstream(fsync)], options.rounds, load, options.scratch)
+            measured = compared([RawStreams(fsync), Slipstream(fsync)], options.rounds, load)
             results[f"{size}_{fsync}"] = {"groups": load.groups, "ways": measured}
     packages = ("redis", "msgspec", "numpy")
     version = harness.command(server_binary(), "--version").strip()

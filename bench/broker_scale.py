@@ -130,8 +130,8 @@ def work(learner: Learner, seconds: float) -> int:
 
 
 def measure(nodes: int, options: argparse.Namespace) -> dict[str, object]:
-    with tempfile.TemporaryDirectory() as folder, broker_process(folder, "memory", GROUPS_PER_STEP) as (address, pid):
-        broker = psutil.Process(pid)
+    with tempfile.TemporaryDirectory() as folder, broker_process(folder, "memory", GROUPS_PER_STEP) as (address, pids):
+        broker = psutil.Process(*pids)
         rss_before = broker.memory_info().rss
         fleets = start_fleets(address, nodes, options)
         with connect(Access(address=address, role="learner")) as client:

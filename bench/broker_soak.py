@@ -3,13 +3,14 @@
     python bench/broker_soak.py [--groups 100000] [--durability memory] [--large-every 50]
 
 One node and one learner work as fast as both can. Every `--large-every`-th group is one of 8 samples x 8,192 tokens,
-the others are small (8 x 264). Writes bench/results/broker_soak.json.
+the others are small (8 x 264). The broker's store is in $TMPDIR: put that on a real disk. Writes
+bench/results/broker_soak.json.
 """
 
 import argparse
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import broker_groups
 import harness
@@ -37,7 +38,7 @@ class Soak(Embedded):
         self.seen: list[tuple[int, float]] = []
 
     @contextlib.contextmanager
-    def serve(self, folder: str) -> Iterator[tuple[str, Sequence[int]]]:
+    def serve(self, folder: str) -> Iterator[tuple[str, list[int]]]:
         ended = threading.Event()
         with super().serve(folder) as (address, pids):
             watch = threading.Thread(target=self._watch, args=(address, psutil.Process(pids[0]), ended))
@@ -72,7 +73,7 @@ def growth_bytes_per_group(seen: list[tuple[int, float]]) -> float:
 def measure(options: argparse.Namespace) -> dict[str, object]:
     groups = options.groups // GROUPS_PER_STEP * GROUPS_PER_STEP
     way = Soak(options.durability, options.large_every)
-    figures, times = play(way, Load("tiny", groups), options.scratch, options.limit)
+    figures, times = play(way, Load("tiny", groups), options.limit)
     seen = way.seen
     every = max(1, len(seen) // SAMPLES_OF_MEMORY)
     settled = [round(mib, 1) for done, mib in seen if done >= SETTLED * groups]
@@ -91,9 +92,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__, groups=100_000, large_every=50, durability="memory", limit=900.0)
-    parser.add_argument("--scratch", help="folder for the broker's store; put it on a real disk")
-    options = parser.parse_args()
+    options = harness.parser(__doc__, groups=100_000, large_every=50, durability="memory", limit=900.0).parse_args()
     harness.save("broker_soak", options, {"rounds": 1, **measure(options)}, ("pyzmq", "msgspec"))
 
 

@@ -23,6 +23,8 @@ from harness import PATIENCE_S, cpu_s, received, spawned
 from common.rollouts import encode_group
 from tests.redis_server import RedisServer, free_port
 
+Served = contextlib.AbstractContextManager[tuple[str, list[int]]]  # a server's address and process ids
+
 
 class Load(NamedTuple):
     """`groups` groups of `size` (a key of broker_groups.COMPLETION_TOKENS)."""
@@ -37,8 +39,8 @@ class Way:
     name: str
     fewer = 1  # it moves so many times fewer groups, because it is slow
 
-    def serve(self, folder: str) -> contextlib.AbstractContextManager[tuple[str, Sequence[int]]]:
-        """Start what stands in the middle; gives its address and its process ids."""
+    def serve(self, folder: str) -> Served:
+        """Start what stands in the middle."""
         raise NotImplementedError
 
     def produce(self, address: str, load: Load) -> Generator[None, None, Any]:
@@ -47,9 +49,9 @@ class Way:
     def consume(self, address: str, load: Load) -> Generator[None, None, Any]:
         raise NotImplementedError
 
-    def measure(self, load: Load, scratch: str | None) -> dict[str, float]:
+    def measure(self, load: Load) -> dict[str, float]:
         """Microseconds of CPU per group by process, and groups per second; raises EOFError when a process fails."""
-        return play(self, load._replace(groups=load.groups // self.fewer), scratch)[0]
+        return play(self, load._replace(groups=load.groups // self.fewer))[0]
 
 
 class RawZeroMQ(Way):
@@ -57,9 +59,8 @@ class RawZeroMQ(Way):
 
     name = "raw_zeromq"
 
-    @contextlib.contextmanager
-    def serve(self, folder: str) -> Iterator[tuple[str, Sequence[int]]]:
-        yield f"tcp://127.0.0.1:{free_port()}", []
+    def serve(self, folder: str) -> Served:
+        return contextlib.nullcontext((f"tcp://127.0.0.1:{free_port()}", []))
 
     def produce(self, address: str, load: Load) -> Iterator[None]:
         messages = self.messages(load.size)
@@ -83,9 +84,9 @@ class RawZeroMQ(Way):
         """Nothing is decoded."""
 
 
-def play(way: Way, load: Load, scratch: str | None, patience_s: float = PATIENCE_S) -> tuple[dict[str, float], Any]:
+def play(way: Way, load: Load, patience_s: float = PATIENCE_S) -> tuple[dict[str, float], Any]:
     """The figures of `Way.measure`, and the value that the producer returned."""
-    with tempfile.TemporaryDirectory(dir=scratch) as folder, way.serve(folder) as (address, pids):
+    with tempfile.TemporaryDirectory() as folder, way.serve(folder) as (address, pids):
         servers = [psutil.Process(number) for number in pids]
         consumer, producer = pipes = [spawned(_play, role, address, load) for role in (way.consume, way.produce)]
         for pipe in pipes:
@@ -102,10 +103,10 @@ def play(way: Way, load: Load, scratch: str | None, patience_s: float = PATIENCE
     return figures, produced
 
 
-def compared(ways: Sequence[Way], rounds: int, load: Load, scratch: str | None = None) -> dict[str, dict[str, Any]]:
+def compared(ways: Sequence[Way], rounds: int, load: Load) -> dict[str, dict[str, Any]]:
     """Medians over the rounds by way; the ratio to the first way is the median of the rounds' ratios."""
     named = {way.name: way for way in ways}
-    runs = harness.in_turns(list(named), range(rounds), lambda name, _: named[name].measure(load, scratch))
+    runs = harness.in_turns(list(named), range(rounds), lambda name, _: named[name].measure(load))
     floor = next(iter(runs))
     found: dict[str, dict[str, Any]] = {}
     for name, of_way in runs.items():
@@ -124,11 +125,11 @@ def encoded(size: str) -> list[bytes]:
 
 
 @contextlib.contextmanager
-def redis_server(folder: str, **options: str) -> Iterator[tuple[str, int]]:
-    """Address and process id of a private Redis server; `options` are lines of its configuration."""
+def redis_server(folder: str, **options: str) -> Iterator[tuple[str, list[int]]]:
+    """Address and process ids of a private Redis server; `options` are lines of its configuration."""
     server = RedisServer(Path(folder), {name.replace("_", "-"): value for name, value in options.items()})
     try:
-        yield server.address, server.process.pid
+        yield server.address, [server.process.pid]
     finally:
         server.kill()
 
