@@ -35,9 +35,7 @@ def pair(seed: int, synchronous: dict, asynchronous: dict) -> dict:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__, config="configs/quickstart.yaml", seeds=[1, 2, 3])
-    parser.add_argument("overrides", nargs="*")
-    options = parser.parse_args()
+    options = harness.parser(__doc__, config="configs/quickstart.yaml", seeds=[1, 2, 3], overrides=()).parse_args()
     scratch = harness.scratch()
 
     def run(bound: int, seed: int) -> dict:

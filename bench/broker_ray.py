@@ -8,18 +8,14 @@ and the last. Needs `pip install ray`, which is no dependency of this project: u
 numpy, msgspec, psutil and pyzmq. Writes bench/results/broker_ray.json.
 """
 
-import contextlib
 import os
 import pickle
-import time
 from typing import Any
 
 import broker_groups
 import harness
-import psutil
 import ray
 from broker_ways import Load, RawZeroMQ, Way, compared
-from harness import cpu_s
 
 GROUPS = {"1k": 1600, "8k": 320}
 WARM_UP = 160
@@ -78,15 +74,6 @@ class Peer:
         return tokens
 
 
-def children_cpu_s() -> float:
-    """CPU seconds of everything that this process started."""
-    total = 0.0
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            total += cpu_s(process)
-    return total
-
-
 class RayQueue(Way):
     name = "ray"
 
@@ -96,9 +83,9 @@ class RayQueue(Way):
         producer, consumer = (ray.remote(Peer).remote() for _ in range(2))
         ray.get([producer.ready.remote(), consumer.ready.remote()])
         pass_on(queue, producer, consumer, load._replace(groups=WARM_UP))
-        before, started = children_cpu_s(), time.perf_counter()
-        pass_on(queue, producer, consumer, load)
-        wall_s, used_s = time.perf_counter() - started, children_cpu_s() - before
+        before_s = harness.children_cpu_s()
+        _, wall_s = harness.timed(lambda: pass_on(queue, producer, consumer, load))
+        used_s = harness.children_cpu_s() - before_s
         for actor in (queue, producer, consumer):
             ray.kill(actor)
         return {"cpu_us_per_group": 1e6 * used_s / load.groups, "groups_per_s": load.groups / wall_s}

@@ -1,7 +1,8 @@
 """Gains from correcting for staleness: the quickstart task at constant lags, with and without, over seeds.
 
 Each run is bench/lagged_loop.py in a process of its own on a core of its own. Finished runs are kept in --folder, so
-the study continues where it stopped. Writes bench/results/correction_study.json and docs/img/correction_study.png.
+the study continues where it stopped. Words that are no options override the config of every run. Writes
+bench/results/correction_study.json and docs/img/correction_study.png.
 
     python bench/correction_study.py --folder runs/correction-study [--workers 2] [--lags 0 2 8 32] [--seeds 1 2 3]
 """
@@ -84,10 +85,9 @@ def plot(found: dict[str, dict[int, list[dict]]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__, workers=2, lags=[0, 2, 8, 32], seeds=[1, 2, 3])
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--set", nargs="*", default=[], help="overrides of the config, for every run")
-    words = parser.parse_args()
+    words = harness.parser(
+        __doc__, folder=Path, workers=2, lags=[0, 2, 8, 32], seeds=[1, 2, 3], overrides=()
+    ).parse_args()
     words.folder.mkdir(parents=True, exist_ok=True)
     # without lag every weight is 1 up to rounding: the variants coincide, and one seed of each shows it
     keys = [
@@ -100,13 +100,13 @@ def main() -> None:
     cores = iter(range(words.workers))
     # the processes that a thread starts inherit its core
     with ThreadPoolExecutor(words.workers, initializer=lambda: os.sched_setaffinity(0, [next(cores)])) as pool:
-        results = list(pool.map(lambda key: run(words.folder, words.set, *key), keys))
+        results = list(pool.map(lambda key: run(words.folder, words.overrides, *key), keys))
     found: dict[str, dict[int, list[dict]]] = {}
     for (variant, lag, _), one in zip(keys, results, strict=True):
         found.setdefault(variant, {}).setdefault(lag, []).append(one)
     table = {v: {str(lag): summary(r) for lag, r in by_lag.items()} for v, by_lag in found.items()}
     task = "configs/quickstart.yaml, constant lag in place of the job's varying staleness"
-    figures = {"rounds": len(words.seeds), "task": task, "overrides": words.set, "seeds": words.seeds}
+    figures = {"rounds": len(words.seeds), "task": task, "overrides": words.overrides, "seeds": words.seeds}
     figures |= {"variants": MEANING, "figures": table}
     harness.save("correction_study", words, figures)
     plot(found, harness.ROOT / "docs" / "img" / "correction_study.png")

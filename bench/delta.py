@@ -9,12 +9,12 @@ for bit. `--steps 1` is the short mode. Writes bench/results/delta.json.
 
 import statistics
 import tempfile
-import time
 import zlib
 from pathlib import Path
 
 import harness
 import torch
+from harness import timed
 
 from common.weights import delta, packing
 from common.weights.layout import Layout
@@ -53,12 +53,6 @@ def grpo_step(model, optimizer) -> None:
 def export(model, dtype: str) -> torch.Tensor:
     named = [(name, tensor.detach()) for name, tensor in model.named_parameters()]
     return packing.pack(named, Layout.of([(name, dtype, tuple(tensor.shape)) for name, tensor in named]))
-
-
-def timed(work) -> tuple:
-    started = time.perf_counter()
-    result = work()
-    return result, time.perf_counter() - started
 
 
 def compared(old: torch.Tensor, new: torch.Tensor, item_bytes: int) -> dict:

@@ -134,16 +134,15 @@ async def engine_figures(arguments: argparse.Namespace, model: str) -> list[dict
 
 
 def main() -> None:
-    parser = harness.parser(
-        __doc__, hidden=512, layers=8, dtype="bfloat16", requests=32, group=8, prompt=64, tokens=192, flips=4, rounds=3
-    )
-    parser.add_argument("runs", nargs="*", type=Path)
-    arguments = parser.parse_args()
+    arguments = harness.parser(
+        __doc__, hidden=512, layers=8, dtype="bfloat16", requests=32, group=8, prompt=64, tokens=192, flips=4, rounds=3,
+        runs=(),
+    ).parse_args()  # fmt: skip
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     with tempfile.TemporaryDirectory() as folder:
         tiny_model(Path(folder), arguments.hidden, arguments.layers)
         rows = asyncio.run(engine_figures(arguments, folder))
-    runs = [run_figures(path) for path in arguments.runs] or result("flip_cost")["runs"]
+    runs = [run_figures(Path(path)) for path in arguments.runs] or result("flip_cost")["runs"]
     harness.save("flip_cost", arguments, {"rounds": arguments.rounds, "engine": rows, "runs": runs})
 
 

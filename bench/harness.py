@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -57,13 +58,21 @@ def commit() -> str:
 
 
 def parser(script_doc: str | None, **options: Any) -> argparse.ArgumentParser:
-    """A parser with `--dry` and an option for each default; a list takes several values of its first one's type."""
+    """A parser with `--dry` and an option for each default; a list takes several values of its first one's type.
+
+    A type in place of a default makes an option that must be given, and `()` a name for all words that are no options.
+    """
     made = argparse.ArgumentParser(description=script_doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--dry", action="store_true", help="print the result and write nothing")
     for name, default in options.items():
-        kind, several = (type(default[0]), "+") if isinstance(default, list) else (type(default), None)
         word = f"--{name.replace('_', '-')}"
-        made.add_argument(word, type=kind, nargs=several, default=default, help=f"default {default}")
+        if default == ():
+            made.add_argument(name, nargs="*")
+        elif isinstance(default, type):
+            made.add_argument(word, type=default, required=True)
+        else:
+            kind, several = (type(default[0]), "+") if isinstance(default, list) else (type(default), None)
+            made.add_argument(word, type=kind, nargs=several, default=default, help=f"default {default}")
     return made
 
 
@@ -264,6 +273,23 @@ def received(pipe: Connection, patience_s: float = PATIENCE_S) -> Any:
 def cpu_s(process: Any) -> float:
     """CPU of a psutil.Process, user and system; psutil is not in every environment of these scripts."""
     return sum(process.cpu_times()[:2])
+
+
+def children_cpu_s() -> float:
+    """CPU of everything that this process started."""
+    import psutil
+
+    total = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += cpu_s(process)
+    return total
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    """The result of `work()`, and the seconds that it took."""
+    began = time.perf_counter()
+    return work(), time.perf_counter() - began
 
 
 def run(config: object, run_dir: Path, *overrides: str, timeout_s: float = 1200) -> Job:

@@ -79,9 +79,7 @@ def trained(run: RunDir) -> int:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__, config="configs/quickstart.yaml", joins=6)
-    parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_args()
+    arguments = harness.parser(__doc__, config="configs/quickstart.yaml", joins=6, overrides=()).parse_args()
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
         rows = measure(arguments, Path(folder))
     harness.save("join", arguments, {"rounds": len(rows), "joins": rows})

@@ -40,15 +40,6 @@ def tiny_model(folder: Path, hidden: int, layers: int) -> None:
     harness.qwen3(folder, vocab_size=128, hidden_size=hidden, num_hidden_layers=layers, initializer_range=0.08)
 
 
-def cpu_seconds() -> tuple[float, float]:
-    """(those of this process, those of its children)."""
-    import psutil
-
-    me = psutil.Process()
-    children = (sum(child.cpu_times()[:2]) for child in me.children(recursive=True))
-    return sum(me.cpu_times()[:2]), sum(children)
-
-
 @contextmanager
 def bare(arguments: argparse.Namespace) -> Iterator[Callable[[], None]]:
     os.environ.update(VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
@@ -115,11 +106,10 @@ def measure(side: str, arguments: argparse.Namespace) -> list[dict]:
     with (bare if side == "bare" else node)(arguments) as serve:
         serve()  # warm
         for _ in range(arguments.rounds):
-            before, started = cpu_seconds(), time.perf_counter()
-            serve()
-            wall = time.perf_counter() - started
-            front, behind = (after - b for after, b in zip(cpu_seconds(), before, strict=True))
-            results.append({"wall_s": wall, "cpu_s": front + behind, "front_cpu_s": front, "tokens": tokens})
+            front_s, behind_s = time.process_time(), harness.children_cpu_s()
+            _, wall_s = harness.timed(serve)
+            front_s, behind_s = time.process_time() - front_s, harness.children_cpu_s() - behind_s
+            results.append({"wall_s": wall_s, "cpu_s": front_s + behind_s, "front_cpu_s": front_s, "tokens": tokens})
     return results
 
 

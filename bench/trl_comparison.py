@@ -1,7 +1,8 @@
 """Slipstream against TRL's GRPOTrainer on one machine: same model, task, batch and optimizer, both with all cores.
 
 Per seed the two run one after the other, in alternating order. Time starts when set-up is over: for TRL at the start
-of training, for Slipstream when the first group is leased. Writes bench/results/NAME.json.
+of training, for Slipstream when the first group is leased. `--trl-python` is the python of the
+environment with bench/requirements-trl.txt. Writes bench/results/NAME.json.
 """
 
 import argparse
@@ -51,15 +52,10 @@ def pair(seed: int, ours: dict, trl: dict) -> dict:
 
 
 def main() -> None:
-    parser = harness.parser(
+    options = harness.parser(
         __doc__, config="configs/quickstart.yaml", seeds=[1, 2, 3], steps=80, max_tokens=48, lr=3e-4, threads=2,
-        micro_batch=0, timeout=1800.0, name="trl_comparison",
-    )  # fmt: skip
-    parser.add_argument("--trl-python", required=True, help="python of the environment with bench/requirements-trl.txt")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dataset", required=True)
-    parser.add_argument("overrides", nargs="*")
-    options = parser.parse_args()
+        micro_batch=0, timeout=1800.0, name="trl_comparison", trl_python=str, model=str, dataset=str, overrides=(),
+    ).parse_args()  # fmt: skip
     scratch = harness.scratch()
 
     def run(system: str, seed: int) -> dict:

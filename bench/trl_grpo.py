@@ -1,7 +1,8 @@
 """TRL's GRPOTrainer on the quickstart's model, task, group size, batch and optimizer; the peer of trl_comparison.py.
 
 Runs in the environment of bench/requirements-trl.txt. Prints one JSON object: per step the reward and the
-seconds since training began, without set-up. `--micro-batch` counts sequences per forward; 0 is the whole batch.
+seconds since training began, without set-up. `--dataset` is the addition task's JSONL. `--micro-batch` counts sequences
+per forward; 0 is the whole batch.
 """
 
 import argparse
@@ -97,12 +98,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = harness.parser(
-        __doc__, seed=0, steps=80, prompts=16, group_size=8, max_tokens=48, lr=3e-4, threads=2, micro_batch=0
-    )
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dataset", required=True, help="JSONL of the addition task")
-    args = parser.parse_args()
+    args = harness.parser(
+        __doc__, model=str, dataset=str, seed=0, steps=80, prompts=16, group_size=8, max_tokens=48, lr=3e-4, threads=2,
+        micro_batch=0,
+    ).parse_args()  # fmt: skip
     os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
