@@ -6,7 +6,7 @@ is the most loaded rank's cost over the mean, with tokens alone and with attenti
 bench/results/packing.json.
 """
 
-import json
+from typing import Any
 
 import harness
 import numpy as np
@@ -20,30 +20,32 @@ RANKS = (2, 4, 8, 16)
 STEPS = 20
 DOCUMENTS = 512  # in one step
 HIDDEN = 1024
-# name, median, spread of the logarithm, longest, micro_batch_tokens
-WORKLOADS = (("answers", 350, 0.9, 4096, 16384), ("reasoning", 3000, 1.0, 32768, 65536))
+WORKLOADS: tuple[dict[str, Any], ...] = (  # `spread` of the logarithm; `bound`: micro_batch_tokens
+    {"name": "answers", "median": 350, "spread": 0.9, "longest": 4096, "bound": 16384},
+    {"name": "reasoning", "median": 3000, "spread": 1.0, "longest": 32768, "bound": 65536},
+)
 LAYOUTS = {"dense": {}, "tp2_sp": {"tensor": 2}, "cp2": {"context": 2}, "tp4_sp_cp4": {"tensor": 4, "context": 4}}
 
 
-def lengths(median: int, spread: float, longest: int, step: int) -> np.ndarray:
+def lengths(workload: dict[str, Any], step: int) -> np.ndarray:
     """[DOCUMENTS] tokens of one step's documents."""
-    draw = np.random.default_rng([median, step])
-    return np.clip(np.exp(draw.normal(np.log(median), spread, DOCUMENTS)), 2, longest).astype(int)
+    draw = np.random.default_rng([workload["median"], step])
+    logarithms = draw.normal(np.log(workload["median"]), workload["spread"], DOCUMENTS)
+    return np.clip(np.exp(logarithms), 2, workload["longest"]).astype(int)
 
 
-def measure(workload: tuple[str, int, float, int, int], layout: str, ranks: int, weigh: bool) -> dict:
+def measure(workload: dict[str, Any], layout: str, ranks: int, weigh: bool) -> dict:
     """Means over the steps of one setting."""
-    name, bound = workload[0], workload[4]
     parallel = ParallelConfig(**LAYOUTS[layout])
     multiple, whole = document_multiple(parallel), pack_multiple(parallel)
     hidden = HIDDEN if weigh else 0
     real = computed = 0
     imbalances = []
     for step in range(STEPS):
-        documents = [Document(np.zeros(n, np.int32), np.ones(n, np.uint8)) for n in lengths(*workload[1:4], step)]
+        documents = [Document(np.zeros(n, np.int32), np.ones(n, np.uint8)) for n in lengths(workload, step)]
         places = np.array([document.places for document in documents])
         padded = counted_places(places, multiple)
-        plans = plan(documents, ranks, bound, multiple, hidden)
+        plans = plan(documents, ranks, workload["bound"], multiple, hidden)
         for numbers in (numbers for rank in plans for numbers in rank):
             taken = int(padded[numbers].sum()) if numbers else FILLER.places
             computed += -(-taken // whole) * whole
@@ -51,7 +53,7 @@ def measure(workload: tuple[str, int, float, int, int], layout: str, ranks: int,
         loads = [sum(cost(padded, HIDDEN)[i] for numbers in rank for i in numbers) for rank in plans]
         imbalances.append(max(loads) / (sum(loads) / ranks) - 1)
     return {
-        "workload": name,
+        "workload": workload["name"],
         "layout": layout,
         "data_parallel": ranks,
         "attention_weighed": weigh,
@@ -69,11 +71,8 @@ def main() -> None:
         for ranks in RANKS
         for weigh in ((False, True) if layout == "dense" else (True,))
     ]
-    for row in rows:
-        print(json.dumps(row))
     setting = {"documents_per_step": DOCUMENTS, "steps": STEPS, "hidden_size": HIDDEN}
-    workloads = [dict(zip(("name", "median", "spread", "longest", "bound"), w, strict=True)) for w in WORKLOADS]
-    harness.save("packing", options, {"rounds": STEPS, "setting": setting, "workloads": workloads, "rows": rows})
+    harness.save("packing", options, {"rounds": STEPS, "setting": setting, "workloads": WORKLOADS, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -151,8 +151,7 @@ class Simulation:
         self._schedule(who)
 
     def _schedule(self, who: int) -> None:
-        end = self._nodes[who].next_end()
-        if end is not None:
+        if (end := self._nodes[who].next_end()) is not None:
             self._at(end, self._calls_end, who)
 
     def _calls_end(self, who: int) -> None:

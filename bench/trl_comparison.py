@@ -20,9 +20,9 @@ def run_trl(options: argparse.Namespace, seed: int) -> dict:
     script = harness.ROOT / "bench" / "trl_grpo.py"
     output = harness.command(options.trl_python, script, "--seed", seed, *words, timeout_s=options.timeout)
     result = next(json.loads(x[7:]) for x in output.splitlines() if x.startswith("RESULT "))
-    hit = next((x for x in result["curve"] if x["reward_smoothed"] >= 0.9), None)
-    result["seconds_to_0.9"] = hit and hit["time_s"]
-    result["steps_to_0.9"] = hit and hit["step"]
+    steps = harness.steps_to([point["reward_mean"] for point in result["curve"]], 0.9)
+    result["seconds_to_0.9"] = None if steps is None else result["curve"][steps - 1]["time_s"]
+    result["steps_to_0.9"] = steps
     result["samples_per_s"] = round(result["samples"] / result["wall_s"], 2)
     return result
 

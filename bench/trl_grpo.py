@@ -52,7 +52,7 @@ def settings(args: argparse.Namespace) -> Any:
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole run; its curve is smoothed as bench/harness.py does it."""
+    """The whole run."""
     import torch
     import trl
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -68,18 +68,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         return [float(e and t == a) for e, t, a in zip(ended, texts, answer, strict=True)]
 
     class Recorder(TrainerCallback):
-        smoothed = None
-
         def on_train_begin(self, *_, **__):
             self.begin = time.perf_counter()
 
         def on_log(self, _args, state, _control, logs=None, **_):
             if "reward" not in logs:
                 return
-            value, keep = logs["reward"], harness.SMOOTHING
-            self.smoothed = value if self.smoothed is None else keep * self.smoothed + (1 - keep) * value
             point = {"step": state.global_step, "time_s": round(time.perf_counter() - self.begin, 3)}
-            point |= {"reward_mean": round(value, 4), "reward_smoothed": round(self.smoothed, 4)}
+            point["reward_mean"] = round(logs["reward"], 4)
             point["tokens"] = round(logs["completions/mean_length"] * args.prompts * args.group_size)
             curve.append(point)
 

@@ -17,11 +17,11 @@ Each figure is of a publisher's second version; the first one (`first`) also mak
 bench/results/weight_chain.json in about a quarter of an hour. Short mode: --mib 1 --nodes 1 2 --rounds 1 and so on.
 """
 
-import contextlib
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +39,6 @@ STALLED_S = 0.1  # a shorter gap is no stall: cables with a bucket of tokens car
 UNDER_WAY_S = 1.5  # in which a host still gets what its source sent before the fault
 FASTER = 4  # rate of the nodes' cables over that of the sources'
 FAULTS = {"SIGKILL": "kill", "SIGSTOP": "stop"}
-
-
-@contextlib.contextmanager
-def hosts(nodes: int, rate_mbit: float, **options: Any) -> Iterator[WeightRig]:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        contextlib.closing(WeightRig(Path(folder), nodes, rate_mbit, **options)) as rig,
-    ):
-        yield rig
 
 
 def leading(rig: WeightRig, way: str, nodes: int, mib: int, sources: int = 1, **weights: Any) -> float:
@@ -173,10 +164,11 @@ def main() -> None:
     ).parse_args()  # fmt: skip
     result: dict[str, Any] = {"rounds": args.rounds, "changed": CHANGED}
     most = max(*args.nodes, *args.large_nodes, args.others_nodes, args.death_nodes, args.delta_nodes)
-    several = {"sources": max(args.sources), "nodes_mbit": FASTER * args.source_rate_mbit}
-    with hosts(most, args.rate_mbit, transport="gloo") as rig:  # its nodes can use the relay, too
-        result |= one_source(args, rig)
-    with hosts(args.source_nodes, args.source_rate_mbit, **several) as rig:
+    several = {"nodes": args.source_nodes, "rate_mbit": args.source_rate_mbit, "sources": max(args.sources)}
+    several["nodes_mbit"] = FASTER * args.source_rate_mbit
+    with tempfile.TemporaryDirectory() as path, closing(WeightRig(Path(path), most, args.rate_mbit, "gloo")) as rig:
+        result |= one_source(args, rig)  # its nodes can use the relay, too
+    with tempfile.TemporaryDirectory() as path, closing(WeightRig(Path(path), **several)) as rig:
         result["sources"] = several_sources(args, rig)
     harness.save("weight_chain", args, result, ("torch", "pyzmq"))
 
