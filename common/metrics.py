@@ -4,7 +4,6 @@ A metric is a field of StepMetrics (or SftMetrics) with its unit, how several st
 what it means. Writer, report and status read the same declarations. Fields are only ever appended.
 """
 
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
@@ -13,6 +12,7 @@ from msgspec import Meta
 
 from common.errors import UsageError
 from common.json_lines import LineFile, lines_of
+from common.process.run_dir import write_atomic
 
 Reduction = Literal["mean", "sum", "max", "last"]
 
@@ -174,9 +174,7 @@ class MetricsWriter(LineFile):
             lines = lines_of(data, dict[str, Any])
             kept = [line for line in lines if line.get("step", keep_before_step) < keep_before_step]
             if (text := b"".join(msgspec.json.encode(line) + b"\n" for line in kept)) != data:
-                scratch = path.with_name(path.name + ".tmp")  # a killed process leaves the old file or the new one
-                scratch.write_bytes(text)
-                os.replace(scratch, path)
+                write_atomic(path, text)
             super().__init__(path)
         except (IsADirectoryError, PermissionError) as error:
             raise no_file(path, error) from None

@@ -3,6 +3,8 @@
 Schema rules: structs are keyed, fields are only ever appended and new ones have defaults.
 """
 
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 
@@ -77,12 +79,8 @@ class GroupMeta(msgspec.Struct, frozen=True, gc=False):
     generation_s: Finite = 0.0  # from the start of the group's first sample to the end of its last
 
 
-_encoder = msgspec.msgpack.Encoder()
+encode_group: Callable[[Group], bytes] = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Group)
-
-
-def encode_group(group: Group) -> bytes:
-    return _encoder.encode(group)
 
 
 def decode_group(data: bytes | memoryview) -> Group:

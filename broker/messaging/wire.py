@@ -12,7 +12,7 @@ Structs are keyed; fields are only appended and have defaults. SCHEMA changes wh
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast, get_args
 
 import msgspec
@@ -287,17 +287,13 @@ class _Envelope(msgspec.Struct, frozen=True):
 
 
 _Message = TypeVar("_Message", bound=Request[Any] | Reply)
-_encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
 _replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
 _envelopes = msgspec.msgpack.Decoder(_Envelope)
+encode: Callable[[Request[Any] | Reply], bytes] = msgspec.msgpack.Encoder().encode
 _values = {  # for each request R of Request[R]
     kind: msgspec.msgpack.Decoder(get_args(kind.__orig_bases__[0])[0]) for kind in get_args(AnyRequest)
 }
-
-
-def encode(message: Request[Any] | Reply) -> bytes:
-    return _encoder.encode(message)
 
 
 def decode_request(header: bytes | memoryview, payloads: int) -> AnyRequest:

@@ -165,15 +165,14 @@ def _apply_override(document: Document, word: str, schema: type[msgspec.Struct])
         raise ConfigError(OVERRIDE, key, "a YAML value", repr(text), "put quotes around the value") from None
     if isinstance(kind, schema_info.StrType) and not isinstance(value, str):
         value = text  # run.name=2026 means the text
-    section, *_ = parts = key.split(".")
+    *sections, name = key.split(".")
     target = document
-    for part in parts[:-1]:
-        section = part
-        below = target.setdefault(part, {})
+    for section in sections:
+        below = target.setdefault(section, {})
         if not isinstance(below, dict):
             raise ConfigError(OVERRIDE, key, f"a section at '{section}'", describe_value(below))
         target = cast("Document", below)
-    target[parts[-1]] = value
+    target[name] = value
     return key
 
 

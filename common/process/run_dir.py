@@ -64,6 +64,7 @@ class RunDir:
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
         self.checkpoints = Path(checkpoints) if checkpoints else self.path / "checkpoints"
+        self._label = self.checkpoints / "config.yaml"  # outside of RUN: whose checkpoints they are
         self.model = self.path / "model"
         self.logs = self.path / "logs"
         self.report = self.path / "report"
@@ -116,10 +117,6 @@ class RunDir:
                 write_atomic(self._label, dump_yaml(config).encode())
         except OSError as error:
             raise _unwritable("learner.checkpoint.dir", self.checkpoints, error) from error
-
-    @property
-    def _label(self) -> Path:
-        return self.checkpoints / "config.yaml"
 
 
 def _unwritable(key: str, folder: Path, error: OSError) -> SlipstreamError:

@@ -217,8 +217,7 @@ def _prepare(
 
 def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequence[_Played]) -> BatchStatistics:
     failed = [s for group in (*kept, *filtered) for s in group.samples if s.error is not None]
-    by_group = [[s.reward for s in group.samples if s.error is None] for group in (*kept, *filtered)]
-    rewards = np.array([reward for group in by_group for reward in group], dtype=np.float64)
+    rewards = np.array([p.sample.reward for p in played], dtype=np.float64)
     lengths, too_old = [p.sampled for p in played], [p.expired for p in played]
     ages = np.concatenate([NO_AGES, *(p.ages for p in played)])
     count = max(len(played), 1)
@@ -228,7 +227,7 @@ def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequen
     wasted = (s.loss_mask.numpy() for group in kept for s in group.samples if s.error is not None)
     return BatchStatistics(
         groups=len(kept),
-        groups_without_signal=sum(len(group) < 2 or len(set(group)) == 1 for group in by_group),
+        groups_without_signal=sum(not carries_signal(group) for group in (*kept, *filtered)),
         samples=len(played) + len(failed),
         samples_failed=len(failed),
         failures=tuple(dict.fromkeys(s.error or s.stop_reason for s in failed))[:3],

@@ -47,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     parallel.initialize(alone, seed=0, timeout_s=LearnerConfig().timeout_s)
     built = build(source, hf_config, DTYPES[config.model.dtype], alone, MoeConfig())
     checkpoint.load_weights(words.checkpoint / MODEL_FOLDER, built.chunks, alone)
-    Exporter(built, []).save(source, words.out)
+    Exporter(built).save(source, words.out)
     parallel.shutdown()
     logger.info("%s is written to %s", words.checkpoint, words.out)
     return 0

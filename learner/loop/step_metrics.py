@@ -125,9 +125,7 @@ def step_metrics(
     samples = statistics.samples - statistics.samples_failed
     wasted = merged_waste((broker.waste, done.totals.waste()))
     reports = [node.report for node in broker.nodes if node.alive]
-    figures = loss_figures(result)
-    for parts in (vars(statistics), vars(publisher), vars(done.times), vars(done.totals)):
-        figures |= parts
+    figures = loss_figures(result) | vars(statistics) | vars(publisher) | vars(done.times) | vars(done.totals)
     for reason, spent in wasted.items():
         figures |= {f"tokens_wasted_{reason}": spent.tokens, f"seconds_wasted_{reason}": spent.seconds}
     figures |= {

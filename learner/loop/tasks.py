@@ -48,10 +48,7 @@ class TaskSource:
         self._rows = [row for _, row in dataset_rows(dataset, "tasks.dataset")]
         self._seed, self._group_size = seed, group_size
         self._order = RowOrder(len(self._rows), seed, shuffle)
-        digest = hashlib.sha256(self._rows[0])
-        for row in self._rows[1:]:
-            digest.update(b"\n" + row)
-        self.digest = digest.hexdigest()[:16]
+        self.digest = hashlib.sha256(b"\n".join(self._rows)).hexdigest()[:16]
 
     def task(self, position: int) -> Task:
         epoch, row = self._order.row(position)

@@ -48,6 +48,10 @@ logger = logging.getLogger(__name__)
 class MegatronBackend:
     """A Hugging Face model on Megatron-Core with its optimizer; see learner.backend_protocol.Backend."""
 
+    broadcast_bytes = staticmethod(parallel.broadcast_bytes)
+    all_gather_bytes = staticmethod(parallel.gather)
+    close = staticmethod(parallel.shutdown)
+
     @classmethod
     def of(cls, config: Config | SftConfig) -> "MegatronBackend":
         """The backend that a job's or a warm start's config describes. Collective; raises as `__init__` does."""
@@ -91,7 +95,7 @@ class MegatronBackend:
         self.schedule = Schedule(self.chunks, built.config, parallel.device(), experts)
         if model.verify:
             verify.check_weights(self.model_path, hf_config, dtype, self.schedule.logprobs)
-        self.exporter = Exporter(built, self.chunks)
+        self.exporter = Exporter(built)
         self.reference = Reference.of(model, learner, built, self.chunks)
         self.checkpoints = Writer(self.chunks, self.optimizer, layout)
         self.offload = Offload(learner.memory, self.chunks, self.optimizer)
@@ -153,18 +157,9 @@ class MegatronBackend:
         with self._whole(), self.offload.optimizer():
             self.checkpoints.load(path)
 
-    def broadcast_bytes(self, data: bytes | None) -> bytes:
-        return parallel.broadcast_bytes(data)
-
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        return parallel.gather(data)
-
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """Within, every parameter is on the device and as the last step left it, for readers without hooks."""
         with self.offload.parameters():
             gather_parameters(self.chunks)
             yield
-
-    def close(self) -> None:
-        parallel.shutdown()

@@ -72,9 +72,8 @@ class Optimizer:
     """AdamW with float32 states sharded over the data-parallel ranks."""
 
     def __init__(self, chunks: list[Any], learner: RanksConfig, dtype: torch.dtype, total_steps: int) -> None:
-        self.config, self.total_steps = learner.optimizer, total_steps
-        config = self.config
-        self.steps = 0  # optimizer steps done
+        self.config = config = learner.optimizer
+        self.total_steps, self.steps = total_steps, 0  # `steps`: those that are done
         self.megatron: ChainedOptimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",

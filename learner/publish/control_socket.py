@@ -56,7 +56,7 @@ class Endpoint:
                 return
             connection = identity.bytes
             try:
-                sender = self._ring.identity(str(identity.get("User-Id"))) if self._ring is not None else None
+                sender = self._ring.sender(identity) if self._ring is not None else None
                 if self._ring is not None and sender is None:
                     raise ValueError("this key was revoked")
                 if len(frames) != 1:

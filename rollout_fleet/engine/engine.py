@@ -155,10 +155,8 @@ class Engine:
         except EngineDeadError as error:
             reason = "was shut down" if self._llm is None else "died; its process's log has the reason"
             raise SlipstreamError(f"the vLLM engine {reason}") from error
-        except (VLLMClientError, ValueError) as error:
-            raise ValueError(f"the engine refused the request: {error}") from error
-        except EngineGenerateError as error:
-            cause = error.__cause__
+        except (VLLMClientError, ValueError, EngineGenerateError) as error:
+            cause = error.__cause__ if isinstance(error, EngineGenerateError) else error
             if isinstance(cause, (VLLMClientError, ValueError)):
                 raise ValueError(f"the engine refused the request: {cause}") from error
             raise SlipstreamError(f"the engine failed on a request: {cause or error}") from error

@@ -93,7 +93,7 @@ class EngineWeights:
         """Hand an encoded message about weights to the workers; returns its encoded answer, b'' if it has none."""
         if self._flipping is not None:  # its caller may have left, but it still needs the buffer
             await asyncio.wait([self._flipping])
-        return await self._rpc("slipstream_obey", message=message, node_id=node_id)
+        return (await self._rpc("slipstream_obey", message=message, node_id=node_id))[0]
 
     async def stage(self, publish: bytes, watch: Watch) -> float:
         """Receive an encoded Publish while generation continues; returns its seconds. Raises StagingFailed.
@@ -102,7 +102,8 @@ class EngineWeights:
         """
 
         async def status() -> StagingStatus:
-            return msgspec.msgpack.decode(await self._rpc("slipstream_staging"), type=StagingStatus)
+            first, *_ = await self._rpc("slipstream_staging")
+            return msgspec.msgpack.decode(first, type=StagingStatus)
 
         try:
             await self.tell(publish, "")
@@ -181,7 +182,7 @@ class EngineWeights:
     async def _proof(self, incarnation: int, version: int) -> str:
         """Checksum of the engine's parameters; the worker computes it while generation continues."""
         while True:
-            found = await self._rpc_all("slipstream_proof")
+            found = await self._rpc("slipstream_proof")
             proofs = [msgspec.msgpack.decode(one, type=Proof | None) for one in found]
             proven = [proof for proof in proofs if proof is not None]
             for proof in proven:
@@ -191,11 +192,7 @@ class EngineWeights:
                 return proven[0].checksum
             await asyncio.sleep(PROOF_POLL_S)
 
-    async def _rpc(self, method: str, **arguments: Any) -> Any:
-        """The first worker's answer; raises as `_rpc_all`."""
-        return (await self._rpc_all(method, **arguments))[0]
-
-    async def _rpc_all(self, method: str, **arguments: Any) -> list[Any]:
+    async def _rpc(self, method: str, **arguments: Any) -> list[Any]:
         """Every worker's answer, by rank; raises SlipstreamError with the reason of whichever failed."""
         if self._llm is None:
             raise SlipstreamError("the engine is not running")

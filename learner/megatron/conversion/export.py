@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,28 +20,17 @@ _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpac
 
 
 class Exporter:
-    """Streams the current weights in Hugging Face terms."""
+    """Streams the current weights in Hugging Face terms; every rank's parameters must be gathered."""
 
-    def __init__(self, model: Model, chunks: list[Any]) -> None:
-        self.model, self.chunks, self._part = model, chunks, PartExporter(model)
-        self.part_layout = self._part.layout
+    def __init__(self, model: Model) -> None:
+        self.model, part = model, PartExporter(model)
+        self.part, self.part_layout = part.tensors, part.layout
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of every parameter, as learner.backend_protocol.Backend.export. Collective."""
-        self._synchronize()
         model = self.model
         yield from model.bridge.export_hf_weights(model.chunks, conversion_tasks=model.tasks, **EXPORT_OPTIONS)
-
-    def part(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) of this rank's part, as learner.backend_protocol.Backend.export_part. Collective."""
-        self._synchronize()
-        yield from self._part.tensors()
-
-    def _synchronize(self) -> None:
-        for chunk in self.chunks:
-            if chunk.ddp_config.overlap_param_gather:  # else the shards of other ranks are those before the last step
-                chunk.start_param_sync(force_sync=True)
 
     def save(self, source: Path, path: Path) -> None:
         """A folder like `source` with the current weights, complete or absent. Collective."""

@@ -35,12 +35,13 @@ class PartExporter:
         ]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) of this rank's part, in the order of `layout`. Collective."""
+        """(name, full tensor) of this rank's part, as learner.backend_protocol.Backend.export_part. Collective."""
         return self._run(self._tasks)
 
     def layout(self) -> list[tuple[str, tuple[int, ...]]]:
         """(name, shape) of this rank's part; the bridge converts tensors without memory, so no rank waits."""
-        empty = [replace(task, param_weight=_without_memory(task.param_weight)) for task in self._tasks if _leads(task)]
+        leading = [task for task in self._tasks if _leads(task)]
+        empty = [replace(task, param_weight=torch.empty_like(task.param_weight, device="meta")) for task in leading]
         return [(name, tuple(tensor.shape)) for name, tensor in self._run(empty)]
 
     @torch.no_grad()
@@ -75,7 +76,3 @@ def _kept(task: Any) -> bool:
 
 def _leads(task: Any) -> bool:
     return task.mapping.tp_rank == 0  # an expert's mapping tells the rank in expert tensor parallelism
-
-
-def _without_memory(weight: Tensor) -> Tensor:
-    return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
