@@ -1,5 +1,6 @@
 """The network interface of this machine that others reach it by: the one that routes to the broker, unless told."""
 
+import os
 import socket
 from typing import NamedTuple
 
@@ -16,10 +17,10 @@ class Interface(NamedTuple):
     name: str
     address: str
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """Variables that keep the collectives of a process on it."""
-        return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), self.name)
+    def use(self) -> None:
+        """Keep the collectives of this process, and of those that it starts, on it."""
+        os.environ.update(GLOO_SOCKET_IFNAME=self.name, NCCL_SOCKET_IFNAME=self.name)
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses without a name
 
 
 def interface_for(broker: str, names: str | None = None) -> Interface:

@@ -10,7 +10,6 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -51,7 +50,7 @@ def run_machine(config: Config, run: RunDir, address: str) -> int:
     host = socket.gethostname()
     setup_logging("launcher", host, run.logs, config.telemetry.log_level)
     logger.info("%s: the ranks use interface %s (%s)", host, interface.name, interface.address)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses without a name
+    interface.use()
     own = interface.address
     store = Store(own)  # lives as long as this function runs
     endpoint = f"{bracketed(own)}:{store.port}"
@@ -60,7 +59,7 @@ def run_machine(config: Config, run: RunDir, address: str) -> int:
     report = MachineReport(name, host, own, endpoint, facts(config, interface), wanted=config.learner.machines)
     report = msgspec.structs.replace(report, max_restarts=config.run.max_restarts)
     with connect(access) as client, SharedFolder(run.checkpoints, report.machine) as shared:
-        return Launcher(config, run, interface, client, shared, report).run(address)
+        return Launcher(config, run, client, shared, report).run(address)
 
 
 def facts(config: Config, interface: Interface) -> dict[str, str]:
@@ -91,25 +90,13 @@ def rank_command(config: Config, run: RunDir, report: MachineReport, broker: str
     return torchrun(run, words, ["--broker", broker, "--address", report.address])
 
 
-def rank_environment(config: Config, interface: Interface) -> Mapping[str, str]:
-    """Variables for the ranks of this machine."""
-    return interface.environment | thread_environment(config.learner.threads)
-
-
 class Launcher:
     """The loop of one machine: report, do what the broker answers, look after the ranks."""
 
     def __init__(
-        self,
-        config: Config,
-        run: RunDir,
-        interface: Interface,
-        client: LearnerBroker,
-        shared: SharedFolder,
-        report: MachineReport,
+        self, config: Config, run: RunDir, client: LearnerBroker, shared: SharedFolder, report: MachineReport
     ) -> None:
-        self._config, self._run, self._interface = config, run, interface
-        self._client, self._shared, self._report = client, shared, report
+        self._config, self._run, self._client, self._shared, self._report = config, run, client, shared, report
         self._ranks: Role | None = None
         self._answered = self._waiting_since = time.monotonic()
         self._said = ""
@@ -161,6 +148,7 @@ class Launcher:
 
     def _follow(self, told: Assembly | None, flag: DrainFlag, broker: str) -> None:
         """Start, drain or kill the ranks as the broker says."""
+        learner = self._config.learner
         if told is None:
             if self._report.running and time.monotonic() - self._answered > FENCE_S:
                 self._give_up(f"the broker has not answered for {FENCE_S:g} s, so another round may begin")
@@ -173,16 +161,13 @@ class Launcher:
         elif told.round > self._report.round and not flag.is_set:
             self._start(told, flag, broker)
         elif not self._report.running and not told.active:
-            wanted = self._config.learner.machines
-            self._say(f"waiting for machines: {told.machines} of {wanted} here. {told.reason}".strip())
+            self._say(f"waiting for machines: {told.machines} of {learner.machines} here. {told.reason}".strip())
         else:
             self._waiting_since = time.monotonic()
             if told.round == 0:
                 self._say("a spare machine: the others train")
-        if not self._report.running and time.monotonic() - self._waiting_since > self._config.learner.machines_wait_s:
-            raise HopelessError(
-                f"{self._said}; waited {self._config.learner.machines_wait_s:g} s (learner.machines_wait_s)"
-            )
+        if not self._report.running and time.monotonic() - self._waiting_since > learner.machines_wait_s:
+            raise HopelessError(f"{self._said}; waited {learner.machines_wait_s:g} s (learner.machines_wait_s)")
 
     def _start(self, told: Assembly, flag: DrainFlag, broker: str) -> None:
         """Start this machine's ranks of a round, or report why that cannot be."""
@@ -199,7 +184,7 @@ class Launcher:
         self._logs_before = self._log_sizes()
         log = log_path(self._run.logs, "torchrun", self._report.host)
         command = rank_command(self._config, self._run, self._report, broker)
-        self._ranks = Role(RoleSpec("ranks", command, log, rank_environment(self._config, self._interface)))
+        self._ranks = Role(RoleSpec("ranks", command, log, thread_environment(self._config.learner.threads)))
 
     def _rest(self, flag: DrainFlag) -> None:
         """Wait until the next report is due, or something has happened."""

@@ -2,7 +2,6 @@
 
 import datetime
 import socket
-from typing import Any
 
 
 class Store:
@@ -10,13 +9,11 @@ class Store:
 
     def __init__(self, address: str) -> None:
         """Listen on a free port of `address` (host name or IP); raises OSError when it cannot be bound."""
-        from torch import distributed  # late: it takes seconds, and a base installation has no torch
+        from common.weights.collectives import dist  # late: torch takes seconds, and a base installation has none
 
-        dist: Any = distributed  # public in use but untyped in torch
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         limit = datetime.timedelta(seconds=30)
         with socket.create_server((address, 0), family=family, backlog=128) as listener:
-            self.host: str = address
             self.port: int = listener.getsockname()[1]
             # TCPStore binds every interface by itself; a listening socket handed over keeps it on this one.
             fd = listener.detach()

@@ -12,23 +12,20 @@ from pathlib import Path
 LIMIT_S = 1.0
 ATTEMPTS = 3
 ABSENT = ("torch", "vllm", "megatron", "transformers", "matplotlib", "redis")
-NEEDS_EXTRA = {"launch.results.plots", "launch.dev.check_bare_install"}  # matplotlib; this script
-NEEDS_TORCH = ("common.weights",)
+LEFT_OUT = ("launch.results.plots", "launch.dev.check_bare_install", "common.weights")  # matplotlib; this; torch
 
 
 def main() -> int:
     """Exit code 1 with a reason when a check fails."""
-    present = [name for name in ABSENT if importlib.util.find_spec(name) is not None]
-    if present:
+    if present := [name for name in ABSENT if importlib.util.find_spec(name) is not None]:
         print(f"not a bare install: {', '.join(present)} can be imported")
         return 1
     imported = 0
     for package in ("common", "broker", "launch"):
         for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
-            if module.name in NEEDS_EXTRA or module.name.startswith(NEEDS_TORCH):
-                continue
-            importlib.import_module(module.name)
-            imported += 1
+            if not module.name.startswith(LEFT_OUT):
+                importlib.import_module(module.name)
+                imported += 1
     command = [Path(sys.executable).with_name("slipstream"), "--help"]
     run = partial(subprocess.run, command, check=True, stdout=subprocess.DEVNULL, timeout=60)
     best = min(timeit.repeat(run, number=1, repeat=ATTEMPTS))

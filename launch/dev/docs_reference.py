@@ -48,8 +48,7 @@ def comments(kind: type[msgspec.Struct]) -> dict[str, str]:
     above: list[str] = []
     declared = [part for part in kind.__mro__ if part.__module__ == schema.__name__]
     for line in "".join(map(inspect.getsource, declared)).splitlines():
-        field = re.match(r"    (\w+): .*?(?:  # (.*))?$", line)
-        if field:
+        if field := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
             out[field[1]] = field[2] or " ".join(above)
         above = [*above, line.strip("# ")] if line.startswith("    # ") else []
     return out

@@ -6,7 +6,6 @@ Exit codes: 0 nothing in the way (warnings may be there), 1 a problem, 2 bad usa
 """
 
 import argparse
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -42,7 +41,7 @@ def command(args: argparse.Namespace) -> int:
     machine = look()
     findings = list(examine(machine, args.role or packages.role_of(machine), config, file))
     if args.json:
-        print(json.dumps([msgspec.to_builtins(finding) for finding in findings]))
+        print(msgspec.json.encode(findings).decode())
     else:
         show(findings)
     return EXIT_FAILED if any(f.level == "problem" for f in findings) else EXIT_DONE

@@ -16,11 +16,10 @@ from common.config.schema import Config, SftConfig
 from common.process.files import sync
 from launch.doctor.findings import Finding, fine, judged, problem, warning
 from launch.doctor.machine import Machine
-from launch.plan.job_plan import Plan
+from launch.plan.job_plan import GIB, MIB, Plan
 from launch.up.core_pinning import SMALL_MACHINE_CORES, plan_cores
 
-GIB, MIB = 1 << 30, 1 << 20
-ROLE_BYTES = 1 << 30  # a process that has imported torch and vLLM or Megatron, before any model
+ROLE_BYTES = GIB  # a process that has imported torch and vLLM or Megatron, before any model
 SHM_OF_RANKS = 64 * MIB  # buffers between processes of one machine (NCCL, gloo)
 SHM_OF_ENGINE = 256 * MIB  # vLLM's ring buffer between the workers of one engine
 FILES, FILES_OF_NODE = 256, 6  # open files of a broker, and of each node at it

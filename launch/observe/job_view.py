@@ -91,21 +91,23 @@ def render_status(run: RunDir | None, seen: Observation, advice: Advice | None =
 
 
 def progress(config: Config, seen: Observation | None, tail: MetricsTail) -> RenderableType:
-    """Reward, version, staleness, rates and times of the newest steps."""
+    """Reward, version, staleness, rates and times of the newest steps; the times are means of the last ten."""
     last, steps = tail.last, config.run.steps
     done = _version(tail, seen)
     filled = round(BAR_WIDTH * min(1.0, done / steps))
     bar = "█" * filled + "░" * (BAR_WIDTH - filled)
     rows = {config.run.name: f"step {done}/{steps}  {bar}  {_eta(done, steps, tail)}"}
-    rewards = tail.series("reward_mean")
-    if rewards:
+    if rewards := tail.series("reward_mean"):
         recent = tail.mean("reward_mean", LATEST)
         rows["reward"] = f"{rewards[-1]:.3f}  last ten {recent:.3f}  {sparkline(rewards)}"
         rows["staleness"] = (
             f"mean {last.get('staleness_mean', 0):.2f}  max {last.get('staleness_max', 0)} of {config.staleness.max} "
             f"allowed  expired tokens {sum(tail.series('tokens_expired')):.0f}"
         )
-        rows["step"] = step_times(tail)
+        times = ("step_s", "learner_idle_s", "publish_s", "generation_stall_s")
+        step_s, idle_s, publish_s, stall_s = (tail.mean(name, LATEST) or 0.0 for name in times)
+        waits = f"{idle_s / step_s if step_s else 0.0:.0%} waiting for groups"
+        rows["step"] = f"{step_s:.2f} s, {waits}  publish {publish_s:.2f} s  flip stall {stall_s:.3f} s"
         rows["policy"] = (
             f"entropy {last.get('entropy', 0):.3f}  ratio max {last.get('ratio_max', 1):.2f}  "
             f"gradient norm {last.get('grad_norm', 0):.3f}"
@@ -155,9 +157,8 @@ def processes(seen: Observation) -> RenderableType:
 
 def plain_line(config: Config, seen: Observation | None, tail: MetricsTail) -> str:
     """The same in one line, for logs."""
-    last = tail.last
     parts = [f"step {_version(tail, seen)}/{config.run.steps}"]
-    if last:
+    if last := tail.last:
         parts.append(f"reward {last.get('reward_mean', 0):.3f}")
         parts.append(f"staleness {last.get('staleness_mean', 0):.2f} max {last.get('staleness_max', 0)}")
     if seen is None:
@@ -183,14 +184,6 @@ def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
     low, high = min(values), max(values)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((v - low) * scale)] for v in values)
-
-
-def step_times(tail: MetricsTail) -> str:
-    """Where the time of the last ten steps went."""
-    names = ("step_s", "learner_idle_s", "publish_s", "generation_stall_s")
-    step_s, idle_s, publish_s, stall_s = (tail.mean(name, LATEST) or 0.0 for name in names)
-    share = idle_s / step_s if step_s else 0.0
-    return f"{step_s:.2f} s, {share:.0%} waiting for groups  publish {publish_s:.2f} s  flip stall {stall_s:.3f} s"
 
 
 def _version(tail: MetricsTail, seen: Observation | None) -> int:

@@ -7,7 +7,6 @@ once, with its groups.
 """
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Sequence
 
@@ -27,7 +26,7 @@ def command(args: argparse.Namespace) -> int:
     """Print the ledger while the job runs or after it ended; other programs rely on the keys of --json."""
     entries = observe_ledger(find_target(args))
     if args.json:
-        print(json.dumps(msgspec.to_builtins(entries)))
+        print(msgspec.json.encode(entries).decode())
     else:
         show(entries)
     return 0

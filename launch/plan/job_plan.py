@@ -15,8 +15,9 @@ from launch.plan.architecture import Architecture, Attention
 from launch.plan.memory import ADAM_BYTES, ITEM_BYTES, Activations, Resident, activations, resident
 from launch.plan.parameters import count, count_active, hf_tensors
 from launch.plan.process_groups import GroupKind, Sizes, group_kinds, stage_chunks
+from rollout_fleet.node.node import LOOKAHEAD_GROUPS
 
-MIB = 1 << 20
+GIB, MIB = 1 << 30, 1 << 20
 WIRE_BYTES_PER_TOKEN = 4 + 1 + 4  # token int32, loss mask uint8, log-probability float32 (common.rollouts.Sample)
 ROUTED_BYTES = 2  # int16 per MoE layer and chosen expert
 MAIN_PARAMETER_BYTES = 4  # saved with the optimizer, whatever the model's dtype
@@ -120,12 +121,10 @@ class Plan(msgspec.Struct, frozen=True):
         return max(self.stages, key=lambda stage: stage.peak)
 
 
-def make_plan(
-    config: Config | SftConfig, model: Architecture, gpus_per_node: int, lookahead_groups: int, link_gbit: float
-) -> Plan:
+def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: int, link_gbit: float) -> Plan:
     """Plan a config whose layout fits the model (common.config.parallel_layout has no problem with it).
 
-    A machine has `gpus_per_node` consecutive learner ranks; a node leases `lookahead_groups` beyond its concurrency.
+    A machine has `gpus_per_node` consecutive learner ranks; a node leases LOOKAHEAD_GROUPS beyond its concurrency.
     Every machine's link carries `link_gbit` Gb/s in each direction.
     """
     learner, dtype = config.learner, config.model.dtype
@@ -133,7 +132,7 @@ def make_plan(
     batch = batch_of(config, sizes)
     rl = None
     if isinstance(config, Config):
-        window = window_of(config, model, lookahead_groups)
+        window = window_of(config, model, LOOKAHEAD_GROUPS)
         publish = publish_of(config, model, gpus_per_node, link_gbit)
         rl = RlPart(window, publish, engine_of(config, model), config.rollout.nodes)
     return Plan(

@@ -94,13 +94,12 @@ def _aligned(n: int, multiple: int) -> int:
 
 def activations(
     model: Architecture, parallel: ParallelConfig, memory: MemoryConfig, tokens: int, microbatches: int, item: int
-) -> list[Activations]:
+) -> Iterator[Activations]:
     """Peak of each pipeline stage when every data-parallel rank has `microbatches` full ones in a step.
 
     Each has `tokens`, before context parallelism cuts it; an activation has `item` bytes.
     """
     tokens = -(-tokens // parallel.context)
-    out: list[Activations] = []
     stages = stage_chunks(model.layers, parallel)
     for stage, chunks in enumerate(stages):
         layers = [layer for chunk in chunks for layer in chunk]
@@ -111,8 +110,7 @@ def activations(
             again = max(sizes, default=0)
         flying = in_flight(stage, parallel, microbatches)
         output = output_bytes(model, parallel, tokens, item) if stage == len(stages) - 1 else 0
-        out.append(Activations(round(kept * flying), again, output, flying))
-    return out
+        yield Activations(round(kept * flying), again, output, flying)
 
 
 def _sequence_shards(parallel: ParallelConfig) -> int:

@@ -147,11 +147,10 @@ def _latent_attention(a: LatentAttention, hidden: int) -> Iterator[_Row]:
 
 
 def _gated(prefix: str, hidden: int, ffn: int, bias: bool = False) -> Iterator[_Row]:
-    for layer, names, shape in (
-        ("linear_fc1", ("gate_proj", "up_proj"), (ffn, hidden)),
-        ("linear_fc2", ("down_proj",), (hidden, ffn)),
+    for layer, names, shape, bias_cut in (
+        ("linear_fc1", ("gate_proj", "up_proj"), (ffn, hidden), "tensor"),
+        ("linear_fc2", ("down_proj",), (hidden, ffn), ""),
     ):
         yield _Row(f"{prefix}{layer}.weight", "dense", "tensor", {f"{prefix}{n}.weight": shape for n in names})
         if bias:
-            cut = "tensor" if layer == "linear_fc1" else ""
-            yield _Row(f"{prefix}{layer}.bias", "other", cut, {f"{prefix}{n}.bias": shape[:1] for n in names})
+            yield _Row(f"{prefix}{layer}.bias", "other", bias_cut, {f"{prefix}{n}.bias": shape[:1] for n in names})

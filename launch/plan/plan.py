@@ -4,7 +4,6 @@ It needs neither a GPU nor torch, Megatron or vLLM. The model's config.json is e
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,12 +19,11 @@ from rich.text import Text
 from common.config.schema import Config, SftConfig
 from common.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from launch.plan.architecture import Attention
-from launch.plan.job_plan import Plan, Stage
+from launch.plan.job_plan import GIB, Plan, Stage
 from launch.plan.parameters import KINDS
 from launch.plan.remarks import DEVICES, HEADROOM, fits
 from launch.plan.review import Review, make_review
 
-GIB = 1 << 30
 WIDTH = 118
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "output", "training", "update", "waiting", "host")
 
@@ -37,7 +35,7 @@ def command(args: argparse.Namespace) -> int:
         raise UsageError(f"--link: expected the Gb/s of a machine's link, a number above 0, found {link_gbit:g}")
     review = make_review(args.config, args.overrides, args.gpus_per_node, link_gbit)
     if args.json:
-        print(json.dumps(as_json(review)))
+        print(msgspec.json.encode(as_json(review)).decode())
     else:
         Console(width=None if sys.stdout.isatty() else WIDTH).print(page(review))
     return EXIT_USAGE if review.failed else EXIT_DONE
@@ -51,7 +49,7 @@ def as_json(review: Review) -> dict[str, Any]:
         "failed": review.failed,
         "before_launch": review.before_launch,
         "remarks": review.remarks,
-        "plan": msgspec.to_builtins(review.plan),
+        "plan": review.plan,
     }
 
 

@@ -6,6 +6,7 @@ T' is expert_tensor, and D' is the size that is left for expert-data parallelism
 """
 
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from math import prod
 
 import msgspec
@@ -77,10 +78,6 @@ def stage_chunks(layers: int, parallel: ParallelConfig) -> list[list[range]]:
     """[pipeline rank][virtual stage] -> layer numbers from 0; raises as layers_per_stage does."""
     sizes = layers_per_stage(layers, parallel)
     virtual = parallel.virtual_pipeline
-    chunks: list[list[range]] = [[] for _ in sizes]
-    at = 0
-    for _ in range(virtual):
-        for stage, size in enumerate(sizes):
-            chunks[stage].append(range(at, at + size // virtual))
-            at += size // virtual
-    return chunks
+    edges = accumulate((size // virtual for size in sizes * virtual), initial=0)
+    chunks = [range(first, end) for first, end in pairwise(edges)]  # in the order in which a batch passes them
+    return [chunks[stage :: len(sizes)] for stage in range(len(sizes))]

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 from common.config.passthrough import passthrough_warnings
 from common.config.schema import Config, LossConfig, SftConfig
-from launch.plan.job_plan import Plan, RlPart
+from launch.plan.job_plan import GIB, Plan, RlPart
 
-GIB = 1 << 30
 DEVICES = {"80 GB": 79.6 * GIB, "141 GB": 139.8 * GIB}  # H100 and H200 as the driver reports them
 HEADROOM = 0.10  # left for the CUDA context, communication buffers and fragmentation
 BUBBLE = 0.15
@@ -44,8 +43,7 @@ def _groups(plan: Plan) -> Iterator[str]:
 
 def _memory(config: Config | SftConfig, plan: Plan) -> Iterator[str]:
     memory, stage = config.learner.memory, plan.fullest
-    too_small = [name for name, size in DEVICES.items() if not fits(stage.peak, size)]
-    if too_small:
+    if too_small := [name for name, size in DEVICES.items() if not fits(stage.peak, size)]:
         advice: list[str] = []
         if not memory.offload_optimizer and fits(stage.training - stage.resident.optimizer, DEVICES["80 GB"]):
             advice.append("learner.memory.offload_optimizer")
@@ -54,8 +52,7 @@ def _memory(config: Config | SftConfig, plan: Plan) -> Iterator[str]:
         advice.append("more ranks")
         peak = f"{stage.peak / GIB:.1f} GiB with {HEADROOM:.0%} left free"
         yield f"The fullest rank does not fit a GPU of {' or '.join(too_small)} ({peak}); {', or '.join(advice)}."
-    host = sum(s.host for s in plan.stages) / len(plan.stages) * plan.gpus_per_node
-    if host:
+    if host := sum(s.host for s in plan.stages) / len(plan.stages) * plan.gpus_per_node:
         yield f"Offloading takes about {host / GIB:.0f} GiB of host memory on a node of {plan.gpus_per_node} ranks."
     if memory.recompute == "selective":
         yield "Selective recomputation drops the attention matrix; flash attention never keeps it, so little is saved."

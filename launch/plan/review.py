@@ -18,7 +18,6 @@ from launch.plan.architecture import UnknownArchitecture, read_architecture
 from launch.plan.job_plan import Plan, make_plan
 from launch.plan.remarks import remarks
 from rollout_fleet.environments.description import PYTHON_KEY, check_environment
-from rollout_fleet.node.node import LOOKAHEAD_GROUPS
 
 GPUS_PER_NODE = 8
 LINK_GBIT = 100.0  # Gb/s of a machine's link
@@ -100,7 +99,7 @@ def review(
         document = read_model(path)
         shape = ModelShape.of(document.get)
         if not [*world_problems(learner.world_size, learner.parallel), *model_problems(shape, learner.parallel)]:
-            made.plan = make_plan(config, read_architecture(document), gpus_per_node, LOOKAHEAD_GROUPS, link_gbit)
+            made.plan = make_plan(config, read_architecture(document), gpus_per_node, link_gbit)
             made.remarks = remarks(config, made.plan)
     except UnknownArchitecture as error:
         made.no_plan = f"model.path: {path}/config.json: {error}"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from os import getpid
 from pathlib import Path
 
@@ -158,9 +159,7 @@ def plan_replay(
 def _last_step(recording: Recording, first: int, last: int | None, retain_steps: int, checkpoints: list[int]) -> int:
     """`last`, or the last step that follows without a gap."""
     kept = list(recording.steps)
-    end = first
-    while end in recording.steps:
-        end += 1
+    end = next(step for step in count(first) if step not in recording.steps)
     if last is not None and last < first:
         raise UsageError(f"--to {last}: expected a step from {first} on, where the replay begins")
     if end > first and (last is None or last < end):
@@ -182,10 +181,8 @@ def _listed(steps: list[int]) -> str:
 
 def _new_folder(original: RunDir, out: str | None) -> Path:
     if out is None:
-        number = 1
-        while (folder := original.path / "replays" / str(number)).exists():
-            number += 1
-        return folder.resolve()
+        folders = (original.path / "replays" / str(number) for number in count(1))
+        return next(folder for folder in folders if not folder.exists()).resolve()
     folder = Path(out).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"--out {out}: expected a new or empty folder, found something in it")

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.console import Console
+from rich.table import Column, Table
 
 from common.config.schema import SftConfig
 from common.errors import SlipstreamError, UsageError
@@ -112,8 +114,7 @@ def mismatch_by_age(tail: MetricsTail) -> dict[str, float]:
     known = [zip(*both, strict=True) for both in lines if all(len(values) == len(AGES) for values in both)]
     out: dict[str, float] = {}
     for age, pairs in zip(AGES, zip(*known, strict=True), strict=False):
-        tokens = sum(count for _, count in pairs)
-        if tokens:
+        if tokens := sum(count for _, count in pairs):
             out[age] = sum(value * count for value, count in pairs) / tokens
     return out
 
@@ -127,9 +128,6 @@ def first_above(values: list[float], limit: float, window: int = 3) -> int | Non
 
 
 def show(summary: Figures, written: list[Path]) -> None:
-    from rich.console import Console
-    from rich.table import Column, Table
-
     columns = (Column(style="bold"), Column(), Column(justify="right"))
     table = Table(*columns, box=None, pad_edge=False, show_header=False)
     for section, figures in summary.items():

@@ -80,8 +80,7 @@ class Role:
 
     def terminate(self) -> None:
         """SIGTERM to the process alone: it drains and tells its own children."""
-        if self.running:
-            self._process.terminate()
+        self._process.terminate()  # does nothing when it has ended
 
     def kill(self) -> None:
         """SIGKILL to the process, its group and everything that it started."""

@@ -202,12 +202,11 @@ class Job:
         self.supervisor.stop(["broker"], BROKER_END_S)
 
     def _summary(self, done: bool) -> str:
-        rewards = self.tail.series("reward_mean")
         steps = self.config.run.steps if done else int(self.tail.last.get("policy_version", 0))
         took = time.monotonic() - self._started
         head = "done" if done else "stopped; the same command continues from the last checkpoint"
         parts = [f"{head}: {steps} of {self.config.run.steps} steps, {took:.0f} s"]
-        if rewards:
+        if rewards := self.tail.series("reward_mean"):
             parts.append(f"reward {mean(rewards[:5]):.3f} (first 5 steps) to {mean(rewards[LATEST]):.3f} (last 10)")
         if done:
             parts.append(f"model in {self.run_dir.model}")

@@ -91,8 +91,7 @@ def _all_reduce(name: str, ranks: dict[str, Facts], exchange: Exchange) -> dict[
     """The result of each rank, one a machine; only ranks import torch."""
     first, store, result = next(iter(ranks)), None, ""
     if name in ranks:
-        os.environ |= ranks[name].interface.environment
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses that have no name
+        ranks[name].interface.use()
         store = Store(ranks[name].interface.address) if name == first else None
     port = exchange(store.port if store is not None else 0, int, IMPORT_S).get(first, 0)
     if name in ranks and not ranks.keys() & exchange.lost.keys():

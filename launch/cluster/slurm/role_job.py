@@ -18,14 +18,13 @@ from contextlib import suppress
 from datetime import datetime
 
 from broker.connect import ask_status
+from common.config.loading import load_resolved
 from common.config.network_checks import is_loopback
-from common.config.schema import Config
 from common.errors import EXIT_DONE, EXITS_FOR_GOOD, HopelessError, SlipstreamError, UsageError
 from common.process.lifecycle import SUPERVISOR_ENV, DrainFlag
 from common.process.run_dir import RunDir
 from launch.cluster.interface import routed
 from launch.cluster.slurm.jobs import DRAIN_S, SlurmError, end_run, over_file, read_jobs, slurm, unfinished
-from launch.resolve_target import config_of
 from launch.up.supervisor import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, describe_exit
 
 BROKER_WAIT_S = 600.0
@@ -41,9 +40,7 @@ class RoleJob:
 
     def __init__(self, run: RunDir, role: str, command: Sequence[str]) -> None:
         self.run_dir, self.role, self._command = run, role, command
-        config = config_of(run)
-        assert config is not None, f"{run.config} is missing"
-        self.config: Config = config
+        self.config = load_resolved(run.config)
         index = os.environ.get("SLURM_ARRAY_TASK_ID")
         self.id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{index}" if index else os.environ["SLURM_JOB_ID"]
         self._over = over_file(run, self.id)

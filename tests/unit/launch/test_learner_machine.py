@@ -15,7 +15,6 @@ from broker.messaging.client_methods import LearnerBroker
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.process.run_dir import RunDir
 from launch.cluster import learner_machine as module
-from launch.cluster.interface import Interface
 from launch.cluster.learner_machine import ANSWER_S, REPORT_S, Launcher
 from launch.cluster.shared_folder import SharedFolder
 from tests.broker_rig import job
@@ -44,8 +43,7 @@ def run(tmp_path: Path, gather: Callable[..., Assembly]) -> int:
     report = MachineReport("m1", "h1", "a", "a:1", {})
     client = cast(LearnerBroker, SimpleNamespace(gather=gather))
     with SharedFolder(tmp_path / "checkpoints", "m1") as shared:
-        config, interface = job(tmp_path), Interface("lo", "127.0.0.1")
-        return Launcher(config, RunDir(tmp_path), interface, client, shared, report).run("tcp://127.0.0.1:1")
+        return Launcher(job(tmp_path), RunDir(tmp_path), client, shared, report).run("tcp://127.0.0.1:1")
 
 
 def test_ranks_are_killed_a_fence_after_the_broker_last_heard_of_them_however_late_its_answer_was(

@@ -68,14 +68,14 @@ def test_microbatches_in_flight(stage: int, pipeline: int, virtual: int, microba
 
 def test_full_recomputation_keeps_inputs_and_one_layer_and_context_parallelism_divides_the_tokens() -> None:
     model, parallel = decoder(), ParallelConfig(pipeline=2)
-    full = activations(model, parallel, MemoryConfig(recompute="full"), 100, 8, 2)
-    none = activations(model, parallel, MemoryConfig(), 100, 8, 2)
+    full = [*activations(model, parallel, MemoryConfig(recompute="full"), 100, 8, 2)]
+    none = [*activations(model, parallel, MemoryConfig(), 100, 8, 2)]
     assert full[0].layers == 2 * 2 * 100 * H * 2  # layers x microbatches x tokens x hidden x bytes
     assert full[0].recomputed == layer_bytes(model, parallel, False, 100, 2) == none[0].layers // 4
     assert none[0].recomputed == 0
     assert full[0].output == 0
     assert full[1].output > 0
-    cut = activations(model, ParallelConfig(pipeline=2, context=4), MemoryConfig(), 100, 8, 2)
+    cut = [*activations(model, ParallelConfig(pipeline=2, context=4), MemoryConfig(), 100, 8, 2)]
     assert cut[0].layers * 4 == none[0].layers
 
 
