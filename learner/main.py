@@ -126,5 +126,10 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
+def main(arguments: Sequence[str]) -> int:
+    """Exit code of one rank; errors are logged."""
+    return guard(run, arguments)
+
+
 if __name__ == "__main__":
-    leave(guard(run, sys.argv[1:]))
+    leave(main(sys.argv[1:]))
