@@ -17,8 +17,9 @@ import yaml
 from msgspec import inspect as schema_info
 
 from common.config import strict_yaml
-from common.config.schema import MOST_FLOAT, MOST_INTEGER, Config, SftConfig
+from common.config.schema import Config, SftConfig
 from common.config.strict_yaml import Document
+from common.config.types import MOST_FLOAT, MOST_INTEGER
 from common.errors import ConfigError, UsageError
 
 OVERRIDE = "<override>"

@@ -6,31 +6,26 @@ key are in common/config/checks.py. A fact is stored once; what follows from it 
 
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 
-# Bounds keep every number finite, and every integer exact where it travels as a float. Messages leave them out.
-MOST_INTEGER = 1 << 53
-MOST_FLOAT = 1e300
-Integer = Annotated[int, Meta(ge=-MOST_INTEGER, le=MOST_INTEGER)]
-AboveOne = Annotated[float, Meta(gt=1, le=MOST_FLOAT)]
-Positive = Annotated[int, Meta(ge=1, le=MOST_INTEGER)]
-Natural = Annotated[int, Meta(ge=0, le=MOST_INTEGER)]
-Number = Annotated[float, Meta(ge=-MOST_FLOAT, le=MOST_FLOAT)]
-Seconds = Annotated[float, Meta(gt=0, le=1e9)]  # more than a billion overflows clocks
-CollectiveSeconds = Annotated[float, Meta(ge=10, le=1e9)]  # ticks between ranks and calls to the broker must fit in
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-PositiveFloat = Annotated[float, Meta(gt=0, le=MOST_FLOAT)]
-NonNegativeFloat = Annotated[float, Meta(ge=0, le=MOST_FLOAT)]
-Text = Annotated[str, Meta(min_length=1)]
-Scalar = str | Integer | Number | bool
-AddressSpace = Annotated[int, Meta(ge=32, le=MOST_INTEGER)]  # MiB; a Python process does not start with 24
+from common.config.observing import EvaluationConfig, SftEvaluationConfig, TelemetryConfig, WatchRule
+from common.config.types import (
+    AboveOne,
+    AddressSpace,
+    CollectiveSeconds,
+    Fraction,
+    Natural,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Scalar,
+    Seconds,
+    Strict,
+    Text,
+)
+
 AUTO_FACTOR = 2  # rollout.concurrency: auto goes up to this many times rollout.engine.max_num_seqs
 Recompute = Literal["none", "selective", "full"]
-
-
-class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of every config struct."""
 
 
 class RunConfig(Strict, frozen=True, kw_only=True):
@@ -175,6 +170,8 @@ class CheckpointConfig(Strict, frozen=True, kw_only=True):
     dir: Text | None = None
     keep: Positive = 2  # Number of newest checkpoints that stay on the disk.
     asynchronous: bool = True  # Writes checkpoints while the next steps run. A commit still waits for the disk.
+    # Metric of RUN/metrics.jsonl whose best checkpoint stays, too, in the folder best; -METRIC where less is better.
+    keep_best: Text | None = None
 
 
 class RanksConfig(Strict, frozen=True, kw_only=True):
@@ -303,13 +300,6 @@ class StalenessConfig(Strict, frozen=True, kw_only=True):
     expired: Literal["mask", "regenerate", "wait"] = "mask"
 
 
-class TelemetryConfig(Strict, frozen=True, kw_only=True):
-    log_level: Literal["debug", "info", "warning", "error"] = "info"  # Least severe level that RUN/logs contains.
-    refresh_s: Seconds = 1.0  # Seconds between two pictures of the live view.
-    # Port on which broker, learner and nodes answer probes without authentication, 0: none; docs/kubernetes.md.
-    health_port: Annotated[int, Meta(ge=0, le=65535)] = 0
-
-
 class Config(Strict, frozen=True, kw_only=True):
     """A whole RL job."""
 
@@ -322,6 +312,8 @@ class Config(Strict, frozen=True, kw_only=True):
     weights: WeightsConfig = WeightsConfig()
     staleness: StalenessConfig = StalenessConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    watch: list[WatchRule] = []  # docs/watch.md
 
     @property
     def device_shares(self) -> dict[str, int]:
@@ -348,3 +340,4 @@ class SftConfig(Strict, frozen=True, kw_only=True):
     tasks: SftTasksConfig
     learner: SftLearnerConfig = SftLearnerConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    evaluation: SftEvaluationConfig = SftEvaluationConfig()

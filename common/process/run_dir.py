@@ -28,6 +28,7 @@ CHANGEABLE = (
     "rollout.nodes", "rollout.concurrency", "rollout.sample_timeout_s", "rollout.drain_s", "rollout.threads",
     "rollout.engine", "broker", "weights.transport", "weights.overlap", "weights.address", "weights.network",
     "weights.buffers", "weights.timeout_s", "weights.bucket_mib", "telemetry",
+    "evaluation", "watch",
 )  # fmt: skip
 # May differ between the machines of a job.
 OF_A_MACHINE = ("learner.machines", "learner.interface", "model.path", "tasks.dataset", "learner.loss.reference")
@@ -68,6 +69,11 @@ class RunDir:
         self.model = self.path / "model"
         self.logs = self.path / "logs"
         self.report = self.path / "report"
+        self.transcripts = self.path / "transcripts"
+        self.trace = self.path / "trace"
+        self.profiles = self.path / "profiles"
+        self.evaluation = self.path / "evaluation"
+        self.sinks = self.path / "sinks"
 
     @classmethod
     def of(cls, config: Config | SftConfig) -> "RunDir":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from common.config import schema
+from common.config import observing, schema
 from common.config.loading import describe_type
 from common.metrics import SftMetrics, StepMetrics, declarations
 
@@ -46,7 +46,7 @@ def comments(kind: type[msgspec.Struct]) -> dict[str, str]:
     """Field name to the comment behind it, or to the comment lines above it."""
     out: dict[str, str] = {}
     above: list[str] = []
-    declared = [part for part in kind.__mro__ if part.__module__ == schema.__name__]
+    declared = [part for part in kind.__mro__ if part.__module__ in (schema.__name__, observing.__name__)]
     for line in "".join(map(inspect.getsource, declared)).splitlines():
         if field := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
             out[field[1]] = field[2] or " ".join(above)
@@ -83,8 +83,10 @@ def config_page() -> str:
     head = ("key", "value", "default", "means")
     parts = [CONFIG_HEAD]
     for section in msgspec.structs.fields(schema.Config):
-        assert isinstance(section.type, type)
-        parts.append(f"\n## {section.name}\n\n{table(head, list(config_rows(section.type, f'{section.name}.')))}")
+        rows = config_rows(
+            *([schema.WatchRule, "watch[]."] if section.name == "watch" else [section.type, f"{section.name}."])
+        )
+        parts.append(f"\n## {section.name}\n\n{table(head, list(rows))}")
     tasks = list(config_rows(schema.SftTasksConfig, "tasks."))
     learner = list(config_rows(schema.SftLearnerConfig, "learner.", frozenset({"sequences_per_step"})))
     every = schema.SftLearnerConfig().checkpoint

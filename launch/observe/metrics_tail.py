@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from common.json_lines import lines_of
 from common.metrics import no_file
 from common.process.run_dir import RunDir
+from launch.observe.line_tail import LineTail
 
 LATEST = slice(-10, None)  # the steps whose mean stands for the present
 
@@ -15,7 +15,7 @@ class MetricsTail:
 
     def __init__(self, path: Path | None) -> None:
         self.lines: list[dict[str, Any]] = []
-        self._path, self._inode, self._offset = path, -1, 0
+        self._tail = LineTail(path) if path else None
 
     @classmethod
     def of(cls, run: RunDir | None) -> "MetricsTail":
@@ -31,23 +31,18 @@ class MetricsTail:
 
     def update(self) -> None:
         """Read what is new. Raises UsageError when it is no file, or may not be read."""
-        if self._path is None:
+        if self._tail is None:
             return
-        try:
-            stat = self._path.stat()
-        except OSError:
-            return
-        if stat.st_ino != self._inode or stat.st_size < self._offset:
-            self.lines, self._offset, self._inode = [], 0, stat.st_ino
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except OSError as error:
-            raise no_file(self._path, error) from None
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        self.lines += lines_of(whole, dict[str, Any])
+        while True:
+            try:
+                replaced, lines = self._tail.read()
+            except OSError as error:
+                raise no_file(self._tail.path, error) from None
+            if replaced:
+                self.lines = []
+            if not lines:
+                return
+            self.lines += [line for line in lines if "kind" not in line]
 
     def series(self, name: str) -> list[float]:
         """Values of one metric over the steps that have it."""

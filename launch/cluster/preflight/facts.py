@@ -48,7 +48,8 @@ def facts_of(config: Config, role: str, address: str) -> Facts:
     found = [check_shm(machine, config), check_open_files(machine, config), *check_disk(run.path, config, None)]
     for at in problems(config, READERS[role]):
         found.append(problem("config", str(at), "a launch refuses it there", at.hint or f"set {at.key}"))
-    keys = {f"{part}.{key}": v for part, keys in msgspec.to_builtins(config).items() for key, v in keys.items()}
+    sections = {part: keys for part, keys in msgspec.to_builtins(config).items() if isinstance(keys, dict)}
+    keys = {f"{part}.{key}": v for part, keys in sections.items() for key, v in keys.items()}
     mtu = str(psutil.net_if_stats()[interface.name].mtu)
     agree = {
         "config": {key: str(value) for key, value in keys.items() if key not in OWN},

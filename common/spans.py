@@ -1,0 +1,29 @@
+"""Spans: what a process did from when to when. RUN/trace has one SpanBatch per JSON line; docs/trace.md."""
+
+import msgspec
+
+from common.wire_types import Finite, Name, Seconds, Tally, Text
+
+Value = str | int | float
+
+
+class Span(msgspec.Struct, frozen=True, gc=False):
+    """Something that lasted. Times are Unix seconds of the process's own clock."""
+
+    name: Text
+    kind: Text  # state | step | microbatch | publish | stage | flip | lease | episode | environment | engine
+    start_s: Finite
+    duration_s: Seconds
+    track: Text = ""  # a row within the process, where several things happen at once
+    args: dict[Name, Value] = {}  # for example serial, step, version
+
+
+class SpanBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Spans of one process. Its clock plus `offset_s` is the broker's clock, within `error_s`."""
+
+    who: Name  # learner, learner-RANK, broker, or a node id
+    host: Text
+    offset_s: Finite = 0.0
+    error_s: Seconds = 0.0
+    dropped: Tally = 0  # spans of this process lost so far, because nothing may wait for them
+    spans: list[Span] = []
