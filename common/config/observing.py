@@ -52,7 +52,7 @@ class SftEvaluationConfig(Strict, frozen=True, kw_only=True):
 
 
 class WatchRule(Strict, frozen=True, kw_only=True):
-    """A run acts by itself when a metric goes astray; docs/watch.md. Exactly one of below, above, drops and spikes is set."""
+    """What follows when a metric goes astray; docs/watch.md. Exactly one of below, above, drops and spikes is set."""
 
     metric: Text  # A metric of docs/metrics.md.
     below: Number | None = None  # Acts when the metric is below this.
