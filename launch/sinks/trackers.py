@@ -1,6 +1,7 @@
 """TensorBoard, W&B, MLflow and Trackio as sinks (launch/sinks/feed.py). Each library is imported when it is used."""
 
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 from launch.sinks.points import Cursor, Job, Point
 
 PROJECT = "slipstream"
+WANDB_FLUSH_S = 0.1
 WANDB_STEPS = 16  # numbers of W&B's own step per step of the run; those between are for evaluations
 
 
@@ -98,7 +100,9 @@ class Wandb(Tracker):
         import wandb
 
         project = os.environ.get("WANDB_PROJECT", PROJECT)
-        settings = wandb.Settings(console="off", silent=True, x_disable_stats=True)
+        settings = wandb.Settings(
+            console="off", silent=True, x_disable_stats=True, x_transaction_log_flush_interval=WANDB_FLUSH_S
+        )
         config, folder = msgspec.to_builtins(job.config), str(job.run.path)
         self._run = wandb.init(
             project=project, name=job.name, id=job.id, resume="allow", dir=folder, config=config, settings=settings
@@ -118,6 +122,8 @@ class Wandb(Tracker):
                 place = f"evaluation/{point.dataset}"
                 self._run.define_metric(f"{place}/*", step_metric=f"{place}/policy_version")
             self._run.log(point.values)
+        self._run.summary.get("step")  # W&B's own process answers when it has handled all of the above
+        time.sleep(2 * WANDB_FLUSH_S)  # by then it has written its file, which survives a kill
 
     def close(self) -> None:
         self._run.finish()
@@ -163,11 +169,17 @@ class Trackio(Tracker):
         self._job = job
 
     def write(self, points: Sequence[Point]) -> None:
+        self._log([point for point in points if not point.dataset], f"{self._job.name}-{self._job.id}")
+        self._log([point for point in points if point.dataset], f"{self._job.name}-{self._job.id}-evaluation")
+
+    def _log(self, points: Sequence[Point], name: str) -> None:
         import trackio
 
-        name = f"{self._job.name}-{self._job.id}"
-        project = os.environ.get("TRACKIO_PROJECT", PROJECT)
-        run = trackio.init(project=project, name=name, resume="allow", config=flat_config(self._job), embed=False)
+        if not points:
+            return
+        project, config = os.environ.get("TRACKIO_PROJECT", PROJECT), flat_config(self._job)
+        options = {"resume": "allow", "embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+        run = trackio.init(project, name, group=self._job.name, config=config, **options)
         repeated = False
         for point in points:
             repeated |= point.again

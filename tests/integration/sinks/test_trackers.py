@@ -47,18 +47,27 @@ for name in ("", "evaluation"):
 print(json.dumps(seen))
 """
 WANDB = """
-from google.protobuf.json_format import MessageToDict
+import glob, struct
 from wandb.proto import wandb_internal_pb2 as pb
-from wandb.sdk.internal.datastore import DataStore
-import glob
+
+def records(data):  # the log format of LevelDB, behind seven bytes
+    at, parts = 7, b""
+    while at + 7 < len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        size, kind = struct.unpack_from("<HB", data, at + 4)
+        parts += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):
+            yield pb.Record.FromString(parts)
+            parts = b""
+
 rows, name, config = [], "", {}
 for path in sorted(glob.glob(sys.argv[1] + "/wandb/offline-run-*/*.wandb")):
-    store = DataStore()
-    store.open_for_scan(path)
-    while (data := store.scan_data()) is not None:
-        record = pb.Record.FromString(data)
+    for record in records(open(path, "rb").read()):
         if record.HasField("history"):
-            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
+            rows.append({"/".join([i.key] * bool(i.key) or i.nested_key): json.loads(i.value_json) for i in record.history.item})
         if record.HasField("run"):
             name = record.run.display_name
             config = {u.key: json.loads(u.value_json) for u in record.run.config.update} or config
@@ -74,8 +83,9 @@ print(json.dumps({"history": history, "params": run.data.params, "name": run.inf
 TRACKIO = """
 import trackio
 from trackio.sqlite_storage import SQLiteStorage
-(run,) = trackio.Api().runs("slipstream")
-print(json.dumps({"name": run.name, "config": run.config, "logs": SQLiteStorage.get_logs("slipstream", run.name, run_id=run.id)}))
+runs = {run.name: run for run in trackio.Api().runs("slipstream")}
+logs = {name: SQLiteStorage.get_logs("slipstream", name, run_id=run.id) for name, run in runs.items()}
+print(json.dumps({"logs": logs, "config": {name: run.config for name, run in runs.items()}}))
 """
 
 
@@ -151,8 +161,10 @@ def test_wandb_offline_mlflow_and_trackio_have_each_step_once_with_config_and_na
     assert (mlflow["name"], mlflow["params"]["staleness.max"], mlflow["status"]) == ("demo", "2", "FINISHED")
 
     trackio: Any = ask(python, TRACKIO, **env)
-    logs = [line for line in trackio["logs"] if "train/reward_mean" in line]
-    assert [[line["step"], line["train/reward_mean"]] for line in logs] == rewards
-    assert logs[0].keys() >= NAMES
-    assert {"evaluation/data_held_out.jsonl/mean_reward": 0.5, "step": 4}.items() <= trackio["logs"][4].items()
-    assert trackio["name"].startswith("demo-") and trackio["config"]["run.name"] == "demo"
+    steps, evaluations = sorted(trackio["logs"])
+    assert [[line["step"], line["train/reward_mean"]] for line in trackio["logs"][steps]] == rewards
+    assert trackio["logs"][steps][0].keys() >= NAMES
+    assert {"evaluation/data_held_out.jsonl/mean_reward": 0.5, "step": 4}.items() <= trackio["logs"][evaluations][
+        0
+    ].items()
+    assert steps.startswith("demo-") and trackio["config"][steps]["run.name"] == "demo"
