@@ -8,7 +8,6 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -44,6 +43,7 @@ class Prometheus(Collector):
 
     def __init__(self, job: Job, cursor: Cursor, lags: Callable[[], Mapping[str, int]]) -> None:
         """`lags`: lines that each sink has not taken. Raises OSError when the port is in use."""
+        self._has_broker = isinstance(job.config, Config)
         credentials = job.config.broker.credentials if isinstance(job.config, Config) else None
         self._run, self._target, self._lags = [job.name], Target(job.run, credentials), lags
         self._events, self._counts = LineTail(job.run.events), Counter(dict.fromkeys(NOTED, 0))
@@ -72,8 +72,10 @@ class Prometheus(Collector):
                 if kind == "checkpoint" or (kind == "learner_started" and not self._checkpoint_s):
                     self._checkpoint_s = float(event.get("time_s", 0.0))
         if time.monotonic() >= self._ask_at:
-            with suppress(SlipstreamError):
+            try:
                 self._seen = observe(self._target), time.time()
+            except SlipstreamError:  # it left nothing, and the state of long ago is no news
+                self._seen = None
             self._ask_at = time.monotonic() + ASK_EVERY_S
 
     def close(self) -> None:
@@ -100,6 +102,8 @@ class Prometheus(Collector):
             seen, at_s = self._seen
             yield from self._of_broker(seen.status)
             yield from self._of_processes(seen.status, seen.live, time.time() - at_s)
+        elif self._has_broker:
+            yield self._one("node_up", list(PROCESS[1:]), [(("broker", "broker", socket.gethostname()), 0)])
 
     def _one(self, name: str, labels: list[str], values: Iterable[tuple[Any, float]], grows: bool = False) -> Metric:
         """A family with one value per entry: (its label or labels besides the run, value)."""
