@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
+from typing import get_args
 
 from broker.contract import LEARNER_ENDED
 from common.config.loading import load_resolved
+from common.config.observing import Sink as SinkName
 from common.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from common.process.lifecycle import DrainFlag, alive
 from common.process.lock_file import AlreadyLocked, take_lock
@@ -74,6 +76,8 @@ def command(args: argparse.Namespace) -> int:
 def check_packages(names: Sequence[str]) -> None:
     """Raise UsageError when the library of a tracker is not installed."""
     for name in names:
+        if name not in get_args(SinkName):
+            raise UsageError(f"unknown tracker '{name}', expected one of {', '.join(get_args(SinkName))}")
         if find_spec(MODULES.get(name, name)) is None:
             package = PACKAGES.get(name, name)
             raise UsageError(

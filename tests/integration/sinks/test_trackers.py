@@ -1,7 +1,5 @@
 """Trackers fed by the real process with their real libraries, and read back with them."""
 
-import os
-import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,6 @@ from typing import Any
 import msgspec
 
 from common.process.run_dir import RunDir
-
 from tests.integration.sinks.sink_rig import (
     EVALUATION,
     ask,
