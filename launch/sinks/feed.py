@@ -17,8 +17,8 @@ from launch.sinks.points import Cursor, Point
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
-FEED_BYTES = 1 << 20  # of the file, between two flushes
-RECENT_BYTES = 1 << 20  # of the file, for a sink that only shows the newest state
+FEED_BYTES = 1 << 20  # read between two flushes
+RECENT_BYTES = 1 << 20  # read by a sink that shows the newest state
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 60.0
 HANGS_AFTER_S = 30.0
 

@@ -31,7 +31,7 @@ class Point(msgspec.Struct, frozen=True):
     step: int
     time_s: float
     values: dict[str, float]
-    dataset: str = ""  # of an evaluation
+    dataset: str = ""  # set for an evaluation
     again: bool = False  # a resumed learner does this step again: all points from it on are void
 
 
@@ -40,7 +40,7 @@ class Cursor(msgspec.Struct, forbid_unknown_fields=False):
 
     offset: int = 0
     inode: int = -1
-    lines: int = 0  # of the file that `inode` names
+    lines: int = 0  # taken from the file that `inode` names
     step: int = -1  # the newest one that was fed
     start: float = -1.0  # which start of the learner wrote it; without one, the Unix time of the line
     evaluated: dict[str, int] = {}  # newest policy version by dataset

@@ -163,7 +163,7 @@ class Mlflow(Tracker):
 
 
 class Trackio(Tracker):
-    """Trackio, locally or as TRACKIO_SERVER_URL and TRACKIO_SPACE_ID say. Each write is a session, whose end flushes."""
+    """Trackio, locally or as its environment variables say. Each write is a session, whose end flushes."""
 
     def __init__(self, job: Job, cursor: Cursor) -> None:
         self._job = job

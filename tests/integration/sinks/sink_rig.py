@@ -99,10 +99,10 @@ def until_fed(run: RunDir, process: subprocess.Popen[bytes], step: int, *sinks: 
         assert process.poll() is None, said(run)
         assert not any(state_of(run, sink).error for sink in sinks), said(run)
 
-    for sink in sinks:
-        until(
-            lambda: state_of(run, sink).cursor.step >= step, f"{sink} at {step}", check=living, told=lambda: said(run)
-        )
+    def fed() -> bool:
+        return all(state_of(run, sink).cursor.step >= step for sink in sinks)
+
+    until(fed, f"{sinks} at {step}", check=living, told=lambda: said(run))
 
 
 def said(run: RunDir) -> str:

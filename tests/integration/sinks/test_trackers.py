@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from common.process.run_dir import RunDir
 from tests.integration.sinks.sink_rig import (
@@ -64,7 +65,8 @@ rows, name, config = [], "", {}
 for path in sorted(glob.glob(sys.argv[1] + "/wandb/offline-run-*/*.wandb")):
     for record in records(open(path, "rb").read()):
         if record.HasField("history"):
-            rows.append({"/".join([i.key] * bool(i.key) or i.nested_key): json.loads(i.value_json) for i in record.history.item})
+            items = record.history.item
+            rows.append({"/".join([i.key] * bool(i.key) or i.nested_key): json.loads(i.value_json) for i in items})
         if record.HasField("run"):
             name = record.run.display_name
             config = {u.key: json.loads(u.value_json) for u in record.run.config.update} or config
@@ -74,7 +76,8 @@ MLFLOW = """
 from mlflow import MlflowClient
 client = MlflowClient(f"sqlite:///{sys.argv[1]}/mlflow.db")
 (run,) = client.search_runs([client.get_experiment_by_name("slipstream").experiment_id])
-history = {name: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, name)] for name in run.data.metrics}
+points = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+history = {name: [(metric.step, metric.value) for metric in found] for name, found in points.items()}
 print(json.dumps({"history": history, "params": run.data.params, "name": run.info.run_name, "status": run.info.status}))
 """
 TRACKIO = """
@@ -96,6 +99,7 @@ def evaluation(version: int) -> bytes:
     return EVALUATION % (version - 1, version, 1e9 + version)
 
 
+@pytest.mark.slow
 def test_tensorboard_has_each_step_once_after_kills_and_a_resumed_learner(tmp_path: Path) -> None:
     python, run = python_with_trackers(), new_run(tmp_path)
     write_steps(run, range(10))
@@ -109,11 +113,10 @@ def test_tensorboard_has_each_step_once_after_kills_and_a_resumed_learner(tmp_pa
     size = sum(len(line) + 1 for line in run.metrics.read_bytes().split(b"\n")[:7])
     state.cursor.step, state.cursor.lines, state.cursor.offset, state.cursor.evaluated = 6, 7, size, {}
     (run.sinks / "tensorboard.json").write_bytes(msgspec.json.encode(state))
-    write_steps_after = 12
     with feeding(run, "tensorboard", python=python) as process:
         until_fed(run, process, 9, "tensorboard")
-        write_steps(run, range(8, write_steps_after), incarnation=1)  # replaces the file
-        until_fed(run, process, write_steps_after - 1, "tensorboard")
+        write_steps(run, range(8, 12), incarnation=1)  # replaces the file
+        until_fed(run, process, 11, "tensorboard")
         finish(run, process)
     seen = ask(python, TENSORBOARD, run.path / "tensorboard")
     rewards = [[step, step + (0.1 if step >= 8 else 0.0)] for step in range(12)]
@@ -124,7 +127,8 @@ def test_tensorboard_has_each_step_once_after_kills_and_a_resumed_learner(tmp_pa
     assert {tuple(event[:2]) for event in seen["evaluation/data_held_out.jsonl/pass_at/4"]} <= {(10, 0.75)}
 
 
-def test_wandb_offline_mlflow_and_trackio_have_each_step_once_with_config_and_name(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_wandb_offline_mlflow_and_trackio_have_each_step_once_and_the_config(tmp_path: Path) -> None:
     python, run = python_with_trackers(), new_run(tmp_path)
     sinks, env = ("wandb", "mlflow", "trackio"), {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio")}
     write_steps(run, range(4))
@@ -137,8 +141,7 @@ def test_wandb_offline_mlflow_and_trackio_have_each_step_once_with_config_and_na
         (run.sinks / f"{sink}.json").unlink()
     with feeding(run, *sinks, python=python, **env) as process:
         until_fed(run, process, 3, *sinks)
-        write_steps_from = [4, 5]
-        write_steps(run, write_steps_from)
+        write_steps(run, [4, 5])
         until_fed(run, process, 5, *sinks)
         finish(run, process)
     rewards = [[step, float(step)] for step in range(6)]

@@ -249,7 +249,7 @@ def test_a_port_in_use_is_shown_and_an_ended_run_ends_the_process(tmp_path, conf
 
 @contextmanager
 def free_server() -> Iterator[int]:
-    """A port that somebody listens on."""
+    """A port on which a server listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
