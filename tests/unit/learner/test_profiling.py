@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from common.json_lines import read_jsonl
@@ -31,8 +32,10 @@ def test_the_trace_of_a_chosen_step_has_the_operations_of_this_step(make_world: 
         names = [event.get("name") for event in recorded(folder / f"learner-0-step-{step}.json.gz")]
         assert [name for name in names if name in [f"step {n}" for n in range(5)]] == [f"step {step}"]
         assert "aten::_log_softmax" in names and "aten::_log_softmax_backward_data" in names
-    absent = [{"step": n, "nodes": "elsewhere"} for n in (1, 3)]
-    assert absences(world) == absent
+    assert absences(world) == [{"step": n, "nodes": "elsewhere"} for n in (1, 3)]
+    plain = make_world(run={"steps": 5, "dir": f"{world.trainer.run_dir.path}-plain"})
+    assert plain.run() == "done"
+    np.testing.assert_array_equal(world.final_table(), plain.final_table())
 
 
 @pytest.mark.parametrize("telemetry", [{}, {"profile_steps": [1], "profile_ranks": [], "profile_nodes": []}])
