@@ -25,7 +25,7 @@ from common.transcripts import Transcript, Turn
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 STEP_S, RESTART_S, STARTS = 2.0, 60.0, 4  # seconds of a step and of a restart; starts of the learner
-GROUPS, SIZE, EVERY, TOKENS = 4, 8, 25, 768  # of a step; steps between checkpoints; sampled tokens of a step
+GROUPS, SIZE, EVERY, TOKENS = 4, 8, 25, 768  # groups of a step, samples of a group, steps to a checkpoint, tokens
 TRACED = 50  # steps in the trace, the newest ones
 CONSTANT = {
     "tokens_expired": 0, "groups": GROUPS, "samples": GROUPS * SIZE, "tokens_trained": TOKENS, "publish_bytes": 1 << 22,

@@ -11,7 +11,7 @@ from common.config.observing import TelemetryConfig
 
 logger = logging.getLogger(__name__)
 
-MEMORY_ENTRIES = 100_000  # of a snapshot's history; each has a stack of some KB
+MEMORY_ENTRIES = 100_000  # allocations in a snapshot's history; each takes some KB
 
 
 class StepProfiler:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_ENGINE_STEPS = 500  # of one profile; they bound its memory and the time that writing it takes
+MOST_ENGINE_STEPS = 500  # a profile with more would take long to write
 LOOK_S = 0.5
 
 

@@ -44,7 +44,7 @@ class Engine:
 
 
 def calls(engine: Engine, *versions: int) -> list[str]:
-    """What the engine was told while the node had these versions and then was told to end."""
+    """The engine's orders while the node had these versions and then was told to end."""
 
     async def play() -> None:
         feed = Feed(*versions)
