@@ -1,8 +1,9 @@
 """torch.profiler around the optimizer steps of telemetry.profile_steps, on the ranks that the config chooses."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +30,18 @@ class StepProfiler:
     def _recording(self, step: int) -> Iterator[None]:
         from torch.profiler import record_function
 
-        profiler: Any = None
-        try:
-            profiler = self._start()
-        except Exception:
-            self._give_up(step)
+        profiler = self._tried(self._start)
         with record_function(f"step {step}"):
             yield
+        if profiler is not None:
+            self._tried(partial(self._write, profiler, f"{self._folder}/learner-{self._rank}-step-{step}"))
+
+    def _tried(self, work: Callable[[], Any]) -> Any:
         try:
-            if profiler is not None:
-                self._write(profiler, f"{self._folder}/learner-{self._rank}-step-{step}")
+            return work()
         except Exception:
-            self._give_up(step)
+            self._steps.clear()
+            logger.warning("the profiler failed; this rank records no more steps", exc_info=True)
 
     def _start(self) -> Any:
         import torch
@@ -65,13 +66,8 @@ class StepProfiler:
                 torch.cuda.memory._record_memory_history(enabled=None)
         profiler.export_chrome_trace(f"{name}.json.gz")
 
-    def _give_up(self, step: int) -> None:
-        self._steps.clear()
-        logger.warning("step %d has no whole profile, and no later step will have one", step, exc_info=True)
-
 
 def absent_nodes(telemetry: TelemetryConfig, step: int, status: BrokerStatus) -> list[str]:
     """The nodes that would record this step and are not here."""
-    if step not in telemetry.profile_steps:
-        return []
-    return sorted(set(telemetry.profile_nodes) - {node.report.node_id for node in status.nodes if node.alive})
+    wanted = telemetry.profile_nodes if step in telemetry.profile_steps else ()
+    return sorted(set(wanted) - {node.report.node_id for node in status.nodes if node.alive})

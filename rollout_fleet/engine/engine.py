@@ -114,13 +114,9 @@ class Engine:
         self.counters.cached_tokens += output.num_cached_tokens or 0
         return generation
 
-    async def start_profile(self, name: str) -> None:
-        """Begin a profile, whose files begin with `name`; only with `profiles`. Raises as vLLM does."""
-        await self._llm.start_profile(name)
-
-    async def stop_profile(self) -> None:
-        """Write what was recorded; the engine does nothing else meanwhile. Raises as vLLM does."""
-        await self._llm.stop_profile()
+    async def profile(self, name: str | None) -> None:
+        """Begin a profile whose files begin with `name`; None: write it, while the engine waits. Raises as vLLM."""
+        await (self._llm.stop_profile() if name is None else self._llm.start_profile(name))
 
     async def shutdown(self) -> None:
         """Abort what runs and end the engine's processes; safe to call twice."""

@@ -39,15 +39,15 @@ async def record(engine: "Engine", feed: "WeightClient", telemetry: TelemetryCon
             version = feed.state.version
             if now not in (-1, version):
                 now = -1
-                await engine.stop_profile()
+                await engine.profile(None)
             if version in left:
                 left.remove(version)
                 now = version
-                await engine.start_profile(f"rollout-{re.sub('[^A-Za-z0-9._-]', '-', node_id)[:96]}-step-{version}")
+                await engine.profile(f"rollout-{re.sub('[^A-Za-z0-9._-]', '-', node_id)[:96]}-step-{version}")
             await feed.wait_change(LOOK_S)
     except Exception:
         logger.warning("this node records no more profiles", exc_info=True)
     finally:
         if now >= 0:
             with suppress(Exception):
-                await engine.stop_profile()
+                await engine.profile(None)

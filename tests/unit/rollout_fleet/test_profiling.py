@@ -34,13 +34,10 @@ class Engine:
     def __init__(self, fails: bool = False) -> None:
         self.calls, self._fails = list[str](), fails
 
-    async def start_profile(self, name: str) -> None:
-        self.calls.append(name)
-        if self._fails:
+    async def profile(self, name: str | None) -> None:
+        self.calls.append(name or "stop")
+        if name and self._fails:
             raise RuntimeError("no profiler here")
-
-    async def stop_profile(self) -> None:
-        self.calls.append("stop")
 
 
 def calls(engine: Engine, *versions: int) -> list[str]:
