@@ -5,10 +5,12 @@
 
 A pair is two real jobs with the assets of the quickstart, and the pairs take turns in which is first. A job is
 synchronous, so a step's groups are generated and trained on between two lines of metrics.jsonl. The learning rate is
-almost zero, so every step samples from the same random policy, and no run learns to write less than the other. CPU is
-user and system time of the learner's rank and of the node, all threads and children included, between the lines of the
-steps WARM and WARM + `--steps`. Starting is not in it, nor are the processes that feed sinks and page. The broker's
-CPU is told beside it. The model is tiny, so observing costs a larger share than with any real one.
+almost zero, so every step samples from the same random policy, and no run learns to write less than the other. The
+model is tiny, so observing costs a larger share than with any real one.
+
+CPU is user and system time of the learner's rank and of the node, all threads and children included. It counts from
+line WARM of metrics.jsonl for `--steps` steps. Starting is not in it, nor are the processes that feed sinks and page.
+The broker's CPU stands beside it.
 
 Writes bench/results/telemetry_overhead.json. Short mode: --pairs 1 --steps 10.
 """

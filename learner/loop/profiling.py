@@ -58,11 +58,12 @@ class StepProfiler:
     def _write(self, profiler: Any, name: str) -> None:
         import torch
 
-        profiler.stop()
-        if torch.cuda.is_available():
-            try:
+        try:
+            profiler.stop()
+            if torch.cuda.is_available():
                 torch.cuda.memory._dump_snapshot(f"{name}-memory.pickle")
-            finally:
+        finally:
+            if torch.cuda.is_available():
                 torch.cuda.memory._record_memory_history(enabled=None)
         profiler.export_chrome_trace(f"{name}.json.gz")
 
