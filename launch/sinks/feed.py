@@ -26,8 +26,6 @@ HANGS_AFTER_S = 30.0
 class Sink(Protocol):
     """A connected tracker. Every call may raise anything, and may hang."""
 
-    recent_only: bool  # it shows the newest state, so it needs no old lines
-
     def write(self, points: Sequence[Point]) -> None:
         """Return when the tracker has the points."""
         ...
@@ -53,7 +51,10 @@ class Feed(threading.Thread):
     """Feeds one sink until `closing` is set and everything was fed."""
 
     def __init__(self, name: str, make: Callable[[Cursor], Sink], metrics: Path, file: Path, recent_only: bool) -> None:
-        """`make` connects the sink, for lines behind the cursor; `file` is RUN/sinks/NAME.json."""
+        """`make` connects the sink, for lines behind the cursor; `file` is RUN/sinks/NAME.json.
+
+        `recent_only`: it shows the newest state, so it needs the end of the metrics only.
+        """
         super().__init__(name=name, daemon=True)
         self.closing = threading.Event()
         self._make, self._metrics, self._file, self._recent = make, metrics, file, recent_only

@@ -39,8 +39,6 @@ GROWING |= {"groups_dead", "lease_expiries", "stale_results", "refused_messages"
 class Prometheus(Collector):
     """Serves the newest state; the broker is asked about every five seconds, scraped or not."""
 
-    recent_only = True
-
     def __init__(self, job: Job, cursor: Cursor, lags: Callable[[], Mapping[str, int]]) -> None:
         """`lags`: lines that each sink has not taken. Raises OSError when the port is in use."""
         self._has_broker = isinstance(job.config, Config)

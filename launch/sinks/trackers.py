@@ -26,9 +26,7 @@ def flat_config(job: Job) -> dict[str, str | int | float]:
 
 
 class Tracker:
-    """A sink that takes every line."""
-
-    recent_only = False
+    """A sink that only takes points."""
 
     def tick(self) -> None:
         pass
@@ -39,16 +37,16 @@ class TensorBoard(Tracker):
 
     def __init__(self, job: Job, cursor: Cursor) -> None:
         self._folder = job.run.path / "tensorboard"
-        self._steps, self._evaluations = self._writer("", cursor.step + 1), self._writer("evaluation", 0)
+        self._steps, self._evaluations = self._writer("", cursor.step + 1), self._writer("evaluation")
         self._add(self._steps, summary=_hparams(flat_config(job)))
 
-    def _writer(self, folder: str, void_from: int) -> Any:
-        """A new event file. Readers drop what earlier files have from step `void_from` on, unless it is 0."""
+    def _writer(self, folder: str, void_from: int | None = None) -> Any:
+        """A new event file. Readers drop what earlier files have from step `void_from` on."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         writer = EventFileWriter(str(self._folder / folder))
-        if void_from:
+        if void_from is not None:
             self._add(writer, session_log=SessionLog(status=SessionLog.START), step=void_from)
         return writer
 

@@ -83,8 +83,6 @@ def test_evaluations_are_points_at_their_version_once_per_dataset() -> None:
 class Recording:
     """A sink that keeps what it gets."""
 
-    recent_only = False
-
     def __init__(self, cursor: Cursor) -> None:
         self.steps: list[int] = []
 
