@@ -42,6 +42,7 @@ class Cursor(msgspec.Struct, forbid_unknown_fields=False):
     inode: int = -1
     lines: int = 0  # taken from the file that `inode` names
     step: int = -1  # the newest one that was fed
+    highest: int = -1  # of all that were fed; a resumed learner begins below it
     start: float = -1.0  # which start of the learner wrote it; without one, the Unix time of the line
     evaluated: dict[str, int] = {}  # newest policy version by dataset
 
@@ -63,7 +64,7 @@ class Cursor(msgspec.Struct, forbid_unknown_fields=False):
         again = step <= self.step
         if again:
             self.evaluated = {name: min(version, step) for name, version in self.evaluated.items()}
-        self.step, self.start = step, start
+        self.step, self.highest, self.start = step, max(step, self.highest), start
         values = {
             f"{GROUP_OF.get(name, 'train')}/{name}": line[name] for name in line if name not in ("step", "time_s")
         }

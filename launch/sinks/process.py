@@ -78,7 +78,7 @@ def check_packages(names: Sequence[str]) -> None:
     for name in names:
         if name not in get_args(SinkName):
             raise UsageError(f"unknown tracker '{name}', expected one of {', '.join(get_args(SinkName))}")
-        if find_spec(MODULES.get(name, name)) is None:
+        if getattr(find_spec(MODULES.get(name, name)), "origin", None) is None:  # a folder of that name is no package
             package = PACKAGES.get(name, name)
             raise UsageError(
                 f"telemetry.sinks: {name} needs the package {package}, which is not installed here; "

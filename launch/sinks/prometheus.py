@@ -82,7 +82,7 @@ class Prometheus(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All series, from what was last seen; a thread of the server calls it for each scrape."""
-        yield self._one("events", ["kind"], self._counts.items(), grows=True)
+        yield self._one("events", ["kind"], list(self._counts.items()), grows=True)
         yield self._one("sink_lag_lines", ["sink"], self._lags().items())
         if self._checkpoint_s:
             yield self._one("checkpoint_age_s", [], [((), max(0.0, time.time() - self._checkpoint_s))])
@@ -93,7 +93,9 @@ class Prometheus(Collector):
             shown.add_metric([*self._run, *keys], value)
         yield from families.values()
         evaluated = [
-            ((p.dataset, name.split("/", 2)[2]), v) for p in self._evaluations.values() for name, v in p.values.items()
+            ((p.dataset, name.split("/", 2)[2]), v)
+            for p in list(self._evaluations.values())
+            for name, v in p.values.items()
         ]
         yield self._one("evaluation", ["dataset", "metric"], evaluated)
         if self._seen is not None:

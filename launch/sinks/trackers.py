@@ -61,10 +61,8 @@ class TensorBoard(Tracker):
         for point in points:
             if point.again:
                 self.close()
-                self._steps, self._evaluations = (
-                    self._writer("", point.step),
-                    self._writer("evaluation", point.step + 1),
-                )
+                self._steps = self._writer("", point.step)
+                self._evaluations = self._writer("evaluation", point.step + 1)
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in point.values.items()]
             writer = self._evaluations if point.dataset else self._steps
             self._add(writer, summary=Summary(value=values), step=point.step, wall_time=point.time_s)
@@ -164,7 +162,7 @@ class Trackio(Tracker):
     """Trackio, locally or as its environment variables say. Each write is a session, whose end flushes."""
 
     def __init__(self, job: Job, cursor: Cursor) -> None:
-        self._job = job
+        self._job, self._highest = job, cursor.highest
 
     def write(self, points: Sequence[Point]) -> None:
         self._log([point for point in points if not point.dataset], f"{self._job.name}-{self._job.id}")
@@ -178,12 +176,12 @@ class Trackio(Tracker):
         project, config = os.environ.get("TRACKIO_PROJECT", PROJECT), flat_config(self._job)
         options = {"resume": "allow", "embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
         run = trackio.init(project, name, group=self._job.name, config=config, **options)
-        repeated = False
         for point in points:
-            repeated |= point.again
-            if repeated or point.dataset or point.step >= run._next_step:  # it may have them from before a crash
+            before_crash = self._highest < point.step < run._next_step  # it has them, and the cursor did not move
+            if point.dataset or not before_crash:
                 run.log(point.values, step=point.step)
         run.finish()
+        self._highest = max([self._highest, *(point.step for point in points if not point.dataset)])
 
     def close(self) -> None:
         pass

@@ -20,7 +20,7 @@ from tests.integration.sinks.sink_rig import (
     until_fed,
     write_steps,
 )
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, until
 
 NAMES = {"train/reward_mean", "time/step_s", "tokens/tokens_trained", "broker/groups", "staleness/staleness_mean"}
 NAMES |= {
@@ -128,7 +128,7 @@ def test_tensorboard_has_each_step_once_after_kills_and_a_resumed_learner(tmp_pa
 
 
 @pytest.mark.slow
-def test_wandb_offline_mlflow_and_trackio_have_each_step_once_and_the_config(tmp_path: Path) -> None:
+def test_wandb_offline_mlflow_and_trackio_keep_steps_through_a_kill_and_a_resumed_learner(tmp_path: Path) -> None:
     python, run = python_with_trackers(), new_run(tmp_path)
     sinks, env = ("wandb", "mlflow", "trackio"), {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio")}
     write_steps(run, range(4))
@@ -143,8 +143,12 @@ def test_wandb_offline_mlflow_and_trackio_have_each_step_once_and_the_config(tmp
         until_fed(run, process, 3, *sinks)
         write_steps(run, [4, 5])
         until_fed(run, process, 5, *sinks)
+        write_steps(run, [3, 4], incarnation=1)
+        until(lambda: all(state_of(run, sink).cursor.start == 1 for sink in sinks))
+        write_steps(run, [5, 6], incarnation=1)
         finish(run, process)
-    rewards = [[step, float(step)] for step in range(6)]
+    rewards = [*([step, float(step)] for step in range(6)), [6, 6.1]]
+    again = sorted([*rewards, [3, 3.1], [4, 4.1], [5, 5.1]])
 
     wandb: Any = ask(python, WANDB, run.path)
     rows = [row for row in wandb["rows"] if "train/reward_mean" in row]
@@ -155,14 +159,14 @@ def test_wandb_offline_mlflow_and_trackio_have_each_step_once_and_the_config(tmp
     assert (wandb["name"], wandb["config"]["run"]["name"]) == ("demo", "demo")
 
     mlflow: Any = ask(python, MLFLOW, run.path)
-    assert sorted(mlflow["history"]["train/reward_mean"]) == rewards
+    assert sorted(mlflow["history"]["train/reward_mean"]) == again
     assert mlflow["history"]["evaluation/data_held_out.jsonl/pass_at/1"] == [[4, 0.25]]
     assert mlflow["history"].keys() >= NAMES
     assert (mlflow["name"], mlflow["params"]["staleness.max"], mlflow["status"]) == ("demo", "2", "FINISHED")
 
     trackio: Any = ask(python, TRACKIO, **env)
     steps, evaluations = sorted(trackio["logs"])
-    assert [[line["step"], line["train/reward_mean"]] for line in trackio["logs"][steps]] == rewards
+    assert sorted([line["step"], line["train/reward_mean"]] for line in trackio["logs"][steps]) == again
     assert trackio["logs"][steps][0].keys() >= NAMES
     assert {"evaluation/data_held_out.jsonl/mean_reward": 0.5, "step": 4}.items() <= trackio["logs"][evaluations][
         0

@@ -225,6 +225,12 @@ def test_bad_usage_is_refused_with_the_next_step(run, capsys, monkeypatch) -> No
     assert "mlflow needs the package mlflow-skinny" in said and "pip install 'slipstream-rl[sinks]'" in said
 
 
+def test_up_refuses_a_tracker_whose_package_is_missing_before_anything_starts(job, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(process, "find_spec", lambda name: None)
+    assert "wandb needs the package wandb" in refusal(capsys, "up", str(job), "telemetry.sinks=[wandb]")
+    assert not (job.parent / "run").exists()
+
+
 def test_a_second_process_is_refused(run, capsys) -> None:
     run.sinks.mkdir()
     lock = process.take_lock(run.sinks / "lock")
