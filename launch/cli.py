@@ -37,6 +37,7 @@ HANDLERS = {
     "ledger": "launch.observe.ledger:command",
     "logs": "launch.observe.logs:command",
     "stop": "launch.up.stop:command",
+    "resume": "launch.up.resume:command",
     "export": "launch.results.export:command",
     "replay": "launch.results.replay:command",
     "keys": "launch.keys:command",

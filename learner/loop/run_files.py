@@ -11,7 +11,8 @@ import msgspec
 from common.config.schema import Config, SftConfig
 from common.errors import UsageError
 from common.json_lines import EventFile
-from common.metrics import MetricsWriter, SftMetrics, StepMetrics
+from common.metrics import SftMetrics, StepMetrics
+from common.process.metrics_file import MetricsWriter
 from common.process.run_dir import RunDir, write_json
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
 
