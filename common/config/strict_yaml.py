@@ -42,7 +42,7 @@ def load(text: str) -> object:
 
 
 def line_of(text: str, key: str) -> int | None:
-    """The line, from 1, of a key path (watch[1].metric) in YAML that parses; of the nearest part above an absent one."""
+    """The line, from 1, of a key path in YAML that parses; of the nearest section above it when it is absent."""
     node: Any = cast("Any", yaml.compose(text, Loader=_Loader))  # pyright: ignore[reportUnknownMemberType]
     line: int | None = None
     for part in parts_of(key):

@@ -71,7 +71,7 @@ class Lead(RolloutSource):
         self._filtered_before: Counter[int | None] = Counter()  # groups that an earlier learner filtered, by step
         self._bad: Counter[int] = Counter()
         self._stalls = StallMeter()
-        self._watch = Watcher(config.watch, RunDir.of(config), files, publisher, reporter.update)
+        self._watch = Watcher(config, files, publisher, reporter.update)
         self._ejections = 0
         self._replays_below = 0
         self._dead_at_last_take = 0

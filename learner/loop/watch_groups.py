@@ -13,7 +13,7 @@ SHOWN = 5
 
 
 def pull(document: Document, logprobs: np.ndarray, ages: np.ndarray) -> float:
-    """sum |advantage| (1 - p): half the L1 norm of the policy gradient by the logits, at the sampler's probability p."""
+    """sum |advantage| (1 - p): half the L1 norm of the gradient by the logits, at the sampler's probability p."""
     return abs(document.advantage) * float((1 - np.exp(logprobs)).sum())
 
 

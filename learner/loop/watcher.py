@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from common.config.observing import WatchRule
+from common.config.schema import Config
 from common.errors import HopelessError
 from common.json_lines import read_jsonl
 from common.metrics import StepMetrics
@@ -31,17 +32,11 @@ LAST_COMMANDS_S = 10.0  # that a command may still take when the learner ends
 class Watcher:
     """The rules of a run."""
 
-    def __init__(
-        self,
-        rules: Sequence[WatchRule],
-        run: RunDir,
-        files: RunFiles,
-        publisher: WeightPublisher,
-        tell: Callable[..., None],
-    ) -> None:
+    def __init__(self, config: Config, files: RunFiles, publisher: WeightPublisher, tell: Callable[..., None]) -> None:
         """`tell` gets the fields `alarms` and `paused` of the learner's report."""
-        self._run, self._files, self._publisher, self._tell = run, files, publisher, tell
-        self._states = [RuleState(number, rule) for number, rule in enumerate(rules)]
+        self._run, self._files, self._publisher, self._tell = RunDir.of(config), files, publisher, tell
+        self._every = config.learner.checkpoint.every
+        self._states = [RuleState(number, rule) for number, rule in enumerate(config.watch)]
         self._commands: dict[str, WatchCommand] = {}
         self.paused = ""  # the rule's sentence while nothing is published
 
@@ -102,8 +97,9 @@ class Watcher:
 
     def _act(self, rule: WatchRule, firing: Firing, batch: TrainingBatch, groups: Sequence[Group]) -> None:
         logger.warning("%s (do: %s)", firing.text, rule.do)
-        known = [step for step in self._files.checkpoints.steps() if step <= firing.step]
-        replay = f"slipstream replay {self._run.path} --from {max(known, default=0)} --to {firing.step}"
+        begun = firing.step // self._every * self._every  # is perhaps still being written
+        first = max(begun, *(step for step in self._files.checkpoints.steps() if step <= firing.step), 0)
+        replay = f"slipstream replay {self._run.path} --from {first} --to {firing.step}"
         upper = rule.above is not None or rule.spikes is not None
         causes = largest(rule.metric, batch, groups) if upper else []
         self._note("watch", **msgspec.structs.asdict(firing), groups=causes, replay=replay)
