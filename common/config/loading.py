@@ -30,8 +30,8 @@ REPLACED = {
     "broker.backend": "broker.store: file or redis takes its place, with broker.redis for it; docs/redis.md",
     "rollout.engine.data_parallel": "use rollout.nodes instead: a node is an engine; docs/layouts.md",
 }
-CONDITIONS = ("below", "above", "drops", "spikes")  # of a watch rule
-SECTIONS = ("environment/", "evaluation/")  # of a metrics line, whose names only the run knows
+CONDITIONS = ("below", "above", "drops", "spikes")  # a watch rule has one of them
+SECTIONS = ("environment/", "evaluation/")  # only the run knows the names in these
 S = TypeVar("S", bound=msgspec.Struct)
 
 # how msgspec names the place of an error, and the field that is unknown or missing there

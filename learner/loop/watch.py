@@ -19,7 +19,7 @@ from learner.backend_protocol import StepResult
 from learner.loop.step_metrics import loss_figures
 
 MEDIAN_OF = 50  # values before the one that is judged
-FEWEST = 10  # of them, below which nothing counts as a spike
+FEWEST = 10  # values before, without which nothing counts as a spike
 NOTHING = StepResult(loss=0.0, loss_tokens=0, grad_norm=0.0, lr=0.0, sums={}, maxima={})
 OF_TRAINED = {"loss", "grad_norm", "staleness_mean", *loss_figures(NOTHING)}  # 0 in a step that trains no token
 

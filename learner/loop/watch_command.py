@@ -17,7 +17,7 @@ from learner.loop.watch import Firing
 
 logger = logging.getLogger(__name__)
 
-OUTPUT_BYTES = 1 << 16  # of one command that reach RUN/logs/watch.log
+OUTPUT_BYTES = 1 << 16  # reach RUN/logs/watch.log from one command
 LOG_BYTES = 1 << 22  # a longer log becomes watch.log.1
 
 

@@ -31,7 +31,7 @@ def age(document: Document, logprobs: np.ndarray, ages: np.ndarray) -> float:
     return float(ages.sum())
 
 
-# What a document adds, from the log-probabilities and the staleness of its trained tokens.
+# The part of a document, from the log-probabilities and the staleness of its trained tokens.
 OF_TOKENS: dict[str, Callable[[Document, np.ndarray, np.ndarray], float]] = {
     **dict.fromkeys(("loss", "grad_norm"), pull),
     **dict.fromkeys(("entropy", "ratio_mean", "ratio_p99", "mismatch_abs_mean", "drift_abs_mean", "kl_mean"), surprise),

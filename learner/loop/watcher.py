@@ -1,4 +1,4 @@
-"""What the lead rank does about watch rules: events, pauses, stops and commands; docs/watch.md.
+"""The lead rank acts on watch rules: events, pauses, stops and commands; docs/watch.md.
 
 A failure of it is logged, and training continues.
 """
@@ -41,7 +41,7 @@ class Watcher:
         self.paused = ""  # the rule's sentence while nothing is published
 
     def begin(self, version: int) -> None:
-        """Remember the steps before `version`. Raises HopelessError after a stop that nobody resumed."""
+        """Remember the steps before `version`. Raises HopelessError after a stop that was not resumed."""
         for line in read_jsonl(self._run.metrics) if self._states else ():
             if line.get("step", version) < version:
                 for state in self._states:

@@ -1,4 +1,4 @@
-"""What watch rules do to a run: warnings, pauses, stops and commands, also over a restart of the learner."""
+"""Watch rules act on a run: warnings, pauses, stops and commands, also over a restart of the learner."""
 
 import json
 import os
