@@ -2,10 +2,7 @@
 
 import logging
 import os
-import signal
 import subprocess
-import threading
-import time
 from contextlib import closing, suppress
 
 import msgspec
@@ -18,58 +15,29 @@ from learner.loop.watch import Firing
 logger = logging.getLogger(__name__)
 
 OUTPUT_BYTES = 1 << 16  # reach RUN/logs/watch.log from one command
-LOG_BYTES = 1 << 22  # a longer log becomes watch.log.1
+LOG_BYTES = 1 << 22  # a longer log begins anew
 
 
-class WatchCommand(threading.Thread):
-    """Runs a command with the facts as JSON on its standard input and as variables SLIPSTREAM_WATCH_*."""
+def run_command(rule: WatchRule, firing: Firing, run: RunDir) -> None:
+    """Run the command to its end, with the facts as JSON on its standard input and as SLIPSTREAM_WATCH_* variables.
 
-    def __init__(self, rule: WatchRule, firing: Firing, run: RunDir) -> None:
-        super().__init__(name=f"{firing.rule}-command", daemon=True)
-        self._rule, self._firing, self._run_dir = rule, firing, run
-        self._child: subprocess.Popen[bytes] | None = None
-
-    def run(self) -> None:
-        began = time.monotonic()
-        try:
-            code, output = self._finish()
-            self._log(code, output)
-            with closing(EventFile(self._run_dir.events, "learner")) as events:
-                seconds = round(time.monotonic() - began, 3)
-                events.add("watch_command", rule=self._firing.rule, step=self._firing.step, exit_code=code, s=seconds)
-        except OSError as error:  # no such command, or a full disk
-            logger.error("%s: the command %s: %s", self._firing.rule, self._rule.command[0], error)
-
-    def kill(self) -> None:
-        """End the command and what it started."""
-        if self._child is not None and self._child.poll() is None:
-            logger.error("%s: the command %s was killed", self._firing.rule, self._rule.command[0])
-            with suppress(ProcessLookupError):
-                os.killpg(self._child.pid, signal.SIGKILL)
-
-    def _finish(self) -> tuple[int, bytes]:
-        """(exit code, the beginning of its output). Raises OSError."""
-        facts = {**msgspec.structs.asdict(self._firing), "run": str(self._run_dir.path)}
-        env = os.environ | {f"SLIPSTREAM_WATCH_{name.upper()}": str(value) for name, value in facts.items()}
-        pipe = subprocess.PIPE
-        with subprocess.Popen(
-            self._rule.command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, env=env, start_new_session=True
-        ) as self._child:
-            timer = threading.Timer(self._rule.timeout_s, self.kill)
-            timer.start()
-            assert self._child.stdin is not None and self._child.stdout is not None
-            with suppress(BrokenPipeError), self._child.stdin as told:
-                told.write(msgspec.json.encode(facts))
-            output = self._child.stdout.read(OUTPUT_BYTES)
-            while self._child.stdout.read(OUTPUT_BYTES):
+    GNU timeout ends it with its process group, also when the learner is killed meanwhile.
+    """
+    facts = {**msgspec.structs.asdict(firing), "run": str(run.path)}
+    env = os.environ | {f"SLIPSTREAM_WATCH_{name.upper()}": str(value) for name, value in facts.items()}
+    words = ["timeout", "--signal=KILL", str(rule.timeout_s), *rule.command]
+    pipe, log = subprocess.PIPE, run.logs / "watch.log"
+    try:
+        with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, env=env) as child:
+            assert child.stdin is not None and child.stdout is not None
+            with suppress(BrokenPipeError), child.stdin:
+                child.stdin.write(msgspec.json.encode(facts))
+            output = child.stdout.read(OUTPUT_BYTES)
+            while child.stdout.read(OUTPUT_BYTES):
                 pass  # more than that is dropped
-            code = self._child.wait()
-            timer.cancel()
-        return code, output
-
-    def _log(self, code: int, output: bytes) -> None:
-        path = self._run_dir.logs / "watch.log"
-        if path.exists() and path.stat().st_size > LOG_BYTES:
-            path.replace(path.with_suffix(".log.1"))
-        with path.open("ab") as log:
-            log.write(f"{self._firing.text}: {self._rule.command}: exit code {code}\n".encode() + output)
+        with log.open("wb" if log.exists() and log.stat().st_size > LOG_BYTES else "ab") as file:
+            file.write(f"{firing.text}: {rule.command}: exit code {child.returncode}\n".encode() + output)
+        with closing(EventFile(run.events, "learner")) as events:
+            events.add("watch_command", rule=firing.rule, step=firing.step, exit_code=child.returncode)
+    except OSError as error:  # a full disk, or no timeout on this machine
+        logger.error("%s: the command %s: %s", firing.rule, rule.command[0], error)

@@ -5,6 +5,7 @@ A failure of it is logged, and training continues.
 
 import logging
 from collections.abc import Callable, Sequence
+from threading import Thread
 
 import msgspec
 
@@ -18,7 +19,7 @@ from common.rollouts import Group
 from learner.batch.batch import TrainingBatch
 from learner.loop.run_files import RunFiles
 from learner.loop.watch import Firing, RuleState
-from learner.loop.watch_command import WatchCommand
+from learner.loop.watch_command import run_command
 from learner.loop.watch_groups import largest
 from learner.publish.publisher import WeightPublisher
 
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 REASON = "watch"  # among the publisher's
 ALARMS = 64  # that a report may have
-LAST_COMMANDS_S = 10.0  # that a command may still take when the learner ends
+LAST_COMMANDS_S = 10.0  # at the end of the learner, for a command's last output
 
 
 class Watcher:
@@ -37,7 +38,7 @@ class Watcher:
         self._run, self._files, self._publisher, self._tell = RunDir.of(config), files, publisher, tell
         self._every = config.learner.checkpoint.every
         self._states = [RuleState(number, rule) for number, rule in enumerate(config.watch)]
-        self._commands: dict[str, WatchCommand] = {}
+        self._commands: dict[str, Thread] = {}
         self.paused = ""  # the rule's sentence while nothing is published
 
     def begin(self, version: int) -> None:
@@ -84,10 +85,9 @@ class Watcher:
         self._tell(alarms=[state.firing.text for state in self._states if state.firing][:ALARMS], paused=self.paused)
 
     def close(self) -> None:
-        """Wait a little for commands that still run, then end them."""
+        """Wait a little for the output of commands that still run."""
         for command in self._commands.values():
             command.join(LAST_COMMANDS_S)
-            command.kill()
 
     def _acting(self, do: str) -> str:
         """The sentence of a rule that acts and that `slipstream resume` has not answered; '' for none."""
@@ -108,7 +108,7 @@ class Watcher:
         if firing.rule in self._commands and self._commands[firing.rule].is_alive():
             self._note("watch_command_skipped", rule=firing.rule, step=firing.step, reason="the last one still runs")
             return
-        self._commands[firing.rule] = WatchCommand(rule, firing, self._run)
+        self._commands[firing.rule] = Thread(target=run_command, args=(rule, firing, self._run), daemon=True)
         self._commands[firing.rule].start()
 
     def _note(self, kind: str, **detail: object) -> None:

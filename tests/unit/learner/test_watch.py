@@ -13,7 +13,7 @@ from common.wire_types import Array
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.batch.packing import Document
 from learner.loop.watch import FEWEST, MEDIAN_OF, RuleState, value_of
-from learner.loop.watch_groups import OF_SAMPLES, OF_TOKENS, largest
+from learner.loop.watch_groups import LIKE, OF_SAMPLES, OF_TOKENS, largest
 
 NAN, INF = math.nan, math.inf
 
@@ -197,4 +197,4 @@ def test_the_groups_that_contribute_most_come_first(metric: str, serials: list[i
 def test_every_metric_with_a_contribution_exists() -> None:
     from common.metrics import StepMetrics
 
-    assert (OF_TOKENS.keys() | OF_SAMPLES.keys()) - set(StepMetrics.__struct_fields__) == set()
+    assert (OF_TOKENS.keys() | OF_SAMPLES.keys() | LIKE.keys()) - set(StepMetrics.__struct_fields__) == set()

@@ -16,6 +16,7 @@ from common.errors import EXIT_HOPELESS, HopelessError
 from common.json_lines import read_jsonl
 from launch.cli import main, parse
 from learner.batch.batch import BatchStatistics, TrainingBatch
+from learner.loop.watch_command import run_command
 from tests.unit.learner.loop_fakes import World, world
 from tests.waiting import until
 
@@ -247,7 +248,7 @@ def test_a_command_that_takes_too_long_is_killed_with_what_it_started_and_blocks
     made.run_dir.logs.mkdir()
     assert made.run() == "done", "while it runs"
     until(lambda: events(made, "watch_command"))
-    assert events(made, "watch_command")[0]["exit_code"] == -9
+    assert events(made, "watch_command")[0]["exit_code"] in (137, -9)
     pid = int((tmp_path / "pid").read_text())
     until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])
 
@@ -273,7 +274,7 @@ def test_one_command_of_a_rule_runs_at_a_time(watched, tmp_path: Path) -> None:
     assert [e["step"] for e in events(made, "watch_command")] == [0, 4]
 
 
-def test_a_command_that_does_not_exist_or_talks_too_much_costs_a_line_of_the_log(watched, caplog) -> None:
+def test_a_command_that_does_not_exist_or_talks_too_much_costs_a_line_of_the_log(watched, caplog, tmp_path) -> None:
     made = watched(
         from_step(1, do="run", command=["/no/such/command"]),
         from_step(1, do="run", command=["sh", "-c", "yes | head -c 1000000"]),
@@ -281,6 +282,12 @@ def test_a_command_that_does_not_exist_or_talks_too_much_costs_a_line_of_the_log
     made.run_dir.logs.mkdir()
     assert made.run() == "done"
     made.lead._watch.close()
-    assert "watch[0]: the command /no/such/command" in caplog.text
-    assert [e["rule"] for e in events(made, "watch_command")] == ["watch[1]"]
+    ended = {e["rule"]: e["exit_code"] for e in events(made, "watch_command")}
+    assert ended == {"watch[0]": 127, "watch[1]": 0}
+    assert "/no/such/command" in (made.run_dir.logs / "watch.log").read_text()
+    made.run_dir.logs.rename(tmp_path / "away")
+    run_command(made.config.watch[1], made.lead._watch._states[1].firing, made.run_dir)
+    assert "No such file or directory" in caplog.text, "a log that cannot be written raises nothing"
+    made.run_dir.logs.mkdir()
+    (tmp_path / "away" / "watch.log").rename(made.run_dir.logs / "watch.log")
     assert (made.run_dir.logs / "watch.log").stat().st_size < 70_000
