@@ -31,7 +31,7 @@ REPLACED = {
     "rollout.engine.data_parallel": "use rollout.nodes instead: a node is an engine; docs/layouts.md",
 }
 CONDITIONS = ("below", "above", "drops", "spikes")  # a watch rule has one of them
-SECTIONS = ("environment/", "evaluation/")  # only the run knows the names in these
+OTHERS = re.compile(r"environment/.+|evaluation/[^/]+/\w+")  # metrics whose names only the run knows
 S = TypeVar("S", bound=msgspec.Struct)
 
 # how msgspec names the place of an error, and the field that is unknown or missing there
@@ -80,7 +80,7 @@ def build_config(document: Document, file: str, overrides: Sequence[str] = (), s
 def rule_problems(at: str, rule: WatchRule) -> Iterator[Problem]:
     """Why a watch rule, at the key path `at`, makes no sense."""
     known = [field.name for field in msgspec.structs.fields(StepMetrics) if get_args(field.type)[0] in (int, float)]
-    if rule.metric not in known and not rule.metric.startswith(SECTIONS):
+    if rule.metric not in known and not OTHERS.fullmatch(rule.metric):
         near = nearest(rule.metric, known)
         hint = f"did you mean '{near}'?" if near else "docs/metrics.md lists them"
         yield Problem(f"{at}.metric", "a metric that is one number", describe_value(rule.metric), hint)

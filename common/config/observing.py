@@ -65,3 +65,8 @@ class WatchRule(Strict, frozen=True, kw_only=True):
     # Words of the command for do: run. Only a config file on the learner's machine may set it.
     command: list[Text] = []
     timeout_s: Seconds = 60.0  # Longest duration of that command.
+
+    @property
+    def upper(self) -> bool:
+        """Whether large values are what it is about."""
+        return self.above is not None or self.spikes is not None

@@ -62,7 +62,9 @@ class Lead(RolloutSource):
         self.broker, self.publisher, self.reporter = broker, publisher, reporter
         self.tasks, self.files = tasks, files
         self.stop_requested = stop_requested
+        self._watch = Watcher(config, files, publisher, reporter.update)
         files.commit = lambda step: self.broker.commit(step)
+        files.recorded = self._watch.see
         reporter.undelivered = lambda: publisher.stats().undelivered
         self._status: BrokerStatus | None = None  # fetched for the last metrics line, until the next turn has used it
         self._regenerated = 0  # groups given back by the step that is being gathered
@@ -71,7 +73,6 @@ class Lead(RolloutSource):
         self._filtered_before: Counter[int | None] = Counter()  # groups that an earlier learner filtered, by step
         self._bad: Counter[int] = Counter()
         self._stalls = StallMeter()
-        self._watch = Watcher(config, files, publisher, reporter.update)
         self._ejections = 0
         self._replays_below = 0
         self._dead_at_last_take = 0
@@ -234,9 +235,8 @@ class Lead(RolloutSource):
             self.files.events.add("ejection", step=step.batch.step, nodes=nodes)
         self.reporter.update(waste=step.totals.waste())
         stall_s = self._stalls.advance(status)
-        line = step_metrics(step, self.files.incarnation, status, published, regenerated, stall_s)
-        self._watch.see(line, step.batch, self._groups)
-        return line
+        self._watch.trained = step.batch, self._groups
+        return step_metrics(step, self.files.incarnation, status, published, regenerated, stall_s)
 
     def stream_state(self) -> StreamState:
         return self.tasks.state()

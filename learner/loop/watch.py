@@ -55,16 +55,12 @@ class RuleState:
         value, limit = self._judged(value)
         astray = not math.isfinite(value)
         if limit is not None and not astray:
-            astray = value > limit if self._upper else value < limit
+            astray = value > limit if self.rule.upper else value < limit
         self._astray = self._astray + 1 if astray else 0
         if not astray:
             self.firing = None
         elif self.firing is None and self._astray >= (self.rule.steps if self.rule.drops is None else 1):
             self.firing = self._fire(int(line["step"]), value, limit)
-
-    @property
-    def _upper(self) -> bool:
-        return self.rule.above is not None or self.rule.spikes is not None
 
     def _judged(self, value: float) -> tuple[float, float | None]:
         """(the figure that counts, its limit or None where too little is known)."""
@@ -90,17 +86,20 @@ class RuleState:
             why = f" ({rule.spikes:g} times the median of the steps before)"
         if rule.steps > 1 and rule.drops is None:
             why += f", for {rule.steps} steps"
-        side = f"{value:.6g}, {'above' if self._upper else 'below'} {limit:.6g}{why}" if limit is not None else ""
-        found = value if math.isfinite(value) else None
-        text = f"{self.name}: {what} was {side if found is not None else 'not finite'} at step {step}"
+        found, side = value if math.isfinite(value) else None, "above" if rule.upper else "below"
+        how = "not finite" if found is None or limit is None else f"{found:.6g}, {side} {limit:.6g}{why}"
+        text = f"{self.name}: {what} was {how} at step {step}"
         return Firing(rule=self.name, metric=rule.metric, step=step, value=found, limit=limit, do=rule.do, text=text)
 
 
 def value_of(line: Mapping[str, Any], metric: str) -> float | None:
     """The metric in a line: NaN where it was not finite, which JSON does not have; None where the line lacks it."""
-    section, _, name = metric.partition("/")
-    found: Any = line if metric in line else line.get(section)
-    key = metric if metric in line else name
-    if not isinstance(found, Mapping) or key not in found or (metric in OF_TRAINED and not line.get("tokens_trained")):
+    section, _, key = metric.partition("/")
+    found: Any = line.get(section) if key else line
+    if section == "evaluation":  # of a dataset; such lines have a kind, those of steps have none
+        dataset, _, key = key.partition("/")
+        found = line if (line.get("kind"), line.get("dataset")) == (section, dataset) else None
+    elif "kind" in line or (metric in OF_TRAINED and not line.get("tokens_trained")):
         return None
-    return math.nan if found[key] is None else float(found[key])
+    value = found.get(key or metric, "") if isinstance(found, Mapping) else ""
+    return math.nan if value is None else float(value) if isinstance(value, int | float) else None

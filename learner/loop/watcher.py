@@ -13,7 +13,6 @@ from common.config.observing import WatchRule
 from common.config.schema import Config
 from common.errors import HopelessError
 from common.json_lines import read_jsonl
-from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
 from common.rollouts import Group
 from learner.batch.batch import TrainingBatch
@@ -39,12 +38,13 @@ class Watcher:
         self._every = config.learner.checkpoint.every
         self._states = [RuleState(number, rule) for number, rule in enumerate(config.watch)]
         self._commands: dict[str, Thread] = {}
+        self.trained: tuple[TrainingBatch, Sequence[Group]] | None = None  # the newest step's batch and groups
         self.paused = ""  # the rule's sentence while nothing is published
 
     def begin(self, version: int) -> None:
         """Remember the steps before `version`. Raises HopelessError after a stop that was not resumed."""
         for line in read_jsonl(self._run.metrics) if self._states else ():
-            if line.get("step", version) < version:
+            if line.get("step", version + 1) < version + ("kind" in line):  # the lines that the file keeps
                 for state in self._states:
                     state.see(line)
         if self.stopped:
@@ -57,8 +57,8 @@ class Watcher:
         text = self._acting("stop")
         return f"stopped by {text}; `slipstream resume {self._run.path}`, then the same command, continues" * bool(text)
 
-    def see(self, line: StepMetrics, batch: TrainingBatch, groups: Sequence[Group]) -> None:
-        """Take a step's line, its batch and its groups, and begin what rules ask for."""
+    def see(self, line: msgspec.Struct) -> None:
+        """Take a line of the metrics and begin what rules ask for. `trained` belongs to the newest step."""
         try:
             told = msgspec.json.decode(msgspec.json.encode(line))  # as it is read again after a restart
             before = [state.firing for state in self._states]
@@ -66,9 +66,9 @@ class Watcher:
                 state.see(told)
             for state, firing in zip(self._states, before, strict=True):
                 if state.firing is not None and state.firing is not firing:
-                    self._act(state.rule, state.firing, batch, groups)
+                    self._act(state.rule, state.firing)
                 elif firing is not None and state.firing is None:
-                    self._note("watch_well", rule=state.name, step=line.step)
+                    self._note("watch_well", rule=state.name, step=told["step"])
         except Exception:
             logger.exception("watch rules")
         self.turn()
@@ -95,13 +95,12 @@ class Watcher:
         resumed = resumed_step(self._run) if firings else -1
         return next((firing.text for firing in firings if firing.step > resumed), "")
 
-    def _act(self, rule: WatchRule, firing: Firing, batch: TrainingBatch, groups: Sequence[Group]) -> None:
+    def _act(self, rule: WatchRule, firing: Firing) -> None:
         logger.warning("%s (do: %s)", firing.text, rule.do)
         begun = firing.step // self._every * self._every  # is perhaps still being written
         first = max(begun, *(step for step in self._files.checkpoints.steps() if step <= firing.step), 0)
         replay = f"slipstream replay {self._run.path} --from {first} --to {firing.step}"
-        upper = rule.above is not None or rule.spikes is not None
-        causes = largest(rule.metric, batch, groups) if upper else []
+        causes = largest(rule.metric, *self.trained) if rule.upper and self.trained else []
         self._note("watch", **msgspec.structs.asdict(firing), groups=causes, replay=replay)
         if rule.do != "run":
             return

@@ -117,6 +117,12 @@ def test_values_are_found_by_name_and_a_step_that_trained_nothing_has_no_figures
     assert value_of(found, "environment/lost") is None
     assert value_of(found, "grad_norm") is None
     assert value_of(found, "entropy") == 0.0
+    metric = "evaluation/addition-held_out/mean_reward"
+    evaluated = {"kind": "evaluation", "step": 1, "dataset": "addition-held_out", "mean_reward": 0.75, "pass_at": {}}
+    assert value_of(evaluated, metric) == 0.75
+    assert value_of({**evaluated, "dataset": "other"}, metric) is value_of(found, metric) is None
+    assert value_of({**evaluated, "length_mean": 3.0}, "length_mean") is None, "a figure of steps has the same name"
+    assert value_of(evaluated, "evaluation/addition-held_out/pass_at") is None
     nothing = {**found, "tokens_trained": 0}
     assert value_of(nothing, "entropy") is None
     assert value_of(nothing, "reward_mean") == 0.5

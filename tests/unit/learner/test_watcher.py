@@ -15,12 +15,10 @@ from common.config.schema import Config
 from common.errors import EXIT_HOPELESS, HopelessError
 from common.json_lines import read_jsonl
 from launch.cli import main, parse
-from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.loop.watch_command import run_command
 from tests.unit.learner.loop_fakes import World, world
 from tests.waiting import until
 
-NOTHING = TrainingBatch(0, [], BatchStatistics())
 MakeConfig = Callable[..., Config]
 
 
@@ -261,14 +259,14 @@ def test_one_command_of_a_rule_runs_at_a_time(watched, tmp_path: Path) -> None:
     made.trainer.run()
     line, watch = made.lines()[0], made.lead._watch
     for step, reward in enumerate((-1.0, 1.0, -1.0, 1.0)):
-        watch.see(msgspec.structs.replace(line, step=step, reward_mean=reward), NOTHING, [])
+        watch.see(msgspec.structs.replace(line, step=step, reward_mean=reward))
     assert [e["step"] for e in events(made, "watch")] == [0, 2]
     assert events(made, "watch_command_skipped") == [
         {"rule": "watch[0]", "step": 2, "reason": "the last one still runs"}
     ]
     (tmp_path / "gate").write_text("opened")
     watch.close()
-    watch.see(msgspec.structs.replace(line, step=4, reward_mean=-1.0), NOTHING, [])
+    watch.see(msgspec.structs.replace(line, step=4, reward_mean=-1.0))
     (tmp_path / "gate").write_text("opened")
     watch.close()
     assert [e["step"] for e in events(made, "watch_command")] == [0, 4]
