@@ -188,7 +188,9 @@ def _add_observing_commands(commands: Commands) -> None:
     _command(commands, "ledger", "what became of every task, also after the job ended", *job, "--json", **place)
     export = _command(commands, "export", "a Hugging Face folder of the final model or of a checkpoint", "run")
     export.add_argument("dir", metavar="DIR", help="new folder for the model")
-    export.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N")
+    which = export.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N")
+    which.add_argument("--best", action="store_true", help="the checkpoint that learner.checkpoint.keep_best keeps")
     text = "train recorded steps of a run again, offline, and compare"
     replay = _command(commands, "replay", text, "run", "overrides")
     replay.add_argument("--from", dest="first", type=int, default=0, metavar="STEP", help="from its checkpoint (0)")

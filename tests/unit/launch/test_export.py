@@ -33,8 +33,8 @@ def converted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def arguments(run: RunDir, target: Path, step: int | None = None) -> argparse.Namespace:
-    return argparse.Namespace(run=str(run.path), dir=str(target), step=step)
+def arguments(run: RunDir, target: Path, step: int | None = None, best: bool = False) -> argparse.Namespace:
+    return argparse.Namespace(run=str(run.path), dir=str(target), step=step, best=best)
 
 
 @pytest.mark.parametrize(
