@@ -113,7 +113,7 @@ class Best:
     def choose(self, folder: Path, versions: Iterable[int]) -> set[int]:
         """The versions that must stay: the best one, which best.json then names, and those that may become it.
 
-        Of equal ones the newest is the best. Raises OSError.
+        The newest of equal ones is the best. Raises OSError.
         """
         versions, before = sorted(versions), read_best(folder)
         known = {version: value for version in versions if (value := self.value(version)) is not None}

@@ -133,7 +133,7 @@ class CheckpointFolder:
         found = self.steps()
         chosen = self.best.choose(self._folder, found) if self.best else set[int]()
         if self.best is None:
-            (self._folder / BEST_FILE).unlink(missing_ok=True)  # of a run that kept the best until now
+            (self._folder / BEST_FILE).unlink(missing_ok=True)  # the run kept the best until now
         for version in list(found)[: -self._keep]:
             if version not in chosen:
                 remove_folder(found[version])

@@ -112,7 +112,7 @@ class RunFiles:
                 self._prune()
 
     def _prune(self) -> None:
-        """Choose the best checkpoint again; training goes on when that fails."""
+        """Choose the best checkpoint again; training continues when that fails."""
         try:
             self.checkpoints.prune()
         except OSError as error:

@@ -40,7 +40,7 @@ class RowSource(BatchSource):
         self._config, self._stop_requested = config, stop_requested
         self._logged_s = time.monotonic()
         self._validation: Validation | None = None
-        self._validation_loss: float | UnsetType = UNSET  # of the newest step, unless it was not validated
+        self._validation_loss: float | UnsetType = UNSET  # after the newest step; unset: not validated
 
     def attach(self, backend: Backend, version: int) -> None:
         """Pack the held-out rows; raises UsageError, naming the row, when one is too long."""
