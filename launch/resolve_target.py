@@ -16,7 +16,6 @@ from common.config.redis_address import is_redis
 from common.config.schema import Config
 from common.errors import UsageError
 from common.process.run_dir import CHANGEABLE, OF_A_MACHINE, RunDir, other_values
-from learner.checkpoint.best import check_keep_best
 
 
 def load_job(
@@ -56,7 +55,6 @@ def checked(config: C, file: str, environment: bool = True, reader: Reader = "al
     """
     config = resolve_paths(config)
     check_config(config, file, reader)  # before a long download
-    check_keep_best(config, file)
     if (local := downloaded(config, reader)) != config:  # the config that is returned keeps the hub's names
         check_config(local, file, reader)
     if environment and isinstance(config, Config):

@@ -26,7 +26,6 @@ from common.process.health import serving_health
 from common.process.lifecycle import leave, leaving_after, raise_open_files
 from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
-from learner.checkpoint.best import check_keep_best
 from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder, TrainerState
 from learner.loop.batch_source import BatchSource
 from learner.loop.run_files import RunFiles
@@ -117,7 +116,6 @@ def run(arguments: Sequence[str]) -> int:
     words = parser.parse_args(arguments)
     config = resolve_paths(load_either(words.config, words.overrides))
     check_config(downloaded(config, "learner"), str(words.config), "learner")
-    check_keep_best(config, str(words.config))
     run_dir = RunDir.of(config)
     role = "sft" if isinstance(config, SftConfig) else "learner"
     process = RankProcess(role, run_dir, config.learner.threads, config.telemetry.log_level)

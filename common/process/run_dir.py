@@ -126,7 +126,7 @@ class RunDir:
 
 
 def _changeable(config: Config | SftConfig) -> tuple[str, ...]:
-    """CHANGEABLE for this kind of run. The evaluation of a warm start takes rows away, so it decides what is trained."""
+    """CHANGEABLE, for this kind of run: the evaluation of a warm start decides which rows are trained."""
     return tuple(key for key in CHANGEABLE if key != "evaluation" or isinstance(config, Config))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from common.errors import EXIT_DONE, UsageError
 from common.process.run_dir import RunDir
 from launch.resolve_target import find_run
-from learner.checkpoint.best import BEST_FILE, KEY, read_best
+from learner.checkpoint.best import BEST_FILE, read_best
 from learner.checkpoint.folder import CheckpointFolder, read_checkpoint
 
 
@@ -38,7 +38,7 @@ def command(args: argparse.Namespace) -> int:
 def best_step(run: RunDir) -> int:
     """The step of the best checkpoint; raises UsageError when no metric has chosen one."""
     if (best := read_best(run.checkpoints)) is None:
-        hint = f"set {KEY}; the choice comes with the first checkpoint that has a value"
+        hint = "learner.checkpoint.keep_best chooses one"
         raise UsageError(f"{run.path} has no best checkpoint: {run.checkpoints / BEST_FILE} is not there; {hint}")
     return best.step
 

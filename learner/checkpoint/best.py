@@ -4,14 +4,13 @@ It keeps its own name, step-N, beside the newest ones: a learner that resumes ta
 value of a checkpoint follows from the metrics file alone, so a killed learner decides the same again:
 
 - a metric of steps: its mean over the learner.checkpoint.every steps before the checkpoint. A step sees few prompts, so
-  the best of single steps would be the luckiest. A metric that counts up or is measured seldom: its newest value there.
-- evaluation/DATASET/FIGURE: what the evaluation of the checkpoint's own version found. It ends later than the
+  the best of single steps would be the luckiest. A metric that is declared 'last': its newest value there.
+- evaluation/DATASET/FIGURE: the result of the evaluation of the checkpoint's own version. It ends later than the
   checkpoint is written, so a checkpoint without its evaluation stays until there is one of a later version.
 """
 
 import logging
 import math
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import mean
@@ -19,22 +18,18 @@ from typing import Any
 
 import msgspec
 
-from common.config.loading import describe_value, nearest
 from common.config.schema import Config, SftConfig
-from common.errors import ConfigError
-from common.metrics import SftMetrics, StepMetrics, declarations, numbers
+from common.metrics import SftMetrics, StepMetrics, declarations
 from common.process.run_dir import write_json
 
 logger = logging.getLogger(__name__)
 
-KEY = "learner.checkpoint.keep_best"
 BEST_FILE = "best.json"
-EVALUATION = re.compile(r"evaluation/(.+)/(?:(mean_reward)|pass_at/(\d+))")
 MOST_WAITING = 16  # checkpoints that wait for their evaluation; else a fleet without evaluation nodes fills the disk
 
 
 class BestRecord(msgspec.Struct, frozen=True):
-    """RUN/checkpoints/best.json; the checkpoint of `step` is there, complete, as long as the file says so."""
+    """RUN/checkpoints/best.json; the checkpoint of `step` is complete as long as the file names it."""
 
     step: int
     metric: str  # keep_best
@@ -49,64 +44,33 @@ def read_best(folder: Path) -> BestRecord | None:
         return None
 
 
-def check_keep_best(config: Config | SftConfig, file: str) -> None:
-    """Raise ConfigError, naming `file` and the nearest name, when the metric of keep_best does not exist."""
-    key = config.learner.checkpoint.keep_best
-    if key is None:
-        return
-    name, sign = key.removeprefix("-"), key[: key.startswith("-")]
-    known = numbers(SftMetrics if isinstance(config, SftConfig) else StepMetrics)
-    found = EVALUATION.fullmatch(name) if isinstance(config, Config) and config.evaluation.every else None
-    if isinstance(config, Config) and config.evaluation.every:
-        figures = ["mean_reward", *[f"pass_at/{k}" for k in range(1, config.evaluation.samples + 1)]]
-        known += [f"evaluation/{dataset}/{each}" for dataset in config.evaluation.datasets for each in figures]
-    if name in known or (found and any(_is(found[1], dataset) for dataset in config.evaluation.datasets)):
-        return
-    near = nearest(name, known)
-    hint = f"did you mean {sign}{near}?" if near else "docs/metrics.md has their names"
-    if name.startswith("evaluation/") and not any(each.startswith("evaluation/") for each in known):
-        hint = "evaluation.every is 0 or evaluation.datasets is empty, so nothing is evaluated"
-    expected = "a metric of this run, or -METRIC where less is better"
-    raise ConfigError(file, KEY, expected, describe_value(key), hint)
-
-
-def _is(name: str, dataset: str) -> bool:
-    """Whether `name` means this dataset: as it is in the config, or its file name with or without the ending."""
-    path = Path(dataset)
-    return name in (dataset, path.name, path.stem)
-
-
 class Best:
     """The choice among a run's checkpoints; `note` gets every line of the metrics file."""
 
     def __init__(self, config: Config | SftConfig) -> None:
-        """`config` has passed `check_keep_best`, and its keep_best is set."""
+        """`config` has passed its checks, and keep_best is set."""
         key = self._key = config.learner.checkpoint.keep_best or ""
         self._name, self._sign = key.removeprefix("-"), -1.0 if key.startswith("-") else 1.0
-        found = EVALUATION.fullmatch(self._name)
-        self._dataset, self._samples = (found[1], found[3]) if found else ("", None)
-        self._window, self._evaluated = config.learner.checkpoint.every, config.evaluation.every
+        self._window = config.learner.checkpoint.every
+        self._evaluated = config.evaluation.every if key.removeprefix("-").startswith("evaluation/") else 0
         kinds = declarations(SftMetrics if isinstance(config, SftConfig) else StepMetrics)
         self._newest = any(each.name == self._name and each.reduction == "last" for each in kinds)
         self._values: dict[int, float] = {}  # by step, or by version that was evaluated
 
     def note(self, line: Mapping[str, Any]) -> None:
-        """A line of the metrics file, of any kind; one that comes again replaces the one before it."""
-        if self._dataset and line.get("kind") == "evaluation" and _is(self._dataset, str(line.get("dataset"))):
-            at = line.get("policy_version")
-            value = line.get("mean_reward") if self._samples is None else line.get("pass_at", {}).get(self._samples)
-        elif not self._dataset and "kind" not in line:
-            at, value = line.get("step"), line.get(self._name)
-        else:
-            return
-        if isinstance(at, int) and isinstance(value, int | float) and math.isfinite(value):
+        """A line of the metrics file, of any kind."""
+        at, found = line.get("step"), line
+        if self._evaluated:
+            at, prefix = line.get("policy_version"), f"evaluation/{line.get('dataset')}/"
+            found = {f"{prefix}pass_at/{k}": value for k, value in line.get("pass_at", {}).items()}
+            found[f"{prefix}mean_reward"] = line.get("mean_reward")
+        value, kind = found.get(self._name), "evaluation" if self._evaluated else None
+        if line.get("kind") == kind and isinstance(at, int) and isinstance(value, int | float) and math.isfinite(value):
             self._values[at] = float(value)
 
     def value(self, version: int) -> float | None:
         """The value of this version's checkpoint; None: unknown."""
-        if self._dataset:
-            return self._values.get(version)
-        steps = range(max(version - self._window, 0), version)
+        steps = [version] if self._evaluated else range(max(version - self._window, 0), version)
         found = [self._values[step] for step in steps if step in self._values]
         return None if not found else found[-1] if self._newest else mean(found)
 
@@ -120,9 +84,11 @@ class Best:
         if before is not None and before.metric == self._key and before.step in versions:
             known.setdefault(before.step, before.value)
         newest = max(self._values, default=-1)
-        due = [v for v in versions if self._dataset and v > newest and not v % max(self._evaluated, 1)]
+        due = [
+            version for version in versions if self._evaluated and version > newest and not version % self._evaluated
+        ]
         if len(due) > MOST_WAITING:
-            logger.warning("%d checkpoints wait for %s; the older ones are removed", len(due), self._name)
+            logger.warning("%d checkpoints wait for %s; the oldest are removed", len(due), self._name)
         if not known:
             (folder / BEST_FILE).unlink(missing_ok=True)
             return set(due[-MOST_WAITING:])

@@ -11,7 +11,7 @@ import msgspec
 from common.config.schema import Config, SftConfig
 from common.errors import UsageError
 from common.json_lines import EventFile, read_jsonl
-from common.metrics import MetricsWriter
+from common.process.metrics_file import MetricsWriter
 from common.process.run_dir import RunDir, write_json
 from learner.checkpoint.best import Best
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState

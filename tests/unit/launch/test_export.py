@@ -56,7 +56,7 @@ def test_which_model_is_exported(run, tmp_path: Path, converted: list[str], fini
 def test_the_best_checkpoint_is_exported_also_when_the_run_is_done(run, tmp_path: Path, converted: list[str]) -> None:
     run.model.mkdir()
     (run.model / "config.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"no best checkpoint: .*best.json is not there; set learner.checkpoint.keep_"):
+    with pytest.raises(UsageError, match=r"no best checkpoint: .*best.json is not there; learner.checkpoint.keep_"):
         export.command(arguments(run, tmp_path / "out", best=True))
     write_json(run.checkpoints / BEST_FILE, BestRecord(40, "reward_mean", 0.5))
     assert export.command(arguments(run, tmp_path / "out", best=True)) == 0
@@ -64,9 +64,9 @@ def test_the_best_checkpoint_is_exported_also_when_the_run_is_done(run, tmp_path
 
 
 def test_a_metric_that_does_not_exist_is_refused_before_anything_starts(job: Path, capsys) -> None:
-    said = refusal(capsys, "plan", str(job), "learner.checkpoint.keep_best=-reward_men")
+    said = refusal(capsys, "broker", str(job), "learner.checkpoint.keep_best=-reward_men")
     assert (
-        "learner.checkpoint.keep_best: expected a metric of this run" in said and "did you mean -reward_mean?" in said
+        "learner.checkpoint.keep_best: expected a metric of this run" in said and "did you mean '-reward_mean'?" in said
     )
 
 

@@ -8,15 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from common.config.checks import check_config
 from common.config.loading import build_config
 from common.config.schema import Config, SftConfig
 from common.errors import ConfigError
-from learner.checkpoint.best import MOST_WAITING, Best, check_keep_best, read_best
+from learner.checkpoint.best import MOST_WAITING, Best, read_best
 from learner.checkpoint.folder import CheckpointFolder, read_checkpoint
 from tests.unit.learner.loop_fakes import MakeWorld, World
 from tests.unit.learner.test_checkpoints import kill_at, write
 
 DATASET = "/data/held-out.jsonl"
+NAME = "data-held-out"  # in metrics
 
 
 class EvaluationLine(msgspec.Struct, tag_field="kind", tag="evaluation"):
@@ -69,14 +71,12 @@ def test_a_loss_of_held_out_rows_counts_as_its_newest_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [(f"evaluation/{DATASET}/mean_reward", 0.5), ("evaluation/held-out/pass_at/4", 0.75),
-     ("evaluation/held-out.jsonl/mean_reward", 0.5), ("evaluation/other/mean_reward", None)],
-)  # fmt: skip
-def test_an_evaluation_counts_for_its_own_version(name: str, expected: float | None) -> None:
-    best = Best(config_of(name, **evaluating()))
+    ("figure", "expected"), [(f"{NAME}/mean_reward", 0.5), (f"{NAME}/pass_at/4", 0.75), ("other/mean_reward", None)]
+)
+def test_an_evaluation_counts_for_its_own_version(figure: str, expected: float | None) -> None:
+    best = Best(config_of(f"evaluation/{figure}", **evaluating()))
     best.note({"step": 1, "reward_mean": 1.0, "mean_reward": 1.0})
-    best.note(msgspec.to_builtins(EvaluationLine(2, DATASET, 0.5, {"1": 0.5, "4": 0.75})))
+    best.note(msgspec.to_builtins(EvaluationLine(2, NAME, 0.5, {"1": 0.5, "4": 0.75})))
     assert (best.value(2), best.value(4)) == (expected, None)
 
 
@@ -122,24 +122,26 @@ def test_another_metric_forgets_the_old_choice_and_no_metric_leaves_no_name(tmp_
 
 
 def test_a_checkpoint_waits_for_its_evaluation_until_a_later_one_is_there(tmp_path: Path) -> None:
-    best = Best(config_of("evaluation/held-out/mean_reward", **evaluating(every=4)))
+    best = Best(config_of("evaluation/data-held-out/mean_reward", **evaluating(every=4)))
     folder = CheckpointFolder(tmp_path, 1, best)
     for version in range(2, 15, 2):
         write(folder, version)
     assert steps_of(tmp_path) == [4, 8, 12, 14], "2, 6 and 10 are evaluated never"
     assert read_best(tmp_path) is None
     for version, reward, kept in ((4, 0.5, [4, 8, 12, 14]), (12, 0.2, [4, 14]), (8, 0.9, [4, 14])):
-        best.note(msgspec.to_builtins(EvaluationLine(version, DATASET, reward)))
+        best.note(msgspec.to_builtins(EvaluationLine(version, NAME, reward)))
         folder.prune()
         assert (steps_of(tmp_path), read_best(tmp_path).step) == (kept, 4)
 
 
 def test_a_fleet_that_evaluates_nothing_does_not_fill_the_disk(tmp_path: Path, caplog: Any) -> None:
-    folder = CheckpointFolder(tmp_path, 1, Best(config_of("evaluation/held-out/mean_reward", **evaluating(every=1))))
+    folder = CheckpointFolder(
+        tmp_path, 1, Best(config_of("evaluation/data-held-out/mean_reward", **evaluating(every=1)))
+    )
     for version in range(1, MOST_WAITING + 5):
         write(folder, version)
     assert steps_of(tmp_path) == list(range(5, MOST_WAITING + 5))
-    assert "checkpoints wait for evaluation/held-out/mean_reward" in caplog.text
+    assert "checkpoints wait for evaluation/data-held-out/mean_reward" in caplog.text
 
 
 # ---------------------------------------------------------------- kills
@@ -150,7 +152,7 @@ def by_checkpoint(folder: CheckpointFolder, best: Best) -> None:
 
 
 def by_evaluation(folder: CheckpointFolder, best: Best) -> None:
-    best.note(msgspec.to_builtins(EvaluationLine(4, DATASET, 0.9)))
+    best.note(msgspec.to_builtins(EvaluationLine(4, NAME, 0.9)))
     folder.prune()
 
 
@@ -164,8 +166,8 @@ def test_killed_at_any_moment_the_file_names_a_whole_checkpoint_and_the_next_sta
         if act is by_checkpoint:
             best = best_of(config_of("reward_mean"), {1: 0.5, 3: 0.1, 5: 0.9})
         else:
-            best = Best(config_of("evaluation/held-out/mean_reward", **evaluating(every=2)))
-            best.note(msgspec.to_builtins(EvaluationLine(2, DATASET, 0.5)))
+            best = Best(config_of("evaluation/data-held-out/mean_reward", **evaluating(every=2)))
+            best.note(msgspec.to_builtins(EvaluationLine(2, NAME, 0.5)))
         return CheckpointFolder(parent, 1, best), best
 
     for moment in range(100):
@@ -234,7 +236,7 @@ def test_a_killed_run_resumes_from_the_newest_and_ends_with_the_same_best(make_w
 
 def test_an_evaluation_that_ends_late_decides_when_its_line_is_written(make_world: MakeWorld, tmp_path: Path) -> None:
     evaluation = {"every": 2, "datasets": [DATASET]}
-    keys = saving("evaluation/held-out/mean_reward")
+    keys = saving("evaluation/data-held-out/mean_reward")
     world = make_world(run={"steps": 8}, learner=keys, evaluation=evaluation)
     world.run()
     folder = world.run_dir.checkpoints
@@ -243,7 +245,7 @@ def test_an_evaluation_that_ends_late_decides_when_its_line_is_written(make_worl
     files = again.lead.files
     files.open_metrics(8)
     for version, reward, kept in ((2, 0.4, [2, 4, 6, 8]), (4, 0.7, [4, 6, 8]), (8, 0.5, [4, 8])):
-        files.record(EvaluationLine(version, DATASET, reward))
+        files.record(EvaluationLine(version, NAME, reward))
         assert (steps_of(folder), read_best(folder).step) == (kept, kept[0])
 
 
@@ -253,25 +255,25 @@ def test_an_evaluation_that_ends_late_decides_when_its_line_is_written(make_worl
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (config_of("reward_men"), r"found 'reward_men'.*; did you mean reward_mean\?"),
-        (config_of("-los"), r"did you mean -loss\?"),
+        (config_of("reward_men"), r"found 'reward_men'.*; did you mean 'reward_mean'\?"),
+        (config_of("-los"), r"did you mean '-loss'"),
         (config_of("tokens_by_age"), "expected a metric of this run"),
-        (config_of("-valdation_loss", kind=SftConfig), r"did you mean -validation_loss\?"),
+        (config_of("-valdation_loss", kind=SftConfig), "did you mean '-validation_loss'"),
         (config_of("reward_mean", kind=SftConfig), "expected a metric of this run"),
-        (config_of("evaluation/held-out/mean_reward"), "evaluation.every is 0"),
-        (config_of("evaluation/held-uot/mean_reward", **evaluating()), "did you mean evaluation//data/held-out.jsonl"),
-        (config_of("evaluation/held-out/pass_at", **evaluating()), "did you mean evaluation//data/held-out.jsonl"),
+        (config_of("evaluation/data-held-out/mean_reward"), "expected a metric of this run"),
+        (config_of("evaluation/data-held-uot/mean_reward", **evaluating()), "did you mean 'evaluation/data-held-out/"),
+        (config_of("evaluation/data-held-out/pass_at", **evaluating()), "did you mean 'evaluation/data-held-out/"),
     ],
 )
 def test_an_unknown_metric_is_refused_with_the_nearest_name(config: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"job\.yaml: learner\.checkpoint\.keep_best: .*{said}"):
-        check_keep_best(config, "job.yaml")
+        check_config(config, "job.yaml", "broker")
 
 
 @pytest.mark.parametrize(
     "config",
     [config_of("-grad_norm"), config_of("loss", kind=SftConfig), config_of("-validation_loss", kind=SftConfig),
-     config_of("evaluation/held-out/pass_at/4", **evaluating())],
+     config_of("evaluation/data-held-out/pass_at/4", **evaluating())],
 )  # fmt: skip
 def test_a_metric_of_the_run_is_accepted(config: Any) -> None:
-    check_keep_best(config, "job.yaml")
+    check_config(config, "job.yaml", "broker")
