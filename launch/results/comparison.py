@@ -6,6 +6,7 @@ one curve: their mean, with a band from the least to the largest of them.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import matplotlib.pyplot as plt
 import msgspec
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import EngFormatter
 
 from common.config.schema import Config, SftConfig
 from launch.observe.metrics_tail import MetricsTail
 from launch.results.page import Key, Rows, write_page
-from launch.results.plots import COLOURS, COLUMNS, Picture, evaluations_of, finish, interval, plain, save
+from launch.results.plots import COLOURS, COLUMNS, evaluations_of, finish, interval, plain, save, svg_of
 
 SEED_KEYS = ("run.seed", "run.name", "run.dir")
 AXES = {"steps": "optimizer steps", "samples": "samples", "tokens": "trained tokens", "seconds": "seconds of training"}
@@ -122,33 +124,32 @@ def evaluated(group: Sequence[Compared], axis: str, dataset: str) -> Curve | Non
 
 
 def compare(runs: Sequence[Compared], tables: Mapping[str, Rows], notes: Sequence[str], folder: Path) -> list[Path]:
-    """Write the pictures and the page with these `tables`; returns the page and the pictures of all panels."""
+    """Write the pictures and the page with these `tables`; returns their paths."""
     groups = grouped(runs)
     styles = [(COLOURS[n % len(COLOURS)], list(DASHES)[n // len(COLOURS) % len(DASHES)]) for n in range(len(groups))]
     labels = [_label(group) for group in groups]
     keys: list[Key] = [(label, colour, DASHES[line]) for label, (colour, line) in zip(labels, styles, strict=True)]
     size = -(-max(len(run.columns["steps"]) for run in runs) // POINTS)
     datasets = dict.fromkeys(name for run in runs for name in run.evaluations)
-    pictures: dict[str, list[Picture]] = {}
-    overviews: list[Path] = []
+    pictures: dict[str, list[str]] = {}
+    files: list[Path] = []
     for axis, x_label in AXES.items():
-        panels: list[tuple[str, str, list[Curve | None], bool]] = []
+        panels: list[tuple[str, list[Curve | None], bool]] = []
         for name, title in PANELS.items():
             curves = [curve_of(group, axis, name, size) for group in groups]
             if any(curve is not None and curve[1].any() for curve in curves):
-                panels.append((name, title, curves, False))
-        for number, dataset in enumerate(datasets, start=1):
+                panels.append((title, curves, False))
+        for dataset in datasets:
             curves = [evaluated(group, axis, dataset) for group in groups]
-            panels.append((f"evaluation_{number}", plain(f"Evaluation on {dataset}: mean reward"), curves, True))
-        draws = [(name, _drawer(title, x_label, curves, bars, labels, styles)) for name, title, curves, bars in panels]
-        shown = [_draw([draw], folder / f"{name}_over_{axis}.png") for name, draw in draws]
-        overviews.append(_draw([draw for _, draw in draws], folder / f"over_{axis}.png").path)
-        pictures[f"over {axis}"] = shown
+            panels.append((plain(f"Evaluation on {dataset}: mean reward"), curves, True))
+        draws = [partial(_draw, title, x_label, curves, bars, labels, styles) for title, curves, bars in panels]
+        pictures[f"over {axis}"] = [_panel(draw, f"{axis} {number}") for number, draw in enumerate(draws)]
+        files.append(_overview(draws, folder / f"over_{axis}.png"))
     text = [*notes, f"Every point is the mean of {size} steps."] if size > 1 else [*notes]
     if len(groups) < len(runs):
         text.append("A curve of several seeds is their mean; its band reaches from the least to the largest of them.")
     title = "Comparison of " + ", ".join(run.label for run in runs)
-    return [write_page(folder / "report.html", title, text, tables, pictures, keys), *overviews]
+    return [write_page(folder / "report.html", title, text, tables, pictures, keys), *files]
 
 
 def _label(group: Sequence[Compared]) -> str:
@@ -156,37 +157,41 @@ def _label(group: Sequence[Compared]) -> str:
     return group[0].label if len(group) == 1 else f"{group[0].label} and {len(group) - 1} more, seeds {seeds}"
 
 
-def _drawer(
-    title: str, x_label: str, curves: list[Curve | None], bars: bool, labels: list[str], styles: list[tuple[str, str]]
-) -> Callable[[Axes], None]:
-    def draw(axes: Axes) -> None:
-        for curve, label, (colour, line) in zip(curves, labels, styles, strict=True):
-            if curve is None:
-                continue
-            x, y, low, high = curve
-            axes.plot(
-                x, y, line, color=colour, label=plain(label), lw=1.5, marker="o" if bars or len(x) == 1 else "", ms=4
-            )
-            if bars:
-                axes.errorbar(x, y, yerr=[y - low, high - y], color=colour, fmt="none", capsize=3)
-            elif (high > low).any():
-                axes.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
-        finish(axes, title, x_label, "", legend=False)
-
-    return draw
+def _draw(
+    title: str, x_label: str, curves: list[Curve | None], bars: bool, labels: list[str], styles: list[tuple[str, str]],
+    axes: Axes,
+) -> None:  # fmt: skip
+    for curve, label, (colour, line) in zip(curves, labels, styles, strict=True):
+        if curve is None:
+            continue
+        x, y, low, high = curve
+        axes.plot(x, y, line, color=colour, label=plain(label), lw=1.5, marker="o" if bars or len(x) == 1 else "", ms=4)
+        if bars:
+            axes.errorbar(x, y, yerr=np.maximum([y - low, high - y], 0.0), color=colour, fmt="none", capsize=3)
+        elif (high > low).any():
+            axes.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    finish(axes, title, x_label, "", legend=False)
 
 
-def _draw(draws: Sequence[Callable[[Axes], None]], path: Path) -> Picture:
-    """One or several panels in a picture, whose legend is below them and, in the SVG, left to the page."""
-    columns = min(COLUMNS, len(draws))
-    rows = -(-len(draws) // columns)
-    figure = plt.figure(figsize=(max(5 * columns, 6), 3.5 * rows + 0.5), layout="constrained")
+def _panel(draw: Callable[[Axes], None], name: str) -> str:
+    figure, axes = plt.subplots(figsize=(6, 3.5))
+    draw(axes)
+    figure.subplots_adjust(left=0.12, right=0.98, top=0.92, bottom=0.14)
+    return svg_of(figure, name)
+
+
+def _overview(draws: Sequence[Callable[[Axes], None]], path: Path) -> Path:
+    """All panels in one picture, with the legend below them."""
+    rows = -(-len(draws) // COLUMNS)
+    figure = plt.figure(figsize=(5 * COLUMNS, 3.5 * rows + 0.6))
     for number, draw in enumerate(draws, start=1):
-        draw(figure.add_subplot(rows, columns, number))
+        draw(figure.add_subplot(rows, COLUMNS, number))
     known = {
         label: handle
         for axes in figure.axes[::-1]
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(known.values(), known, loc="outside lower center", ncols=columns, fontsize="small")
+    figure.tight_layout(rect=(0, 0.6 / (3.5 * rows + 0.6), 1, 1))
+    figure.legend(known.values(), known, loc="lower center", ncols=COLUMNS, fontsize="small")
     return save(figure, path)

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from launch.results.plots import INK, Picture
+from launch.results.plots import INK
 
 Rows = Sequence[Sequence[str]]
 Key = tuple[str, str, str]  # (name of a curve, its colour, its stroke-dasharray)
@@ -14,9 +14,9 @@ Key = tuple[str, str, str]  # (name of a curve, its colour, its stroke-dasharray
 
 def write_page(
     path: Path, title: str, notes: Sequence[str], tables: Mapping[str, Rows],
-    pictures: Mapping[str, Sequence[Picture]], keys: Sequence[Key] = (),
+    pictures: Mapping[str, Sequence[str]], keys: Sequence[Key] = (),
 ) -> Path:  # fmt: skip
-    """`tables`: 'differences' and 'summary', each with a head; `pictures` by axis: the reader chooses the axis."""
+    """`tables`: 'differences' and 'summary', each with a head; `pictures`, as SVG, by axis: the reader chooses it."""
     lines = "".join(
         f'<li><svg viewBox="0 0 32 8"><path d="M0 4H32" stroke="{colour}" stroke-dasharray="{dashes}"/></svg>'
         f"{escape(name)}</li>"
@@ -25,7 +25,7 @@ def write_page(
     tabs = shown = ""
     for n, axis in enumerate(pictures) if len(pictures) > 1 else ():
         chosen = " checked" * (n == 0)
-        tabs += f'<input type="radio" name="axis" id="axis-{n}"{chosen}><label for="axis-{n}">{escape(axis)}</label>'
+        tabs += f'<label><input type="radio" name="axis" id="axis-{n}"{chosen}>{escape(axis)}</label>'
         shown += f"body:has(#axis-{n}:not(:checked)) #pictures-{n} {{ display: none; }}\n"
     grids = (
         f'<div class="pictures" id="pictures-{n}">{"".join(map(_figure, each))}</div>'
@@ -52,8 +52,8 @@ def _table(rows: Rows) -> str:
     )
 
 
-def _figure(picture: Picture) -> str:
+def _figure(svg: str) -> str:
     """The SVG in the size of its place; the page's text colour takes the place of INK."""
-    svg = re.sub(r"<metadata>.*?</metadata>", "", picture.svg.replace(INK, "currentColor"), flags=re.DOTALL)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg.replace(INK, "currentColor"), flags=re.DOTALL)
     svg = re.sub(r'^.*?<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 role="img">', svg, count=1, flags=re.DOTALL)
     return f"<figure>{svg}</figure>"

@@ -40,14 +40,6 @@ Curve = Callable[[Lines], Points]
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture that is drawn: its file, and the same as SVG."""
-
-    path: Path
-    svg: str
-
-
-@dataclass(frozen=True)
 class Plot:
     """Curves that share one pair of axes."""
 
@@ -132,8 +124,8 @@ WARM_START_PLOTS = (
 
 def draw_all(
     plots: Iterable[Plot], tail: MetricsTail, config: Config | SftConfig | None, folder: Path
-) -> list[Picture]:
-    """Write every plot that has points, and the overview, which is the first one returned."""
+) -> tuple[list[Path], list[str]]:
+    """Write every plot that has points, and the overview; returns the files, and the plots as SVG."""
     folder.mkdir(parents=True, exist_ok=True)
     found = [(plot, [curve for curve in drawn_points(plot, tail.lines) if curve[1]]) for plot in plots]
     draws = [(plot.name, partial(_draw, plot, curves, config)) for plot, curves in found if curves]
@@ -142,16 +134,20 @@ def draw_all(
         for number, (dataset, lines) in enumerate(evaluations_of(tail.evaluations).items(), start=1)
     ]
     rows = -(-len(draws) // COLUMNS)
-    overview = plt.figure(figsize=(15, 3.6 * rows), layout="constrained")
-    single: list[Picture] = []
+    overview = plt.figure(figsize=(15, 3.6 * rows))
+    single: list[Path] = []
+    drawn: list[str] = []
     for (name, draw), cell in zip(draws, cells(len(draws)), strict=True):
         draw(overview.add_subplot(GridSpec(rows, 2 * COLUMNS)[cell]))
-        figure, axes = plt.subplots(figsize=(6, 3.7), layout="constrained")
+        figure, axes = plt.subplots(figsize=(6, 3.7))
         draw(axes)
-        single.append(save(figure, folder / f"{name}.png"))
+        figure.tight_layout()
+        single.append(save(figure, folder / f"{name}.png", close=False))
+        drawn.append(svg_of(figure, name))
     if isinstance(config, Config):
         overview.suptitle(plain(f"{config.run.name}, seed {config.run.seed}, staleness at most {config.staleness.max}"))
-    return [save(overview, folder / "overview.png"), *single]
+    overview.tight_layout()
+    return [save(overview, folder / "overview.png"), *single], drawn
 
 
 def evaluations_of(lines: Lines) -> dict[str, list[Mapping[str, Any]]]:
@@ -206,17 +202,23 @@ def running_mean(points: Points) -> Points:
     return [(part[-1][0], mean(y for _, y in part)) for part in parts]
 
 
-def save(figure: Figure, path: Path) -> Picture:
-    """Write a figure as PNG; it also comes back as SVG, with ids of its own."""
-    drawn = io.StringIO()
-    with plt.rc_context({"svg.hashsalt": path.stem}), warnings.catch_warnings():
+def save(figure: Figure, path: Path, close: bool = True) -> Path:
+    """Write a figure as PNG."""
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a name with signs that the font lacks
         figure.savefig(path, dpi=DOTS_PER_INCH)
-        for legend in figure.legends:
-            legend.remove()
+    if close:
+        plt.close(figure)
+    return path
+
+
+def svg_of(figure: Figure, name: str) -> str:
+    """A figure as SVG, whose ids depend on `name`: a page has several."""
+    drawn = io.StringIO()
+    with plt.rc_context({"svg.hashsalt": name}):
         figure.savefig(drawn, format="svg", transparent=True)
     plt.close(figure)
-    return Picture(path, drawn.getvalue())
+    return drawn.getvalue()
 
 
 def finish(axes: Axes, title: str, x_label: str, label: str, legend: bool = True) -> None:

@@ -59,10 +59,10 @@ def report(run: RunDir, out: Path | None) -> int:
     from launch.results.page import write_page
     from launch.results.plots import PLOTS, WARM_START_PLOTS, draw_all
 
-    pictures = draw_all(WARM_START_PLOTS if isinstance(config, SftConfig) else PLOTS, tail, config, folder)
+    files, pictures = draw_all(WARM_START_PLOTS if isinstance(config, SftConfig) else PLOTS, tail, config, folder)
     title, tables = str(summary["run"]["name"]), {"summary": summary_rows({"": summary})}
-    page = write_page(folder / "report.html", title, [str(run.path.resolve())], tables, {"": pictures[1:]})
-    show(summary, [page, *(picture.path for picture in pictures)])
+    page = write_page(folder / "report.html", title, [str(run.path.resolve())], tables, {"": pictures})
+    show(summary, [page, *files])
     return 0
 
 
@@ -101,7 +101,8 @@ def report_several(runs: list[tuple[str, RunDir]], folder: Path) -> int:
         {each.label: each.summary for each in compared} | {"differences": tables["differences"]},
     )
     brief = [row for row in tables["summary"][1:] if row[0].startswith(BRIEF)]
-    table = Table(*(Column(overflow="fold") for _ in tables["summary"][0]), box=None, pad_edge=False, show_header=False)
+    columns = (Column(no_wrap=True), *(Column(overflow="fold") for _ in compared))
+    table = Table(*columns, box=None, pad_edge=False, show_header=False)
     for row in [*tables["differences"], [""], *brief]:
         table.add_row(*map(Text, row))
     Console().print(table, *notes, "written: " + ", ".join(map(str, written)), sep="\n", soft_wrap=True, markup=False)
