@@ -31,7 +31,7 @@ PANELS = {
     "step_s": "Seconds per step", "tokens_per_s": "Trained tokens per second",
 }  # fmt: skip
 TIMES = ("step_s", "tokens_per_s")  # the first step of a learner process includes one-time work
-POINTS = 120  # of a curve
+POINTS = 120  # points of a curve
 DASHES = {"-": "", "--": "6 3", ":": "2 3", "-.": "6 3 2 3"}
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Curve = tuple[Array, Array, Array, Array]  # x, mean, least and largest

@@ -29,7 +29,7 @@ matplotlib.rcParams |= {
     **{"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "svg.fonttype": "none"},
     **{"font.family": "sans-serif", "savefig.facecolor": "white"},
 }
-MOST_POINTS = 1000  # of a curve; more steps become means of as many successive ones
+MOST_POINTS = 1000  # points of a curve; more steps become means of as many successive ones
 DOTS_PER_INCH = 120
 SMOOTHING_STEPS = 5
 COLUMNS = 3
@@ -173,7 +173,7 @@ def thinned(points: Points, largest: bool = False) -> Points:
 
 
 def plain(text: str) -> str:
-    """Text that somebody chose, for matplotlib: without signs that would begin a formula."""
+    """Text for matplotlib that begins no formula; `text` is a name from a config or a file."""
     return text.replace("$", r"\$")
 
 

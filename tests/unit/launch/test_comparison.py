@@ -106,7 +106,7 @@ def test_evaluations_have_their_interval_or_the_spread_of_seeds_at_their_version
 
 
 class Page(HTMLParser):
-    """What a browser would find: tags, the addresses that it would ask for, and the text."""
+    """The page as a browser finds it: tags, addresses to ask for, and text."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
