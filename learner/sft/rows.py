@@ -60,7 +60,7 @@ class SftDataset:
     def __init__(self, path: Path, tokenizer: ChatTokenizer, seed: int, shuffle: bool, held_out: float = 0.0) -> None:
         """Read and check every row; raises UsageError naming a line that is no row or that the template refuses.
 
-        `held_out`: the share of the rows that no step trains; `held_out_rows` are their numbers.
+        `held_out`: the share of the rows that no step trains: those of `held_out_rows`, not of `trained_rows`.
         """
         self._tokenizer = tokenizer
         self._chats = ChatTemplate(tokenizer)
@@ -78,19 +78,13 @@ class SftDataset:
             self._rows.append(row)
         self.digest = digest.hexdigest()[:16]
         self.held_out_rows = _held_out(keys, held_out)
-        kept = set(self.held_out_rows)
-        self._trained = [row for row in range(len(self._rows)) if row not in kept]
-        self._order = RowOrder(len(self._trained), seed, shuffle)
-
-    @property
-    def trained_rows(self) -> int:
-        """Number of rows that steps train."""
-        return len(self._trained)
+        self.trained_rows = sorted({*range(len(self._rows))}.difference(self.held_out_rows))
+        self._order = RowOrder(len(self.trained_rows), seed, shuffle)
 
     def step(self, step: int, sequences: int) -> list[Document]:
         """The `sequences` documents of one step; epochs follow one another without a gap."""
         positions = range(step * sequences, (step + 1) * sequences)
-        return self.documents([self._trained[self._order.row(position)[1]] for position in positions])
+        return self.documents([self.trained_rows[self._order.row(position)[1]] for position in positions])
 
     def documents(self, rows: Sequence[int]) -> list[Document]:
         """Token documents of these rows, all segments tokenised in one call; raises UsageError naming a bad row."""

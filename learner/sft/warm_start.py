@@ -47,7 +47,7 @@ class RowSource(BatchSource):
         if held := self.dataset.held_out_rows:
             documents = self.dataset.documents(held)
             self._validation = Validation(backend, documents, self._config.learner.micro_batch_tokens)
-            logger.info("%d rows train, %d validate", self.dataset.trained_rows, len(held))
+            logger.info("%d rows train, %d validate", len(self.dataset.trained_rows), len(held))
 
     def next_command(self, step: int) -> Command:
         if reason := self._stop_requested():

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from common.json_lines import read_jsonl
 from common.metrics import SftMetrics
+from learner.checkpoint.best import read_best
+from learner.checkpoint.folder import CheckpointFolder
 from learner.sft.rows import SftDataset, load_tokenizer
 from tests.integration.jobs.job_rig import until
 from tests.integration.learner import sft_assets
@@ -138,7 +140,8 @@ def test_killed_it_validates_the_same_steps_again_and_validating_changes_no_weig
     tmp_path: Path, models: Path, unbroken: WarmStart
 ) -> None:
     evaluation = {"every": 5, "share": 0.3}
-    job = WarmStart(tmp_path / "job", models / "tied", {"every": 3, "asynchronous": False}, evaluation)
+    keep = {"keep": 1, "keep_best": "validation_loss"}  # the largest, so that an early one stays
+    job = WarmStart(tmp_path / "job", models / "tied", {"every": 3, "asynchronous": False, **keep}, evaluation)
     job.start()
     job.until(lambda: len(job.lines()) >= 8)
     job.kill()
@@ -150,6 +153,8 @@ def test_killed_it_validates_the_same_steps_again_and_validating_changes_no_weig
     assert validated == validations(whole)
     assert list(validated) == [4, 9, 14, 19, STEPS - 1]
     assert validated[STEPS - 1] == pytest.approx(held_out_loss(job), rel=1e-5)
+    assert validated[4] == max(validated.values()) and read_best(job.run.checkpoints).step == 6
+    assert sorted(CheckpointFolder(job.run.checkpoints, 1).steps()) == [6, STEPS]
     assert "7 rows train, 3 validate" in (job.run.logs / "sft-0.log").read_text()
     seldom = WarmStart(tmp_path / "seldom", models / "tied", {"every": 3}, {"every": 1000, "share": 0.3})
     seldom.finish()

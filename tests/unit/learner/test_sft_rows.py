@@ -69,16 +69,19 @@ def test_held_out_rows_are_the_same_for_every_seed_and_order_and_no_step_trains_
         assert texts(rows, rows.held_out_rows) == held and len(held) == 4
         epoch = [chr(document.tokens[0]) for document in rows.step(0, 16)]
         assert sorted([*epoch, *held]) == [chr(c) for c in range(97, 117)]
-        assert rows.trained_rows == 16
+        assert len(rows.trained_rows) == 16
     nothing = dataset(tmp_path, *lines)
-    assert (nothing.held_out_rows, nothing.trained_rows) == ([], 20)
+    assert (nothing.held_out_rows, nothing.trained_rows) == ([], [*range(20)])
 
 
 def test_equal_rows_stay_on_one_side_and_a_share_that_leaves_nothing_to_train_is_refused(tmp_path: Path) -> None:
     lines = [f'{{"prompt": "{c}", "completion": "x"}}' for c in "abcd"] * 5
     for share in (0.01, 0.3, 0.6):
         rows = dataset(tmp_path, *lines, held_out=share)
-        held, trained = texts(rows, rows.held_out_rows), {chr(d.tokens[0]) for d in rows.step(0, rows.trained_rows)}
+        held, trained = (
+            texts(rows, rows.held_out_rows),
+            {chr(d.tokens[0]) for d in rows.step(0, len(rows.trained_rows))},
+        )
         assert held and held.isdisjoint(trained) and held | trained == set("abcd")
         assert len(rows.held_out_rows) == 5 * len(held)
     with pytest.raises(UsageError, match=r"evaluation\.share: expected a share that leaves rows .* found 0.9 of 20"):
