@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.metrics import MetricsWriter, StepMetrics
+from common.metrics import StepMetrics
+from common.process.metrics_file import MetricsWriter
 from common.process.run_dir import RunDir, write_json
 from launch.sinks.feed import FeedState
 from tests.launch_rig import ROOT, config_of, prepared
