@@ -42,7 +42,7 @@ class Cursor(msgspec.Struct, forbid_unknown_fields=False):
     inode: int = -1
     lines: int = 0  # taken from the file that `inode` names
     step: int = -1  # the newest one that was fed
-    highest: int = -1  # of all that were fed; a resumed learner begins below it
+    highest: int = -1  # the largest one; a resumed learner begins below it
     start: float = -1.0  # which start of the learner wrote it; without one, the Unix time of the line
     evaluated: dict[str, int] = {}  # newest policy version by dataset
 
