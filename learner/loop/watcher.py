@@ -71,6 +71,7 @@ class Watcher:
                     self._note("watch_well", rule=state.name, step=told["step"])
         except Exception:
             logger.exception("watch rules")
+        self.trained = None
         self.turn()
 
     def turn(self) -> None:
