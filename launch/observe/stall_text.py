@@ -9,7 +9,7 @@ from launch.observe.observation import Observation
 
 SHOWN = 12
 STOPPING = frozenset(
-    "store paused no_learner learner_silent learner_failed no_node broker_away broker_gone excluded".split()
+    ("store", "no_learner", "learner_silent", "learner_failed", "no_node", "broker_away", "broker_gone", "excluded")
 )  # kinds that a person has to do something about
 
 
