@@ -114,7 +114,8 @@ def evaluated(group: Sequence[Compared], axis: str, dataset: str) -> Curve | Non
     for run in group:
         for line in run.evaluations.get(dataset, ()):
             at = float(np.interp(line["policy_version"], run.columns["steps"], run.columns[axis], left=0.0))
-            found.setdefault(line["policy_version"], []).append((at, line))
+            if np.isfinite(at):
+                found.setdefault(line["policy_version"], []).append((at, line))
     points: list[tuple[float, ...]] = []
     for _, each in sorted(found.items()):
         rewards = [line["mean_reward"] for _, line in each]
@@ -142,6 +143,8 @@ def compare(runs: Sequence[Compared], tables: Mapping[str, Rows], notes: Sequenc
         for dataset in datasets:
             curves = [evaluated(group, axis, dataset) for group in groups]
             panels.append((plain(f"Evaluation on {dataset}: mean reward"), curves, True))
+        if not any(curve for _, curves, _ in panels for curve in curves):
+            continue  # no run counts samples
         draws = [partial(_draw, title, x_label, curves, bars, labels, styles) for title, curves, bars in panels]
         pictures[f"over {axis}"] = [_panel(draw, f"{axis} {number}") for number, draw in enumerate(draws)]
         files.append(_overview(draws, folder / f"over_{axis}.png"))
