@@ -37,6 +37,7 @@ HANDLERS = {
     "ledger": "launch.observe.ledger:command",
     "logs": "launch.observe.logs:command",
     "stop": "launch.up.stop:command",
+    "resume": "launch.up.resume:command",
     "export": "launch.results.export:command",
     "replay": "launch.results.replay:command",
     "keys": "launch.keys:command",
@@ -184,6 +185,8 @@ def _add_observing_commands(commands: Commands) -> None:
     logs.add_argument("--lines", type=int, default=50, metavar="N", help="the last N (50), at most 64 KiB")
     stop = _command(commands, "stop", "every role leaves; the same commands continue the job", *job, **place)
     stop.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="how long to wait for them (600)")
+    text = "a job that a watch rule paused or stopped may continue"
+    _command(commands, "resume", text, "run")
     report = _command(commands, "report", "summary table, plots and a page of a run, or of several side by side")
     report.add_argument("runs", metavar="RUN", nargs="+", help="a run's folder, or the config file that names it")
     report.add_argument("--out", metavar="DIR", help="folder for them (default: RUN/report; of several runs ./report)")

@@ -56,6 +56,7 @@ class RunFiles:
         self.incarnation = 0  # which start of the learner this is
         self._metrics: MetricsWriter | None = None
         self._closed = False
+        self.recorded: Callable[[msgspec.Struct], None] = lambda line: None  # gets every line of the metrics
         self.commit: Callable[[int], None] = lambda step: None  # gets the last step of a checkpoint that is durable
 
     def start(
@@ -106,6 +107,7 @@ class RunFiles:
         """Append a line: StepMetrics, SftMetrics, or one with a `kind`, which may decide which checkpoint is best."""
         assert self._metrics is not None
         self._metrics.write(line)
+        self.recorded(line)
         if self.checkpoints.best is not None:
             self.checkpoints.best.note(document := msgspec.to_builtins(line))
             if "kind" in document:
