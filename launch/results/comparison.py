@@ -180,7 +180,7 @@ def _draw(
 def _panel(draw: Callable[[Axes], None], name: str) -> str:
     figure, axes = plt.subplots(figsize=(6, 3.5))
     draw(axes)
-    figure.subplots_adjust(left=0.12, right=0.98, top=0.92, bottom=0.14)
+    figure.subplots_adjust(left=0.13, right=0.98, top=0.92, bottom=0.14)
     return svg_of(figure, name)
 
 

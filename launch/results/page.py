@@ -16,7 +16,7 @@ def write_page(
     path: Path, title: str, notes: Sequence[str], tables: Mapping[str, Rows],
     pictures: Mapping[str, Sequence[str]], keys: Sequence[Key] = (),
 ) -> Path:  # fmt: skip
-    """`tables`: 'summary' and perhaps 'differences', each with a head; `pictures`: SVG by axis, which the reader chooses."""
+    """`tables`: 'summary' and perhaps 'differences', each with a head; `pictures`: SVG by axis; the reader chooses."""
     lines = "".join(
         f'<li><svg viewBox="0 0 32 8"><path d="M0 4H32" stroke="{colour}" stroke-dasharray="{dashes}"/></svg>'
         f"{escape(name)}</li>"

@@ -200,7 +200,7 @@ def test_a_run_without_its_config_is_shown_and_equal_names_are_told_apart(tmp_pa
     one, two = made(tmp_path / "x", "a"), made(tmp_path / "y", "a", seed=3)
     bare = made(tmp_path, "bare")
     bare.config.unlink()
-    for run in (one, two, bare):  # of an older version, which did not count samples
+    for run in (one, two, bare):  # an older version did not count samples
         run.metrics.write_text(run.metrics.read_text().replace('"samples"', '"something"') + evaluation(2, 0.5))
     assert main(["report", *(str(run.path) for run in (one, two, bare)), "--out", str(tmp_path / "out")]) == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
