@@ -40,6 +40,17 @@ class Recorder:
         """The store's status; None when there is no store."""
 
 
+class FailedTranscripts:
+    """Receives the transcript of a failed group, best effort. This one keeps none."""
+
+    @property
+    def dropped(self) -> int:
+        """How many could not be kept."""
+        return 0
+
+    def put(self, serial: int, node_id: str, transcript: bytes) -> None: ...
+
+
 class Tables:
     """Data without rules; the rules are in taking.py and leasing.py."""
 
@@ -75,6 +86,7 @@ class Tables:
         # `stopping`: the job is being stopped; a broker that starts anew knows nothing of it
         self.stopping, self.logs = False, LogEnds(clock)
         self.recovery_s = 0.0
+        self.transcripts = FailedTranscripts()
         self.refused_messages = self.denied_requests = self.quarantined_messages = 0
 
     def do(self, move: Move) -> None:

@@ -8,7 +8,7 @@ Both run on every rank from the same bytes, so every rank has the same batch.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -164,9 +164,10 @@ def assemble(groups: Sequence[Group], step: int, config: Config, routing: Routin
     rewards = [np.array([np.nan if s.error is not None else s.reward for s in group.samples]) for group in kept]
     estimates = ADVANTAGES[config.learner.loss.advantage](rewards)
     for group, advantages in zip(kept, estimates, strict=True):
-        for sample, advantage in zip(group.samples, advantages, strict=True):
+        for index, (sample, advantage) in enumerate(zip(group.samples, advantages, strict=True)):
             if sample.error is None:
                 found, document = _prepare(sample, step, float(advantage), config, routing)
+                document = replace(document, origin=(group.serial, index))
                 played.append(found)
                 documents += [document] if len(found.ages) else []
     for group in filtered:  # trains nothing, but tells how the policy does

@@ -39,6 +39,7 @@ class Document:
     staleness: np.ndarray | None = None  # [L] int32, or None in supervised tuning
     advantage: float = 0.0
     name: str = ""  # for error messages
+    origin: tuple[int, int] | None = None  # serial of its task and index of its sample; None: no rollout
     routed_experts: np.ndarray | None = None  # [L, MoE layers, experts per token] int16, -1 where unknown
 
     @property
@@ -131,13 +132,13 @@ def _deal(bins: list[list[int]], costs: list[float], ranks: int) -> Plan:
 
 def build(documents: Sequence[Document], microbatches: list[list[int]]) -> list[Microbatch]:
     """Tensors of one rank's part of a plan, on the CPU; an empty microbatch becomes a filler that trains nothing."""
-    return [_pack([documents[i] for i in numbers] or [FILLER]) for numbers in microbatches]
+    return [_pack([documents[i] for i in numbers] or [FILLER], tuple(numbers)) for numbers in microbatches]
 
 
 FILLER = Document(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.uint8), name="filler")
 
 
-def _pack(documents: list[Document]) -> Microbatch:
+def _pack(documents: list[Document], numbers: tuple[int, ...]) -> Microbatch:
     lengths = [document.places for document in documents]
     starts = np.cumsum([0, *lengths[:-1]])
 
@@ -158,6 +159,7 @@ def _pack(documents: list[Document]) -> Microbatch:
         behavior_logprobs=of_targets("behavior_logprobs", np.float32),
         staleness=of_targets("staleness", np.int32),
         routed_experts=_routing(documents),
+        numbers=numbers,
     )
 
 

@@ -23,15 +23,17 @@ from common.security.credentials import curve_credentials
 from common.weights.messages import Canary
 from common.weights.transports.registry import require
 from learner.backend_protocol import Backend
-from learner.batch.batch import BadGroup, expired_groups
+from learner.batch.batch import BadGroup, TrainingBatch, expired_groups
 from learner.batch.dynamic_sampling import carries_signal, most_replaced
 from learner.checkpoint.folder import StreamState, TrainerState
 from learner.loop.batch_source import Command, Drain, Fail, Train, Wait
+from learner.loop.recording_loss import Logprobs
 from learner.loop.rollout_source import RolloutSource
 from learner.loop.run_files import RunFiles
 from learner.loop.status_reporter import Reporter
-from learner.loop.step_metrics import Step, step_metrics
+from learner.loop.step_metrics import StallMeter, Step, step_metrics
 from learner.loop.tasks import TaskSource, TaskStream
+from learner.loop.transcripts import StepTranscripts
 from learner.publish.publisher import WeightPublisher
 from learner.publish.snapshot import Named
 
@@ -41,21 +43,6 @@ BROKER_WAIT_S = 30.0
 TAKE_WAIT_S = 1.0  # bound on one turn of the loop without a batch, so that no rank waits longer in a broadcast
 DEAD_STEPS = 3  # steps' worth of tasks that may die without one step in between, before the run stops
 BAD_GROUP_ATTEMPTS = 3  # times one task may come back unusable before the run stops
-
-
-class StallMeter:
-    """Seconds of paused generation over all nodes, from running totals of nodes that come and go."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, float] | None = None
-
-    def advance(self, status: BrokerStatus) -> float:
-        """Seconds since the last call; 0 at the first, whatever earlier learners have caused."""
-        now = {f"{n.report.node_id}/{n.report.pid}": n.report.generation_stall_s for n in status.nodes}
-        before, self._seen = self._seen, now if self._seen is None else {**self._seen, **now}
-        if before is None:
-            return 0.0
-        return sum(max(0.0, total - before.get(node, 0.0)) for node, total in now.items())
 
 
 class Lead(RolloutSource):
@@ -89,9 +76,12 @@ class Lead(RolloutSource):
         self._replays_below = 0
         self._dead_at_last_take = 0
         self._groups: list[Group] = []  # the newest Train command has them
+        self._nodes: dict[int, str] = {}  # the node of each of them, by serial
+        self._transcripts = StepTranscripts(config)
 
     def start(self) -> None:
         self.reporter.start()
+        self._transcripts.start()
         self.reporter.update(weights_address=self.publisher.start())
 
     def attach(self, backend: Backend, version: int) -> None:
@@ -157,7 +147,7 @@ class Lead(RolloutSource):
             self.files.events.add("replay", step=step, groups=len(taken))
         self.tasks.consume([group.serial for group in taken])
         self._missing, self._replaced = self.config.learner.groups_per_step, 0
-        self._groups = usable
+        self._groups, self._nodes = usable, {stored.serial: stored.node_id for stored in taken}
         return Train(step, taken)
 
     def _filter(self, step: int, flat: list[int], taken: int) -> bool:
@@ -241,7 +231,9 @@ class Lead(RolloutSource):
             self.files.events.add("ejection", step=step.batch.step, nodes=nodes)
         self.reporter.update(waste=step.totals.waste())
         stall_s = self._stalls.advance(status)
-        return step_metrics(step, self.files.incarnation, status, published, regenerated, stall_s)
+        line = step_metrics(step, self.files.incarnation, status, published, regenerated, stall_s)
+        dropped = self._transcripts.dropped + status.transcripts_dropped
+        return msgspec.structs.replace(line, transcripts_dropped_total=dropped)
 
     def stream_state(self) -> StreamState:
         return self.tasks.state()
@@ -254,6 +246,9 @@ class Lead(RolloutSource):
 
     def _decoded(self, groups: Sequence[StoredGroup]) -> list[Group]:
         return self._groups
+
+    def _transcribe(self, batch: TrainingBatch, logprobs: Logprobs) -> None:
+        self._transcripts.put(batch, self._groups, self._nodes, self._chosen, logprobs)
 
     def _canary_owed(self) -> bool:
         return self.publisher.stats().canary_owed
@@ -274,6 +269,7 @@ class Lead(RolloutSource):
         """Tell the broker how the job ended and release everything but the files."""
         self.reporter.set(state, reason or f"{state} at version {version}", policy_version=version)
         self.publisher.close()
+        self._transcripts.close()
         self.reporter.stop()
         self.broker.close()
 

@@ -1,0 +1,33 @@
+"""The transcript of a group whose samples all failed; it travels with the report of the failure."""
+
+import logging
+
+from common.config.schema import Config
+from common.rollouts import Group
+from common.transcript_maker import TokenText, transcript_line
+from common.transcripts import FAILED_BYTES
+from rollout_fleet.episode.rendering import Renderer
+
+logger = logging.getLogger(__name__)
+
+
+class FailedTranscripts:
+    """Makes them on the node, which has the tokenizer."""
+
+    def __init__(self, config: Config, renderer: Renderer, node_id: str) -> None:
+        self._on, self._node_id, self._text = config.telemetry.transcripts != "off", node_id, TokenText(renderer.text)
+        self._logged = False
+
+    def line(self, group: Group) -> bytes:
+        """That of the group's longest sample, at most FAILED_BYTES; b'' when there is none. Raises nothing."""
+        if not self._on or not group.samples:
+            return b""
+        try:
+            index, sample = max(enumerate(group.samples), key=lambda pair: pair[1].tokens.entries())
+            facts = {"serial": group.serial, "sample": index, "node_id": self._node_id, "why": ["failed"]}
+            return transcript_line(sample, self._text, FAILED_BYTES, **facts)
+        except Exception as error:
+            if not self._logged:
+                logger.warning("transcripts of failed groups are left out: %r", error)
+            self._logged = True
+            return b""
