@@ -26,29 +26,32 @@ class TokenText:
         """`decode`: a tokenizer's, special tokens included."""
         self._decode = decode
         self._known: dict[int, str] = {}
-        self._before: list[int] = []  # a token with a text: some decoders drop the space of the first one
-        self._before_text = ""
+        self._word: list[int] = []  # a token with a text, to decode others behind it
 
     def pieces(self, tokens: list[int]) -> list[str]:
         """[n] texts whose concatenation is the text of all tokens. A character of several tokens is in its last one."""
-        text, out, begin = self._decode(tokens), list[str](), 0
+        text, out, before, begin = self._decode(tokens), list[str](), 0, 0
         for end in range(1, len(tokens) + 1):  # the tokens from `begin` on may be an unfinished character
-            piece = self._text(tokens[begin:end]) if begin else self._decode(tokens[:end])
+            piece = (
+                self._text(self._word or tokens[before:begin], tokens[begin:end])
+                if begin
+                else self._decode(tokens[:end])
+            )
             if piece.endswith(UNFINISHED) and end < len(tokens) and end - begin < LONGEST_CHARACTER:
                 out.append("")
-            else:
-                out.append(piece)
-                if not self._before and begin == end - 1 and piece.strip() and UNFINISHED not in piece:
-                    self._before, self._before_text = tokens[end - 1 : end], self._decode(tokens[end - 1 : end])
-                begin = end
+                continue
+            out.append(piece)
+            if not self._word and begin == end - 1 and piece.strip() and UNFINISHED not in piece:
+                self._word = tokens[begin:end]
+            before, begin = begin, end
         return out if "".join(out) == text else [""] * (len(tokens) - 1) + [text]
 
-    def _text(self, tokens: list[int]) -> str:
-        """The text of tokens that follow others."""
+    def _text(self, before: list[int], tokens: list[int]) -> str:
+        """The text of tokens behind others: some decoders drop the space of the first one."""
         known = self._known.get(tokens[0]) if len(tokens) == 1 else None
         if known is None:
-            known = self._decode([*self._before, *tokens])[len(self._before_text) :]
-            if len(tokens) == 1 and self._before:
+            known = self._decode(before + tokens)[len(self._decode(before)) :]
+            if len(tokens) == 1 and before is self._word:
                 self._known[tokens[0]] = known
         return known
 
@@ -72,7 +75,7 @@ class _Stretch:  # tokens [start, end) of one author
 
 
 def transcript_line(
-    sample: Sample, text: TokenText, limit_bytes: int, training: Training | None = None, **facts: Any
+    sample: Sample, text: TokenText, limit_bytes: int, training: Training | None = None, /, **facts: Any
 ) -> bytes:
     """The JSON line of a sample's transcript, cut in its middle to at most `limit_bytes`.
 
