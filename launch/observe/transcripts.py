@@ -64,7 +64,8 @@ def table(found: Iterable[Transcript]) -> Table:
     """One row per transcript."""
     grid = Table(box=None, pad_edge=False, padding=(0, 2))
     for name in ("task", "sample", "step", "why", "reward", "advantage", "tokens", "stop", "answer"):
-        grid.add_column(name, no_wrap=True, justify="left" if name in ("why", "stop", "answer") else "right")
+        left = name in ("why", "stop", "answer")
+        grid.add_column(name, no_wrap=True, min_width=len(name), justify="left" if left else "right")
     for t in found:
         said = next((turn.text for turn in reversed(t.turns) if turn.author == "policy"), "")
         where = f"{t.serial}", f"{t.sample}", "-" if t.step is None else f"{t.step}", " ".join(t.why)
