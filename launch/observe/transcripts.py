@@ -62,7 +62,7 @@ def visible(text: str) -> str:
 
 def table(found: Iterable[Transcript]) -> Table:
     """One row per transcript."""
-    grid = Table(box=None, pad_edge=False, padding=(0, 2))
+    grid = Table(box=None, pad_edge=False, padding=(0, 1))
     for name in ("task", "sample", "step", "why", "reward", "advantage", "tokens", "stop", "answer"):
         left = name in ("why", "stop", "answer")
         grid.add_column(name, no_wrap=True, min_width=len(name), justify="left" if left else "right")
