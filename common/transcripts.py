@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 FAILED_BYTES = 256 << 10  # Limit of a transcript that a node sends with a group that failed.
+SentTranscript = tuple[int, str, bytes]  # serial, node id, and JSON of a Transcript that the node made
 Why = Literal["share", "best", "worst", "longest", "failed"]
 
 

@@ -81,9 +81,9 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
         feed = WeightClient(node_id, engine.weights, credential, transports, status.joining)
         low, high = config.rollout.concurrency_bounds
         runner = GroupRunner(driver, high, status.sample_failed)
-        transcripts = FailedTranscripts(config, driver.renderer, node_id)
+        transcribe = FailedTranscripts(driver.renderer, node_id).line if config.telemetry.transcripts != "off" else None
         counters = lambda: engine.counters  # noqa: E731
-        parts = NodeParts(broker, feed, runner, status, timeout, counters, heartbeat.beat_now, transcripts.line)
+        parts = NodeParts(broker, feed, runner, status, timeout, counters, heartbeat.beat_now, transcribe)
 
         def adaptive() -> AdaptiveLimit | None:
             return AdaptiveLimit(low, high, config.rollout.group_size, engine.holds) if low < high else None

@@ -161,8 +161,8 @@ class Leasing(Tables):
         if entry is not None:
             self.event_log.add("group_failed", serial=entry.serial, node=node_id, reason=reason)
             self.fleet.waste_of(node_id, "failed", tokens, seconds)
-            if transcript:
-                self.transcripts.put(entry.serial, node_id, transcript)
+            if transcript and self.transcripts is not None:
+                self.transcripts.put((entry.serial, node_id, transcript))
             self._lose(entry, reason)
 
     def release(self, node_id: str, tokens: Sequence[str]) -> None:

@@ -33,7 +33,7 @@ from learner.loop.run_files import RunFiles
 from learner.loop.status_reporter import Reporter
 from learner.loop.step_metrics import StallMeter, Step, step_metrics
 from learner.loop.tasks import TaskSource, TaskStream
-from learner.loop.transcripts import StepTranscripts
+from learner.loop.transcripts import items, transcript_thread
 from learner.publish.publisher import WeightPublisher
 from learner.publish.snapshot import Named
 
@@ -77,11 +77,12 @@ class Lead(RolloutSource):
         self._dead_at_last_take = 0
         self._groups: list[Group] = []  # the newest Train command has them
         self._nodes: dict[int, str] = {}  # the node of each of them, by serial
-        self._transcripts = StepTranscripts(config)
+        self._transcripts = transcript_thread(config)
 
     def start(self) -> None:
         self.reporter.start()
-        self._transcripts.start()
+        if self.config.telemetry.transcripts != "off":
+            self._transcripts.start()
         self.reporter.update(weights_address=self.publisher.start())
 
     def attach(self, backend: Backend, version: int) -> None:
@@ -248,7 +249,8 @@ class Lead(RolloutSource):
         return self._groups
 
     def _transcribe(self, batch: TrainingBatch, logprobs: Logprobs) -> None:
-        self._transcripts.put(batch, self._groups, self._nodes, self._chosen, logprobs)
+        for item in items(batch, self._groups, self._nodes, self._chosen, logprobs):
+            self._transcripts.put(item)
 
     def _canary_owed(self) -> bool:
         return self.publisher.stats().canary_owed

@@ -4,9 +4,8 @@ choose (every rank, from the same groups) -> the forward pass keeps their log-pr
 -> thread: text, JSON, RUN/transcripts. A full queue, a full disk or an odd token costs transcripts and nothing else.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import xxhash
@@ -63,76 +62,52 @@ def _length(pair: tuple[tuple[int, int], Sample]) -> int:
     return pair[1].tokens.entries()
 
 
-@dataclass(frozen=True)
-class _Item:
-    where: tuple[int, int]
+class Item(NamedTuple):
+    """A chosen sample of a step."""
+
     sample: Sample
-    node_id: str
-    why: list[Why]
-    step: int | None
+    facts: dict[str, Any]  # see transcript_line
     document: Document | None  # None: it trained nothing
     logprobs: np.ndarray | None
 
 
-class StepTranscripts:
-    """Writes RUN/transcripts/steps-*; only the lead rank has one."""
+def items(
+    batch: TrainingBatch, groups: Sequence[Group], nodes: Mapping[int, str], chosen: Chosen, logprobs: Logprobs
+) -> Iterator[Item]:
+    """The chosen samples of a step's groups; `nodes`: who sampled each group, by serial."""
+    documents = {document.origin: document for document in batch.documents}
+    by_serial = {group.serial: group for group in groups}
+    filters = batch.statistics.groups_filtered > 0
+    for where, why in chosen.items():
+        serial, index = where
+        group = by_serial[serial]
+        step = None if filters and not carries_signal(group) else batch.step
+        facts = {"serial": serial, "sample": index, "node_id": nodes.get(serial, ""), "why": why, "step": step}
+        yield Item(group.samples[index], facts, documents.get(where), logprobs.get(where))
 
-    def __init__(self, config: Config) -> None:
-        """The tokenizer of model.path is loaded in the thread."""
-        limit = config.telemetry.transcripts_mib << 20
-        self._limit_bytes = min(LONGEST_BYTES, limit // SEGMENTS)
-        self._on, self._model = config.telemetry.transcripts != "off", config.model.path
-        writer = SegmentWriter(RunDir.of(config).transcripts, "steps", limit * 3 // 4)  # the rest is for failed groups
-        self._thread: LineThread[_Item] = LineThread("transcripts", writer, self._maker)
 
-    @property
-    def dropped(self) -> int:
-        return self._thread.dropped
+def transcript_thread(config: Config) -> LineThread[Item]:
+    """The thread that writes RUN/transcripts/steps-*, for the lead rank. It loads the tokenizer of model.path first."""
+    limit = config.telemetry.transcripts_mib << 20
+    limit_bytes = min(LONGEST_BYTES, limit // SEGMENTS)
 
-    def start(self) -> None:
-        """Load the tokenizer before the first step needs it."""
-        if self._on:
-            self._thread.start()
-
-    def put(
-        self,
-        batch: TrainingBatch,
-        groups: Sequence[Group],
-        nodes: Mapping[int, str],
-        chosen: Chosen,
-        logprobs: Logprobs,
-    ) -> None:
-        """Hand over what is chosen of a step; `nodes`: who sampled each group, by serial."""
-        documents = {d.origin: d for d in batch.documents if d.origin in chosen}
-        by_serial = {group.serial: group for group in groups}
-        filters = batch.statistics.groups_filtered > 0
-        for where, why in chosen.items():
-            group = by_serial[where[0]]
-            step = None if filters and not carries_signal(group) else batch.step
-            trained = documents.get(where), logprobs.get(where)
-            self._thread.put(_Item(where, group.samples[where[1]], nodes.get(where[0], ""), why, step, *trained))
-
-    def close(self) -> None:
-        self._thread.close()
-
-    def _maker(self) -> Callable[[_Item], bytes]:
+    def build() -> Callable[[Item], bytes]:
         from transformers import AutoTokenizer  # takes a second, which the thread has
 
-        tokenizer = AutoTokenizer.from_pretrained(self._model, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         text = TokenText(lambda ids: tokenizer.decode(ids, **options))
-        return lambda item: self._line(item, text)
+        return lambda item: transcript_line(item.sample, text, limit_bytes, _training(item), **item.facts)
 
-    def _line(self, item: _Item, text: TokenText) -> bytes:
-        serial, sample = item.where
-        training = _training(item.document, item.logprobs) if item.document is not None else None
-        facts = {"serial": serial, "sample": sample, "node_id": item.node_id, "why": item.why, "step": item.step}
-        return transcript_line(item.sample, text, self._limit_bytes, training, **facts)
+    writer = SegmentWriter(RunDir.of(config).transcripts, "steps", limit * 3 // 4)  # the rest is for failed groups
+    return LineThread("transcripts", writer, build)
 
 
-def _training(document: Document, logprobs: np.ndarray | None) -> Training:
-    ratios = None
-    if logprobs is not None and document.behavior_logprobs is not None:
-        drift = logprobs - document.behavior_logprobs[1:]
-        ratios = np.exp(np.clip(np.insert(drift, 0, 0.0), -WORST_LOG_RATIO, WORST_LOG_RATIO))  # [L]; the first: 1
+def _training(item: Item) -> Training | None:
+    document, ratios = item.document, None
+    if document is None:
+        return None
+    if item.logprobs is not None and document.behavior_logprobs is not None:
+        drift = np.insert(item.logprobs - document.behavior_logprobs[1:], 0, 0.0)  # [L]; nothing predicts the first
+        ratios = np.exp(np.clip(drift, -WORST_LOG_RATIO, WORST_LOG_RATIO))
     return Training(document.loss_mask, document.advantage, ratios)

@@ -2,7 +2,6 @@
 
 import logging
 
-from common.config.schema import Config
 from common.rollouts import Group
 from common.transcript_maker import TokenText, transcript_line
 from common.transcripts import FAILED_BYTES
@@ -14,13 +13,13 @@ logger = logging.getLogger(__name__)
 class FailedTranscripts:
     """Makes them on the node, which has the tokenizer."""
 
-    def __init__(self, config: Config, renderer: Renderer, node_id: str) -> None:
-        self._on, self._node_id, self._text = config.telemetry.transcripts != "off", node_id, TokenText(renderer.text)
+    def __init__(self, renderer: Renderer, node_id: str) -> None:
+        self._node_id, self._text = node_id, TokenText(renderer.text)
         self._logged = False
 
     def line(self, group: Group) -> bytes:
         """That of the group's longest sample, at most FAILED_BYTES; b'' when there is none. Raises nothing."""
-        if not self._on or not group.samples:
+        if not group.samples:
             return b""
         try:
             index, sample = max(enumerate(group.samples), key=lambda pair: pair[1].tokens.entries())

@@ -33,7 +33,7 @@ class NodeParts:
     timeout: BrokerTimeout
     counters: Callable[[], EngineCounters]
     beat_now: Callable[[], None]
-    transcribe: Callable[[Group], bytes] = lambda group: b""  # a failed group's; b'': none
+    transcribe: Callable[[Group], bytes] | None = None  # a failed group's transcript; None: none are kept
 
 
 @dataclass(eq=False)
@@ -146,6 +146,8 @@ class RunningGroups:
         logger.warning("task %d failed: %s", lease.task.serial, reason)
         tokens, seconds = done.meta.sampled_tokens, max(0.0, done.meta.generation_s)
         broker, node_id = self._parts.broker, self._parts.status.node_id
-        transcript = await asyncio.to_thread(self._parts.transcribe, done.group) if done.failure is not None else b""
+        transcript = b""
+        if self._parts.transcribe is not None and done.failure is not None:
+            transcript = await asyncio.to_thread(self._parts.transcribe, done.group)
         work = node_id, lease.token, reason, tokens, seconds, transcript
         await self._parts.timeout.repeat(lambda: broker.fail(*work))

@@ -44,7 +44,7 @@ def job_model(folder: Path, spec: dict[str, Any]) -> None:
 
 
 def job_layout(folder: Path, spec: dict[str, Any]) -> None:
-    """What a step keeps, and what the same documents had before it."""
+    """The log-probabilities that a step keeps, and those of the same documents before it."""
     backend = tiny_models.backend(folder, spec)
     mine = plan(documents(), backend.data_parallel_size, 64, backend.document_multiple)[backend.data_parallel_rank]
     packed = build(documents(), mine)

@@ -1,5 +1,6 @@
 """Transcripts that come with failed groups: checked, named by the broker, written, or dropped and counted."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,16 @@ import msgspec
 import pytest
 
 from broker.delivery.state import DeliveryState
-from broker.journal.failed_transcripts import TranscriptFiles
+from broker.journal.failed_transcripts import failed_transcripts
 from broker.messaging import wire
+from broker.messaging.async_client import AsyncBrokerClient
 from common.config.schema import TelemetryConfig
 from common.json_lines import read_jsonl
 from common.transcripts import FAILED_BYTES, Transcript, Turn
-from tests.broker_rig import new_state, node_report, run_info
+from tests.broker_rig import job, new_state, node_report, run_info
 from tests.contract.backends import tasks
+from tests.unit.broker.conftest import Running
+from tests.waiting import LIMIT_S, until
 
 
 @pytest.fixture
@@ -40,7 +44,7 @@ def kept(path: Path) -> list[dict[str, Any]]:
 
 
 def test_it_is_written_under_the_task_and_node_that_failed_whatever_it_claims(state, tmp_path) -> None:
-    state.transcripts = files = TranscriptFiles(tmp_path, TelemetryConfig())
+    state.transcripts = files = failed_transcripts(tmp_path, TelemetryConfig())
     fail(state, transcript(error="no calculator").replace(b'"serial":99', b'"serial":\n99'))
     state.fail("n0", "an old token", "late", 0, 0.0, transcript())
     files.close()
@@ -57,7 +61,7 @@ def test_it_is_written_under_the_task_and_node_that_failed_whatever_it_claims(st
     ids=["torn", "a list", "bytes", "another type", "deep", "long when it is written again"],
 )
 def test_what_is_no_transcript_is_dropped_and_counted_and_the_group_fails_all_the_same(state, tmp_path, data) -> None:
-    state.transcripts = files = TranscriptFiles(tmp_path, TelemetryConfig())
+    state.transcripts = files = failed_transcripts(tmp_path, TelemetryConfig())
     fail(state, data)
     files.close()
     assert kept(tmp_path) == []
@@ -66,14 +70,14 @@ def test_what_is_no_transcript_is_dropped_and_counted_and_the_group_fails_all_th
 
 
 def test_off_keeps_none_and_the_folder_is_bounded(state, tmp_path) -> None:
-    state.transcripts = TranscriptFiles(tmp_path, TelemetryConfig(transcripts="off"))
+    assert failed_transcripts(tmp_path, TelemetryConfig(transcripts="off")) is None
     fail(state, transcript())
-    state.transcripts.close()
+    assert state.status().transcripts_dropped == 0
     assert not (tmp_path / "transcripts").exists()
 
-    files = TranscriptFiles(tmp_path, TelemetryConfig(transcripts_mib=1))
+    files = failed_transcripts(tmp_path, TelemetryConfig(transcripts_mib=1))
     for serial in range(200):
-        files.put(serial, "n0", transcript("a" * 1500))
+        files.put((serial, "n0", transcript("a" * 1500)))
     files.close()
     assert files.dropped == 0
     assert sum(path.stat().st_size for path in (tmp_path / "transcripts").iterdir()) <= 1 << 18
@@ -93,3 +97,20 @@ def test_the_message_carries_it_and_a_longer_one_is_refused() -> None:
     long = msgspec.structs.replace(request, transcript=b"a" * (FAILED_BYTES + 1))
     with pytest.raises(wire.WireError, match="length <= 262144"):
         wire.decode_request(wire.encode(long), 0)
+
+
+def test_a_broker_process_writes_what_nodes_send_and_counts_what_it_cannot(tmp_path: Path, running: Running) -> None:
+    async def work(address: str) -> None:
+        node = AsyncBrokerClient(address, deadline_s=LIMIT_S)
+        await node.register(node_report("n0"))
+        for data in (transcript("from n0"), b"{"):
+            (lease,) = await node.lease("n0", 0, 1, 0.0)
+            await node.fail("n0", lease.token, "why", 1, 1.0, data)
+        await node.close()
+
+    with running(job(tmp_path)) as broker, broker.client() as learner:
+        learner.offer(tasks(0, 1))
+        asyncio.run(work(broker.address))
+        until(lambda: learner.status().transcripts_dropped == 1)
+    (line,) = kept(tmp_path)
+    assert line["turns"][0]["text"] == "from n0"

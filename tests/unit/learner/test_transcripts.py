@@ -20,7 +20,7 @@ from launch.quickstart.assets import build_tokenizer
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.batch.packing import Document, build
 from learner.loop.recording_loss import MOST_PLACES, RecordingLoss
-from learner.loop.transcripts import StepTranscripts, choose
+from learner.loop.transcripts import choose, items, transcript_thread
 from learner.loss.advantages import ADVANTAGES
 from tests.launch_rig import ROOT
 from tests.unit.learner.conftest import BASE
@@ -109,6 +109,7 @@ def transcribed(make_world: MakeWorld, model: str, share: float = 1.0, **section
 
 def finish(world: World) -> None:
     assert world.run() == "done"
+    world.lead._transcripts.close(LIMIT_S)  # a busy machine may take long to import transformers
     world.lead.close("done", world.trainer.version, "")
 
 
@@ -201,11 +202,12 @@ def write(run_dir: str, model: str, steps: range) -> None:
     """A transcript of every sample of a group of eight per step."""
     document = BASE | {"run": {"name": "t", "dir": run_dir, "steps": 1}, "model": {"path": model}}
     document |= {"telemetry": {"transcripts": 1.0, "transcripts_mib": 1}}
-    writer = StepTranscripts(msgspec.convert(document, Config))
+    writer = transcript_thread(msgspec.convert(document, Config))
     for step in steps:
         group = make_group(step, 0, 8)
-        writer.put(TrainingBatch(step, [], BatchStatistics()), [group], {}, choose([group], 1.0, 0), {})
-    writer.close()
+        for item in items(TrainingBatch(step, [], BatchStatistics()), [group], {}, choose([group], 1.0, 0), {}):
+            writer.put(item)
+    writer.close(LIMIT_S)
 
 
 def test_a_killed_writer_leaves_a_folder_that_can_be_read_and_written_on(tmp_path: Path, model: str) -> None:

@@ -1,17 +1,15 @@
 """The node's side of transcripts: where turns are, and the episode that goes with a group that failed."""
 
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 
-from common.config.schema import Config
 from common.rollouts import Group
 from common.transcripts import FAILED_BYTES, Transcript
 from rollout_fleet.environments.protocol import StepResult
 from rollout_fleet.episode.failed_transcripts import FailedTranscripts
 from rollout_fleet.episode.rendering import Renderer
-from tests.launch_rig import config_of
 from tests.unit.rollout_fleet.fleet_fakes import (
     Base,
     CharacterTokenizer,
@@ -24,11 +22,6 @@ from tests.unit.rollout_fleet.fleet_fakes import (
 from tests.unit.rollout_fleet.test_conversation import Talk, assistant, user
 from tests.unit.rollout_fleet.test_node import Site
 from tests.waiting import until_async
-
-
-def config(folder: Path, **telemetry: Any) -> Config:
-    made = config_of(folder / "run")
-    return msgspec.structs.replace(made, telemetry=msgspec.structs.replace(made.telemetry, **telemetry))
 
 
 class Game(Base):
@@ -72,9 +65,9 @@ def test_a_branch_of_a_conversation_knows_its_own_turns_only() -> None:
         assert [text.removesuffix("<eos>") for text in texts] == said
 
 
-def test_the_longest_sample_of_a_failed_group_becomes_a_transcript(tmp_path: Path) -> None:
+def test_the_longest_sample_of_a_failed_group_becomes_a_transcript() -> None:
     failed = [played(BrokenGame, "one", "two", text) for text in ("3", "33333", "33")]
-    transcripts = FailedTranscripts(config(tmp_path), Renderer(CharacterTokenizer()), "n0")
+    transcripts = FailedTranscripts(Renderer(CharacterTokenizer()), "n0")
     found = msgspec.json.decode(transcripts.line(Group(7, failed)), type=Transcript)
     assert (found.serial, found.sample, found.node_id, found.why) == (7, 1, "n0", ["failed"])
     assert found.error is not None and "no calculator" in found.error
@@ -84,14 +77,14 @@ def test_the_longest_sample_of_a_failed_group_becomes_a_transcript(tmp_path: Pat
     assert all(not any(turn.trained) for turn in said)
 
 
-def test_a_long_one_is_cut_to_the_limit_and_without_any_sample_there_is_none(tmp_path: Path, caplog) -> None:
+def test_a_long_one_is_cut_to_the_limit_and_without_any_sample_there_is_none(caplog) -> None:
     long = msgspec.structs.replace(played(Game, "a" * 90, "b", "c"), error="too long")
     tokens = [ord(c) for c in "ab" * 100_000]
     many = {"tokens": tokens, "loss_mask": [1] * len(tokens), "behavior_logprobs": [-0.5] * len(tokens)}
     kinds = {"tokens": "int32", "loss_mask": "uint8", "behavior_logprobs": "float32"}
     arrays = {name: type(long.tokens).of(values, kinds[name]) for name, values in many.items()}
     long = msgspec.structs.replace(long, turn_spans=[(0, len(tokens))], **arrays)
-    transcripts = FailedTranscripts(config(tmp_path), Renderer(CharacterTokenizer()), "n0")
+    transcripts = FailedTranscripts(Renderer(CharacterTokenizer()), "n0")
     line = transcripts.line(Group(7, [long]))
     assert FAILED_BYTES // 2 < len(line) <= FAILED_BYTES
     assert msgspec.json.decode(line, type=Transcript).cut_tokens > 0
@@ -99,23 +92,15 @@ def test_a_long_one_is_cut_to_the_limit_and_without_any_sample_there_is_none(tmp
     odd = msgspec.structs.replace(long, turn_spans=[(5, 1)])
     assert transcripts.line(Group(7, [odd])) == transcripts.line(Group(7, [odd])) == b""
     assert len([r for r in caplog.records if "transcripts of failed groups" in r.getMessage()]) == 1
-    off = FailedTranscripts(config(tmp_path, transcripts="off"), Renderer(CharacterTokenizer()), "n0")
-    assert off.line(Group(7, [long])) == b""
 
 
-async def test_the_node_sends_it_with_the_report_of_the_failure(tmp_path: Path) -> None:
+async def test_the_node_sends_it_with_the_report_of_the_failure() -> None:
     came: list[tuple[int, str, bytes]] = []
 
-    class Sink:
-        dropped = 0
-
-        def put(self, serial: int, node_id: str, transcript: bytes) -> None:
-            came.append((serial, node_id, transcript))
-
-    transcripts = FailedTranscripts(config(tmp_path), Renderer(CharacterTokenizer()), "n0")
+    transcripts = FailedTranscripts(Renderer(CharacterTokenizer()), "n0")
     site = Site(respond=lambda _: ValueError("token outside the vocabulary"))
     object.__setattr__(site.parts, "transcribe", transcripts.line)
-    site.broker.state.transcripts = Sink()  # type: ignore[assignment]
+    site.broker.state.transcripts = SimpleNamespace(put=came.append, dropped=0)  # type: ignore[assignment]
     async with site:
         site.attach(tasks=1)
         await until_async(lambda: site.states() == ["dead"])
