@@ -167,9 +167,8 @@ def assemble(groups: Sequence[Group], step: int, config: Config, routing: Routin
         for index, (sample, advantage) in enumerate(zip(group.samples, advantages, strict=True)):
             if sample.error is None:
                 found, document = _prepare(sample, step, float(advantage), config, routing)
-                document = replace(document, origin=(group.serial, index))
                 played.append(found)
-                documents += [document] if len(found.ages) else []
+                documents += [replace(document, serial=group.serial, sample=index)] if len(found.ages) else []
     for group in filtered:  # trains nothing, but tells how the policy does
         whole = (s for s in group.samples if s.error is None)
         played += [_Played(s, int((s.loss_mask.numpy()[1:] > 0).sum()), 0, NO_AGES) for s in whole]

@@ -39,8 +39,14 @@ class Document:
     staleness: np.ndarray | None = None  # [L] int32, or None in supervised tuning
     advantage: float = 0.0
     name: str = ""  # for error messages
-    origin: tuple[int, int] | None = None  # serial of its task and index of its sample; None: no rollout
+    serial: int = -1  # its task's
+    sample: int = -1  # its index in the task's group
     routed_experts: np.ndarray | None = None  # [L, MoE layers, experts per token] int16, -1 where unknown
+
+    @property
+    def origin(self) -> tuple[int, int]:
+        """(serial, sample)."""
+        return self.serial, self.sample
 
     @property
     def places(self) -> int:

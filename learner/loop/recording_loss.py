@@ -33,7 +33,7 @@ class RecordingLoss:
                 self._found[number] = part.clone()  # else the whole microbatch would stay in memory
         return self._loss(logprobs, entropy, batch)
 
-    def watch(self, documents: Sequence[Document], chosen: Container[tuple[int, int] | None]) -> None:
+    def watch(self, documents: Sequence[Document], chosen: Container[tuple[int, int]]) -> None:
         """Begin a step on these documents. Those with a `chosen` origin are kept while there is room."""
         self._wanted, self._found, room = {}, {}, MOST_PLACES
         for number, document in enumerate(documents):
@@ -53,4 +53,4 @@ class RecordingLoss:
         parts = backend.largest(flat).split(sizes)
         pairs = zip(self._wanted.values(), parts, strict=True)
         self._wanted, self._found = {}, {}
-        return {d.origin: part.numpy() for d, part in pairs if d.origin is not None and bool(part.isfinite().all())}
+        return {d.origin: part.numpy() for d, part in pairs if bool(part.isfinite().all())}

@@ -33,7 +33,8 @@ def documents() -> list[Document]:
             loss_mask=np.r_[0, np.ones(length - 1)].astype(np.uint8),
             behavior_logprobs=np.full(length, -4.0, dtype=np.float32),
             advantage=float(draw.normal()),
-            origin=(number // 5, number % 5),
+            serial=number // 5,
+            sample=number % 5,
         )
         for number, length in enumerate(LENGTHS)
     ]

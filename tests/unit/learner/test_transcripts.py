@@ -79,7 +79,7 @@ def test_the_share_is_drawn_from_seed_serial_and_sample_alone() -> None:
 
 def test_a_step_collects_no_more_than_there_is_room_for_and_nothing_if_nothing_was_chosen() -> None:
     long = np.zeros(MOST_PLACES // 2, dtype=np.int32)
-    documents = [Document(long, np.ones(len(long), dtype=np.uint8), origin=(serial, 0)) for serial in range(3)]
+    documents = [Document(long, np.ones(len(long), dtype=np.uint8), serial=serial, sample=0) for serial in range(3)]
     loss, backend = RecordingLoss(lambda *_: None), BigramBackend()  # type: ignore[arg-type,return-value]
     loss.watch(documents, {(0, 0), (1, 0), (2, 0)})
     (batch,) = build(documents, [[0, 1, 2]])
