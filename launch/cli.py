@@ -33,6 +33,7 @@ HANDLERS = {
     "preflight": "launch.cluster.preflight.preflight:command",
     "status": "launch.observe.status:command",
     "top": "launch.observe.status:top",
+    "sinks": "launch.sinks.process:command",
     "report": "launch.results.report:command",
     "ledger": "launch.observe.ledger:command",
     "logs": "launch.observe.logs:command",
@@ -193,6 +194,8 @@ def _add_observing_commands(commands: Commands) -> None:
     transcripts.add_argument("--color", choices=("version", "ratio"), default="version", help=text)
     stop = _command(commands, "stop", "every role leaves; the same commands continue the job", *job, **place)
     stop.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="how long to wait for them (600)")
+    sinks = _command(commands, "sinks", "feed telemetry.sinks from the run's files, until the run has ended", "run")
+    sinks.add_argument("--sink", action="append", metavar="NAME", help="instead of telemetry.sinks; repeatable")
     text = "a job that a watch rule paused or stopped may continue"
     _command(commands, "resume", text, "run")
     report = _command(commands, "report", "summary table, plots and a page of a run, or of several side by side")
