@@ -27,6 +27,8 @@ from common.process.lifecycle import raise_open_files
 from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
 from common.security.credentials import curve_credentials
+from common.span_buffer import SPANS
+from common.span_file import SpanFile
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +96,12 @@ def lead(
             memory = open_memory(config, run, files.write_event, leading)
         at_end.callback(files.finish)
         at_end.callback(memory.close)
+        if run.trace:
+            SPANS.heard(SPANS.now(), SPANS.now())
+            SPANS.open("leading")
+            trace = SpanFile(RunDir(files.path).trace, "nodes", config.telemetry.trace_mib, "broker")
+            at_end.callback(trace.close)
+            memory.state.trace = trace.put
         if memory.journal is not None:
             addresses = candidates(addresses, memory.journal.store.address)
 
@@ -128,6 +136,7 @@ def run_info(config: Config, config_json: bytes) -> RunInfo:
         max_bytes=config.broker.max_bytes,
         config=config_json,
         max_lease_s=config.broker.max_lease_s,
+        trace=config.telemetry.trace_mib > 0,
     )
 
 

@@ -13,6 +13,7 @@ import time
 from functools import partial
 
 from common.config.schema import WeightsConfig
+from common.span_buffer import SPANS
 from common.weights import messages
 from common.weights.collectives import Group, GroupFactory, Meeting
 from common.weights.pieces import piece_bytes
@@ -57,6 +58,8 @@ class PublishControl:
         self._attempts: list[Attempt] = []
         self._current: Snapshot | None = None
         self._pinged = 0.0
+        self._staged_at: dict[bytes, float] = {}  # when receivers that flip have staged, perf_counter seconds
+        self._traced: Snapshot | None = None  # the newest version whose publish has its span
         self._stop_by: float | None = None  # perf_counter seconds
 
     def offer(self, snapshot: Snapshot) -> None:
@@ -76,12 +79,15 @@ class PublishControl:
                 for identity, message in self._endpoint.received():
                     self._handle(identity, message)
                 for snapshot in self.sources.whole():  # the last of them is
+                    self._trace_publish()
                     self._current = snapshot
                     self.figures.offered(snapshot)
                 self._tick(time.perf_counter())
                 self._settle()
                 self._start_attempts()
                 self.figures.describe(self._receivers.values(), self._current)
+                if not self.figures.now.undelivered:
+                    self._trace_publish()
         except Exception:
             logger.exception("the weight plane stopped")
             self.figures.change(fatal="the publisher's control thread failed; see the log", crashed=True)
@@ -157,6 +163,7 @@ class PublishControl:
         after, actions = step(before, event, time.perf_counter())
         if after.state is State.GONE:
             del self._receivers[identity]
+            self._staged_at.pop(identity, None)
             self._chains.leave(identity)
         else:
             self._receivers[identity] = after
@@ -181,8 +188,11 @@ class PublishControl:
                     attempt.last_staged = time.perf_counter()
                     self._chains.staged(receiver.identity, attempt.last_staged, attempt.last_staged - attempt.started)
                     attempt.snapshot.bytes_staged += attempt.payload.size
+                    self._trace_stage("receive", receiver, attempt, attempt.started)
+                    self._staged_at[receiver.identity] = attempt.last_staged
                 case receiver_state.NoteActive():
                     self._note_active(attempt, action)
+                    self._trace_stage("activate", receiver, attempt, self._staged_at.pop(receiver.identity))
 
     def _drop(self, receiver: Receiver, drop: receiver_state.Drop) -> None:
         logger.info("node %s leaves the weight plane: %s", receiver.node_id, drop.why)
@@ -213,6 +223,17 @@ class PublishControl:
                 seconds_to_active=time.perf_counter() - attempt.snapshot.started,
                 publish_bytes=attempt.snapshot.bytes_staged,
             )
+
+    def _trace_publish(self) -> None:
+        """The current version has reached all nodes, or a newer one takes its place."""
+        if (current := self._current) is not None and current is not self._traced:
+            self._traced, told = current, {"version": current.version, "incarnation": self._incarnation}
+            SPANS.add(f"publish version {current.version}", "publish", current.started, track="publish", **told)
+
+    def _trace_stage(self, name: str, receiver: Receiver, attempt: Attempt, began: float) -> None:
+        told = {"node": receiver.node_id, "version": attempt.version, "relayed": int(attempt.relayed)}
+        track = f"nodes/{receiver.node_id}"
+        SPANS.add(f"{name} {receiver.node_id}", "stage", began, track=track, **told)
 
     # ---- attempts
 
