@@ -78,7 +78,7 @@ class Tables:
         self.stopping, self.logs = False, LogEnds(clock)
         self.recovery_s = 0.0
         self.trace: Callable[[SpanBatch], None] = lambda batch: None  # gets the nodes' spans
-        self.trace_clock = SPANS.now  # for answers, Unix seconds
+        self.trace_clock = lambda: SPANS.now()  # for answers, Unix seconds
         self.refused_messages = self.denied_requests = self.quarantined_messages = 0
 
     def do(self, move: Move) -> None:
