@@ -97,8 +97,7 @@ def lead(
         at_end.callback(files.finish)
         at_end.callback(memory.close)
         if run.trace:
-            SPANS.heard(SPANS.now(), SPANS.now())
-            SPANS.open("leading")
+            SPANS.open("leading", reference=True)
             trace = SpanFile(RunDir(files.path).trace, "nodes", config.telemetry.trace_mib, "broker")
             at_end.callback(trace.close)
             memory.state.trace = trace.put

@@ -1,5 +1,6 @@
 """The spans of this process, from their recording until they are written or sent. Nothing ever waits for them."""
 
+import math
 import socket
 import threading
 import time
@@ -34,9 +35,11 @@ class SpanBuffer:
         self._clock: tuple[float, float, float] | None = None  # best round trip: offset, error, and when it was
         self._allowed = 0  # bytes that the broker lets this node send
 
-    def open(self, state: str = "") -> None:
-        """Record from now on, beginning in `state`."""
+    def open(self, state: str = "", reference: bool = False) -> None:
+        """Record from now on, beginning in `state`. `reference`: this process's clock is that of the trace."""
         self._recording = True
+        if reference:
+            self._clock = 0.0, 0.0, math.inf
         self.state(state)
 
     def close(self) -> None:
@@ -54,8 +57,9 @@ class SpanBuffer:
         """Record a span; `began` and `ended` (None: now) are seconds of time.monotonic, or of perf_counter on Linux."""
         if not self._recording:
             return
-        lasted = (time.monotonic() if ended is None else ended) - began
-        span = Span(name, kind, self._base + began, round(max(0.0, lasted), 7), track, args)
+        start = self._base + began  # no rounding: what ends when another begins must not overlap it
+        end = self._base + (time.monotonic() if ended is None else ended)
+        span = Span(name, kind, start, max(0.0, end - start), track, args)
         waiting = self._details if kind in DETAILS else self._others
         with self._lock:
             self._dropped += len(waiting) == MOST_SPANS
@@ -126,7 +130,7 @@ class SpanBuffer:
     def lost(self, spans: int) -> None:
         """Spans that were taken did not arrive."""
         with self._lock:
-            self._dropped += spans
+            self._dropped, self._told = self._dropped + spans, -1
 
 
 SPANS = SpanBuffer()  # this process's own, as the root logger is for log records

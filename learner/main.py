@@ -65,9 +65,7 @@ def train(
     """Load everything and run the loop; returns 'done' or 'drained'. Collective."""
     trace_mib, trace = config.telemetry.trace_mib, None
     if process.is_lead and trace_mib:
-        SPANS.open("starting")
-        if isinstance(config, SftConfig):
-            SPANS.heard(SPANS.now(), SPANS.now())  # there is no other clock
+        SPANS.open("starting", reference=isinstance(config, SftConfig))
     source, start, files = prepare(config, run_dir, process, broker, address)
     if files is not None and trace_mib:
         trace = SpanFile(run_dir.trace, "learner", trace_mib, "learner")

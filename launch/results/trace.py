@@ -44,6 +44,7 @@ def command(args: argparse.Namespace) -> int:
         found.setdefault((batch.who, batch.host), Process(batch.who, batch.host)).read(batch)
     if not found:
         raise UsageError(f"{run.trace} has no spans: telemetry.trace_mib is 0, or the run has just begun")
+    error_s = max(process.settle() for process in found.values())
     ours = ("learner", "broker")  # come first, then the nodes
     processes = [found[key] for key in sorted(found, key=lambda key: (*(key[0] != name for name in ours), key))]
     window = window_of(processes, args.first, args.last)
@@ -55,8 +56,7 @@ def command(args: argparse.Namespace) -> int:
         raise UsageError(f"--out: {path} cannot be written: {error.strerror or error}") from None
     steps = f"steps {window.steps[0]} to {window.steps[1]}" if window.steps else "no step yet"
     print(f"{path}: {steps}, {trace.count} spans of {len(processes)} processes, {trace.arrows} arrows")
-    error_ms = 1e3 * max(process.error_s for process in processes)
-    print(f"Every clock is within {error_ms:.3g} ms of the broker's. Open the file in https://ui.perfetto.dev")
+    print(f"Every clock is within {1e3 * error_s:.3g} ms of the broker's. Open the file in https://ui.perfetto.dev")
     if dropped := sum(process.dropped for process in processes):
         print(f"{dropped} spans were dropped during the run")
     return 0
@@ -94,7 +94,7 @@ def write(path: Path, trace: "Trace") -> None:
         file.write(b'{"traceEvents":[\n')
         for event in trace.events():
             file.write(msgspec.json.encode(event) + b",\n")
-        last = {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "RUN/metrics.jsonl"}}
+        last = {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "other events"}}
         about = {"displayTimeUnit": "ms", "otherData": trace.about()}
         file.write(msgspec.json.encode(last) + b"],\n" + msgspec.json.encode(about)[1:])
         file.finish(sync=False)
@@ -140,21 +140,21 @@ class Trace:
         about = {"steps": self._window.steps, "zero_unix_s": self._zero_s, "clock_error_s": error_s}
         return {"run": self._run.path.name, **about, "processes": facts}
 
-    def _us(self, at_s: float) -> float:
-        """Microseconds since the beginning: Unix time would lose its last digits."""
-        return round(1e6 * (at_s - self._zero_s), 3)
+    def _us(self, at_s: float) -> int:
+        """Microseconds since the beginning; whole ones, so that no reader rounds a slice out of the one around it."""
+        return round(1e6 * (at_s - self._zero_s))
 
     def _of(self, pid: int, process: Process) -> Iterator[Event]:
         threads = Threads()
         for begin, end, span in filter(self._window.has, process.slices()):
-            tid, end = threads.place(span.track or span.kind, begin, end)
+            tid = threads.place(span.track or span.kind, begin, end)
             self.count, self._end_s = self.count + 1, max(self._end_s, end)
             where = {"pid": pid, "tid": tid}
             if span.kind in ("lease", "step", "publish", "flip"):
                 self._ends[span.kind].append((span.args, (begin, end, where)))
             start = self._us(begin)
             yield {"ph": "X", "name": span.name, "cat": span.kind, **where, "ts": start} | {
-                "dur": round(self._us(end) - start, 3),
+                "dur": self._us(end) - start,
                 "args": span.args,
             }
         label = f"clock within {1e3 * process.error_s:.3g} ms"

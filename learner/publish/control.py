@@ -232,7 +232,7 @@ class PublishControl:
 
     def _trace_stage(self, name: str, receiver: Receiver, attempt: Attempt, began: float) -> None:
         told = {"node": receiver.node_id, "version": attempt.version, "relayed": int(attempt.relayed)}
-        track = f"nodes/{receiver.node_id}"
+        track = f"weights to nodes/{receiver.node_id}"
         SPANS.add(f"{name} {receiver.node_id}", "stage", began, track=track, **told)
 
     # ---- attempts
