@@ -1,6 +1,7 @@
 """Spans of a process: bounded, counted when they are lost, and on a clock whose distance to the broker's is known."""
 
 import asyncio
+import itertools
 import multiprocessing
 import threading
 import time
@@ -64,7 +65,7 @@ def test_states_become_spans_when_they_end_or_last_long(spans: SpanBuffer, monke
     monkeypatch.setattr(span_buffer, "PIECE_S", 0.0)
     pieces = taken(spans).spans + taken(spans).spans
     assert [(piece.name, piece.kind) for piece in pieces] == [("waiting", "state")] + [("training", "state")] * 2
-    for before, after in zip(pieces, pieces[1:], strict=False):
+    for before, after in itertools.pairwise(pieces):
         assert after.start_s == pytest.approx(before.start_s + before.duration_s, abs=1e-5), "without a gap"
 
 
