@@ -5,8 +5,6 @@ from collections.abc import Iterator
 import msgspec
 
 from common.process.run_dir import RunDir
-from common.segments import segments
-from common.span_file import SHARES
 from common.spans import SpanBatch
 from launch.observe.line_tail import READ_BYTES
 
@@ -18,7 +16,7 @@ def read_batches(run: RunDir, since_s: float | None = None) -> Iterator[SpanBatc
     batches without a span that ended later are left out.
     """
     decode = msgspec.json.Decoder(SpanBatch).decode
-    for path in (path for prefix in SHARES for path in segments(run.trace, prefix)):
+    for path in sorted(run.trace.glob("*.jsonl")):
         try:
             if since_s is not None and path.stat().st_mtime < since_s:
                 continue

@@ -27,6 +27,7 @@ from learner.publish.figures import Figures
 from learner.publish.other_sources import OtherSources
 from learner.publish.receiver_state import READY, Action, Event, Receiver, State, split, step
 from learner.publish.snapshot import Snapshot
+from learner.publish.targets import Targets
 
 logger = logging.getLogger(__name__)
 
@@ -56,15 +57,24 @@ class PublishControl:
         self.sources = OtherSources(incarnation, self._endpoint.send)
         self._receivers: dict[bytes, Receiver] = {}
         self._attempts: list[Attempt] = []
-        self._current: Snapshot | None = None
+        self._targets = Targets()
         self._pinged = 0.0
         self._staged_at: dict[bytes, float] = {}  # when receivers that flip have staged, perf_counter seconds
-        self._traced: Snapshot | None = None  # the newest version whose publish has its span
+        self._newest: Snapshot | None = None  # the newest version that was meant for the nodes
+        self._traced: Snapshot | None = None  # the newest one whose publish has its span
         self._stop_by: float | None = None  # perf_counter seconds
 
     def offer(self, snapshot: Snapshot) -> None:
         """Send a sealed version, once all sources have it."""
         self._endpoint.post(partial(self.sources.add, snapshot))
+
+    def hold(self, reason: str, version: int) -> None:
+        """Keep versions newer than `version` from the nodes until `release(reason)`."""
+        self._endpoint.post(partial(self._targets.hold, reason, version))
+
+    def release(self, reason: str) -> None:
+        """Send newer versions again, unless another reason remains."""
+        self._endpoint.post(partial(self._targets.release, reason))
 
     def stop(self) -> None:
         """Let `run` return when no attempt is under way."""
@@ -78,16 +88,14 @@ class PublishControl:
                 self._endpoint.wait(50 if self._attempts else 250)
                 for identity, message in self._endpoint.received():
                     self._handle(identity, message)
-                for snapshot in self.sources.whole():  # the last of them is
-                    self._trace_publish()
-                    self._current = snapshot
+                for snapshot in self.sources.whole():
                     self.figures.offered(snapshot)
+                    self._targets.add([snapshot] if snapshot.whole else [])
                 self._tick(time.perf_counter())
                 self._settle()
                 self._start_attempts()
-                self.figures.describe(self._receivers.values(), self._current)
-                if not self.figures.now.undelivered:
-                    self._trace_publish()
+                self.figures.describe(self._receivers.values(), self._targets)
+                self._trace_publish()
         except Exception:
             logger.exception("the weight plane stopped")
             self.figures.change(fatal="the publisher's control thread failed; see the log", crashed=True)
@@ -113,7 +121,7 @@ class PublishControl:
         if isinstance(message, messages.Join):
             self._join(identity, message)
         elif isinstance(message, messages.SourceMessage):
-            self.sources.hear(identity, message, self._current)
+            self.sources.hear(identity, message, self._targets.current)
         elif identity in self._receivers:
             self._feed(identity, message)
             if isinstance(message, messages.Stalled):
@@ -143,9 +151,10 @@ class PublishControl:
                 self._endpoint.send(member, new)
 
     def _tick(self, now: float) -> None:
+        current = self._targets.current
         for identity, receiver in list(self._receivers.items()):
-            if self._current is not None and receiver.welcomed is None:
-                welcome = messages.Welcome(self._incarnation, self._current.layout, self._reach, self.password)
+            if current is not None and receiver.welcomed is None:
+                welcome = messages.Welcome(self._incarnation, current.layout, self._reach, self.password)
                 self._feed(identity, receiver_state.Greet(welcome))
             self._feed(identity, receiver_state.Tick(self._timeout_s))
         self._chains.tick(now)
@@ -225,10 +234,13 @@ class PublishControl:
             )
 
     def _trace_publish(self) -> None:
-        """The current version has reached all nodes, or a newer one takes its place."""
-        if (current := self._current) is not None and current is not self._traced:
-            self._traced, told = current, {"version": current.version, "incarnation": self._incarnation}
-            SPANS.add(f"publish version {current.version}", "publish", current.started, track="publish", **told)
+        """A publish lasts until the version has reached all nodes, or until a newer one takes its place."""
+        before, self._newest = self._newest, self._targets.current
+        for snapshot in (before, self._newest):
+            through = snapshot is not self._newest or not self.figures.now.undelivered
+            if snapshot is not None and snapshot is not self._traced and through:
+                self._traced, told = snapshot, {"version": snapshot.version, "incarnation": self._incarnation}
+                SPANS.add(f"publish version {snapshot.version}", "publish", snapshot.started, track="publish", **told)
 
     def _trace_stage(self, name: str, receiver: Receiver, attempt: Attempt, began: float) -> None:
         told = {"node": receiver.node_id, "version": attempt.version, "relayed": int(attempt.relayed)}
@@ -259,11 +271,11 @@ class PublishControl:
                 self._groups.give_back(attempt)
 
     def _start_attempts(self) -> None:
-        current = self._current
+        current = self._targets.current
         if current is None or (self._stop_by is not None and not self._attempts):
             return
         everyone = list(self._receivers.values())
-        self.sources.keep({current.version} | self._chains.tidy(current))
+        self.sources.keep(self._targets.versions | self._chains.tidy(current))
         ready = [r for r in everyone if r.state in READY and r.version != current.version and r.welcomed is not None]
         published = self.figures.now.published
         together, relayed, probation = split(ready, everyone, self._transport, published, current.version)

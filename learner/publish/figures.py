@@ -7,6 +7,7 @@ from typing import Any
 
 from learner.publish.receiver_state import Receiver, State
 from learner.publish.snapshot import Snapshot
+from learner.publish.targets import Targets
 
 STAGES = {"joining": "queued", "idle": "queued", "flipping": "flipping"}  # by state; excluded nodes get nothing
 
@@ -38,6 +39,7 @@ class PublishStats:
     crashed: bool = False  # `fatal` is a crash of the publisher itself
     canary_owed: bool = False  # a live node never compared the newest canary: it joined later, or skipped that version
     undelivered: tuple[Undelivered, ...] = ()  # the longest-waiting first
+    held: tuple[str, ...] = ()  # why newer versions wait; () when none has to
     version_active: int = -1  # oldest version that a live node runs now; -1 when one has none, or there is no node
 
 
@@ -61,7 +63,7 @@ class Figures:
             self._canary_version = snapshot.version
         self.change(published=self.now.published + 1)
 
-    def describe(self, receivers: Collection[Receiver], current: Snapshot | None) -> None:
+    def describe(self, receivers: Collection[Receiver], targets: Targets) -> None:
         """Derive from the receivers how far the versions have come."""
         live = [r for r in receivers if r.state is not State.EXCLUDED]
         excluded = [r.reason for r in receivers if r.state is State.EXCLUDED]
@@ -74,16 +76,20 @@ class Figures:
             version_active=active,
             fatal=fatal,
             canary_owed=any(r.version >= self._canary_version > r.canary_version for r in live),
-            undelivered=undelivered(receivers, current),
+            undelivered=undelivered(receivers, targets.current),
+            held=targets.reasons,
         )
 
     def wait_settled(self, published: int, version: int, timeout_s: float) -> bool:
-        """Wait until the `published`th offer, `version`, is active on every live node; False when time ran out."""
+        """Wait until the `published`th offer, `version`, is active on every live node, or newer versions have to wait.
+
+        Returns False when time ran out.
+        """
 
         def settled() -> bool:
             stats = self.now
             through = stats.published >= published and (stats.nodes == 0 or stats.version_active >= version)
-            return through or stats.crashed
+            return through or stats.crashed or bool(stats.held)
 
         with self._changed:
             return self._changed.wait_for(settled, timeout_s)

@@ -61,12 +61,13 @@ class OtherSources:
     def whole(self) -> list[Snapshot]:
         """The versions up to the newest that became whole; older ones are superseded, whole or not."""
         for number in reversed(range(len(self._waiting))):
-            snapshot = self._waiting[number]
-            offered = self._offered.get(snapshot.version, {})
-            if len(offered) >= self.count:
+            if len(self._offered.get(self._waiting[number].version, {})) >= self.count:
                 found, self._waiting = self._waiting[: number + 1], self._waiting[number + 1 :]
-                if self.count:
-                    snapshot.add_parts([one for _, one in sorted(offered.items())])
+                for snapshot in found:
+                    offered = self._offered.get(snapshot.version, {})
+                    snapshot.whole = len(offered) >= self.count
+                    if snapshot.whole and self.count:
+                        snapshot.add_parts([one for _, one in sorted(offered.items())])
                 return found
         if self._waiting:
             self._warn(self._waiting[0])

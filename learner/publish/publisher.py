@@ -50,7 +50,7 @@ class WeightPublisher:
         self._incarnation, self._weights, self._credentials = incarnation, weights, credentials
         self._group_factory = group_factory
         self._bucket_bytes = bucket_bytes if bucket_bytes is not None else weights.bucket_mib << 20
-        self._published = 0
+        self._published, self._version = 0, -1
         self._deltas = Deltas(weights.encoding, weights.anchor_every)
         self._device = remember_device() if weights.buffers == "device" else None
         self._maker = SnapshotMaker(dtype, self._device)
@@ -91,12 +91,26 @@ class WeightPublisher:
         snapshot = self._maker.make(version, named, canary)
         self._sealing = threading.Thread(target=self._seal, args=(snapshot, self._control), name="seal-weights")
         self._sealing.start()
-        self._published += 1
+        self._published, self._version = self._published + 1, version
         if not self._weights.overlap:
             timeout_s = self._weights.timeout_s
             if not self._control.figures.wait_settled(self._published, version, timeout_s):
                 logger.warning("version %d is not active on every node after %g s; continuing", version, timeout_s)
         return PublishReceipt(version, snapshot.layout.total_bytes, time.perf_counter() - started)
+
+    def hold(self, reason: str) -> None:
+        """Let the nodes keep the newest version that `publish` got so far, until `release(reason)`.
+
+        Call it from the thread that publishes. Newcomers get that version, too. A later version waits, and a newer one
+        replaces it. Several reasons may overlap.
+        """
+        assert self._control is not None, "hold before start"
+        self._control.hold(reason, self._version)
+
+    def release(self, reason: str) -> None:
+        """Send the newest version, unless another reason remains."""
+        assert self._control is not None, "release before start"
+        self._control.release(reason)
 
     def stats(self) -> PublishStats:
         """Figures so far; cheap, callable from any thread."""

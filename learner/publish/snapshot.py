@@ -78,6 +78,7 @@ class Snapshot:
     started: float  # when `publish` was called, perf_counter seconds
     full: Payload = field(init=False)  # the whole version, once it is sealed
     deltas: dict[int, Payload] = field(default_factory=dict)  # by base version
+    whole: bool = False  # every source has its part
     sent: bool = False  # it began to travel
     checksum: str = ""  # xxh3 digest of the whole buffer
     bytes_staged: int = 0  # received and verified, summed over all nodes

@@ -229,3 +229,32 @@ def test_a_version_that_cannot_be_encoded_is_the_learners_fatal_error(monkeypatc
     publisher.close()  # after the control thread has described its figures once more
     assert publisher.stats().crashed
     assert str(publisher.stats().fatal).startswith("version 2 cannot be sent: TypeError")
+
+
+def test_a_hold_keeps_newer_versions_from_every_node_and_the_newest_goes_out_at_its_end(
+    first: Node, join: Callable[..., Node], control: PublishControl
+) -> None:
+    control.hold("watch", 1)
+    for version in (2, 3):
+        control.offer(snapshot_of(version))
+    second = join("second")
+    assert second.hear(Publish).version == 1, "a newcomer gets the version that the others keep"
+    until(lambda: (control.figures.now.published, control.figures.now.held) == (3, ("watch",)))
+    assert not [m for m in first.heard() if isinstance(m, Publish)]
+    assert control.figures.wait_settled(3, 3, timeout_s=0), "nobody waits for a version that is held back"
+    control.release("watch")
+    assert first.hear(Publish).version == 3
+    until(lambda: control.figures.now.held == ())
+
+
+def test_a_publisher_holds_back_what_it_gets_after_the_call() -> None:
+    publisher = WeightPublisher(0, "float32", WeightsConfig(timeout_s=LIMIT_S), group_factory=Through)
+    with zmq.Context[Any]() as context:
+        node = Node("node", publisher.start(), context, address_of("node"))
+        until(lambda: publisher.stats().nodes == 1)
+        publisher.publish(1, [("a", torch.zeros(4))], None)
+        publisher.hold("watch")
+        publisher.publish(2, [("a", torch.ones(4))], None)
+        assert node.hear(Publish).version == 1
+        node.leave()
+        publisher.close()

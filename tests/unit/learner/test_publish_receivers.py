@@ -36,6 +36,7 @@ from learner.publish.receiver_state import (
     step,
 )
 from learner.publish.snapshot import Snapshot
+from learner.publish.targets import Targets
 from tests.unit.learner.receivers import attempt_at, newcomer, settled, snapshot_of
 
 S = State
@@ -266,17 +267,17 @@ def test_a_node_that_runs_a_canarys_version_or_a_later_one_without_comparing_it_
     offered.canary = Canary([1, 2], [-0.5], tolerance=0.1)
     figures.offered(offered)
     figures.offered(snapshot_of(4))
-    figures.describe(receivers, None)
+    figures.describe(receivers, Targets())
     assert (figures.now.canary_owed, figures.now.published) == (owed, 2)
 
 
 def test_the_versions_of_the_live_nodes_count_and_excluded_ones_tell_why_none_generates() -> None:
     figures = Figures()
-    figures.describe([settled("a", 5), settled("b", 4), EXCLUDED], None)
+    figures.describe([settled("a", 5), settled("b", 4), EXCLUDED], Targets())
     stats = figures.now
     assert (stats.nodes, stats.version_active, stats.version_sent, stats.fatal) == (2, 4, 4, None)
     for last in ([EXCLUDED], []):  # the reason stays when the excluded node has left
-        figures.describe(last, None)
+        figures.describe(last, Targets())
         assert (figures.now.fatal, figures.now.version_active, figures.now.version_sent) == ("the proof failed", -1, 4)
-    figures.describe([newcomer("c")], None)
+    figures.describe([newcomer("c")], Targets())
     assert figures.now.fatal is None

@@ -56,6 +56,7 @@ def test_a_version_is_whole_with_all_parts_and_supersedes_older_ones_whose_offer
     lead.offer(1, 2)
     lead.offer(2, 2)
     assert lead.sources.whole() == [first, second]
+    assert (first.whole, second.whole) == (False, True)
     assert second.full.size == 192 + 320 + 64 == second.layout.total_bytes
     own = packing.all_checksums(second.flat, 64)[1]
     assert second.checksum == packing.combined([own, "0" * 32, "0" * 32])

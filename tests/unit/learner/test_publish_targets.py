@@ -1,0 +1,52 @@
+"""Which version is meant for the nodes while newer ones have to wait."""
+
+from learner.publish.targets import Targets
+from tests.unit.learner.receivers import snapshot_of
+
+
+def current(targets: Targets) -> int | None:
+    return targets.current.version if targets.current is not None else None
+
+
+def test_without_a_hold_the_newest_version_goes_out() -> None:
+    targets = Targets()
+    assert (current(targets), targets.versions, targets.reasons) == (None, set(), ())
+    targets.add([snapshot_of(1), snapshot_of(2)])
+    assert (current(targets), targets.versions) == (2, {2})
+
+
+def test_a_hold_keeps_newer_versions_back_and_the_newest_of_them_goes_out_at_its_end() -> None:
+    targets = Targets()
+    targets.add([snapshot_of(1)])
+    targets.hold("watch", 2)
+    targets.add([snapshot_of(2), snapshot_of(3), snapshot_of(4)])
+    assert (current(targets), targets.versions, targets.reasons) == (2, {2, 4}, ("watch",))
+    targets.release("another")
+    assert current(targets) == 2
+    targets.release("watch")
+    assert (current(targets), targets.versions, targets.reasons) == (4, {4}, ())
+
+
+def test_several_holds_last_until_the_last_one_ends() -> None:
+    targets = Targets()
+    targets.add([snapshot_of(5)])
+    targets.hold("watch", 5)
+    targets.hold("evaluation", 6)
+    targets.add([snapshot_of(6)])
+    assert current(targets) == 5
+    targets.release("watch")
+    assert (current(targets), targets.reasons) == (6, ("evaluation",))
+    targets.add([snapshot_of(7)])
+    targets.hold("evaluation", 7)
+    assert current(targets) == 6, "the hold that was there counts"
+    targets.release("evaluation")
+    assert current(targets) == 7
+
+
+def test_before_the_first_version_a_hold_keeps_every_version_back() -> None:
+    targets = Targets()
+    targets.hold("watch", -1)
+    targets.add([snapshot_of(0)])
+    assert current(targets) is None
+    targets.release("watch")
+    assert current(targets) == 0
