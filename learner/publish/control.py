@@ -201,9 +201,8 @@ class PublishControl:
                     self._staged_at[receiver.identity] = attempt.last_staged
                 case receiver_state.NoteActive():
                     self._note_active(attempt, action)
-                    self._trace_stage(
-                        "activate", receiver, attempt, self._staged_at.pop(receiver.identity, attempt.started)
-                    )
+                    staged_at = self._staged_at.pop(receiver.identity, attempt.started)
+                    self._trace_stage("activate", receiver, attempt, staged_at)
 
     def _drop(self, receiver: Receiver, drop: receiver_state.Drop) -> None:
         logger.info("node %s leaves the weight plane: %s", receiver.node_id, drop.why)

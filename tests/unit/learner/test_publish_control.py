@@ -267,18 +267,24 @@ def test_a_publish_is_in_the_trace_until_all_nodes_have_it_or_a_newer_one_comes_
     def named(kind: str) -> list[str]:
         return [span.name for span in spans() if span.kind == kind]
 
+    def staged() -> Publish:
+        publish = first.hear(Publish)
+        first.say(Staged(first.name, 0, publish.version, 0.1, publish.epoch))
+        first.hear(messages.Activate)
+        return publish
+
     with recorded() as spans:
         control.offer(snapshot_of(2))
-        staged = first.stage()
+        publish = staged()
         assert named("stage") == ["receive first"] and named("publish") == []
         control.offer(snapshot_of(3))
         until(lambda: named("publish") == ["publish version 2"], "a newer one has come")
-        first.flip(staged)
-        first.flip(first.stage())
+        first.flip(publish)
+        first.flip(staged())
         until(lambda: named("publish") == ["publish version 2", "publish version 3"])
         stages = [span for span in spans() if span.kind == "stage"]
         assert [span.name for span in stages] == ["receive first", "activate first"] * 2
         assert [span.args["version"] for span in stages] == [2, 2, 3, 3]
-        publish = next(span for span in spans() if span.name == "publish version 3")
-        assert publish.args == {"version": 3, "incarnation": 0}
-        assert publish.start_s + publish.duration_s >= stages[-1].start_s + stages[-1].duration_s
+        newest = next(span for span in spans() if span.name == "publish version 3")
+        assert newest.args == {"version": 3, "incarnation": 0}
+        assert newest.start_s + newest.duration_s >= stages[-1].start_s + stages[-1].duration_s

@@ -445,7 +445,7 @@ async def test_its_heartbeats_bring_the_spans_of_leases_episodes_turns_and_state
         assert (episode.args["turns"], inside[1].args) == (1, {"turn": 1})
         assert inside[0].start_s >= episode.start_s
         assert inside[-1].start_s + inside[-1].duration_s == episode.start_s + episode.duration_s
-    assert "generating" in {span.name for span in of("state")}
+    assert "waiting" in {span.name for span in of("state")}
 
 
 async def test_spans_whose_heartbeat_failed_are_counted() -> None:
