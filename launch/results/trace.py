@@ -173,10 +173,12 @@ class Trace:
                 groups[told.get("serial")].append(place)
         slack_s = 2 * max(process.error_s for process in self._processes)
         for told, step in self._ends["step"]:
-            for serial in serials(told):  # a task may be sampled again: the last group before the step counts
-                before = [place for place in groups[serial] if place[1] <= step[0] + slack_s]
-                if before:
-                    yield "trained", max(before, key=lambda place: place[1]), step
+            for serial in serials(
+                told
+            ):  # a task may be sampled again: the last lease that began before the step counts
+                before = [place for place in groups[serial] if place[0] <= step[0] + slack_s]
+                if before:  # its end may be later: the node hears that its group was accepted
+                    yield "trained", max(before, key=lambda place: place[0]), step
         for told, place in self._ends["publish"]:
             versions[told.get("version"), told.get("incarnation")] = place
         for told, flip in self._ends["flip"]:
