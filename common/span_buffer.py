@@ -12,7 +12,7 @@ import msgspec
 from common.spans import Span, SpanBatch, Value
 
 MOST_SPANS = 1 << 14  # that wait; likewise for DETAILS. The oldest give way, and are counted.
-BATCH_BYTES = 128 << 10  # of a batch as JSON
+BATCH_BYTES = 128 << 10  # a batch as JSON
 BATCH_SPANS = 1 << 12
 ALLOWED_BYTES = 2 * BATCH_BYTES  # a node saves up permission for so many
 PIECE_S = 10.0  # a longer state comes in pieces, so that a reader sees it early and a killed process loses little
@@ -32,14 +32,14 @@ class SpanBuffer:
         self._others, self._details = deque[Span](maxlen=MOST_SPANS), deque[Span](maxlen=MOST_SPANS)
         self._dropped = self._told = 0  # spans lost so far, and as the last batch said
         self._state, self._since = "", 0.0
-        self._clock: tuple[float, float, float] | None = None  # best round trip: offset, error, and when it was
+        self._clock: tuple[float, float] | None = None  # best round trip: offset, and its error less DRIFT * monotonic
         self._allowed = 0  # bytes that the broker lets this node send
 
     def open(self, state: str = "", reference: bool = False) -> None:
         """Record from now on, beginning in `state`. `reference`: this process's clock is that of the trace."""
         self._recording = True
         if reference:
-            self._clock = 0.0, 0.0, math.inf
+            self._clock = 0.0, -math.inf
         self.state(state)
 
     def close(self) -> None:
@@ -84,15 +84,10 @@ class SpanBuffer:
         """
         if broker_s:  # 0 from a broker that records no spans
             now = self.now()
-            error = max(0.0, now - sent_s) / 2
-            if self._clock is None or error <= self._error(self._clock, now):
-                self._clock = broker_s - (now + sent_s) / 2, error, now
+            error = max(0.0, now - sent_s) / 2 - DRIFT * time.monotonic()
+            if self._clock is None or error <= self._clock[1]:
+                self._clock = broker_s - (now + sent_s) / 2, error
             self._allowed = min(self._allowed + more_bytes, ALLOWED_BYTES)
-
-    @staticmethod
-    def _error(clock: tuple[float, float, float], now: float) -> float:
-        _, error, at = clock
-        return error + DRIFT * max(0.0, now - at)
 
     def batch(self, who: str, limit_bytes: int | None = None) -> SpanBatch | None:
         """Take spans of about `limit_bytes`; None stands for what the broker allows.
@@ -120,12 +115,9 @@ class SpanBuffer:
             return None
         if limit_bytes is None:
             self._allowed -= size
-        self._told, (offset, _, _) = self._dropped, clock
-        error = self._error(clock, self.now())
-        dropped = self._told
-        return SpanBatch(
-            who=who, host=socket.gethostname(), offset_s=offset, error_s=error, dropped=dropped, spans=taken
-        )
+        self._told, (offset, error) = self._dropped, clock
+        error, host = max(0.0, error + DRIFT * time.monotonic()), socket.gethostname()
+        return SpanBatch(who=who, host=host, offset_s=offset, error_s=error, dropped=self._told, spans=taken)
 
     def lost(self, spans: int) -> None:
         """Spans that were taken did not arrive."""

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -13,7 +12,7 @@ from common.spans import SpanBatch
 
 logger = logging.getLogger(__name__)
 
-SHARES = {"learner": 0.25, "nodes": 0.75}  # of telemetry.trace_mib, by the prefix of the file
+SHARES = {"learner": 0.25, "nodes": 0.75}  # by the prefix of the file, in telemetry.trace_mib
 INTERVAL_S = 1.0
 WAITING_BYTES = 1 << 20  # more lines than this in an interval are lost, and counted
 CLOSE_S = 5.0  # for the last lines
@@ -25,11 +24,10 @@ class SpanFile:
     def __init__(self, folder: Path, prefix: str, trace_mib: int, who: str) -> None:
         """Begin to write; `prefix` is one of SHARES, `who` this process's name in the trace."""
         limit = int(trace_mib * SHARES[prefix] * (1 << 20))
-        self._writer, self._part_bytes, self._who = SegmentWriter(folder, prefix, limit), limit // SEGMENTS, who
+        self._writer, self._who, self._failed = SegmentWriter(folder, prefix, limit), who, False
+        self._most = max(2 * BATCH_BYTES, min(WAITING_BYTES, limit // SEGMENTS))
         self._lock = threading.Lock()
-        self._lines: list[tuple[bytes, int]] = []  # each with its number of spans
-        self._size = 0
-        self._failed = False
+        self._lines, self._spans = bytearray(), 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
         self._thread.start()
@@ -38,10 +36,9 @@ class SpanFile:
         """Write a batch soon."""
         line = msgspec.json.encode(batch) + b"\n"
         with self._lock:
-            fits = self._size + len(line) <= WAITING_BYTES
-            if fits:
-                self._lines.append((line, len(batch.spans)))
-                self._size += len(line)
+            if fits := len(self._lines) + len(line) <= self._most:
+                self._lines += line
+                self._spans += len(batch.spans)
         if not fits:
             SPANS.lost(len(batch.spans))
 
@@ -57,27 +54,16 @@ class SpanFile:
         self._write()
 
     def _write(self) -> None:
-        while self._size < WAITING_BYTES // 2 and (own := SPANS.batch(self._who, BATCH_BYTES)) is not None:
+        while len(self._lines) < self._most - BATCH_BYTES and (own := SPANS.batch(self._who, BATCH_BYTES)) is not None:
             self.put(own)
         with self._lock:
-            lines, self._lines, self._size = self._lines, [], 0
-        for part, spans in self._parts(lines):
-            try:
-                self._writer.write(part)
+            lines, spans, self._lines, self._spans = bytes(self._lines), self._spans, bytearray(), 0
+        try:
+            if lines:
+                self._writer.write(lines)
                 self._failed = False
-            except Exception as error:  # nothing may depend on a trace
-                SPANS.lost(spans)
-                if not self._failed:
-                    logger.error("RUN/trace cannot be written; spans are lost until it can: %s", error)
-                self._failed = True
-
-    def _parts(self, lines: list[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
-        """The lines joined to parts of at most a segment."""
-        part, spans = b"", 0
-        for line, count in lines:
-            if part and len(part) + len(line) > self._part_bytes:
-                yield part, spans
-                part, spans = b"", 0
-            part, spans = part + line, spans + count
-        if part:
-            yield part, spans
+        except Exception as error:  # nothing may depend on a trace
+            SPANS.lost(spans)
+            if not self._failed:
+                logger.error("RUN/trace cannot be written; spans are lost until it can: %s", error)
+            self._failed = True

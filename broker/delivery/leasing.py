@@ -16,7 +16,8 @@ from common.spans import SpanBatch
 from common.staleness import may_lease
 
 ALONE = 4  # times tasks.max_attempts: so often must one node fail a task to kill it while others work
-SPAN_BYTES_PER_S = 256 << 10  # of all nodes together
+SPAN_BYTES_PER_S = 256 << 10  # by all nodes together
+SPANS_FOR_S = 10.0  # a node that was silent for longer may send no more than for such a time
 MOST_OWNERS = 4096  # beyond this number, owners of node ids whose nodes are gone are dropped
 
 
@@ -131,8 +132,8 @@ class Leasing(Tables):
         return self._heartbeat_reply(node, lost)
 
     def _heartbeat_reply(self, node: Node, lost: list[str]) -> HeartbeatReply:
-        learner, trace = self.learner.report, self.run.trace
-        share = SPAN_BYTES_PER_S / len(self.fleet.nodes)
+        learner, trace, now = self.learner.report, self.run.trace, self.clock()
+        since_s, node.spans_at = min(now - node.spans_at, SPANS_FOR_S), now
         done = learner is not None and learner.state == "done"
         return HeartbeatReply(
             lost=lost,
@@ -142,7 +143,7 @@ class Leasing(Tables):
             stop=self.stopping,
             log_rank=0 if node.report.node_id in self.logs.asked else -1,
             time_s=self.trace_clock() if trace else 0.0,
-            span_bytes=node.span_bytes(self.clock(), share) if trace else 0,
+            span_bytes=int(since_s * SPAN_BYTES_PER_S / len(self.fleet.nodes)) if trace else 0,
         )
 
     def complete(self, node_id: str, token: str, meta: GroupMeta, payload: object, payload_bytes: int) -> bool:

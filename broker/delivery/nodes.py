@@ -11,7 +11,6 @@ from common.wire_types import SECONDS_MAX, TALLY_MAX
 
 MOST_NODES = 1 << 14  # including dead ones that are not forgotten yet
 NOT_WORKING = ("excluded", "draining")  # states in which a node takes no tasks
-SPANS_FOR_S = 10.0  # a node that was silent for longer gets leave to send spans for so long only
 FORGET_AFTER_S = 600.0  # a dead node stays in the status for at least this long
 
 
@@ -36,7 +35,7 @@ class Node:
     # waste that the broker counted, and all waste of earlier processes of the node
     counted: dict[str, Waste] = field(default_factory=dict[str, Waste])
     in_doubt: bool = False  # the last heartbeat named an older version than `version`
-    spans_at: float = 0.0  # when it last got leave to send spans, 0: never
+    spans_at: float = 0.0  # when it was last allowed to send spans; 0: never
 
     def set_version(self, version: int) -> None:
         self.version, self.in_doubt = version, False
@@ -53,11 +52,6 @@ class Node:
         changed = version != self.version
         self.set_version(version)
         return changed
-
-    def span_bytes(self, now: float, bytes_per_s: float) -> int:
-        """So many bytes of spans more may this node send, which gets `bytes_per_s`."""
-        since_s, self.spans_at = min(now - self.spans_at, SPANS_FOR_S), now
-        return int(since_s * bytes_per_s)
 
     @property
     def tokens_generated(self) -> int:

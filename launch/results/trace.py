@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from common.errors import UsageError
-from common.process.run_dir import AtomicFile, RunDir
+from common.process.run_dir import RunDir
 from launch.observe.line_tail import LineTail
 from launch.observe.trace_files import read_batches
 from launch.resolve_target import find_run
@@ -25,7 +25,7 @@ Place = tuple[float, float, Event]  # begin and end of a slice, Unix seconds; it
 
 @dataclass(frozen=True)
 class Window:
-    """What is written: slices of this time, Unix seconds, and whatever was done for the tasks `serials`."""
+    """Slices of this time, Unix seconds, are written, and whatever was done for the tasks `serials`."""
 
     steps: tuple[int, ...]  # the first and the last; () when the trace has none
     begin_s: float
@@ -51,7 +51,13 @@ def command(args: argparse.Namespace) -> int:
     trace = Trace(run, processes, window)
     path = Path(args.out) if args.out else run.path / "trace.json"
     try:
-        write(path, trace)
+        with path.open("wb") as file:
+            file.write(b'{"traceEvents":[\n')
+            for event in trace.events():
+                file.write(msgspec.json.encode(event) + b",\n")
+            last = {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "other events"}}
+            about = {"displayTimeUnit": "ms", "otherData": trace.about()}
+            file.write(msgspec.json.encode(last) + b"],\n" + msgspec.json.encode(about)[1:])
     except OSError as error:
         raise UsageError(f"--out: {path} cannot be written: {error.strerror or error}") from None
     steps = f"steps {window.steps[0]} to {window.steps[1]}" if window.steps else "no step yet"
@@ -87,22 +93,6 @@ def serials(step: dict[str, Any]) -> list[int]:
     return [int(word) for word in str(step.get("serials", "")).split() if word.isdecimal()]
 
 
-def write(path: Path, trace: "Trace") -> None:
-    """Write the file as a whole, one event per line; raises OSError."""
-    file = AtomicFile(path)
-    try:
-        file.write(b'{"traceEvents":[\n')
-        for event in trace.events():
-            file.write(msgspec.json.encode(event) + b",\n")
-        last = {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "other events"}}
-        about = {"displayTimeUnit": "ms", "otherData": trace.about()}
-        file.write(msgspec.json.encode(last) + b"],\n" + msgspec.json.encode(about)[1:])
-        file.finish(sync=False)
-    except BaseException:
-        file.discard()
-        raise
-
-
 class Trace:
     """The events of the file: process by process, then arrows, instants and counters."""
 
@@ -112,7 +102,9 @@ class Trace:
         self._zero_s = min((found[0] for found in firsts if found), default=0.0) - MARGIN_S
         self._end_s = self._zero_s
         self.count = self.arrows = 0
-        self._ends: dict[str, list[tuple[dict[str, Any], Place]]] = defaultdict(list)  # of arrows, by kind of span
+        self._ends: dict[str, list[tuple[dict[str, Any], Place]]] = defaultdict(
+            list
+        )  # where arrows may end, by kind of span
 
     def events(self) -> Iterator[Event]:
         for pid, process in enumerate(self._processes, start=1):
@@ -131,14 +123,13 @@ class Trace:
                 yield from self._at("learner", line, {"ph": "C", "name": name, "args": values}) if values else ()
 
     def about(self) -> dict[str, Any]:
-        """What the file says about itself."""
+        """Facts about the file, for its reader."""
         facts = [
             {"pid": pid, "name": p.name, "host": p.host, "clock_error_s": p.error_s, "spans_dropped": p.dropped}
             for pid, p in enumerate(self._processes, start=1)
         ]
-        error_s = max(process.error_s for process in self._processes)
-        about = {"steps": self._window.steps, "zero_unix_s": self._zero_s, "clock_error_s": error_s}
-        return {"run": self._run.path.name, **about, "processes": facts}
+        about = {"run": self._run.path.name, "steps": self._window.steps, "zero_unix_s": self._zero_s}
+        return about | {"clock_error_s": max(process.error_s for process in self._processes), "processes": facts}
 
     def _us(self, at_s: float) -> int:
         """Microseconds since the beginning; whole ones, so that no reader rounds a slice out of the one around it."""

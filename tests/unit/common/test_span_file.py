@@ -1,4 +1,4 @@
-"""RUN/trace is written by a thread, within its share; what cannot be written is counted and nobody waits for it."""
+"""RUN/trace is written by a thread, within its share; lost spans are counted, and no process waits."""
 
 import logging
 from collections.abc import Iterator
@@ -76,7 +76,7 @@ def test_more_than_fits_in_an_interval_is_lost_and_counted(
     tmp_path: Path, spans: SpanBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(span_file, "INTERVAL_S", 1e6)
-    file = SpanFile(RunDir(tmp_path).trace, "nodes", 1, "broker")
+    file = SpanFile(RunDir(tmp_path).trace, "nodes", 64, "broker")
     big = batch_of("n0", 60_000 * "x", count=6)
     for _ in range(6):
         file.put(big)

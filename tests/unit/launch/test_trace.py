@@ -14,7 +14,7 @@ from launch.observe.trace_files import read_batches
 from tests.chrome_trace import ChromeTrace
 from tests.launch_rig import refusal
 
-T0 = 1.7e9  # of the broker's clock
+T0 = 1.7e9  # the broker's clock
 AHEAD = {"learner": 0.0, "node-0": 100.0, "node-1": -50.0}  # seconds, of each process's clock
 STEPS = 4
 EDGE = 1  # us, that rounding may shift an edge by
@@ -29,7 +29,7 @@ def span(
 def batch(
     who: str, *spans: tuple[str, str, float, float, str, dict[str, Any]], error_s: float = 1e-3, dropped: int = 0
 ) -> SpanBatch:
-    """What a process sends; times are seconds after T0 by the broker's clock."""
+    """A batch as a process sends it; times are seconds after T0 by the broker's clock."""
     ahead = AHEAD[who]
     made = [Span(n, k, T0 + s + ahead, (T0 + e + ahead) - (T0 + s + ahead), t, a) for n, k, s, e, t, a in spans]
     return SpanBatch(who=who, host="vm", offset_s=-ahead, error_s=error_s, dropped=dropped, spans=made)
@@ -150,7 +150,7 @@ def test_a_window_of_steps_has_their_time_and_the_sampling_of_their_groups(trace
     assert names(trace.slices("flip")) == ["flip 2", "flip 2"], "those of step 2 come later"
     assert sorted({target["name"] for _, target in trace.arrows}) == ["flip 2", "step 1", "step 2"]
     assert trace.document["otherData"]["steps"] == [1, 2]
-    out = traced.path / "elsewhere" / "x.json"
+    out = traced.path / "x.json"
     assert main(["trace", str(traced.path), "--to", "0", "--out", str(out)]) == 0
     assert names(ChromeTrace(out).slices("step")) == ["step 0"]
 
@@ -162,7 +162,7 @@ def test_a_window_of_steps_has_their_time_and_the_sampling_of_their_groups(trace
         (["--to", "4"], "--from 0 --to 4: the trace has steps 0 to 3"),
         (["--from", "-1"], "--from -1 --to 3: the trace has steps 0 to 3"),
         (["--from", "2", "--to", "1"], "--from 2 --to 1: the trace has steps 0 to 3"),
-        (["--out", "/dev/null/x"], "--out: /dev/null/x cannot be written: File exists"),
+        (["--out", "/dev/null/x"], "--out: /dev/null/x cannot be written: Not a directory"),
     ],
 )
 def test_steps_that_the_trace_lacks_and_a_file_that_cannot_be_written_are_refused(
