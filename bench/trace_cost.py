@@ -33,21 +33,22 @@ SPAN_BYTES = len(msgspec.json.encode(SPAN))
 
 
 def play(address: str, first: int, nodes: int, pipe: Connection) -> None:
-    """Nodes `first`, ... of one process; says when all have joined, and ends when told to."""
+    """Nodes `first`, ... of one process; says when each has joined, and at the end how often they beat since asked."""
+    beats: list[str] = []
 
     async def run() -> None:
         async with asyncio.TaskGroup() as group:
-            beats = [group.create_task(beat(address, f"n{first + number}", pipe)) for number in range(nodes)]
-            while not pipe.poll():
-                await asyncio.sleep(0.2)
-            for task in beats:
+            work = [group.create_task(beat(address, f"n{first + number}", pipe, beats)) for number in range(nodes)]
+            await asyncio.to_thread(pipe.recv)
+            beats.clear()
+            pipe.send(await asyncio.to_thread(pipe.recv) and len(beats))
+            for task in work:
                 task.cancel()
 
     asyncio.run(run())
-    pipe.send("ended")
 
 
-async def beat(address: str, name: str, pipe: Connection) -> None:
+async def beat(address: str, name: str, pipe: Connection, beats: list[str]) -> None:
     report, allowed = NodeReport(name, os.getpid(), "host", "generating", 1), 0
     async with AsyncBrokerClient(address, deadline_s=60) as client:
         await client.register(report)
@@ -57,6 +58,7 @@ async def beat(address: str, name: str, pipe: Connection) -> None:
             count = min(allowed, 128 << 10) // SPAN_BYTES
             spans = SpanBatch(who=name, host="host", spans=[SPAN] * count) if count else None
             allowed += (await client.heartbeat(report, [], None, spans)).span_bytes - count * SPAN_BYTES
+            beats.append(name)
             await asyncio.sleep(HEARTBEAT_S)
 
 
@@ -73,14 +75,15 @@ def measure(nodes: int, trace_mib: int, seconds: float) -> dict[str, float]:
                     assert received(pipe) == "joined"
             time.sleep(3 * HEARTBEAT_S)
             broker = psutil.Process(pids[0])
+            for pipe in pipes:
+                pipe.send("measure")
             before_s = cpu_s(broker)
             time.sleep(seconds)
             busy_s = cpu_s(broker) - before_s
             for pipe in pipes:
                 pipe.send("stop")
-                assert received(pipe) == "ended"
+            beats = sum(received(pipe) for pipe in pipes)
         spans = sum(len(batch.spans) for batch in read_batches(RunDir(folder)))
-    beats = nodes * seconds / HEARTBEAT_S
     return {"busy_share": busy_s / seconds, "cpu_us_per_heartbeat": 1e6 * busy_s / beats, "spans": spans}
 
 
