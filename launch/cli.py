@@ -37,6 +37,7 @@ HANDLERS = {
     "ledger": "launch.observe.ledger:command",
     "logs": "launch.observe.logs:command",
     "stop": "launch.up.stop:command",
+    "resume": "launch.up.resume:command",
     "export": "launch.results.export:command",
     "replay": "launch.results.replay:command",
     "trace": "launch.results.trace:command",
@@ -185,6 +186,8 @@ def _add_observing_commands(commands: Commands) -> None:
     logs.add_argument("--lines", type=int, default=50, metavar="N", help="the last N (50), at most 64 KiB")
     stop = _command(commands, "stop", "every role leaves; the same commands continue the job", *job, **place)
     stop.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="how long to wait for them (600)")
+    text = "a job that a watch rule paused or stopped may continue"
+    _command(commands, "resume", text, "run")
     _command(commands, "report", "summary table and plots of a finished or running job", "run")
     _command(commands, "ledger", "what became of every task, also after the job ended", *job, "--json", **place)
     export = _command(commands, "export", "a Hugging Face folder of the final model or of a checkpoint", "run")

@@ -17,7 +17,7 @@ from common.staleness import may_lease
 
 ALONE = 4  # times tasks.max_attempts: so often must one node fail a task to kill it while others work
 SPAN_BYTES_PER_S = 256 << 10  # by all nodes together
-SPANS_FOR_S = 10.0  # after a longer silence a node may send no more than for so many seconds
+SPANS_FOR_S = 10.0  # Longest silence for which a node may catch up.
 MOST_OWNERS = 4096  # beyond this number, owners of node ids whose nodes are gone are dropped
 
 

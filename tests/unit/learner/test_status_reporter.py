@@ -9,8 +9,8 @@ from broker.contract import BrokerStatus, HeartbeatReply, LearnerReport, NodeRep
 from common.errors import BrokerUnreachable
 from common.span_buffer import DRIFT, SpanBuffer
 from learner.loop import status_reporter
-from learner.loop.lead_rank import StallMeter
 from learner.loop.status_reporter import SHOWN_DELIVERIES, Reporter
+from learner.loop.step_metrics import StallMeter
 from learner.publish.figures import Undelivered
 from tests.launch_rig import node_status, status_of
 from tests.unit.learner.loop_fakes import MakeWorld
