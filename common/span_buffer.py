@@ -17,8 +17,8 @@ BATCH_SPANS = 1 << 12
 ALLOWED_BYTES = 2 * BATCH_BYTES  # a node saves up permission for so many
 PIECE_S = 10.0  # a longer state comes in pieces, so that a reader sees it early and a killed process loses little
 DRIFT = 5e-5  # seconds by which two clocks move apart in a second, at most
-_check = msgspec.json.Decoder(Span).decode
 DETAILS = ("microbatch", "stage", "episode", "environment", "engine")  # kinds that are sent after all others
+_check = msgspec.json.Decoder(Span).decode
 
 
 class SpanBuffer:
@@ -27,7 +27,7 @@ class SpanBuffer:
     def __init__(self, unix: Callable[[], float] = time.time) -> None:
         """Records nothing until `open`. `unix` is asked once: a step of the system's time then moves no span."""
         self._base = unix() - time.monotonic()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._recording = False
         self._others, self._details = deque[Span](maxlen=MOST_SPANS), deque[Span](maxlen=MOST_SPANS)
         self._dropped = self._told = 0  # spans lost so far, and as the last batch said
@@ -67,14 +67,15 @@ class SpanBuffer:
 
     def state(self, name: str) -> None:
         """The process enters a state, '' for none; repetitions change nothing."""
-        if name != self._state and self._recording:
-            self._end_piece()
-            self._state = name
+        with self._lock:
+            if name != self._state and self._recording:
+                self._end_piece()
+                self._state = name
 
     def _end_piece(self) -> None:
-        state, since, self._since = self._state, self._since, time.monotonic()
-        if state:
-            self.add(state, "state", since, self._since, "state")
+        since, self._since = self._since, time.monotonic()
+        if self._state:
+            self.add(self._state, "state", since, self._since, "state")
 
     def heard(self, sent_s: float, broker_s: float, more_bytes: int = 0) -> None:
         """The broker answered now what was sent at `sent_s` (`now` then): its clock was `broker_s` in between.
@@ -97,8 +98,9 @@ class SpanBuffer:
         clock, limit = self._clock, min(BATCH_BYTES, self._allowed if limit_bytes is None else limit_bytes)
         if clock is None or limit <= 0:
             return None
-        if self._state and time.monotonic() - self._since > PIECE_S:
-            self._end_piece()
+        with self._lock:
+            if self._state and time.monotonic() - self._since > PIECE_S:
+                self._end_piece()
         taken, size = list[Span](), 0
         for waiting in (self._others, self._details):
             while waiting and size < limit and len(taken) < BATCH_SPANS:

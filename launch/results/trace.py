@@ -55,9 +55,8 @@ def command(args: argparse.Namespace) -> int:
             file.write(b'{"traceEvents":[\n')
             for event in trace.events():
                 file.write(msgspec.json.encode(event) + b",\n")
-            last = {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "other events"}}
-            about = {"displayTimeUnit": "ms", "otherData": trace.about()}
-            file.write(msgspec.json.encode(last) + b"],\n" + msgspec.json.encode(about)[1:])
+            file.write(msgspec.json.encode(named(0, 0, "process_name", name="other events")) + b"],\n")
+            file.write(msgspec.json.encode({"displayTimeUnit": "ms", "otherData": trace.about()})[1:])
     except OSError as error:
         raise UsageError(f"--out: {path} cannot be written: {error.strerror or error}") from None
     steps = f"steps {window.steps[0]} to {window.steps[1]}" if window.steps else "no step yet"
@@ -71,8 +70,8 @@ def command(args: argparse.Namespace) -> int:
 def window_of(processes: list[Process], first: int | None, last: int | None) -> Window:
     """The time of the steps from `first` to `last`, None for no bound. Raises UsageError."""
     learners = [process for process in processes if process.name == "learner"]
-    steps = [found for process in learners for found in process.slices() if found[2].kind == "step"]
-    steps = [found for found in steps if isinstance(found[2].args.get("step"), int)]
+    found = [one for process in learners for one in process.slices() if one[2].kind == "step"]
+    steps = [one for one in found if isinstance(one[2].args.get("step"), int)]
     numbers: list[Any] = [span.args["step"] for _, _, span in steps]
     there = f"the trace has steps {min(numbers)} to {max(numbers)}" if numbers else "the trace has no step yet"
     low, high = (min(numbers), max(numbers)) if numbers else (0, -1)
@@ -102,9 +101,7 @@ class Trace:
         self._zero_s = min((found[0] for found in firsts if found), default=0.0) - MARGIN_S
         self._end_s = self._zero_s
         self.count = self.arrows = 0
-        self._ends: dict[str, list[tuple[dict[str, Any], Place]]] = defaultdict(
-            list
-        )  # where arrows may end, by kind of span
+        self._ends = defaultdict[str, list[tuple[dict[str, Any], Place]]](list)  # where arrows end, by the kind of span
 
     def events(self) -> Iterator[Event]:
         for pid, process in enumerate(self._processes, start=1):
@@ -143,18 +140,13 @@ class Trace:
             where = {"pid": pid, "tid": tid}
             if span.kind in ("lease", "step", "publish", "flip"):
                 self._ends[span.kind].append((span.args, (begin, end, where)))
-            start = self._us(begin)
-            yield {"ph": "X", "name": span.name, "cat": span.kind, **where, "ts": start} | {
-                "dur": self._us(end) - start,
-                "args": span.args,
-            }
-        label = f"clock within {1e3 * process.error_s:.3g} ms"
-        named = [("process_name", {"name": f"{process.name} on {process.host}"}), ("process_labels", {"labels": label})]
-        named.append(("process_sort_index", {"sort_index": pid}))
-        for name, values in named:
-            yield {"ph": "M", "pid": pid, "tid": 0, "name": name, "args": values}
+            about = {"name": span.name, "cat": span.kind, "args": span.args}
+            yield {"ph": "X", **where, "ts": self._us(begin), "dur": self._us(end) - self._us(begin), **about}
+        yield named(pid, 0, "process_name", name=f"{process.name} on {process.host}")
+        yield named(pid, 0, "process_labels", labels=f"clock within {1e3 * process.error_s:.3g} ms")
+        yield named(pid, 0, "process_sort_index", sort_index=pid)
         for tid, name in enumerate(threads.names, start=1):
-            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
+            yield named(pid, tid, "thread_name", name=name)
 
     def _arrows(self) -> Iterator[tuple[str, Place, Place]]:
         """From an accepted group to each step that trained it, and from a publish to its flips."""
@@ -164,12 +156,9 @@ class Trace:
                 groups[told.get("serial")].append(place)
         slack_s = 2 * max(process.error_s for process in self._processes)
         for told, step in self._ends["step"]:
-            for serial in serials(
-                told
-            ):  # a task may be sampled again: the last lease that began before the step counts
+            for serial in serials(told):  # a task may be sampled again: the last lease that began before the step
                 before = [place for place in groups[serial] if place[0] <= step[0] + slack_s]
-                if before:  # its end may be later: the node hears that its group was accepted
-                    yield "trained", max(before, key=lambda place: place[0]), step
+                yield from [("trained", lease, step) for lease in sorted(before, key=lambda lease: lease[0])[-1:]]
         for told, place in self._ends["publish"]:
             versions[told.get("version"), told.get("incarnation")] = place
         for told, flip in self._ends["flip"]:
@@ -187,6 +176,11 @@ class Trace:
         low, high = self._window.begin_s, self._window.end_s
         if max(low, self._zero_s) <= at <= min(high, self._end_s + MARGIN_S):
             yield event | {"pid": pid, "tid": 0, "ts": self._us(at)}
+
+
+def named(pid: int, tid: int, what: str, **args: object) -> Event:
+    """A fact about a process, or about a thread."""
+    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args}
 
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:
