@@ -42,6 +42,7 @@ HANDLERS = {
     "resume": "launch.up.resume:command",
     "export": "launch.results.export:command",
     "replay": "launch.results.replay:command",
+    "trace": "launch.results.trace:command",
     "keys": "launch.keys:command",
     "slurm": "launch.cluster.slurm.submit:command",
     "scale": "launch.cluster.slurm.scale:command",
@@ -212,6 +213,10 @@ def _add_observing_commands(commands: Commands) -> None:
     replay.add_argument("--from", dest="first", type=int, default=0, metavar="STEP", help="from its checkpoint (0)")
     replay.add_argument("--to", dest="last", type=int, metavar="STEP", help="last step (default: the last recorded)")
     replay.add_argument("--out", metavar="DIR", help="new run folder (default: RUN/replays/N)")
+    trace = _command(commands, "trace", "the timeline of all processes as a file for ui.perfetto.dev", "run")
+    trace.add_argument("--from", dest="first", type=int, metavar="STEP", help="first step (default: all)")
+    trace.add_argument("--to", dest="last", type=int, metavar="STEP", help="last step (default: all)")
+    trace.add_argument("--out", metavar="FILE", help="the file (default: RUN/trace.json)")
 
 
 if __name__ == "__main__":

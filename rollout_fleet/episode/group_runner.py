@@ -10,6 +10,7 @@ import msgspec
 
 from broker.contract import GroupWork
 from common.rollouts import Group, GroupMeta, Sample, Task
+from common.span_buffer import SPANS
 from rollout_fleet.episode.concurrency import Slots
 from rollout_fleet.episode.driver import EpisodeDriver, Progress
 
@@ -92,7 +93,7 @@ class GroupRunner:
             reason = f"task {task.serial}: the problem is not a JSON object: {error}"
             return RolledOut(Group(task.serial, []), NOTHING, reason)
         started = [0.0] * task.group_size
-        progress.episodes = [Progress() for _ in range(task.group_size)]
+        progress.episodes = [Progress(track=f"episodes/{task.serial}.{i}") for i in range(task.group_size)]
 
         async def episode(index: int) -> Sample:
             async with self.slots:
@@ -103,7 +104,7 @@ class GroupRunner:
                 try:
                     return await self._driver.run(problem, task.seed + index, progress.episodes[index], task.seed)
                 finally:
-                    progress.episodes[index].at("done")
+                    self._ended(task, index, progress.episodes[index], started[index])
                     self.on_episode_end()
                     self.episodes_running -= 1
 
@@ -118,6 +119,12 @@ class GroupRunner:
             if sample.error is not None:
                 self._on_failure(sample.stop_reason)
         return summarize(task.serial, samples, time.monotonic() - min(started))
+
+    @staticmethod
+    def _ended(task: Task, index: int, episode: Progress, began: float) -> None:
+        episode.at("done")
+        facts = {"serial": task.serial, "sample": index, "turns": episode.turns, "tokens": episode.sampled_tokens}
+        SPANS.add(f"episode {task.serial}.{index}", "episode", began, episode.since, episode.track, **facts)
 
 
 def summarize(serial: int, samples: list[Sample], generation_s: float) -> RolledOut:

@@ -11,6 +11,7 @@ from broker.diagnosis.join_times import sentence
 from broker.messaging.client_methods import NodeBroker
 from common.errors import BrokerError, SlipstreamError
 from common.rollouts import Group, encode_group
+from common.span_buffer import SPANS
 from rollout_fleet.episode.group_runner import GroupProgress, GroupRunner, RolledOut
 from rollout_fleet.episode.sampler_protocol import EngineCounters
 from rollout_fleet.node.broker_timeout import BrokerTimeout
@@ -42,6 +43,7 @@ class _Running:
     progress: GroupProgress
     task: "asyncio.Task[None]"
     handing_in: bool = False
+    accepted: bool = False  # the broker has its group
 
 
 class RunningGroups:
@@ -115,17 +117,22 @@ class RunningGroups:
         try:
             done = await self._parts.runner.run(progress)
             self._running[lease.token].handing_in = True
-            await self._hand_in(lease, done)
+            self._running[lease.token].accepted = await self._hand_in(lease, done)
         except (asyncio.CancelledError, SlipstreamError) as error:
             self._parts.status.cancelled(progress.sampled_tokens, 0.0 if progress.lost else progress.seconds())
             if isinstance(error, asyncio.CancelledError):
                 raise
             self._on_failure(error)
         finally:
-            self._running.pop(lease.token, None)
+            running = self._running.pop(lease.token, None)
+            accepted = int(running is not None and running.accepted)
+            serial, facts = lease.task.serial, {"attempt": lease.attempt, "accepted": accepted}
+            track = f"groups/{lease.token}"
+            SPANS.add(f"group {serial}", "lease", progress.leased_at, track=track, serial=serial, **facts)
             self._on_end()
 
-    async def _hand_in(self, lease: Lease, done: RolledOut) -> None:
+    async def _hand_in(self, lease: Lease, done: RolledOut) -> bool:
+        """Whether the broker accepted the group."""
         parts, node_id = self._parts, self._parts.status.node_id
         if done.failure is not None:
             return await self._give_up(lease, done, done.failure)
@@ -140,8 +147,9 @@ class RunningGroups:
             times = parts.status.joining.times
             logger.info("%s; the process started at Unix time %.3f", sentence(times), times.started_s)
             parts.beat_now()
+        return accepted
 
-    async def _give_up(self, lease: Lease, done: RolledOut, reason: str) -> None:
+    async def _give_up(self, lease: Lease, done: RolledOut, reason: str) -> bool:
         """Tell the broker that a group failed, and its cost; it counts as an attempt."""
         logger.warning("task %d failed: %s", lease.task.serial, reason)
         tokens, seconds = done.meta.sampled_tokens, max(0.0, done.meta.generation_s)
@@ -151,3 +159,4 @@ class RunningGroups:
             transcript = await asyncio.to_thread(self._parts.transcribe, done.group)
         work = node_id, lease.token, reason, tokens, seconds, transcript
         await self._parts.timeout.repeat(lambda: broker.fail(*work))
+        return False
