@@ -35,24 +35,26 @@ CALL_DEADLINE_S = 10.0
 BROKER_TIMEOUT_S = 60.0
 
 
-def run_node(config: Config, broker_address: str, node_id: str) -> int:
+def run_node(config: Config, broker_address: str, node_id: str, pool: str = "") -> int:
     """Serve the job at tcp://HOST:PORT until it is done or a signal asks for a drain; 1 when the node was excluded.
+    A node of the `pool` eval takes held-out problems only.
 
     Raises UsageError without broker or for an unusable environment, SlipstreamError when engine or broker were lost.
     """
     keep_freed_memory()
-    return asyncio.run(_serve(config, broker_address, node_id))
+    return asyncio.run(_serve(config, broker_address, OwnStatus(node_id, pool=pool)))
 
 
-async def _serve(config: Config, address: str, node_id: str) -> int:
+async def _serve(config: Config, address: str, status: OwnStatus) -> int:
     from common.weights.transports.registry import receivable, require
     from rollout_fleet.engine.engine import Engine
     from rollout_fleet.weights.weight_client import WeightClient
 
     require(config.weights.transport)
+    node_id = status.node_id
     digest = hashlib.sha256(f"{config.run.seed} {node_id}".encode()).digest()
     engine = Engine(config, seed=int.from_bytes(digest[:4], "little") >> 1)  # every node samples with its own seed
-    host, status = EnvironmentHost(), OwnStatus(node_id)
+    host = EnvironmentHost()
     driver = build_driver(config, engine, host)  # a config error shows before anything is started
     access = Access(
         address=address,
@@ -77,7 +79,7 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
         keys = curve_credentials(config.broker.credentials)
         credential = load_credential(keys, "node", node_id) if keys else None
         transports = receivable(config.weights.transport)
-        feed = WeightClient(node_id, engine.weights, credential, transports, status.joining)
+        feed = WeightClient(node_id, engine.weights, credential, transports, status.joining, status.pool)
         low, high = config.rollout.concurrency_bounds
         runner = GroupRunner(driver, high, status.sample_failed)
         parts = NodeParts(broker, feed, runner, status, timeout, lambda: engine.counters, heartbeat.beat_now)

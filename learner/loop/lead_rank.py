@@ -4,6 +4,7 @@ Other ranks have no Lead; they learn what to do from the commands that the train
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,10 +12,10 @@ from pathlib import Path
 import msgspec
 
 from broker.connect import Access, connect
-from broker.contract import BrokerStatus, LedgerEntry, StoredGroup
+from broker.contract import BrokerStatus, StoredGroup
 from broker.messaging.client_methods import LearnerBroker
 from common.config.schema import Config
-from common.errors import HopelessError, SlipstreamError, UsageError
+from common.errors import HopelessError, SlipstreamError
 from common.metrics import StepMetrics
 from common.process.broker_address import find_broker
 from common.process.run_dir import RunDir
@@ -27,6 +28,8 @@ from learner.batch.batch import BadGroup, expired_groups
 from learner.batch.dynamic_sampling import carries_signal, most_replaced
 from learner.checkpoint.folder import StreamState, TrainerState
 from learner.loop.batch_source import Command, Drain, Fail, Train, Wait
+from learner.loop.evaluation import Evaluations
+from learner.loop.resume_checks import check_not_behind, check_not_forgotten
 from learner.loop.rollout_source import RolloutSource
 from learner.loop.run_files import RunFiles
 from learner.loop.status_reporter import Reporter
@@ -40,6 +43,7 @@ logger = logging.getLogger(__name__)
 BROKER_WAIT_S = 30.0
 TAKE_WAIT_S = 1.0  # bound on one turn of the loop without a batch, so that no rank waits longer in a broadcast
 DEAD_STEPS = 3  # steps' worth of tasks that may die without one step in between, before the run stops
+END_TURN_S = 0.2  # between two looks at the last evaluation
 BAD_GROUP_ATTEMPTS = 3  # times one task may come back unusable before the run stops
 
 
@@ -76,6 +80,7 @@ class Lead(RolloutSource):
         self.broker, self.publisher, self.reporter = broker, publisher, reporter
         self.tasks, self.files = tasks, files
         self.stop_requested = stop_requested
+        self.evaluations: Evaluations | None = None
         files.commit = lambda step: self.broker.commit(step)
         reporter.undelivered = lambda: publisher.stats().undelivered
         self._status: BrokerStatus | None = None  # fetched for the last metrics line, until the next turn has used it
@@ -98,14 +103,14 @@ class Lead(RolloutSource):
         """Say to the broker that this incarnation trains from `version` on; everything before is durable."""
         super().attach(backend, version)
         attached = self.broker.attach(self.reporter.snapshot())
-        _check_not_behind(version, attached.committed_step)
+        check_not_behind(version, attached.committed_step)
         if not self.tasks.attach(attached):
             self.files.events.add("tasks_renumbered", step=version)
             logger.warning("the broker knows less than the checkpoint; tasks not yet consumed are offered again")
         if version > 0:
             self.broker.commit(version - 1)  # the last learner may have been killed just before it
         if attached.committed_step < version - 1:
-            _check_not_forgotten(version, self.tasks.consumed, self.broker.ledger())
+            check_not_forgotten(version, self.tasks.consumed, self.broker.ledger())
         if self.config.learner.dynamic_sampling:
             found = self.broker.ledger()
             self._filtered_before = Counter(e.step for e in found if e.filtered and e.state == "taken")
@@ -119,13 +124,30 @@ class Lead(RolloutSource):
         if reason := self.stop_requested() or self.reporter.stop_requested:
             logger.info("draining: %s", reason)
             return Drain()
+        if step >= self.config.run.steps:
+            return self._last_evaluation(step)
         stats = self.publisher.stats()
         if stats.fatal:
             return Fail(f"no node may generate with version {step}: {stats.fatal}", hopeless=not stats.crashed)
         try:
+            if self.evaluations is not None:
+                self.evaluations.turn()
             return self._gather(step)
         except SlipstreamError as error:
             return Fail(str(error), hopeless=isinstance(error, HopelessError))
+
+    def _last_evaluation(self, step: int) -> Wait | Drain:
+        """The run is trained; Wait while its last version is evaluated. A broker that is away ends that."""
+        try:
+            text = self.evaluations.turn(waited_for=True) if self.evaluations is not None else ""
+        except SlipstreamError as error:
+            logger.warning("the last version is not evaluated: %s", error)
+            text = ""
+        if not text:
+            return Drain()
+        self.reporter.set("evaluating", text, policy_version=step)
+        time.sleep(END_TURN_S)
+        return Wait()
 
     def _gather(self, step: int) -> Wait | Train:
         """Offer tasks, take groups, give back what cannot be trained on; Wait: not enough groups yet."""
@@ -214,7 +236,7 @@ class Lead(RolloutSource):
 
     def _explain(self, step: int, status: BrokerStatus) -> None:
         """Say what the loop waits for, and who unblocks it."""
-        live = [node for node in status.nodes if node.alive]
+        live = [node for node in status.nodes if node.alive and not node.report.pool]
         text = f"groups for step {step}: {min(status.groups_ready, self._missing)} of {self._missing} ready, "
         if self._replaced:
             text += f"in place of {self._replaced} without signal, "
@@ -269,6 +291,8 @@ class Lead(RolloutSource):
     def _hand_over(self, version: int, canary: Canary | None) -> None:
         receipt = self.publisher.publish(version, self._tensors(), canary)
         self.files.events.add("publish", version=receipt.version, bytes=receipt.payload_bytes)
+        if self.evaluations is not None:
+            self.evaluations.published(version)
 
     def close(self, state: str, version: int, reason: str) -> None:
         """Tell the broker how the job ended and release everything but the files."""
@@ -310,7 +334,10 @@ def prepare_lead(
     weights = msgspec.structs.replace(config.weights, address=address or config.weights.address)
     publisher = WeightPublisher(state.incarnation, config.model.dtype, weights, credentials)
     tasks = TaskStream(source, state.tasks)
-    return Lead(config, connect(access), publisher, tasks, files, reporter, stop_requested), state
+    lead = Lead(config, connect(access), publisher, tasks, files, reporter, stop_requested)
+    if config.evaluation.every:
+        lead.evaluations = Evaluations(config, lead.broker, publisher, files)
+    return lead, state
 
 
 def _newest_incarnation(access: Access) -> int:
@@ -318,29 +345,3 @@ def _newest_incarnation(access: Access) -> int:
     with connect(access) as client:
         before = client.status().learner
     return before.incarnation if before is not None else -1
-
-
-def _check_not_behind(version: int, committed_step: int) -> None:
-    """Refuse a checkpoint of `version` that lacks steps which the broker has committed; -1 for none."""
-    if committed_step < version:
-        return
-    first = f"its checkpoint is of step {version}" if version else "it has no checkpoint"
-    raise UsageError(
-        f"the learner would train step {version} next ({first}). The broker has committed steps up to "
-        f"{committed_step}: the groups of steps {version} to {committed_step} are gone. Put a checkpoint of step "
-        f"{committed_step + 1} back into RUN/checkpoints, or start anew in another run.dir"
-    )
-
-
-def _check_not_forgotten(version: int, consumed: Callable[[int], bool], ledger: Sequence[LedgerEntry]) -> None:
-    """Refuse a broker that would hand out groups which the checkpoint of `version` was trained on."""
-    again = [entry for entry in ledger if entry.state not in ("committed", "dead") and consumed(entry.serial)]
-    if not again:
-        return
-    raise UsageError(
-        f"the checkpoint of step {version} was trained on {len(again)} groups that the broker does not know as taken "
-        f"(the first is task {again[0].serial}, {again[0].state}). Its store lost the newest moves, as in a power cut "
-        "with broker.durability: everysec, or was put back from a copy. They would be trained on twice. Move RUN/store "
-        "away (with broker.store: redis the run's keys and RUN/redis.json, docs/redis.md) and start again: what the "
-        "checkpoint has not consumed is then generated anew"
-    )

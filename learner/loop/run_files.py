@@ -10,8 +10,8 @@ import msgspec
 
 from common.config.schema import Config, SftConfig
 from common.errors import UsageError
-from common.json_lines import EventFile
-from common.metrics import MetricsWriter, SftMetrics, StepMetrics
+from common.json_lines import EventFile, read_jsonl
+from common.metrics import EvaluationMetrics, MetricsWriter, SftMetrics, StepMetrics, read_metrics
 from common.process.run_dir import RunDir, write_json
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
 
@@ -51,6 +51,7 @@ class RunFiles:
         self.checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep)
         self.events = EventFile(run_dir.events, "learner")
         self._config, self._run_dir = config, run_dir
+        self.evaluation = run_dir.evaluation
         self.incarnation = 0  # which start of the learner this is
         self._metrics: MetricsWriter | None = None
         self._closed = False
@@ -93,10 +94,26 @@ class RunFiles:
         return state
 
     def open_metrics(self, version: int) -> None:
-        """Open the metrics file without the lines of steps from `version` on, because these steps come again."""
-        self._metrics = MetricsWriter(self._run_dir.metrics, keep_before_step=version)
+        """Open the metrics file without the lines of steps from `version` on, because these steps come again.
 
-    def record(self, line: StepMetrics | SftMetrics) -> None:
+        Later versions come again, too: their evaluations are removed. A round of an earlier version that did not end
+        is abandoned, because its weights are gone.
+        """
+        self._metrics = MetricsWriter(self._run_dir.metrics, keep_before_step=version)
+        ended = {line.policy_version for line in self.evaluated()}
+        for path in sorted(self.evaluation.glob("*-*.jsonl")):
+            of = int(path.name.split("-")[0])
+            if of > version:
+                path.unlink()
+            elif of < version and of not in ended:
+                self.events.add("evaluation_abandoned", version=of, finished=len(read_jsonl(path)), file=path.name)
+                path.rename(path.with_suffix(".partial"))
+
+    def evaluated(self) -> list[EvaluationMetrics]:
+        """The evaluations that have ended."""
+        return read_metrics(self._run_dir.metrics, EvaluationMetrics)
+
+    def record(self, line: StepMetrics | SftMetrics | EvaluationMetrics) -> None:
         assert self._metrics is not None
         self._metrics.write(line)
 
