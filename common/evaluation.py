@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from common.wire_types import Finite, Name, Seconds, Tally, Text, Version
+from common.wire_types import Finite, Seconds, Tally, Text, Version
 
 Z = 1.959963984540054  # the normal quantile of a 95 % interval
 MOST_SAMPLES = 1 << 16
@@ -33,7 +33,7 @@ class EvaluationResult(msgspec.Struct, frozen=True, gc=False):
     lengths: Annotated[list[Tally], Meta(max_length=MOST_SAMPLES)]  # sampled tokens
     stop_reasons: Annotated[list[Text], Meta(max_length=MOST_SAMPLES)]
     errors: Annotated[list[Text], Meta(max_length=MOST_SAMPLES)]  # '' for a sample that did not fail
-    node_id: Name = ""
+    node_id: Text = ""  # '' for a problem that could not be finished
     version_min: Version = -1  # over the sampled tokens; -1: there is none
     version_max: Version = -1
     started_s: Finite = 0.0  # Unix time of the node
