@@ -4,7 +4,7 @@
     turn -> results from the broker -> RUN/evaluation/VERSION-DATASET.jsonl -> the broker may forget them
     all are there -> one line per dataset in RUN/metrics.jsonl -> the next round
 
-The files are the memory of a round: a learner that resumes at its version goes on with the problems that they lack.
+The files are the memory of a round: a learner that resumes at its version evaluates the problems that they lack.
 """
 
 import contextlib

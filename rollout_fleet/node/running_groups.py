@@ -54,7 +54,7 @@ class RunningGroups:
         """`on_end` is called when a group ends for any reason, `on_failure` when the engine or the broker failed."""
         self._parts, self._on_end, self._on_failure = parts, on_end, on_failure
         self._running: dict[str, _Running] = {}
-        self._evaluated_tokens = 0  # of held-out problems that ended
+        self._evaluated_tokens = 0  # sampled for held-out problems that ended
 
     def __bool__(self) -> bool:
         return bool(self._running)
@@ -181,7 +181,7 @@ class RunningGroups:
 
 
 def result_of(done: RolledOut, node_id: str) -> EvaluationResult:
-    """What the learner wants to know of the samples of a held-out problem."""
+    """The samples of a held-out problem, without their tokens."""
     samples, meta = done.group.samples, done.meta
     return EvaluationResult(
         problem=done.group.serial,

@@ -138,7 +138,7 @@ class RecordingPublisher:
     canary_owed: bool = False
     closed: bool = False
     evaluated: tuple[int, ...] = ()
-    holds: list[tuple[str, int]] = field(default_factory=list)  # what was called, and the newest version then
+    holds: list[tuple[str, int]] = field(default_factory=list)  # calls, and the newest version then
 
     def start(self) -> str:
         return "memory"
@@ -184,7 +184,10 @@ class Fleet:
 
     @property
     def version(self) -> int:
-        return max(0, self.publisher.versions[-1] - self.lag) if self.publisher.versions else -1
+        if not self.publisher.versions:
+            return -1
+        call, version = self.publisher.holds[-1] if self.publisher.holds else ("release", 0)
+        return version if call == "hold" else max(0, self.publisher.versions[-1] - self.lag)
 
     def work(self) -> None:
         asyncio.run(self._work())

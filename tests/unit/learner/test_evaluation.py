@@ -55,7 +55,7 @@ def watching(world: World, pool: Pool | None) -> World:
         if pool is not None:
             pool.work()
         elif waited_for:
-            world.fleet.work()  # nobody takes groups any more
+            world.fleet.work()  # the learner takes no more groups
         return look(waited_for)
 
     world.lead.evaluations.turn = turn
@@ -235,7 +235,7 @@ def test_a_shared_fleet_skips_a_version_that_is_no_longer_the_newest(
     turn = world.lead.evaluations.turn
 
     def late(waited_for: bool = False) -> str:
-        world.fleet.evaluates = world.trainer.version >= 3
+        world.fleet.evaluates = world.trainer.version >= 2
         return turn(waited_for)
 
     world.lead.evaluations.turn = late
