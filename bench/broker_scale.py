@@ -131,7 +131,7 @@ def work(learner: Learner, seconds: float) -> int:
 
 def measure(nodes: int, options: argparse.Namespace) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder, broker_process(folder, "memory", GROUPS_PER_STEP) as (address, pids):
-        broker = psutil.Process(*pids)
+        broker = psutil.Process(pids[0])
         rss_before = broker.memory_info().rss
         fleets = start_fleets(address, nodes, options)
         with connect(Access(address=address, role="learner")) as client:

@@ -77,6 +77,8 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     seen = way.seen
     every = max(1, len(seen) // SAMPLES_OF_MEMORY)
     settled = [round(mib, 1) for done, mib in seen if done >= SETTLED * groups]
+    if len(settled) < 2:
+        raise SystemExit(f"--groups {options.groups}: the broker was done before its memory was seen twice; take more")
     return {
         "groups": groups,
         "durability": options.durability,

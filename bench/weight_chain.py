@@ -167,7 +167,8 @@ def main() -> None:
     several = {"nodes": args.source_nodes, "rate_mbit": args.source_rate_mbit, "sources": max(args.sources)}
     several["nodes_mbit"] = FASTER * args.source_rate_mbit
     with tempfile.TemporaryDirectory() as path, closing(WeightRig(Path(path), most, args.rate_mbit, "gloo")) as rig:
-        result |= one_source(args, rig)  # its nodes can use the relay, too
+        # Nodes of a gloo job can use the relay, too.
+        result |= one_source(args, rig)
     with tempfile.TemporaryDirectory() as path, closing(WeightRig(Path(path), **several)) as rig:
         result["sources"] = several_sources(args, rig)
     harness.save("weight_chain", args, result, ("torch", "pyzmq"))

@@ -132,7 +132,7 @@ def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: in
     batch = batch_of(config, sizes)
     rl = None
     if isinstance(config, Config):
-        window = window_of(config, model, LOOKAHEAD_GROUPS)
+        window = window_of(config, model)
         publish = publish_of(config, model, gpus_per_node, link_gbit)
         rl = RlPart(window, publish, engine_of(config, model), config.rollout.nodes)
     return Plan(
@@ -207,15 +207,15 @@ def bubble(microbatches: int, pipeline: int, virtual: int) -> float:
     return idle / (microbatches + idle)
 
 
-def window_of(config: Config, model: Architecture, lookahead_groups: int) -> Window:
-    """The window when a node leases `lookahead_groups` beyond its concurrency."""
+def window_of(config: Config, model: Architecture) -> Window:
+    """The window when a node leases LOOKAHEAD_GROUPS beyond its concurrency."""
     groups = config.learner.groups_per_step * (config.staleness.max + 1)
     size, longest = config.rollout.group_size, config.rollout.engine.max_model_len
     per_token = WIRE_BYTES_PER_TOKEN
     if config.learner.moe.replay_routing and model.experts is not None:
         per_token += sum(model.moe_layers) * model.experts.per_token * ROUTED_BYTES
     group_bytes = size * longest * per_token
-    node_groups = min(groups, config.rollout.concurrency_bounds[1] // size + lookahead_groups)
+    node_groups = min(groups, config.rollout.concurrency_bounds[1] // size + LOOKAHEAD_GROUPS)
     return Window(groups, groups * size, groups * size * longest, groups * group_bytes, group_bytes, node_groups)
 
 

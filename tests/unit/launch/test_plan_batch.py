@@ -76,7 +76,7 @@ def test_bubble(microbatches: int, pipeline: int, virtual: int, expected: float)
 
 
 def test_the_window_is_that_of_the_staleness_rule_with_groups_as_large_as_on_the_wire() -> None:
-    found, n = window_of(job(), architecture("Qwen3-0.6B"), 2), 1025
+    found, n = window_of(job(), architecture("Qwen3-0.6B")), 1025
     assert found.groups == window_end(0, 8, 2) == 24
     assert (found.samples, found.tokens) == (96, 96 * n)
     assert found.node_groups == 32 // 4 + 2
@@ -89,7 +89,7 @@ def test_the_window_is_that_of_the_staleness_rule_with_groups_as_large_as_on_the
         stop_reason="stop",
     )
     assert found.group_bytes == pytest.approx(len(encode_group(Group(0, [sample] * 4))), rel=0.05)
-    replayed = window_of(job(learner={"moe": {"replay_routing": True}}), architecture("Mixtral-8x7B-v0.1"), 2)
+    replayed = window_of(job(learner={"moe": {"replay_routing": True}}), architecture("Mixtral-8x7B-v0.1"))
     routing = 4 * n * 32 * 2 * 2  # two bytes for each of 32 layers and 2 experts
     assert replayed.group_bytes - found.group_bytes == routing
 
