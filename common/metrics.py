@@ -5,14 +5,12 @@ what it means. Writer, report and status read the same declarations. Fields are 
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Literal, TypeVar, cast, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from common.errors import UsageError
-from common.json_lines import LineFile, lines_of
-from common.process.run_dir import write_atomic
 
 Reduction = Literal["mean", "sum", "max", "last"]
 
@@ -170,6 +168,10 @@ class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_trained: Annotated[int, metric("in the loss", "tokens", "sum")]
     sequence_tokens: Annotated[int, metric("processed", "tokens", "sum")]
     step_s: Annotated[float, metric("whole step", "s")]
+    # unset on the lines of other steps
+    validation_loss: Annotated[
+        float | msgspec.UnsetType, metric("cross-entropy of held-out rows after it, on validated steps", "nat", "last")
+    ] = msgspec.UNSET
 
 
 Line = TypeVar("Line", StepMetrics, SftMetrics, EvaluationMetrics)
@@ -189,26 +191,9 @@ class _Kind(msgspec.Struct):
     kind: str | None = None  # None: a step
 
 
-class MetricsWriter(LineFile):
-    """Appends one JSON line per step."""
-
-    def __init__(self, path: Path, keep_before_step: int = 0) -> None:
-        """Open for appending; lines of steps >= `keep_before_step` are removed first, as is a torn last line.
-
-        A learner that resumes from step s writes its lines from s again, so the file has one per step. Lines of another
-        `kind` are about a version, and those of version s stay.
-        Raises UsageError when `path` is a folder, or may not be written.
-        """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            data = path.read_bytes() if path.exists() else b""
-            lines = lines_of(data, dict[str, Any])
-            kept = [x for x in lines if x.get("step", keep_before_step + 1) < keep_before_step + ("kind" in x)]
-            if (text := b"".join(msgspec.json.encode(line) + b"\n" for line in kept)) != data:
-                write_atomic(path, text)
-            super().__init__(path)
-        except (IsADirectoryError, PermissionError) as error:
-            raise no_file(path, error) from None
+def numbers(kind: type[msgspec.Struct]) -> list[str]:
+    """Names of the metrics that are one number on a line."""
+    return [name for name, hint in get_type_hints(kind).items() if hint in (int, float, float | msgspec.UnsetType)]
 
 
 def read_metrics(path: Path, kind: type[Line]) -> list[Line]:

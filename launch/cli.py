@@ -37,6 +37,7 @@ HANDLERS = {
     "ledger": "launch.observe.ledger:command",
     "logs": "launch.observe.logs:command",
     "stop": "launch.up.stop:command",
+    "resume": "launch.up.resume:command",
     "export": "launch.results.export:command",
     "replay": "launch.results.replay:command",
     "keys": "launch.keys:command",
@@ -185,11 +186,17 @@ def _add_observing_commands(commands: Commands) -> None:
     logs.add_argument("--lines", type=int, default=50, metavar="N", help="the last N (50), at most 64 KiB")
     stop = _command(commands, "stop", "every role leaves; the same commands continue the job", *job, **place)
     stop.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="how long to wait for them (600)")
-    _command(commands, "report", "summary table and plots of a finished or running job", "run")
+    text = "a job that a watch rule paused or stopped may continue"
+    _command(commands, "resume", text, "run")
+    report = _command(commands, "report", "summary table, plots and a page of a run, or of several side by side")
+    report.add_argument("runs", metavar="RUN", nargs="+", help="a run's folder, or the config file that names it")
+    report.add_argument("--out", metavar="DIR", help="folder for them (default: RUN/report; of several runs ./report)")
     _command(commands, "ledger", "what became of every task, also after the job ended", *job, "--json", **place)
     export = _command(commands, "export", "a Hugging Face folder of the final model or of a checkpoint", "run")
     export.add_argument("dir", metavar="DIR", help="new folder for the model")
-    export.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N")
+    which = export.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N")
+    which.add_argument("--best", action="store_true", help="the checkpoint that learner.checkpoint.keep_best keeps")
     text = "train recorded steps of a run again, offline, and compare"
     replay = _command(commands, "replay", text, "run", "overrides")
     replay.add_argument("--from", dest="first", type=int, default=0, metavar="STEP", help="from its checkpoint (0)")

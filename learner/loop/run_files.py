@@ -10,9 +10,11 @@ import msgspec
 
 from common.config.schema import Config, SftConfig
 from common.errors import UsageError
-from common.json_lines import EventFile, read_jsonl
-from common.metrics import EvaluationMetrics, MetricsWriter, SftMetrics, StepMetrics, read_metrics
+from common.json_lines import EventFile, lines_of, read_jsonl
+from common.metrics import EvaluationMetrics
+from common.process.metrics_file import MetricsWriter
 from common.process.run_dir import RunDir, write_json
+from learner.checkpoint.best import Best
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
 
 logger = logging.getLogger(__name__)
@@ -48,13 +50,15 @@ class RunFiles:
     """The run folder of one learner. Only the lead rank has one."""
 
     def __init__(self, config: Config | SftConfig, run_dir: RunDir) -> None:
-        self.checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep)
+        best = Best(config) if config.learner.checkpoint.keep_best else None
+        self.checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep, best)
         self.events = EventFile(run_dir.events, "learner")
         self._config, self._run_dir = config, run_dir
         self.evaluation = run_dir.evaluation
         self.incarnation = 0  # which start of the learner this is
         self._metrics: MetricsWriter | None = None
         self._closed = False
+        self.recorded: Callable[[msgspec.Struct], None] = lambda line: None  # gets every line of the metrics
         self.commit: Callable[[int], None] = lambda step: None  # gets the last step of a checkpoint that is durable
 
     def start(
@@ -101,21 +105,40 @@ class RunFiles:
         """
         self._metrics = MetricsWriter(self._run_dir.metrics, keep_before_step=version)
         ended = {line.policy_version for line in self.evaluated()}
-        for path in sorted(self.evaluation.glob("*-*.jsonl")):
-            of = int(path.name.split("-")[0])
-            if of > version:
+        for path in sorted(self.evaluation.glob("*.jsonl")):
+            of, file = path.name.split("-")[0], path.name
+            if not of.isdecimal():
+                continue
+            if int(of) > version:
                 path.unlink()
-            elif of < version and of not in ended:
-                self.events.add("evaluation_abandoned", version=of, finished=len(read_jsonl(path)), file=path.name)
+            elif int(of) < version and int(of) not in ended:
+                self.events.add("evaluation_abandoned", version=int(of), finished=len(read_jsonl(path)), file=file)
                 path.rename(path.with_suffix(".partial"))
+        if self.checkpoints.best is not None:
+            for line in read_jsonl(self._run_dir.metrics):
+                self.checkpoints.best.note(line)
+            self._prune()  # the last learner may have been killed between a line and the choice
 
     def evaluated(self) -> list[EvaluationMetrics]:
         """The evaluations that have ended."""
-        return read_metrics(self._run_dir.metrics, EvaluationMetrics)
+        return list(lines_of(self._run_dir.metrics.read_bytes(), EvaluationMetrics))
 
-    def record(self, line: StepMetrics | SftMetrics | EvaluationMetrics) -> None:
+    def record(self, line: msgspec.Struct) -> None:
+        """Append a line: StepMetrics, SftMetrics, or one with a `kind`, which may decide which checkpoint is best."""
         assert self._metrics is not None
         self._metrics.write(line)
+        self.recorded(line)
+        if self.checkpoints.best is not None:
+            self.checkpoints.best.note(document := msgspec.to_builtins(line))
+            if "kind" in document:
+                self._prune()
+
+    def _prune(self) -> None:
+        """Choose the best checkpoint again; training continues when that fails."""
+        try:
+            self.checkpoints.prune()
+        except OSError as error:
+            logger.warning("older checkpoints could not be removed: %s", error)
 
     def finish_checkpoint(self, state: TrainerState) -> None:
         """Make a written checkpoint durable, after the metrics of its steps; only then commit them."""

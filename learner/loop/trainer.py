@@ -91,6 +91,8 @@ class Trainer:
             if isinstance(command, Drain):
                 self._report("draining", "the checkpoint")
                 self._checkpoint(wait=True)
+                if command.reason:
+                    raise HopelessError(command.reason)
                 return "drained"
             if isinstance(command, Fail):
                 raise (HopelessError if command.hopeless else SlipstreamError)(command.reason)

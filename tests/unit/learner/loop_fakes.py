@@ -138,23 +138,33 @@ class RecordingPublisher:
     canary_owed: bool = False
     closed: bool = False
     evaluated: tuple[int, ...] = ()
-    holds: list[tuple[str, int]] = field(default_factory=list)  # calls, and the newest version then
+    calls: list[tuple[str, int]] = field(default_factory=list)  # hold or release, and the newest version then
+    holds: set[str] = field(default_factory=set)  # reasons; nodes see none of the versions after them
+    seen: int = -1  # the newest version that nodes may have
 
     def start(self) -> str:
         return "memory"
 
+    def hold(self, reason: str) -> None:
+        self.holds.add(reason)
+        self.calls.append(("hold", self.versions[-1] if self.versions else -1))
+
+    def release(self, reason: str) -> None:
+        self.holds.discard(reason)
+        self.calls.append(("release", self.versions[-1] if self.versions else -1))
+        self._let_out()
+
+    def _let_out(self) -> None:
+        if not self.holds and self.versions:
+            self.seen = self.versions[-1]
+
     def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> PublishReceipt:
         self.tables[version] = dict(named)["table"].clone()
         self.versions.append(version)
+        self._let_out()
         if canary is not None:
             self.canaries[version] = canary
         return PublishReceipt(version, self.tables[version].nbytes, 0.0)
-
-    def hold(self, reason: str) -> None:
-        self.holds.append(("hold", self.versions[-1]))
-
-    def release(self, reason: str) -> None:
-        self.holds.append(("release", self.versions[-1]))
 
     def evaluate(self, *versions: int) -> None:
         self.evaluated = versions
@@ -184,10 +194,7 @@ class Fleet:
 
     @property
     def version(self) -> int:
-        if not self.publisher.versions:
-            return -1
-        call, version = self.publisher.holds[-1] if self.publisher.holds else ("release", 0)
-        return version if call == "hold" else max(0, self.publisher.versions[-1] - self.lag)
+        return max(0, self.publisher.seen - self.lag) if self.publisher.seen >= 0 else -1
 
     def work(self) -> None:
         asyncio.run(self._work())

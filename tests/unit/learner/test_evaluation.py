@@ -219,9 +219,9 @@ def test_without_a_node_the_last_round_is_given_up_after_a_bounded_wait(
 def test_a_shared_fleet_keeps_the_version_until_the_round_is_done(make_world: MakeWorld, told: dict[str, Any]) -> None:
     world = make_world(run={"steps": 4}, evaluation=told | {"fleet": "shared"}, staleness={"max": 1})
     assert watching(world, None).run() == "done"
-    kinds = [kind for kind, _ in world.publisher.holds]
+    kinds = [kind for kind, _ in world.publisher.calls]
     assert kinds == ["hold", "release"] * 3
-    assert [version for kind, version in world.publisher.holds if kind == "hold"] == [0, 2, 4]
+    assert [version for kind, version in world.publisher.calls if kind == "hold"] == [0, 2, 4]
     assert {line.policy_version for line in lines(world)} == {0, 2, 4}
     assert all(line.held_s > 0 for line in lines(world))
     assert [line.step for line in world.lines()] == [0, 1, 2, 3]
