@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from broker.contract import GroupWork
+from common.evaluation import EvaluationOrder
 from common.rollouts import Group, GroupMeta, Sample, Task
 from common.span_buffer import SPANS
 from rollout_fleet.episode.concurrency import Slots
@@ -25,6 +26,7 @@ class GroupProgress:
     leased_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None  # when its first episode began, monotonic seconds
     lost: bool = False  # the lease was lost, so the broker has counted its seconds
+    evaluation: EvaluationOrder | None = None  # the task is a held-out problem of this round
     episodes: list[Progress] = field(default_factory=list)  # one per sample; empty before the group runs
 
     @property
@@ -60,6 +62,7 @@ class GroupProgress:
             episode_tokens=oldest.sampled_tokens if oldest else 0,
             state=oldest.state if oldest else "queued",
             state_s=max(0.0, now - oldest.since) if oldest else 0.0,
+            evaluates=self.evaluation.version if self.evaluation else -1,
         )
 
 
@@ -92,6 +95,7 @@ class GroupRunner:
         except msgspec.DecodeError as error:
             reason = f"task {task.serial}: the problem is not a JSON object: {error}"
             return RolledOut(Group(task.serial, []), NOTHING, reason)
+        driver = self._driver.at(progress.evaluation.temperature) if progress.evaluation else self._driver
         started = [0.0] * task.group_size
         progress.episodes = [Progress(track=f"episodes/{task.serial}.{i}") for i in range(task.group_size)]
 
@@ -102,7 +106,7 @@ class GroupRunner:
                     progress.started_at = started[index]
                 self.episodes_running += 1
                 try:
-                    return await self._driver.run(problem, task.seed + index, progress.episodes[index], task.seed)
+                    return await driver.run(problem, task.seed + index, progress.episodes[index], task.seed)
                 finally:
                     self._ended(task, index, progress.episodes[index], started[index])
                     self.on_episode_end()
