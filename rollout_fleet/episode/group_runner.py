@@ -44,6 +44,12 @@ class GroupProgress:
         """Episodes whose environment has not given its first observation."""
         return sum(episode.state == "environment" and not episode.turns for episode in self.episodes)
 
+    @property
+    def facts(self) -> dict[str, int]:
+        """Arguments of its spans. A held-out problem has no serial, so no step is linked to it."""
+        number, order = self.task.serial, self.evaluation
+        return {"serial": number} if order is None else {"problem": number, "version": order.version}
+
     def seconds(self) -> float:
         """Since its first episode began; 0 before."""
         return 0.0 if self.started_at is None else time.monotonic() - self.started_at
@@ -108,7 +114,7 @@ class GroupRunner:
                 try:
                     return await driver.run(problem, task.seed + index, progress.episodes[index], task.seed)
                 finally:
-                    self._ended(task, index, progress.episodes[index], started[index])
+                    self._ended(progress, index, started[index])
                     self.on_episode_end()
                     self.episodes_running -= 1
 
@@ -125,10 +131,11 @@ class GroupRunner:
         return summarize(task.serial, samples, time.monotonic() - min(started))
 
     @staticmethod
-    def _ended(task: Task, index: int, episode: Progress, began: float) -> None:
+    def _ended(progress: GroupProgress, index: int, began: float) -> None:
+        episode, name = progress.episodes[index], f"episode {progress.task.serial}.{index}"
         episode.at("done")
-        facts = {"serial": task.serial, "sample": index, "turns": episode.turns, "tokens": episode.sampled_tokens}
-        SPANS.add(f"episode {task.serial}.{index}", "episode", began, episode.since, episode.track, **facts)
+        facts = {**progress.facts, "sample": index, "turns": episode.turns, "tokens": episode.sampled_tokens}
+        SPANS.add(name, "episode", began, episode.since, episode.track, **facts)
 
 
 def summarize(serial: int, samples: list[Sample], generation_s: float) -> RolledOut:

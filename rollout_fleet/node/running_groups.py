@@ -141,9 +141,8 @@ class RunningGroups:
         finally:
             running = self._running.pop(lease.token, None)
             accepted = int(running is not None and running.accepted)
-            serial, facts = lease.task.serial, {"attempt": lease.attempt, "accepted": accepted}
-            track = f"groups/{lease.token}"
-            SPANS.add(f"group {serial}", "lease", progress.leased_at, track=track, serial=serial, **facts)
+            facts = {**progress.facts, "attempt": lease.attempt, "accepted": accepted}
+            SPANS.add(f"group {lease.task.serial}", "lease", progress.leased_at, track=f"groups/{lease.token}", **facts)
             self._evaluated_tokens += progress.sampled_tokens if lease.evaluation else 0
             self._on_end()
 
