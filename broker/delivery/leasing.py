@@ -32,6 +32,8 @@ class Leasing(Tables):
         is_new = old is None or not same_process(old.report, report)
         for token in list(old.tokens) if old is not None and is_new else ():
             self._take_back(self.tasks.leased[token], f"node {report.node_id} restarted")
+        for token in self.evaluation.tokens_of(report.node_id) if is_new else ():
+            self._lose_problem(token, f"node {report.node_id} restarted")
         self.do(moves.Joined(report))
         if is_new:
             self.event_log.add("join", node=report.node_id, pid=report.pid, host=report.host)
@@ -43,7 +45,7 @@ class Leasing(Tables):
         node = self.fleet.nodes.get(node_id)
         if node is None:
             return
-        self.release(node_id, list(node.tokens))
+        self.release(node_id, [*node.tokens, *self.evaluation.tokens_of(node_id)])
         self.do(moves.Left(node_id))
         self.event_log.add("leave", node=node_id, pid=node.report.pid)
 
@@ -65,9 +67,11 @@ class Leasing(Tables):
             node.set_version(version)
             self.newest_version = max(self.newest_version, version)
             self._seen(node_id)
-        leases: list[Lease] = []
+        in_pool = bool(node.report.pool)
         is_first = not node.has_leased
-        most = max_groups if node.version >= 0 else 0
+        most = max_groups if node.version >= 0 and not self.stopping else 0
+        leases = self.evaluation.lease(node_id, node.version, in_pool, most)  # first, because the fleet may wait for it
+        most = 0 if in_pool else most
         while len(leases) < most and self._admits_oldest(node.version - self.first_step):
             token = self.new_token()
             self.do(moves.Leased(self.tasks.pending[0], node_id, token))
@@ -122,6 +126,8 @@ class Leasing(Tables):
         self.logs.answer(node_id, log)
         lost: list[str] = []
         for token in tokens:
+            if self.evaluation.renew(node_id, token):
+                continue
             entry = self._leased_by(node_id, token)
             if entry is not None:
                 entry.deadline = min(self.clock() + self.run.lease_s, entry.leased_at + self.run.max_lease_s)
@@ -169,6 +175,8 @@ class Leasing(Tables):
     ) -> None:
         """End a lease whose group could not be generated, after `tokens` and `seconds`; an old token is ignored."""
         self._seen(node_id)
+        if self.evaluation.renew(node_id, token) and token in self.evaluation.leased:
+            return self._lose_problem(token, reason)
         entry = self._leased_by(node_id, token)
         if entry is not None:
             self.event_log.add("group_failed", serial=entry.serial, node=node_id, reason=reason)
@@ -181,7 +189,7 @@ class Leasing(Tables):
         """Hand leases back without counting an attempt. Tokens that are not current are ignored."""
         self._seen(node_id)
         for token in tokens:
-            if self._leased_by(node_id, token) is not None:
+            if not self.evaluation.give_back(node_id, token) and self._leased_by(node_id, token) is not None:
                 self.do(moves.HandedBack(token))
         self.lease_revision += 1
 
@@ -200,12 +208,19 @@ class Leasing(Tables):
                 self._take_back(entry, f"{limit} and did not finish", "lease_overdue")
             else:
                 self._take_back(entry, f"lease of node {entry.node} expired")
+        for token in self.evaluation.passed():
+            self._lose_problem(token, f"lease of node {self.evaluation.leased[token].node} expired")
         dead, forgotten = self.fleet.expire(now)
         for node_id in dead:
             self.event_log.add("node_lost", node=node_id, silent_s=self.run.lease_s)
             self.changed_nodes.add(node_id)
         for node_id in forgotten:
             self.do(moves.Left(node_id))
+
+    def _lose_problem(self, token: str, reason: str) -> None:
+        problem = self.evaluation.lose(token, reason)
+        self.event_log.add("evaluation_lease_lost", problem=problem.task.serial, node=problem.node, reason=reason)
+        self.lease_revision += 1
 
     def _take_back(self, entry: Entry, reason: str, kind: str = "lease_expired") -> None:
         self.lease_expiries += 1

@@ -136,7 +136,7 @@ class Fleet:
     def others_may_succeed(self, node_id: str) -> bool:
         """Whether a node besides this one lives and may be given tasks."""
         return any(
-            n.alive and n.version >= 0 and n.report.state not in NOT_WORKING
+            n.alive and n.version >= 0 and n.report.state not in NOT_WORKING and not n.report.pool
             for other, n in self.nodes.items()
             if other != node_id
         )

@@ -10,6 +10,7 @@ import msgspec
 
 from broker.contract import RunInfo, StoreStatus
 from broker.delivery.deadlines import Deadlines
+from broker.delivery.evaluation import EvaluationTable
 from broker.delivery.event_log import EventLog
 from broker.delivery.learner_fencing import LearnerRecord
 from broker.delivery.learner_machines import LearnerMachines
@@ -64,6 +65,7 @@ class Tables:
         self.fleet = Fleet(run.lease_s)
         self.learner = LearnerRecord()
         self.machines = LearnerMachines()
+        self.evaluation = EvaluationTable(run, clock, new_token)
         self.owners: dict[str, str] = {}  # public key of the credential that speaks for each node id
         self.accepted: OrderedDict[str, str] = OrderedDict()  # token -> node of the newest accepted results
         self.lease_deadlines: Deadlines[str] = Deadlines()

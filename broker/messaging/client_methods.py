@@ -14,6 +14,7 @@ import msgspec
 from broker import contract
 from broker.contract import HeartbeatReply, LearnerReport, NodeReport
 from broker.messaging import wire
+from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import GroupMeta, Task
 from common.spans import SpanBatch
 
@@ -103,6 +104,18 @@ class LearnerBroker(ObserverBroker):
         """Everything taken by steps <= `step` is in a durable checkpoint."""
         self.ask(wire.Commit(**self._sender, step=step))
 
+    def evaluate(
+        self, order: EvaluationOrder | None, tasks: list[Task], stored: list[int], shared: bool = False
+    ) -> contract.Evaluated:
+        """Offer held-out problems of a round and get results; a new `order` ends the round before, None any round.
+
+        Problems that are known are ignored. `stored` are numbers of results that the caller has on its disk; the
+        others come again. With `shared` the training fleet takes part. May be repeated.
+        """
+        first, rest = tasks[:OFFER_TASKS], tasks[OFFER_TASKS:]
+        answer = self.ask(wire.Evaluate(**self._sender, order=order, tasks=first, stored=stored, shared=shared))
+        return self.evaluate(order, rest, [], shared) if rest else answer
+
     def report(self, report: LearnerReport, log: str | None = None, log_rank: int = -1) -> HeartbeatReply | None:
         """Keep `status` current. The answer may ask for something; `log` is the text that the last one asked for."""
         return self.ask(wire.Report(**self._sender, report=report, log=log, log_rank=log_rank))
@@ -169,6 +182,10 @@ class NodeBroker(ABC):
         Raises BrokerError also when the payload is larger than the broker takes; `fail` the lease then.
         """
         return await self.ask(wire.Complete(node_id=node_id, token=token, meta=meta), payload=payload)
+
+    async def complete_evaluation(self, node_id: str, token: str, result: EvaluationResult) -> bool:
+        """Hand in the samples of a held-out problem; False when the token is no longer current."""
+        return await self.ask(wire.CompleteEvaluation(node_id=node_id, token=token, result=result))
 
     async def fail(
         self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0, transcript: bytes = b""

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from broker import contract
+from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import GroupMeta, Task
 from common.spans import SpanBatch
 from common.transcripts import FAILED_BYTES
@@ -117,6 +118,14 @@ class Commit(LearnerRequest[int], frozen=True, kw_only=True, tag="commit"):
     step: StepNumber
 
 
+class Evaluate(LearnerRequest[contract.Evaluated], frozen=True, kw_only=True, tag="evaluate"):
+    durable: ClassVar[bool] = False
+    order: EvaluationOrder | None  # None: no round is under way
+    tasks: Tasks = []  # held-out problems of the round
+    stored: Serials = []  # results that need not be sent again
+    shared: bool = False
+
+
 class Report(LearnerRequest[contract.HeartbeatReply | None], frozen=True, kw_only=True, tag="report"):
     report: contract.LearnerReport
     log: Text | None = None  # the end of the log that the last answer asked for
@@ -193,6 +202,11 @@ class Complete(NamedNodeRequest[bool], frozen=True, kw_only=True, tag="complete"
     meta: GroupMeta
 
 
+class CompleteEvaluation(NamedNodeRequest[bool], frozen=True, kw_only=True, tag="complete_evaluation"):
+    token: Token
+    result: EvaluationResult
+
+
 class Fail(NamedNodeRequest[None], frozen=True, kw_only=True, tag="fail"):
     token: Token
     reason: Reason
@@ -231,8 +245,8 @@ class AskLog(ObserverRequest[str | None], frozen=True, kw_only=True, tag="log"):
     role: Name
 
 
-LearnerMessage = Attach | Offer | Take | Regenerate | Filter | Commit | Report | Gather | Stop
-NodeMessage = Register | AskLease | Cancel | Heartbeat | Complete | Fail | Release | Leave
+LearnerMessage = Attach | Offer | Take | Regenerate | Filter | Commit | Evaluate | Report | Gather | Stop
+NodeMessage = Register | AskLease | Cancel | Heartbeat | Complete | CompleteEvaluation | Fail | Release | Leave
 ObserverMessage = AskStatus | AskLedger | AskEvents | AskLog
 AnyRequest = LearnerMessage | NodeMessage | ObserverMessage
 

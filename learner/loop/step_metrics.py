@@ -145,7 +145,7 @@ def step_metrics(
     step, result, statistics = done.batch.step, done.result, done.batch.statistics
     samples = statistics.samples - statistics.samples_failed
     wasted = merged_waste((broker.waste, done.totals.waste()))
-    reports = [node.report for node in broker.nodes if node.alive]
+    reports = [node.report for node in broker.nodes if node.alive and not node.report.pool]
     figures = loss_figures(result) | vars(statistics) | vars(publisher) | vars(done.times) | vars(done.totals)
     for reason, spent in wasted.items():
         figures |= {f"tokens_wasted_{reason}": spent.tokens, f"seconds_wasted_{reason}": spent.seconds}

@@ -38,7 +38,7 @@ from learner.backend_protocol import Backend, StepResult
 from learner.batch.batch import TrainingBatch
 from learner.batch.packing import build, plan
 from learner.checkpoint.folder import TrainerState
-from learner.loop.batch_source import BatchSource, Command, Drain, Fail, Train, decode_command
+from learner.loop.batch_source import BatchSource, Command, Drain, Fail, Train, Wait, decode_command
 from learner.loop.checkpointer import Checkpointer
 from learner.loop.profiling import StepProfiler
 from learner.loop.run_files import RunFiles
@@ -101,6 +101,8 @@ class Trainer:
                 with self._profiler.around(self.version):
                     self._turn(command.groups)
         self._checkpoint(wait=True)
+        while self.source.lingers and isinstance(self._next_command(), Wait):
+            self.signs.show("evaluating", True)
         self._report("checkpointing", "the disk: exporting the final model")
         self.backend.save_hf(self.run_dir.model)
         return "done"

@@ -9,13 +9,14 @@ tokens that the engine saw. Whatever an environment does wrong fails its own sam
 """
 
 import asyncio
+import copy
 import logging
 import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
 
 from common.rollouts import Sample
 from common.span_buffer import SPANS
@@ -95,6 +96,12 @@ class EpisodeDriver:
         self.sampler, self.renderer, self.stage, self.rules = sampler, renderer, stage, rules
         most = rules.limits.max_concurrent
         self._slots = nullcontext() if most is None else asyncio.Semaphore(most)
+
+    def at(self, temperature: float) -> Self:
+        """The same driver, with its slots and its environment, at another temperature."""
+        other = copy.copy(self)
+        other.rules = replace(self.rules, sampling=Sampling(temperature, self.rules.sampling.top_p))
+        return other
 
     async def begin(self, problem: dict[str, Any], seed: int, group_seed: int, progress: Progress) -> Episode:
         """A new episode, not played yet."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,11 +11,12 @@ from broker.contract import Lease
 from broker.diagnosis.join_times import sentence
 from broker.messaging.client_methods import NodeBroker
 from common.errors import BrokerError, SlipstreamError
+from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import Group, encode_group
 from common.span_buffer import SPANS
 from rollout_fleet.episode.group_runner import GroupProgress, GroupRunner, RolledOut
 from rollout_fleet.episode.sampler_protocol import EngineCounters
-from rollout_fleet.node.broker_timeout import BrokerTimeout
+from rollout_fleet.node.broker_timeout import RETRY_S, BrokerTimeout
 from rollout_fleet.node.node_status import OwnStatus
 
 if TYPE_CHECKING:  # `plan` imports this room without torch
@@ -55,6 +57,7 @@ class RunningGroups:
         """`on_end` is called when a group ends for any reason, `on_failure` when the engine or the broker failed."""
         self._parts, self._on_end, self._on_failure = parts, on_end, on_failure
         self._running: dict[str, _Running] = {}
+        self._evaluated_tokens = 0  # sampled for held-out problems that ended
 
     def __bool__(self) -> bool:
         return bool(self._running)
@@ -68,6 +71,11 @@ class RunningGroups:
         return [running.progress for running in self._running.values()]
 
     @property
+    def evaluation_tokens(self) -> int:
+        """Sampled for held-out problems so far."""
+        return self._evaluated_tokens + sum(p.sampled_tokens for p in self.progress if p.evaluation)
+
+    @property
     def unfinished(self) -> int:
         """Episodes that run or wait for a slot."""
         groups = [r for r in self._running.values() if not r.handing_in]
@@ -75,7 +83,7 @@ class RunningGroups:
 
     def start(self, lease: Lease) -> None:
         """Begin to work on a lease."""
-        progress = GroupProgress(lease.task)
+        progress = GroupProgress(lease.task, evaluation=lease.evaluation)
         task = asyncio.create_task(self._work(lease, progress), name=f"group {lease.task.serial}")
         self._running[lease.token] = _Running(lease, progress, task)
 
@@ -115,20 +123,27 @@ class RunningGroups:
     async def _work(self, lease: Lease, progress: GroupProgress) -> None:
         """One lease from start to hand-in; wasted tokens are counted (docs/waste.md)."""
         try:
-            done = await self._parts.runner.run(progress)
+            current = lease.evaluation is None or self._runs(lease.evaluation)
+            done = await self._parts.runner.run(progress) if current else None
             self._running[lease.token].handing_in = True
-            self._running[lease.token].accepted = await self._hand_in(lease, done)
+            if lease.evaluation is None and done is not None:
+                self._running[lease.token].accepted = await self._hand_in(lease, done)
+            elif done is not None and self._runs(lease.evaluation):
+                await self._hand_in_evaluation(lease.token, result_of(done, self._parts.status.node_id))
+            else:
+                await self._return(lease)
         except (asyncio.CancelledError, SlipstreamError) as error:
-            self._parts.status.cancelled(progress.sampled_tokens, 0.0 if progress.lost else progress.seconds())
+            if lease.evaluation is None:
+                self._parts.status.cancelled(progress.sampled_tokens, 0.0 if progress.lost else progress.seconds())
             if isinstance(error, asyncio.CancelledError):
                 raise
             self._on_failure(error)
         finally:
             running = self._running.pop(lease.token, None)
             accepted = int(running is not None and running.accepted)
-            serial, facts = lease.task.serial, {"attempt": lease.attempt, "accepted": accepted}
-            track = f"groups/{lease.token}"
-            SPANS.add(f"group {serial}", "lease", progress.leased_at, track=track, serial=serial, **facts)
+            facts = {**progress.facts, "attempt": lease.attempt, "accepted": accepted}
+            SPANS.add(f"group {lease.task.serial}", "lease", progress.leased_at, track=f"groups/{lease.token}", **facts)
+            self._evaluated_tokens += progress.sampled_tokens if lease.evaluation else 0
             self._on_end()
 
     async def _hand_in(self, lease: Lease, done: RolledOut) -> bool:
@@ -149,6 +164,22 @@ class RunningGroups:
             parts.beat_now()
         return accepted
 
+    def _runs(self, order: EvaluationOrder | None) -> bool:
+        """Whether the engine's weights are the ones that a round is about."""
+        weights = self._parts.feed.state
+        return order is not None and (weights.version, weights.incarnation) == (order.version, order.incarnation)
+
+    async def _return(self, lease: Lease) -> None:
+        """Hand a problem back: the engine's weights are others than the round's."""
+        broker, node_id = self._parts.broker, self._parts.status.node_id
+        await self._parts.timeout.repeat(lambda: broker.release(node_id, [lease.token]))
+        await asyncio.sleep(RETRY_S)  # the broker may not know the version yet, and would lease it again
+
+    async def _hand_in_evaluation(self, token: str, result: EvaluationResult) -> None:
+        broker = self._parts.broker
+        if not await self._parts.timeout.repeat(lambda: broker.complete_evaluation(result.node_id, token, result)):
+            logger.warning("the samples of held-out problem %d came too late and were refused", result.problem)
+
     async def _give_up(self, lease: Lease, done: RolledOut, reason: str) -> bool:
         """Tell the broker that a group failed, and its cost; it counts as an attempt."""
         logger.warning("task %d failed: %s", lease.task.serial, reason)
@@ -160,3 +191,20 @@ class RunningGroups:
         work = node_id, lease.token, reason, tokens, seconds, transcript
         await self._parts.timeout.repeat(lambda: broker.fail(*work))
         return False
+
+
+def result_of(done: RolledOut, node_id: str) -> EvaluationResult:
+    """The samples of a held-out problem, without their tokens."""
+    samples, meta = done.group.samples, done.meta
+    return EvaluationResult(
+        problem=done.group.serial,
+        rewards=[0.0 if s.error is not None else s.reward for s in samples],
+        lengths=[int(s.loss_mask.numpy().sum()) for s in samples],
+        stop_reasons=[s.stop_reason for s in samples],
+        errors=[s.error or "" for s in samples],
+        node_id=node_id,
+        version_min=meta.version_min,
+        version_max=meta.version_max,
+        started_s=time.time() - meta.generation_s,
+        seconds=meta.generation_s,
+    )

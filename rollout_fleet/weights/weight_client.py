@@ -47,12 +47,13 @@ class WeightClient:
         credential: Credential | None = None,
         transports: tuple[str, ...] = ("gloo", "relay"),
         joining: JoinTimer | None = None,
+        pool: str = "",
     ) -> None:
         """Needs a running event loop only from `follow` on; `transports`: the ways by which the target can receive."""
         self._joining = joining or JoinTimer()
         self._transports, self._credential = transports, credential
         self._handshakes: Handshakes | None = None
-        self._node_id, self._target = node_id, target
+        self._node_id, self._pool, self._target = node_id, pool, target
         self.state = WeightsState()  # replaced as a whole; for reading
         self._changed = asyncio.Condition()
         self._address, self._incarnation = "", -1  # those of the learner that this node follows
@@ -131,7 +132,7 @@ class WeightClient:
         now = self.state
         if now.excluded is None:
             known = now.incarnation, now.version
-            here = shared_versions(), this_machine()
+            here = shared_versions(), this_machine(), self._pool
             await self._send(messages.Join(self._node_id, os.getpid(), *known, self._transports, *here))
 
     async def _read(self, connection: zmq.asyncio.Socket) -> None:
