@@ -60,8 +60,7 @@ class PublishControl:
         self._targets = Targets()
         self._pinged = 0.0
         self._staged_at: dict[bytes, float] = {}  # when receivers that flip have staged, perf_counter seconds
-        self._newest: Snapshot | None = None  # the newest version that was meant for the nodes
-        self._traced: Snapshot | None = None  # the newest one whose publish has its span
+        self._newest = self._traced = (-1, 0.0)  # newest target and newest one with a span: version, when it started
         self._stop_by: float | None = None  # perf_counter seconds
 
     def offer(self, snapshot: Snapshot) -> None:
@@ -241,12 +240,14 @@ class PublishControl:
 
     def _trace_publish(self) -> None:
         """A publish lasts until the version has reached all nodes, or until a newer one takes its place."""
-        before, self._newest = self._newest, self._targets.current
-        for snapshot in (before, self._newest):
-            through = snapshot is not self._newest or not self.figures.now.undelivered
-            if snapshot is not None and snapshot is not self._traced and through:
-                self._traced, told = snapshot, {"version": snapshot.version, "incarnation": self._incarnation}
-                SPANS.add(f"publish version {snapshot.version}", "publish", snapshot.started, track="publish", **told)
+        before, current = self._newest, self._targets.current
+        if current is not None:
+            self._newest = current.version, current.started
+        for target in (before, self._newest):
+            through = target != self._newest or not self.figures.now.undelivered
+            if target > self._traced and through:
+                self._traced, told = target, {"version": target[0], "incarnation": self._incarnation}
+                SPANS.add(f"publish version {target[0]}", "publish", target[1], track="publish", **told)
 
     def _trace_stage(self, name: str, receiver: Receiver, attempt: Attempt, began: float) -> None:
         told = {"node": receiver.node_id, "version": attempt.version, "relayed": int(attempt.relayed)}
