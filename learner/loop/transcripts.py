@@ -97,6 +97,7 @@ def transcript_thread(config: Config) -> LineThread[Item]:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         text = TokenText(lambda ids: tokenizer.decode(ids, **options))
+        text.pieces([0])  # transformers imports some modules only now
         return lambda item: transcript_line(item.sample, text, limit_bytes, _training(item), **item.facts)
 
     writer = SegmentWriter(RunDir.of(config).transcripts, "steps", limit * 3 // 4)  # the rest is for failed groups
