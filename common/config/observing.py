@@ -54,7 +54,7 @@ class SftEvaluationConfig(Strict, frozen=True, kw_only=True):
 class WatchRule(Strict, frozen=True, kw_only=True):
     """The action when a metric goes astray; docs/watch.md. Exactly one of below, above, drops and spikes is set."""
 
-    metric: Text  # A metric of docs/metrics.md that is one number, or environment/NAME.
+    metric: Text  # A metric of docs/metrics.md that is one number; docs/watch.md has more.
     below: Number | None = None  # Acts when the metric is below this.
     above: Number | None = None  # Acts when the metric is above this.
     drops: Fraction | None = None  # Acts when its mean over `steps` has lost this share of the best one so far.

@@ -4,6 +4,7 @@ Other ranks have no Lead; they learn what to do from the commands that the train
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from learner.batch.batch import BadGroup, TrainingBatch, expired_groups
 from learner.batch.dynamic_sampling import carries_signal, most_replaced
 from learner.checkpoint.folder import StreamState, TrainerState
 from learner.loop.batch_source import Command, Drain, Fail, Train, Wait
+from learner.loop.evaluation import Evaluations
 from learner.loop.profiling import absent_nodes
 from learner.loop.recording_loss import Logprobs
 from learner.loop.rollout_source import RolloutSource
@@ -45,6 +47,7 @@ logger = logging.getLogger(__name__)
 BROKER_WAIT_S = 30.0
 TAKE_WAIT_S = 1.0  # bound on one turn of the loop without a batch, so that no rank waits longer in a broadcast
 DEAD_STEPS = 3  # steps' worth of tasks that may die without one step in between, before the run stops
+END_TURN_S = 0.2  # between two looks at the last evaluation
 BAD_GROUP_ATTEMPTS = 3  # times one task may come back unusable before the run stops
 
 
@@ -66,6 +69,7 @@ class Lead(RolloutSource):
         self.broker, self.publisher, self.reporter = broker, publisher, reporter
         self.tasks, self.files = tasks, files
         self.stop_requested = stop_requested
+        self.evaluations: Evaluations | None = None
         self._watch = Watcher(config, files, publisher, reporter.update)
         files.commit = lambda step: self.broker.commit(step)
         files.recorded = self._watch.see
@@ -119,13 +123,30 @@ class Lead(RolloutSource):
         if reason := self.stop_requested() or self.reporter.stop_requested:
             logger.info("draining: %s", reason)
             return Drain()
+        if step >= self.config.run.steps:
+            return self._last_evaluation(step)
         stats = self.publisher.stats()
         if stats.fatal:
             return Fail(f"no node may generate with version {step}: {stats.fatal}", hopeless=not stats.crashed)
         try:
+            if self.evaluations is not None:
+                self.evaluations.turn()
             return self._gather(step)
         except SlipstreamError as error:
             return Fail(str(error), hopeless=isinstance(error, HopelessError))
+
+    def _last_evaluation(self, step: int) -> Wait | Drain:
+        """The run is trained; Wait while its last version is evaluated. A broker that is away ends that."""
+        try:
+            text = self.evaluations.turn(waited_for=True) if self.evaluations is not None else ""
+        except SlipstreamError as error:
+            logger.warning("the last version is not evaluated: %s", error)
+            text = ""
+        if not text:
+            return Drain()
+        self.reporter.set("evaluating", text, policy_version=step)
+        time.sleep(END_TURN_S)
+        return Wait()
 
     def _gather(self, step: int) -> Wait | Train:
         """Offer tasks, take groups, give back what cannot be trained on; Wait: not enough groups yet."""
@@ -214,7 +235,7 @@ class Lead(RolloutSource):
 
     def _explain(self, step: int, status: BrokerStatus) -> None:
         """Say what the loop waits for, and who unblocks it."""
-        live = [node for node in status.nodes if node.alive]
+        live = [node for node in status.nodes if node.alive and not node.report.pool]
         text = f"groups for step {step}: {min(status.groups_ready, self._missing)} of {self._missing} ready, "
         if self._replaced:
             text += f"in place of {self._replaced} without signal, "
@@ -280,6 +301,8 @@ class Lead(RolloutSource):
     def _hand_over(self, version: int, canary: Canary | None) -> None:
         receipt = self.publisher.publish(version, self._tensors(), canary)
         self.files.events.add("publish", version=receipt.version, bytes=receipt.payload_bytes)
+        if self.evaluations is not None:
+            self.evaluations.published(version)
 
     def close(self, state: str, version: int, reason: str) -> None:
         """Tell the broker how the job ended and release everything but the files."""
@@ -323,7 +346,10 @@ def prepare_lead(
     weights = msgspec.structs.replace(config.weights, address=address or config.weights.address)
     publisher = WeightPublisher(state.incarnation, config.model.dtype, weights, credentials)
     tasks = TaskStream(source, state.tasks)
-    return Lead(config, connect(access), publisher, tasks, files, reporter, stop_requested), state
+    lead = Lead(config, connect(access), publisher, tasks, files, reporter, stop_requested)
+    if config.evaluation.every:
+        lead.evaluations = Evaluations(config, lead.broker, publisher, files)
+    return lead, state
 
 
 def _newest_incarnation(access: Access) -> int:
