@@ -90,13 +90,13 @@ class Lead(RolloutSource):
 
     def start(self) -> None:
         self.reporter.start()
-        if self.config.telemetry.transcripts != "off":
-            self._transcripts.start()
         self.reporter.update(weights_address=self.publisher.start())
 
     def attach(self, backend: Backend, version: int) -> None:
         """Say to the broker that this incarnation trains from `version` on; everything before is durable."""
         super().attach(backend, version)
+        if self.config.telemetry.transcripts != "off":
+            self._transcripts.start()  # now, because the imports of the model's libraries are over
         attached = self.broker.attach(self.reporter.snapshot())
         check_not_behind(version, attached.committed_step)
         self._watch.begin(version)
