@@ -129,6 +129,9 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     episodes_running: Annotated[int, metric("that they ran", "episodes", "last")] = 0
     kv_cache_usage: Annotated[float, metric("in the fullest engine; 0 unless concurrency is auto", "", "max")] = 0.0
     preemptions_total: Annotated[int, metric("put back for want of KV cache; 0 likewise", "requests", "last")] = 0
+    transcripts_dropped_total: Annotated[
+        int, metric("not written: disk or queue full, or no text; since learner and broker started", "", "last")
+    ] = 0
 
 
 class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="evaluation"):

@@ -119,6 +119,7 @@ class DeliveryState(Taking, Leasing):
             machines=self.machines.status(now),
             machines_wait=self.machines.waits(now),
             stopping=self.stopping,
+            transcripts_dropped=self.transcripts.dropped if self.transcripts is not None else 0,
             evaluation=self.evaluation.progress,
             evaluation_tokens_total=sum(node.report.evaluation_tokens for node in self.fleet.nodes.values()),
         )

@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import msgspec
+
 from broker import contract
 from broker.contract import HeartbeatReply, LearnerReport, NodeReport
 from broker.messaging import wire
@@ -109,9 +111,9 @@ class LearnerBroker(ObserverBroker):
         Problems that are known are ignored. `stored` are numbers of results that the caller has on its disk; the
         others come again. With `shared` the training fleet takes part. May be repeated.
         """
-        first, rest = tasks[:OFFER_TASKS], tasks[OFFER_TASKS:]
-        answer = self.ask(wire.Evaluate(**self._sender, order=order, tasks=first, stored=stored, shared=shared))
-        return self.evaluate(order, rest, [], shared) if rest else answer
+        parts = [tasks[start : start + OFFER_TASKS] for start in range(0, len(tasks), OFFER_TASKS)] or [[]]
+        told: dict[str, Any] = {**self._sender, "order": order, "stored": stored, "shared": shared}
+        return [self.ask(wire.Evaluate(**told, tasks=part)) for part in parts][-1]
 
     def report(self, report: LearnerReport, log: str | None = None, log_rank: int = -1) -> HeartbeatReply | None:
         """Keep `status` current. The answer may ask for something; `log` is the text that the last one asked for."""
@@ -182,10 +184,16 @@ class NodeBroker(ABC):
         """Hand in the samples of a held-out problem; False when the token is no longer current."""
         return await self.ask(wire.CompleteEvaluation(node_id=node_id, token=token, result=result))
 
-    async def fail(self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
-        """The whole group failed, `tokens` sampled in `seconds` are lost; counts as an attempt."""
+    async def fail(
+        self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0, transcript: bytes = b""
+    ) -> None:
+        """The whole group failed, `tokens` sampled in `seconds` are lost; counts as an attempt.
+
+        `transcript`: JSON of a Transcript of its longest sample, at most FAILED_BYTES; best effort.
+        """
         reason = reason[: wire.MAX_REASON_CHARS]
-        await self.ask(wire.Fail(node_id=node_id, token=token, reason=reason, tokens=tokens, seconds=seconds))
+        lease = wire.Fail(node_id=node_id, token=token, reason=reason)
+        await self.ask(msgspec.structs.replace(lease, tokens=tokens, seconds=seconds, transcript=transcript))
 
     async def release(self, node_id: str, tokens: list[str]) -> None:
         """Return leases without counting an attempt (drain)."""

@@ -4,9 +4,9 @@ Other ranks have no Lead; they learn what to do from the commands that the train
 """
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,18 +24,20 @@ from common.security.credentials import curve_credentials
 from common.weights.messages import Canary
 from common.weights.transports.registry import require
 from learner.backend_protocol import Backend
-from learner.batch.batch import BadGroup, expired_groups
+from learner.batch.batch import BadGroup, TrainingBatch, expired_groups
 from learner.batch.dynamic_sampling import carries_signal, most_replaced
 from learner.checkpoint.folder import StreamState, TrainerState
 from learner.loop.batch_source import Command, Drain, Fail, Train, Wait
 from learner.loop.evaluation import Evaluations
 from learner.loop.profiling import absent_nodes
-from learner.loop.resume_checks import check_not_behind, check_not_forgotten
+from learner.loop.recording_loss import Logprobs
 from learner.loop.rollout_source import RolloutSource
 from learner.loop.run_files import RunFiles
+from learner.loop.start_checks import check_not_behind, check_not_forgotten
 from learner.loop.status_reporter import Reporter
 from learner.loop.step_metrics import StallMeter, Step, step_metrics
 from learner.loop.tasks import TaskSource, TaskStream
+from learner.loop.transcripts import items, transcript_thread
 from learner.loop.watcher import Watcher
 from learner.publish.publisher import WeightPublisher
 from learner.publish.snapshot import Named
@@ -45,7 +47,6 @@ logger = logging.getLogger(__name__)
 BROKER_WAIT_S = 30.0
 TAKE_WAIT_S = 1.0  # bound on one turn of the loop without a batch, so that no rank waits longer in a broadcast
 DEAD_STEPS = 3  # steps' worth of tasks that may die without one step in between, before the run stops
-END_TURN_S = 0.2  # between two looks at the last evaluation
 BAD_GROUP_ATTEMPTS = 3  # times one task may come back unusable before the run stops
 
 
@@ -83,9 +84,13 @@ class Lead(RolloutSource):
         self._replays_below = 0
         self._dead_at_last_take = 0
         self._groups: list[Group] = []  # the newest Train command has them
+        self._nodes: dict[int, str] = {}  # the node of each of them, by serial
+        self._transcripts = transcript_thread(config)
 
     def start(self) -> None:
         self.reporter.start()
+        if self.config.telemetry.transcripts != "off":
+            self._transcripts.start()
         self.reporter.update(weights_address=self.publisher.start())
 
     def attach(self, backend: Backend, version: int) -> None:
@@ -118,7 +123,8 @@ class Lead(RolloutSource):
             logger.info("draining: %s", reason)
             return Drain()
         if step >= self.config.run.steps:
-            return self._last_evaluation(step)
+            tell = partial(self.reporter.set, "evaluating", policy_version=step)
+            return Wait() if self.evaluations is not None and self.evaluations.last_turn(tell) else Drain()
         stats = self.publisher.stats()
         if stats.fatal:
             return Fail(f"no node may generate with version {step}: {stats.fatal}", hopeless=not stats.crashed)
@@ -128,19 +134,6 @@ class Lead(RolloutSource):
             return self._gather(step)
         except SlipstreamError as error:
             return Fail(str(error), hopeless=isinstance(error, HopelessError))
-
-    def _last_evaluation(self, step: int) -> Wait | Drain:
-        """The run is trained; Wait while its last version is evaluated. A broker that is away ends that."""
-        try:
-            text = self.evaluations.turn(waited_for=True) if self.evaluations is not None else ""
-        except SlipstreamError as error:
-            logger.warning("the last version is not evaluated: %s", error)
-            text = ""
-        if not text:
-            return Drain()
-        self.reporter.set("evaluating", text, policy_version=step)
-        time.sleep(END_TURN_S)
-        return Wait()
 
     def _gather(self, step: int) -> Wait | Train:
         """Offer tasks, take groups, give back what cannot be trained on; Wait: not enough groups yet."""
@@ -172,7 +165,7 @@ class Lead(RolloutSource):
             self.files.events.add("replay", step=step, groups=len(taken))
         self.tasks.consume([group.serial for group in taken])
         self._missing, self._replaced = self.config.learner.groups_per_step, 0
-        self._groups = usable
+        self._groups, self._nodes = usable, {stored.serial: stored.node_id for stored in taken}
         return Train(step, taken)
 
     def _filter(self, step: int, flat: list[int], taken: int) -> bool:
@@ -261,7 +254,9 @@ class Lead(RolloutSource):
         self.reporter.update(waste=step.totals.waste())
         stall_s = self._stalls.advance(status)
         self._watch.trained = step.batch, self._groups
-        return step_metrics(step, self.files.incarnation, status, published, regenerated, stall_s)
+        line = step_metrics(step, self.files.incarnation, status, published, regenerated, stall_s)
+        dropped = self._transcripts.dropped + status.transcripts_dropped
+        return msgspec.structs.replace(line, transcripts_dropped_total=dropped)
 
     def stream_state(self) -> StreamState:
         return self.tasks.state()
@@ -274,6 +269,10 @@ class Lead(RolloutSource):
 
     def _decoded(self, groups: Sequence[StoredGroup]) -> list[Group]:
         return self._groups
+
+    def _transcribe(self, batch: TrainingBatch, logprobs: Logprobs) -> None:
+        for item in items(batch, self._groups, self._nodes, self._chosen, logprobs):
+            self._transcripts.put(item)
 
     def _canary_owed(self) -> bool:
         return self.publisher.stats().canary_owed
@@ -297,6 +296,7 @@ class Lead(RolloutSource):
         self.reporter.set(state, reason or f"{state} at version {version}", policy_version=version)
         self._watch.close()
         self.publisher.close()
+        self._transcripts.close()
         self.reporter.stop()
         self.broker.close()
 

@@ -118,6 +118,9 @@ class BigramBackend:
         self.table = torch.from_numpy(np.load(path / "table.npy")).requires_grad_()
         self.steps = int(path.parent.name.split("-")[1])
 
+    def largest(self, values: Tensor) -> Tensor:
+        return values
+
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         assert data is not None
         return data
@@ -138,7 +141,7 @@ class RecordingPublisher:
     canary_owed: bool = False
     closed: bool = False
     evaluated: tuple[int, ...] = ()
-    calls: list[tuple[str, int]] = field(default_factory=list)  # hold or release, and the newest version then
+    calls: list[tuple[str, int]] = field(default_factory=list)  # each with the newest version then
     holds: set[str] = field(default_factory=set)  # reasons; nodes see none of the versions after them
     seen: int = -1  # the newest version that nodes may have
 

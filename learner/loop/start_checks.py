@@ -1,4 +1,4 @@
-"""Refuses to resume where the broker's memory and the checkpoint cannot both be right."""
+"""Refusals at a start: a checkpoint and a broker that do not fit one another."""
 
 from collections.abc import Callable, Sequence
 
