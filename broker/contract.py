@@ -49,6 +49,7 @@ class RunInfo(msgspec.Struct, frozen=True):
     max_bytes: int
     config: bytes = b""  # the resolved job config as JSON, handed to nodes that `--join` without one
     max_lease_s: float = 3600.0  # no heartbeat renews a lease beyond this
+    trace: bool = False  # whether the broker takes the nodes' spans
 
 
 class Lease(msgspec.Struct, frozen=True, gc=False):
@@ -252,9 +253,11 @@ class HeartbeatReply(msgspec.Struct, frozen=True):
     weights_address: str = ""
     learner_incarnation: int = 0
     drain: bool = False
-    # These two are also in the answer to a learner's report, which is None when neither is asked for.
+    # These two and time_s are also in the answer to a learner's report, which is None when all have their defaults.
     stop: bool = False  # drain as on SIGTERM
     log_rank: int = -1  # the rank (0 for a node) whose log's end the next message brings; -1: none
+    time_s: Finite = 0.0  # the broker's clock, Unix seconds; 0: it records no trace
+    span_bytes: Tally = 0  # so many more bytes of spans may the node send
 
 
 class NodeStatus(msgspec.Struct, frozen=True):

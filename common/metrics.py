@@ -116,7 +116,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     seconds_wasted_waiting: Annotated[float, metric("node-seconds without tasks or weights", "s", "last")] = 0.0
     groups_ready: Annotated[int, metric("waiting in the broker after this step's were taken", "groups", "last")]
     groups_leased: Annotated[int, metric("being generated", "groups", "last")]
-    nodes_live: Annotated[int, metric("nodes with a recent heartbeat", "", "last")]
+    nodes_live: Annotated[int, metric("nodes with a recent heartbeat", "nodes", "last")]
     groups_filtered: Annotated[int, metric("looked at, all rewards equal, others taken instead", "groups", "sum")] = 0
     routing_mismatch_fraction: Annotated[float, metric("routings that the learner's own router would not choose")] = 0.0
     mixed_version_fraction: Annotated[float, metric("samples whose tokens were sampled by more than one version")] = 0.0

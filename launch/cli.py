@@ -33,6 +33,7 @@ HANDLERS = {
     "preflight": "launch.cluster.preflight.preflight:command",
     "status": "launch.observe.status:command",
     "top": "launch.observe.status:top",
+    "sinks": "launch.sinks.process:command",
     "report": "launch.results.report:command",
     "ledger": "launch.observe.ledger:command",
     "logs": "launch.observe.logs:command",
@@ -41,6 +42,7 @@ HANDLERS = {
     "resume": "launch.up.resume:command",
     "export": "launch.results.export:command",
     "replay": "launch.results.replay:command",
+    "trace": "launch.results.trace:command",
     "keys": "launch.keys:command",
     "slurm": "launch.cluster.slurm.submit:command",
     "scale": "launch.cluster.slurm.scale:command",
@@ -194,6 +196,8 @@ def _add_observing_commands(commands: Commands) -> None:
     transcripts.add_argument("--color", choices=("version", "ratio"), default="version", help=text)
     stop = _command(commands, "stop", "every role leaves; the same commands continue the job", *job, **place)
     stop.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="how long to wait for them (600)")
+    sinks = _command(commands, "sinks", "feed telemetry.sinks from the run's files, until the run has ended", "run")
+    sinks.add_argument("--sink", action="append", metavar="NAME", help="instead of telemetry.sinks; repeatable")
     text = "a job that a watch rule paused or stopped may continue"
     _command(commands, "resume", text, "run")
     report = _command(commands, "report", "summary table, plots and a page of a run, or of several side by side")
@@ -210,6 +214,10 @@ def _add_observing_commands(commands: Commands) -> None:
     replay.add_argument("--from", dest="first", type=int, default=0, metavar="STEP", help="from its checkpoint (0)")
     replay.add_argument("--to", dest="last", type=int, metavar="STEP", help="last step (default: the last recorded)")
     replay.add_argument("--out", metavar="DIR", help="new run folder (default: RUN/replays/N)")
+    trace = _command(commands, "trace", "the timeline of all processes as a file for ui.perfetto.dev", "run")
+    trace.add_argument("--from", dest="first", type=int, metavar="STEP", help="first step (default: all)")
+    trace.add_argument("--to", dest="last", type=int, metavar="STEP", help="last step (default: all)")
+    trace.add_argument("--out", metavar="FILE", help="the file (default: RUN/trace.json)")
 
 
 if __name__ == "__main__":

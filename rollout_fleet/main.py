@@ -18,6 +18,7 @@ from common.process.logs import log_path
 from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
 from common.security.credentials import curve_credentials, load_credential
+from common.span_buffer import SPANS
 from rollout_fleet.driver_factory import build_driver
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 from rollout_fleet.episode.concurrency import AdaptiveLimit
@@ -43,6 +44,8 @@ def run_node(config: Config, broker_address: str, node_id: str, pool: str = "") 
     Raises UsageError without broker or for an unusable environment, SlipstreamError when engine or broker were lost.
     """
     keep_freed_memory()
+    if config.telemetry.trace_mib:
+        SPANS.open("starting")
     return asyncio.run(_serve(config, broker_address, OwnStatus(node_id, pool=pool)))
 
 
@@ -123,7 +126,8 @@ async def _register(broker: NodeBroker, status: OwnStatus, address: str) -> RunI
 
 async def _leave(broker: NodeBroker, status: OwnStatus) -> None:
     try:
-        await broker.heartbeat(status.report(), [])
+        SPANS.close()
+        await broker.heartbeat(status.report(), [], spans=SPANS.batch(status.node_id))
         await broker.leave(status.node_id)
         logger.info("left the job")
     except SlipstreamError as error:

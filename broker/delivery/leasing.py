@@ -3,16 +3,21 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
+import msgspec
+
 from broker.contract import LEARNER_ENDED, HeartbeatReply, Lease, NodeReport, RunInfo
 from broker.delivery import moves
-from broker.delivery.nodes import MOST_NODES, same_process
+from broker.delivery.nodes import MOST_NODES, Node, same_process
 from broker.delivery.tables import Tables
 from broker.delivery.task_table import DEAD, Entry
 from common.errors import BrokerError
 from common.rollouts import GroupMeta
+from common.spans import SpanBatch
 from common.staleness import may_lease
 
 ALONE = 4  # times tasks.max_attempts: so often must one node fail a task to kill it while others work
+SPAN_BYTES_PER_S = 256 << 10  # by all nodes together
+SPANS_FOR_S = 10.0  # Longest silence for which a node may catch up.
 MOST_OWNERS = 4096  # beyond this number, owners of node ids whose nodes are gone are dropped
 
 
@@ -93,7 +98,9 @@ class Leasing(Tables):
             return True
         return bisect_left(tasks.ready, serial) + tasks.leased.older_than(serial) < self.wanted
 
-    def heartbeat(self, report: NodeReport, tokens: Sequence[str], log: str | None = None) -> HeartbeatReply:
+    def heartbeat(
+        self, report: NodeReport, tokens: Sequence[str], log: str | None = None, spans: SpanBatch | None = None
+    ) -> HeartbeatReply:
         """Renew the leases of `tokens`; an unknown node is registered by this.
 
         The first heartbeat after the broker restarted shows which recovered leases the node never received, since the
@@ -126,10 +133,13 @@ class Leasing(Tables):
                 entry.deadline = min(self.clock() + self.run.lease_s, entry.leased_at + self.run.max_lease_s)
             elif self.accepted.get(token) != node_id:
                 lost.append(token)
-        return self._heartbeat_reply(lost, 0 if node_id in self.logs.asked else -1)
+        if spans is not None and self.run.trace:
+            self.trace(msgspec.structs.replace(spans, who=node_id))
+        return self._heartbeat_reply(node, lost)
 
-    def _heartbeat_reply(self, lost: list[str], log_rank: int) -> HeartbeatReply:
-        learner = self.learner.report
+    def _heartbeat_reply(self, node: Node, lost: list[str]) -> HeartbeatReply:
+        learner, trace, now = self.learner.report, self.run.trace, self.clock()
+        since_s, node.spans_at = min(now - node.spans_at, SPANS_FOR_S), now
         done = learner is not None and learner.state == "done"
         return HeartbeatReply(
             lost=lost,
@@ -137,7 +147,9 @@ class Leasing(Tables):
             learner_incarnation=learner.incarnation if learner is not None else 0,
             drain=done and not self.learner.job_ended,  # a job that ended continues: nodes stay
             stop=self.stopping,
-            log_rank=log_rank,
+            log_rank=0 if node.report.node_id in self.logs.asked else -1,
+            time_s=self.trace_clock() if trace else 0.0,
+            span_bytes=int(since_s * SPAN_BYTES_PER_S / len(self.fleet.nodes)) if trace else 0,
         )
 
     def complete(self, node_id: str, token: str, meta: GroupMeta, payload: object, payload_bytes: int) -> bool:

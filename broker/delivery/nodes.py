@@ -35,6 +35,7 @@ class Node:
     # waste that the broker counted, and all waste of earlier processes of the node
     counted: dict[str, Waste] = field(default_factory=dict[str, Waste])
     in_doubt: bool = False  # the last heartbeat named an older version than `version`
+    spans_at: float = 0.0  # when it was last allowed to send spans; 0: never
 
     def set_version(self, version: int) -> None:
         self.version, self.in_doubt = version, False

@@ -18,6 +18,8 @@ from broker.delivery.log_ends import LogEnds
 from broker.delivery.nodes import Fleet
 from broker.delivery.task_table import Entry, Stored, TaskTable
 from common.line_thread import LineThread
+from common.span_buffer import SPANS
+from common.spans import SpanBatch
 from common.transcripts import SentTranscript
 
 TOKEN_BYTES = 8
@@ -80,6 +82,8 @@ class Tables:
         self.stopping, self.logs = False, LogEnds(clock)
         self.recovery_s = 0.0
         self.transcripts: LineThread[SentTranscript] | None = None  # writes those of failed groups
+        self.trace: Callable[[SpanBatch], None] = lambda batch: None  # gets the nodes' spans
+        self.trace_clock = lambda: SPANS.now()  # for answers, Unix seconds
         self.refused_messages = self.denied_requests = self.quarantined_messages = 0
 
     def do(self, move: Move) -> None:

@@ -16,6 +16,7 @@ from broker.contract import HeartbeatReply, LearnerReport, NodeReport
 from broker.messaging import wire
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import GroupMeta, Task
+from common.spans import SpanBatch
 
 TAKE_PIECE_S, LEASE_PIECE_S = 1.0, 30.0  # a longer wait is asked for in pieces
 OFFER_TASKS = 512  # tasks in one message
@@ -169,9 +170,11 @@ class NodeBroker(ABC):
             if leases or left_s <= piece_s:
                 return leases
 
-    async def heartbeat(self, report: NodeReport, tokens: list[str], log: str | None = None) -> HeartbeatReply:
+    async def heartbeat(
+        self, report: NodeReport, tokens: list[str], log: str | None = None, spans: SpanBatch | None = None
+    ) -> HeartbeatReply:
         """Renew these leases; `log` is the end of the node's log that the last answer asked for."""
-        return await self.ask(wire.Heartbeat(report=report, tokens=tokens, log=log))
+        return await self.ask(wire.Heartbeat(report=report, tokens=tokens, log=log, spans=spans))
 
     async def complete(self, node_id: str, token: str, meta: GroupMeta, payload: bytes) -> bool:
         """Hand in a group; False when the token is no longer current (the group is discarded and counted).

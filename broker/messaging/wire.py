@@ -21,6 +21,7 @@ from msgspec import Meta
 from broker import contract
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import GroupMeta, Task
+from common.spans import SpanBatch
 from common.transcripts import FAILED_BYTES
 from common.wire_types import Name, Seconds, StepNumber, Tally, Text, Version
 
@@ -189,6 +190,7 @@ class Cancel(NodeRequest[None], frozen=True, kw_only=True, tag="cancel"):
 class Heartbeat(NodeReportRequest[contract.HeartbeatReply], frozen=True, kw_only=True, tag="heartbeat"):
     tokens: Tokens
     log: Text | None = None  # the end of the log that the last answer asked for
+    spans: SpanBatch | None = None  # at most as many bytes as the answers allow
 
 
 class Complete(NamedNodeRequest[bool], frozen=True, kw_only=True, tag="complete"):

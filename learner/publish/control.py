@@ -13,6 +13,7 @@ import time
 from functools import partial
 
 from common.config.schema import WeightsConfig
+from common.span_buffer import SPANS
 from common.weights import messages
 from common.weights.collectives import Group, GroupFactory, Meeting
 from common.weights.pieces import piece_bytes
@@ -58,6 +59,9 @@ class PublishControl:
         self._attempts: list[Attempt] = []
         self._targets = Targets()
         self._pinged = 0.0
+        self._staged_at: dict[bytes, float] = {}  # when receivers that flip have staged, perf_counter seconds
+        self._newest: Snapshot | None = None  # the newest version that was meant for the nodes
+        self._traced: Snapshot | None = None  # the newest one whose publish has its span
         self._stop_by: float | None = None  # perf_counter seconds
 
     def offer(self, snapshot: Snapshot) -> None:
@@ -95,6 +99,7 @@ class PublishControl:
                 self._settle()
                 self._start_attempts()
                 self.figures.describe(self._receivers.values(), self._targets)
+                self._trace_publish()
         except Exception:
             logger.exception("the weight plane stopped")
             self.figures.change(fatal="the publisher's control thread failed; see the log", crashed=True)
@@ -172,6 +177,7 @@ class PublishControl:
         after, actions = step(before, event, time.perf_counter())
         if after.state is State.GONE:
             del self._receivers[identity]
+            self._staged_at.pop(identity, None)
             self._chains.leave(identity)
         else:
             self._receivers[identity] = after
@@ -196,8 +202,12 @@ class PublishControl:
                     attempt.last_staged = time.perf_counter()
                     self._chains.staged(receiver.identity, attempt.last_staged, attempt.last_staged - attempt.started)
                     attempt.snapshot.bytes_staged += attempt.payload.size
+                    self._trace_stage("receive", receiver, attempt, attempt.started)
+                    self._staged_at[receiver.identity] = attempt.last_staged
                 case receiver_state.NoteActive():
                     self._note_active(attempt, action)
+                    staged_at = self._staged_at.pop(receiver.identity, attempt.started)
+                    self._trace_stage("activate", receiver, attempt, staged_at)
 
     def _drop(self, receiver: Receiver, drop: receiver_state.Drop) -> None:
         logger.info("node %s leaves the weight plane: %s", receiver.node_id, drop.why)
@@ -228,6 +238,20 @@ class PublishControl:
                 seconds_to_active=time.perf_counter() - attempt.snapshot.started,
                 publish_bytes=attempt.snapshot.bytes_staged,
             )
+
+    def _trace_publish(self) -> None:
+        """A publish lasts until the version has reached all nodes, or until a newer one takes its place."""
+        before, self._newest = self._newest, self._targets.current
+        for snapshot in (before, self._newest):
+            through = snapshot is not self._newest or not self.figures.now.undelivered
+            if snapshot is not None and snapshot is not self._traced and through:
+                self._traced, told = snapshot, {"version": snapshot.version, "incarnation": self._incarnation}
+                SPANS.add(f"publish version {snapshot.version}", "publish", snapshot.started, track="publish", **told)
+
+    def _trace_stage(self, name: str, receiver: Receiver, attempt: Attempt, began: float) -> None:
+        told = {"node": receiver.node_id, "version": attempt.version, "relayed": int(attempt.relayed)}
+        track = f"weights to nodes/{receiver.node_id}"
+        SPANS.add(f"{name} {receiver.node_id}", "stage", began, track=track, **told)
 
     # ---- attempts
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
 from common.rollouts import Sample
+from common.span_buffer import SPANS
 from rollout_fleet.environments.isolation import placement
 from rollout_fleet.environments.protocol import Action, Budget, Chat, Limits, Observation, StepResult, StopReason
 from rollout_fleet.episode.rendering import Renderer
@@ -60,10 +61,13 @@ class Progress:
     turns: int = 0  # calls of the model that began
     state: str = "queued"  # for a slot; engine, environment, or done
     since: float = field(default_factory=time.monotonic)  # when this state began
+    track: str = "episodes"  # for its spans
 
     def at(self, state: str) -> None:
         """Enter a state."""
-        self.state, self.since = state, time.monotonic()
+        before, since, self.state, self.since = self.state, self.since, state, time.monotonic()
+        if before in ("engine", "environment"):
+            SPANS.add(before, before, since, self.since, self.track, turn=self.turns)
 
 
 class EpisodeFailed(Exception):

@@ -11,6 +11,7 @@ import msgspec
 from broker.contract import GroupWork
 from common.evaluation import EvaluationOrder
 from common.rollouts import Group, GroupMeta, Sample, Task
+from common.span_buffer import SPANS
 from rollout_fleet.episode.concurrency import Slots
 from rollout_fleet.episode.driver import EpisodeDriver, Progress
 
@@ -42,6 +43,12 @@ class GroupProgress:
     def starting(self) -> int:
         """Episodes whose environment has not given its first observation."""
         return sum(episode.state == "environment" and not episode.turns for episode in self.episodes)
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """Arguments of its spans. A held-out problem has no serial, so no step is linked to it."""
+        number, order = self.task.serial, self.evaluation
+        return {"serial": number} if order is None else {"problem": number, "version": order.version}
 
     def seconds(self) -> float:
         """Since its first episode began; 0 before."""
@@ -96,7 +103,7 @@ class GroupRunner:
             return RolledOut(Group(task.serial, []), NOTHING, reason)
         driver = self._driver.at(progress.evaluation.temperature) if progress.evaluation else self._driver
         started = [0.0] * task.group_size
-        progress.episodes = [Progress() for _ in range(task.group_size)]
+        progress.episodes = [Progress(track=f"episodes/{task.serial}.{i}") for i in range(task.group_size)]
 
         async def episode(index: int) -> Sample:
             async with self.slots:
@@ -107,7 +114,7 @@ class GroupRunner:
                 try:
                     return await driver.run(problem, task.seed + index, progress.episodes[index], task.seed)
                 finally:
-                    progress.episodes[index].at("done")
+                    self._ended(progress, index, started[index])
                     self.on_episode_end()
                     self.episodes_running -= 1
 
@@ -122,6 +129,13 @@ class GroupRunner:
             if sample.error is not None:
                 self._on_failure(sample.stop_reason)
         return summarize(task.serial, samples, time.monotonic() - min(started))
+
+    @staticmethod
+    def _ended(progress: GroupProgress, index: int, began: float) -> None:
+        episode, name = progress.episodes[index], f"episode {progress.task.serial}.{index}"
+        episode.at("done")
+        facts = {**progress.facts, "sample": index, "turns": episode.turns, "tokens": episode.sampled_tokens}
+        SPANS.add(name, "episode", began, episode.since, episode.track, **facts)
 
 
 def summarize(serial: int, samples: list[Sample], generation_s: float) -> RolledOut:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from broker.contract import NODE_AWAY, GroupWork, NodeReport, RunInfo, Waste
 from common.process.health import LifeSigns
+from common.span_buffer import SPANS
 from common.staleness import window_end
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
 from rollout_fleet.join_timing import JoinTimer
@@ -41,6 +42,7 @@ class OwnStatus:
                 now = self._clock()
                 self._waited_s += self._idle_s(now)
                 self._since = now
+                SPANS.state(state)
             self._state, self._waiting_on = state, waiting_on
 
     def measure(self, weights: WeightsState, counters: EngineCounters, leases: list[str]) -> None:

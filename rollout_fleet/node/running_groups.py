@@ -13,6 +13,7 @@ from broker.messaging.client_methods import NodeBroker
 from common.errors import BrokerError, SlipstreamError
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import Group, encode_group
+from common.span_buffer import SPANS
 from rollout_fleet.episode.group_runner import GroupProgress, GroupRunner, RolledOut
 from rollout_fleet.episode.sampler_protocol import EngineCounters
 from rollout_fleet.node.broker_timeout import RETRY_S, BrokerTimeout
@@ -44,6 +45,7 @@ class _Running:
     progress: GroupProgress
     task: "asyncio.Task[None]"
     handing_in: bool = False
+    accepted: bool = False  # the broker has its group
 
 
 class RunningGroups:
@@ -125,7 +127,7 @@ class RunningGroups:
             done = await self._parts.runner.run(progress) if current else None
             self._running[lease.token].handing_in = True
             if lease.evaluation is None and done is not None:
-                await self._hand_in(lease, done)
+                self._running[lease.token].accepted = await self._hand_in(lease, done)
             elif done is not None and self._runs(lease.evaluation):
                 await self._hand_in_evaluation(lease.token, result_of(done, self._parts.status.node_id))
             else:
@@ -137,11 +139,15 @@ class RunningGroups:
                 raise
             self._on_failure(error)
         finally:
-            self._running.pop(lease.token, None)
+            running = self._running.pop(lease.token, None)
+            accepted = int(running is not None and running.accepted)
+            facts = {**progress.facts, "attempt": lease.attempt, "accepted": accepted}
+            SPANS.add(f"group {lease.task.serial}", "lease", progress.leased_at, track=f"groups/{lease.token}", **facts)
             self._evaluated_tokens += progress.sampled_tokens if lease.evaluation else 0
             self._on_end()
 
-    async def _hand_in(self, lease: Lease, done: RolledOut) -> None:
+    async def _hand_in(self, lease: Lease, done: RolledOut) -> bool:
+        """Whether the broker accepted the group."""
         parts, node_id = self._parts, self._parts.status.node_id
         if done.failure is not None:
             return await self._give_up(lease, done, done.failure)
@@ -156,6 +162,7 @@ class RunningGroups:
             times = parts.status.joining.times
             logger.info("%s; the process started at Unix time %.3f", sentence(times), times.started_s)
             parts.beat_now()
+        return accepted
 
     def _runs(self, order: EvaluationOrder | None) -> bool:
         """Whether the engine's weights are the ones that a round is about."""
@@ -173,7 +180,7 @@ class RunningGroups:
         if not await self._parts.timeout.repeat(lambda: broker.complete_evaluation(result.node_id, token, result)):
             logger.warning("the samples of held-out problem %d came too late and were refused", result.problem)
 
-    async def _give_up(self, lease: Lease, done: RolledOut, reason: str) -> None:
+    async def _give_up(self, lease: Lease, done: RolledOut, reason: str) -> bool:
         """Tell the broker that a group failed, and its cost; it counts as an attempt."""
         logger.warning("task %d failed: %s", lease.task.serial, reason)
         tokens, seconds = done.meta.sampled_tokens, max(0.0, done.meta.generation_s)
@@ -183,6 +190,7 @@ class RunningGroups:
             transcript = await asyncio.to_thread(self._parts.transcribe, done.group)
         work = node_id, lease.token, reason, tokens, seconds, transcript
         await self._parts.timeout.repeat(lambda: broker.fail(*work))
+        return False
 
 
 def result_of(done: RolledOut, node_id: str) -> EvaluationResult:

@@ -17,6 +17,7 @@ from common.weights.messages import Active, Epoch, Join, Publish, Staged
 from learner.publish import receiver_state
 from learner.publish.control import PublishControl
 from learner.publish.publisher import WeightPublisher
+from tests.recorded_spans import recorded
 from tests.unit.learner.receivers import address_of, snapshot_of
 from tests.waiting import LIMIT_S, until
 
@@ -266,6 +267,35 @@ def test_a_publisher_holds_back_what_it_gets_after_the_call() -> None:
         assert node.hear(Publish).version == 1
         node.leave()
         publisher.close()
+
+
+def test_a_publish_is_in_the_trace_until_all_nodes_have_it_or_a_newer_one_comes_with_the_stages_of_each_node(
+    first: Node, control: PublishControl
+) -> None:
+    def named(kind: str) -> list[str]:
+        return [span.name for span in spans() if span.kind == kind]
+
+    def staged() -> Publish:
+        publish = first.hear(Publish)
+        first.say(Staged(first.name, 0, publish.version, 0.1, publish.epoch))
+        first.hear(messages.Activate)
+        return publish
+
+    with recorded() as spans:
+        control.offer(snapshot_of(2))
+        publish = staged()
+        assert named("stage") == ["receive first"] and named("publish") == []
+        control.offer(snapshot_of(3))
+        until(lambda: named("publish") == ["publish version 2"], "a newer one has come")
+        first.flip(publish)
+        first.flip(staged())
+        until(lambda: named("publish") == ["publish version 2", "publish version 3"])
+        stages = [span for span in spans() if span.kind == "stage"]
+        assert [span.name for span in stages] == ["receive first", "activate first"] * 2
+        assert [span.args["version"] for span in stages] == [2, 2, 3, 3]
+        newest = next(span for span in spans() if span.name == "publish version 3")
+        assert newest.args == {"version": 3, "incarnation": 0}
+        assert newest.start_s + newest.duration_s >= stages[-1].start_s + stages[-1].duration_s
 
 
 def test_a_node_of_the_pool_gets_evaluated_versions_only_and_keeps_each_until_its_round_ends(
