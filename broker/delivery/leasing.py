@@ -78,7 +78,7 @@ class Leasing(Tables):
             entry = self.tasks.leased[token]
             self.begin_lease(entry)
             leases.append(Lease(entry.task, token, entry.attempts, self.run.lease_s))
-        if leases and is_first:
+        if is_first and node.has_leased:
             self.event_log.add("first_lease", node=node_id, version=node.version)
         return leases
 
