@@ -96,13 +96,13 @@ class EvaluationTable:
 
     def renew(self, node_id: str, token: str) -> bool:
         """A heartbeat names this token; returns whether it is, or was, the node's."""
-        if problem := self._leased_by(node_id, token):
+        if problem := self.leased_by(node_id, token):
             problem.deadline = min(self._clock() + self._run.lease_s, problem.leased_at + self._run.max_lease_s)
         return problem is not None or self._accepted.get(token) == node_id
 
     def complete(self, node_id: str, token: str, result: EvaluationResult) -> bool:
         """Take a result under a current token, once; a repetition is True, anything else False."""
-        if (problem := self._leased_by(node_id, token)) is None:
+        if (problem := self.leased_by(node_id, token)) is None:
             return self._accepted.get(token) == node_id
         self._end(token)
         self._accepted[token] = node_id
@@ -111,7 +111,7 @@ class EvaluationTable:
 
     def give_back(self, node_id: str, token: str) -> bool:
         """Return a lease without counting it; False when it is not the node's."""
-        if (problem := self._leased_by(node_id, token)) is None:
+        if (problem := self.leased_by(node_id, token)) is None:
             return False
         self._end(token)
         insort(self._pending, problem.task.serial)
@@ -141,7 +141,8 @@ class EvaluationTable:
 
         return list(self.deadlines.passed(self._clock(), deadline))
 
-    def _leased_by(self, node_id: str, token: str) -> Problem | None:
+    def leased_by(self, node_id: str, token: str) -> Problem | None:
+        """The problem, if the node has this lease."""
         problem = self.leased.get(token)
         return problem if problem is not None and problem.node == node_id else None
 

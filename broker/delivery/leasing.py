@@ -78,7 +78,7 @@ class Leasing(Tables):
             entry = self.tasks.leased[token]
             self.begin_lease(entry)
             leases.append(Lease(entry.task, token, entry.attempts, self.run.lease_s))
-        if leases and is_first:
+        if is_first and node.has_leased:
             self.event_log.add("first_lease", node=node_id, version=node.version)
         return leases
 
@@ -175,7 +175,7 @@ class Leasing(Tables):
     ) -> None:
         """End a lease whose group could not be generated, after `tokens` and `seconds`; an old token is ignored."""
         self._seen(node_id)
-        if self.evaluation.renew(node_id, token) and token in self.evaluation.leased:
+        if self.evaluation.leased_by(node_id, token) is not None:
             return self._lose_problem(token, reason)
         entry = self._leased_by(node_id, token)
         if entry is not None:

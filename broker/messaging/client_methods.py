@@ -112,9 +112,9 @@ class LearnerBroker(ObserverBroker):
         Problems that are known are ignored. `stored` are numbers of results that the caller has on its disk; the
         others come again. With `shared` the training fleet takes part. May be repeated.
         """
-        first, rest = tasks[:OFFER_TASKS], tasks[OFFER_TASKS:]
-        answer = self.ask(wire.Evaluate(**self._sender, order=order, tasks=first, stored=stored, shared=shared))
-        return self.evaluate(order, rest, [], shared) if rest else answer
+        parts = [tasks[start : start + OFFER_TASKS] for start in range(0, len(tasks), OFFER_TASKS)] or [[]]
+        told: dict[str, Any] = {**self._sender, "order": order, "stored": stored, "shared": shared}
+        return [self.ask(wire.Evaluate(**told, tasks=part)) for part in parts][-1]
 
     def report(self, report: LearnerReport, log: str | None = None, log_rank: int = -1) -> HeartbeatReply | None:
         """Keep `status` current. The answer may ask for something; `log` is the text that the last one asked for."""

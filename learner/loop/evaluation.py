@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -21,12 +21,11 @@ from msgspec.structs import replace
 
 from broker.messaging.client_methods import LearnerBroker
 from common.config.schema import Config
-from common.errors import BrokerError
+from common.errors import BrokerError, SlipstreamError
 from common.evaluation import (
     EvaluationOrder,
     EvaluationResult,
     Interval,
-    dataset_names,
     mean_interval,
     node_seconds,
     pass_at,
@@ -42,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 HOLD = "evaluation"
 IDLE_S = 600.0  # without any result, before a round gives way to those that wait for it
+LAST_TURN_S = 0.2  # between two looks at the last round
 REFUSALS = 3  # results of one problem with other versions' tokens, before it counts as failed
 
 
@@ -73,8 +73,8 @@ class Evaluations:
         """Read the datasets; raises UsageError."""
         told = config.evaluation
         self._config, self._broker, self._publisher, self._files = config, broker, publisher, files
-        self._names, key = dataset_names(told.datasets), "evaluation.datasets"
-        self._rows = [[row for _, row in dataset_rows(Path(path), key)] for path in told.datasets]
+        self._names = files.datasets
+        self._rows = [[row for _, row in dataset_rows(Path(path), "evaluation.datasets")] for path in told.datasets]
         self._starts = [0, *accumulate(map(len, self._rows))]  # number of each dataset's first problem
         self._temperature = config.rollout.temperature if told.temperature is None else told.temperature
         self._shared = told.fleet == "shared"
@@ -120,6 +120,21 @@ class Evaluations:
             logger.exception("version %d cannot be evaluated", now.version)
             self._abandon(now, str(error))
         return self._text()
+
+    def last_turn(self, tell: Callable[[str], object]) -> bool:
+        """The run is trained; returns whether its last versions are still evaluated, which `tell` hears of.
+
+        A broker that is away ends that.
+        """
+        try:
+            text = self.turn(waited_for=True)
+        except SlipstreamError as error:
+            logger.warning("the last version is not evaluated: %s", error)
+            return False
+        if text:
+            tell(text)
+            time.sleep(LAST_TURN_S)
+        return bool(text)
 
     def _text(self) -> str:
         now = self._round

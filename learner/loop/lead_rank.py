@@ -4,9 +4,9 @@ Other ranks have no Lead; they learn what to do from the commands that the train
 """
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 BROKER_WAIT_S = 30.0
 TAKE_WAIT_S = 1.0  # bound on one turn of the loop without a batch, so that no rank waits longer in a broadcast
 DEAD_STEPS = 3  # steps' worth of tasks that may die without one step in between, before the run stops
-END_TURN_S = 0.2  # between two looks at the last evaluation
 BAD_GROUP_ATTEMPTS = 3  # times one task may come back unusable before the run stops
 
 
@@ -124,7 +123,8 @@ class Lead(RolloutSource):
             logger.info("draining: %s", reason)
             return Drain()
         if step >= self.config.run.steps:
-            return self._last_evaluation(step)
+            tell = partial(self.reporter.set, "evaluating", policy_version=step)
+            return Wait() if self.evaluations is not None and self.evaluations.last_turn(tell) else Drain()
         stats = self.publisher.stats()
         if stats.fatal:
             return Fail(f"no node may generate with version {step}: {stats.fatal}", hopeless=not stats.crashed)
@@ -134,19 +134,6 @@ class Lead(RolloutSource):
             return self._gather(step)
         except SlipstreamError as error:
             return Fail(str(error), hopeless=isinstance(error, HopelessError))
-
-    def _last_evaluation(self, step: int) -> Wait | Drain:
-        """The run is trained; Wait while its last version is evaluated. A broker that is away ends that."""
-        try:
-            text = self.evaluations.turn(waited_for=True) if self.evaluations is not None else ""
-        except SlipstreamError as error:
-            logger.warning("the last version is not evaluated: %s", error)
-            text = ""
-        if not text:
-            return Drain()
-        self.reporter.set("evaluating", text, policy_version=step)
-        time.sleep(END_TURN_S)
-        return Wait()
 
     def _gather(self, step: int) -> Wait | Train:
         """Offer tasks, take groups, give back what cannot be trained on; Wait: not enough groups yet."""

@@ -10,6 +10,7 @@ import msgspec
 
 from common.config.schema import Config, SftConfig
 from common.errors import UsageError
+from common.evaluation import dataset_names
 from common.json_lines import EventFile, lines_of, read_jsonl
 from common.metrics import EvaluationMetrics
 from common.process.metrics_file import MetricsWriter
@@ -55,6 +56,8 @@ class RunFiles:
         self.events = EventFile(run_dir.events, "learner")
         self._config, self._run_dir = config, run_dir
         self.evaluation = run_dir.evaluation
+        # Names come from the config: the places of downloaded files say less.
+        self.datasets = dataset_names(config.evaluation.datasets) if isinstance(config, Config) else []
         self.incarnation = 0  # which start of the learner this is
         self._metrics: MetricsWriter | None = None
         self._closed = False

@@ -45,6 +45,8 @@ def test_nodes_of_the_pool_lease_problems_of_their_version_and_no_tasks(backend:
     [task] = backend.lease(5, "n0", version=1)
     assert (task.task.serial, task.evaluation) == (0, None), "the training fleet has its own work"
     assert backend.lease(5, "n0", version=1) == []
+    first = [event.detail["node"] for event in backend.learner.events(-1) if event.kind == "first_lease"]
+    assert first == ["n0"], "that of a task"
 
 
 def test_a_shared_fleet_leases_problems_of_exactly_its_version_before_its_tasks(backend: Backend) -> None:

@@ -141,7 +141,7 @@ class RecordingPublisher:
     canary_owed: bool = False
     closed: bool = False
     evaluated: tuple[int, ...] = ()
-    calls: list[tuple[str, int]] = field(default_factory=list)  # hold or release, and the newest version then
+    calls: list[tuple[str, int]] = field(default_factory=list)  # each with the newest version then
     holds: set[str] = field(default_factory=set)  # reasons; nodes see none of the versions after them
     seen: int = -1  # the newest version that nodes may have
 

@@ -14,7 +14,6 @@ from common.evaluation import EvaluationResult
 from common.json_lines import lines_of, read_jsonl
 from common.metrics import EvaluationMetrics, StepMetrics, read_metrics
 from learner.loop import evaluation as module
-from learner.loop import lead_rank
 from learner.loop.evaluation import Evaluations
 from tests.broker_rig import node_report
 from tests.memory_broker import MemoryBroker
@@ -64,7 +63,7 @@ def watching(world: World, pool: Pool | None) -> World:
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lead_rank, "END_TURN_S", 0.0)
+    monkeypatch.setattr(module, "LAST_TURN_S", 0.0)
 
 
 @pytest.fixture
