@@ -1,0 +1,215 @@
+"""The folder of a run that never took place: python -m bench.run_fixture DIR [--steps 1000] [--nodes 4] [--seed 0].
+
+It has real structs and plausible curves, restarts of the learner, nodes that come and go, and a node that is stuck. The
+same arguments give the same bytes. With `--append-every S`, the last step is of now, and a step is added every S
+seconds until the process is killed.
+"""
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from broker import contract as c
+from common.config.loading import dump_yaml, load_config
+from common.metrics import StepMetrics
+from common.process.run_dir import RunDir, write_atomic, write_json
+from common.segments import SegmentWriter
+from common.spans import Span, SpanBatch
+from common.transcripts import Transcript, Turn
+
+CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+STEP_S, RESTART_S, STARTS = 2.0, 60.0, 4  # seconds of a step and of a restart; starts of the learner
+GROUPS, SIZE, EVERY, TOKENS = 4, 8, 25, 768  # of a step; steps between checkpoints; sampled tokens of a step
+TRACED = 50  # steps in the trace, the newest ones
+CONSTANT = {
+    "tokens_expired": 0, "groups": GROUPS, "samples": GROUPS * SIZE, "tokens_trained": TOKENS, "publish_bytes": 1 << 22,
+    "sequence_tokens": 3 * TOKENS, "length_max": 48, "microbatches": 2, "groups_leased": GROUPS, "groups_ready": 2,
+    "tokens_by_age": [200, 384, 184, 0, 0, 0], "mismatch_by_age": [1e-3, 2e-3, 4e-3, 0.0, 0.0, 0.0],
+}  # fmt: skip
+NOISE = {  # metrics without a trend: least value, and width
+    "loss": (-0.01, 0.02), "ratio_mean": (0.995, 0.01), "ratio_max": (1.5, 1), "ratio_p1": (0.7, 0.1),
+    "ratio_p50": (1, 0), "ratio_p99": (1.2, 0.1), "correction_clip_fraction": (0, 0.01), "turns_mean": (2, 0),
+    "effective_sample_fraction": (0.85, 0.1), "objective_clip_fraction": (0, 0.02), "mismatch_abs_mean": (1e-3, 1e-3),
+    "drift_abs_mean": (2e-3, 2e-3), "advantage_zero_fraction": (0, 0.3), "truncated_fraction": (0, 0.05),
+    "publish_s": (0.2, 0.1), "kv_cache_usage": (0.5, 0.3), "length_mean": (20, 8), "seconds_to_active": (0.4, 0.2),
+}  # fmt: skip
+STATES = ("generating", "generating", "flipping", "waiting", "joining")  # of node 0, 1, ...
+PROMPT, ENVIRONMENT = "What| is| 4|1|2| +| 3|0|9|?", "\n|Right.| Now| add| 5| <b>|quickly|</b>|."
+POLICY = "<think>| 4|12| +| 309| =| 7|2|1|</think>| 7|21"
+
+
+lines = msgspec.json.Encoder().encode_lines
+
+
+class Fixture:
+    """Writes the folder. Everything about a step follows from its number and the seed."""
+
+    def __init__(self, folder: Path, steps: int, nodes: int = 4, seed: int = 0, ended_s: float = 1.76e9) -> None:
+        """A run whose last step ended at Unix time `ended_s`; raises FileExistsError."""
+        self.run, self.steps, self.seed, self.began_s = RunDir(folder), steps, seed, 0.0
+        self.nodes = [f"node-{number:04d}" for number in range(nodes)]
+        self.between = max(1, math.ceil(steps / STARTS))  # steps of one start of the learner
+        self.began_s = ended_s - self.end_of(steps - 1)
+        self.transcripts = SegmentWriter(self.run.transcripts, "steps", 256 << 20)
+        self.spans = SegmentWriter(self.run.trace, "fixture", 256 << 20)
+        folder.mkdir(parents=True)
+        changed = [f"run.dir={folder}", f"run.steps={steps}", f"learner.groups_per_step={GROUPS}", "run.name=fixture"]
+        write_atomic(self.run.config, dump_yaml(load_config(CONFIG, changed)).encode())
+        write_json(self.run.run_json, {"name": "fixture", "started_s": self.began_s, "host": "host-0"})
+
+    def write(self, first: int, transcripts: int) -> None:
+        """Append the steps from `first` on; ledger and status are those after the last step."""
+        new, last = range(first, self.steps), 4 * self.steps
+        told = [self.transcript(*divmod(number, 4)) for number in range(max(4 * first, last - transcripts), last)]
+        with self.run.metrics.open("ab") as metrics, self.run.events.open("ab") as events:
+            metrics.write(lines(map(self.metrics, new)))
+            events.write(lines(event for step in new for event in self.events(step)))
+        self.transcripts.write(lines(told))
+        self.spans.write(lines(batch for step in new[-TRACED:] for batch in self.trace(step)))
+        write_atomic(self.run.status_json, msgspec.json.encode(self.status()), sync=False)
+        if first == 0 or self.steps % EVERY == 0:  # a long ledger is not written after every step
+            entries = [self.entry(serial) for serial in range((self.steps + 2) * GROUPS)]
+            write_atomic(self.run.ledger_json, msgspec.json.encode(entries), sync=False)
+
+    def start(self, step: int) -> int:
+        """Which start of the learner trained it."""
+        return min(step // self.between, STARTS - 1)
+
+    def end_of(self, step: int) -> float:
+        """Unix time at the end of a step."""
+        return self.began_s + RESTART_S * (1 + self.start(step)) + STEP_S * (step + 1) + 0.2 * math.sin(1.7 * step)
+
+    def metrics(self, step: int) -> StepMetrics:
+        noise = random.Random(self.seed * 1_000_003 + step).random
+        done, ended_s, failed, fleet = step / self.between, self.end_of(step), int(noise() > 0.98), len(self.nodes)
+        reward = 0.9 - 0.8 * math.exp(-done) + 0.1 * (noise() - 0.5)
+        step_s = ended_s - (self.end_of(step - 1) if step else self.began_s)
+        return StepMetrics(
+            step=step, policy_version=step + 1, time_s=ended_s, incarnation=self.start(step), step_s=step_s,
+            elapsed_s=(step + 1 - self.start(step) * self.between) * STEP_S, reward_mean=reward,
+            reward_std=math.sqrt(reward * (1 - reward)), lr=4e-4 / (1 + done), entropy=math.exp(-done) + 0.1 * noise(),
+            grad_norm=(0.3 + 0.1 * noise()) * (20 if step % 997 == 500 else 1), environment={"correct": reward},
+            staleness_mean=min(step, 1.0), staleness_max=min(step, 2), nodes_live=fleet - (0 < step % 40 < 10),
+            samples_failed=failed, samples_failed_by_reason={"timeout": failed} if failed else {},
+            generation_stall_s=0.01 * fleet, tokens_generated_total=(step + 3) * TOKENS * 11 // 10,
+            tokens_trained_total=(step + 1) * TOKENS, tokens_wasted_total=step * TOKENS // 20,
+            tokens_wasted_lost=step * TOKENS // 20, concurrency=64 * fleet, episodes_running=48 * fleet, **CONSTANT,
+            learner_idle_s=0.3 * step_s, train_s=0.6 * step_s, batch_s=0.05 * step_s, snapshot_s=0.05 * step_s,
+            **{name: least + width * noise() for name, (least, width) in NOISE.items()},
+        )  # fmt: skip
+
+    def events(self, step: int) -> Iterator[dict[str, Any]]:
+        """Lines of RUN/events.jsonl: those of the broker have an index, others a source."""
+        node, joins = self.nodes[step // 40 % len(self.nodes)], self.nodes if step == 0 else []
+        start = {"incarnation": self.start(step), "step": step}
+        found: list[tuple[str, str, dict[str, Any]]] = [("learner", "publish", {"version": step + 1, "bytes": 1 << 22})]
+        if step % self.between == 0 and step // self.between < STARTS:
+            found += [("supervisor", "role_crashed", {"role": "learner", "exit_code": -9})] * (step > 0)
+            found += [("learner", "learner_started", start), ("", "learner_attached", start)]
+        if step % 40 == 1:
+            found += [("", "leave" if step % 80 == 1 else "node_lost", {"node": node})]
+            found += [("", "lease_expired", {"serial": step * GROUPS, "node": node, "attempt": 1})]
+            found += [("learner", "ejection", {"step": step, "nodes": 1})]
+        if step % 40 == 10:
+            joins = [node]
+        found += [("", "join", {"node": name, "host": "host-0", "pid": 100 + step}) for name in joins]
+        found += [("", "commit", {"step": step, "groups": GROUPS * EVERY})] * ((step + 1) % EVERY == 0)
+        for index, (source, kind, detail) in enumerate(found, step << 16):
+            by = {"source": source} if source else {"index": index}
+            yield {"time_s": self.end_of(step), "kind": kind, "detail": detail, **by}
+
+    def entry(self, serial: int) -> c.LedgerEntry:
+        """A line of the ledger; the tasks of the two steps after the last one are leased and pending."""
+        step, nodes = serial // GROUPS, [self.nodes[serial % len(self.nodes)]] * (1 + (serial % 97 == 5))
+        nothing = {"step": None, "version_min": None, "version_max": None, "reward_mean": None}
+        if step >= self.steps:
+            return c.LedgerEntry(serial, "leased" if step == self.steps else "pending", 1, nodes, **nothing)
+        if serial % 503 == 11:
+            return c.LedgerEntry(serial, "dead", 3, nodes * 3, **nothing, reason="environment: timeout after 60 s")
+        state, reward = "committed" if step < self.steps // EVERY * EVERY else "taken", serial * 7919 % 9 / SIZE
+        oldest = max(0, step - serial % 3)
+        return c.LedgerEntry(serial, state, len(nodes), nodes, step, oldest, step, reward, filtered=serial % 211 == 3)
+
+    def status(self) -> c.BrokerStatus:
+        """The learner waits for the first node, which is stuck in an environment. The last node is gone."""
+        nodes, count, steps = list[c.NodeStatus](), len(self.nodes), self.steps
+        stuck = c.GroupWork(steps * GROUPS, SIZE, 7, 400.0, 900, 3, 120, "environment", 380.0)
+        for number, name in enumerate(self.nodes):
+            state = STATES[number % 5]
+            report = c.NodeReport(
+                name, 100 + number, f"host-{number // 8}", state, -1 if state == "joining" else steps - number % 2,
+                since_s=3.0 + number % 7, tokens_generated=steps * TOKENS // count, tokens_per_s=400.0 + number % 50,
+                episodes_running=48, generation_stall_s=0.01 * steps, flips=steps, groups=[] if number else [stuck],
+                waste={"stalled": c.Waste(0, 0.01 * steps)}, concurrency=64, kv_cache_usage=0.6,
+            )  # fmt: skip
+            alive = number == 0 or number < count - 1
+            nodes.append(c.NodeStatus(report, int(not number), alive, 0.4 if alive else 45.0, report.waste))
+        late = [c.Delivery(n.report.node_id, steps, "flipping", 12.0) for n in nodes if n.report.state == "flipping"]
+        learner = c.LearnerReport(
+            10, STARTS - 1, "waiting", steps, f"groups for step {steps}: 3 of {GROUPS} ready", 350.0, step=steps,
+            groups_missing=GROUPS, deliveries=late[:64], deliveries_waiting=len(late), host="host-0",
+        )  # fmt: skip
+        run = c.RunInfo("fixture", str(self.run.path), GROUPS, 2, 3, 30.0, 1 << 30)
+        return c.BrokerStatus(
+            9, "tcp://127.0.0.1:1", run, GROUPS, 3, GROUPS, steps % EVERY * GROUPS, steps // EVERY * EVERY * GROUPS,
+            steps * GROUPS // 503, 1 << 20, steps // 40, 2, steps * TOKENS, steps * TOKENS // 20, learner, 0.3, nodes,
+            400.0, waste={"lost": c.Waste(steps * TOKENS // 20, 9.0)}, store=c.StoreStatus(1 << 24, 0.002),
+        )  # fmt: skip
+
+    def trace(self, step: int) -> Iterator[SpanBatch]:
+        """The learner's step and publish; every node's episode and flip, on machines whose clocks differ."""
+        at, version = self.end_of(step) - STEP_S, {"version": step + 1}
+        states = [Span("waiting", "state", at, 0.6), Span("training", "state", at + 0.6, 1.4)]
+        done = [Span(f"step {step}", "step", at, STEP_S, "", {"step": step})]
+        done += [Span(f"version {step + 1}", "publish", at + 1.8, 0.4, "weights", version)]
+        yield SpanBatch(who="learner", host="host-0", spans=states + done)
+        for number, name in enumerate(self.nodes):
+            ids = {"serial": step * GROUPS + number % GROUPS, "sample": 0, "step": step, "version": step}
+            states = [Span("generating", "state", at, 1.9), Span("flipping", "state", at + 1.9, 0.1)]
+            done = [Span(f"episode {ids['serial']}", "episode", at + 0.1, 1.5, "slot 0", ids)]
+            done += [Span(f"flip {step + 1}", "flip", at + 1.9, 0.1, "weights", version)]
+            clock = {"offset_s": 0.01 * (number // 8), "error_s": 1e-3}
+            yield SpanBatch(who=name, host=f"host-{number // 8}", spans=states + done, **clock)
+
+    def transcript(self, step: int, sample: int) -> Transcript:
+        """The best, worst, longest or any episode of a step: a turn of the environment between two of the policy."""
+        noise, turns, reward = random.Random(f"{self.seed} {step} {sample}"), list[Turn](), float(sample == 0)
+        for index, text in enumerate((PROMPT, POLICY, ENVIRONMENT, POLICY)):
+            pieces, author = text.split("|"), ("prompt", "policy", "environment", "policy")[index]
+            policy = {
+                "logprobs": [-noise.random() for _ in pieces], "ratios": [noise.lognormvariate(0, 0.2) for _ in pieces],
+                "trained": [int(index == 1 or i > 2) for i in range(len(pieces))],
+                "version_runs": [(0, max(0, step - 1)), (5, step)] if index == 1 else [(0, step)], "reward": reward,
+            } if author == "policy" else {}  # fmt: skip
+            tokens = [noise.randrange(32000) for _ in pieces]
+            turns.append(Turn(author=author, text="".join(pieces), tokens=tokens, pieces=pieces, **policy))
+        return Transcript(
+            serial=step * GROUPS + sample, sample=sample, node_id=self.nodes[step % len(self.nodes)], turns=turns,
+            time_s=self.end_of(step), why=[("best", "worst", "longest", "share")[sample]], reward=reward, step=step,
+            stop_reason="stop", advantage=reward - 0.25, metrics={"correct": reward}, sampled_tokens=24,
+        )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    for name, default in {"steps": 1000, "nodes": 4, "seed": 0, "transcripts": 40, "append-every": 0.0}.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default {default}")
+    args = parser.parse_args()
+    fixture = Fixture(args.folder, args.steps, args.nodes, args.seed, time.time() if args.append_every else 1.76e9)
+    fixture.write(0, args.transcripts)
+    while args.append_every:
+        time.sleep(args.append_every)
+        fixture.steps += 1
+        fixture.began_s += time.time() - fixture.end_of(fixture.steps - 1)
+        fixture.write(fixture.steps - 1, min(args.transcripts, 4))
+
+
+if __name__ == "__main__":
+    main()
