@@ -55,7 +55,7 @@ class Hub:
             except Exception as error:  # a page that lacks something is better than none
                 if str(error) not in self._told and len(self._told) < 100:
                     self._told.add(str(error))
-                    logger.warning("%s cannot be read: %s", view.run.path, error, exc_info=not isinstance(error, OSError))
+                    logger.warning("%s cannot be read: %s", view.run.path, error, exc_info=error)
             if more:
                 changed, self._changed = self._changed, asyncio.Event()
                 changed.set()
@@ -143,7 +143,7 @@ class _Query:
         self.text, self.state = self._words.get("filter", "")[:200], self._words.get("state", "")
         self.offset, self.limit = self.number("offset", 0), min(self.number("limit", 50), tables.ROWS)
 
-    def number(self, name: str, default: int) -> int:
+    def number(self, name: str, default: int = 0) -> int:
         """A number of at least 0; raises ValueError for anything else."""
         word = self._words.get(name, str(default))
         if not (word.isdecimal() and len(word) < 16):
@@ -152,7 +152,7 @@ class _Query:
 
     def optional(self, name: str) -> int | None:
         """As `number`; None when it is not given."""
-        return self.number(name, 0) if name in self._words else None
+        return self.number(name) if name in self._words else None
 
 
 TABLES: dict[str, Callable[[RunView, _Query], dict[str, Any]]] = {
@@ -160,7 +160,9 @@ TABLES: dict[str, Callable[[RunView, _Query], dict[str, Any]]] = {
     "lanes": lambda view, q: view.lanes.page(q.text, q.offset, q.limit, q.number("seconds", 600)),
     "tasks": lambda view, q: tables.tasks(view, q.text, q.state, q.offset, q.limit),
     "transcripts": lambda view, q: tables.transcripts(view, q.optional("step"), q.optional("task"), q.limit),
-    "transcript": lambda view, q: tables.transcript(view, q.number("task", 0), q.number("sample", 0), q.optional("step")),
+    "transcript": lambda view, q: tables.transcript(
+        view, q.number("task", 0), q.number("sample", 0), q.optional("step")
+    ),
 }
 
 
@@ -168,9 +170,9 @@ def plain(view: RunView) -> str:
     """The newest figures as HTML without a script."""
     state = view.state
     rows = {"steps": f"{state.get('steps', 0)} of {state.get('wanted')}", **state.get("figures", {})}
-    rows |= {"who waits": text for text in (stall["text"] for stall in state.get("stalls", [])[:1])}
-    rows |= {"note": state["note"]} if state.get("note") else {}
-    cells = "".join(f"<tr><th scope=row>{escape(k)}</th><td>{escape(str(v))}</td></tr>" for k, v in rows.items())
+    rows |= {"who waits": "; ".join(stall["text"] for stall in state.get("stalls", []))}
+    rows |= {"note": state.get("note", "")}
+    cells = "".join(f"<tr><th scope=row>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in rows.items() if v)
     return f"<table><caption>{escape(state['name'])}</caption>{cells}</table>"
 
 

@@ -15,7 +15,7 @@ from launch.web.files import inside
 
 PIECES, LANES = 256, 4096  # kept of a process; processes
 DEATHS = {"node_lost": "node", "leave": "node", "role_crashed": "role", "role_gave_up": "role", "role_killed": "role"}
-BIRTHS = {"join": "node", "role_restarted": "role", "role_started": "role"}
+BIRTHS = {"join": "node", "role_restarted": "role", "role_started": "role", "learner_started": ""}
 LAST = 1 << 40  # seconds: beyond every time
 
 
@@ -65,7 +65,8 @@ class Lanes:
         newest = [pieces[-1].end_s for _, pieces in every if pieces]
         newest += [marks[-1][0] for marks in list(self._marks.values())]
         end_s = max(newest, default=0.0)
-        begin_s = end_s - window_s
+        oldest = min((pieces[0].start_s for _, pieces in every if pieces), default=end_s)
+        begin_s = max(end_s - window_s, oldest)
         shown = [{"who": who, "pieces": self._lane(who, begin_s, end_s)} for who in names[offset : offset + limit]]
         return {"total": len(names), "begin_s": begin_s, "end_s": end_s, "rows": shown}
 
@@ -99,9 +100,14 @@ class Lanes:
     def _mark(self, line: dict[str, Any]) -> None:
         """A death or a birth."""
         kind, detail, at_s = str(line.get("kind")), line.get("detail"), line.get("time_s")
-        field = DEATHS.get(kind) or BIRTHS.get(kind)
-        if field and isinstance(detail, dict) and isinstance(at_s, int | float) and len(self._marks) < LANES:
-            self._marks[str(detail.get(field))].append((float(at_s), kind in DEATHS))
+        field = DEATHS.get(kind, BIRTHS.get(kind))
+        if (
+            field is not None
+            and isinstance(detail, dict)
+            and isinstance(at_s, int | float)
+            and len(self._marks) < LANES
+        ):
+            self._marks[str(detail.get(field, "learner"))].append((float(at_s), kind in DEATHS))
 
     @staticmethod
     def _new(tail: LineTail) -> Iterator[dict[str, Any]]:

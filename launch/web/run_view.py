@@ -1,4 +1,4 @@
-"""What the page shows of one run: read from its files, and asked from its broker as an observer."""
+"""One run as the page shows it: read from its files, and asked from its broker as an observer."""
 
 import logging
 import re
@@ -119,7 +119,7 @@ class RunView:
             self.state, self._encoded = state, encoded
 
     def news(self, cursor: Cursor) -> dict[str, Any] | None:
-        """What a browser does not have yet; None for nothing."""
+        """The part that a browser does not have yet; None for nothing."""
         with self._lock:
             new: dict[str, Any] = {}
             if cursor.state is not self._encoded and cursor.state != self._encoded:

@@ -12,8 +12,8 @@ from launch.observe.transcript_files import read
 from launch.web.files import inside
 from launch.web.run_view import RunView
 
-ROWS = 200  # of a page at most
-TOKENS, CHARACTERS = 20_000, 400_000  # of a transcript that is sent
+ROWS = 200  # A page has at most so many.
+TOKENS, CHARACTERS = 20_000, 400_000  # A transcript is cut to both.
 PER_TOKEN = ("tokens", "pieces", "logprobs", "ratios", "trained")
 
 

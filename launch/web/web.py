@@ -15,6 +15,7 @@ from launch.web.files import run_of
 from launch.web.guard import LOOPBACK
 from launch.web.run_view import RunView
 
+PORT = 8642
 TRIED = 100  # ports beyond one that is in use
 SHORTEST = 16  # characters of a token
 
@@ -48,7 +49,7 @@ def read_token(file: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--token-file: {file} cannot be read: {error}") from None
     if len(token) < SHORTEST or not token.isascii() or len(token.split()) != 1:
-        raise UsageError(f"--token-file: {file}: expected one word of at least {SHORTEST} ASCII characters")
+        raise UsageError(f"--token-file: {file}: expected at least {SHORTEST} ASCII characters without a space")
     if (mode := file.stat().st_mode & 0o777) & 0o077:
         raise UsageError(f"--token-file: {file} can be read by others than its owner (mode {mode:o}); chmod 600 it")
     return token
@@ -63,10 +64,12 @@ def is_loopback(host: str) -> bool:
 
 def listen(host: str, port: int) -> socket.socket:
     """A bound socket; raises UsageError, which names the next free port, when the port is in use."""
+    if not 0 <= port < 1 << 16:
+        raise UsageError(f"--port: expected 0 to 65535, found {port}")
     try:
         return _bound(host, port)
-    except (OSError, OverflowError) as error:
-        if not isinstance(error, OSError) or error.errno != errno.EADDRINUSE:
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
             raise UsageError(f"--host {host} --port {port}: cannot listen there: {error}") from None
     if free := free_port(host, port + 1):
         raise UsageError(f"--port {port} is in use; the next free one is {free}")

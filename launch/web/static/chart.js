@@ -15,7 +15,7 @@ export function ticks(low, high, count) {
 }
 
 export class Chart {
-  /** spec: title, unit, lines [{metric, label, add: a metric that is the half width of a band}], bound(run), points(run), zero. */
+  /** spec: title, unit, lines [{metric, label, add: a metric that is the half width of a band}], bound(run), points(run), zero, cut: peaks. */
   constructor(spec) {
     this.spec = spec;
     this.legend = h("div", { class: "legend" });
@@ -93,12 +93,18 @@ export class Chart {
     const x0 = Math.min(...xs), x1 = Math.max(...xs, x0 + 1);
     let y0 = Math.min(...all.map((point) => point.low), ...bounds, this.spec.zero ? 0 : Infinity);
     let y1 = Math.max(...all.map((point) => point.high), ...bounds);
+    const usual = all.map((point) => point.high).sort((a, b) => a - b)[Math.floor(all.length * 0.95)] * 2;
+    const cut = this.spec.cut && usual > y0 && y1 > 2 * usual;
+    if (cut) {
+      y1 = usual;
+      this.legend.append(h("span", {}, "peaks are cut"));
+    }
     const space = (y1 - y0 || Math.abs(y1) || 1) * 0.05;
     if (!(this.spec.zero && y0 === 0)) y0 -= space;
     y1 += space;
     const inner = { left: PAD.left, width: width - PAD.left - PAD.right, top: PAD.top, height: height - PAD.top - PAD.bottom };
     const X = (x) => inner.left + ((x - x0) / (x1 - x0)) * inner.width;
-    const Y = (y) => inner.top + (1 - (y - y0) / (y1 - y0)) * inner.height;
+    const Y = (y) => inner.top + (1 - (Math.min(y, y1) - y0) / (y1 - y0)) * inner.height;
     this.scale = { x0, x1, left: inner.left, width: inner.width, drawn, Y, X };
     const axes = s("g", { class: "axes" });
     for (const tick of ticks(y0, y1, 4)) {

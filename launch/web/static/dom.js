@@ -28,6 +28,7 @@ export function number(value, digits = 3) {
 
 export function duration(seconds) {
   if (typeof seconds !== "number") return "–";
+  if (seconds < 0.1) return `${Math.round(seconds * 1000)} ms`;
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
   if (seconds < 120) return `${Math.round(seconds)} s`;
   return seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;

@@ -15,15 +15,16 @@ const evaluations = (run) => {
   return found;
 };
 const CHARTS = [
-  { title: "Reward", wide: true, lines: [{ metric: "reward_mean", label: "mean, band: standard deviation", add: "reward_std" }], points: evaluations },
+  { title: "Reward", unit: "mean, and its band of one standard deviation", wide: true, lines: [{ metric: "reward_mean", label: "mean", add: "reward_std" }], points: evaluations },
   { title: "Staleness of trained tokens", unit: "versions", zero: true, lines: [{ metric: "staleness_max", label: "largest" }, { metric: "staleness_mean", label: "mean" }], bound: (run) => run.state.bound },
-  { title: "Seconds of a step", unit: "s", zero: true, lines: [{ metric: "step_s", label: "whole" }, { metric: "train_s", label: "training" }, { metric: "learner_idle_s", label: "waiting for groups" }, { metric: "publish_s", label: "publish" }] },
+  { title: "Seconds of a step", unit: "s", zero: true, cut: true, lines: [{ metric: "step_s", label: "whole" }, { metric: "train_s", label: "training" }, { metric: "learner_idle_s", label: "waiting for groups" }, { metric: "publish_s", label: "publish" }] },
   { title: "Entropy", unit: "nat", lines: [{ metric: "entropy", label: "mean" }] },
   { title: "Effective sample size", unit: "share", lines: [{ metric: "effective_sample_fraction", label: "share" }] },
-  { title: "Gradient norm", zero: true, lines: [{ metric: "grad_norm", label: "norm" }] },
+  { title: "Gradient norm", zero: true, cut: true, lines: [{ metric: "grad_norm", label: "norm" }] },
   { title: "Loss", lines: [{ metric: "loss", label: "loss" }] },
   { title: "Sampled tokens per sample", unit: "tokens", zero: true, lines: [{ metric: "length_mean", label: "mean" }] },
   { title: "Mismatch of log-probabilities", unit: "nat", zero: true, lines: [{ metric: "mismatch_abs_mean", label: "mean" }] },
+  { title: "Samples cut at a limit", unit: "share", zero: true, lines: [{ metric: "truncated_fraction", label: "share" }] },
 ];
 
 export class Overview {
@@ -65,7 +66,7 @@ const list = (rows) => h("dl", {}, rows.filter(([, value]) => value !== undefine
 
 function figures(state) {
   const done = state.steps ? `${number(state.steps)}${state.wanted ? ` of ${number(state.wanted)}` : ""}` : "none yet";
-  return card("Now", list([["steps", done], ...Object.entries(state.figures ?? {})]));
+  return card("Now", list([["steps", done], ...Object.entries(state.figures ?? {}).map(([name, text]) => [name, text.replaceAll("  ", " · ")])]));
 }
 
 function staleness({ ages, bound }) {
@@ -74,13 +75,13 @@ function staleness({ ages, bound }) {
   const most = Math.max(...counts, 1);
   const rows = total ? AGES.map((age, i) => {
     const beyond = typeof bound === "number" && (OLDEST[i - 1] ?? -1) >= bound;
-    return h("tr", { class: beyond ? "beyond" : "" }, h("th", { scope: "row" }, age),
+    return h("tr", { class: beyond ? "beyond" : "" }, h("th", { scope: "row" }, age + (typeof bound === "number" && OLDEST[i] >= bound && !beyond ? " (bound)" : "")),
       h("td", { class: "bar" }, h("span", { "width%": (100 * (counts[i] ?? 0)) / most })),
-      h("td", { class: "right" }, `${(100 * (counts[i] ?? 0) / total).toFixed(1)} %`),
-      h("td", { class: "quiet" }, typeof bound === "number" && OLDEST[i] >= bound && !beyond ? "bound" : beyond && counts[i] ? "beyond the bound" : ""));
+      h("td", { class: "right" }, `${(100 * (counts[i] ?? 0) / total).toFixed(1)} %`));
   }) : [h("tr", {}, h("td", {}, "no trained tokens yet"))];
   const caption = `Trained tokens of the newest steps, bound ${bound ?? "unknown"}`;
-  return card("Staleness", table(caption, [["versions"], [""], ["share", "right"], [""]], rows));
+  const late = counts.some((count, i) => count && typeof bound === "number" && (OLDEST[i - 1] ?? -1) >= bound);
+  return card("Staleness", table(caption, [["versions"], [""], ["share", "right"]], rows), late ? h("p", { class: "urgent" }, "Some tokens are beyond the bound.") : "");
 }
 
 function weights({ learner, versions = [], states = {} }) {
