@@ -71,9 +71,13 @@ class Page:
         return found["result"].get("value")
 
     def until(self, script: str) -> Any:
-        """The first true value of an expression."""
+        """The first true value of an expression; one that throws, because the page is not there yet, is not true."""
+
+        def told() -> str:
+            return f"{self.errors}\n{self.text()[:3000]}"
+
         return until(
-            lambda: self.get(script), script, every_s=0.02, told=lambda: f"{self.errors}\n{self.text()[:3000]}"
+            lambda: self.get(f"(() => {{ try {{ return {script} }} catch {{ return null }} }})()"), script, told=told
         )
 
     def text(self) -> str:

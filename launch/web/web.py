@@ -4,6 +4,7 @@ import argparse
 import errno
 import ipaddress
 import logging
+import signal
 import socket
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def command(args: argparse.Namespace) -> int:
     options = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1, ws="none"
     )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # uvicorn raises a signal again after it has shut down
     uvicorn.Server(options).run(sockets=[listener])
     return 0
 

@@ -38,7 +38,8 @@ def serving(folder: Path, *words: str) -> Iterator[str]:
             yield line.split()[-1].partition("?")[0]
         finally:
             server.terminate()
-            assert server.wait(LIMIT_S) == 0, "SIGTERM ends it, also while a browser listens"
+            server.communicate(timeout=LIMIT_S)
+        assert server.returncode == 0, "SIGTERM ends it, also while a browser listens"
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,9 @@ def test_a_task_leads_to_its_transcript_and_tokens_change_colour(page, address):
     page.has("version 48")
     by_version = page.get(tokens)
     assert by_version[:12] == ["token v0"] * 5 + ["token v1"] * 7 and by_version[12:] == ["token v1"] * 12
-    colours = page.get("[0, 5].map((i) => getComputedStyle(document.querySelectorAll('.policy .token')[i]).backgroundColor)")
+    colours = page.get(
+        "[0, 5].map((i) => getComputedStyle(document.querySelectorAll('.policy .token')[i]).backgroundColor)"
+    )
     assert len(set(colours)) == 2 and "rgba(0, 0, 0, 0)" not in colours
     page.press("c")
     page.until(f"{tokens}.every((name) => /^token r[0-4]$/.test(name))")
@@ -180,7 +183,9 @@ def test_several_runs_are_drawn_side_by_side(page, fixture, tmp_path):
         page.open(address)
         page.until("document.querySelector('.chart').querySelectorAll('path.line').length === 2")
         page.until("document.querySelectorAll('.facts .run').length === 2")
-        colours = page.get("[...document.querySelectorAll('.chart path.line')].slice(0, 2).map((p) => getComputedStyle(p).stroke)")
+        colours = page.get(
+            "[...document.querySelectorAll('.chart path.line')].slice(0, 2).map((p) => getComputedStyle(p).stroke)"
+        )
         assert len(set(colours)) == 2
         page.press("4")
         page.until("document.querySelectorAll('tbody tr').length > 0")
