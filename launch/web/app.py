@@ -177,4 +177,4 @@ def plain(view: RunView) -> str:
 
 
 def _error(code: int, text: str) -> Response:
-    return Response(msgspec.json.encode({"error": text}), code, media_type="application/json")
+    return Response(msgspec.json.encode({"refused": text}), code, media_type="application/json")

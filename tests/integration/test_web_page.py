@@ -197,7 +197,6 @@ def test_several_runs_are_drawn_side_by_side(page, fixture, tmp_path):
 def test_a_browser_without_javascript_gets_a_table(page, address):
     page.call("Emulation.setScriptExecutionDisabled", value=True)
     page.open(address)
-    page.call("Emulation.setScriptExecutionDisabled", value=False)  # for the look at the page, which stays as it is
     page.has("Without JavaScript")
     page.has("of 2 allowed")
 

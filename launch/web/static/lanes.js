@@ -48,8 +48,8 @@ export class Lanes {
     const asked = (this.asked = `api/runs/${this.run.index}/lanes?${words}`);
     const found = await load(asked);
     if (asked !== this.asked) return;
-    this.empty.textContent = found.error ?? (found.total ? "" : "No state is recorded; telemetry.trace_mib turns the trace on.");
-    this.found = found.error || !found.total ? null : found;
+    this.empty.textContent = found.refused ?? (found.total ? "" : "No state is recorded; telemetry.trace_mib turns the trace on.");
+    this.found = found.refused || !found.total ? null : found;
     this.plot.hidden = !this.found;
     if (!this.found) return;
     const { total, rows } = found;

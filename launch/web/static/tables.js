@@ -50,9 +50,9 @@ export class Table {
     const asked = (this.asked = `api/runs/${this.run.index}/${this.view.api}?${words}`);
     const found = await load(asked);
     if (asked !== this.asked) return;
-    if (found.error) {
+    if (found.refused) {
       this.count.textContent = "";
-      this.body.replaceChildren(h("p", { class: "quiet" }, found.error));
+      this.body.replaceChildren(h("p", { class: "quiet" }, found.refused));
       return;
     }
     const { total, rows } = found;
@@ -92,7 +92,7 @@ export async function load(address) {
     const answer = await fetch(address);
     return await answer.json();
   } catch {
-    return { error: "the server does not answer" };
+    return { refused: "the server does not answer" };
   }
 }
 

@@ -27,14 +27,14 @@ export class TranscriptView {
     this.samples.replaceChildren(...rows.map((t) => h("a", { href: `#transcript/${run.index}/${t.serial}/${t.sample}/${t.step ?? ""}`, "aria-current": t === first ? "true" : null }, `sample ${t.sample}, ${t.why.join(" ")}, reward ${number(t.reward)}`)));
     if (!first) {
       this.found = null;
-      this.body.replaceChildren(h("p", { class: "quiet" }, listed.error ?? "No transcript of this task is kept; telemetry.transcripts says which are."));
+      this.body.replaceChildren(h("p", { class: "quiet" }, listed.refused ?? "No transcript of this task is kept; telemetry.transcripts says which are."));
       return;
     }
     const words = new URLSearchParams({ task: first.serial, sample: first.sample, ...(first.step === null ? {} : { step: first.step }) });
     const found = await load(`api/runs/${run.index}/transcript?${words}`);
     if (asked !== this.asked) return;
-    this.found = found.error ? null : found;
-    if (found.error) this.body.replaceChildren(h("p", { class: "quiet" }, found.error));
+    this.found = found.refused ? null : found;
+    if (found.refused) this.body.replaceChildren(h("p", { class: "quiet" }, found.refused));
     else this.draw();
   }
 

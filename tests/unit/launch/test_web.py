@@ -239,7 +239,7 @@ def test_tasks_are_filtered_and_cut_into_pages_by_the_server(recorded):
                      "filter=node-0003": 42, "filter=zzz": 0}  # fmt: skip
     assert len(page.get("/api/runs/0/tasks?limit=100000").json()["rows"]) == 168
     assert page.get("/api/runs/0/tasks?limit=-1").status_code == 400
-    assert "offset" in page.get("/api/runs/0/tasks?offset=1e9").json()["error"]
+    assert "offset" in page.get("/api/runs/0/tasks?offset=1e9").json()["refused"]
 
 
 def test_nodes_are_filtered_by_id_host_and_state(recorded):
