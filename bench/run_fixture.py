@@ -25,7 +25,7 @@ from common.transcripts import Transcript, Turn
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 STEP_S, RESTART_S, STARTS = 2.0, 60.0, 4  # seconds of a step and of a restart; starts of the learner
-GROUPS, SIZE, EVERY, TOKENS = 4, 8, 25, 768  # of a step; steps between checkpoints; sampled tokens of a step
+GROUPS, SIZE, EVERY, TOKENS = 4, 8, 25, 768  # groups of a step, samples of a group, steps to a checkpoint, tokens
 TRACED = 50  # steps in the trace, the newest ones
 CONSTANT = {
     "tokens_expired": 0, "groups": GROUPS, "samples": GROUPS * SIZE, "tokens_trained": TOKENS, "publish_bytes": 1 << 22,
@@ -39,7 +39,7 @@ NOISE = {  # metrics without a trend: least value, and width
     "drift_abs_mean": (2e-3, 2e-3), "advantage_zero_fraction": (0, 0.3), "truncated_fraction": (0, 0.05),
     "publish_s": (0.2, 0.1), "kv_cache_usage": (0.5, 0.3), "length_mean": (20, 8), "seconds_to_active": (0.4, 0.2),
 }  # fmt: skip
-STATES = ("generating", "generating", "flipping", "waiting", "joining")  # of node 0, 1, ...
+STATES = ("generating", "generating", "flipping", "waiting", "joining")  # the nodes take turns
 PROMPT, ENVIRONMENT = "What| is| 4|1|2| +| 3|0|9|?", "\n|Right.| Now| add| 5| <b>|quickly|</b>|."
 POLICY = "<think>| 4|12| +| 309| =| 7|2|1|</think>| 7|21"
 

@@ -122,6 +122,8 @@ class LearnerReport(msgspec.Struct, frozen=True):
     deliveries: Annotated[list[Delivery], Meta(max_length=64)] = []  # the oldest ones that are under way
     deliveries_waiting: Tally = 0  # all that are under way
     host: Text = ""  # the lead rank's machine
+    alarms: Annotated[list[Text], Meta(max_length=64)] = []  # sentences of watch rules whose metric is not well
+    paused: Text = ""  # the sentence of the rule that keeps new versions from the nodes
 
 
 class Attached(msgspec.Struct, frozen=True):

@@ -5,14 +5,12 @@ what it means. Writer, report and status read the same declarations. Fields are 
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Literal, TypeVar, cast, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from common.errors import UsageError
-from common.json_lines import LineFile, lines_of
-from common.process.run_dir import write_atomic
 
 Reduction = Literal["mean", "sum", "max", "last"]
 
@@ -157,27 +155,6 @@ def declarations(kind: type[msgspec.Struct]) -> list[Declaration]:
         extra = cast("dict[str, str]", meta.extra)
         out.append(Declaration(name, extra["unit"], cast("Reduction", extra["reduction"]), meta.description or ""))
     return out
-
-
-class MetricsWriter(LineFile):
-    """Appends one JSON line per step."""
-
-    def __init__(self, path: Path, keep_before_step: int = 0) -> None:
-        """Open for appending; lines of steps >= `keep_before_step` are removed first, as is a torn last line.
-
-        A learner that resumes from step s writes its lines from s again, so the file has one per step.
-        Raises UsageError when `path` is a folder, or may not be written.
-        """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            data = path.read_bytes() if path.exists() else b""
-            lines = lines_of(data, dict[str, Any])
-            kept = [line for line in lines if line.get("step", keep_before_step) < keep_before_step]
-            if (text := b"".join(msgspec.json.encode(line) + b"\n" for line in kept)) != data:
-                write_atomic(path, text)
-            super().__init__(path)
-        except (IsADirectoryError, PermissionError) as error:
-            raise no_file(path, error) from None
 
 
 def read_metrics(path: Path, kind: type[Line]) -> list[Line]:

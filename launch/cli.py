@@ -38,6 +38,7 @@ HANDLERS = {
     "web": "launch.web.web:command",
     "logs": "launch.observe.logs:command",
     "stop": "launch.up.stop:command",
+    "resume": "launch.up.resume:command",
     "export": "launch.results.export:command",
     "replay": "launch.results.replay:command",
     "keys": "launch.keys:command",
@@ -187,6 +188,8 @@ def _add_observing_commands(commands: Commands) -> None:
     logs.add_argument("--lines", type=int, default=50, metavar="N", help="the last N (50), at most 64 KiB")
     stop = _command(commands, "stop", "every role leaves; the same commands continue the job", *job, **place)
     stop.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="how long to wait for them (600)")
+    text = "a job that a watch rule paused or stopped may continue"
+    _command(commands, "resume", text, "run")
     _command(commands, "report", "summary table and plots of a finished or running job", "run")
     _command(commands, "ledger", "what became of every task, also after the job ended", *job, "--json", **place)
     web = _command(commands, "web", "a page in the browser that shows runs live; it changes nothing")

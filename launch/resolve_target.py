@@ -1,10 +1,12 @@
 """From what a person typed, CONFIG, RUN or ADDRESS, to a checked config, a run folder or a broker."""
 
 import argparse
+import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -15,6 +17,7 @@ from common.config.network_checks import fixed_address, split_address
 from common.config.redis_address import is_redis
 from common.config.schema import Config
 from common.errors import UsageError
+from common.json_lines import EventFile
 from common.process.run_dir import CHANGEABLE, OF_A_MACHINE, RunDir, other_values
 
 
@@ -42,6 +45,10 @@ def job_of(args: argparse.Namespace, reader: Reader) -> tuple[Config, RunDir, st
     status = ask_status(args.join, args.join_timeout_s, args.credentials)
     joined = joined_config(status.run.config, args.join, args.overrides)
     config, run = checked(joined, f"the job at {args.join}", runs_episodes, reader)
+    if reader == "learner" and (ignored := without_commands(msgspec.json.decode(status.run.config))):
+        print(f"commands of {', '.join(ignored)} are ignored: only a config file here may set them", file=sys.stderr)
+        with suppress(OSError), closing(EventFile(run.events, "learner")) as events:
+            events.add("watch_commands_ignored", rules=ignored, broker=args.join)
     several = fixed_address(config) if len(config.broker.addresses) > 1 else None
     return config, run, several or args.join
 
@@ -156,9 +163,21 @@ def check_same_job(config: Config, file: str, data: bytes, address: str) -> None
 
 
 def joined_config(data: bytes, address: str, overrides: Sequence[str]) -> Config:
-    """The job's config as the broker at `address` handed it out, with this node's overrides."""
+    """The job's config as the broker at `address` handed it out, without commands, with this machine's overrides."""
     try:
         document = msgspec.json.decode(data)
     except msgspec.DecodeError as error:
         raise UsageError(f"the broker at {address} has no readable config: {error}") from None
+    without_commands(document)
     return build_config(document, f"the config of the broker at {address}", overrides)
+
+
+def without_commands(document: Any) -> list[str]:
+    """Take the commands of watch rules out of a config that came over the network; the rules that had one."""
+    rules = document.get("watch") if isinstance(document, dict) else None
+    found: list[str] = []
+    for number, rule in enumerate(rules if isinstance(rules, list) else ()):
+        if isinstance(rule, dict) and (rule.pop("command", None) or rule.get("do") == "run"):
+            rule["do"] = "warn"
+            found.append(f"watch[{number}]")
+    return found

@@ -47,11 +47,17 @@ def run_node(config: Config, broker_address: str, node_id: str) -> int:
 async def _serve(config: Config, address: str, node_id: str) -> int:
     from common.weights.transports.registry import receivable, require
     from rollout_fleet.engine.engine import Engine
+    from rollout_fleet.engine.profiling import record
     from rollout_fleet.weights.weight_client import WeightClient
 
     require(config.weights.transport)
     digest = hashlib.sha256(f"{config.run.seed} {node_id}".encode()).digest()
-    engine = Engine(config, seed=int.from_bytes(digest[:4], "little") >> 1)  # every node samples with its own seed
+    telemetry = config.telemetry
+    profiles = (
+        RunDir(config.run.dir).profiles if telemetry.profile_steps and node_id in telemetry.profile_nodes else None
+    )
+    seed = int.from_bytes(digest[:4], "little") >> 1  # every node samples with its own
+    engine = Engine(config, seed=seed, profiles=profiles)
     host, status = EnvironmentHost(), OwnStatus(node_id)
     driver = build_driver(config, engine, host)  # a config error shows before anything is started
     access = Access(
@@ -96,6 +102,8 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
         stack.push_async_callback(feed.close)
         if await _started(asyncio.create_task(engine.start()), node):
             status.joining.reached("engine")
+            if profiles is not None:
+                stack.push_async_callback(_end, asyncio.create_task(record(engine, feed, telemetry, node_id)))
         code = await node.run()
         logger.info("node %s is finished with code %d; the engine stops", node_id, code)
         return code
@@ -116,6 +124,11 @@ async def _leave(broker: NodeBroker, status: OwnStatus) -> None:
         logger.info("left the job")
     except SlipstreamError as error:
         logger.warning("could not tell the broker that this node leaves: %s", error)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def _started(starting: asyncio.Task[None], node: Node) -> bool:

@@ -30,7 +30,7 @@ class Stall(msgspec.Struct, frozen=True):
 
 def explain(status: BrokerStatus) -> list[Stall]:
     """Every wait in a job with this status. Those that stop the most come first."""
-    parts = (_store, _learner, _broadcast, _full, _nodes, _groups)
+    parts = (_store, _paused, _learner, _broadcast, _full, _nodes, _groups)
     return [stall for part in parts for stall in part(status)]
 
 
@@ -104,6 +104,14 @@ def _learner(status: BrokerStatus) -> Iterator[Stall]:
     elif learner.state in BUSY and since_s > PROMPT_S:
         waits = f"{learner.waiting_on or 'itself'} ({learner.state})"
         yield Stall(f"learner_{learner.state}", "the learner", waits, since_s, BUSY[learner.state])
+
+
+def _paused(status: BrokerStatus) -> Iterator[Stall]:
+    """A watch rule keeps new versions from the nodes."""
+    learner = status.learner
+    if learner is not None and learner.paused and learner.state not in LEARNER_ENDED:
+        release = f"`slipstream resume {status.run.run_dir}`, or the metric is well again"
+        yield Stall("paused", "nodes", f"the end of a pause in publishing: {learner.paused}", None, release)
 
 
 def _waiting(status: BrokerStatus, learner: LearnerReport, since_s: float) -> Iterator[Stall]:

@@ -93,6 +93,9 @@ def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
     if moe.freeze_router and moe.balance != "none":
         hint = "a frozen router balances nothing"
         yield Problem("learner.moe.balance", "none with learner.moe.freeze_router", hint=hint)
+    ranks = config.learner.world_size
+    if wrong := [rank for rank in config.telemetry.profile_ranks if rank >= ranks]:
+        yield Problem("telemetry.profile_ranks", f"ranks below learner.world_size ({ranks})", f"{wrong[0]}")
     shape = (yield from model_folder_problems(config.model.path)) if "model.path" in read else None
     if shape is not None:
         yield from model_problems(shape, config.learner.parallel)

@@ -7,7 +7,7 @@ found. `key.path=value` overrides are typed as YAML, applied before the check an
 import difflib
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin
@@ -17,10 +17,12 @@ import yaml
 from msgspec import inspect as schema_info
 
 from common.config import strict_yaml
+from common.config.observing import WatchRule
 from common.config.schema import Config, SftConfig
-from common.config.strict_yaml import Document
+from common.config.strict_yaml import Document, parts_of
 from common.config.types import MOST_FLOAT, MOST_INTEGER
-from common.errors import ConfigError, UsageError
+from common.errors import ConfigError, Problem, UsageError
+from common.metrics import StepMetrics
 
 OVERRIDE = "<override>"
 MOST_BITS_SHOWN = 256
@@ -28,11 +30,12 @@ REPLACED = {
     "broker.backend": "broker.store: file or redis takes its place, with broker.redis for it; docs/redis.md",
     "rollout.engine.data_parallel": "use rollout.nodes instead: a node is an engine; docs/layouts.md",
 }
+CONDITIONS = ("below", "above", "drops", "spikes")  # a watch rule has one of them
+OTHERS = re.compile(r"environment/.+|evaluation/[^/]+/\w+")  # metrics whose names only the run knows
 S = TypeVar("S", bound=msgspec.Struct)
 
 # how msgspec names the place of an error, and the field that is unknown or missing there
 _PLACE = re.compile(r" - at `\$\.?(.*)`$")
-_ENTRY = re.compile(r"\[\d+\]$")  # an entry of a list
 _FIELD = re.compile(r"Object (?:contains (unknown)|missing required) field `(.*?)`")
 
 
@@ -65,9 +68,29 @@ def build_config(document: Document, file: str, overrides: Sequence[str] = (), s
         raise UsageError(f"{file} is a config of `slipstream up`: a warm start has no rollout")
     overridden = {_apply_override(document, word, schema) for word in overrides}
     try:
-        return msgspec.convert(document, schema)
+        config = msgspec.convert(document, schema)
     except msgspec.ValidationError as error:
         raise _rewritten(str(error), document, file, overridden, schema) from None
+    for number, rule in enumerate(config.watch if isinstance(config, Config) else []):
+        for problem in rule_problems(f"watch[{number}]", rule):
+            raise ConfigError(OVERRIDE if "watch" in overridden else file, *problem)
+    return config
+
+
+def rule_problems(at: str, rule: WatchRule) -> Iterator[Problem]:
+    """Why a watch rule, at the key path `at`, makes no sense."""
+    known = [field.name for field in msgspec.structs.fields(StepMetrics) if get_args(field.type)[0] in (int, float)]
+    if rule.metric not in known and not OTHERS.fullmatch(rule.metric):
+        near = nearest(rule.metric, known)
+        hint = f"did you mean '{near}'?" if near else "docs/metrics.md lists them"
+        yield Problem(f"{at}.metric", "a metric that is one number", describe_value(rule.metric), hint)
+    found = [name for name in CONDITIONS if getattr(rule, name) is not None]
+    if len(found) != 1:
+        yield Problem(at, f"exactly one of {', '.join(CONDITIONS)}", " and ".join(found) or "none of them")
+    if rule.do == "run" and not rule.command:
+        yield Problem(f"{at}.command", "the words of a command, for do: run", "nothing")
+    if rule.do != "run" and rule.command:
+        yield Problem(f"{at}.do", "run, for a rule with a command", describe_value(rule.do))
 
 
 def load_resolved(path: Path) -> Config | SftConfig:
@@ -157,7 +180,7 @@ def _looks_like_sft(document: Document) -> bool:
 def _apply_override(document: Document, word: str, schema: type[msgspec.Struct]) -> str:
     """Write one `key.path=value` into `document`; returns the key path."""
     key, equals, text = word.partition("=")
-    if not equals or not key or any(not part for part in key.split(".")):
+    if not equals or "[" in key or any(not part for part in key.split(".")):
         raise UsageError(f"override {word!r}: expected key.path=value, for example run.steps=40")
     kind = schema_info.type_info(_type_of(key, schema))
     try:
@@ -181,7 +204,11 @@ def _type_of(key: str, schema: type[msgspec.Struct]) -> Any:
     """The schema's type at the dotted path of an override; raises ConfigError naming the nearest key."""
     kind: Any = schema
     done: list[str] = []
-    for part in key.split(".") if key else ():
+    for part in parts_of(key):
+        if isinstance(part, int):
+            kind = next(get_args(one)[0] for one in (kind, *get_args(kind)) if get_origin(one) is list)
+            done[-1] += f"[{part}]"
+            continue
         if _is_section(kind):
             fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
             if part not in fields:
@@ -207,10 +234,9 @@ def _rewritten(
         entry_type = get_args(_type_of(key, schema))[1]
         entries = cast("Document", _value_at(document, key))
         key = _join(key, next(name for name, entry in entries.items() if not _converts(entry, entry_type)))
-    key = _ENTRY.sub("", key)
     section = _type_of(key, schema)
     key = _join(key, field[2]) if field else key
-    source = OVERRIDE if any(key == o or key.startswith(o + ".") for o in overridden) else file
+    source = OVERRIDE if any(key == o or key.startswith((f"{o}.", f"{o}[")) for o in overridden) else file
     if field and field[1]:
         return _unknown_key(source, key, section, schema)
     kind = _type_of(key, schema)
@@ -237,7 +263,7 @@ def _unknown_key(file: str, key: str, section: Any, schema: type[msgspec.Struct]
 
 
 def _value_at(document: Document, key: str) -> object:
-    return reduce(operator.getitem, key.split(".") if key else (), cast("Any", document))
+    return reduce(operator.getitem, parts_of(key), cast("Any", document))
 
 
 def _converts(value: object, kind: Any) -> bool:
@@ -277,6 +303,7 @@ def _in_words(kind: schema_info.Type) -> str:
         schema_info.NoneType: "null",
         schema_info.DictType: "a mapping",
         schema_info.AnyType: "any value",
+        schema_info.StructType: "sections",
     }
     return names.get(type(kind), type(kind).__name__)
 

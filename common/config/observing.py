@@ -52,15 +52,21 @@ class SftEvaluationConfig(Strict, frozen=True, kw_only=True):
 
 
 class WatchRule(Strict, frozen=True, kw_only=True):
-    """What follows when a metric goes astray; docs/watch.md. Exactly one of below, above, drops and spikes is set."""
+    """The action when a metric goes astray; docs/watch.md. Exactly one of below, above, drops and spikes is set."""
 
-    metric: Text  # A metric of docs/metrics.md.
+    metric: Text  # A metric of docs/metrics.md that is one number, or environment/NAME.
     below: Number | None = None  # Acts when the metric is below this.
     above: Number | None = None  # Acts when the metric is above this.
     drops: Fraction | None = None  # Acts when its mean over `steps` has lost this share of the best one so far.
     spikes: PositiveFloat | None = None  # Acts when a value exceeds this many times the median of the last 50 steps.
     steps: Positive = 1  # Consecutive steps that it takes.
-    do: Literal["warn", "pause", "stop", "run"] = "warn"  # pause stops publishing, stop writes a checkpoint first.
+    # pause stops publishing, stop ends the run after a checkpoint, run starts a command.
+    do: Literal["warn", "pause", "stop", "run"] = "warn"
     # Words of the command for do: run. Only a config file on the learner's machine may set it.
     command: list[Text] = []
     timeout_s: Seconds = 60.0  # Longest duration of that command.
+
+    @property
+    def upper(self) -> bool:
+        """Whether large values are what it is about."""
+        return self.above is not None or self.spikes is not None

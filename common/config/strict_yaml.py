@@ -42,16 +42,29 @@ def load(text: str) -> object:
 
 
 def line_of(text: str, key: str) -> int | None:
-    """The line, from 1, of a dotted key path in YAML that parses; of the nearest section above it when it is absent."""
+    """The line, from 1, of a key path in YAML that parses; of the nearest section above it when it is absent."""
     node: Any = cast("Any", yaml.compose(text, Loader=_Loader))  # pyright: ignore[reportUnknownMemberType]
     line: int | None = None
-    for part in key.split("."):
-        pairs: list[tuple[Any, Any]] = node.value if isinstance(node, yaml.MappingNode) else []
-        found = next(((name, value) for name, value in pairs if name.value == part), None)
-        if found is None:
+    for part in parts_of(key):
+        if isinstance(part, int):
+            entries: list[Any] = node.value if isinstance(node, yaml.SequenceNode) else []
+            found = [(entry, entry) for entry in entries[part : part + 1]]
+        else:
+            pairs: list[tuple[Any, Any]] = node.value if isinstance(node, yaml.MappingNode) else []
+            found = [pair for pair in pairs if pair[0].value == part]
+        if not found:
             break
-        line, node = found[0].start_mark.line + 1, found[1]
+        line, node = found[0][0].start_mark.line + 1, found[0][1]
     return line
+
+
+def parts_of(key: str) -> list[str | int]:
+    """'watch[1].metric' as ['watch', 1, 'metric']."""
+    out: list[str | int] = []
+    for word in key.split(".") if key else ():
+        name, _, indices = word.removesuffix("]").partition("[")
+        out += [name, *map(int, indices.split("][") if indices else ())]
+    return out
 
 
 def parse_mapping(text: str, file: str) -> Document:

@@ -158,7 +158,7 @@ def processes(seen: Observation) -> RenderableType:
         work = f"{node.leases} leases, {report.tokens_per_s:,.0f} tokens/s"
         detail = f"{report.waiting_on}  ({work})" if report.waiting_on else work
         table.add_row(report.node_id, str(report.pid), _state(state), str(report.policy_version), since, detail)
-    return table
+    return Group(table, *(Text(alarm, "red") for alarm in (learner.alarms if learner is not None else ())))
 
 
 def plain_line(config: Config, seen: Observation | None, tail: MetricsTail) -> str:

@@ -205,6 +205,7 @@ def _config(config: Config, file: str, folder: Path, last: int, overrides: Seque
         learner=replace(config.learner, machines=1, optimizer=optimizer, checkpoint=checkpoint),
         broker=replace(config.broker, store="file", redis=None, address="tcp://127.0.0.1:0", credentials=None),
         weights=replace(config.weights, address="127.0.0.1", canary_every=0),
+        watch=[],  # the steps that made a rule act are to be trained
     )
     return checked(build_config(msgspec.to_builtins(own), file, overrides), file, environment=False)[0]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from common.errors import EXIT_USAGE, EXITS_FOR_GOOD, SlipstreamError, UsageError
+from common.errors import EXIT_HOPELESS, EXIT_USAGE, EXITS_FOR_GOOD, HopelessError, SlipstreamError, UsageError
 from common.process.lifecycle import SUPERVISOR_ENV
 from common.process.logs import last_lines
 from launch.up.core_pinning import Cores
@@ -188,7 +188,8 @@ def end_error(role: Role) -> SlipstreamError:
         return UsageError(f"{name}: {lines[-1]}")
     tries = f" after {role.restarts} restarts" if role.restarts else ""
     how, shown = describe_exit(role.exit_code), "".join(f"\n  {line}" for line in lines)
-    return SlipstreamError(f"{name} failed{tries}: {how}; the end of its log, {role.spec.log}:{shown}")
+    kind = HopelessError if role.exit_code == EXIT_HOPELESS else SlipstreamError
+    return kind(f"{name} failed{tries}: {how}; the end of its log, {role.spec.log}:{shown}")
 
 
 def pin(pid: int, cores: frozenset[int]) -> None:

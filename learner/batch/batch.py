@@ -8,7 +8,7 @@ Both run on every rank from the same bytes, so every rank has the same batch.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -168,7 +168,7 @@ def assemble(groups: Sequence[Group], step: int, config: Config, routing: Routin
             if sample.error is None:
                 found, document = _prepare(sample, step, float(advantage), config, routing)
                 played.append(found)
-                documents += [document] if len(found.ages) else []
+                documents += [replace(document, serial=group.serial)] if len(found.ages) else []
     for group in filtered:  # trains nothing, but tells how the policy does
         whole = (s for s in group.samples if s.error is None)
         played += [_Played(s, int((s.loss_mask.numpy()[1:] > 0).sum()), 0, NO_AGES) for s in whole]

@@ -39,6 +39,7 @@ class Document:
     staleness: np.ndarray | None = None  # [L] int32, or None in supervised tuning
     advantage: float = 0.0
     name: str = ""  # for error messages
+    serial: int = -1  # its task's
     routed_experts: np.ndarray | None = None  # [L, MoE layers, experts per token] int16, -1 where unknown
 
     @property

@@ -31,6 +31,8 @@ class Train(msgspec.Struct, frozen=True, tag="train"):
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """The job was asked to stop: checkpoint and leave."""
 
+    reason: str = ""  # from a watch rule: leave with this error, so that nothing starts the learner again
+
 
 class Fail(msgspec.Struct, frozen=True, tag="fail"):
     """The lead cannot continue; every rank leaves with this error instead of waiting for it."""

@@ -11,7 +11,8 @@ import msgspec
 from common.config.schema import Config, SftConfig
 from common.errors import UsageError
 from common.json_lines import EventFile
-from common.metrics import MetricsWriter, SftMetrics, StepMetrics
+from common.metrics import SftMetrics, StepMetrics
+from common.process.metrics_file import MetricsWriter
 from common.process.run_dir import RunDir, write_json
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
 
@@ -54,6 +55,7 @@ class RunFiles:
         self.incarnation = 0  # which start of the learner this is
         self._metrics: MetricsWriter | None = None
         self._closed = False
+        self.recorded: Callable[[msgspec.Struct], None] = lambda line: None  # gets every line of the metrics
         self.commit: Callable[[int], None] = lambda step: None  # gets the last step of a checkpoint that is durable
 
     def start(
@@ -99,6 +101,7 @@ class RunFiles:
     def record(self, line: StepMetrics | SftMetrics) -> None:
         assert self._metrics is not None
         self._metrics.write(line)
+        self.recorded(line)
 
     def finish_checkpoint(self, state: TrainerState) -> None:
         """Make a written checkpoint durable, after the metrics of its steps; only then commit them."""

@@ -100,6 +100,21 @@ def check_finite(step: int, result: StepResult) -> None:
             )
 
 
+class StallMeter:
+    """Seconds of paused generation over all nodes, from running totals of nodes that come and go."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, float] | None = None
+
+    def advance(self, status: BrokerStatus) -> float:
+        """Seconds since the last call; 0 at the first, whatever earlier learners have caused."""
+        now = {f"{n.report.node_id}/{n.report.pid}": n.report.generation_stall_s for n in status.nodes}
+        before, self._seen = self._seen, now if self._seen is None else {**self._seen, **now}
+        if before is None:
+            return 0.0
+        return sum(max(0.0, total - before.get(node, 0.0)) for node, total in now.items())
+
+
 @dataclass(frozen=True)
 class Step:
     """One optimizer step that is done, for its metrics line."""

@@ -39,6 +39,7 @@ from learner.batch.packing import build, plan
 from learner.checkpoint.folder import TrainerState
 from learner.loop.batch_source import BatchSource, Command, Drain, Fail, Train, decode_command
 from learner.loop.checkpointer import Checkpointer
+from learner.loop.profiling import StepProfiler
 from learner.loop.run_files import RunFiles
 from learner.loop.step_metrics import Step, Times, Totals, check_finite
 
@@ -64,6 +65,7 @@ class Trainer:
         self.version = state.policy_version
         self.totals = Totals(state.tokens_trained_total, state.tokens_wasted_total, state.tokens_masked_total)
         self._checkpoints = Checkpointer(backend, config.learner.checkpoint.asynchronous, files, self.version)
+        self._profiler = StepProfiler(config.telemetry, backend.rank, run_dir.profiles)
         self._untrained = 0
         self._times = Times()
         self.signs = LifeSigns(config.learner.timeout_s)  # a step is one turn of the loop
@@ -89,11 +91,14 @@ class Trainer:
             if isinstance(command, Drain):
                 self._report("draining", "the checkpoint")
                 self._checkpoint(wait=True)
+                if command.reason:
+                    raise HopelessError(command.reason)
                 return "drained"
             if isinstance(command, Fail):
                 raise (HopelessError if command.hopeless else SlipstreamError)(command.reason)
             if isinstance(command, Train):
-                self._turn(command.groups)
+                with self._profiler.around(self.version):
+                    self._turn(command.groups)
         self._checkpoint(wait=True)
         self._report("checkpointing", "the disk: exporting the final model")
         self.backend.save_hf(self.run_dir.model)

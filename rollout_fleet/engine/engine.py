@@ -22,6 +22,7 @@ from common.errors import SlipstreamError, UsageError
 from common.rollouts import VersionRun
 from rollout_fleet.engine import scheduler_stats
 from rollout_fleet.engine.environment_variables import prepare_environment
+from rollout_fleet.engine.profiling import profiler_config
 from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation
 from rollout_fleet.vllm_patches import shared_files
 from rollout_fleet.vllm_patches.flip import salt
@@ -43,6 +44,7 @@ class Engine:
         weights: Literal["random", "folder"] = "random",
         stop_token_ids: list[int] | None = None,  # that end a generation; None: the folder's end-of-sequence tokens
         seed: int | None = None,  # the sampler's; None: the config's. Give every node its own.
+        profiles: Path | None = None,  # folder of profiles; None: it can take none
     ) -> None:
         """Nothing is started yet.
 
@@ -50,7 +52,7 @@ class Engine:
         those of the model folder (version -1).
         """
         self._config = config
-        self._random = weights == "random"
+        self._random, self._profiles = weights == "random", profiles
         self._seed = config.run.seed if seed is None else seed
         self.stop_token_ids = end_tokens(Path(config.model.path)) if stop_token_ids is None else stop_token_ids
         self.counters = EngineCounters()
@@ -111,6 +113,10 @@ class Engine:
         self.counters.prompt_tokens += len(prompt_ids)
         self.counters.cached_tokens += output.num_cached_tokens or 0
         return generation
+
+    async def profile(self, name: str | None) -> None:
+        """Begin a profile whose files begin with `name`; None: write it, while the engine waits. Raises as vLLM."""
+        await (self._llm.stop_profile() if name is None else self._llm.start_profile(name))
 
     async def shutdown(self) -> None:
         """Abort what runs and end the engine's processes; safe to call twice."""
@@ -207,6 +213,8 @@ class Engine:
             arguments["distributed_executor_backend"] = "uni" if engine.devices == 1 else "mp"
         else:
             arguments["moe_backend"] = "triton"  # others reorder the experts when loaded: no updates in place, no proof
+        if self._profiles is not None:
+            arguments["profiler_config"] = profiler_config(self._profiles)
         return arguments | engine.extra
 
 

@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 
+from broker.journal.recording import open_recording
+from common.errors import EXIT_HOPELESS
+from launch.cli import parse
+from launch.resolve_target import config_of, find_run
+from launch.results.replay import plan_replay
 from tests.integration.jobs.job_rig import (
     GROUPS,
     Command,
@@ -129,8 +134,21 @@ def test_an_interrupted_job_goes_on_and_one_killed_whole_loses_nothing(assets, t
         assert survivors(processes) == []
     assert metrics(run_dir)[-1]["incarnation"] == 1
 
-    with Command(tmp_path, "third", "up", str(config), often) as up:
-        until("a step of the third learner", lambda: metrics(run_dir)[-1]["incarnation"] == 2, up)
-        up.signal(signal.SIGINT)
-        assert up.wait() == 0, up.output()
+    rule = "watch=[{metric: incarnation, above: 1, do: stop}]"
+    for name in ("third", "fourth"):
+        with Command(tmp_path, name, "up", str(config), often, rule) as up:
+            assert up.wait() == EXIT_HOPELESS, up.output()
+        assert "stopped by watch[0]: incarnation was 2, above 1 at step" in up.output()
     assert_trained_exactly_once(run_dir, len(metrics(run_dir)))
+    stopped_at = len(metrics(run_dir)) - 1  # by the third one at its first step; the fourth one refused to train
+    (found,) = [event["detail"] for event in events(run_dir) if event["kind"] == "watch"]
+    assert (found["rule"], found["step"], found["value"], found["do"]) == ("watch[0]", stopped_at, 2.0, "stop")
+    assert (run_dir / "checkpoints" / f"step-{stopped_at + 1:06d}").is_dir()
+    learner = status(run_dir)["learner"]
+    assert learner["state"] == "failed" and "stopped by watch[0]" in learner["waiting_on"]
+    assert {e["detail"]["role"] for e in events(run_dir) if e["kind"] == "role_restarted"} == {"broker"}
+    words = parse(found["replay"].split()[1:])
+    run = find_run(words.run)
+    with open_recording(run, config_of(run)) as recording:
+        plan = plan_replay(run, config_of(run), recording, words.first, words.last, None, ())
+    assert list(plan.steps) == [stopped_at], "from the checkpoint that the step began with"

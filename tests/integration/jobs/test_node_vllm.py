@@ -3,6 +3,7 @@
 The node serves both environments through one class beside the test's config. Tests run in order; the last one drains.
 """
 
+import gzip
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -112,6 +113,7 @@ class Job:
                 "engine": {"max_model_len": 160, "max_num_seqs": 32, "kv_cache_mib": 32, "eager": True},
             },
             "broker": {"lease_s": 30, "heartbeat_s": 0.2},
+            "telemetry": {"profile_steps": [1, 7], "profile_nodes": ["n0"]},
         }  # fmt: skip
 
     def until(self, found: Callable[[], Any]) -> Any:
@@ -249,6 +251,14 @@ def test_environments_that_raise_or_hang_fail_their_groups_and_not_the_node(job:
     assert "timeout" in entries[1].reason and "10 s" in entries[1].reason
     status = job.status()
     assert status is not None and status.alive and status.waste["failed"].tokens > 0
+
+
+def test_the_engine_was_profiled_while_it_had_a_chosen_version(job: Job) -> None:
+    (path,) = job.until(lambda: list((job.folder / "run/profiles").glob("*.json.gz")))
+    assert path.name.startswith("rollout-n0-step-1_")
+    names = [event.get("name", "") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]]
+    assert any(name.startswith("execute_context") for name in names), "an engine step"
+    assert "aten::linear" in names
 
 
 def test_sigterm_drains_the_node_and_leaves_no_process_behind(job: Job) -> None:

@@ -1,6 +1,8 @@
 """A learner killed with -9, or drained, and started again ends with bitwise the weights of one that was not."""
 
 import contextlib
+import gzip
+import json
 import random
 import signal
 import time
@@ -70,6 +72,8 @@ def test_killed_with_9_at_any_moment_of_a_save_it_resumes_from_the_one_before(
 
 def test_two_ranks_drain_on_sigterm_and_go_on_where_they_stopped(tmp_path: Path, model: Path) -> None:
     job = Job(tmp_path / "job", model, {"world_size": 2, "parallel": {"tensor": 2}})
+    with job.config.open("a") as config:
+        config.write("telemetry: {profile_steps: [1], profile_ranks: [1], profile_nodes: [elsewhere]}\n")
     with job.served() as client:
         with job.learner(ranks=2) as learner:
             until("two steps", lambda: len(job.lines()) >= 2, learner)
@@ -83,6 +87,12 @@ def test_two_ranks_drain_on_sigterm_and_go_on_where_they_stopped(tmp_path: Path,
         assert_delivered_once(client.ledger())
     job.assert_every_step_once()
     assert all(line.staleness_max <= 2 for line in job.lines())
+    (profile,) = job.run.profiles.iterdir()
+    assert profile.name == "learner-1-step-1.json.gz"
+    recorded = Counter(event.get("name") for event in json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"])
+    assert [recorded[f"step {step}"] for step in range(3)] == [0, 1, 0]
+    assert len([name for name in recorded if name and name.startswith("Optimizer.step#")]) == 1
+    assert recorded["aten::mm"] > 0 and recorded["gloo:all_reduce"] > 0
 
 
 def test_two_ranks_killed_with_9_filter_the_same_groups_again(tmp_path: Path, model: Path) -> None:

@@ -61,6 +61,11 @@ CASES: dict[str, tuple[Any, ...]] = {  # status; kind, who, what for, since, unt
         "groups for step 7: 1 of 4 ready, 1 being generated (n0 task 30: 6 of 8 samples, 1,500 tokens)", 4.5,
         "3 more of them are finished",
     ),
+    "a watch rule keeps new versions from the nodes": (
+        status_of(NODE, learner=learner(state="training", paused="watch[0]: loss was 9, above 3 at step 6")),
+        "paused", "nodes", "the end of a pause in publishing: watch[0]: loss was 9, above 3 at step 6", None,
+        "`slipstream resume /runs/demo`, or the metric is well again",
+    ),
     "of many groups those nearest to their end are named": (
         status_of(node(groups=[GroupWork(30 + i, 8, finished=i) for i in range(6)])),
         "groups", "the learner",

@@ -21,6 +21,7 @@ REFUSED = """
 learner: {world_size: 3, parallel: {tensor: 2}} | learner.world_size | a multiple of 2
 learner: {world_size: 8, parallel: {tensor: 8}} | learner.parallel.tensor | 4 attention heads
 learner: {world_size: 2, parallel: {expert: 2}} | learner.parallel.expert | no experts
+telemetry: {profile_ranks: [0, 3]} | telemetry.profile_ranks | expected ranks below learner.world_size (1), found 3
 learner: {moe: {balance: aux_loss}} | learner.moe.balance | no experts
 learner: {moe: {balance: bias}} | learner.moe.balance | no experts
 learner: {moe: {replay_routing: true}} | learner.moe.replay_routing | no experts

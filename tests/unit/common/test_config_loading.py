@@ -132,6 +132,50 @@ def test_a_wrong_key_is_named_with_its_line(write, text, line):
 
 
 @pytest.mark.parametrize(
+    ("rule", "line", "key", "expected", "found", "hint"),
+    [
+        ("metric: rewrd_mean\n  below: 1", 7, "metric", "one number", "'rewrd_mean'", "did you mean 'reward_mean'?"),
+        ("below: 1\n  metric: mismatch_by_age", 8, "metric", "one number", "'mismatch_by_age'", "'mismatch_abs_mean'"),
+        ("metric: loss\n  belov: 1", 8, "belov", "a known key", "unknown key 'belov'", "did you mean 'below'?"),
+        ("metric: loss\n  above: 1\n  do: stpo", 9, "do", "one of", "'stpo'", "did you mean 'stop'?"),
+        ("metric: loss\n  above: 1\n  do: run", 7, "command", "the words of a command", "nothing", ""),
+        ("metric: loss\n  above: 1\n  command: [ls]", 7, "do", "run, for a rule with a command", "'warn'", ""),
+        ("metric: loss\n  above: 1\n  do: run\n  command: [ls, 3]", 10, "command[1]", "text", "3 (integer)", ""),
+        ("metric: loss\n  steps: 0", 8, "steps", "an integer >= 1", "0 (integer)", ""),
+        ("below: 1", 7, "metric", "text", "nothing", "this key is required"),
+        ("metric: loss", 7, "", "exactly one of below, above, drops, spikes", "none of them", ""),
+        ("metric: loss\n  below: 1\n  spikes: 3", 7, "", "exactly one of", "below and spikes", ""),
+        ("3", 7, "", "a section with the keys metric, below", "3 (integer)", ""),
+    ],
+)
+def test_a_wrong_watch_rule_is_named_with_its_place_in_the_list_and_its_line(
+    write, rule, line, key, expected, found, hint
+):
+    error = error_of(write(f"{MINIMAL}watch:\n- {{metric: reward_mean, drops: 0.5}}\n- {rule}\n"))
+    assert (error.key, error.line) == (f"watch[1].{key}".removesuffix("."), line)
+    assert expected in error.expected and found in error.found and hint in (error.hint or "")
+    assert error.exit_code == EXIT_USAGE
+
+
+def test_watch_rules_can_be_overridden_as_a_whole(write):
+    path = write(MINIMAL + "watch: [{metric: rewrd, below: 1}]")
+    assert load_config(path, ["watch=[]"]).watch == []
+    (rule,) = load_config(path, ["watch=[{metric: environment/solved, below: 0.1, do: stop}]"]).watch
+    assert (rule.metric, rule.below, rule.do) == ("environment/solved", 0.1, "stop")
+    error = error_of(path, "watch=[{metric: los, below: 1}]")
+    assert (error.file, error.key, error.hint) == (OVERRIDE, "watch[0].metric", "did you mean 'loss'?")
+    with pytest.raises(UsageError, match=r"key\.path=value"):
+        load_config(path, ["watch[0].metric=loss"])
+
+
+def test_an_entry_of_any_list_is_named(write):
+    error = error_of(write(MINIMAL + "telemetry:\n  sinks:\n  - wandb\n  - tensorbord\n"))
+    assert (error.key, error.line, error.hint) == ("telemetry.sinks[1]", 8, "did you mean 'tensorboard'?")
+    assert error_of(write(MINIMAL + "broker: {address: [a, 3]}")).key == "broker.address[1]"
+    assert "a list of sections" in error_of(write(MINIMAL + "watch: 3")).expected
+
+
+@pytest.mark.parametrize(
     ("text", "where", "problem"),
     [
         ("run: {name: a\nmodel: }{", "line 2", "expected"),

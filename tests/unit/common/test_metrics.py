@@ -7,7 +7,8 @@ import pytest
 
 from common.errors import UsageError
 from common.json_lines import read_jsonl
-from common.metrics import MetricsWriter, SftMetrics, StepMetrics, declarations, read_metrics
+from common.metrics import SftMetrics, StepMetrics, declarations, read_metrics
+from common.process.metrics_file import MetricsWriter
 from tests.unit.broker.durable_rig import full_disk
 
 # other programs rely on these

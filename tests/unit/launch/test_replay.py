@@ -11,6 +11,7 @@ from broker.delivery.task_table import Entry
 from broker.journal.file_store.store import open_file_store
 from broker.journal.recording import Recording, open_recording, preloaded
 from common.config.loading import load_config
+from common.config.observing import WatchRule
 from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError
 from common.metrics import StepMetrics
@@ -74,8 +75,10 @@ def test_from_a_checkpoint_to_the_last_step_that_follows_without_a_gap(run: RunD
 
 def test_the_config_computes_the_same_and_serves_nobody(run: RunDir, config: Config, tmp_path: Path) -> None:
     out = tmp_path / "elsewhere"
+    config = msgspec.structs.replace(config, watch=[WatchRule(metric="loss", above=0.0, do="run", command=["page"])])
     plan = plan_replay(run, config, recording(3, 4), 3, None, str(out), ["learner.optimizer.lr=0.5"])
     found = plan.config
+    assert found.watch == [], "the steps that made a rule act are to be trained"
     assert (found.run.dir, found.run.steps, found.learner.optimizer.lr) == (str(out), 5, 0.5)
     assert found.learner.optimizer.decay_steps == 100  # the schedule ended with run.steps
     assert (found.broker.address, found.weights.canary_every) == ("tcp://127.0.0.1:0", 0)

@@ -136,13 +136,27 @@ class RecordingPublisher:
     fatal: str | None = None
     canary_owed: bool = False
     closed: bool = False
+    holds: set[str] = field(default_factory=set)  # reasons; nodes see none of the versions after them
+    seen: int = -1  # the newest version that nodes may have
 
     def start(self) -> str:
         return "memory"
 
+    def hold(self, reason: str) -> None:
+        self.holds.add(reason)
+
+    def release(self, reason: str) -> None:
+        self.holds.discard(reason)
+        self._let_out()
+
+    def _let_out(self) -> None:
+        if not self.holds and self.versions:
+            self.seen = self.versions[-1]
+
     def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> PublishReceipt:
         self.tables[version] = dict(named)["table"].clone()
         self.versions.append(version)
+        self._let_out()
         if canary is not None:
             self.canaries[version] = canary
         return PublishReceipt(version, self.tables[version].nbytes, 0.0)
@@ -171,7 +185,7 @@ class Fleet:
 
     @property
     def version(self) -> int:
-        return max(0, self.publisher.versions[-1] - self.lag) if self.publisher.versions else -1
+        return max(0, self.publisher.seen - self.lag) if self.publisher.seen >= 0 else -1
 
     def work(self) -> None:
         asyncio.run(self._work())

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from broker.contract import BrokerStatus, HeartbeatReply, LearnerReport, NodeReport
 from common.errors import BrokerUnreachable
-from learner.loop.lead_rank import StallMeter
 from learner.loop.status_reporter import SHOWN_DELIVERIES, Reporter
+from learner.loop.step_metrics import StallMeter
 from learner.publish.figures import Undelivered
 from tests.launch_rig import node_status, status_of
 from tests.unit.learner.loop_fakes import MakeWorld

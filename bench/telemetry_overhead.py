@@ -1,0 +1,98 @@
+"""CPU time of learner and node with all that observes a job, against nothing: python bench/telemetry_overhead.py.
+
+- on: transcripts and trace as by default, TensorBoard and Prometheus fed, and with `--page 1` the live page
+- off: no transcripts, no trace, no sinks, no page
+
+A pair is two real jobs with the assets of the quickstart, and the pairs take turns in which is first. A job is
+synchronous, so a step's groups are generated and trained on between two lines of metrics.jsonl. The learning rate is
+almost zero, so every step samples from the same random policy, and no run learns to write less than the other. The
+model is tiny, so observing costs a larger share than with any real one.
+
+CPU is user and system time of the learner's rank and of the node, all threads and children included. It counts from
+line WARM of metrics.jsonl for `--steps` steps. Starting is not in it, nor are the processes that feed sinks and page.
+The broker's CPU stands beside it.
+
+Writes bench/results/telemetry_overhead.json. Short mode: --pairs 1 --steps 10.
+"""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import harness
+import psutil
+
+from bench.figures import ROOT, ratios
+from tests.waiting import until
+
+WARM = 5  # steps before the first look
+FIXED = ("staleness.max=0", "learner.optimizer.lr=1e-12", "learner.checkpoint.every=100000", "rollout.nodes=1")
+WAYS = {
+    "on": ("telemetry.sinks=[tensorboard,prometheus]",),
+    "off": ('telemetry.transcripts="off"', "telemetry.trace_mib=0", "telemetry.sinks=[]"),
+}
+
+
+def job(way: str, number: int, scratch: Path, steps: int, page: bool) -> dict[str, float]:
+    """CPU seconds of a job's roles over `steps` steps, and the tokens that these steps sampled."""
+    assets, run = scratch / "assets", scratch / f"{number}-{way}"
+    paths = (f"run.dir={run}", f"model.path={assets}/model", f"tasks.dataset={assets}/addition/train.jsonl")
+    words = (*paths, f"run.steps={WARM + steps + 2}", "tasks.eval_dataset=null", *FIXED, *WAYS[way])
+    command = [sys.executable, "-m", "launch.cli", "up", "configs/quickstart.yaml", *words]
+    command += ["--web"] * (page and way == "on")
+    with (scratch / f"{number}-{way}.log").open("wb") as log:
+        paths_of = {**os.environ, "PYTHONPATH": str(ROOT)}
+        up = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=paths_of)
+    try:
+        first, last = (cpu_at(run, line, up) for line in (WARM, WARM + steps))
+        up.send_signal(signal.SIGINT)
+        up.wait(harness.PATIENCE_S)
+    finally:
+        up.kill()
+    lines = harness.read(run).lines[WARM : WARM + steps]
+    used = {f"{role}_s": last[role] - first[role] for role in first}
+    tokens = sum(line["length_mean"] * line["samples"] for line in lines)
+    return {"cpu_s": used["learner_s"] + used["node_s"], **used, "tokens": tokens}
+
+
+def cpu_at(run: Path, lines: int, up: subprocess.Popen[bytes]) -> dict[str, float]:
+    """CPU seconds of each role when metrics.jsonl has so many lines; raises AssertionError when the job ends before."""
+
+    def check() -> None:
+        assert up.poll() is None, f"the job ended with {up.returncode}; see {run}.log"
+
+    metrics = run / "metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= lines, f"{lines} steps", 1200, check=check)
+    joins = [event["detail"]["pid"] for event in harness.json_lines(run / "events.jsonl") if event["kind"] == "join"]
+    pids = {name: [json.loads((run / f"{name}.json").read_text())["pid"]] for name in ("learner", "broker")} | {
+        "node": joins
+    }
+    return {role: sum(map(family_cpu_s, found)) for role, found in pids.items()}
+
+
+def family_cpu_s(pid: int) -> float:
+    process = psutil.Process(pid)
+    return sum(map(harness.cpu_s, [process, *process.children(recursive=True)]))
+
+
+def main() -> None:
+    options = harness.parser(__doc__, pairs=10, steps=60, page=1).parse_args()
+    scratch = harness.scratch()
+    harness.python("-m", "launch.quickstart.assets", "--out", scratch / "assets")
+    measure = partial(job, scratch=scratch, steps=options.steps, page=bool(options.page))
+    found = harness.in_turns(list(WAYS), range(options.pairs), measure)
+    compared = {}
+    for name in ("cpu_s", "learner_s", "node_s", "broker_s", "tokens"):
+        pairs = [round(x, 4) for x in ratios(*([one[name] for one in found[way]] for way in WAYS))]
+        compared[name] = {"median": statistics.median(pairs), "least": min(pairs), "most": max(pairs), "pairs": pairs}
+    result = {"ways": harness.rows(found, ("way",), "cpu_s"), "on_over_off": compared}
+    harness.save("telemetry_overhead", options, {"rounds": options.pairs, **result})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The lead rank acts on watch rules: events, pauses, stops and commands; docs/watch.md.
+
+A failure of it is logged, and training continues.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from threading import Thread
+
+import msgspec
+
+from common.config.observing import WatchRule
+from common.config.schema import Config
+from common.errors import HopelessError
+from common.json_lines import read_jsonl
+from common.process.run_dir import RunDir
+from common.rollouts import Group
+from learner.batch.batch import TrainingBatch
+from learner.loop.run_files import RunFiles
+from learner.loop.watch import Firing, RuleState
+from learner.loop.watch_command import run_command
+from learner.loop.watch_groups import largest
+from learner.publish.publisher import WeightPublisher
+
+logger = logging.getLogger(__name__)
+
+REASON = "watch"  # among the publisher's
+ALARMS = 64  # that a report may have
+LAST_COMMANDS_S = 10.0  # at the end of the learner, for a command's last output
+
+
+class Watcher:
+    """The rules of a run."""
+
+    def __init__(self, config: Config, files: RunFiles, publisher: WeightPublisher, tell: Callable[..., None]) -> None:
+        """`tell` gets the fields `alarms` and `paused` of the learner's report."""
+        self._run, self._files, self._publisher, self._tell = RunDir.of(config), files, publisher, tell
+        self._every = config.learner.checkpoint.every
+        self._states = [RuleState(number, rule) for number, rule in enumerate(config.watch)]
+        self._commands: dict[str, Thread] = {}
+        self.trained: tuple[TrainingBatch, Sequence[Group]] | None = None  # the newest step's batch and groups
+        self.paused = ""  # the rule's sentence while nothing is published
+
+    def begin(self, version: int) -> None:
+        """Remember the steps before `version`. Raises HopelessError after a stop that was not resumed."""
+        for line in read_jsonl(self._run.metrics) if self._states else ():
+            if line.get("step", version + 1) < version + ("kind" in line):  # the lines that the file keeps
+                for state in self._states:
+                    state.see(line)
+        if self.stopped:
+            raise HopelessError(self.stopped)
+        self.turn()
+
+    @property
+    def stopped(self) -> str:
+        """Why the run must stop, and how it continues; '' while it must not."""
+        text = self._acting("stop")
+        return f"stopped by {text}; `slipstream resume {self._run.path}`, then the same command, continues" * bool(text)
+
+    def see(self, line: msgspec.Struct) -> None:
+        """Take a line of the metrics and begin what rules ask for. `trained` belongs to the newest step."""
+        try:
+            told = msgspec.json.decode(msgspec.json.encode(line))  # as it is read again after a restart
+            before = [state.firing for state in self._states]
+            for state in self._states:
+                state.see(told)
+            for state, firing in zip(self._states, before, strict=True):
+                if state.firing is not None and state.firing is not firing:
+                    self._act(state.rule, state.firing)
+                elif firing is not None and state.firing is None:
+                    self._note("watch_well", rule=state.name, step=told["step"])
+        except Exception:
+            logger.exception("watch rules")
+        self.turn()
+
+    def turn(self) -> None:
+        """Once per turn of the loop: begin or end a pause."""
+        if (text := self._acting("pause")) != self.paused:
+            if text and not self.paused:
+                self._publisher.hold(REASON)
+            elif not text:
+                self._publisher.release(REASON)
+            self.paused = text
+            self._note("publishing_paused" if text else "publishing_resumed", reason=text)
+        self._tell(alarms=[state.firing.text for state in self._states if state.firing][:ALARMS], paused=self.paused)
+
+    def close(self) -> None:
+        """Wait a little for the output of commands that still run."""
+        for command in self._commands.values():
+            command.join(LAST_COMMANDS_S)
+
+    def _acting(self, do: str) -> str:
+        """The sentence of a rule that acts and that `slipstream resume` has not answered; '' for none."""
+        firings = [state.firing for state in self._states if state.firing is not None and state.rule.do == do]
+        resumed = resumed_step(self._run) if firings else -1
+        return next((firing.text for firing in firings if firing.step > resumed), "")
+
+    def _act(self, rule: WatchRule, firing: Firing) -> None:
+        logger.warning("%s (do: %s)", firing.text, rule.do)
+        begun = firing.step // self._every * self._every  # is perhaps still being written
+        first = max(begun, *(step for step in self._files.checkpoints.steps() if step <= firing.step), 0)
+        replay = f"slipstream replay {self._run.path} --from {first} --to {firing.step}"
+        causes = largest(rule.metric, *self.trained) if rule.upper and self.trained else []
+        self._note("watch", **msgspec.structs.asdict(firing), groups=causes, replay=replay)
+        if rule.do != "run":
+            return
+        if firing.rule in self._commands and self._commands[firing.rule].is_alive():
+            self._note("watch_command_skipped", rule=firing.rule, step=firing.step, reason="the last one still runs")
+            return
+        self._commands[firing.rule] = Thread(target=run_command, args=(rule, firing, self._run), daemon=True)
+        self._commands[firing.rule].start()
+
+    def _note(self, kind: str, **detail: object) -> None:
+        try:
+            self._files.events.add(kind, **detail)
+        except OSError as error:
+            logger.error("events.jsonl cannot be written: %s", error)
+
+
+def resumed_step(run: RunDir) -> int:
+    """The last step that `slipstream resume` was told of; -1 for none."""
+    try:
+        return msgspec.json.decode(run.resume_json.read_bytes(), type=dict[str, int])["step"]
+    except (OSError, ValueError, KeyError):
+        return -1

@@ -1,0 +1,206 @@
+"""Watch rules over series made by hand: when they act, when they may act again, and what a restart remembers."""
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.config.observing import WatchRule
+from common.rollouts import Group, Sample, VersionRun
+from common.wire_types import Array
+from learner.batch.batch import BatchStatistics, TrainingBatch
+from learner.batch.packing import Document
+from learner.loop.watch import FEWEST, MEDIAN_OF, RuleState, value_of
+from learner.loop.watch_groups import LIKE, OF_SAMPLES, OF_TOKENS, largest
+
+NAN, INF = math.nan, math.inf
+
+
+def line(step: int, value: float, metric: str = "reward_mean", **more: Any) -> dict[str, Any]:
+    """A line as it is read from the file: JSON has no NaN."""
+    return {"step": step, "tokens_trained": 4, metric: value if math.isfinite(value) else None, **more}
+
+
+def acts(rule: WatchRule, *series: float) -> list[int]:
+    """The steps at which the rule acts."""
+    state, found, before = RuleState(0, rule), [], None
+    for step, value in enumerate(series):
+        state.see(line(step, value, rule.metric))
+        if state.firing is not None and state.firing is not before:
+            assert state.firing.step == step
+            found.append(step)
+        before = state.firing
+    return found
+
+
+def rule(metric: str = "reward_mean", **condition: Any) -> WatchRule:
+    return WatchRule(metric=metric, **condition)
+
+
+@pytest.mark.parametrize(
+    ("watched", "series", "steps"),
+    [
+        (rule(below=0.5), [0.5, 0.4, 0.3, 0.5, 0.4], [1, 4]),
+        (rule(above=2.0, steps=3), [3, 3, 2, 3, 3, 3, 3, 1, 3, 3, 3], [5, 10]),
+        (rule(below=0.5, steps=2), [0.4, 0.6, 0.4, 0.6], []),
+        (rule(below=0.5), [NAN, 1, INF, INF, 1], [0, 2]),
+        (rule(above=2.0, steps=2), [1, NAN, 3, 1], [2]),
+        (rule(drops=0.5, steps=1), [0.2, 0.8, 0.4, 0.39, 0.2, 0.4, 0.3], [3, 6]),
+        (rule(drops=0.5, steps=2), [1, 1, 0, 1, 0.4, 0.4, 0.4, 2], [5]),
+        (rule(drops=0.5, steps=2), [1, 1, NAN, 1, 1], [2]),
+        (rule(drops=0.5, steps=1), [-1, -1.4, -1.6], [2]),
+        (rule(drops=0.2, steps=3), [0.9, 0.1], []),
+        (rule(spikes=3.0), [1.0] * FEWEST + [2.9, 3.1, 1, 3.1], [FEWEST + 1, FEWEST + 3]),
+        (rule(spikes=3.0), [1.0] * (FEWEST - 1) + [100], []),
+        (rule(spikes=3.0), [0.0] * FEWEST + [100], []),
+        (rule(spikes=3.0, steps=2), [1.0] * FEWEST + [9, 1, 9, 9], [FEWEST + 3]),
+        (rule(spikes=2.0), [1.0] * MEDIAN_OF + [10.0] * MEDIAN_OF + [19, 21], [MEDIAN_OF, 2 * MEDIAN_OF + 1]),
+        (rule(spikes=3.0), [1.0, NAN] * FEWEST + [3.1], [1, 3, 5, 7, 9, 11, 13, 15, 17, 19]),
+    ],
+)
+def test_a_rule_acts_once_and_again_only_after_the_metric_was_well(
+    watched: WatchRule, series: list[float], steps: list[int]
+) -> None:
+    assert acts(watched, *series) == steps
+
+
+@pytest.mark.parametrize(
+    ("watched", "series", "text"),
+    [
+        (rule(below=0.5), [0.25], "watch[0]: reward_mean was 0.25, below 0.5 at step 0"),
+        (rule(above=2, steps=2), [3, 4], "watch[0]: reward_mean was 4, above 2, for 2 steps at step 1"),
+        (
+            rule(drops=0.5, steps=2), [1, 1, 0, 0],
+            "watch[0]: the mean of reward_mean over 2 steps was 0, below 0.5 (its best mean less 50%) at step 3",
+        ),
+        (
+            rule(spikes=3), [2.0] * FEWEST + [7],
+            f"watch[0]: reward_mean was 7, above 6 (3 times the median of the steps before) at step {FEWEST}",
+        ),
+        (rule(below=0.5), [NAN], "watch[0]: reward_mean was not finite at step 0"),
+    ],
+)  # fmt: skip
+def test_the_sentence_has_value_limit_and_step(watched: WatchRule, series: list[float], text: str) -> None:
+    state = RuleState(0, watched)
+    for step, value in enumerate(series):
+        state.see(line(step, value))
+    assert state.firing is not None
+    assert state.firing.text == text
+    assert (state.firing.value is None) == math.isnan(series[-1])
+
+
+def test_a_state_rebuilt_from_the_lines_at_any_step_continues_as_if_never_killed() -> None:
+    rules = [rule(below=-0.8, steps=2), rule(above=0.9), rule(drops=0.5, steps=4), rule(spikes=2.0)]
+    draw = np.random.default_rng(3)
+    series = [float(x) for x in draw.normal(0.2, 0.7, 120)]
+    series[40], series[41] = NAN, INF
+    lines = [json.dumps(line(step, value)) for step, value in enumerate(series)]
+    never = [RuleState(number, one) for number, one in enumerate(rules)]
+    for end, text in enumerate(lines):
+        for state in never:
+            state.see(json.loads(text))
+        if end % 7 == 0 or 38 < end < 44:
+            again = [RuleState(number, one) for number, one in enumerate(rules)]
+            for earlier in lines[: end + 1]:
+                for state in again:
+                    state.see(json.loads(earlier))
+            assert [vars(state) for state in again] == [vars(state) for state in never]
+    assert all(acts(one, *series) for one in rules), "each rule acts in this series"
+
+
+def test_values_are_found_by_name_and_a_step_that_trained_nothing_has_no_figures_of_tokens() -> None:
+    found = line(1, 0.5, environment={"solved": 0.25}, entropy=0.0)
+    assert value_of(found, "reward_mean") == 0.5
+    assert value_of(found, "environment/solved") == 0.25
+    assert value_of(found, "environment/lost") is None
+    assert value_of(found, "grad_norm") is None
+    assert value_of(found, "entropy") == 0.0
+    metric = "evaluation/addition-held_out/mean_reward"
+    evaluated = {"kind": "evaluation", "step": 1, "dataset": "addition-held_out", "mean_reward": 0.75, "pass_at": {}}
+    assert value_of(evaluated, metric) == 0.75
+    assert value_of({**evaluated, "dataset": "other"}, metric) is value_of(found, metric) is None
+    assert value_of({**evaluated, "length_mean": 3.0}, "length_mean") is None, "a figure of steps has the same name"
+    assert value_of(evaluated, "evaluation/addition-held_out/pass_at") is None
+    nothing = {**found, "tokens_trained": 0}
+    assert value_of(nothing, "entropy") is None
+    assert value_of(nothing, "reward_mean") == 0.5
+    state = RuleState(0, rule("entropy", below=0.1))
+    state.see(nothing)
+    assert state.firing is None
+
+
+# ---------------------------------------------------------------- contributions
+
+
+def document(serial: int, advantage: float, *logprobs: float, age: int = 0) -> Document:
+    """Two tokens of a prompt, whose figures do not count, then a trained one for each log-probability."""
+    count = len(logprobs)
+    return Document(
+        tokens=np.zeros(count + 2, dtype=np.int32),
+        loss_mask=np.r_[0, 0, np.ones(count)].astype(np.uint8),
+        behavior_logprobs=np.r_[-99, -99, logprobs].astype(np.float32),
+        staleness=np.r_[50, 50, [age] * count].astype(np.int32),
+        advantage=advantage,
+        serial=serial,
+    )
+
+
+def group(serial: int, *samples: tuple[int, float, str]) -> Group:
+    def sample(tokens: int, reward: float, stop: str) -> Sample:
+        return Sample(
+            tokens=Array.of(np.zeros(tokens + 1), "int32"),
+            loss_mask=Array.of(np.r_[0, np.ones(tokens)], "uint8"),
+            behavior_logprobs=Array.of(np.zeros(tokens + 1), "float32"),
+            version_runs=[VersionRun(1, 0)],
+            reward=reward,
+            stop_reason=stop,
+            error="it broke" if stop == "error" else None,
+        )
+
+    return Group(serial, [sample(*one) for one in samples])
+
+
+BATCH = TrainingBatch(
+    3,
+    [
+        document(7, 2.0, math.log(0.5), math.log(0.5), age=1),
+        document(7, -1.0, math.log(0.9)),
+        document(8, -3.0, math.log(0.99), math.log(0.01)),
+        document(9, 0.0, math.log(0.001), age=4),
+    ],
+    BatchStatistics(),
+)
+GROUPS = [
+    group(7, (5, 1.0, "stop"), (9, 1.0, "length")),
+    group(8, (4, 0.5, "turn_limit"), (4, 0.0, "length")),
+    group(9, (2, 0.0, "error"), (2, 0.0, "stop")),
+]
+
+
+@pytest.mark.parametrize(
+    ("metric", "serials", "first"),
+    [
+        ("grad_norm", [8, 7], 3 * (0.01 + 0.99)),  # 9 has no advantage
+        ("entropy", [9, 8, 7], -math.log(0.001)),
+        ("ratio_max", [9, 8, 7], -math.log(0.001)),
+        ("staleness_mean", [9, 7], 4),
+        ("truncated_fraction", [8, 7], 2),
+        ("length_mean", [7, 8, 9], 14),
+        ("length_max", [7, 8, 9], 9),
+        ("reward_mean", [7, 8], 2.0),
+        ("samples_failed", [9], 1),
+        ("step_s", [], 0),
+    ],
+)
+def test_the_groups_that_contribute_most_come_first(metric: str, serials: list[int], first: float) -> None:
+    found = largest(metric, BATCH, GROUPS)
+    assert [one["serial"] for one in found] == serials
+    assert not found or found[0]["contribution"] == pytest.approx(first, rel=1e-5)
+
+
+def test_every_metric_with_a_contribution_exists() -> None:
+    from common.metrics import StepMetrics
+
+    assert (OF_TOKENS.keys() | OF_SAMPLES.keys() | LIKE.keys()) - set(StepMetrics.__struct_fields__) == set()
