@@ -23,7 +23,7 @@ class Curves:
     """All arrays are [BUCKETS, metrics]; bucket i has the steps from i * width on. A new generation voids old ones."""
 
     def __init__(self, generation: int = 0) -> None:
-        self.generation, self.width, self.used = generation, 1, 0
+        self.generation, self.width, self.used, self.last = generation, 1, 0, 0
         self._least = np.full((BUCKETS, len(NAMES)), np.inf)
         self._most = -self._least
         self._sum, self._count = np.zeros_like(self._least), np.zeros_like(self._least)
@@ -42,7 +42,7 @@ class Curves:
         np.maximum.at(self._most, at, np.where(known, values, -np.inf))
         np.add.at(self._sum, at, np.where(known, values, 0.0))
         np.add.at(self._count, at, known)
-        self.used = max(self.used, int(at.max()) + 1)
+        self.used, self.last = max(self.used, int(at.max()) + 1), max(self.last, int(steps.max()))
 
     def since(self, first: int) -> dict[str, Any]:
         """The buckets from `first` on: per metric a list of means, and where a bucket is of several steps its range."""
@@ -55,7 +55,7 @@ class Curves:
             found |= {"least": self._least[part], "most": self._most[part]}
         rounded = {kind: _rounded(np.where(count > 0, values, np.nan)) for kind, values in found.items()}
         columns = {kind: dict(zip(NAMES, values.T.tolist(), strict=True)) for kind, values in rounded.items()}
-        return {"generation": self.generation, "width": self.width, "first": first, **columns}
+        return {"generation": self.generation, "width": self.width, "last": self.last, "first": first, **columns}
 
     def _halve(self) -> None:
         """Make a bucket of each two."""

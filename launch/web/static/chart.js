@@ -61,7 +61,7 @@ export class Chart {
           if (y === null || y === undefined) return;
           const low = add ? y - (add[i] ?? 0) : curves.least?.[line.metric][i] ?? y;
           const high = add ? y + (add[i] ?? 0) : curves.most?.[line.metric][i] ?? y;
-          points.push({ x: (i + 0.5) * curves.width - 0.5, y, low, high });
+          points.push({ x: Math.min((i + 0.5) * curves.width - 0.5, curves.last), y, low, high });
         });
         const colour = runs.length > 1 ? run.colour : `line-${index}`;
         const label = runs.length > 1 ? `${run.title}${this.spec.lines.length > 1 ? ` ${line.label}` : ""}` : line.label;
@@ -133,7 +133,7 @@ export class Chart {
       lines, this.cross);
     this.plot.prepend(this.svg);
     const last = drawn.map((line) => `${line.label} ${number(line.points.at(-1).y)}`).join(", ");
-    this.plot.setAttribute("aria-label", `${this.spec.title}, steps ${number(Math.round(x0))} to ${number(Math.round(x1))}, newest: ${last}`);
+    this.plot.setAttribute("aria-label", `${this.spec.title}, steps ${number(Math.round(x0))} to ${number(Math.max(0, ...runs.map((run) => run.curves?.last ?? 0)))}, newest: ${last}`);
     if (this.at !== null) this.point(X(this.at));
   }
 

@@ -40,6 +40,7 @@ function merge(run, curves) {
     run.curves = curves;
     return;
   }
+  old.last = curves.last;
   for (const kind of ["mean", "least", "most"]) {
     for (const [name, values] of Object.entries(curves[kind] ?? {})) {
       old[kind][name].length = curves.first;
