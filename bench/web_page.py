@@ -28,11 +28,11 @@ from tests.waiting import until
 
 CURVE = "document.querySelector('.chart path.line') !== null"
 LABEL = "document.querySelector('.plot').ariaLabel ?? ''"
-WATCH = """(() => {
+WATCH = f"""(() => {{
   globalThis.curve_ms = null;
-  const look = () => { if (%s) globalThis.curve_ms = performance.now(); else requestAnimationFrame(look); };
+  const look = () => {{ if ({CURVE}) globalThis.curve_ms = performance.now(); else requestAnimationFrame(look); }};
   look();
-})()""" % CURVE
+}})()"""
 CHANGE = """new Promise((done) => {
   const plot = document.querySelector('.plot');
   new MutationObserver((_, all) => { if (plot.ariaLabel.includes('to %s')) { all.disconnect(); done(Date.now()); } })

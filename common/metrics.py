@@ -142,6 +142,10 @@ class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_trained: Annotated[int, metric("in the loss", "tokens", "sum")]
     sequence_tokens: Annotated[int, metric("processed", "tokens", "sum")]
     step_s: Annotated[float, metric("whole step", "s")]
+    # unset on the lines of other steps
+    validation_loss: Annotated[
+        float | msgspec.UnsetType, metric("cross-entropy of held-out rows after it, on validated steps", "nat", "last")
+    ] = msgspec.UNSET
 
 
 Line = TypeVar("Line", StepMetrics, SftMetrics)
@@ -155,6 +159,11 @@ def declarations(kind: type[msgspec.Struct]) -> list[Declaration]:
         extra = cast("dict[str, str]", meta.extra)
         out.append(Declaration(name, extra["unit"], cast("Reduction", extra["reduction"]), meta.description or ""))
     return out
+
+
+def numbers(kind: type[msgspec.Struct]) -> list[str]:
+    """Names of the metrics that are one number on a line."""
+    return [name for name, hint in get_type_hints(kind).items() if hint in (int, float, float | msgspec.UnsetType)]
 
 
 def read_metrics(path: Path, kind: type[Line]) -> list[Line]:

@@ -190,7 +190,9 @@ def _add_observing_commands(commands: Commands) -> None:
     stop.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="how long to wait for them (600)")
     text = "a job that a watch rule paused or stopped may continue"
     _command(commands, "resume", text, "run")
-    _command(commands, "report", "summary table and plots of a finished or running job", "run")
+    report = _command(commands, "report", "summary table, plots and a page of a run, or of several side by side")
+    report.add_argument("runs", metavar="RUN", nargs="+", help="a run's folder, or the config file that names it")
+    report.add_argument("--out", metavar="DIR", help="folder for them (default: RUN/report; of several runs ./report)")
     _command(commands, "ledger", "what became of every task, also after the job ended", *job, "--json", **place)
     web = _command(commands, "web", "a page in the browser that shows runs live; it changes nothing")
     web.add_argument("runs", metavar="RUN", nargs="+", help=SHARED["run"]["help"])
@@ -199,7 +201,9 @@ def _add_observing_commands(commands: Commands) -> None:
     web.add_argument("--token-file", metavar="F", help="file with the token that every request then needs")
     export = _command(commands, "export", "a Hugging Face folder of the final model or of a checkpoint", "run")
     export.add_argument("dir", metavar="DIR", help="new folder for the model")
-    export.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N")
+    which = export.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N")
+    which.add_argument("--best", action="store_true", help="the checkpoint that learner.checkpoint.keep_best keeps")
     text = "train recorded steps of a run again, offline, and compare"
     replay = _command(commands, "replay", text, "run", "overrides")
     replay.add_argument("--from", dest="first", type=int, default=0, metavar="STEP", help="from its checkpoint (0)")

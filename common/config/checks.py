@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from common.config.loading import describe_value
+from common.config.loading import describe_value, nearest
 from common.config.loss import loss_problems
 from common.config.network_checks import broker_problems, buffers_problems, weights_address_problems
 from common.config.parallel_layout import ModelShape, document_multiple, model_problems, world_problems
@@ -21,8 +21,10 @@ from common.config.passthrough import passthrough_problems
 from common.config.schema import Config, MoeConfig, SftConfig
 from common.config.supported_models import architecture_problems
 from common.errors import ConfigError, Problem, UsageError
+from common.evaluation import dataset_names, pass_ks
 from common.hub import SCHEME, TOKENIZER_FILES, absolute, local_copy
 from common.json_lines import dataset_files, dataset_rows
+from common.metrics import SftMetrics, StepMetrics, numbers
 
 LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
 MODEL_HINT = (
@@ -96,6 +98,7 @@ def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
     ranks = config.learner.world_size
     if wrong := [rank for rank in config.telemetry.profile_ranks if rank >= ranks]:
         yield Problem("telemetry.profile_ranks", f"ranks below learner.world_size ({ranks})", f"{wrong[0]}")
+    yield from _keep_best(config)
     shape = (yield from model_folder_problems(config.model.path)) if "model.path" in read else None
     if shape is not None:
         yield from model_problems(shape, config.learner.parallel)
@@ -131,6 +134,20 @@ def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
         yield from buffers_problems(config)
     if shape is not None and moe.replay_routing:
         yield from _routing_bytes(config, shape)
+
+
+def _keep_best(config: Config | SftConfig) -> Iterator[Problem]:
+    key = config.learner.checkpoint.keep_best
+    if key is None:
+        return
+    known = numbers(SftMetrics if isinstance(config, SftConfig) else StepMetrics)
+    if isinstance(config, Config) and config.evaluation.every:
+        figures = ["mean_reward", *(f"pass_at/{k}" for k in pass_ks(config.evaluation.samples))]
+        known += [f"evaluation/{name}/{each}" for name in dataset_names(config.evaluation.datasets) for each in figures]
+    if (name := key.removeprefix("-")) not in known:
+        near = nearest(name, known)
+        hint = f"did you mean '{'-' * key.startswith('-')}{near}'?" if near else "docs/metrics.md lists them"
+        yield Problem("learner.checkpoint.keep_best", "a metric of this run, or -METRIC for the least", hint=hint)
 
 
 def model_folder_problems(path: str) -> Generator[Problem, None, ModelShape | None]:

@@ -170,7 +170,9 @@ class CheckpointConfig(Strict, frozen=True, kw_only=True):
     dir: Text | None = None
     keep: Positive = 2  # Number of newest checkpoints that stay on the disk.
     asynchronous: bool = True  # Writes checkpoints while the next steps run. A commit still waits for the disk.
-    # Metric of RUN/metrics.jsonl whose best checkpoint stays, too, in the folder best; -METRIC where less is better.
+    # Metric whose best checkpoint stays besides the newest ones; -METRIC where less is better. The file best.json names
+    # it. A metric of docs/metrics.md counts as its mean over the last `every` steps. evaluation/DATASET/mean_reward and
+    # evaluation/DATASET/pass_at/K are those of the checkpoint's own version. `slipstream export --best` writes it.
     keep_best: Text | None = None
 
 

@@ -107,11 +107,11 @@ class RunDir:
 
     def check_agrees(self, config: Config | SftConfig) -> None:
         """Raise UsageError, naming the keys, when RUN/config.yaml computes something else than `config`."""
-        _check_same(self.config, config, "run.dir", CHANGEABLE)
+        _check_same(self.config, config, "run.dir", _changeable(config))
 
     def check_checkpoints(self, config: Config | SftConfig) -> None:
         """Raise UsageError when the folder of checkpoints is another run's: learner.checkpoint.dir may name any."""
-        may_differ, other = CHANGEABLE + OF_A_MACHINE, RunDir(self.checkpoints.parent)
+        may_differ, other = (*_changeable(config), *OF_A_MACHINE), RunDir(self.checkpoints.parent)
         _check_same(self._label, config, "learner.checkpoint.dir", may_differ)
         if other.run_json.exists() and other.checkpoints == self.checkpoints:
             _check_same(other.config, config, "learner.checkpoint.dir", may_differ)
@@ -124,6 +124,11 @@ class RunDir:
                 write_atomic(self._label, dump_yaml(config).encode())
         except OSError as error:
             raise _unwritable("learner.checkpoint.dir", self.checkpoints, error) from error
+
+
+def _changeable(config: Config | SftConfig) -> tuple[str, ...]:
+    """CHANGEABLE, for this kind of run: the evaluation of a warm start decides which rows are trained."""
+    return tuple(key for key in CHANGEABLE if key != "evaluation" or isinstance(config, Config))
 
 
 def _unwritable(key: str, folder: Path, error: OSError) -> SlipstreamError:

@@ -32,6 +32,13 @@ A warm start has `run`, `model` and `telemetry` as above; under `learner` it has
 `checkpoint` as above, and these:
 
 """
+SFT_VALIDATION = """
+With `evaluation.every` above 0 no step trains the held-out rows. The share has the rows with the
+smallest SHA-256 digests, so equal rows are never on both sides. Every so many steps, and at the
+end, `validation_loss` in [metrics.md](metrics.md) is their cross-entropy under the current weights.
+A log line says how many rows train and how many validate. A run that continues must have the same
+section `evaluation`. `learner.checkpoint.keep_best: -validation_loss` keeps the best checkpoint.
+"""
 METRICS_HEAD = """# Metrics
 
 Written by `python -m launch.dev.docs_reference` from `common/metrics.py`; do not edit.
@@ -89,9 +96,10 @@ def config_page() -> str:
         parts.append(f"\n## {section.name}\n\n{table(head, list(rows))}")
     tasks = list(config_rows(schema.SftTasksConfig, "tasks."))
     learner = list(config_rows(schema.SftLearnerConfig, "learner.", frozenset({"sequences_per_step"})))
+    held_out = list(config_rows(schema.SftEvaluationConfig, "evaluation."))
     every = schema.SftLearnerConfig().checkpoint
     closing = f"\nIts checkpoints have the defaults `every: {every.every}` and `keep: {every.keep}`.\n"
-    return "".join(parts) + SFT_HEAD + table(head, tasks + learner) + closing
+    return "".join(parts) + SFT_HEAD + table(head, tasks + learner + held_out) + closing + SFT_VALIDATION
 
 
 def metrics_page() -> str:

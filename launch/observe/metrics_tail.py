@@ -15,6 +15,7 @@ class MetricsTail:
 
     def __init__(self, path: Path | None) -> None:
         self.lines: list[dict[str, Any]] = []
+        self.evaluations: list[dict[str, Any]] = []  # lines of kind evaluation
         self._tail = LineTail(path) if path else None
 
     @classmethod
@@ -39,10 +40,11 @@ class MetricsTail:
             except OSError as error:
                 raise no_file(self._tail.path, error) from None
             if replaced:
-                self.lines = []
+                self.lines, self.evaluations = [], []
             if not lines:
                 return
             self.lines += [line for line in lines if "kind" not in line]
+            self.evaluations += [line for line in lines if line.get("kind") == "evaluation"]
 
     def series(self, name: str) -> list[float]:
         """Values of one metric over the steps that have it."""

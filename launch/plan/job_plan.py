@@ -146,7 +146,9 @@ def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: in
         groups=[*group_kinds(sizes, gpus_per_node, model.experts is not None)],
         stages=[*_stages(config, model, sizes, batch.microbatches)],
         batch=batch,
-        checkpoint=Checkpoint(checkpoint_bytes(model, dtype), learner.checkpoint.keep + 1),
+        checkpoint=Checkpoint(
+            checkpoint_bytes(model, dtype), learner.checkpoint.keep + 1 + bool(learner.checkpoint.keep_best)
+        ),
         rl=rl,
     )
 

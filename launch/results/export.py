@@ -1,4 +1,4 @@
-"""slipstream export RUN DIR [--step N]: the trained model of a run as a Hugging Face folder.
+"""slipstream export RUN DIR [--step N | --best]: the trained model of a run as a Hugging Face folder.
 
 A run that is done has one in RUN/model, which is copied. A checkpoint is converted by a process of the learner's.
 """
@@ -13,14 +13,17 @@ from pathlib import Path
 from common.errors import EXIT_DONE, UsageError
 from common.process.run_dir import RunDir
 from launch.resolve_target import find_run
+from learner.checkpoint.best import BEST_FILE, read_best
 from learner.checkpoint.folder import CheckpointFolder, read_checkpoint
 
 
 def command(args: argparse.Namespace) -> int:
-    """Write DIR from checkpoint N, else from RUN/model, else from the newest checkpoint."""
+    """Write DIR from the best checkpoint or checkpoint N, else from RUN/model, else from the newest checkpoint."""
     run, target = find_run(args.run), Path(args.dir)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} exists and is not empty")
+    if args.best:
+        args.step = best_step(run)
     if args.step is None and (run.model / "config.json").is_file():
         shutil.copytree(run.model, target, dirs_exist_ok=True)
         print(f"the final model of {run.path} is in {target}")
@@ -30,6 +33,14 @@ def command(args: argparse.Namespace) -> int:
     if code == EXIT_DONE:
         print(f"{checkpoint.name} of {run.path} is in {target}")
     return code
+
+
+def best_step(run: RunDir) -> int:
+    """The step of the best checkpoint; raises UsageError when no metric has chosen one."""
+    if (best := read_best(run.checkpoints)) is None:
+        hint = "learner.checkpoint.keep_best chooses one"
+        raise UsageError(f"{run.path} has no best checkpoint: {run.checkpoints / BEST_FILE} is not there; {hint}")
+    return best.step
 
 
 def find_checkpoint(run: RunDir, step: int | None) -> Path:

@@ -1,7 +1,10 @@
-"""The PNG plots of a run, one file each and all of them in overview.png."""
+"""The plots of a run: one PNG file each, all of them in overview.png, and as SVG for the page."""
 
+import io
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -15,9 +18,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec
 
-from common.config.schema import Config
+from common.config.schema import Config, SftConfig
 from launch.observe.metrics_tail import MetricsTail
 
+INK = "#1f2328"  # text and lines of pictures; the page puts its own colour there
+COLOURS = ("#3d85d8", "#e07b39", "#38a169", "#d6539b", "#8f6fd8", "#b08a1f", "#26a3b8", "#d9534f", "#7f8a96", "#8c9a2b")
+matplotlib.rcParams |= {
+    **{f"{part}.color": INK for part in ("text", "xtick", "ytick", "grid")},
+    **{"axes.labelcolor": INK, "axes.edgecolor": INK, "axes.prop_cycle": matplotlib.cycler(color=COLOURS)},
+    **{"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "svg.fonttype": "none"},
+    **{"font.family": "sans-serif", "savefig.facecolor": "white"},
+}
+MOST_POINTS = 1000  # points of a curve; more steps become means of as many successive ones
 DOTS_PER_INCH = 120
 SMOOTHING_STEPS = 5
 COLUMNS = 3
@@ -97,28 +109,72 @@ PLOTS = (
 )  # fmt: skip
 
 WARM_START_PLOTS = (
-    Plot("loss", "Loss", "nat per trained token", _curves(loss="cross-entropy"), smooth=True),
+    Plot(
+        "loss",
+        "Loss",
+        "nat per trained token",
+        _curves(loss="cross-entropy", validation_loss="held-out rows"),
+        smooth=True,
+    ),
     Plot("grad_norm", "Gradient norm", "before clipping", _curves(grad_norm="norm"), logarithmic=True),
     Plot("lr", "Learning rate", "learning rate", _curves(lr="rate")),
     Plot("step_time", "Step", "seconds per step", _curves(step_s="whole step"), first_steps=False),
 )
 
 
-def draw_all(plots: Iterable[Plot], tail: MetricsTail, config: Config | None, folder: Path) -> list[Path]:
-    """Write every plot that has points, and the overview; returns the files."""
+def draw_all(
+    plots: Iterable[Plot], tail: MetricsTail, config: Config | SftConfig | None, folder: Path
+) -> tuple[list[Path], list[str]]:
+    """Write every plot that has points, and the overview; returns the files, and the plots as SVG."""
     folder.mkdir(parents=True, exist_ok=True)
-    shown = [plot for plot in plots if any(points for _, points in drawn_points(plot, tail.lines))]
-    rows = -(-len(shown) // COLUMNS)
+    found = [(plot, [curve for curve in drawn_points(plot, tail.lines) if curve[1]]) for plot in plots]
+    draws = [(plot.name, partial(_draw, plot, curves, config)) for plot, curves in found if curves]
+    draws += [
+        (f"evaluation_{number}", partial(_draw_evaluation, dataset, lines))
+        for number, (dataset, lines) in enumerate(evaluations_of(tail.evaluations).items(), start=1)
+    ]
+    rows = -(-len(draws) // COLUMNS)
     overview = plt.figure(figsize=(15, 3.6 * rows))
     single: list[Path] = []
-    for plot, cell in zip(shown, cells(len(shown)), strict=True):
-        _draw(plot, tail, config, overview.add_subplot(GridSpec(rows, 2 * COLUMNS)[cell]))
-        figure, axes = plt.subplots(figsize=(7, 4.2))
-        _draw(plot, tail, config, axes)
-        single.append(_save(figure, folder / f"{plot.name}.png"))
-    if config is not None:
-        overview.suptitle(f"{config.run.name}, seed {config.run.seed}, staleness at most {config.staleness.max}")
-    return [_save(overview, folder / "overview.png"), *single]
+    drawn: list[str] = []
+    for (name, draw), cell in zip(draws, cells(len(draws)), strict=True):
+        draw(overview.add_subplot(GridSpec(rows, 2 * COLUMNS)[cell]))
+        figure, axes = plt.subplots(figsize=(6, 3.7))
+        draw(axes)
+        figure.tight_layout()
+        single.append(save(figure, folder / f"{name}.png", close=False))
+        drawn.append(svg_of(figure, name))
+    if isinstance(config, Config):
+        overview.suptitle(plain(f"{config.run.name}, seed {config.run.seed}, staleness at most {config.staleness.max}"))
+    overview.tight_layout()
+    return [save(overview, folder / "overview.png"), *single], drawn
+
+
+def evaluations_of(lines: Lines) -> dict[str, list[Mapping[str, Any]]]:
+    """The lines of evaluations by dataset, in the order of their versions."""
+    named = [line for line in lines if isinstance(line.get("mean_reward"), int | float) and "policy_version" in line]
+    ordered = sorted(named, key=lambda line: line["policy_version"])
+    return {
+        name: [x for x in ordered if x.get("dataset") == name] for name in {str(x.get("dataset")): 0 for x in named}
+    }
+
+
+def interval(line: Mapping[str, Any]) -> tuple[float, float]:
+    """The confidence interval of an evaluation; of no width where it has none."""
+    low, high = line.get("mean_reward_low"), line.get("mean_reward_high")
+    return (line["mean_reward"] if low is None else low), (line["mean_reward"] if high is None else high)
+
+
+def thinned(points: Points, largest: bool = False) -> Points:
+    """At most MOST_POINTS: the mean, or the largest value, of as many successive ones, at the last one's place."""
+    size = -(-len(points) // MOST_POINTS)
+    parts = (points[at : at + size] for at in range(0, len(points), size)) if size > 1 else ()
+    return [(part[-1][0], (max if largest else mean)(y for _, y in part)) for part in parts] or points
+
+
+def plain(text: str) -> str:
+    """Text for matplotlib that begins no formula; `text` is a name from a config or a file."""
+    return text.replace("$", r"\$")
 
 
 def cells(count: int) -> Iterable[tuple[int, slice]]:
@@ -137,7 +193,7 @@ def drawn_points(plot: Plot, lines: Lines) -> list[tuple[str, Points]]:
     found = [(legend, curve(lines)) for legend, curve in plot.curves]
     if plot.logarithmic:
         found = [(legend, [(x, y) for x, y in points if y > 0]) for legend, points in found]
-    return found
+    return [(legend, thinned(points, legend == "max")) for legend, points in found]
 
 
 def running_mean(points: Points) -> Points:
@@ -146,27 +202,54 @@ def running_mean(points: Points) -> Points:
     return [(part[-1][0], mean(y for _, y in part)) for part in parts]
 
 
-def _save(figure: Figure, path: Path) -> Path:
-    figure.tight_layout()
-    figure.savefig(path, dpi=DOTS_PER_INCH)
-    plt.close(figure)
+def save(figure: Figure, path: Path, close: bool = True) -> Path:
+    """Write a figure as PNG."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a name with signs that the font lacks
+        figure.savefig(path, dpi=DOTS_PER_INCH)
+    if close:
+        plt.close(figure)
     return path
 
 
-def _draw(plot: Plot, tail: MetricsTail, config: Config | None, axes: Axes) -> None:
-    for legend, points in drawn_points(plot, tail.lines):
-        if points:
-            axes.plot(*zip(*points, strict=True), label=legend, alpha=0.45 if plot.smooth else 1.0, linewidth=1.3)
-            if plot.smooth:
-                smoothed = zip(*running_mean(points), strict=True)
-                axes.plot(*smoothed, label=f"mean of {SMOOTHING_STEPS}", linewidth=2)
-    if plot.name == "staleness" and config is not None:
-        axes.axhline(config.staleness.max, color="black", linestyle=":", label="bound")
+def svg_of(figure: Figure, name: str) -> str:
+    """A figure as SVG, whose ids depend on `name`: a page has several."""
+    drawn = io.StringIO()
+    with plt.rc_context({"svg.hashsalt": name}):
+        figure.savefig(drawn, format="svg", transparent=True)
+    plt.close(figure)
+    return drawn.getvalue()
+
+
+def finish(axes: Axes, title: str, x_label: str, label: str, legend: bool = True) -> None:
+    """Titles, grid and legend of one pair of axes."""
+    axes.set_title(title)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.2)
+    if legend and axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small")
+
+
+def _draw(plot: Plot, curves: list[tuple[str, Points]], config: Config | SftConfig | None, axes: Axes) -> None:
+    for number, (legend, points) in enumerate(curves):
+        smooth, style = plot.smooth and not number, "o-" if plot.smooth and number else "-"
+        axes.plot(*zip(*points, strict=True), style, ms=4, label=legend, alpha=0.4 if smooth else 1.0, linewidth=1.3)
+        if smooth:
+            axes.plot(*zip(*running_mean(points), strict=True), label=f"mean of {SMOOTHING_STEPS}", linewidth=2)
+    if plot.name == "staleness" and isinstance(config, Config):
+        axes.axhline(config.staleness.max, color=INK, linestyle=":", label="bound")
     if plot.logarithmic and axes.lines:
         axes.set_yscale("log")
-    axes.set_title(plot.title)
-    axes.set_xlabel(plot.x_label)
-    axes.set_ylabel(plot.label)
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize="small")
+    finish(axes, plot.title, plot.x_label, plot.label)
+
+
+def _draw_evaluation(dataset: str, lines: Lines, axes: Axes) -> None:
+    versions, rewards = zip(*((line["policy_version"], line["mean_reward"]) for line in lines), strict=True)
+    errors = [[abs(end - line["mean_reward"]) for end in interval(line)] for line in lines]
+    bars = list(zip(*errors, strict=True))
+    axes.errorbar(versions, rewards, yerr=bars, marker="o", ms=4, capsize=3, label="mean reward")
+    for k in dict.fromkeys(k for line in lines for k in line.get("pass_at") or {} if k != "1"):
+        known = [(line["policy_version"], line["pass_at"][k]) for line in lines if k in (line.get("pass_at") or {})]
+        axes.plot(*zip(*known, strict=True), "o--", ms=3, label=f"pass@{k}")
+    finish(axes, plain(f"Evaluation on {dataset}"), "policy version", "with its confidence interval")

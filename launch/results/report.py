@@ -1,22 +1,27 @@
-"""slipstream report RUN: a table on the terminal, RUN/report/summary.json and RUN/report/*.png."""
+"""slipstream report RUN [RUN ...]: a table on the terminal; pictures, a page and summary.json in a folder."""
 
 import argparse
 import importlib.util
+import itertools
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
-from common.config.schema import SftConfig
+from common.config.loading import load_resolved
+from common.config.schema import Config, SftConfig
 from common.errors import SlipstreamError, UsageError
-from common.process.run_dir import RunDir, write_json
+from common.process.run_dir import RunDir, differences, write_json
 from launch.observe import waste_view
 from launch.observe.advisor import advice_for
 from launch.observe.metrics_tail import LATEST, MetricsTail, ends
-from launch.resolve_target import config_of, find_run
+from launch.resolve_target import find_run
 
 STEP_TIMES = {
     "step": "step_s",
@@ -30,28 +35,129 @@ OFF_POLICY = (
     "veto_fraction", "objective_clip_fraction", "mismatch_abs_mean",
 )  # fmt: skip
 AGES = ("0", "1", "2", "3-4", "5-8", "9 and more")  # the classes of StepMetrics.mismatch_by_age
+BRIEF = ("run: s", "reward", "loss", "validation", "staleness: mean", "tokens", "held out")  # rows for the terminal
 Figures = dict[str, dict[str, Any]]  # section of the table: name: number
 
 
 def command(args: argparse.Namespace) -> int:
-    """Print the table and write the plots of a finished or running job."""
-    run = find_run(args.run)
-    tail = MetricsTail.of(run)
-    if not tail.lines:
-        raise SlipstreamError(f"{run.metrics} has no steps yet")
+    """Write table, plots and page of a finished or running job, or of several side by side."""
+    found = {run.path.resolve(): (word, run) for word, run in ((word, find_run(word)) for word in args.runs)}
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("plots need matplotlib, which the extra 'report' brings; launch/setup.sh cpu installs it")
-    warm = config_of(run, SftConfig)
-    summary = summarise_warm_start(warm, tail) if warm else summarise(run, tail)
-    write_json(run.report / "summary.json", summary)
+    out = Path(args.out) if args.out else None
+    if out and out.exists() and not out.is_dir():
+        raise UsageError(f"--out: expected a folder, found {out}, which is a file")
+    runs = list(found.values())
+    return report(runs[0][1], out) if len(args.runs) == 1 else report_several(runs, out or new_folder(found))
+
+
+def report(run: RunDir, out: Path | None) -> int:
+    tail, config = MetricsTail.of(run), _config(run)
+    summary = summary_of(run, tail, config)
+    folder = out or run.report
+    write_json(folder / "summary.json", summary)
+    from launch.results.page import write_page
     from launch.results.plots import PLOTS, WARM_START_PLOTS, draw_all
 
-    show(summary, draw_all(WARM_START_PLOTS if warm else PLOTS, tail, config_of(run), run.report))
+    files, pictures = draw_all(WARM_START_PLOTS if isinstance(config, SftConfig) else PLOTS, tail, config, folder)
+    title, tables = str(summary["run"]["name"]), {"summary": summary_rows({"": summary})}
+    page = write_page(folder / "report.html", title, [str(run.path.resolve())], tables, {"": pictures})
+    show(summary, [page, *files])
     return 0
 
 
-def summarise(run: RunDir, tail: MetricsTail) -> Figures:
-    config, last = config_of(run), tail.last
+def report_several(runs: list[tuple[str, RunDir]], folder: Path) -> int:
+    """`runs`: as they were named, too. Raises UsageError for warm starts beside jobs."""
+    configs = [_config(run) for _, run in runs]
+    kinds = [isinstance(config, SftConfig) for config in configs]
+    if len(set(kinds)) > 1:
+        warm, job = runs[kinds.index(True)][0], runs[kinds.index(False)][0]
+        raise UsageError(f"{warm} is a warm start and {job} an RL job: their metrics are not the same")
+    from launch.results.comparison import Compared, compare
+
+    names = [
+        run.path.resolve().name if config is None else config.run.name
+        for (_, run), config in zip(runs, configs, strict=True)
+    ]
+    compared: list[Compared] = []
+    notes: list[str] = []
+    for (word, run), name, config in zip(runs, names, configs, strict=True):
+        tail = MetricsTail.of(run)  # one at a time: a long run takes much memory
+        if not tail.lines:
+            notes.append(f"{word} has no steps yet.")
+            continue
+        label = name if names.count(name) == 1 else f"{name} ({word})"
+        compared.append(Compared.of(label, config, summary_of(run, tail, config), tail))
+    if not compared:
+        raise SlipstreamError("none of these runs has steps yet")
+    folder.mkdir(parents=True, exist_ok=True)
+    tables = {
+        "differences": difference_rows({each.label: each.config for each in compared}),
+        "summary": summary_rows({each.label: each.summary for each in compared}),
+    }
+    written = compare(compared, tables, notes, folder)
+    write_json(
+        folder / "summary.json",
+        {each.label: each.summary for each in compared} | {"differences": tables["differences"]},
+    )
+    brief = [row for row in tables["summary"][1:] if row[0].startswith(BRIEF)]
+    columns = (Column(no_wrap=True), *(Column(overflow="fold") for _ in compared))
+    table = Table(*columns, box=None, pad_edge=False, show_header=False)
+    for row in [*tables["differences"], [""], *brief]:
+        table.add_row(*map(Text, row))
+    Console().print(table, *notes, "written: " + ", ".join(map(str, written)), sep="\n", soft_wrap=True, markup=False)
+    return 0
+
+
+def _config(run: RunDir) -> Config | SftConfig | None:
+    return load_resolved(run.config) if run.config.exists() else None
+
+
+def new_folder(runs: Iterable[Path]) -> Path:
+    """report, report-2, ... in the current folder; raises UsageError when that is inside of one of `runs`."""
+    for run in runs:
+        if Path.cwd().is_relative_to(run):
+            raise UsageError(f"the current folder is inside of the run {run}; name a folder with --out")
+    names = (Path("report" if n == 1 else f"report-{n}") for n in itertools.count(1))
+    return next(name for name in names if not name.exists())
+
+
+def difference_rows(configs: Mapping[str, Config | SftConfig | None]) -> list[list[str]]:
+    """A head with the names of runs, and the keys in which their configs differ with every run's value."""
+    documents = [None if config is None else msgspec.to_builtins(config) for config in configs.values()]
+    first, *others = [document for document in documents if document is not None] or [{}]
+    keys = dict.fromkeys(key for other in others for key, _, _ in differences(first, other))
+
+    def value(document: Any, key: str) -> str:
+        found = reduce(lambda at, part: at.get(part) if isinstance(at, dict) else None, key.split("."), document)
+        return "-" if document is None else "unset" if found is None else msgspec.json.encode(found).decode().strip('"')
+
+    rows = [[key, *(value(each, key) for each in documents)] for key in keys if key not in ("run.name", "run.dir")]
+    return [["", *configs], *rows]
+
+
+def summary_rows(summaries: Mapping[str, Figures]) -> list[list[str]]:
+    """A head with the names of runs, and every figure of any summary with every run's value."""
+    names = dict.fromkeys((section, name) for each in summaries.values() for section in each for name in each[section])
+    rows = [
+        [
+            f"{section}: {name}".replace("_", " "),
+            *(format_figure(each.get(section, {}).get(name)) for each in summaries.values()),
+        ]
+        for section, name in names
+    ]
+    return [["", *summaries], *rows]
+
+
+def summary_of(run: RunDir, tail: MetricsTail, config: Config | SftConfig | None) -> Figures:
+    """The summary of a job or of a warm start; raises SlipstreamError when there are no steps."""
+    if not tail.lines:
+        raise SlipstreamError(f"{run.metrics} has no steps yet")
+    return summarise_warm_start(config, tail) if isinstance(config, SftConfig) else summarise(run, tail, config)
+
+
+def summarise(run: RunDir, tail: MetricsTail, config: Config | None) -> Figures:
+    last = tail.last
     rewards, first = tail.series("reward_mean"), tail.lines[0]
     if not rewards:
         raise SlipstreamError(f"{run.metrics} is not that of an RL job: no line has a reward_mean")
@@ -93,11 +199,13 @@ def summarise(run: RunDir, tail: MetricsTail) -> Figures:
 
 
 def summarise_warm_start(config: SftConfig, tail: MetricsTail) -> Figures:
+    validated = tail.series("validation_loss")
     losses, seconds = tail.series("loss"), sum(tail.series("step_s"))
     trained = sum(tail.series("tokens_trained"))
     return {
         "run": {"name": config.run.name, "steps": len(tail.lines), "seconds": seconds},
         "loss": {**ends(losses), "lowest": min(losses, default=None)},
+        **({"validation_loss": {"last": validated[-1], "lowest": min(validated)}} if validated else {}),
         "time_per_step_s": {"step": tail.mean("step_s")},
         "tokens": {
             "trained": trained,
@@ -137,7 +245,7 @@ def show(summary: Figures, written: list[Path]) -> None:
             title = ""
     console = Console()
     console.print(table)
-    console.print("plots: " + ", ".join(str(path) for path in written), soft_wrap=True)
+    console.print("written: " + ", ".join(str(path) for path in written), soft_wrap=True)
 
 
 def format_figure(value: object) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from launch.observe.line_tail import LineTail
 from launch.observe.metrics_tail import MetricsTail
 
 BUCKETS = 1024  # At most; when a run has more steps, two of them become one.
@@ -72,7 +73,8 @@ class BoundedTail(MetricsTail):
     """The metrics of a run for the page. `lines` has only the newest ones; `total` counts all."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        super().__init__(None)
+        self.tail = LineTail(path)
         self._forget(0)
 
     def _forget(self, generation: int) -> None:
@@ -83,10 +85,8 @@ class BoundedTail(MetricsTail):
         self.evaluations: deque[dict[str, Any]] = deque(maxlen=EVALUATIONS)
         self.failed = Counter[str]()
 
-    def read_some(self) -> bool:
-        """Read what is new, but at most one part of the file; whether anything was. Raises OSError."""
-        assert self._tail is not None
-        replaced, lines = self._tail.read()
+    def take(self, replaced: bool, lines: list[dict[str, Any]]) -> None:
+        """Add lines that `tail` has read."""
         if replaced:
             self._forget(self.curves.generation + 1)
         steps = [line for line in lines if "kind" not in line]
@@ -100,7 +100,6 @@ class BoundedTail(MetricsTail):
             if isinstance(ages, list) and len(ages) == AGES:
                 self.ages_of.append([float(np.nan_to_num(_number(age))) for age in ages])
                 self.ages += self.ages_of[-1]
-        return bool(lines) or replaced
 
     def total(self, name: str) -> float:
         """As in MetricsTail; `tokens_expired` is counted over all steps, others over the newest."""

@@ -55,8 +55,10 @@ class RunView:
         """Read one part of what is new in the metrics; whether anything was."""
         if not inside(self.run, self.run.metrics):
             return False
+        replaced, lines = self.tail.tail.read()  # takes long at the start, and browsers wait for the lock
         with self._lock:
-            return self.tail.read_some()
+            self.tail.take(replaced, lines)
+        return replaced or bool(lines)
 
     def read_lanes(self) -> None:
         """Read what is new in trace and events."""

@@ -14,6 +14,7 @@ import msgspec
 
 from common.errors import SlipstreamError
 from common.process.files import pretty_json, remove_folder, replace_folder, sync
+from learner.checkpoint.best import BEST_FILE, Best
 
 STATE_FILE = "trainer.json"
 MODEL_FOLDER = "model"
@@ -67,8 +68,10 @@ def read_checkpoint(path: Path) -> TrainerState:
 class CheckpointFolder:
     """RUN/checkpoints of one run. The lead rank uses it and tells the others the paths."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, best: Best | None = None) -> None:
+        """Besides the newest `keep` checkpoints stay those that `best` chooses."""
         self._folder, self._keep, self._token = folder, keep, secrets.token_hex(4)
+        self.best = best
 
     def steps(self) -> dict[int, Path]:
         """Step to path of every checkpoint that has its name, oldest first."""
@@ -119,6 +122,18 @@ class CheckpointFolder:
         # A learner that was replaced while it wrote may have completed this version; the broker has not committed it.
         replace_folder(scratch, final)
         sync(self._folder)
-        for path in list(self.steps().values())[: -self._keep]:
-            remove_folder(path)
+        self.prune()
         return final
+
+    def prune(self) -> None:
+        """Remove all checkpoints but the newest and the best ones. Raises OSError.
+
+        best.json is replaced before the checkpoint that it named is removed.
+        """
+        found = self.steps()
+        chosen = self.best.choose(self._folder, found) if self.best else set[int]()
+        if self.best is None:
+            (self._folder / BEST_FILE).unlink(missing_ok=True)  # the run kept the best until now
+        for version in list(found)[: -self._keep]:
+            if version not in chosen:
+                remove_folder(found[version])

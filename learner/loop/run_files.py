@@ -10,10 +10,10 @@ import msgspec
 
 from common.config.schema import Config, SftConfig
 from common.errors import UsageError
-from common.json_lines import EventFile
-from common.metrics import SftMetrics, StepMetrics
+from common.json_lines import EventFile, read_jsonl
 from common.process.metrics_file import MetricsWriter
 from common.process.run_dir import RunDir, write_json
+from learner.checkpoint.best import Best
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,8 @@ class RunFiles:
     """The run folder of one learner. Only the lead rank has one."""
 
     def __init__(self, config: Config | SftConfig, run_dir: RunDir) -> None:
-        self.checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep)
+        best = Best(config) if config.learner.checkpoint.keep_best else None
+        self.checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep, best)
         self.events = EventFile(run_dir.events, "learner")
         self._config, self._run_dir = config, run_dir
         self.incarnation = 0  # which start of the learner this is
@@ -97,11 +98,27 @@ class RunFiles:
     def open_metrics(self, version: int) -> None:
         """Open the metrics file without the lines of steps from `version` on, because these steps come again."""
         self._metrics = MetricsWriter(self._run_dir.metrics, keep_before_step=version)
+        if self.checkpoints.best is not None:
+            for line in read_jsonl(self._run_dir.metrics):
+                self.checkpoints.best.note(line)
+            self._prune()  # the last learner may have been killed between a line and the choice
 
-    def record(self, line: StepMetrics | SftMetrics) -> None:
+    def record(self, line: msgspec.Struct) -> None:
+        """Append a line: StepMetrics, SftMetrics, or one with a `kind`, which may decide which checkpoint is best."""
         assert self._metrics is not None
         self._metrics.write(line)
         self.recorded(line)
+        if self.checkpoints.best is not None:
+            self.checkpoints.best.note(document := msgspec.to_builtins(line))
+            if "kind" in document:
+                self._prune()
+
+    def _prune(self) -> None:
+        """Choose the best checkpoint again; training continues when that fails."""
+        try:
+            self.checkpoints.prune()
+        except OSError as error:
+            logger.warning("older checkpoints could not be removed: %s", error)
 
     def finish_checkpoint(self, state: TrainerState) -> None:
         """Make a written checkpoint durable, after the metrics of its steps; only then commit them."""

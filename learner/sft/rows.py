@@ -57,27 +57,34 @@ def load_tokenizer(folder: Path) -> ChatTokenizer:
 class SftDataset:
     """Rows by step, tokenised when they are needed; `digest` lets a resumed run notice another dataset."""
 
-    def __init__(self, path: Path, tokenizer: ChatTokenizer, seed: int, shuffle: bool) -> None:
-        """Read and check every row; raises UsageError naming a line that is no row or that the template refuses."""
+    def __init__(self, path: Path, tokenizer: ChatTokenizer, seed: int, shuffle: bool, held_out: float = 0.0) -> None:
+        """Read and check every row; raises UsageError naming a line that is no row or that the template refuses.
+
+        `held_out`: the share of the rows that no step trains: those of `held_out_rows`, not of `trained_rows`.
+        """
         self._tokenizer = tokenizer
         self._chats = ChatTemplate(tokenizer)
         self._rows: list[Row] = []
         self._names: list[str] = []
+        keys: list[bytes] = []
         digest = hashlib.sha256()
         for where, line in dataset_rows(path, KEY):
             digest.update(line + b"\n")
+            keys.append(hashlib.sha256(line).digest() if held_out else b"")
             row = parse_row(line, where)
             self._names.append(f"{KEY}: {where}")
             if isinstance(row, Chat):
                 self._chats.check(row, self._names[-1])
             self._rows.append(row)
         self.digest = digest.hexdigest()[:16]
-        self._order = RowOrder(len(self._rows), seed, shuffle)
+        self.held_out_rows = _held_out(keys, held_out)
+        self.trained_rows = sorted({*range(len(self._rows))}.difference(self.held_out_rows))
+        self._order = RowOrder(len(self.trained_rows), seed, shuffle)
 
     def step(self, step: int, sequences: int) -> list[Document]:
         """The `sequences` documents of one step; epochs follow one another without a gap."""
         positions = range(step * sequences, (step + 1) * sequences)
-        return self.documents([self._order.row(position)[1] for position in positions])
+        return self.documents([self.trained_rows[self._order.row(position)[1]] for position in positions])
 
     def documents(self, rows: Sequence[int]) -> list[Document]:
         """Token documents of these rows, all segments tokenised in one call; raises UsageError naming a bad row."""
@@ -102,6 +109,20 @@ class SftDataset:
             trained = np.array(mask, dtype=np.uint8)
             documents.append(Document(np.array(tokens, dtype=np.int32), trained, name=self._names[row]))
         return documents
+
+
+def _held_out(keys: Sequence[bytes], share: float) -> list[int]:
+    """The rows with the smallest keys, which are digests of their contents: equal rows stay on one side.
+
+    So a row's side depends on no seed, and on its place in the file only through the share. Raises UsageError.
+    """
+    if not share:
+        return []
+    last = sorted(keys)[max(round(share * len(keys)), 1) - 1]
+    held = [row for row, key in enumerate(keys) if key <= last]
+    if len(held) == len(keys):
+        raise UsageError(f"evaluation.share: expected a share that leaves rows to train, found {share} of {len(keys)}")
+    return held
 
 
 def parse_row(row: bytes, where: str) -> Row:

@@ -1,6 +1,7 @@
 """A supervised warm start: rows for the training loop, without a broker and a fleet; RUN/model is its result.
 
 A step's rows follow from its number alone, so a run that continues from a checkpoint trains what it would have trained.
+Every evaluation.every steps, and at the end, the loss of the held-out rows joins the line of the step.
 """
 
 import logging
@@ -8,14 +9,18 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from msgspec import UNSET, UnsetType
+
 from broker.contract import StoredGroup
 from common.config.schema import SftConfig
 from common.metrics import SftMetrics
+from learner.backend_protocol import Backend
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.loop.batch_source import BatchSource, Command, Drain, Train
 from learner.loop.step_metrics import Step
 from learner.loss.losses import cross_entropy
 from learner.sft.rows import SftDataset, load_tokenizer
+from learner.sft.validation import Validation
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +35,19 @@ class RowSource(BatchSource):
     def __init__(self, config: SftConfig, stop_requested: Callable[[], str | None]) -> None:
         """Read and check the rows; raises UsageError. `stop_requested` returns why the run should drain, or None."""
         tokenizer = load_tokenizer(Path(config.model.path))
-        self.dataset = SftDataset(Path(config.tasks.dataset), tokenizer, config.run.seed, config.tasks.shuffle)
+        tasks, share = config.tasks, config.evaluation.share if config.evaluation.every else 0.0
+        self.dataset = SftDataset(Path(tasks.dataset), tokenizer, config.run.seed, tasks.shuffle, share)
         self._config, self._stop_requested = config, stop_requested
         self._logged_s = time.monotonic()
+        self._validation: Validation | None = None
+        self._validation_loss: float | UnsetType = UNSET  # after the newest step; unset: not validated
+
+    def attach(self, backend: Backend, version: int) -> None:
+        """Pack the held-out rows; raises UsageError, naming the row, when one is too long."""
+        if held := self.dataset.held_out_rows:
+            documents = self.dataset.documents(held)
+            self._validation = Validation(backend, documents, self._config.learner.micro_batch_tokens)
+            logger.info("%d rows train, %d validate", len(self.dataset.trained_rows), len(held))
 
     def next_command(self, step: int) -> Command:
         if reason := self._stop_requested():
@@ -49,6 +64,12 @@ class RowSource(BatchSource):
         )
         return TrainingBatch(step, documents, statistics)
 
+    def stepped(self, version: int, batch: TrainingBatch) -> None:
+        self._validation_loss = UNSET
+        if self._validation and (version % self._config.evaluation.every == 0 or version == self._config.run.steps):
+            self._validation_loss = self._validation.loss()
+            logger.info("version %d: loss of the held-out rows %.4f", version, self._validation_loss)
+
     def line(self, step: Step) -> SftMetrics:
         number, steps, result = step.batch.step, self._config.run.steps, step.result
         if (now := time.monotonic()) - self._logged_s >= LOG_EVERY_S or number + 1 == steps:
@@ -63,4 +84,5 @@ class RowSource(BatchSource):
             tokens_trained=result.loss_tokens,
             sequence_tokens=step.batch.statistics.sequence_tokens,
             step_s=step.times.step_s,
+            validation_loss=self._validation_loss,
         )

@@ -7,10 +7,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from common.json_lines import read_jsonl
 from common.metrics import SftMetrics
+from learner.checkpoint.best import read_best
+from learner.checkpoint.folder import CheckpointFolder
+from learner.sft.rows import SftDataset, load_tokenizer
 from tests.integration.jobs.job_rig import until
 from tests.integration.learner import sft_assets
 from tests.integration.learner.learner_rig import Job, Run
@@ -24,7 +30,14 @@ class WarmStart(Run):
 
     metrics = SftMetrics
 
-    def __init__(self, folder: Path, model: Path, checkpoint: dict[str, Any], **learner: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        checkpoint: dict[str, Any],
+        evaluation: dict[str, Any] | None = None,
+        **learner: Any,
+    ) -> None:
         folder.mkdir()
         self.rows = folder / "rows.jsonl"
         sft_assets.write_rows(self.rows, ROWS)
@@ -35,6 +48,7 @@ class WarmStart(Run):
             "model": {"path": str(model), "dtype": "float32"},
             "tasks": {"dataset": str(self.rows)},
             "learner": shared | learner,
+            "evaluation": evaluation or {},
         }
         super().__init__(folder, document)
 
@@ -101,6 +115,62 @@ def test_killed_with_9_in_the_middle_of_saves_it_still_ends_bitwise_equal(
     job.finish()
     check_equal(job, unbroken)
     assert not list(job.run.checkpoints.glob(".*"))
+
+
+def validations(job: WarmStart) -> dict[int, float]:
+    """The loss of held-out rows by step, of the steps that have one."""
+    return {line.step: line.validation_loss for line in job.lines() if line.validation_loss is not msgspec.UNSET}
+
+
+def held_out_loss(job: WarmStart) -> float:
+    """Hugging Face's cross-entropy of RUN/model on the rows that the share holds out."""
+    model = AutoModelForCausalLM.from_pretrained(job.run.model)
+    rows = SftDataset(job.rows, load_tokenizer(job.run.model), seed=0, shuffle=False, held_out=0.3)
+    total, tokens = 0.0, 0
+    for document in rows.documents(rows.held_out_rows):
+        ids = torch.tensor(document.tokens[None], dtype=torch.int64)
+        labels = torch.where(torch.tensor(document.loss_mask[None]) > 0, ids, -100)
+        trained = int((labels[:, 1:] >= 0).sum())
+        with torch.no_grad():
+            total, tokens = total + model(input_ids=ids, labels=labels).loss.item() * trained, tokens + trained
+    return total / tokens
+
+
+def test_killed_it_validates_the_same_steps_again_and_validating_changes_no_weight(
+    tmp_path: Path, models: Path, unbroken: WarmStart
+) -> None:
+    evaluation = {"every": 5, "share": 0.3}
+    keep = {"keep": 1, "keep_best": "validation_loss"}  # the largest, so that an early one stays
+    job = WarmStart(tmp_path / "job", models / "tied", {"every": 3, "asynchronous": False, **keep}, evaluation)
+    job.start()
+    job.until(lambda: len(job.lines()) >= 8)
+    job.kill()
+    job.finish()
+    whole = WarmStart(tmp_path / "whole", models / "tied", {"every": 3}, evaluation)
+    whole.finish()
+    check_equal(job, whole)
+    validated = validations(job)
+    assert validated == validations(whole)
+    assert list(validated) == [4, 9, 14, 19, STEPS - 1]
+    assert validated[STEPS - 1] == pytest.approx(held_out_loss(job), rel=1e-5)
+    assert validated[4] == max(validated.values()) and read_best(job.run.checkpoints).step == 6
+    assert sorted(CheckpointFolder(job.run.checkpoints, 1).steps()) == [6, STEPS]
+    assert "7 rows train, 3 validate" in (job.run.logs / "sft-0.log").read_text()
+    seldom = WarmStart(tmp_path / "seldom", models / "tied", {"every": 3}, {"every": 1000, "share": 0.3})
+    seldom.finish()
+    check_equal(seldom, whole)
+    assert whole.weights() != unbroken.weights(), "other rows were trained"
+    seldom.config.write_text(seldom.config.read_text().replace("share: 0.3", "share: 0.2"))
+    seldom.finish(code=2)
+
+
+def test_a_share_of_nothing_trains_bitwise_as_without_the_section(
+    tmp_path: Path, models: Path, unbroken: WarmStart
+) -> None:
+    job = WarmStart(tmp_path / "job", models / "tied", {"every": 3}, {"every": 5, "share": 0})
+    job.finish()
+    check_equal(job, unbroken)
+    assert job.run.metrics.read_text().count("validation_loss") == 0
 
 
 def test_told_to_stop_it_writes_a_checkpoint_and_goes_on_from_there(

@@ -9,6 +9,7 @@ import torch
 from learner.batch.packing import build, plan
 from learner.loss.losses import cross_entropy
 from learner.sft.rows import SftDataset, load_tokenizer
+from learner.sft.validation import Validation
 from tests.integration.learner import sft_assets
 from tests.integration.megatron import fork_rig, tiny_models
 from tests.integration.megatron.fork_rig import Outcome, group, worst
@@ -29,18 +30,18 @@ def job_reference(folder: Path, spec: dict[str, Any]) -> None:
     model = sft_assets.build(folder / "models" / kind, kind)
     tokenizer = load_tokenizer(folder / "models" / kind)
     tokenizer.chat_template = sft_assets.MARKED  # marks of the template, where the product derives the mask
-    total, count = torch.zeros(()), 0
+    total, count, rows = torch.zeros(()), 0, []
     for talk in sft_assets.conversations(ROWS):
         options = dict(return_dict=True, return_assistant_tokens_mask=True)
         found = tokenizer.apply_chat_template(talk, **options)
         ids = torch.tensor([found["input_ids"]])
         labels = torch.where(torch.tensor([found["assistant_masks"]]) > 0, ids, -100)
         trained = int((labels[:, 1:] >= 0).sum())
-        total = total + model(input_ids=ids, labels=labels).loss * trained
-        count += trained
+        summed = model(input_ids=ids, labels=labels).loss * trained
+        total, count, rows = total + summed, count + trained, [*rows, (summed.item(), trained)]
     loss = total / count
     loss.backward()
-    result = {"loss": loss.item(), "tokens": count}
+    result = {"loss": loss.item(), "tokens": count, "rows": rows}
     fork_rig.write(folder / "reference" / kind, 0, tiny_models.gradients_in_files(model), result)
 
 
@@ -53,9 +54,16 @@ def job_sft(folder: Path, spec: dict[str, Any]) -> None:
     documents = dataset.step(0, ROWS)
     plans = plan(documents, backend.data_parallel_size, PACK, backend.document_multiple)
     packed = build(documents, plans[backend.data_parallel_rank])
+    split = SftDataset(rows, load_tokenizer(folder / "models" / spec["kind"]), seed=3, shuffle=True, held_out=0.4)
+    validation = Validation(backend, split.documents(split.held_out_rows), PACK)
     backend.optimizer.zero_grad()
+    held_out = {"held_out": split.held_out_rows, "validation": validation.loss()}
     totals = backend.schedule.train(packed, cross_entropy, 1.0, entropy=False)
-    result = {"loss": totals.loss_sum / totals.denominator, "tokens": totals.loss_tokens, "packs": len(packed)}
+    result = {
+        "loss": totals.loss_sum / totals.denominator,
+        "tokens": totals.loss_tokens,
+        "packs": len(packed),
+    } | held_out
     fork_rig.write(folder / spec["name"], backend.rank, tiny_models.gradients(backend), result)
 
 
@@ -76,3 +84,18 @@ def test_loss_and_gradients_are_those_of_hugging_face_on_the_same_masked_rows(fo
         assert rank["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert rank["packs"] > 1, "several microbatches, each of several conversations"
     assert worst(found.tensors, reference.tensors) < (1e-5, "")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_loss_of_held_out_rows_is_that_of_hugging_face_on_every_rank_and_leaves_no_gradient(
+    folder: Path, name: str
+) -> None:
+    """The test above has the gradients of the step that follows it."""
+    found, (expected,) = Outcome(folder / name), Outcome(folder / "reference" / LAYOUTS[name][0]).ranks
+    for rank in found.ranks:
+        assert 4 <= len(rank["held_out"]) < ROWS
+        rows = [expected["rows"][row] for row in rank["held_out"]]
+        mean = sum(loss for loss, _ in rows) / sum(tokens for _, tokens in rows)
+        assert rank["validation"] == pytest.approx(mean, rel=1e-5)
+        assert rank["validation"] == found.ranks[0]["validation"]
+        assert rank["validation"] != pytest.approx(expected["loss"], rel=1e-3), "other rows have another loss"

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from common.errors import SlipstreamError, UsageError
-from common.process.run_dir import RunDir
+from common.process.run_dir import RunDir, write_json
 from launch.results import export
+from learner.checkpoint.best import BEST_FILE, BestRecord
 from tests.checkpoint_files import write_checkpoint
+from tests.launch_rig import refusal
 
 
 @pytest.fixture
@@ -33,8 +35,8 @@ def converted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def arguments(run: RunDir, target: Path, step: int | None = None) -> argparse.Namespace:
-    return argparse.Namespace(run=str(run.path), dir=str(target), step=step)
+def arguments(run: RunDir, target: Path, step: int | None = None, best: bool = False) -> argparse.Namespace:
+    return argparse.Namespace(run=str(run.path), dir=str(target), step=step, best=best)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,23 @@ def test_which_model_is_exported(run, tmp_path: Path, converted: list[str], fini
     assert export.command(arguments(run, tmp_path / "out", step)) == 0
     assert converted == expected
     assert (tmp_path / "out" / "config.json").exists() == (not expected)
+
+
+def test_the_best_checkpoint_is_exported_also_when_the_run_is_done(run, tmp_path: Path, converted: list[str]) -> None:
+    run.model.mkdir()
+    (run.model / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"no best checkpoint: .*best.json is not there; learner.checkpoint.keep_"):
+        export.command(arguments(run, tmp_path / "out", best=True))
+    write_json(run.checkpoints / BEST_FILE, BestRecord(40, "reward_mean", 0.5))
+    assert export.command(arguments(run, tmp_path / "out", best=True)) == 0
+    assert converted == ["step-000040"]
+
+
+def test_a_metric_that_does_not_exist_is_refused_before_anything_starts(job: Path, capsys) -> None:
+    said = refusal(capsys, "broker", str(job), "learner.checkpoint.keep_best=-reward_men")
+    assert (
+        "learner.checkpoint.keep_best: expected a metric of this run" in said and "did you mean '-reward_mean'?" in said
+    )
 
 
 def test_what_cannot_be_exported_is_refused_with_the_reason(run: RunDir, tmp_path: Path, converted: list[str]) -> None:

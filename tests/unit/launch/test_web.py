@@ -233,10 +233,9 @@ def test_tasks_are_filtered_and_cut_into_pages_by_the_server(recorded):
     first = page.get("/api/runs/0/tasks", params={"limit": 3}).json()
     assert (first["total"], [row["serial"] for row in first["rows"]]) == (168, [167, 166, 165])
     assert page.get("/api/runs/0/tasks", params={"limit": 1, "offset": 100}).json()["rows"][0]["serial"] == 67
-    found = {words: page.get(f"/api/runs/0/tasks?{words}").json()["total"] for words in (
-        "filter=11", "state=dead", "state=filtered", "filter=step:3", "filter=timeout", "filter=node-0003", "filter=zzz")}  # fmt: skip
-    assert found == {"filter=11": 1, "state=dead": 1, "state=filtered": 1, "filter=step:3": 4, "filter=timeout": 1,
-                     "filter=node-0003": 42, "filter=zzz": 0}  # fmt: skip
+    wanted = {"filter=11": 1, "state=dead": 1, "state=filtered": 1, "filter=step:3": 4, "filter=timeout": 1}
+    wanted |= {"filter=node-0003": 42, "filter=zzz": 0}
+    assert {words: page.get(f"/api/runs/0/tasks?{words}").json()["total"] for words in wanted} == wanted
     assert len(page.get("/api/runs/0/tasks?limit=100000").json()["rows"]) == 168
     assert page.get("/api/runs/0/tasks?limit=-1").status_code == 400
     assert "offset" in page.get("/api/runs/0/tasks?offset=1e9").json()["refused"]

@@ -24,10 +24,10 @@ class Characters:
         return {"input_ids": [[ord(c) for c in part] for part in text]}
 
 
-def dataset(folder: Path, *rows: str, tokenizer: Any = None, shuffle: bool = False) -> SftDataset:
+def dataset(folder: Path, *rows: str, tokenizer: Any = None, shuffle: bool = False, **more: Any) -> SftDataset:
     path = folder / "rows.jsonl"
     path.write_text("\n".join(rows) + "\n")
-    return SftDataset(path, tokenizer or Characters(), seed=0, shuffle=shuffle)
+    return SftDataset(path, tokenizer or Characters(), **{"seed": 0, "shuffle": shuffle} | more)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,38 @@ def test_steps_walk_through_the_epochs_and_shuffled_ones_have_every_row_once(tmp
     epochs = [[int(d.tokens[0]) for d in rows.step(step, 20)] for step in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(97, 117))
     assert epochs[0] != epochs[1]
+
+
+def texts(rows: SftDataset, numbers: list[int]) -> set[str]:
+    return {chr(document.tokens[0]) for document in rows.documents(numbers)} if numbers else set()
+
+
+def test_held_out_rows_are_the_same_for_every_seed_and_order_and_no_step_trains_them(tmp_path: Path) -> None:
+    lines = [f'{{"prompt": "{chr(c)}", "completion": "x"}}' for c in range(97, 117)]
+    held = texts(dataset(tmp_path, *lines), [])
+    for seed, order in ((0, lines), (7, lines), (7, lines[::-1])):
+        rows = dataset(tmp_path, *order, shuffle=True, seed=seed, held_out=0.2)
+        held = held or texts(rows, rows.held_out_rows)
+        assert texts(rows, rows.held_out_rows) == held and len(held) == 4
+        epoch = [chr(document.tokens[0]) for document in rows.step(0, 16)]
+        assert sorted([*epoch, *held]) == [chr(c) for c in range(97, 117)]
+        assert len(rows.trained_rows) == 16
+    nothing = dataset(tmp_path, *lines)
+    assert (nothing.held_out_rows, nothing.trained_rows) == ([], [*range(20)])
+
+
+def test_equal_rows_stay_on_one_side_and_a_share_that_leaves_nothing_to_train_is_refused(tmp_path: Path) -> None:
+    lines = [f'{{"prompt": "{c}", "completion": "x"}}' for c in "abcd"] * 5
+    for share in (0.01, 0.3, 0.6):
+        rows = dataset(tmp_path, *lines, held_out=share)
+        held, trained = (
+            texts(rows, rows.held_out_rows),
+            {chr(d.tokens[0]) for d in rows.step(0, len(rows.trained_rows))},
+        )
+        assert held and held.isdisjoint(trained) and held | trained == set("abcd")
+        assert len(rows.held_out_rows) == 5 * len(held)
+    with pytest.raises(UsageError, match=r"evaluation\.share: expected a share that leaves rows .* found 0.9 of 20"):
+        dataset(tmp_path, *lines, held_out=0.9)
 
 
 @pytest.mark.parametrize(

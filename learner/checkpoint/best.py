@@ -1,0 +1,99 @@
+"""The best checkpoint of a run, learner.checkpoint.keep_best; RUN/checkpoints/best.json names it.
+
+It keeps its own name, step-N, beside the newest ones: a learner that resumes takes the newest and knows no best. The
+value of a checkpoint follows from the metrics file alone, so a killed learner decides the same again:
+
+- a metric of steps: its mean over the learner.checkpoint.every steps before the checkpoint. A step sees few prompts, so
+  the best of single steps would be the luckiest. A metric that is declared 'last': its newest value there.
+- evaluation/DATASET/FIGURE: the result of the evaluation of the checkpoint's own version. It ends later than the
+  checkpoint is written, so a checkpoint without its evaluation stays until there is one of a later version.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import msgspec
+
+from common.config.schema import Config, SftConfig
+from common.metrics import SftMetrics, StepMetrics, declarations
+from common.process.run_dir import write_json
+
+logger = logging.getLogger(__name__)
+
+BEST_FILE = "best.json"
+MOST_WAITING = 16  # checkpoints that wait for their evaluation; else a fleet without evaluation nodes fills the disk
+
+
+class BestRecord(msgspec.Struct, frozen=True):
+    """RUN/checkpoints/best.json; the checkpoint of `step` is complete as long as the file names it."""
+
+    step: int
+    metric: str  # keep_best
+    value: float
+
+
+def read_best(folder: Path) -> BestRecord | None:
+    """The choice in a folder of checkpoints; None when there is none."""
+    try:
+        return msgspec.json.decode((folder / BEST_FILE).read_bytes(), type=BestRecord)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+class Best:
+    """The choice among a run's checkpoints; `note` gets every line of the metrics file."""
+
+    def __init__(self, config: Config | SftConfig) -> None:
+        """`config` has passed its checks, and keep_best is set."""
+        key = self._key = config.learner.checkpoint.keep_best or ""
+        self._name, self._sign = key.removeprefix("-"), -1.0 if key.startswith("-") else 1.0
+        self._window = config.learner.checkpoint.every
+        self._evaluated = config.evaluation.every if key.removeprefix("-").startswith("evaluation/") else 0
+        kinds = declarations(SftMetrics if isinstance(config, SftConfig) else StepMetrics)
+        self._newest = any(each.name == self._name and each.reduction == "last" for each in kinds)
+        self._values: dict[int, float] = {}  # by step, or by version that was evaluated
+
+    def note(self, line: Mapping[str, Any]) -> None:
+        """A line of the metrics file, of any kind."""
+        at, found = line.get("step"), line
+        if self._evaluated:
+            at, prefix = line.get("policy_version"), f"evaluation/{line.get('dataset')}/"
+            found = {f"{prefix}pass_at/{k}": value for k, value in line.get("pass_at", {}).items()}
+            found[f"{prefix}mean_reward"] = line.get("mean_reward")
+        value, kind = found.get(self._name), "evaluation" if self._evaluated else None
+        if line.get("kind") == kind and isinstance(at, int) and isinstance(value, int | float) and math.isfinite(value):
+            self._values[at] = float(value)
+
+    def value(self, version: int) -> float | None:
+        """The value of this version's checkpoint; None: unknown."""
+        steps = [version] if self._evaluated else range(max(version - self._window, 0), version)
+        found = [self._values[step] for step in steps if step in self._values]
+        return None if not found else found[-1] if self._newest else mean(found)
+
+    def choose(self, folder: Path, versions: Iterable[int]) -> set[int]:
+        """The versions that must stay: the best one, which best.json then names, and those that may become it.
+
+        The newest of equal ones is the best. Raises OSError.
+        """
+        versions, before = sorted(versions), read_best(folder)
+        known = {version: value for version in versions if (value := self.value(version)) is not None}
+        if before is not None and before.metric == self._key and before.step in versions:
+            known.setdefault(before.step, before.value)
+        newest = max(self._values, default=-1)
+        due = [
+            version for version in versions if self._evaluated and version > newest and not version % self._evaluated
+        ]
+        if len(due) > MOST_WAITING:
+            logger.warning("%d checkpoints wait for %s; the oldest are removed", len(due), self._name)
+        if not known:
+            (folder / BEST_FILE).unlink(missing_ok=True)
+            return set(due[-MOST_WAITING:])
+        best = max(known, key=lambda version: (self._sign * known[version], version))
+        if (record := BestRecord(best, self._key, known[best])) != before:
+            write_json(folder / BEST_FILE, record)
+            logger.info("the best checkpoint is that of step %d, %s %.6g", best, self._name, known[best])
+        return {best, *due[-MOST_WAITING:]}

@@ -1,0 +1,252 @@
+"""`slipstream report` of several runs: what is one curve, what each axis counts, and a page that stands alone."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import numpy as np
+import pytest
+
+from common.config.schema import Config, ModelConfig, RunConfig, SftConfig, SftTasksConfig, StalenessConfig
+from common.errors import EXIT_FAILED
+from common.process.run_dir import RunDir
+from launch.cli import main
+from launch.observe.metrics_tail import MetricsTail
+from launch.results.comparison import Compared, curve_of, evaluated, grouped
+from tests.launch_rig import config_of, prepared, refusal
+from tests.unit.launch.test_report import line
+
+STEPS = 6
+
+
+def made(folder: Path, name: str, steps: int = STEPS, seed: int = 0, shift: float = 0.0, **sections: Any) -> RunDir:
+    """A run whose reward is step / 20 + shift, with 4 samples and 100 tokens in each of its steps of 2 s."""
+    config = config_of(folder / name, **sections)
+    run = prepared(
+        msgspec.structs.replace(config, run=RunConfig(name=name, dir=str(folder / name), steps=9, seed=seed))
+    )
+    lines = ({**line(step), "samples": 4, "reward_mean": step / 20 + shift} for step in range(steps))
+    run.metrics.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return run
+
+
+def loaded(run: RunDir) -> Compared:
+    config = msgspec.convert(__import__("yaml").safe_load(run.config.read_text()), Config)
+    return Compared.of(run.path.name, config, {}, MetricsTail.of(run))
+
+
+def test_runs_whose_configs_differ_only_in_seed_name_and_folder_are_one_curve_with_a_band(tmp_path: Path) -> None:
+    runs = [loaded(made(tmp_path, f"seed-{n}", seed=n, shift=shift)) for n, shift in enumerate((0.0, 0.1, 0.5))]
+    other = loaded(made(tmp_path, "other", staleness=StalenessConfig(max=7)))
+    assert [[run.label for run in group] for group in grouped([runs[0], other, *runs[1:]])] == [
+        ["seed-0", "seed-1", "seed-2"], ["other"],
+    ]  # fmt: skip
+    x, mean, low, high = curve_of(runs, "steps", "reward_mean", 1)
+    np.testing.assert_allclose(x, range(1, STEPS + 1))
+    np.testing.assert_allclose(mean, np.arange(STEPS) / 20 + 0.2)
+    np.testing.assert_allclose(low, np.arange(STEPS) / 20)
+    np.testing.assert_allclose(high, np.arange(STEPS) / 20 + 0.5)
+
+
+@pytest.mark.parametrize(("axis", "per_step"), [("steps", 1), ("samples", 4), ("tokens", 100), ("seconds", 2.0)])
+def test_an_axis_counts_from_the_start_of_the_run(tmp_path: Path, axis: str, per_step: float) -> None:
+    x, y, _, _ = curve_of([loaded(made(tmp_path, "a"))], axis, "reward_mean", 1)
+    np.testing.assert_allclose(x, per_step * np.arange(1, STEPS + 1))
+    np.testing.assert_allclose(y, np.arange(STEPS) / 20)
+
+
+def test_a_seed_that_ended_early_leaves_the_curve_to_the_others(tmp_path: Path) -> None:
+    runs = [loaded(made(tmp_path, "long")), loaded(made(tmp_path, "short", steps=3, seed=1, shift=0.2))]
+    _, mean, low, high = curve_of(runs, "steps", "reward_mean", 1)
+    np.testing.assert_allclose(mean, [0.1, 0.15, 0.2, 0.15, 0.2, 0.25])
+    np.testing.assert_allclose(high[3:], low[3:])
+
+
+def test_a_long_run_becomes_means_of_successive_steps_at_the_place_of_the_last(tmp_path: Path) -> None:
+    run = made(tmp_path, "a", steps=7)
+    lines = run.metrics.read_text().splitlines()
+    run.metrics.write_text("\n".join([*lines[:6], lines[6].replace('"reward_mean"', '"elsewhere"')]) + "\n")
+    x, y, _, _ = curve_of([loaded(run)], "steps", "reward_mean", 3)
+    assert (x.tolist(), y.tolist()) == ([3, 6], [pytest.approx(0.05), pytest.approx(0.2)])
+
+
+def test_metrics_of_an_older_version_have_no_curve_where_they_have_no_number(tmp_path: Path) -> None:
+    run = made(tmp_path, "old")
+    run.metrics.write_text(run.metrics.read_text().replace('"samples"', '"something"'))
+    assert curve_of([loaded(run)], "samples", "reward_mean", 1) is None
+    assert curve_of([loaded(run)], "steps", "reward_mean", 1) is not None
+    assert curve_of([loaded(run)], "steps", "length_mean", 1) is None
+
+
+def evaluation(version: int, reward: float, **more: Any) -> str:
+    known = {"kind": "evaluation", "policy_version": version, "dataset": "held<out>", "mean_reward": reward}
+    return json.dumps(known | more) + "\n"
+
+
+def test_evaluations_have_their_interval_or_the_spread_of_seeds_at_their_version(tmp_path: Path) -> None:
+    runs = []
+    for name, seed, reward in (("a", 0, 0.4), ("b", 1, 0.8)):
+        run = made(tmp_path, name, seed=seed)
+        first = evaluation(0, 0.1, mean_reward_low=None)
+        more = evaluation(4, reward, mean_reward_low=reward - 0.1, mean_reward_high=reward + 0.2)
+        run.metrics.write_text(more + run.metrics.read_text() + first)
+        runs.append(loaded(run))
+    x, y, low, high = evaluated(runs[:1], "tokens", "held<out>")
+    np.testing.assert_allclose([x, y, low, high], [[0, 400], [0.1, 0.4], [0.1, 0.3], [0.1, 0.6]])
+    x, y, low, high = evaluated(runs, "steps", "held<out>")
+    np.testing.assert_allclose([x, y, low, high], [[0, 4], [0.1, 0.6], [0.1, 0.4], [0.1, 0.8]])
+    assert evaluated(runs, "steps", "another") is None
+
+
+# ---------------------------------------------------------------- the command
+
+
+class Page(HTMLParser):
+    """The page as a browser finds it: tags, addresses to ask for, and text."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.asked: list[str] = []
+        self.text = ""
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.asked += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "srcset", "data")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def assert_stands_alone(self) -> None:
+        assert not {"script", "link", "iframe", "object", "img", "b"} & set(self.tags)
+        assert [address for address in self.asked if not address.startswith("#")] == []
+        assert not re.search(r"@import|url\((?!#)", self.text)
+
+
+def test_several_runs_are_written_side_by_side_into_one_page_with_the_differences_on_top(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = [made(tmp_path, "a", seed=0), made(tmp_path, "b", seed=1, shift=0.3)]
+    runs.append(made(tmp_path, "<b>c & $x_1$", staleness=StalenessConfig(max=7)))
+    runs[0].metrics.write_text(runs[0].metrics.read_text() + evaluation(2, 0.5) + '{"step": 9, "rew')
+    (tmp_path / "report").mkdir()
+    assert main(["report", *(str(run.path) for run in runs)]) == 0
+    folder = tmp_path / "report-2"
+    page = Page(folder / "report.html")
+    page.assert_stands_alone()
+    assert page.text.index("staleness.max") < page.text.index("Curves") < page.text.index("reward: last 10 steps")
+    for words in ("<b>c & $x_1$", "a and 1 more, seeds 0, 1", "least to the largest", "Evaluation on held<out>"):
+        assert words in page.text
+    assert page.tags.count("input") == 4 and "currentColor" in (folder / "report.html").read_text()
+    for axis in ("steps", "samples", "tokens", "seconds"):
+        assert (folder / f"over_{axis}.png").read_bytes().startswith(b"\x89PNG")
+    assert "Reward" in page.text and "Divergence" not in page.text, "it is 0 everywhere"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["b"]["reward"]["first_5_steps"] == pytest.approx(0.4)
+    assert summary["differences"] == [
+        ["", "a", "b", "<b>c & $x_1$"], ["run.seed", "0", "1", "0"], ["staleness.max", "2", "2", "7"],
+    ]  # fmt: skip
+    out = capsys.readouterr().out
+    assert "staleness.max" in out and "report-2/report.html" in out
+    for run in runs:
+        assert not run.report.exists()
+
+
+def test_the_pictures_of_the_page_are_whole_and_no_two_share_an_id(tmp_path: Path) -> None:
+    runs = [made(tmp_path, "a"), made(tmp_path, "b", staleness=StalenessConfig(max=7))]
+    assert main(["report", *(str(run.path) for run in runs), "--out", str(tmp_path / "out")]) == 0
+    pictures = re.findall(r"<figure>(.*?)</figure>", (tmp_path / "out" / "report.html").read_text(), re.DOTALL)
+    assert len(pictures) > 12
+    found: set[str] = set()
+    for picture in pictures:
+        ElementTree.fromstring(picture.replace("xlink:href", "href"))
+        ids = set(re.findall(r'\bid="([^"]+)"', picture))
+        clips = {name for name in ids if re.fullmatch(r"[a-z][0-9a-f]{10}", name)}
+        assert clips and not clips & found
+        found |= clips
+        assert set(re.findall(r"url\(#([^)]+)\)", picture)) <= ids
+
+
+def test_one_run_gets_a_page_of_its_own(tmp_path: Path) -> None:
+    run = made(tmp_path, "<i>x")
+    run.metrics.write_text(run.metrics.read_text() + evaluation(2, 0.5, pass_at={"1": 0.5, "4": 0.75}))
+    assert main(["report", str(run.path)]) == 0
+    page = Page(run.report / "report.html")
+    page.assert_stands_alone()
+    assert "<i>x" in page.text and "pass@4" in page.text and "reward: last 10 steps" in page.text
+    assert (run.report / "evaluation_1.png").is_file()
+    assert main(["report", str(run.path), "--out", str(tmp_path / "else")]) == 0
+    assert {path.name for path in (tmp_path / "else").iterdir()} == {path.name for path in run.report.iterdir()}
+
+
+def test_a_run_without_steps_or_named_twice_is_said_and_the_others_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, empty, out = made(tmp_path, "a"), made(tmp_path, "empty", steps=0), str(tmp_path / "out")
+    assert main(["report", str(run.path), str(run.path), str(empty.path), "--out", out]) == 0
+    assert f"{empty.path} has no steps yet." in capsys.readouterr().out.replace("\n", "")
+    assert list(json.loads((tmp_path / "out" / "summary.json").read_text())) == ["a", "differences"]
+    assert main(["report", str(empty.path), str(empty.path / ".." / "empty"), "--out", out]) == EXIT_FAILED
+    assert "none of these runs has steps" in capsys.readouterr().err
+
+
+def test_a_run_without_its_config_is_shown_and_equal_names_are_told_apart(tmp_path: Path) -> None:
+    one, two = made(tmp_path / "x", "a"), made(tmp_path / "y", "a", seed=3)
+    bare = made(tmp_path, "bare")
+    bare.config.unlink()
+    assert main(["report", *(str(run.path) for run in (one, two, bare)), "--out", str(tmp_path / "out")]) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert list(summary) == [f"a ({one.path})", f"a ({two.path})", "bare", "differences"]
+    assert summary["differences"][1] == ["run.seed", "0", "3", "-"]
+
+
+def test_a_warm_start_beside_an_rl_job_and_a_folder_inside_of_a_run_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = made(tmp_path, "a"), made(tmp_path, "b")
+    warm = warm_start(tmp_path / "warm")
+    said = refusal(capsys, "report", str(run.path), str(warm.path))
+    assert f"{warm.path} is a warm start and {run.path} an RL job" in said
+    monkeypatch.chdir(other.logs)
+    assert "is inside of the run" in refusal(capsys, "report", str(run.path), str(other.path))
+    (tmp_path / "file").touch()
+    assert "found" in refusal(capsys, "report", str(run.path), str(other.path), "--out", str(tmp_path / "file"))
+    assert "neither the folder of a run" in refusal(capsys, "report", str(run.path), str(tmp_path / "nothing"))
+
+
+def warm_start(folder: Path, steps: int = STEPS) -> RunDir:
+    run = RunConfig(name=folder.name, dir=str(folder), steps=9)
+    config = SftConfig(run=run, model=ModelConfig(path="m"), tasks=SftTasksConfig(dataset="d"))
+    found = prepared(config)
+    lines = [
+        {"step": n, "time_s": n, "loss": 1 / (n + 1), "grad_norm": 1, "lr": 1, "tokens_trained": 10, "step_s": 1}
+        for n in range(steps)
+    ]
+    lines[1]["validation_loss"] = lines[5]["validation_loss"] = 0.7
+    found.metrics.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return found
+
+
+def test_warm_starts_are_compared_and_show_the_loss_of_held_out_rows(tmp_path: Path) -> None:
+    runs = [warm_start(tmp_path / "one"), warm_start(tmp_path / "two")]
+    assert main(["report", *(str(run.path) for run in runs), "--out", str(tmp_path / "out")]) == 0
+    assert "Loss of held-out rows" in Page(tmp_path / "out" / "report.html").text
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["one"]["validation_loss"]["last"] == 0.7
+    assert main(["report", str(runs[0].path)]) == 0
+    assert "held-out rows" in Page(runs[0].report / "report.html").text
+
+
+def test_a_long_run_is_drawn_in_a_bounded_number_of_points() -> None:
+    from launch.results.plots import MOST_POINTS, thinned
+
+    points = [(float(step), float(step % 10)) for step in range(100_000)]
+    assert len(thinned(points)) == MOST_POINTS
+    assert thinned(points)[0] == (99.0, 4.5)
+    assert thinned(points, largest=True)[0] == (99.0, 9.0)
+    assert thinned(points[:5]) == points[:5]
