@@ -60,9 +60,11 @@ class Hub:
                 changed, self._changed = self._changed, asyncio.Event()
                 changed.set()
             if not more or work is not self._read:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wanted.wait(), IDLE_S)
+                if self._wanted.is_set():
                     await asyncio.sleep(pause_s)
+                else:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._wanted.wait(), IDLE_S)
 
     @staticmethod
     def _read(view: RunView) -> bool:

@@ -10,7 +10,7 @@ export function ticks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(span / count));
   const step = power * [1, 2, 5, 10].find((factor) => span / (power * factor) <= count);
   const out = [];
-  for (let tick = Math.ceil(low / step - 1e-9) * step; tick <= high + step * 1e-9; tick += step) out.push(+tick.toPrecision(12));
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i += 1) out.push(+(i * step).toPrecision(12));
   return out;
 }
 

@@ -5,7 +5,7 @@ import { load, stateCell } from "./tables.js";
 
 const LIMIT = 40, ROW = 22, LEFT = 150, TOP = 4, AXIS = 26;
 const SPANS = [60, 300, 600, 3600, 21600, 86400];
-const STATES = ["training", "generating", "publishing", "flipping", "waiting", "joining", "environments", "checkpointing", "dead"];
+const STATES = ["training", "generating", "publishing", "flipping", "waiting", "joining", "environments", "checkpointing", "starting", "dead"];
 
 export class Lanes {
   constructor() {

@@ -108,8 +108,9 @@ function broker({ broker: b, live, note }) {
 
 function waste({ waste: reasons = {}, wasted, failed = {} }) {
   const found = Object.entries(reasons).filter(([, w]) => w.tokens || w.seconds);
-  const most = Math.max(...found.map(([, w]) => w.tokens), 1);
-  const rows = found.map(([reason, w]) => h("tr", {}, h("th", { scope: "row" }, reason), h("td", { class: "bar" }, h("span", { "width%": (100 * w.tokens) / most })),
+  const size = found.some(([, w]) => w.tokens) ? (w) => w.tokens : (w) => w.seconds;
+  const most = Math.max(...found.map(([, w]) => size(w)));
+  const rows = found.map(([reason, w]) => h("tr", {}, h("th", { scope: "row" }, reason), h("td", { class: "bar" }, h("span", { "width%": (100 * size(w)) / most })),
     h("td", { class: "right" }, w.tokens ? number(w.tokens) : "–"), h("td", { class: "right" }, w.seconds ? duration(w.seconds) : "–")));
   const samples = Object.entries(failed).map(([reason, count]) => `${number(count)} ${reason}`).join(", ");
   return card("Waste", rows.length ? table(wasted || "Time without use", [["reason"], [""], ["tokens", "right"], ["time", "right"]], rows) : h("p", { class: "quiet" }, "nothing wasted"),
