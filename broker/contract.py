@@ -282,6 +282,7 @@ class BrokerStatus(msgspec.Struct, frozen=True):
     machines: list[MachineStatus] = []  # where the learner has several; spare ones included
     machines_wait: str = ""  # why no round of them runs
     stopping: bool = False  # `slipstream stop`: nothing is leased, and the broker ends when the others have left
+    transcripts_dropped: int = 0  # they came with failed groups, and were not written
 
     @property
     def present(self) -> list[str]:

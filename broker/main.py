@@ -12,6 +12,7 @@ from typing import Any
 from broker.connect import Access, connect
 from broker.contract import RunInfo
 from broker.diagnosis.broker_signs import BrokerSigns
+from broker.journal.failed_transcripts import failed_transcripts
 from broker.journal.recovery import open_memory
 from broker.journal.redis_store.keys import Leader
 from broker.journal.redis_store.leading import Leading
@@ -94,6 +95,9 @@ def lead(
             memory = open_memory(config, run, files.write_event, leading)
         at_end.callback(files.finish)
         at_end.callback(memory.close)
+        memory.state.transcripts = transcripts = failed_transcripts(files.path, config.telemetry)
+        if transcripts is not None:
+            at_end.callback(transcripts.close)
         if memory.journal is not None:
             addresses = candidates(addresses, memory.journal.store.address)
 

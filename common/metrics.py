@@ -116,7 +116,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     seconds_wasted_waiting: Annotated[float, metric("node-seconds without tasks or weights", "s", "last")] = 0.0
     groups_ready: Annotated[int, metric("waiting in the broker after this step's were taken", "groups", "last")]
     groups_leased: Annotated[int, metric("being generated", "groups", "last")]
-    nodes_live: Annotated[int, metric("nodes with a recent heartbeat", "", "last")]
+    nodes_live: Annotated[int, metric("nodes with a recent heartbeat", "nodes", "last")]
     groups_filtered: Annotated[int, metric("looked at, all rewards equal, others taken instead", "groups", "sum")] = 0
     routing_mismatch_fraction: Annotated[float, metric("routings that the learner's own router would not choose")] = 0.0
     mixed_version_fraction: Annotated[float, metric("samples whose tokens were sampled by more than one version")] = 0.0
@@ -129,6 +129,9 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     episodes_running: Annotated[int, metric("that they ran", "episodes", "last")] = 0
     kv_cache_usage: Annotated[float, metric("in the fullest engine; 0 unless concurrency is auto", "", "max")] = 0.0
     preemptions_total: Annotated[int, metric("put back for want of KV cache; 0 likewise", "requests", "last")] = 0
+    transcripts_dropped_total: Annotated[
+        int, metric("not written: disk or queue full, or no text; since learner and broker started", "", "last")
+    ] = 0
 
 
 class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):

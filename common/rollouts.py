@@ -50,6 +50,8 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     # [T x MoE layers x experts per token] int16, the experts that the engine chose for each input token. It is -1 for
     # tokens that were no input, such as the last one. None means not recorded.
     routed_experts: Array | None = None
+    # [first token, token behind the last) of every generate call; [] from nodes of an earlier version
+    turn_spans: list[tuple[int, int]] = []
 
     def token_versions(self) -> np.ndarray:
         """[T] int64 policy version of every token; tokens before the first run get that run's version."""

@@ -13,6 +13,7 @@ class SegmentWriter:
         self._folder, self._prefix, self._limit = folder, prefix, limit_bytes
         self._path: Path | None = None
         self._size = 0
+        self._torn = False  # a write failed half-way
 
     def write(self, lines: bytes) -> None:
         """Append whole lines, b'\\n' at their end; raises OSError, for example on a full disk."""
@@ -22,8 +23,10 @@ class SegmentWriter:
             self._path = self._folder / f"{self._prefix}-{number_of(known[-1]) + 1 if known else 0:08d}.jsonl"
             self._size = 0
             self._make_room(known)
+        torn, self._torn = self._torn, True
         with self._path.open("ab") as file:
-            file.write(lines)
+            file.write(b"\n" * torn + lines)
+        self._torn = False
         self._size += len(lines)
 
     def _make_room(self, known: list[Path]) -> None:

@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+FAILED_BYTES = 256 << 10  # Limit of a transcript that a node sends with a group that failed.
+SentTranscript = tuple[int, str, bytes]  # serial, node id, and JSON of a Transcript that the node made
 Why = Literal["share", "best", "worst", "longest", "failed"]
 
 
@@ -21,6 +23,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     trained: list[int] = []  # 1 where the token was in the loss
     version_runs: list[tuple[int, int]] = []  # (index in this turn, policy version from there on)
     reward: float | None = None  # the environment gave it for a policy's turn
+    cut_before: int = 0  # tokens left out just before this turn, which may be the second part of one
 
 
 class Transcript(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,10 +33,12 @@ HANDLERS = {
     "preflight": "launch.cluster.preflight.preflight:command",
     "status": "launch.observe.status:command",
     "top": "launch.observe.status:top",
+    "sinks": "launch.sinks.process:command",
     "report": "launch.results.report:command",
     "ledger": "launch.observe.ledger:command",
     "web": "launch.web.web:command",
     "logs": "launch.observe.logs:command",
+    "transcripts": "launch.observe.transcripts:command",
     "stop": "launch.up.stop:command",
     "resume": "launch.up.resume:command",
     "export": "launch.results.export:command",
@@ -186,8 +188,17 @@ def _add_observing_commands(commands: Commands) -> None:
     logs = _command(commands, "logs", "the end of a role's log, also from another machine", *job, **place)
     logs.add_argument("role", metavar="ROLE", nargs="?", help="broker, learner, learner-RANK or a node id")
     logs.add_argument("--lines", type=int, default=50, metavar="N", help="the last N (50), at most 64 KiB")
+    text = "episodes that were trained on or failed, token by token; without --step and --task the newest ones"
+    transcripts = _command(commands, "transcripts", text, "run", "--json")
+    transcripts.add_argument("--step", type=int, metavar="N", help="those that step N trained on")
+    transcripts.add_argument("--task", type=int, metavar="S", help="those of the task with serial S")
+    transcripts.add_argument("--worst", action="store_true", help="only the worst of each step, and failed ones")
+    text = "background of the policy's tokens (version)"
+    transcripts.add_argument("--color", choices=("version", "ratio"), default="version", help=text)
     stop = _command(commands, "stop", "every role leaves; the same commands continue the job", *job, **place)
     stop.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="how long to wait for them (600)")
+    sinks = _command(commands, "sinks", "feed telemetry.sinks from the run's files, until the run has ended", "run")
+    sinks.add_argument("--sink", action="append", metavar="NAME", help="instead of telemetry.sinks; repeatable")
     text = "a job that a watch rule paused or stopped may continue"
     _command(commands, "resume", text, "run")
     report = _command(commands, "report", "summary table, plots and a page of a run, or of several side by side")

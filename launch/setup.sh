@@ -4,7 +4,7 @@
 #   learner  Megatron with Transformer Engine for CUDA machines; .venv-learner. With --cpu the same versions, but torch's CPU
 #            build and nothing that needs CUDA, so that tests can run them; .venv-learner-cpu
 #   rollout  vLLM for CUDA machines; .venv-rollout
-#   adapters verifiers and OpenEnv, whose requirements do not fit vLLM's; .venv-adapters, named by tasks.limits.python
+#   adapters verifiers, OpenEnv and the trackers of `slipstream sinks`; .venv-adapters, named by tasks.limits.python
 # Running it again is free: it does nothing while requirements and sources of the package list are unchanged.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -34,7 +34,8 @@ case "$kind" in
   rollout) need_gib=25; modules="torch vllm transformers zmq msgspec" ;;
   adapters)
     need_gib=2
-    modules="verifiers verifiers.clients.openai_chat_completions_client openenv.core.env_server.http_server uvicorn" ;;
+    modules="verifiers verifiers.clients.openai_chat_completions_client openenv.core.env_server.http_server uvicorn"
+    modules="$modules tensorboard.summary.writer.event_file_writer wandb mlflow sqlalchemy trackio prometheus_client msgspec" ;;
 esac
 [ -n "$venv" ] || { [ "$kind" = cpu ] && venv=.venv || venv=".venv-$kind"; }
 requirements="requirements/$role.txt"

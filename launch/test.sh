@@ -28,14 +28,15 @@ fast=""
 [ "${1:-}" != fast ] || { fast=yes; shift; }
 
 step "environment" bash launch/setup.sh cpu
-if [ -z "${SLIPSTREAM_VERIFIERS_PYTHON:-}" ] || [ -z "${SLIPSTREAM_OPENENV_PYTHON:-}" ]; then
-  step "environment of verifiers and OpenEnv" bash launch/setup.sh adapters
+if [ -z "${SLIPSTREAM_VERIFIERS_PYTHON:-}" ] || [ -z "${SLIPSTREAM_OPENENV_PYTHON:-}" ] || [ -z "${SLIPSTREAM_SINKS_PYTHON:-}" ]; then
+  step "environment of verifiers, OpenEnv and trackers" bash launch/setup.sh adapters
 fi
 [ -n "$fast" ] || step "Chromium" chromium
 [ -n "$fast" ] || step "environment with the learner's pins" bash launch/setup.sh learner --cpu
 export SLIPSTREAM_LEARNER_PYTHON="$PWD/.venv-learner-cpu/bin/python"
 export SLIPSTREAM_VERIFIERS_PYTHON="${SLIPSTREAM_VERIFIERS_PYTHON:-$PWD/.venv-adapters/bin/python}"
 export SLIPSTREAM_OPENENV_PYTHON="${SLIPSTREAM_OPENENV_PYTHON:-$PWD/.venv-adapters/bin/python}"
+export SLIPSTREAM_SINKS_PYTHON="${SLIPSTREAM_SINKS_PYTHON:-$PWD/.venv-adapters/bin/python}"
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
 begun=$SECONDS
 step "ruff check" ruff check .

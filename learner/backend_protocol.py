@@ -29,6 +29,7 @@ class Microbatch:
     staleness: Tensor | None = None  # [T] int32, step - version that sampled the target
     reference_logprobs: Tensor | None = None  # [T] float32 of the frozen reference model
     routed_experts: Tensor | None = None  # [T, MoE layers, experts per token] int16, of the input token; -1: unknown
+    numbers: tuple[int, ...] = ()  # the documents' places in the batch's list; () if it only fills
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,9 @@ class Backend(Protocol):
 
     def part_layout(self) -> list[tuple[str, tuple[int, ...]]]:
         """(Hugging Face name, shape) of this rank's part, always the same; [] on a rank that sends nothing."""
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The elementwise maximum of every rank's [n] float32 on the CPU, in place, on every rank. Collective."""
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, by rank. Collective."""

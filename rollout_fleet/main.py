@@ -21,6 +21,7 @@ from common.security.credentials import curve_credentials, load_credential
 from rollout_fleet.driver_factory import build_driver
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 from rollout_fleet.episode.concurrency import AdaptiveLimit
+from rollout_fleet.episode.failed_transcripts import FailedTranscripts
 from rollout_fleet.episode.group_runner import GroupRunner
 from rollout_fleet.node.broker_timeout import BrokerTimeout
 from rollout_fleet.node.heartbeat import Heartbeat
@@ -86,7 +87,9 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
         feed = WeightClient(node_id, engine.weights, credential, transports, status.joining)
         low, high = config.rollout.concurrency_bounds
         runner = GroupRunner(driver, high, status.sample_failed)
-        parts = NodeParts(broker, feed, runner, status, timeout, lambda: engine.counters, heartbeat.beat_now)
+        transcribe = FailedTranscripts(driver.renderer, node_id).line if config.telemetry.transcripts != "off" else None
+        counters = lambda: engine.counters  # noqa: E731
+        parts = NodeParts(broker, feed, runner, status, timeout, counters, heartbeat.beat_now, transcribe)
 
         def adaptive() -> AdaptiveLimit | None:
             return AdaptiveLimit(low, high, config.rollout.group_size, engine.holds) if low < high else None

@@ -152,13 +152,17 @@ class Leasing(Tables):
         self.tasks.put_group(entry, payload, payload_bytes, self.recorder.record_group(move, payload))
         return True
 
-    def fail(self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
+    def fail(
+        self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0, transcript: bytes = b""
+    ) -> None:
         """End a lease whose group could not be generated, after `tokens` and `seconds`; an old token is ignored."""
         self._seen(node_id)
         entry = self._leased_by(node_id, token)
         if entry is not None:
             self.event_log.add("group_failed", serial=entry.serial, node=node_id, reason=reason)
             self.fleet.waste_of(node_id, "failed", tokens, seconds)
+            if transcript and self.transcripts is not None:
+                self.transcripts.put((entry.serial, node_id, transcript))
             self._lose(entry, reason)
 
     def release(self, node_id: str, tokens: Sequence[str]) -> None:

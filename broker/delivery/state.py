@@ -100,4 +100,5 @@ class DeliveryState(Taking, Leasing):
             machines=self.machines.status(now),
             machines_wait=self.machines.waits(now),
             stopping=self.stopping,
+            transcripts_dropped=self.transcripts.dropped if self.transcripts is not None else 0,
         )

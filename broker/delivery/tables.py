@@ -16,6 +16,8 @@ from broker.delivery.learner_machines import LearnerMachines
 from broker.delivery.log_ends import LogEnds
 from broker.delivery.nodes import Fleet
 from broker.delivery.task_table import Entry, Stored, TaskTable
+from common.line_thread import LineThread
+from common.transcripts import SentTranscript
 
 TOKEN_BYTES = 8
 
@@ -75,6 +77,7 @@ class Tables:
         # `stopping`: the job is being stopped; a broker that starts anew knows nothing of it
         self.stopping, self.logs = False, LogEnds(clock)
         self.recovery_s = 0.0
+        self.transcripts: LineThread[SentTranscript] | None = None  # writes those of failed groups
         self.refused_messages = self.denied_requests = self.quarantined_messages = 0
 
     def do(self, move: Move) -> None:

@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import msgspec
+
 from broker import contract
 from broker.contract import HeartbeatReply, LearnerReport, NodeReport
 from broker.messaging import wire
@@ -165,10 +167,16 @@ class NodeBroker(ABC):
         """
         return await self.ask(wire.Complete(node_id=node_id, token=token, meta=meta), payload=payload)
 
-    async def fail(self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
-        """The whole group failed, `tokens` sampled in `seconds` are lost; counts as an attempt."""
+    async def fail(
+        self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0, transcript: bytes = b""
+    ) -> None:
+        """The whole group failed, `tokens` sampled in `seconds` are lost; counts as an attempt.
+
+        `transcript`: JSON of a Transcript of its longest sample, at most FAILED_BYTES; best effort.
+        """
         reason = reason[: wire.MAX_REASON_CHARS]
-        await self.ask(wire.Fail(node_id=node_id, token=token, reason=reason, tokens=tokens, seconds=seconds))
+        lease = wire.Fail(node_id=node_id, token=token, reason=reason)
+        await self.ask(msgspec.structs.replace(lease, tokens=tokens, seconds=seconds, transcript=transcript))
 
     async def release(self, node_id: str, tokens: list[str]) -> None:
         """Return leases without counting an attempt (drain)."""

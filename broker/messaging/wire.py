@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from broker import contract
 from common.rollouts import GroupMeta, Task
+from common.transcripts import FAILED_BYTES
 from common.wire_types import Name, Seconds, StepNumber, Tally, Text, Version
 
 SCHEMA = 2
@@ -29,6 +30,7 @@ Tokens = Annotated[list[Token], Meta(max_length=1 << 14)]
 Tasks = Annotated[list[Task], Meta(max_length=1 << 13)]
 Serials = Annotated[list[int], Meta(max_length=1 << 20)]
 Reason = Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
+TranscriptData = Annotated[bytes, Meta(max_length=FAILED_BYTES)]
 WaitSeconds = Annotated[float, Meta(ge=0, le=1e9)]
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 
@@ -194,6 +196,7 @@ class Fail(NamedNodeRequest[None], frozen=True, kw_only=True, tag="fail"):
     reason: Reason
     tokens: Tally = 0
     seconds: Seconds = 0.0
+    transcript: TranscriptData = b""  # JSON of a Transcript of its longest sample; b'': none
 
 
 class Release(NamedNodeRequest[None], frozen=True, kw_only=True, tag="release"):

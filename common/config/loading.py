@@ -22,7 +22,7 @@ from common.config.schema import Config, SftConfig
 from common.config.strict_yaml import Document, parts_of
 from common.config.types import MOST_FLOAT, MOST_INTEGER
 from common.errors import ConfigError, Problem, UsageError
-from common.metrics import StepMetrics
+from common.metrics import StepMetrics, numbers
 
 OVERRIDE = "<override>"
 MOST_BITS_SHOWN = 256
@@ -79,7 +79,7 @@ def build_config(document: Document, file: str, overrides: Sequence[str] = (), s
 
 def rule_problems(at: str, rule: WatchRule) -> Iterator[Problem]:
     """Why a watch rule, at the key path `at`, makes no sense."""
-    known = [field.name for field in msgspec.structs.fields(StepMetrics) if get_args(field.type)[0] in (int, float)]
+    known = numbers(StepMetrics)
     if rule.metric not in known and not OTHERS.fullmatch(rule.metric):
         near = nearest(rule.metric, known)
         hint = f"did you mean '{near}'?" if near else "docs/metrics.md lists them"

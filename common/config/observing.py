@@ -25,8 +25,8 @@ class TelemetryConfig(Strict, frozen=True, kw_only=True):
     refresh_s: Seconds = 1.0  # Seconds between two pictures of the live view.
     # Port on which broker, learner and nodes answer probes without authentication, 0: none; docs/kubernetes.md.
     health_port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    # Share of the episodes whose transcript is kept. The best, worst and longest one of a step, and failed ones, always
-    # are. off keeps none; docs/transcripts.md.
+    # Share of the episodes whose transcript is kept. The best, worst and longest one of a step always are, and one of
+    # each group that failed. off keeps none; docs/transcripts.md.
     transcripts: Fraction | Literal["off"] = 0.02
     transcripts_mib: Positive = 256  # Size of RUN/transcripts. The oldest transcripts make room for new ones.
     trace_mib: Natural = 64  # Size of RUN/trace, the timeline of all processes; 0 records none. docs/trace.md.
@@ -54,7 +54,7 @@ class SftEvaluationConfig(Strict, frozen=True, kw_only=True):
 class WatchRule(Strict, frozen=True, kw_only=True):
     """The action when a metric goes astray; docs/watch.md. Exactly one of below, above, drops and spikes is set."""
 
-    metric: Text  # A metric of docs/metrics.md that is one number, or environment/NAME.
+    metric: Text  # A metric of docs/metrics.md that is one number; docs/watch.md has more.
     below: Number | None = None  # Acts when the metric is below this.
     above: Number | None = None  # Acts when the metric is above this.
     drops: Fraction | None = None  # Acts when its mean over `steps` has lost this share of the best one so far.

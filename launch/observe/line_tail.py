@@ -16,10 +16,11 @@ class LineTail:
         """`offset` and `inode`: where an earlier reader of this file was, its own fields."""
         self.path, self.offset, self.inode = path, offset, inode
 
-    def read(self) -> tuple[bool, list[dict[str, Any]]]:
+    def read(self, limit: int = READ_BYTES) -> tuple[bool, list[dict[str, Any]]]:
         """(whether the file was replaced, so that earlier lines are void; the new lines). Raises OSError.
 
-        There may be more lines when some are returned. A file that does not exist has none.
+        At most `limit` bytes are read, so there may be more lines when some are returned. A file that does not exist
+        has none.
         """
         try:
             with self.path.open("rb") as file:
@@ -27,11 +28,11 @@ class LineTail:
                 replaced = self.inode != -1 and (stat.st_ino != self.inode or stat.st_size < self.offset)
                 self.offset, self.inode = 0 if replaced else self.offset, stat.st_ino
                 file.seek(self.offset)
-                data = file.read(READ_BYTES)
+                data = file.read(limit)
         except FileNotFoundError:
             return False, []
         whole = data[: data.rfind(b"\n") + 1]
-        if not whole and len(data) == READ_BYTES:
+        if not whole and len(data) == limit:
             whole = data
         self.offset += len(whole)
         return replaced, list(lines_of(whole, dict[str, Any]))

@@ -114,7 +114,8 @@ def evaluated(group: Sequence[Compared], axis: str, dataset: str) -> Curve | Non
     for run in group:
         for line in run.evaluations.get(dataset, ()):
             at = float(np.interp(line["policy_version"], run.columns["steps"], run.columns[axis], left=0.0))
-            found.setdefault(line["policy_version"], []).append((at, line))
+            if np.isfinite(at):
+                found.setdefault(line["policy_version"], []).append((at, line))
     points: list[tuple[float, ...]] = []
     for _, each in sorted(found.items()):
         rewards = [line["mean_reward"] for _, line in each]
@@ -142,6 +143,8 @@ def compare(runs: Sequence[Compared], tables: Mapping[str, Rows], notes: Sequenc
         for dataset in datasets:
             curves = [evaluated(group, axis, dataset) for group in groups]
             panels.append((plain(f"Evaluation on {dataset}: mean reward"), curves, True))
+        if not any(curve for _, curves, _ in panels for curve in curves):
+            continue  # no run counts samples
         draws = [partial(_draw, title, x_label, curves, bars, labels, styles) for title, curves, bars in panels]
         pictures[f"over {axis}"] = [_panel(draw, f"{axis} {number}") for number, draw in enumerate(draws)]
         files.append(_overview(draws, folder / f"over_{axis}.png"))
@@ -177,7 +180,7 @@ def _draw(
 def _panel(draw: Callable[[Axes], None], name: str) -> str:
     figure, axes = plt.subplots(figsize=(6, 3.5))
     draw(axes)
-    figure.subplots_adjust(left=0.12, right=0.98, top=0.92, bottom=0.14)
+    figure.subplots_adjust(left=0.13, right=0.98, top=0.92, bottom=0.14)
     return svg_of(figure, name)
 
 

@@ -16,7 +16,7 @@ def write_page(
     path: Path, title: str, notes: Sequence[str], tables: Mapping[str, Rows],
     pictures: Mapping[str, Sequence[str]], keys: Sequence[Key] = (),
 ) -> Path:  # fmt: skip
-    """`tables`: 'differences' and 'summary', each with a head; `pictures`, as SVG, by axis: the reader chooses it."""
+    """`tables`: 'summary' and perhaps 'differences', each with a head; `pictures`: SVG by axis; the reader chooses."""
     lines = "".join(
         f'<li><svg viewBox="0 0 32 8"><path d="M0 4H32" stroke="{colour}" stroke-dasharray="{dashes}"/></svg>'
         f"{escape(name)}</li>"
@@ -32,7 +32,8 @@ def write_page(
         for n, each in enumerate(pictures.values())
     )
     text = Template(Path(__file__).with_name("page.html").read_text()).substitute(
-        {name: _table(tables.get(name, ())) for name in ("differences", "summary")},
+        differences="<h2>Differences of the configs</h2>" + _table(tables["differences"]) if len(tables) > 1 else "",
+        summary=_table(tables["summary"]),
         title=escape(title),
         notes="".join(f"<p>{escape(note)}</p>" for note in notes),
         keys=lines and f'<ul class="keys">{lines}</ul>',

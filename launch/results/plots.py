@@ -27,7 +27,7 @@ matplotlib.rcParams |= {
     **{f"{part}.color": INK for part in ("text", "xtick", "ytick", "grid")},
     **{"axes.labelcolor": INK, "axes.edgecolor": INK, "axes.prop_cycle": matplotlib.cycler(color=COLOURS)},
     **{"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "svg.fonttype": "none"},
-    **{"font.family": "sans-serif", "savefig.facecolor": "white"},
+    **{"font.family": "sans-serif", "axes.formatter.limits": (-2, 5)},
 }
 MOST_POINTS = 1000  # points of a curve; more steps become means of as many successive ones
 DOTS_PER_INCH = 120

@@ -45,8 +45,11 @@ def command(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("plots need matplotlib, which the extra 'report' brings; launch/setup.sh cpu installs it")
     out = Path(args.out) if args.out else None
-    if out and out.exists() and not out.is_dir():
-        raise UsageError(f"--out: expected a folder, found {out}, which is a file")
+    try:
+        if out:
+            out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out: expected a folder, or a place for one, found {out}: {error.strerror}") from None
     runs = list(found.values())
     return report(runs[0][1], out) if len(args.runs) == 1 else report_several(runs, out or new_folder(found))
 
@@ -96,10 +99,8 @@ def report_several(runs: list[tuple[str, RunDir]], folder: Path) -> int:
         "summary": summary_rows({each.label: each.summary for each in compared}),
     }
     written = compare(compared, tables, notes, folder)
-    write_json(
-        folder / "summary.json",
-        {each.label: each.summary for each in compared} | {"differences": tables["differences"]},
-    )
+    summaries = {each.label: each.summary for each in compared}
+    write_json(folder / "summary.json", {"runs": summaries, "differences": tables["differences"]})
     brief = [row for row in tables["summary"][1:] if row[0].startswith(BRIEF)]
     columns = (Column(no_wrap=True), *(Column(overflow="fold") for _ in compared))
     table = Table(*columns, box=None, pad_edge=False, show_header=False)

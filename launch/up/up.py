@@ -24,6 +24,7 @@ from launch.observe.job_view import Display, open_display
 from launch.observe.metrics_tail import LATEST, MetricsTail, mean
 from launch.observe.observation import observe
 from launch.resolve_target import Target, load_job, need_broker_library
+from launch.sinks.process import TOLD_S, check_packages
 from launch.up.core_pinning import available_cores, plan_cores
 from launch.up.devices import Place, assign, table
 from launch.up.roles import role_command, thread_environment
@@ -34,6 +35,7 @@ BROKER_START_S = 30.0
 NODES_LEAVE_S = 30.0  # after the job is done, before they are told to
 DRAIN_S = 330.0  # a node's episodes in flight, or a learner's step and checkpoint
 BROKER_END_S = 30.0
+SINKS_LEAVE_S = 5.0  # besides the time that they take for the last lines
 POLL_S = 0.1
 PAGE = "web"
 ANSWER_S = 1.0
@@ -47,6 +49,7 @@ def command(args: argparse.Namespace) -> int:
         raise ConfigError(args.config, "learner.machines", "1", str(config.learner.machines), hint)
     run.check_agrees(config)
     need_broker_library(config)
+    check_packages(config.telemetry.sinks)
     with only_one(run):
         if done := finished(run, config):
             print(done)
@@ -90,7 +93,7 @@ def page_spec(run: RunDir) -> RoleSpec:
 
 
 def role_specs(config: Config, run: RunDir, places: Mapping[str, Place]) -> list[RoleSpec]:
-    """How to run the broker, the learner and the nodes, in this order, each in its place."""
+    """How to run the broker, the learner, the nodes and the sinks, in this order, each in its place."""
     nodes = [f"node-{i}" for i in range(config.rollout.nodes)]
     threads, restarts = config.rollout.threads, config.run.max_restarts
     learner_threads = config.learner.world_size * config.learner.threads
@@ -108,6 +111,9 @@ def role_specs(config: Config, run: RunDir, places: Mapping[str, Place]) -> list
     specs.append(spec("learner", ["learner"], cores=learner_cores))
     for name, cores in zip(nodes, node_cores, strict=True):
         specs.append(spec(name, ["rollout", "--node-id", name], name, child_cores=cores, env=env))
+    if config.telemetry.sinks:
+        command = role_command(["sinks", str(run.path)])
+        specs.append(RoleSpec("sinks", command, log_path(run.logs, "sinks", "0"), max_restarts=restarts))
     return specs
 
 
@@ -119,7 +125,7 @@ class Job:
         self.tail = MetricsTail(run.metrics)
         self.supervisor = Supervisor(self._on_event)
         self._specs = role_specs(config, run, places)
-        self._nodes = [spec.name for spec in self._specs[2:]]
+        self._nodes = [spec.name for spec in self._specs[2:] if spec.name != "sinks"]
         self._page = page_spec(run) if web else None
         self._display = Display(config, self.tail, None)
         self._started = time.monotonic()
@@ -183,8 +189,8 @@ class Job:
         """Raise SlipstreamError when the job cannot continue without a role that is not coming back."""
         name = role.spec.name
         nodes = [self.supervisor.roles[node] for node in self._nodes if node in self.supervisor.roles]
-        if name == PAGE:
-            self._note(f"the page ended ({describe_exit(role.exit_code)}), log {role.spec.log}; the job continues")
+        if name in ("sinks", PAGE):
+            self._note(f"{name}: {describe_exit(role.exit_code)}; the job continues without it, log {role.spec.log}")
         elif name in self._nodes and role.exit_code == 0:
             self._note(f"{name} was told to leave")
         elif name in self._nodes and any(node.running or node.restart_at is not None for node in nodes):
@@ -215,6 +221,7 @@ class Job:
         self._show_at = 0.0
         self._show()  # the last look while the broker still answers
         self.supervisor.stop(["broker"], BROKER_END_S)
+        self.supervisor.stop(["sinks"], TOLD_S + SINKS_LEAVE_S)
         self.supervisor.stop([PAGE], ANSWER_S)
 
     def _summary(self, done: bool) -> str:

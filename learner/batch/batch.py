@@ -164,11 +164,11 @@ def assemble(groups: Sequence[Group], step: int, config: Config, routing: Routin
     rewards = [np.array([np.nan if s.error is not None else s.reward for s in group.samples]) for group in kept]
     estimates = ADVANTAGES[config.learner.loss.advantage](rewards)
     for group, advantages in zip(kept, estimates, strict=True):
-        for sample, advantage in zip(group.samples, advantages, strict=True):
+        for index, (sample, advantage) in enumerate(zip(group.samples, advantages, strict=True)):
             if sample.error is None:
                 found, document = _prepare(sample, step, float(advantage), config, routing)
                 played.append(found)
-                documents += [replace(document, serial=group.serial)] if len(found.ages) else []
+                documents += [replace(document, serial=group.serial, sample=index)] if len(found.ages) else []
     for group in filtered:  # trains nothing, but tells how the policy does
         whole = (s for s in group.samples if s.error is None)
         played += [_Played(s, int((s.loss_mask.numpy()[1:] > 0).sum()), 0, NO_AGES) for s in whole]

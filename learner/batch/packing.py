@@ -40,7 +40,13 @@ class Document:
     advantage: float = 0.0
     name: str = ""  # for error messages
     serial: int = -1  # its task's
+    sample: int = -1  # its index in the task's group
     routed_experts: np.ndarray | None = None  # [L, MoE layers, experts per token] int16, -1 where unknown
+
+    @property
+    def origin(self) -> tuple[int, int]:
+        """(serial, sample)."""
+        return self.serial, self.sample
 
     @property
     def places(self) -> int:
@@ -132,13 +138,13 @@ def _deal(bins: list[list[int]], costs: list[float], ranks: int) -> Plan:
 
 def build(documents: Sequence[Document], microbatches: list[list[int]]) -> list[Microbatch]:
     """Tensors of one rank's part of a plan, on the CPU; an empty microbatch becomes a filler that trains nothing."""
-    return [_pack([documents[i] for i in numbers] or [FILLER]) for numbers in microbatches]
+    return [_pack([documents[i] for i in numbers] or [FILLER], tuple(numbers)) for numbers in microbatches]
 
 
 FILLER = Document(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.uint8), name="filler")
 
 
-def _pack(documents: list[Document]) -> Microbatch:
+def _pack(documents: list[Document], numbers: tuple[int, ...]) -> Microbatch:
     lengths = [document.places for document in documents]
     starts = np.cumsum([0, *lengths[:-1]])
 
@@ -159,6 +165,7 @@ def _pack(documents: list[Document]) -> Microbatch:
         behavior_logprobs=of_targets("behavior_logprobs", np.float32),
         staleness=of_targets("staleness", np.int32),
         routed_experts=_routing(documents),
+        numbers=numbers,
     )
 
 

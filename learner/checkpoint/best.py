@@ -62,7 +62,7 @@ class Best:
         at, found = line.get("step"), line
         if self._evaluated:
             at, prefix = line.get("policy_version"), f"evaluation/{line.get('dataset')}/"
-            found = {f"{prefix}pass_at/{k}": value for k, value in line.get("pass_at", {}).items()}
+            found = {f"{prefix}pass_at/{k}": value for k, value in (line.get("pass_at") or {}).items()}
             found[f"{prefix}mean_reward"] = line.get("mean_reward")
         value, kind = found.get(self._name), "evaluation" if self._evaluated else None
         if line.get("kind") == kind and isinstance(at, int) and isinstance(value, int | float) and math.isfinite(value):

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 
 from broker.connect import Access, connect
-from broker.contract import BrokerStatus, LedgerEntry, StoredGroup
+from broker.contract import BrokerStatus, StoredGroup
 from broker.messaging.client_methods import LearnerBroker
 from common.config.schema import Config
-from common.errors import HopelessError, SlipstreamError, UsageError
+from common.errors import HopelessError, SlipstreamError
 from common.metrics import StepMetrics
 from common.process.broker_address import find_broker
 from common.process.run_dir import RunDir
@@ -23,16 +23,19 @@ from common.security.credentials import curve_credentials
 from common.weights.messages import Canary
 from common.weights.transports.registry import require
 from learner.backend_protocol import Backend
-from learner.batch.batch import BadGroup, expired_groups
+from learner.batch.batch import BadGroup, TrainingBatch, expired_groups
 from learner.batch.dynamic_sampling import carries_signal, most_replaced
 from learner.checkpoint.folder import StreamState, TrainerState
 from learner.loop.batch_source import Command, Drain, Fail, Train, Wait
 from learner.loop.profiling import absent_nodes
+from learner.loop.recording_loss import Logprobs
 from learner.loop.rollout_source import RolloutSource
 from learner.loop.run_files import RunFiles
+from learner.loop.start_checks import check_not_behind, check_not_forgotten
 from learner.loop.status_reporter import Reporter
 from learner.loop.step_metrics import StallMeter, Step, step_metrics
 from learner.loop.tasks import TaskSource, TaskStream
+from learner.loop.transcripts import items, transcript_thread
 from learner.loop.watcher import Watcher
 from learner.publish.publisher import WeightPublisher
 from learner.publish.snapshot import Named
@@ -78,16 +81,20 @@ class Lead(RolloutSource):
         self._replays_below = 0
         self._dead_at_last_take = 0
         self._groups: list[Group] = []  # the newest Train command has them
+        self._nodes: dict[int, str] = {}  # the node of each of them, by serial
+        self._transcripts = transcript_thread(config)
 
     def start(self) -> None:
         self.reporter.start()
+        if self.config.telemetry.transcripts != "off":
+            self._transcripts.start()
         self.reporter.update(weights_address=self.publisher.start())
 
     def attach(self, backend: Backend, version: int) -> None:
         """Say to the broker that this incarnation trains from `version` on; everything before is durable."""
         super().attach(backend, version)
         attached = self.broker.attach(self.reporter.snapshot())
-        _check_not_behind(version, attached.committed_step)
+        check_not_behind(version, attached.committed_step)
         self._watch.begin(version)
         if not self.tasks.attach(attached):
             self.files.events.add("tasks_renumbered", step=version)
@@ -95,7 +102,7 @@ class Lead(RolloutSource):
         if version > 0:
             self.broker.commit(version - 1)  # the last learner may have been killed just before it
         if attached.committed_step < version - 1:
-            _check_not_forgotten(version, self.tasks.consumed, self.broker.ledger())
+            check_not_forgotten(version, self.tasks.consumed, self.broker.ledger())
         if self.config.learner.dynamic_sampling:
             found = self.broker.ledger()
             self._filtered_before = Counter(e.step for e in found if e.filtered and e.state == "taken")
@@ -150,7 +157,7 @@ class Lead(RolloutSource):
             self.files.events.add("replay", step=step, groups=len(taken))
         self.tasks.consume([group.serial for group in taken])
         self._missing, self._replaced = self.config.learner.groups_per_step, 0
-        self._groups = usable
+        self._groups, self._nodes = usable, {stored.serial: stored.node_id for stored in taken}
         return Train(step, taken)
 
     def _filter(self, step: int, flat: list[int], taken: int) -> bool:
@@ -239,7 +246,9 @@ class Lead(RolloutSource):
         self.reporter.update(waste=step.totals.waste())
         stall_s = self._stalls.advance(status)
         self._watch.trained = step.batch, self._groups
-        return step_metrics(step, self.files.incarnation, status, published, regenerated, stall_s)
+        line = step_metrics(step, self.files.incarnation, status, published, regenerated, stall_s)
+        dropped = self._transcripts.dropped + status.transcripts_dropped
+        return msgspec.structs.replace(line, transcripts_dropped_total=dropped)
 
     def stream_state(self) -> StreamState:
         return self.tasks.state()
@@ -252,6 +261,10 @@ class Lead(RolloutSource):
 
     def _decoded(self, groups: Sequence[StoredGroup]) -> list[Group]:
         return self._groups
+
+    def _transcribe(self, batch: TrainingBatch, logprobs: Logprobs) -> None:
+        for item in items(batch, self._groups, self._nodes, self._chosen, logprobs):
+            self._transcripts.put(item)
 
     def _canary_owed(self) -> bool:
         return self.publisher.stats().canary_owed
@@ -273,6 +286,7 @@ class Lead(RolloutSource):
         self.reporter.set(state, reason or f"{state} at version {version}", policy_version=version)
         self._watch.close()
         self.publisher.close()
+        self._transcripts.close()
         self.reporter.stop()
         self.broker.close()
 
@@ -317,29 +331,3 @@ def _newest_incarnation(access: Access) -> int:
     with connect(access) as client:
         before = client.status().learner
     return before.incarnation if before is not None else -1
-
-
-def _check_not_behind(version: int, committed_step: int) -> None:
-    """Refuse a checkpoint of `version` that lacks steps which the broker has committed; -1 for none."""
-    if committed_step < version:
-        return
-    first = f"its checkpoint is of step {version}" if version else "it has no checkpoint"
-    raise UsageError(
-        f"the learner would train step {version} next ({first}). The broker has committed steps up to "
-        f"{committed_step}: the groups of steps {version} to {committed_step} are gone. Put a checkpoint of step "
-        f"{committed_step + 1} back into RUN/checkpoints, or start anew in another run.dir"
-    )
-
-
-def _check_not_forgotten(version: int, consumed: Callable[[int], bool], ledger: Sequence[LedgerEntry]) -> None:
-    """Refuse a broker that would hand out groups which the checkpoint of `version` was trained on."""
-    again = [entry for entry in ledger if entry.state not in ("committed", "dead") and consumed(entry.serial)]
-    if not again:
-        return
-    raise UsageError(
-        f"the checkpoint of step {version} was trained on {len(again)} groups that the broker does not know as taken "
-        f"(the first is task {again[0].serial}, {again[0].state}). Its store lost the newest moves, as in a power cut "
-        "with broker.durability: everysec, or was put back from a copy. They would be trained on twice. Move RUN/store "
-        "away (with broker.store: redis the run's keys and RUN/redis.json, docs/redis.md) and start again: what the "
-        "checkpoint has not consumed is then generated anew"
-    )

@@ -18,6 +18,8 @@ from learner.backend_protocol import Backend, Microbatch
 from learner.batch.batch import TrainingBatch, assemble, decode
 from learner.batch.packing import Document, build
 from learner.loop.batch_source import BatchSource
+from learner.loop.recording_loss import Logprobs, RecordingLoss
+from learner.loop.transcripts import Chosen, choose
 from learner.loss.losses import policy_loss
 from learner.publish.other_sources import Lead
 from learner.publish.remote_source import RemoteSource
@@ -31,7 +33,8 @@ class RolloutSource(BatchSource):
 
     def __init__(self, config: Config, address: str | None = None) -> None:
         """`address`: where this rank serves its part of the weights; None: weights.address."""
-        self.loss = policy_loss(config.learner.loss, config.rollout.max_tokens)
+        self.loss = RecordingLoss(policy_loss(config.learner.loss, config.rollout.max_tokens))
+        self._chosen: Chosen = {}
         self.temperature = config.rollout.temperature
         self.config = config
         self._published = 0
@@ -52,7 +55,11 @@ class RolloutSource(BatchSource):
         self._publish(version)
 
     def batch(self, step: int, groups: Sequence[StoredGroup]) -> TrainingBatch:
-        return assemble(self._decoded(groups), step, self.config, self.backend.routing_shape)
+        decoded = self._decoded(groups)
+        batch = assemble(decoded, step, self.config, self.backend.routing_shape)
+        self._chosen = choose(decoded, self.config.telemetry.transcripts, self.config.run.seed)
+        self.loss.watch(batch.documents, self._chosen)
+        return batch
 
     def complete(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """With the reference model's log-probabilities, if the loss asks for them. Collective."""
@@ -62,12 +69,17 @@ class RolloutSource(BatchSource):
         return [replace(batch, reference_logprobs=x) for batch, x in zip(microbatches, found, strict=True)]
 
     def stepped(self, version: int, batch: TrainingBatch) -> None:
-        """Publish the version when it is due. Collective."""
+        """Keep transcripts, and publish the version when it is due. Collective."""
+        logprobs = self.loss.collect(self.backend)
+        self._transcribe(batch, logprobs)
         if batch.documents:
             # real text: the canary covers what the policy sees
             self._canary_tokens = batch.documents[0].tokens[: max(2, self.config.weights.canary_tokens)].tolist()
         if version % self.config.weights.publish_every == 0 and version < self.config.run.steps:
             self._publish(version)
+
+    def _transcribe(self, batch: TrainingBatch, logprobs: Logprobs) -> None:
+        """Keep the transcripts of a step; only the lead rank does."""
 
     def _decoded(self, groups: Sequence[StoredGroup]) -> list[Group]:
         return [self.decode(group) for group in groups]

@@ -96,7 +96,7 @@ def value_of(line: Mapping[str, Any], metric: str) -> float | None:
     """The metric in a line: NaN where it was not finite, which JSON does not have; None where the line lacks it."""
     section, _, key = metric.partition("/")
     found: Any = line.get(section) if key else line
-    if section == "evaluation":  # of a dataset; such lines have a kind, those of steps have none
+    if section == "evaluation":  # its lines have a kind, those of steps have none
         dataset, _, key = key.partition("/")
         found = line if (line.get("kind"), line.get("dataset")) == (section, dataset) else None
     elif "kind" in line or (metric in OF_TRAINED and not line.get("tokens_trained")):

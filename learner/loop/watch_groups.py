@@ -25,9 +25,7 @@ OF_SAMPLES: dict[str, Callable[[Sample], float]] = {
 LIKE = {
     **{"loss": "grad_norm", "veto_fraction": "ratio_max", "length_max": "length_mean"},
     **dict.fromkeys(("ratio_mean", "ratio_p99", "mismatch_abs_mean", "drift_abs_mean", "kl_mean"), "entropy"),
-    **dict.fromkeys(
-        (f"{name}_fraction" for name in ("correction_clip", "correction_masked", "objective_clip")), "entropy"
-    ),
+    **dict.fromkeys(("correction_clip_fraction", "correction_masked_fraction", "objective_clip_fraction"), "entropy"),
 }
 LARGEST = {"ratio_max", "veto_fraction", "length_max"}  # a group counts by its largest part, elsewhere by the sum
 

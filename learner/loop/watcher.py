@@ -11,7 +11,6 @@ import msgspec
 
 from common.config.observing import WatchRule
 from common.config.schema import Config
-from common.errors import HopelessError
 from common.json_lines import read_jsonl
 from common.process.run_dir import RunDir
 from common.rollouts import Group
@@ -42,13 +41,11 @@ class Watcher:
         self.paused = ""  # the rule's sentence while nothing is published
 
     def begin(self, version: int) -> None:
-        """Remember the steps before `version`. Raises HopelessError after a stop that was not resumed."""
+        """Remember the steps before `version`."""
         for line in read_jsonl(self._run.metrics) if self._states else ():
             if line.get("step", version + 1) < version + ("kind" in line):  # the lines that the file keeps
                 for state in self._states:
                     state.see(line)
-        if self.stopped:
-            raise HopelessError(self.stopped)
         self.turn()
 
     @property
@@ -71,6 +68,7 @@ class Watcher:
                     self._note("watch_well", rule=state.name, step=told["step"])
         except Exception:
             logger.exception("watch rules")
+        self.trained = None
         self.turn()
 
     def turn(self) -> None:

@@ -50,6 +50,7 @@ class MegatronBackend:
 
     broadcast_bytes = staticmethod(parallel.broadcast_bytes)
     all_gather_bytes = staticmethod(parallel.gather)
+    largest = staticmethod(parallel.largest)
     close = staticmethod(parallel.shutdown)
 
     @classmethod

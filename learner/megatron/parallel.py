@@ -99,6 +99,13 @@ def barrier() -> None:
         dist.barrier(group=_control)
 
 
+def largest(values: Tensor) -> Tensor:
+    """The elementwise maximum over all ranks, in place on every rank, over gloo. Collective."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=_control)
+    return values
+
+
 def gather(value: Any) -> list[Any]:
     """Every rank's `value`, in rank order, over gloo. Collective."""
     values: list[Any] = [value] * dist.get_world_size()

@@ -24,6 +24,7 @@ class TokenRecord:
     sampled: int = 0
     routed: list[np.ndarray] = field(default_factory=list)  # together: of the first `routed_tokens` tokens
     routed_tokens: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)  # where each turn is in `tokens`
 
     def observe(self, ids: list[int]) -> None:
         """Append tokens that the policy reads."""
@@ -45,6 +46,7 @@ class TokenRecord:
         self.tokens += generation.tokens
         self.mask += [1] * count
         self.logprobs += generation.logprobs
+        self.spans.append((offset, offset + count))
         self.sampled += count
         self.turns += 1
         if generation.routed_experts is not None:
@@ -64,6 +66,7 @@ class TokenRecord:
             sampled=sampled,
             routed=routed,
             routed_tokens=len(routed[0]) if routed else 0,
+            spans=self.spans[:turns],
         )
 
     def untrain(self, count: int) -> None:
@@ -86,6 +89,7 @@ class TokenRecord:
             error=error,
             metrics=self.metrics,
             routed_experts=self._routing(),
+            turn_spans=self.spans,
         )
 
     def _routing(self) -> Array | None:

@@ -10,7 +10,7 @@ from broker.contract import Lease
 from broker.diagnosis.join_times import sentence
 from broker.messaging.client_methods import NodeBroker
 from common.errors import BrokerError, SlipstreamError
-from common.rollouts import encode_group
+from common.rollouts import Group, encode_group
 from rollout_fleet.episode.group_runner import GroupProgress, GroupRunner, RolledOut
 from rollout_fleet.episode.sampler_protocol import EngineCounters
 from rollout_fleet.node.broker_timeout import BrokerTimeout
@@ -33,6 +33,7 @@ class NodeParts:
     timeout: BrokerTimeout
     counters: Callable[[], EngineCounters]
     beat_now: Callable[[], None]
+    transcribe: Callable[[Group], bytes] | None = None  # a failed group's transcript; None: none are kept
 
 
 @dataclass(eq=False)
@@ -145,4 +146,8 @@ class RunningGroups:
         logger.warning("task %d failed: %s", lease.task.serial, reason)
         tokens, seconds = done.meta.sampled_tokens, max(0.0, done.meta.generation_s)
         broker, node_id = self._parts.broker, self._parts.status.node_id
-        await self._parts.timeout.repeat(lambda: broker.fail(node_id, lease.token, reason, tokens, seconds))
+        transcript = b""
+        if self._parts.transcribe is not None and done.failure is not None:
+            transcript = await asyncio.to_thread(self._parts.transcribe, done.group)
+        work = node_id, lease.token, reason, tokens, seconds, transcript
+        await self._parts.timeout.repeat(lambda: broker.fail(*work))

@@ -5,13 +5,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from broker.journal.recording import open_recording
 from common.errors import EXIT_HOPELESS
+from common.process.run_dir import RunDir
+from common.transcripts import Transcript
 from launch.cli import parse
+from launch.observe.transcript_files import read
 from launch.resolve_target import config_of, find_run
 from launch.results.replay import plan_replay
+from learner.loss.advantages import ADVANTAGES
 from tests.integration.jobs.job_rig import (
     GROUPS,
     Command,
@@ -46,10 +53,39 @@ def pids(seen: dict[str, Any], *roles: str) -> list[int]:
     return [pid for role in roles for pid in (nodes if role == "nodes" else [seen[role]["pid"]])]
 
 
+def assert_transcripts(run_dir: Path, assets: Path, steps: int) -> None:
+    """Every sample of every step has one, with its text, and with the advantage that its group gives it."""
+    found = list(read(RunDir(run_dir)))
+    told = slipstream("transcripts", str(run_dir), "--json", "--step", "0").splitlines()
+    shown = [msgspec.json.decode(line, type=Transcript) for line in told]
+    assert sorted(shown, key=lambda t: t.time_s) == sorted((t for t in found if t.step == 0), key=lambda t: t.time_s)
+    tokenizer = Tokenizer.from_file(str(assets / "model" / "tokenizer.json"))
+    size = GROUPS * 4
+    for step in range(steps):
+        mine = [t for t in found if t.step == step]
+        assert len({(t.serial, t.sample) for t in mine}) == len(mine) == size
+        assert {"best", "worst", "longest"} <= {why for t in mine for why in t.why}
+    for serial in {t.serial for t in found}:
+        group = sorted((t for t in found if t.serial == serial), key=lambda t: t.sample)
+        (advantages,) = ADVANTAGES["grpo"]([np.array([t.reward for t in group])])
+        for t, advantage in zip(group, advantages, strict=True):
+            trained = [m for turn in t.turns for m in turn.trained]
+            assert t.advantage == (pytest.approx(float(advantage)) if any(trained) else None)
+    for turn in (turn for t in found for turn in t.turns):
+        assert turn.text == "".join(turn.pieces) == tokenizer.decode(turn.tokens, skip_special_tokens=False)
+        if turn.author == "policy":
+            columns = turn.pieces, turn.logprobs, turn.ratios, turn.trained
+            assert {len(column) for column in columns} == {len(turn.tokens)}
+    fresh = [(x, t.step) for t in found for turn in t.turns if turn.version_runs == [(0, t.step)] for x in turn.ratios]
+    assert fresh and all(0.9 < ratio < 1.1 for ratio, _ in fresh), "only arithmetic differs"
+    assert metrics(run_dir)[-1]["transcripts_dropped_total"] == 0
+
+
 def test_a_job_on_redis_survives_kills_of_the_server_node_broker_and_learner(assets, redis, tmp_path):
     run_dir, steps = tmp_path / "run", 24
     broker = {"store": "redis", "redis": redis.address}
-    config = write_config(tmp_path / "job.yaml", assets, run_dir, steps, tasks=SLOW, broker=broker)
+    more = {"broker": broker, "telemetry": {"transcripts": 1.0}}
+    config = write_config(tmp_path / "job.yaml", assets, run_dir, steps, tasks=SLOW, **more)
     with Command(tmp_path, "up", "up", str(config)) as up:
 
         def go_on(what: str) -> dict[str, Any]:
@@ -99,6 +135,7 @@ def test_a_job_on_redis_survives_kills_of_the_server_node_broker_and_learner(ass
     assert (run_dir / "model" / "model.safetensors").is_file()
     ended = status(run_dir)
     assert (ended["live"], ended["learner"]["state"]) == (False, "done")
+    assert_transcripts(run_dir, assets, steps)
     assert "is finished" in slipstream("up", str(config))
     slipstream("report", str(run_dir))
     assert (run_dir / "report" / "overview.png").stat().st_size > 10_000

@@ -148,7 +148,7 @@ def test_several_runs_are_written_side_by_side_into_one_page_with_the_difference
         assert (folder / f"over_{axis}.png").read_bytes().startswith(b"\x89PNG")
     assert "Reward" in page.text and "Divergence" not in page.text, "it is 0 everywhere"
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["b"]["reward"]["first_5_steps"] == pytest.approx(0.4)
+    assert summary["runs"]["b"]["reward"]["first_5_steps"] == pytest.approx(0.4)
     assert summary["differences"] == [
         ["", "a", "b", "<b>c & $x_1$"], ["run.seed", "0", "1", "0"], ["staleness.max", "2", "2", "7"],
     ]  # fmt: skip
@@ -191,7 +191,7 @@ def test_a_run_without_steps_or_named_twice_is_said_and_the_others_are_shown(
     run, empty, out = made(tmp_path, "a"), made(tmp_path, "empty", steps=0), str(tmp_path / "out")
     assert main(["report", str(run.path), str(run.path), str(empty.path), "--out", out]) == 0
     assert f"{empty.path} has no steps yet." in capsys.readouterr().out.replace("\n", "")
-    assert list(json.loads((tmp_path / "out" / "summary.json").read_text())) == ["a", "differences"]
+    assert list(json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]) == ["a"]
     assert main(["report", str(empty.path), str(empty.path / ".." / "empty"), "--out", out]) == EXIT_FAILED
     assert "none of these runs has steps" in capsys.readouterr().err
 
@@ -200,10 +200,13 @@ def test_a_run_without_its_config_is_shown_and_equal_names_are_told_apart(tmp_pa
     one, two = made(tmp_path / "x", "a"), made(tmp_path / "y", "a", seed=3)
     bare = made(tmp_path, "bare")
     bare.config.unlink()
+    for run in (one, two, bare):  # an older version did not count samples
+        run.metrics.write_text(run.metrics.read_text().replace('"samples"', '"something"') + evaluation(2, 0.5))
     assert main(["report", *(str(run.path) for run in (one, two, bare)), "--out", str(tmp_path / "out")]) == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert list(summary) == [f"a ({one.path})", f"a ({two.path})", "bare", "differences"]
+    assert list(summary["runs"]) == [f"a ({one.path})", f"a ({two.path})", "bare"]
     assert summary["differences"][1] == ["run.seed", "0", "3", "-"]
+    assert {path.stem for path in (tmp_path / "out").glob("*.png")} == {"over_steps", "over_tokens", "over_seconds"}
 
 
 def test_a_warm_start_beside_an_rl_job_and_a_folder_inside_of_a_run_are_refused(
@@ -216,7 +219,8 @@ def test_a_warm_start_beside_an_rl_job_and_a_folder_inside_of_a_run_are_refused(
     monkeypatch.chdir(other.logs)
     assert "is inside of the run" in refusal(capsys, "report", str(run.path), str(other.path))
     (tmp_path / "file").touch()
-    assert "found" in refusal(capsys, "report", str(run.path), str(other.path), "--out", str(tmp_path / "file"))
+    said = refusal(capsys, "report", str(run.path), str(other.path), "--out", str(tmp_path / "file" / "folder"))
+    assert said.endswith(f"--out: expected a folder, or a place for one, found {tmp_path}/file/folder: Not a directory")
     assert "neither the folder of a run" in refusal(capsys, "report", str(run.path), str(tmp_path / "nothing"))
 
 
@@ -237,7 +241,7 @@ def test_warm_starts_are_compared_and_show_the_loss_of_held_out_rows(tmp_path: P
     runs = [warm_start(tmp_path / "one"), warm_start(tmp_path / "two")]
     assert main(["report", *(str(run.path) for run in runs), "--out", str(tmp_path / "out")]) == 0
     assert "Loss of held-out rows" in Page(tmp_path / "out" / "report.html").text
-    assert json.loads((tmp_path / "out" / "summary.json").read_text())["one"]["validation_loss"]["last"] == 0.7
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]["one"]["validation_loss"]["last"] == 0.7
     assert main(["report", str(runs[0].path)]) == 0
     assert "held-out rows" in Page(runs[0].report / "report.html").text
 

@@ -181,7 +181,8 @@ def test_a_stop_writes_a_checkpoint_and_only_a_resumed_run_continues(watched, ca
     assert made.broker.commits[-1][0] == 2
 
     with pytest.raises(HopelessError, match=r"stopped by watch\[0\]"):
-        made.restart()
+        made.restart().run()
+    assert len(made.lines()) == 3, "it refused to train"
     assert main(["resume", str(run)]) == 0
     assert "up to step 2 no longer pause or stop" in capsys.readouterr().out
     again = made.restart()

@@ -1,0 +1,77 @@
+"""A thread that makes lines and writes them. Its caller never waits: a line that cannot be written is only counted."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from common.segments import SegmentWriter
+
+logger = logging.getLogger(__name__)
+
+MOST_WAITING = 256  # items
+
+T = TypeVar("T")
+
+
+class LineThread(Generic[T]):
+    """Writes one line per item. One thread may put items."""
+
+    def __init__(self, name: str, writer: SegmentWriter, build: Callable[[], Callable[[T], bytes]]) -> None:
+        """`build` is called in the thread; it returns the function from item to line. Both may raise anything."""
+        self._name, self._writer, self._build = name, writer, build
+        self._queue: queue.Queue[T | None] = queue.Queue(MOST_WAITING)
+        self._thread: threading.Thread | None = None
+        self._refused = self._failed = 0
+        self._logged = False
+
+    @property
+    def dropped(self) -> int:
+        """Items that are in no file: the queue was full, or their line could not be made or written."""
+        return self._refused + self._failed
+
+    def start(self) -> None:
+        """Start the thread; `put` does it otherwise."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+
+    def put(self, item: T) -> None:
+        """Hand an item over; never blocks."""
+        self.start()
+        try:
+            self._queue.put_nowait(item)
+        except queue.Full:
+            self._refused += 1
+            self._log("too many wait to be written")
+
+    def close(self, wait_s: float = 5.0) -> None:
+        """End the thread after what waits; it is left behind when that takes longer than `wait_s`."""
+        if self._thread is not None:
+            try:
+                self._queue.put(None, timeout=wait_s)
+                self._thread.join(wait_s)
+            except queue.Full:
+                self._log(f"not all were written within {wait_s:g} s")
+
+    def _run(self) -> None:
+        line_of: Callable[[T], bytes] | None = None
+        try:
+            line_of = self._build()
+        except Exception as error:
+            self._log(repr(error))
+        for item in iter(self._queue.get, None):
+            try:
+                if line_of is None:
+                    self._failed += 1
+                else:
+                    self._writer.write(line_of(item))
+            except Exception as error:
+                self._failed += 1
+                self._log(repr(error))
+
+    def _log(self, reason: str) -> None:
+        if not self._logged:
+            self._logged = True
+            logger.warning("%s are dropped; later ones are counted and not logged: %s", self._name, reason)

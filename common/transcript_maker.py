@@ -1,0 +1,162 @@
+"""From a sample to the line of its transcript: on the learner, and on the node for a group that failed."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from common.rollouts import Sample
+from common.transcripts import Transcript, Turn
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoders return it for a part of a character
+LONGEST_CHARACTER = 32  # tokens; beyond, the bytes are no text
+LEAST_TOKEN_BYTES = 16  # of a line, per token
+DIGITS = 5  # behind the point of log-probabilities and ratios
+REASON_CHARS = 2000
+
+
+class TokenText:
+    """The text of each token. A token's text is remembered, so that most tokens need no call of `decode`."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        """`decode`: a tokenizer's, special tokens included."""
+        self._decode = decode
+        self._known: dict[int, str] = {}
+        self._word: list[int] = []  # a token with a text, to decode others behind it
+
+    def pieces(self, tokens: list[int]) -> list[str]:
+        """[n] texts whose concatenation is the text of all tokens. A character of several tokens is in its last one."""
+        text, out, before, begin = self._decode(tokens), list[str](), 0, 0
+        for end in range(1, len(tokens) + 1):  # the tokens from `begin` on may be an unfinished character
+            piece = (
+                self._text(self._word or tokens[before:begin], tokens[begin:end])
+                if begin
+                else self._decode(tokens[:end])
+            )
+            if piece.endswith(UNFINISHED) and end < len(tokens) and end - begin < LONGEST_CHARACTER:
+                out.append("")
+                continue
+            out.append(piece)
+            if not self._word and begin == end - 1 and piece.strip() and UNFINISHED not in piece:
+                self._word = tokens[begin:end]
+            before, begin = begin, end
+        return out if "".join(out) == text else [""] * (len(tokens) - 1) + [text]
+
+    def _text(self, before: list[int], tokens: list[int]) -> str:
+        """The text of tokens behind others: some decoders drop the space of the first one."""
+        known = self._known.get(tokens[0]) if len(tokens) == 1 else None
+        if known is None:
+            known = self._decode(before + tokens)[len(self._decode(before)) :]
+            if len(tokens) == 1 and before is self._word:
+                self._known[tokens[0]] = known
+        return known
+
+
+@dataclass(frozen=True)
+class Training:
+    """A step's figures of a sample of T tokens."""
+
+    trained: np.ndarray  # [T] uint8, 1 where the token was in the loss
+    advantage: float
+    ratios: np.ndarray | None = None  # [T] float32; None: not known
+
+
+@dataclass(frozen=True)
+class _Stretch:  # tokens [start, end) of one author
+    author: Literal["prompt", "policy", "environment"]
+    start: int
+    end: int
+    reward: float | None = None
+    cut_before: int = 0
+
+
+def transcript_line(
+    sample: Sample, text: TokenText, limit_bytes: int, training: Training | None = None, /, **facts: Any
+) -> bytes:
+    """The JSON line of a sample's transcript, cut in its middle to at most `limit_bytes`.
+
+    `facts`: serial, sample, node_id, why and step of the Transcript. Raises ValueError for a sample that contradicts
+    itself or does not fit, and whatever the tokenizer raises.
+    """
+    length = sample.tokens.entries()
+    stretches = _stretches(sample, length)
+    keep = min(length, limit_bytes // LEAST_TOKEN_BYTES)
+    facts |= {
+        "time_s": time.time(),
+        "reward": sample.reward if math.isfinite(sample.reward) else 0.0,
+        "stop_reason": sample.stop_reason[:REASON_CHARS],
+        "error": sample.error and sample.error[:REASON_CHARS],
+        "advantage": training and training.advantage,
+        "metrics": {name: value for name, value in sample.metrics.items() if math.isfinite(value)},
+        "sampled_tokens": int((sample.loss_mask.numpy() > 0).sum()),
+    }
+    while True:
+        turns = [_turn(sample, part, text, training) for part in _cut(stretches, length, keep)]
+        line = msgspec.json.encode(Transcript(turns=turns, cut_tokens=length - keep, **facts)) + b"\n"
+        if len(line) <= limit_bytes:
+            return line
+        if not keep:
+            raise ValueError(f"a transcript of {len(line)} bytes without its tokens")
+        keep = keep * limit_bytes * 9 // (len(line) * 10)
+
+
+def _stretches(sample: Sample, length: int) -> list[_Stretch]:
+    """The authors of a sample's tokens. Without spans, neighbouring turns are one, and untrained ones unseen."""
+    spans = sample.turn_spans
+    if not spans:
+        edges = np.flatnonzero(np.diff(sample.loss_mask.numpy() > 0, prepend=False, append=False)).tolist()
+        spans = list(zip(edges[::2], edges[1::2], strict=True))
+    rewards = dict(enumerate(sample.turn_rewards)) if sample.turn_spans else {}
+    out: list[_Stretch] = []
+    done = 0
+    for number, (start, end) in enumerate([*spans, (length, length)]):
+        if not done <= start <= end <= length:
+            raise ValueError(f"turn {number} from token {start} to {end} does not fit {length} tokens")
+        if start > done:
+            out.append(_Stretch("environment" if out else "prompt", done, start))
+        if number < len(spans):
+            out.append(_Stretch("policy", start, end, rewards.get(number)))
+        done = end
+    return out
+
+
+def _cut(stretches: list[_Stretch], length: int, keep: int) -> list[_Stretch]:
+    """Only the first and the last tokens, `keep` together; a turn that is cut has its reward in the last part."""
+    if keep >= length:
+        return stretches
+    left, right = keep // 2, length - keep + keep // 2
+    first = [
+        part if part.end <= left else replace(part, end=left, reward=None) for part in stretches if part.start < left
+    ]
+    last = [replace(part, start=max(part.start, right)) for part in stretches if part.end > right]
+    return first + [replace(part, cut_before=(right - left) * (i == 0)) for i, part in enumerate(last)]
+
+
+def _turn(sample: Sample, part: _Stretch, text: TokenText, training: Training | None) -> Turn:
+    where = slice(part.start, part.end)
+    tokens = sample.tokens.numpy()[where].tolist()
+    pieces = text.pieces(tokens)
+    turn = Turn(author=part.author, text="".join(pieces), tokens=tokens, pieces=pieces, cut_before=part.cut_before)
+    if part.author != "policy":
+        return turn
+    versions = sample.token_versions()[where]
+    starts: list[int] = np.flatnonzero(np.diff(versions, prepend=-2)).tolist() if sample.version_runs else []
+    scored = bool((sample.loss_mask.numpy()[where] > 0).any())  # the environment may have taken the turn out
+    ratios = training.ratios if training is not None and scored else None
+    return msgspec.structs.replace(
+        turn,
+        logprobs=_rounded(sample.behavior_logprobs.numpy()[where]) if scored else [],
+        ratios=[] if ratios is None else _rounded(ratios[where]),
+        trained=[0] * len(tokens) if training is None else training.trained[where].tolist(),
+        version_runs=[(at, int(versions[at])) for at in starts],
+        reward=part.reward,
+    )
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    """As JSON numbers; [] when one is not finite."""
+    return np.round(values.astype(np.float64), DIGITS).tolist() if np.isfinite(values).all() else []

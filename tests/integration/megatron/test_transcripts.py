@@ -1,0 +1,89 @@
+"""The log-probabilities for transcripts, kept while a step trains, under real layouts against a pass of their own."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.config.schema import LossConfig
+from learner.batch.packing import Document, build, plan
+from learner.loop.recording_loss import RecordingLoss
+from learner.loss.losses import policy_loss
+from tests.integration.megatron import fork_rig, tiny_models
+from tests.integration.megatron.fork_rig import Outcome, group
+from tests.integration.megatron.tiny_models import TEMPERATURE, VOCABULARY
+
+LENGTHS = (41, 4, 18, 2, 34, 17, 6, 30, 9, 9, 32, 13, 3)
+CHOSEN = [(0, 0), (0, 4), (1, 2), (2, 1), (2, 2)]  # (serial, sample)
+SPECS: list[dict[str, Any]] = [
+    {"name": "one"},
+    {"name": "dp2", "ranks": 2},
+    {"name": "tp2-pp2-cp2", "parallel": {"tensor": 2, "pipeline": 2, "context": 2}},
+    {"name": "vpp2", "parallel": {"pipeline": 2, "virtual_pipeline": 2}},
+]
+
+
+def documents() -> list[Document]:
+    draw = np.random.default_rng(3)
+    return [
+        Document(
+            tokens=draw.integers(3, VOCABULARY, length).astype(np.int32),
+            loss_mask=np.r_[0, np.ones(length - 1)].astype(np.uint8),
+            behavior_logprobs=np.full(length, -4.0, dtype=np.float32),
+            advantage=float(draw.normal()),
+            serial=number // 5,
+            sample=number % 5,
+        )
+        for number, length in enumerate(LENGTHS)
+    ]
+
+
+def job_model(folder: Path, spec: dict[str, Any]) -> None:
+    tiny_models.save(tiny_models.new_model("tied"), folder / "models" / "tied")
+
+
+def job_layout(folder: Path, spec: dict[str, Any]) -> None:
+    """The log-probabilities that a step keeps, and those of the same documents before it."""
+    backend = tiny_models.backend(folder, spec)
+    mine = plan(documents(), backend.data_parallel_size, 64, backend.document_multiple)[backend.data_parallel_rank]
+    packed = build(documents(), mine)
+    before = backend.logprobs(packed, TEMPERATURE)
+    loss = RecordingLoss(policy_loss(LossConfig(), 64))
+    loss.watch(documents(), CHOSEN)
+    backend.train_step(packed, loss, TEMPERATURE, True)
+    kept = loss.collect(backend)
+    found = {f"kept.{serial}.{sample}": torch.from_numpy(x) for (serial, sample), x in kept.items()}
+    for numbers, batch, row in zip(mine, packed, before, strict=True):
+        for number, part in zip(numbers, row.split(batch.document_lengths), strict=False):
+            found[f"before.{number // 5}.{number % 5}"] = part
+    fork_rig.write(folder / spec["name"], backend.rank, found, {"left": len(loss.collect(backend))})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fork_rig.run(tmp_path_factory, group(job_model, [{}]), group(job_layout, SPECS))
+
+
+@pytest.mark.parametrize("layout", [spec["name"] for spec in SPECS])
+def test_a_step_keeps_the_log_probabilities_that_chosen_documents_had_before_it_on_every_rank(
+    folder: Path, layout: str
+) -> None:
+    found = Outcome(folder / layout)
+    before = found.section("before")
+    assert len(before) == len(LENGTHS)
+    names = {f"{serial}.{sample}" for serial, sample in CHOSEN}
+    for rank, tensors in enumerate(found.tensors_of):
+        kept = fork_rig.section(tensors, "kept")
+        assert kept.keys() == names, rank
+        for name in names:
+            torch.testing.assert_close(kept[name], before[name], rtol=0, atol=1e-6)
+    assert len({len(x) for x in (before[name] for name in names)}) > 1
+    assert [rank["left"] for rank in found.ranks] == [0] * len(found.ranks), "a step's are given out once"
+
+
+def test_every_layout_finds_the_same(folder: Path) -> None:
+    one = Outcome(folder / "one").section("kept")
+    for spec in SPECS[1:]:
+        fork_rig.same(Outcome(folder / spec["name"]).section("kept"), one, atol=1e-4)

@@ -1,0 +1,288 @@
+"""Points and cursors, feeds that hang or fail, and the process around them, also as a role of `up`."""
+
+import dataclasses
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from common.config.observing import TelemetryConfig
+from common.metrics import StepMetrics
+from common.process.lifecycle import DrainFlag
+from common.process.run_dir import write_json
+from launch.sinks import feed as module
+from launch.sinks import process
+from launch.sinks.feed import Feed, FeedState
+from launch.sinks.points import GROUP_OF, Cursor, Point, flat
+from launch.up.up import Job
+from tests.launch_rig import prepared, refusal, run_cli, write_broker
+from tests.redis_server import free_port
+from tests.waiting import until
+
+
+def line(step: int, incarnation: int = 0, **values: Any) -> dict[str, Any]:
+    return {"step": step, "incarnation": incarnation, "time_s": 100.0 * incarnation + step, "loss": 0.5, **values}
+
+
+def evaluation(version: int) -> dict[str, Any]:
+    known = {"kind": "evaluation", "policy_version": version, "dataset": "../a b.jsonl", "time_s": 1.0}
+    return known | {"mean_reward": 0.5, "pass_at": {"1": 0.25}}
+
+
+def steps(points: Sequence[Point]) -> list[tuple[int, bool]]:
+    return [(point.step, point.again) for point in points]
+
+
+def test_names_are_grouped_by_the_declared_unit_and_nested_values_are_flat() -> None:
+    (point,) = Cursor().take([line(0, step_s=2.0, tokens_trained=5, mismatch_by_age=[0.1, 0.2], newer=1, name="x")])
+    assert point.values == {
+        "train/incarnation": 0.0, "train/loss": 0.5, "time/step_s": 2.0, "tokens/tokens_trained": 5.0,
+        "train/mismatch_by_age/0": 0.1, "train/mismatch_by_age/1": 0.2, "train/newer": 1.0,
+    }  # fmt: skip
+    assert dict(flat({"a": {"b": [True, None, 2]}})) == {"a/b/2": 2.0}
+    assert GROUP_OF.keys() == set(StepMetrics.__struct_fields__)
+
+
+def test_lines_that_come_again_in_a_replaced_file_are_fed_once_and_repeated_steps_again() -> None:
+    cursor = Cursor()
+    old = [line(step) for step in range(5)]
+    assert steps(cursor.take(old)) == [(step, False) for step in range(5)]
+    resumed = [*old[:3], line(3, 1), line(4, 1), line(5, 1)]
+    assert steps(cursor.take(resumed)) == [(3, True), (4, False), (5, False)]
+    assert cursor.take(resumed) == []
+
+
+def test_a_warm_start_that_resumes_is_told_by_the_time_of_its_lines() -> None:
+    cursor = Cursor()
+    old = [{"step": step, "time_s": 10.0 + step, "loss": 1.0} for step in range(3)]
+    cursor.take(old)
+    assert steps(cursor.take([*old[:1], {"step": 1, "time_s": 20.0}, {"step": 2, "time_s": 21.0}])) == [
+        (1, True),
+        (2, False),
+    ]
+
+
+def test_evaluations_are_points_at_their_version_once_per_dataset() -> None:
+    cursor = Cursor()
+    (point, other) = cursor.take([evaluation(2), line(2), evaluation(2), {"kind": "other", "step": 3}])
+    assert (point.step, point.dataset) == (2, "a_b.jsonl")
+    assert point.values["evaluation/a_b.jsonl/pass_at/1"] == 0.25
+    assert other.step == 2 and not other.dataset
+    cursor.take([line(3), evaluation(4), line(1, 1)])  # a learner that resumes at step 1 voids later versions
+    assert [p.step for p in cursor.take([evaluation(2), evaluation(3)])] == [2, 3]
+
+
+# ---------------------------------------------------------------- feeds
+
+
+class Recording:
+    """A sink that keeps what it gets."""
+
+    def __init__(self, cursor: Cursor) -> None:
+        self.steps: list[int] = []
+
+    def write(self, points: Sequence[Point]) -> None:
+        self.steps += [point.step for point in points]
+
+    def tick(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def feeds(run: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A function that starts a feed of a sink; all are ended with the test."""
+    monkeypatch.setattr(module, "POLL_S", 0.02)
+    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.02)
+    started: list[Feed] = []
+
+    def start(name: str, make: Any, recent: bool = False) -> Feed:
+        feed = Feed(name, make, run.metrics, run.sinks / f"{name}.json", recent)
+        feed.start()
+        started.append(feed)
+        return feed
+
+    run.sinks.mkdir()
+    yield start
+    for feed in started:
+        feed.closing.set()
+    for feed in started:
+        feed.join(60)
+
+
+def append(run: Any, *lines: dict[str, Any]) -> None:
+    with run.metrics.open("ab") as file:
+        file.writelines(msgspec.json.encode(one) + b"\n" for one in lines)
+
+
+def kept(run: Any, name: str) -> FeedState:
+    return msgspec.json.decode((run.sinks / f"{name}.json").read_bytes(), type=FeedState)
+
+
+def test_a_sink_that_hangs_is_shown_with_its_lag_and_holds_up_no_other(run, feeds, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(module, "HANGS_AFTER_S", 0.05)
+    free, made = threading.Event(), list[Recording]()
+
+    class Hanging(Recording):
+        def write(self, points: Sequence[Point]) -> None:
+            free.wait()
+
+    def recording(cursor: Cursor) -> Recording:
+        made.append(Recording(cursor))
+        return made[-1]
+
+    append(run, line(0))
+    slow, quick = feeds("slow", Hanging), feeds("quick", recording)
+    until(lambda: made and made[0].steps == [0])
+    append(run, line(1), line(2))
+    until(lambda: slow.show(3) or slow.shown.state == "hanging")
+    quick.show(3)
+    until(lambda: made[0].steps == [0, 1, 2])
+    slow.show(3)
+    assert (kept(run, "slow").state, kept(run, "slow").lag_lines, kept(run, "slow").cursor.step) == ("hanging", 3, -1)
+    assert [r.getMessage() for r in caplog.records if "hanging" in r.getMessage()] == ["slow: hanging, 3 lines behind"]
+    free.set()
+    until(lambda: kept(run, "slow").cursor.step == 2)
+
+
+def test_a_sink_that_fails_is_tried_again_from_its_cursor_and_logged_once(run, feeds, caplog) -> None:
+    made, refusing = list[Recording](), threading.Event()
+    refusing.set()
+
+    class Refusing(Recording):
+        def __init__(self, cursor: Cursor) -> None:
+            super().__init__(cursor)
+            made.append(self)
+
+        def write(self, points: Sequence[Point]) -> None:
+            if refusing.is_set():
+                raise ConnectionError("no")
+            super().write(points)
+
+    append(run, line(0))
+    feeds("shy", Refusing)
+    until(lambda: len(made) > 3)
+    assert kept(run, "shy").error == "ConnectionError: no" and kept(run, "shy").cursor.offset == 0
+    refusing.clear()
+    until(lambda: kept(run, "shy").state == "feeding")
+    assert [sink.steps for sink in made if sink.steps] == [[0]]
+    assert [r.getMessage() for r in caplog.records] == ["shy: retrying, 0 lines behind: ConnectionError: no"]
+
+
+def test_a_feed_continues_behind_its_cursor_and_a_torn_state_begins_anew(run, feeds) -> None:
+    append(run, line(0), line(1))
+    first = feeds("tracker", Recording)
+    first.closing.set()
+    first.join(60)
+    made: list[Recording] = []
+
+    def make(cursor: Cursor) -> Recording:
+        made.append(Recording(cursor))
+        return made[-1]
+
+    append(run, line(2))
+    feeds("tracker", make)
+    until(lambda: made and made[0].steps == [2])
+    (run.sinks / "other.json").write_text("{")
+    feeds("other", make)
+    until(lambda: len(made) == 2 and made[1].steps == [0, 1, 2])
+
+
+def test_a_sink_of_the_newest_state_reads_the_end_of_a_long_file(run, feeds, monkeypatch) -> None:
+    monkeypatch.setattr(module, "RECENT_BYTES", 300)
+    append(run, *(line(step) for step in range(100)))
+    made: list[Recording] = []
+
+    def make(cursor: Cursor) -> Recording:
+        made.append(Recording(cursor))
+        return made[-1]
+
+    feed = feeds("prometheus", make, True)
+    until(lambda: made and made[0].steps and made[0].steps[-1] == 99)
+    assert len(made[0].steps) < 6
+    feed.show(100)
+    assert feed.shown.lag_lines == 0
+
+
+# ---------------------------------------------------------------- the process
+
+
+def test_bad_usage_is_refused_with_the_next_step(run, capsys, monkeypatch) -> None:
+    said = refusal(capsys, "sinks", str(run.path))
+    assert "telemetry.sinks is empty; name a tracker there, or with --sink NAME" in said
+    assert "unknown tracker 'tensorbord', expected one of" in refusal(
+        capsys, "sinks", str(run.path), "--sink=tensorbord"
+    )
+    monkeypatch.setattr(process, "find_spec", lambda name: None)
+    said = refusal(capsys, "sinks", str(run.path), "--sink", "mlflow")
+    assert "mlflow needs the package mlflow-skinny" in said and "pip install 'slipstream-rl[sinks]'" in said
+
+
+def test_up_refuses_a_tracker_whose_package_is_missing_before_anything_starts(job, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(process, "find_spec", lambda name: None)
+    assert "wandb needs the package wandb" in refusal(capsys, "up", str(job), "telemetry.sinks=[wandb]")
+    assert not (job.parent / "run").exists()
+
+
+def test_a_second_process_is_refused(run, capsys) -> None:
+    run.sinks.mkdir()
+    lock = process.take_lock(run.sinks / "lock")
+    with lock:
+        assert "feeds its trackers already" in refusal(capsys, "sinks", str(run.path), "--sink", "prometheus")
+
+
+def test_a_port_in_use_is_shown_and_an_ended_run_ends_the_process(tmp_path, config) -> None:
+    with free_server() as port:
+        config = msgspec.structs.replace(config, telemetry=TelemetryConfig(prometheus_port=port, sinks=["prometheus"]))
+        run = prepared(config)
+        write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": 10})
+        thread = threading.Thread(target=run_cli, args=("sinks", str(run.path)))
+        thread.start()
+        until(lambda: (run.sinks / "prometheus.json").exists() and "in use" in kept(run, "prometheus").error)
+    thread.join()
+    assert kept(run, "prometheus").state == "ended"
+    assert (run.logs / "sinks-0.log").read_text().count("retrying") == 1
+
+
+@contextmanager
+def free_server() -> Iterator[int]:
+    """A port on which a server listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+
+
+@pytest.mark.parametrize("sinks", [[sys.executable, "-c", "raise SystemExit(1)"], [sys.executable, "-c", DEAF], []])
+def test_sinks_that_die_or_hang_neither_fail_nor_hold_up_the_job(config, monkeypatch, capsys, sinks) -> None:
+    """The last case is the real process."""
+    telemetry = TelemetryConfig(prometheus_port=free_port(), sinks=["prometheus"])
+    limits = msgspec.structs.replace(config.run, max_restarts=0)
+    config = msgspec.structs.replace(config, telemetry=telemetry, run=limits)
+    run = prepared(config)
+    write_broker(run)
+    write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": 10})
+    monkeypatch.setattr("launch.up.up.SINKS_LEAVE_S", 0.0 if sinks else 60.0)
+    monkeypatch.setattr("launch.up.up.TOLD_S", 0.1)
+    job = Job(config, run, {})
+    learner = [
+        "sh",
+        "-c",
+        f"until grep -q {'feeding' if not sinks else ''} {run.logs}/sinks-0.log; do sleep 0.05; done",
+    ]
+    words = {"broker": ["sleep", "600"], "learner": ["true"] if sinks else learner, "node-0": ["true"], "sinks": sinks}
+    job._specs = [dataclasses.replace(s, argv=words[s.name] or s.argv) for s in job._specs]
+    monkeypatch.setattr(DrainFlag, "install", lambda on_second: DrainFlag())
+    assert job.run(plain=True) == 0
+    assert "done: 10 of 10 steps" in capsys.readouterr().out
+    if not sinks:
+        assert job.supervisor.roles["sinks"].exit_code == 0
+        assert kept(run, "prometheus").state == "ended"

@@ -1,0 +1,227 @@
+"""Transcripts of a run: which samples are kept, what is in them, and that nothing of it can stop the training."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from common.config.schema import Config
+from common.process.run_dir import RunDir
+from common.rollouts import Group, Sample, encode_group
+from launch.observe.transcript_files import find, read
+from launch.quickstart.assets import build_tokenizer
+from learner.batch.batch import BatchStatistics, TrainingBatch
+from learner.batch.packing import Document, build
+from learner.loop.recording_loss import MOST_PLACES, RecordingLoss
+from learner.loop.transcripts import choose, items, transcript_thread
+from learner.loss.advantages import ADVANTAGES
+from tests.launch_rig import ROOT
+from tests.unit.learner.conftest import BASE
+from tests.unit.learner.loop_fakes import BigramBackend, MakeWorld, World, make_group
+from tests.waiting import LIMIT_S, until
+
+# ---------------------------------------------------------------- the choice
+
+
+def groups(*rewards: list[float], version: int = 0) -> list[Group]:
+    made = [make_group(serial, version, len(found)) for serial, found in enumerate(rewards)]
+    return [
+        Group(g.serial, [msgspec.structs.replace(s, reward=r) for s, r in zip(g.samples, found, strict=True)])
+        for g, found in zip(made, rewards, strict=True)
+    ]
+
+
+def length(sample: Sample) -> int:
+    return sample.tokens.entries()
+
+
+def test_the_best_the_worst_and_the_longest_are_kept_whatever_the_share() -> None:
+    step = groups([0.5, 2.0], [-1.0, 0.5], [0.5, 0.5])
+    longest = max((length(s), -g.serial, -i) for g in step for i, s in enumerate(g.samples))
+    chosen = choose(step, 0.0, seed=1)
+    assert chosen[0, 1][:1] == ["best"]
+    assert "worst" in chosen[1, 0]
+    assert "longest" in chosen[-longest[1], -longest[2]]
+    assert sorted(why for found in chosen.values() for why in found) == ["best", "longest", "worst"]
+    assert choose(step, "off", seed=1) == choose([], 1.0, seed=1) == {}
+
+
+def test_a_failed_sample_is_the_worst() -> None:
+    step = groups([0.5, 2.0], [-1.0, 0.5])
+    failed = msgspec.structs.replace(step[0].samples[1], error="no calculator", reward=float("nan"))
+    chosen = choose([Group(0, [step[0].samples[0], failed]), step[1]], 0.0, seed=1)
+    assert chosen[0, 1][0] == "worst" and chosen[0, 1][-1] == "failed"
+    assert all("worst" not in why for where, why in chosen.items() if where != (0, 1))
+    only = choose([Group(0, [failed])], 0.0, seed=1)
+    assert only == {(0, 0): ["worst", "longest", "failed"]}
+
+
+def test_the_share_is_drawn_from_seed_serial_and_sample_alone() -> None:
+    step = groups(*[[0.0] * 8] * 200)
+    drawn = {where for where, why in choose(step, 0.1, seed=1).items() if "share" in why}
+    assert 0.05 * 1600 < len(drawn) < 0.15 * 1600
+    assert drawn == {where for where, why in choose(step[::-1], 0.1, seed=1).items() if "share" in why}
+    half = {where for where, why in choose(step[:100], 0.1, seed=1).items() if "share" in why}
+    assert half == {where for where in drawn if where[0] < 100}
+    assert drawn != {where for where, why in choose(step, 0.1, seed=2).items() if "share" in why}
+    assert len(choose(step, 1.0, seed=1)) == 1600
+
+
+# ---------------------------------------------------------------- log-probabilities
+
+
+def test_a_step_collects_no_more_than_there_is_room_for_and_nothing_if_nothing_was_chosen() -> None:
+    long = np.zeros(MOST_PLACES // 2, dtype=np.int32)
+    documents = [Document(long, np.ones(len(long), dtype=np.uint8), serial=serial, sample=0) for serial in range(3)]
+    loss, backend = RecordingLoss(lambda *_: None), BigramBackend()  # type: ignore[arg-type,return-value]
+    loss.watch(documents, {(0, 0), (1, 0), (2, 0)})
+    (batch,) = build(documents, [[0, 1, 2]])
+    loss(torch.zeros(len(batch.targets)), None, batch)
+    assert loss.collect(backend).keys() == {(0, 0), (1, 0)}
+    asked: list[Any] = []
+    backend.largest = lambda values: asked.append(values) or values  # type: ignore[method-assign]
+    loss.watch(documents, {})
+    loss(torch.zeros(len(batch.targets)), None, batch)
+    assert loss.collect(backend) == {} and not asked, "no collective"
+
+
+# ---------------------------------------------------------------- a run
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A model folder with the quickstart's tokenizer."""
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def transcribed(make_world: MakeWorld, model: str, share: float = 1.0, **sections: Any) -> World:
+    sections = {"run": {"steps": 3}, "model": {"path": model}, "telemetry": {"transcripts": share}} | sections
+    return make_world(**sections)
+
+
+def finish(world: World) -> None:
+    assert world.run() == "done"
+    world.lead._transcripts.close(LIMIT_S)  # a busy machine may take long to import transformers
+    world.lead.close("done", world.trainer.version, "")
+
+
+def test_every_transcript_has_the_texts_advantage_and_ratios_of_its_sample(make_world: MakeWorld, model: str) -> None:
+    world = transcribed(make_world, model, rollout={"group_size": 4})
+    tables: list[torch.Tensor] = []
+    train_step = world.backend.train_step
+
+    def remembering(*arguments: Any) -> Any:
+        tables.append(world.backend.table.detach().clone())
+        return train_step(*arguments)
+
+    world.backend.train_step = remembering  # type: ignore[method-assign]
+    finish(world)
+    found = list(read(world.run_dir))
+    steps = {entry.serial: entry.step for entry in world.broker.ledger()}
+    assert sorted((t.serial, t.sample) for t in found) == [(n, i) for n in range(6) for i in range(4)]
+    tokenizer = build_tokenizer()
+    for t in found:
+        group = make_group(t.serial, 0, 4)
+        sample = group.samples[t.sample]
+        (advantages,) = ADVANTAGES["grpo"]([np.array([s.reward for s in group.samples])])
+        assert t.advantage == pytest.approx(float(advantages[t.sample]))
+        assert (t.step, t.node_id, t.reward) == (steps[t.serial], "fake", sample.reward)
+        prompt, said = t.turns
+        assert prompt.tokens + said.tokens == sample.tokens.numpy().tolist()
+        for turn in t.turns:
+            assert turn.text == "".join(turn.pieces) == tokenizer.decode(turn.tokens)
+        ids = torch.tensor(sample.tokens.numpy().tolist())
+        logprobs = torch.log_softmax(tables[t.step or 0], -1)[ids[:-1], ids[1:]]
+        np.testing.assert_allclose(said.ratios, np.exp(logprobs[1:].numpy() + 2.0), atol=2e-5)
+        assert said.logprobs == [-2.0] * len(said.tokens) and said.trained == [1] * len(said.tokens)
+    assert world.lines()[-1].transcripts_dropped_total == 0
+
+
+def test_a_filtered_groups_transcript_names_no_step_and_an_expired_one_trained_nothing(
+    make_world: MakeWorld, model: str
+) -> None:
+    world = transcribed(make_world, model, learner={"dynamic_sampling": True})
+    finish(world)
+    filtered = {entry.serial for entry in world.broker.ledger() if entry.filtered}
+    found = list(read(world.run_dir))
+    assert filtered and {t.serial for t in found if t.step is None} == filtered
+    assert all(t.advantage is None and not any(t.turns[1].trained) for t in found if t.step is None)
+
+    stale = transcribed(make_world, model, learner={"groups_per_step": 1}, staleness={"max": 0}, run={
+        "steps": 2, "dir": str(Path(model).parent / "stale"),
+    })  # fmt: skip
+    stale.fleet.spoil = lambda group: encode_group(make_group(group.serial, -1, 2) if group.serial == 1 else group)
+    finish(stale)
+    old = find(stale.run_dir, 1, 0)
+    assert old is not None and old.step == 1
+    assert not any(old.turns[1].trained) and old.turns[1].version_runs == [(0, -1)]
+
+
+def test_off_keeps_nothing(make_world: MakeWorld, model: str) -> None:
+    world = transcribed(make_world, model, share="off")  # type: ignore[arg-type]
+    finish(world)
+    assert not world.run_dir.transcripts.exists()
+
+
+def test_without_a_tokenizer_the_run_trains_the_same_and_counts_what_it_dropped(
+    make_world: MakeWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = make_world().unbroken()
+    (tmp_path / "empty").mkdir()
+    world = transcribed(make_world, str(tmp_path / "empty"), run={"steps": 4})
+    take = world.broker.take
+    world.broker.take = lambda *a, **k: (until(settled), take(*a, **k))[1]  # type: ignore[method-assign]
+
+    def settled() -> bool:
+        """The thread has counted what the steps so far gave it."""
+        return world.lead._transcripts.dropped == 4 * world.trainer.version
+
+    finish(world)
+    np.testing.assert_array_equal(world.final_table(), expected)
+    assert [line.transcripts_dropped_total for line in world.lines()][-1] >= 12
+    assert world.lead._transcripts.dropped == 16
+    assert len([r for r in caplog.records if "transcripts are dropped" in r.getMessage()]) == 1
+
+
+WRITER = """
+import sys
+from tests.unit.learner.test_transcripts import write
+write(sys.argv[1], sys.argv[2], range(10**9))
+"""
+
+
+def write(run_dir: str, model: str, steps: range) -> None:
+    """A transcript of every sample of a group of eight per step."""
+    document = BASE | {"run": {"name": "t", "dir": run_dir, "steps": 1}, "model": {"path": model}}
+    document |= {"telemetry": {"transcripts": 1.0, "transcripts_mib": 1}}
+    writer = transcript_thread(msgspec.convert(document, Config))
+    for step in steps:
+        group = make_group(step, 0, 8)
+        for item in items(TrainingBatch(step, [], BatchStatistics()), [group], {}, choose([group], 1.0, 0), {}):
+            writer.put(item)
+    writer.close(LIMIT_S)
+
+
+def test_a_killed_writer_leaves_a_folder_that_can_be_read_and_written_on(tmp_path: Path, model: str) -> None:
+    run = RunDir(tmp_path / "run")
+    command = [sys.executable, "-c", WRITER, str(run.path), model]
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL) as writer:
+        ended = lambda: writer.poll() is None or pytest.fail("it has ended")  # noqa: E731
+        until(lambda: len(list(run.transcripts.glob("*"))) > 2, check=ended)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait(LIMIT_S)
+    found = list(read(run))
+    assert len(found) > 100 and all(t.turns[1].text for t in found)
+    after = 10**9
+    write(str(run.path), model, range(after, after + 1))
+    assert [t.sample for t in read(run, step=after, newest=False)] == list(range(8))
+    assert len(list(read(run))) == len(found) + 8
+    assert sum(path.stat().st_size for path in run.transcripts.iterdir()) <= 1 << 20
