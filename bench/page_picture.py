@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.chromium import browser
 
-WIDTH, HEIGHT = 1280, 800
+WIDTH, HEIGHT = 1280, 780
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder, browser(Path(folder)) as page:
             page.size(WIDTH, HEIGHT)
             page.open(address)
-            page.until("document.querySelectorAll('path.line').length >= 9 && document.querySelector('dd')")
+            page.until("document.querySelectorAll('path.line').length >= 9 && document.querySelector('dd') !== null")
             page.picture(args.picture)
     finally:
         server.terminate()
