@@ -36,6 +36,7 @@ HANDLERS = {
     "sinks": "launch.sinks.process:command",
     "report": "launch.results.report:command",
     "ledger": "launch.observe.ledger:command",
+    "web": "launch.web.web:command",
     "logs": "launch.observe.logs:command",
     "transcripts": "launch.observe.transcripts:command",
     "stop": "launch.up.stop:command",
@@ -49,6 +50,7 @@ HANDLERS = {
 }
 # packages that not every role has, and the environments of launch/setup.sh that have them
 PACKAGES = {"torch": "cpu|learner|rollout", "megatron": "cpu|learner", "vllm": "cpu|rollout", "transformers": "cpu"}
+PACKAGES |= {"starlette": "cpu", "uvicorn": "cpu"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,7 +139,8 @@ def _command(commands: Commands, name: str, text: str, *shared: str, **config: s
 def _add_job_commands(commands: Commands) -> None:
     job = ("config", "overrides")
     text = "broker, learner and nodes on this machine, one live view, one clean stop"
-    _command(commands, "up", text, *job, "--plain")
+    up = _command(commands, "up", text, *job, "--plain")
+    up.add_argument("--web", action="store_true", help="also serve the page of `slipstream web` on this machine")
     _command(commands, "broker", "the broker of a job; with broker.store redis it may stand by", *job)
     text = "the learner of a job, or one of its machines (starts its ranks under torchrun)"
     joining = (*job, "--credentials", "--join", "--join-timeout-s")
@@ -204,6 +207,11 @@ def _add_observing_commands(commands: Commands) -> None:
     report.add_argument("runs", metavar="RUN", nargs="+", help="a run's folder, or the config file that names it")
     report.add_argument("--out", metavar="DIR", help="folder for them (default: RUN/report; of several runs ./report)")
     _command(commands, "ledger", "what became of every task, also after the job ended", *job, "--json", **place)
+    web = _command(commands, "web", "a page in the browser that shows runs live; it changes nothing")
+    web.add_argument("runs", metavar="RUN", nargs="+", help=SHARED["run"]["help"])
+    web.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1); others need a token")
+    web.add_argument("--port", type=int, default=8642, metavar="P", help="port (8642); 0 takes any")
+    web.add_argument("--token-file", metavar="F", help="file with the token that every request then needs")
     export = _command(commands, "export", "a Hugging Face folder of the final model or of a checkpoint", "run")
     export.add_argument("dir", metavar="DIR", help="new folder for the model")
     which = export.add_mutually_exclusive_group()

@@ -15,6 +15,15 @@ step() {  # step TITLE COMMAND...
   printf '== ok, %d s: %s\n' $((SECONDS - begun)) "$title"
 }
 
+chromium() {  # the browser that draws the page in tests/integration/test_web_page.py
+  command -v chromium || command -v chromium-browser || command -v google-chrome && return 0
+  if [ "$(id -u)" != 0 ] || ! command -v apt-get; then
+    echo "the tests of the page need Chromium: install Debian's package chromium" >&2
+    return 1
+  fi
+  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends -y chromium
+}
+
 fast=""
 [ "${1:-}" != fast ] || { fast=yes; shift; }
 
@@ -22,6 +31,7 @@ step "environment" bash launch/setup.sh cpu
 if [ -z "${SLIPSTREAM_VERIFIERS_PYTHON:-}" ] || [ -z "${SLIPSTREAM_OPENENV_PYTHON:-}" ] || [ -z "${SLIPSTREAM_SINKS_PYTHON:-}" ]; then
   step "environment of verifiers, OpenEnv and trackers" bash launch/setup.sh adapters
 fi
+[ -n "$fast" ] || step "Chromium" chromium
 [ -n "$fast" ] || step "environment with the learner's pins" bash launch/setup.sh learner --cpu
 export SLIPSTREAM_LEARNER_PYTHON="$PWD/.venv-learner-cpu/bin/python"
 export SLIPSTREAM_VERIFIERS_PYTHON="${SLIPSTREAM_VERIFIERS_PYTHON:-$PWD/.venv-adapters/bin/python}"

@@ -91,18 +91,28 @@ def render_status(run: RunDir | None, seen: Observation, advice: Advice | None =
 
 
 def progress(config: Config, seen: Observation | None, tail: MetricsTail) -> RenderableType:
-    """Reward, version, staleness, rates and times of the newest steps; the times are means of the last ten."""
-    last, steps = tail.last, config.run.steps
-    done = _version(tail, seen)
+    """A bar, the time that is left, and the figures."""
+    done, steps = _version(tail, seen), config.run.steps
     filled = round(BAR_WIDTH * min(1.0, done / steps))
     bar = "█" * filled + "░" * (BAR_WIDTH - filled)
-    rows = {config.run.name: f"step {done}/{steps}  {bar}  {_eta(done, steps, tail)}"}
+    rows = {config.run.name: f"step {done}/{steps}  {bar}  {_eta(done, steps, tail)}", **figures(config, seen, tail)}
+    if "reward" in rows:
+        rows["reward"] += f"  {sparkline(tail.series('reward_mean'))}"
+    grid = Table.grid(Column(style="bold", no_wrap=True), Column(), padding=(0, 2))
+    for name, text in rows.items():
+        grid.add_row(name, text)
+    return grid
+
+
+def figures(config: Config, seen: Observation | None, tail: MetricsTail) -> dict[str, str]:
+    """Reward, staleness, rates and times of the newest steps, in words; the times are means of the last ten."""
+    last, rows = tail.last, dict[str, str]()
     if rewards := tail.series("reward_mean"):
         recent = tail.mean("reward_mean", LATEST)
-        rows["reward"] = f"{rewards[-1]:.3f}  last ten {recent:.3f}  {sparkline(rewards)}"
+        rows["reward"] = f"{rewards[-1]:.3f}  last ten {recent:.3f}"
         rows["staleness"] = (
             f"mean {last.get('staleness_mean', 0):.2f}  max {last.get('staleness_max', 0)} of {config.staleness.max} "
-            f"allowed  expired tokens {sum(tail.series('tokens_expired')):.0f}"
+            f"allowed  expired tokens {tail.total('tokens_expired'):.0f}"
         )
         times = ("step_s", "learner_idle_s", "publish_s", "generation_stall_s")
         step_s, idle_s, publish_s, stall_s = (tail.mean(name, LATEST) or 0.0 for name in times)
@@ -117,11 +127,7 @@ def progress(config: Config, seen: Observation | None, tail: MetricsTail) -> Ren
         rows["wasted"] = waste_view.sentence(seen.status)
     if advice := advice_for(tail.lines, config.staleness.max):
         rows["advice"] = advice.text
-    grid = Table.grid(Column(style="bold", no_wrap=True), Column(), padding=(0, 2))
-    for name, text in rows.items():
-        if text:
-            grid.add_row(name, text)
-    return grid
+    return {name: text for name, text in rows.items() if text}
 
 
 def processes(seen: Observation) -> RenderableType:

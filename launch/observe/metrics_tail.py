@@ -50,6 +50,10 @@ class MetricsTail:
         """Values of one metric over the steps that have it."""
         return [float(line[name]) for line in self.lines if isinstance(line.get(name), int | float)]
 
+    def total(self, name: str) -> float:
+        """The sum of one metric over all steps."""
+        return sum(self.series(name))
+
     def mean(self, name: str, steps: slice = slice(None)) -> float | None:
         """The mean of one metric over `steps`; None when no step has it."""
         return mean(self.series(name)[steps])

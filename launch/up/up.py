@@ -37,6 +37,7 @@ DRAIN_S = 330.0  # a node's episodes in flight, or a learner's step and checkpoi
 BROKER_END_S = 30.0
 SINKS_LEAVE_S = 5.0  # besides the time that they take for the last lines
 POLL_S = 0.1
+PAGE = "web"
 ANSWER_S = 1.0
 
 
@@ -61,7 +62,7 @@ def command(args: argparse.Namespace) -> int:
             stale.unlink(missing_ok=True)
         if places:
             print("GPUs of each role:", *table(places), sep="\n", flush=True)
-        return Job(config, run, places).run(args.plain)
+        return Job(config, run, places, args.web).run(args.plain)
 
 
 def finished(run: RunDir, config: Config) -> str:
@@ -81,6 +82,14 @@ def only_one(run: RunDir) -> IO[str]:
         raise UsageError(f"{run.path}: another `slipstream up` (pid {error.holder}) runs this job") from None
     except OSError as error:
         raise UsageError(f"run.dir: {run.path} cannot be created: {error}") from None
+
+
+def page_spec(run: RunDir) -> RoleSpec:
+    """How to run the page of `slipstream web`, on a free port; it may fail without harm to the job."""
+    from launch.web.web import PORT, free_port
+
+    command = role_command(["web", str(run.path), "--port", str(free_port("127.0.0.1", PORT))])
+    return RoleSpec(PAGE, command, log_path(run.logs, PAGE, "0"), max_restarts=1)
 
 
 def role_specs(config: Config, run: RunDir, places: Mapping[str, Place]) -> list[RoleSpec]:
@@ -111,12 +120,13 @@ def role_specs(config: Config, run: RunDir, places: Mapping[str, Place]) -> list
 class Job:
     """One run of all roles on this machine."""
 
-    def __init__(self, config: Config, run: RunDir, places: Mapping[str, Place]) -> None:
+    def __init__(self, config: Config, run: RunDir, places: Mapping[str, Place], web: bool = False) -> None:
         self.config, self.run_dir = config, run
         self.tail = MetricsTail(run.metrics)
         self.supervisor = Supervisor(self._on_event)
         self._specs = role_specs(config, run, places)
         self._nodes = [spec.name for spec in self._specs[2:] if spec.name != "sinks"]
+        self._page = page_spec(run) if web else None
         self._display = Display(config, self.tail, None)
         self._started = time.monotonic()
         self._show_at = 0.0
@@ -129,6 +139,9 @@ class Job:
                 self._display.note(f"run folder {self.run_dir.path}, logs in {self.run_dir.logs}")
                 done = False
                 try:
+                    if self._page is not None:
+                        self.supervisor.start(self._page)
+                        self._note(f"the page is at http://127.0.0.1:{self._page.argv[-1]}/")
                     self._start(flag)
                     done = self._watch(flag)
                 except SlipstreamError as failure:  # said before the others are stopped, which may take a while
@@ -148,7 +161,7 @@ class Job:
         deadline = time.monotonic() + BROKER_START_S
         while running_broker(self.run_dir) is None:
             for role in self.supervisor.poll():
-                raise end_error(role)
+                self._check_end(role)
             if time.monotonic() > deadline:
                 raise SlipstreamError(f"the broker did not come up within {BROKER_START_S:g} s; log: {broker.log}")
             if flag.wait(POLL_S):
@@ -176,8 +189,8 @@ class Job:
         """Raise SlipstreamError when the job cannot continue without a role that is not coming back."""
         name = role.spec.name
         nodes = [self.supervisor.roles[node] for node in self._nodes if node in self.supervisor.roles]
-        if name == "sinks":
-            self._note(f"sinks: {describe_exit(role.exit_code)}; the job continues without them, log {role.spec.log}")
+        if name in ("sinks", PAGE):
+            self._note(f"{name}: {describe_exit(role.exit_code)}; the job continues without it, log {role.spec.log}")
         elif name in self._nodes and role.exit_code == 0:
             self._note(f"{name} was told to leave")
         elif name in self._nodes and any(node.running or node.restart_at is not None for node in nodes):
@@ -209,6 +222,7 @@ class Job:
         self._show()  # the last look while the broker still answers
         self.supervisor.stop(["broker"], BROKER_END_S)
         self.supervisor.stop(["sinks"], TOLD_S + SINKS_LEAVE_S)
+        self.supervisor.stop([PAGE], ANSWER_S)
 
     def _summary(self, done: bool) -> str:
         steps = self.config.run.steps if done else int(self.tail.last.get("policy_version", 0))

@@ -1,0 +1,114 @@
+// A lane per process: its states over time. Only one page of lanes is fetched and drawn.
+
+import { duration, h, number } from "./dom.js";
+import { load, stateCell } from "./tables.js";
+
+const LIMIT = 40, ROW = 22, LEFT = 150, TOP = 4, AXIS = 26;
+const SPANS = [60, 300, 600, 3600, 21600, 86400];
+const STATES = ["training", "generating", "publishing", "flipping", "waiting", "joining", "environments", "checkpointing", "starting", "dead"];
+
+export class Lanes {
+  constructor() {
+    this.offset = 0;
+    this.input = h("input", { type: "search", placeholder: "process  ( / )", "aria-label": "Filter processes", oninput: () => this.refilter() });
+    this.span = h("select", { "aria-label": "Time", onchange: () => this.load() }, SPANS.map((span) => h("option", { value: span, selected: span === 300 }, `last ${duration(span)}`)));
+    this.count = h("span", { class: "quiet", role: "status" });
+    this.back = h("button", { type: "button", onclick: () => this.turn(-LIMIT) }, "back");
+    this.next = h("button", { type: "button", onclick: () => this.turn(LIMIT) }, "next");
+    this.canvas = h("canvas", { role: "img", tabindex: "0" });
+    this.tip = h("div", { class: "tip", hidden: true });
+    this.legend = h("p", { class: "legend" }, STATES.map((state) => stateCell(state)));
+    this.empty = h("p", { class: "quiet" });
+    this.plot = h("div", { class: "plot lanes" }, this.canvas, this.tip);
+    this.root = h("section", { class: "card" }, h("div", { class: "bar-top" }, h("h2", {}, "Timeline"), this.input, this.span, this.count, this.back, this.next), this.legend, this.empty, this.plot);
+    this.canvas.addEventListener("pointermove", (event) => this.point(event));
+    this.canvas.addEventListener("pointerleave", () => (this.tip.hidden = true));
+    new ResizeObserver(() => this.found && this.draw()).observe(this.plot);
+  }
+
+  show(run, find) {
+    if (run !== this.run || find !== this.input.value) this.offset = 0;
+    this.run = run;
+    this.input.value = find;
+    return this.load();
+  }
+
+  refilter() {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => { this.offset = 0; this.load(); }, 150);
+  }
+
+  turn(by) {
+    this.offset = Math.max(0, this.offset + by);
+    this.load();
+  }
+
+  async load() {
+    const words = new URLSearchParams({ offset: this.offset, limit: LIMIT, filter: this.input.value.trim(), seconds: this.span.value });
+    const asked = (this.asked = `api/runs/${this.run.index}/lanes?${words}`);
+    const found = await load(asked);
+    if (asked !== this.asked) return;
+    this.empty.textContent = found.refused ?? (found.total ? "" : "No state is recorded; telemetry.trace_mib turns the trace on.");
+    this.found = found.refused || !found.total ? null : found;
+    this.plot.hidden = !this.found;
+    if (!this.found) return;
+    const { total, rows } = found;
+    this.back.hidden = this.next.hidden = total <= LIMIT;
+    this.back.disabled = this.offset === 0;
+    this.next.disabled = this.offset + rows.length >= total;
+    this.count.textContent = `${number(this.offset + 1)} to ${number(this.offset + rows.length)} of ${number(total)}`;
+    this.draw();
+  }
+
+  draw() {
+    const { rows, begin_s, end_s } = this.found;
+    const width = this.plot.clientWidth, height = TOP + rows.length * ROW + AXIS, sharp = devicePixelRatio || 1;
+    const left = Math.min(LEFT, width * 0.3);
+    this.canvas.width = width * sharp;
+    this.canvas.height = height * sharp;
+    this.canvas.style.width = `${width}px`;
+    this.canvas.style.height = `${height}px`;
+    const style = getComputedStyle(this.canvas), colour = (name) => style.getPropertyValue(`--state-${name}`).trim() || style.getPropertyValue("--quiet");
+    const pen = this.canvas.getContext("2d");
+    pen.scale(sharp, sharp);
+    pen.font = "12px system-ui, sans-serif";
+    pen.textBaseline = "middle";
+    this.X = (time) => left + ((time - begin_s) / (end_s - begin_s || 1)) * (width - left - 8);
+    rows.forEach(({ who, pieces }, index) => {
+      const y = TOP + index * ROW;
+      pen.fillStyle = style.getPropertyValue("--text");
+      let name = who;
+      while (name.length > 4 && pen.measureText(name).width > left - 12) name = name.slice(0, -2);
+      pen.fillText(name === who ? who : `${name}…`, 0, y + ROW / 2);
+      pen.fillStyle = style.getPropertyValue("--grid");
+      pen.fillRect(left, y + ROW / 2, width - left - 8, 1);
+      for (const [start, end, state] of pieces) {
+        const from = Math.max(this.X(start), left), to = Math.max(this.X(end), from + 1);
+        pen.fillStyle = colour(/^\w+$/.test(state) ? state : "");
+        pen.fillRect(from, y + 4, to - from, ROW - 8);
+      }
+    });
+    pen.fillStyle = style.getPropertyValue("--quiet");
+    const places = Math.max(2, Math.floor((width - left) / 110));
+    for (let i = 0; i <= places; i += 1) {
+      const time = begin_s + ((end_s - begin_s) * i) / places;
+      pen.textAlign = i === 0 ? "left" : i === places ? "right" : "center";
+      pen.fillText(new Date(time * 1000).toLocaleTimeString("en-GB"), this.X(time), height - 10);
+    }
+    pen.textAlign = "left";
+    const now = rows.slice(0, 10).map(({ who, pieces }) => `${who} ${pieces.at(-1)?.[2] ?? "unknown"}`).join(", ");
+    this.canvas.setAttribute("aria-label", `States over time. Newest: ${now}`);
+  }
+
+  point(event) {
+    const box = this.canvas.getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top;
+    const row = this.found?.rows[Math.floor((y - TOP) / ROW)];
+    const piece = row?.pieces.findLast(([start, end]) => this.X(start) <= x + 1 && this.X(end) >= x - 1);
+    this.tip.hidden = !piece;
+    if (!piece) return;
+    const [start, end, state] = piece;
+    this.tip.replaceChildren(h("div", { class: "at" }, row.who), h("div", {}, `${state}, ${duration(end - start)}`), h("div", {}, `from ${new Date(start * 1000).toLocaleTimeString("en-GB")}`));
+    this.tip.style.left = `${Math.min(x + 12, box.width - this.tip.offsetWidth)}px`;
+    this.tip.style.top = `${y + 14}px`;
+  }
+}

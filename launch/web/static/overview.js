@@ -1,0 +1,118 @@
+// The first view: waits, curves of all runs, and what each run's broker, weights, waste and figures say.
+
+import { Chart } from "./chart.js";
+import { bytes, duration, h, number, table } from "./dom.js";
+
+const AGES = ["0", "1", "2", "3–4", "5–8", "9 and more"];
+const OLDEST = [0, 1, 2, 4, 8, Infinity]; // of each class
+const evaluations = (run) => {
+  const found = {};
+  for (const line of run.state.evaluations ?? []) {
+    const { policy_version: x, mean_reward: y, dataset } = line;
+    if (typeof x !== "number" || typeof y !== "number") continue;
+    (found[`evaluation ${dataset ?? ""}`] ??= []).push({ x, y, low: line.mean_reward_low ?? y, high: line.mean_reward_high ?? y });
+  }
+  return found;
+};
+const CHARTS = [
+  { title: "Reward", unit: "mean, and its band of one standard deviation", wide: true, lines: [{ metric: "reward_mean", label: "mean", add: "reward_std" }], points: evaluations },
+  { title: "Staleness of trained tokens", unit: "versions", zero: true, lines: [{ metric: "staleness_max", label: "largest" }, { metric: "staleness_mean", label: "mean" }], bound: (run) => run.state.bound },
+  { title: "Seconds of a step", unit: "s", zero: true, cut: true, lines: [{ metric: "step_s", label: "whole" }, { metric: "train_s", label: "training" }, { metric: "learner_idle_s", label: "waiting for groups" }, { metric: "publish_s", label: "publish" }] },
+  { title: "Entropy", unit: "nat", lines: [{ metric: "entropy", label: "mean" }] },
+  { title: "Effective sample size", unit: "share", lines: [{ metric: "effective_sample_fraction", label: "share" }] },
+  { title: "Gradient norm", zero: true, cut: true, lines: [{ metric: "grad_norm", label: "norm" }] },
+  { title: "Loss", lines: [{ metric: "loss", label: "loss" }] },
+  { title: "Sampled tokens per sample", unit: "tokens", zero: true, lines: [{ metric: "length_mean", label: "mean" }] },
+  { title: "Mismatch of log-probabilities", unit: "nat", zero: true, lines: [{ metric: "mismatch_abs_mean", label: "mean" }] },
+  { title: "Samples cut at a limit", unit: "share", zero: true, lines: [{ metric: "truncated_fraction", label: "share" }] },
+];
+
+export class Overview {
+  constructor() {
+    this.charts = CHARTS.map((spec) => new Chart(spec));
+    this.waits = h("section", { class: "card waits wide", "aria-live": "polite" });
+    this.facts = h("div", { class: "facts" });
+    this.root = h("div", { class: "overview" }, this.waits, this.charts[0].root, this.facts, this.charts.slice(1).map((chart) => chart.root));
+  }
+
+  draw(runs, { curves, state }) {
+    if (curves || state) this.charts.forEach((chart) => chart.draw(runs));
+    if (!state) return;
+    this.waits.replaceChildren(h("h2", {}, "Who waits for whom"), ...runs.map((run) => waits(run, runs.length > 1)));
+    this.facts.replaceChildren(...runs.map((run) => facts(run, runs.length > 1)));
+    this.facts.classList.toggle("several", runs.length > 1);
+  }
+}
+
+const title = (run) => h("h2", { class: `name ${run.colour}` }, run.title);
+
+function waits(run, several) {
+  const { stalls = [], note, learner, live } = run.state;
+  const lines = stalls.map((stall) => h("li", { class: stall.urgent ? "urgent" : "" }, h("span", { class: "text" }, stall.text), " ",
+    h("a", { href: `#${stall.tab}/${run.index}/${encodeURIComponent(stall.find)}` }, stall.find ? `show ${stall.find}` : `show ${stall.tab}`)));
+  if (note) lines.unshift(h("li", { class: "quiet" }, note));
+  if (!lines.length) lines.push(h("li", { class: "quiet" }, live ? `The learner is ${learner?.state}. No wait is long enough to name.` : "Nothing is known yet."));
+  return h("div", {}, several ? title(run) : "", h("ul", {}, lines));
+}
+
+function facts(run, several) {
+  const { state } = run;
+  const cards = [figures(state), staleness(state), weights(state), broker(state), waste(state)];
+  return h("div", { class: "run" }, several ? title(run) : "", h("div", { class: "cards" }, cards));
+}
+
+const card = (name, ...content) => h("section", { class: "card" }, h("h2", {}, name), ...content);
+const list = (rows) => h("dl", {}, rows.filter(([, value]) => value !== undefined && value !== null && value !== "").flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
+
+function figures(state) {
+  const done = state.steps ? `${number(state.steps)}${state.wanted ? ` of ${number(state.wanted)}` : ""}` : "none yet";
+  return card("Now", list([["steps", done], ...Object.entries(state.figures ?? {}).map(([name, text]) => [name, text.replaceAll("  ", " · ")])]));
+}
+
+function staleness({ ages, bound }) {
+  const counts = ages?.recent?.length ? ages.recent : ages?.all ?? [];
+  const total = counts.reduce((sum, count) => sum + count, 0);
+  const most = Math.max(...counts, 1);
+  const rows = total ? AGES.map((age, i) => {
+    const beyond = typeof bound === "number" && (OLDEST[i - 1] ?? -1) >= bound;
+    return h("tr", { class: beyond ? "beyond" : "" }, h("th", { scope: "row" }, age + (typeof bound === "number" && OLDEST[i] >= bound && !beyond ? " (bound)" : "")),
+      h("td", { class: "bar" }, h("span", { "width%": (100 * (counts[i] ?? 0)) / most })),
+      h("td", { class: "right" }, `${(100 * (counts[i] ?? 0) / total).toFixed(1)} %`));
+  }) : [h("tr", {}, h("td", {}, "no trained tokens yet"))];
+  const caption = `Trained tokens of the newest steps, bound ${bound ?? "unknown"}`;
+  const late = counts.some((count, i) => count && typeof bound === "number" && (OLDEST[i - 1] ?? -1) >= bound);
+  return card("Staleness", table(caption, [["versions"], [""], ["share", "right"]], rows), late ? h("p", { class: "urgent" }, "Some tokens are beyond the bound.") : "");
+}
+
+function weights({ learner, versions = [], states = {} }) {
+  const late = learner?.deliveries ?? [];
+  const nodes = versions.map(([version, count]) => h("tr", {}, h("th", { scope: "row" }, version < 0 ? "none yet" : `version ${number(version)}`), h("td", { class: "right" }, `${number(count)} node${count === 1 ? "" : "s"}`)));
+  const stages = Object.entries(states).map(([name, count]) => `${number(count)} ${name}`).join(", ");
+  const on = late.slice(0, 6).map((d) => h("li", {}, `version ${d.version} to ${d.node_id}: ${d.stage}, ${duration(d.since_s)}`));
+  const more = (learner?.deliveries_waiting ?? 0) - on.length;
+  return card("Weights", list([["learner", learner ? `${learner.state}, version ${number(learner.policy_version)}` : undefined], ["nodes", stages]]),
+    nodes.length ? table("Nodes by version", [["version"], ["nodes", "right"]], nodes) : "",
+    on.length ? h("h3", {}, "On their way") : "", on.length ? h("ul", { class: "plain" }, on, more > 0 ? h("li", {}, `and ${number(more)} more`) : "") : "");
+}
+
+function broker({ broker: b, live, note }) {
+  if (!b) return card("Broker", h("p", { class: "quiet" }, note || "no broker yet"));
+  return card("Broker", list([
+    ["state", live ? (b.stopping ? "stopping" : "serving") : "does not answer"],
+    ["ready", number(b.groups_ready)], ["leased", number(b.groups_leased)], ["pending", number(b.groups_pending)],
+    ["oldest lease", duration(b.oldest_lease_s)], ["in memory", `${bytes(b.bytes_held)} of ${bytes(b.max_bytes)}`],
+    ["store", b.store ? `${bytes(b.store.bytes)}, a sync takes ${duration(b.store.sync_s)}${b.store.stuck ? `; stuck: ${b.store.stuck}` : ""}` : "none"],
+    ["leases lost", number(b.lease_expiries)], ["dead tasks", number(b.groups_dead)],
+  ]));
+}
+
+function waste({ waste: reasons = {}, wasted, failed = {} }) {
+  const found = Object.entries(reasons).filter(([, w]) => w.tokens || w.seconds);
+  const size = found.some(([, w]) => w.tokens) ? (w) => w.tokens : (w) => w.seconds;
+  const most = Math.max(...found.map(([, w]) => size(w)));
+  const rows = found.map(([reason, w]) => h("tr", {}, h("th", { scope: "row" }, reason), h("td", { class: "bar" }, h("span", { "width%": (100 * size(w)) / most })),
+    h("td", { class: "right" }, w.tokens ? number(w.tokens) : "–"), h("td", { class: "right" }, w.seconds ? duration(w.seconds) : "–")));
+  const samples = Object.entries(failed).map(([reason, count]) => `${number(count)} ${reason}`).join(", ");
+  return card("Waste", rows.length ? table(wasted || "Time without use", [["reason"], [""], ["tokens", "right"], ["time", "right"]], rows) : h("p", { class: "quiet" }, "nothing wasted"),
+    samples ? h("p", {}, `failed samples: ${samples}`) : "");
+}

@@ -1,0 +1,125 @@
+// Tables that the server filters and cuts into pages: nodes, tasks, transcripts.
+
+import { duration, h, number, table } from "./dom.js";
+
+const LIMIT = 50;
+const when = (time_s) => new Date(time_s * 1000).toLocaleTimeString("en-GB");
+
+export class Table {
+  /** view: title, api, columns [[name, class]], row(item, run) -> [cells], link(item, run), states, hint. */
+  constructor(view) {
+    this.view = view;
+    this.offset = 0;
+    this.rows = [];
+    this.input = h("input", { type: "search", placeholder: view.hint, "aria-label": `Filter ${view.title.toLowerCase()}`, oninput: () => this.refilter() });
+    this.select = view.states && h("select", { "aria-label": "State", onchange: () => this.refilter() }, h("option", { value: "" }, "every state"), view.states.map((state) => h("option", {}, state)));
+    this.count = h("span", { class: "quiet", role: "status" });
+    this.back = h("button", { type: "button", onclick: () => this.turn(-LIMIT) }, "newer");
+    this.next = h("button", { type: "button", onclick: () => this.turn(LIMIT) }, "older");
+    if (view.api === "nodes") [this.back.textContent, this.next.textContent] = ["back", "next"];
+    this.body = h("div");
+    this.root = h("section", { class: "card" }, h("div", { class: "bar-top" }, h("h2", {}, view.title), this.input, this.select ?? "", this.count, this.back, this.next), this.body);
+  }
+
+  show(run, find) {
+    if (find !== this.input.value || run !== this.run) this.offset = 0;
+    this.run = run;
+    this.input.value = find;
+    return this.load();
+  }
+
+  refilter() {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => {
+      history.replaceState(null, "", `#${this.view.api}/${this.run.index}/${encodeURIComponent(this.input.value)}`);
+      this.offset = 0;
+      this.load();
+    }, 150);
+  }
+
+  turn(by) {
+    this.offset = Math.max(0, this.offset + by);
+    this.load();
+  }
+
+  async load() {
+    const words = new URLSearchParams({ offset: this.offset, limit: this.view.limit ?? LIMIT });
+    const text = this.input.value.trim();
+    for (const [name, value] of Object.entries(this.view.query ? this.view.query(text) : { filter: text })) words.set(name, value);
+    if (this.select?.value) words.set("state", this.select.value);
+    const asked = (this.asked = `api/runs/${this.run.index}/${this.view.api}?${words}`);
+    const found = await load(asked);
+    if (asked !== this.asked) return;
+    if (found.refused) {
+      this.count.textContent = "";
+      this.body.replaceChildren(h("p", { class: "quiet" }, found.refused));
+      return;
+    }
+    const { total, rows } = found;
+    this.back.hidden = this.next.hidden = total <= rows.length;
+    this.back.disabled = this.offset === 0;
+    this.next.disabled = this.offset + rows.length >= total;
+    this.count.textContent = rows.length < total ? `${number(this.offset + 1)} to ${number(this.offset + rows.length)} of ${number(total)}` : `${number(total)} in all`;
+    this.rows = rows;
+    const chosen = this.body.querySelector("tr[aria-selected=true]")?.dataset.key;
+    const made = rows.map((item) => {
+      const link = this.view.link?.(item, this.run);
+      const cells = this.view.row(item, this.run).map((cell, i) => h("td", { class: this.view.columns[i][1] }, i === 0 && link ? h("a", { href: link }, cell) : cell));
+      const row = h("tr", { "data-key": this.view.key(item), class: link ? "link" : "", onclick: (event) => link && !getSelection().toString() && !event.target.closest("a") && (location.hash = link) }, cells);
+      if (row.dataset.key === chosen) row.setAttribute("aria-selected", "true");
+      return row;
+    });
+    this.body.replaceChildren(made.length ? table(`${this.view.title} of ${this.run.title}`, this.view.columns, made) : h("p", { class: "quiet" }, this.view.empty));
+  }
+
+  /** Move the selection by keys. */
+  move(by) {
+    const rows = [...this.body.querySelectorAll("tbody tr")];
+    const now = rows.findIndex((row) => row.getAttribute("aria-selected") === "true");
+    rows[now]?.removeAttribute("aria-selected");
+    const row = rows[Math.min(rows.length - 1, Math.max(0, now + by))];
+    row?.setAttribute("aria-selected", "true");
+    row?.scrollIntoView({ block: "nearest" });
+  }
+
+  open() {
+    this.body.querySelector("tr[aria-selected=true] a")?.click();
+  }
+}
+
+export async function load(address) {
+  try {
+    const answer = await fetch(address);
+    return await answer.json();
+  } catch {
+    return { refused: "the server does not answer" };
+  }
+}
+
+export const stateCell = (state) => h("span", { class: `state ${/^\w+$/.test(state) ? state : ""}` }, state);
+
+export const makeNodes = () => new Table({
+  title: "Nodes", api: "nodes", hint: "id, host, state or reason  ( / )", empty: "No node is known.",
+  columns: [["node"], ["state"], ["version", "right"], ["since", "right"], ["leases", "right"], ["tokens/s", "right"], ["episodes", "right"], ["host"], ["waits for"]],
+  key: (node) => node.id,
+  link: (node, run) => `#timeline/${run.index}/${encodeURIComponent(node.id)}`,
+  row: (node) => [node.id, stateCell(node.state), number(node.policy_version), duration(node.since_s), number(node.leases), number(Math.round(node.tokens_per_s)), `${number(node.episodes_running)}${node.concurrency ? ` of ${number(node.concurrency)}` : ""}`, node.host, node.waiting_on],
+});
+
+export const makeTasks = () => new Table({
+  title: "Tasks", api: "tasks", hint: "serial, node, reason or step:N  ( / )", empty: "No such task.",
+  states: ["pending", "leased", "ready", "taken", "committed", "dead", "filtered"],
+  columns: [["task", "right"], ["state"], ["step", "right"], ["versions", "right"], ["attempts", "right"], ["reward", "right"], ["nodes"], ["reason"]],
+  key: (task) => task.serial,
+  link: (task, run) => `#transcript/${run.index}/${task.serial}`,
+  row: (task) => [String(task.serial), stateCell(task.state + (task.filtered ? ", filtered" : "")), task.step ?? "–", task.version_min === null ? "–" : `${task.version_min}–${task.version_max}`, number(task.attempts), number(task.reward_mean), task.nodes.join(", "), task.reason],
+});
+
+export const makeTranscripts = () => new Table({
+  title: "Transcripts", api: "transcripts", hint: "step  ( / )", empty: "No transcript is kept; telemetry.transcripts says which are.", limit: 100,
+  query: (text) => (/^\d+$/.test(text) ? { step: text } : {}),
+  columns: [["task", "right"], ["sample", "right"], ["step", "right"], ["why"], ["reward", "right"], ["advantage", "right"], ["tokens", "right"], ["stop"], ["node"], ["time"]],
+  key: (t) => `${t.serial} ${t.sample} ${t.step}`,
+  link: (t, run) => `#transcript/${run.index}/${t.serial}/${t.sample}/${t.step ?? ""}`,
+  row: (t) => [String(t.serial), String(t.sample), t.step ?? "–", t.why.join(", "), number(t.reward), number(t.advantage), number(t.sampled_tokens), t.error || t.stop_reason, t.node_id, when(t.time_s)],
+});

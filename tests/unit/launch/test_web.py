@@ -1,0 +1,483 @@
+"""The server of the page: who may read, what it answers, and what it makes of odd files. Nothing is ever written."""
+
+import asyncio
+import hashlib
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from bench.run_fixture import Fixture
+from broker.contract import Delivery, LearnerReport
+from common.process.run_dir import RunDir, write_json
+from common.spans import Span, SpanBatch
+from common.transcripts import Transcript, Turn
+from launch.cli import main
+from launch.web import tables
+from launch.web.app import Hub, make_app
+from launch.web.curves import BUCKETS, NAMES, Curves
+from launch.web.lanes import PIECES, Lanes
+from launch.web.run_view import Cursor, RunView
+from launch.web.web import free_port, is_loopback
+from tests.launch_rig import living_broker, node_status, refusal, status_of, write_broker
+
+TOKEN = "a-token-of-the-test"
+EVIL = "<script>document.title='broken in'</script><img src=x onerror=\"document.title='broken in'\">"
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of 40 steps; no test changes it."""
+    fixture = Fixture(tmp_path_factory.mktemp("recorded") / "run", 40)
+    fixture.write(0, 40)
+    return fixture.run
+
+
+def read(view: RunView) -> RunView:
+    """Read everything that is there."""
+    while view.read():
+        pass
+    view.observe()
+    view.read_lanes()
+    view.describe()
+    return view
+
+
+def client(*runs: RunDir, token: str | None = None, host: str = "localhost") -> TestClient:
+    views = [read(RunView(run)) for run in runs]
+    return TestClient(make_app(views, token), base_url=f"http://{host}", follow_redirects=False)
+
+
+def curves_of(values: list[float], name: str = "reward_mean") -> Curves:
+    curves = Curves()
+    curves.add([{"step": step, name: value} for step, value in enumerate(values)])
+    return curves
+
+
+# ---------------------------------------------------------------- who may read
+
+
+def test_without_a_token_only_local_names_are_answered(recorded):
+    page = client(recorded)
+    for name in ("localhost", "localhost:99", "127.0.0.1:8642", "[::1]:8642"):
+        assert page.get("/", headers={"host": name}).status_code == 200
+    for name in ("evil.example", "localhost.evil.example", "evil.example:8642", "[::2]:1", "127.0.0.1.nip.io", ""):
+        assert page.get("/api/runs/0/tasks", headers={"host": name}).status_code == 421
+
+
+PATHS = ("/", "/static/main.js", "/api/events", "/api/runs/0/tasks", "/nowhere")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_nothing_is_read_without_the_token(recorded, path):
+    page = client(recorded, token=TOKEN, host="head.example")
+    wrong = [{}, {"authorization": "Bearer wrong"}, {"authorization": TOKEN}, {"authorization": "Bearer é"}]
+    wrong += [{"cookie": f"slipstream={TOKEN}"}, {"cookie": f"slipstream-{'0' * 8}={TOKEN}"}]
+    for headers in wrong:
+        answer = page.get(path, headers={k: v.encode("latin-1") for k, v in headers.items()})
+        assert answer.status_code == 401
+        assert "fixture" not in answer.text
+    for word in ("wrong", "", "é"):
+        assert page.get(path, params={"token": word}).status_code == 401
+
+
+def test_a_login_sets_a_cookie_and_leads_to_the_address_without_the_token(recorded):
+    page = client(recorded, token=TOKEN, host="head.example")
+    answer = page.get("//evil.example/", params={"token": TOKEN})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+    cookie = answer.headers["set-cookie"]
+    assert "HttpOnly" in cookie and "SameSite=lax" in cookie and TOKEN not in cookie
+    assert page.get("/api/runs/0/tasks").json()["total"] == 168, "the client keeps the cookie"
+    page.cookies.clear()
+    assert page.get("/api/runs/0/tasks", headers={"authorization": f"Bearer {TOKEN}"}).status_code == 200
+
+
+def test_every_answer_has_the_headers_that_keep_a_browser_safe(recorded):
+    page = client(recorded)
+    answers = [page.get(path) for path in ("/", "/static/main.js", "/nowhere", "/api/runs/9/nodes")]
+    for answer in [*answers, page.post("/"), page.get("/", headers={"host": "evil.example"})]:
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+
+
+def test_the_page_changes_nothing_under_the_run(recorded):
+    def content() -> dict[str, tuple[str, int]]:
+        files = [path for path in recorded.path.rglob("*") if path.is_file()]
+        return {str(p): (hashlib.sha256(p.read_bytes()).hexdigest(), p.stat().st_mtime_ns) for p in files}
+
+    before = content()
+    page = client(recorded)
+    for name in ("nodes", "lanes", "tasks", "transcripts"):
+        assert page.get(f"/api/runs/0/{name}").status_code == 200
+    for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"):
+        for path in PATHS:
+            assert page.request(method, path).status_code == 405
+    methods = {method for route in page.app.routes for method in route.methods}
+    assert methods == {"GET", "HEAD"}
+    assert content() == before
+
+
+def test_an_address_leads_to_no_file_but_those_of_the_page(recorded):
+    page = client(recorded)
+    for path in ("../web.py", "%2e%2e/web.py", "..%2fweb.py", "/etc/passwd", "%2fetc%2fpasswd", "index.html", "x.js"):
+        assert page.get(f"/static/{path}").status_code == 404
+    for path in ("/api/runs/../0/nodes", "/api/runs/-1/nodes", "/api/runs/1/nodes", "/api/runs/0/..%2fnodes"):
+        assert page.get(path).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "events.jsonl", "ledger.json", "transcripts", "trace", "status.json"]
+)
+def test_a_link_that_leads_out_of_the_run_is_not_followed(recorded, tmp_path, name):
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    for path in recorded.path.iterdir():
+        (run.path / path.name).symlink_to(path) if path.name == name else os.link(
+            path, run.path / path.name
+        ) if path.is_file() else None
+    page, view = client(run), read(RunView(run))
+    assert f"{name} lead out of the run's folder" in view.state["note"]
+    assert view.state["steps"] == (0 if name == "metrics.jsonl" else 40)
+    assert view.nodes == []
+    if name == "ledger.json":
+        assert page.get("/api/runs/0/tasks").status_code == 404
+    if name == "transcripts":
+        assert page.get("/api/runs/0/transcripts").status_code == 404
+    if name in ("trace", "events.jsonl"):
+        assert page.get("/api/runs/0/lanes").json()["total"] == 0
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_another_host_without_a_token_and_a_useless_token_are_refused(recorded, tmp_path, capsys):
+    run, file = str(recorded.path), tmp_path / "token"
+    assert "--token-file" in refusal(capsys, "web", run, "--host", "0.0.0.0")
+    words = ("web", run, "--host", "0.0.0.0", "--token-file", str(file))
+    assert "cannot be read" in refusal(capsys, *words)
+    file.write_text("short\n")
+    assert "at least 16" in refusal(capsys, *words)
+    file.write_text(f"{TOKEN}\n")
+    file.chmod(0o644)
+    assert "chmod 600" in refusal(capsys, *words)
+    assert is_loopback("127.0.0.2") and is_loopback("::1") and not is_loopback("0.0.0.0") and not is_loopback("head")
+
+
+def test_a_port_in_use_is_refused_with_the_next_free_one(recorded, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = refusal(capsys, "web", str(recorded.path), "--port", str(port))
+        assert f"--port {port} is in use; the next free one is {free_port('127.0.0.1', port + 1)}" in said
+    assert "0 to 65535, found 99999" in refusal(capsys, "web", str(recorded.path), "--port", "99999")
+    token = recorded.path.parent / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    words = ("--host", "192.0.2.1", "--token-file", str(token))
+    assert "cannot listen there" in refusal(capsys, "web", str(recorded.path), *words)
+
+
+def test_an_address_and_a_config_that_is_not_there_are_refused(tmp_path, capsys):
+    assert "not an address" in refusal(capsys, "web", "tcp://127.0.0.1:1")
+    assert "no such config file" in refusal(capsys, "web", str(tmp_path / "typo.yaml"))
+    with pytest.raises(SystemExit, match="2"):
+        main(["web"])
+
+
+# ---------------------------------------------------------------- what it answers
+
+
+def test_the_state_has_the_figures_of_top_and_status(recorded):
+    state = read(RunView(recorded)).state
+    assert state["figures"]["reward"].startswith("0.") and "of 2 allowed" in state["figures"]["staleness"]
+    assert "more node" in state["figures"]["advice"]
+    assert (state["bound"], state["steps"], state["wanted"]) == (2, 40, 40)
+    assert state["ages"]["recent"] == [200 * 40, 384 * 40, 184 * 40, 0, 0, 0] == state["ages"]["all"]
+    assert state["waste"]["lost"]["tokens"] == 40 * 768 // 20
+    assert state["broker"]["groups_ready"] == 3 and state["broker"]["oldest_lease_s"] == 400.0
+    assert state["learner"]["deliveries"][0]["stage"] == "flipping"
+    assert dict(state["versions"]) == {40: 2, 39: 2} and state["states"] == {"generating": 2, "flipping": 1, "gone": 1}
+
+
+def test_a_living_broker_is_asked_and_its_waits_lead_to_what_ends_them(config, run):
+    with living_broker(config):
+        state = read(RunView(run)).state
+        assert state["live"] and "a learner to start" in state["learner"]["waiting_on"]
+        assert [stall["kind"] for stall in state["stalls"]] == ["no_learner"]
+        assert state["stalls"][0]["urgent"] and "; until: " in state["stalls"][0]["text"]
+    late = LearnerReport(
+        1, 0, "training", 3, deliveries=[Delivery("node-7", 3, "receiving", 30.0)], deliveries_waiting=1
+    )
+    write_json(run.status_json, status_of(node_status("node-7"), learner=late))
+    write_broker(run)  # a broker that does not answer
+    view = RunView(run)
+    seen = status_of(node_status("node-7"), learner=late)
+    from launch.observe.observation import Observation
+    from launch.observe.stall_text import stalls_of
+
+    (stall,) = [view._stall(stall, Observation(seen, True)) for stall in stalls_of(Observation(seen, True))]
+    assert (stall["tab"], stall["find"]) == ("nodes", "node-7")
+
+
+def test_tasks_are_filtered_and_cut_into_pages_by_the_server(recorded):
+    page = client(recorded)
+    first = page.get("/api/runs/0/tasks", params={"limit": 3}).json()
+    assert (first["total"], [row["serial"] for row in first["rows"]]) == (168, [167, 166, 165])
+    assert page.get("/api/runs/0/tasks", params={"limit": 1, "offset": 100}).json()["rows"][0]["serial"] == 67
+    wanted = {"filter=11": 1, "state=dead": 1, "state=filtered": 1, "filter=step:3": 4, "filter=timeout": 1}
+    wanted |= {"filter=node-0003": 42, "filter=zzz": 0}
+    assert {words: page.get(f"/api/runs/0/tasks?{words}").json()["total"] for words in wanted} == wanted
+    assert len(page.get("/api/runs/0/tasks?limit=100000").json()["rows"]) == 168
+    assert page.get("/api/runs/0/tasks?limit=-1").status_code == 400
+    assert "offset" in page.get("/api/runs/0/tasks?offset=1e9").json()["refused"]
+
+
+def test_nodes_are_filtered_by_id_host_and_state(recorded):
+    page = client(recorded)
+    found = [
+        page.get(f"/api/runs/0/nodes?filter={text}").json()["total"] for text in ("", "node-0002", "gone", "host-0")
+    ]
+    assert found == [4, 1, 1, 4]
+
+
+def test_a_task_leads_to_its_transcript(recorded):
+    page = client(recorded)
+    (line,) = page.get("/api/runs/0/transcripts?task=159").json()["rows"]
+    assert (line["sample"], line["step"], line["why"]) == (3, 39, ["share"])
+    found = page.get("/api/runs/0/transcript?task=159&sample=3&step=39").json()
+    assert [turn["author"] for turn in found["turns"]] == ["prompt", "policy", "environment", "policy"]
+    assert found["turns"][1]["version_runs"] == [[0, 38], [5, 39]] and found["cut"] == 0
+    assert page.get("/api/runs/0/transcripts?step=39").json()["total"] == 4
+    assert page.get("/api/runs/0/transcript?task=159&sample=8").status_code == 404
+    assert page.get("/api/runs/0/transcript?task=x&sample=8").status_code == 400
+
+
+def test_a_browser_gets_everything_once_and_then_what_is_new(tmp_path):
+    fixture = Fixture(tmp_path / "run", 10)
+    fixture.write(0, 4)
+    view, cursor = read(RunView(fixture.run)), Cursor()
+    first = view.news(cursor)
+    assert first is not None and len(first["curves"]["mean"]["reward_mean"]) == 10 and first["state"]["steps"] == 10
+    assert view.news(cursor) is None
+    fixture.steps = 12
+    fixture.write(10, 0)
+    new = read(view).news(cursor)
+    assert new is not None
+    assert (new["curves"]["first"], len(new["curves"]["mean"]["reward_mean"])) == (9, 3)
+    fixture.run.metrics.write_bytes(fixture.run.metrics.read_bytes().split(b"\n")[0] + b"\n")
+    rewritten = read(view).news(cursor)
+    assert rewritten is not None and rewritten["state"]["steps"] == 1, "a resumed learner rewrote the file"
+    assert rewritten["curves"]["first"] == 0 and len(rewritten["curves"]["mean"]["loss"]) == 1
+
+
+async def test_a_stream_sends_each_run_and_then_signs_of_life_or_news(tmp_path):
+    fixture = Fixture(tmp_path / "run", 10)
+    fixture.write(0, 4)
+    hub = Hub([read(RunView(fixture.run)), RunView(RunDir(tmp_path / "none"))])
+    async with hub.running(None):  # pyright: ignore[reportArgumentType]
+        stream = hub.stream()
+        found = [json.loads((await anext(stream)).removeprefix(b"data: ")) for _ in range(2)]
+        assert [event["run"] for event in found] == [0, 1]
+        fixture.steps = 11
+        fixture.write(10, 0)
+        steps: Any = 10
+        while steps != 11:
+            line = await anext(stream)
+            event = json.loads(line.removeprefix(b"data: ")) if line.startswith(b"data") else {}
+            steps = event.get("state", {}).get("steps", steps) if event.get("run") == 0 else steps
+        await stream.aclose()
+    assert hub.watchers == 0
+
+
+def test_the_page_without_a_script_has_the_newest_figures_escaped(tmp_path):
+    fixture = Fixture(tmp_path / "run", 10)
+    fixture.write(0, 4)
+    text = client(fixture.run).get("/").text
+    assert "<noscript>" in text and "of 2 allowed" in text and "last known status" in text
+    text = client(RunDir(tmp_path / EVIL.replace("/", ""))).get("/").text
+    assert "<img" not in text and text.count("<script") == 1 and "&lt;script&gt;" in text
+
+
+# ---------------------------------------------------------------- bounded memory
+
+
+def test_curves_keep_least_mean_and_largest_in_a_bounded_number_of_buckets():
+    curves = curves_of([float(step % 10) for step in range(100_000)])
+    assert curves.width == 128 and curves.used == 782 <= BUCKETS
+    found = curves.since(0)
+    assert found["least"]["reward_mean"][:5] == [0.0] * 5 and found["most"]["reward_mean"][:5] == [9.0] * 5
+    mean = np.array(found["mean"]["reward_mean"])
+    assert np.abs(mean - 4.5).max() < 0.3 and np.average(mean, weights=[128] * 781 + [32]) == pytest.approx(
+        4.5, abs=1e-3
+    )
+    assert found["mean"]["loss"] == pytest.approx([np.nan] * 782, nan_ok=True)
+    assert b"null" in msgspec.json.encode(found)
+
+
+def test_curves_are_the_same_however_the_steps_arrive():
+    values = list(np.random.default_rng(0).normal(size=3000))
+    at_once, one_by_one = curves_of(values), Curves()
+    for step, value in enumerate(values):
+        one_by_one.add([{"step": step, "reward_mean": value}])
+    for kind in ("mean", "least", "most"):
+        a, b = (np.array(c.since(0)[kind]["reward_mean"]) for c in (at_once, one_by_one))
+        assert a == pytest.approx(b)
+    assert at_once.width == 4 and "least" not in curves_of(values[:5]).since(0)
+
+
+def test_lines_of_other_versions_and_odd_values_are_passed_over():
+    curves = Curves()
+    curves.add([{"step": 0, "loss": 1.0}, {"loss": 1}, {"step": "1"}, {"step": True}, {"step": -1}, {"step": 1 << 70}])
+    curves.add(
+        [{"step": 1, "loss": "x"}, {"step": 2, "loss": None}, {"step": 3, "loss": 10**400}, {"step": 4, "loss": [1]}]
+    )
+    found = msgspec.json.decode(msgspec.json.encode(curves.since(0)))["mean"]["loss"]
+    assert found == [1.0, None, None, None, None]
+
+
+def test_a_lane_keeps_the_newest_states_and_shows_deaths_and_clocks_of_other_machines(tmp_path):
+    run = RunDir(tmp_path)
+    run.trace.mkdir()
+    spans = [Span("generating" if i % 2 else "flipping", "state", 1000.0 + i, 1.0) for i in range(2 * PIECES)]
+    other = [Span("episode 1", "episode", 1000.0, 9.0)]
+    batch = SpanBatch(who="node-0", host="h", offset_s=5.0, spans=[*spans, *other])
+    cut = msgspec.json.encode(batch)[:-9]
+    (run.trace / "nodes-00000000.jsonl").write_bytes(msgspec.json.encode(batch) + b"\n[1]\n{}\n" + cut)
+    last = 1000.0 + 2 * PIECES
+    event = {"kind": "node_lost", "detail": {"node": "node-0"}, "time_s": last + 5.0, "index": 1}
+    bad = [
+        {"kind": "join", "detail": 3, "time_s": 1},
+        {"kind": ["join"]},
+        {"kind": "join", "detail": {}, "time_s": "x"},
+    ]
+    run.events.write_text("".join(json.dumps(line) + "\n" for line in [event, *bad]))
+    lanes = Lanes(run)
+    lanes.update()
+    lanes.update()
+    (row,) = lanes.page("node", 0, 9, 10_000)["rows"]
+    assert row["who"] == "node-0" and len(row["pieces"]) == PIECES + 1
+    assert row["pieces"][-2] == (last + 4.0, last + 5.0, "generating")
+    assert row["pieces"][-1][2] == "dead"
+    more = SpanBatch(who="node-0", host="h", offset_s=5.0, spans=[Span("waiting", "state", last + 50, 1.0)])
+    (run.trace / "nodes-00000001.jsonl").write_bytes(msgspec.json.encode(more) + b"\n")
+    lanes.update()
+    (row,) = lanes.page("", 0, 9, 60)["rows"]
+    assert [piece[2] for piece in row["pieces"]][-2:] == ["dead", "waiting"]
+    assert row["pieces"][-2][:2] == (last + 5.0, last + 55.0)
+    assert lanes.page("learner", 0, 9, 60)["rows"] == []
+
+
+def test_a_run_without_a_trace_has_lanes_of_what_was_observed(tmp_path):
+    lanes = Lanes(RunDir(tmp_path))
+    for now_s, state, since_s in ((100.0, "training", 1.0), (102.0, "training", 3.0), (104.0, "waiting", 1.0)):
+        lanes.observed("learner", state, since_s, now_s)
+    (row,) = lanes.page("", 0, 9, 60)["rows"]
+    assert row["pieces"] == [(99.0, 102.0, "training"), (103.0, 104.0, "waiting")]
+
+
+def transcript_of(*turns: Turn) -> Transcript:
+    return Transcript(serial=1, sample=0, node_id=EVIL, time_s=1.0, why=["best"], turns=list(turns), cut_tokens=5)
+
+
+def test_a_transcript_of_any_size_is_cut_and_says_so():
+    long = Turn(author="policy", text="", tokens=[1] * 50_000, pieces=["ab"] * 50_000, logprobs=[0.0] * 50_000)
+    found = tables.bounded(transcript_of(long, long))
+    assert [len(turn["pieces"]) for turn in found["turns"]] == [tables.TOKENS, 0]
+    assert found["cut"] == 100_000 - tables.TOKENS + 5
+    wide = Turn(author="prompt", text="x" * 1_000_000, tokens=[], pieces=[])
+    assert len(msgspec.json.encode(tables.bounded(transcript_of(wide, wide)))) < tables.CHARACTERS + 1000
+    huge = Turn(author="policy", text="", tokens=[1] * 9, pieces=["y" * 300_000] * 9)
+    found = tables.bounded(transcript_of(huge))
+    assert (len(found["turns"][0]["pieces"]), found["cut"]) == (1, 13)
+
+
+# ---------------------------------------------------------------- odd folders
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_folder_that_is_empty_or_not_there_yet_is_shown_when_it_comes(tmp_path, made):
+    run = RunDir(tmp_path / "run")
+    if made:
+        run.path.mkdir()
+    view = read(RunView(run))
+    page = TestClient(make_app([view], None), base_url="http://localhost")
+    assert ("does not exist yet" in view.state["note"]) == (not made)
+    assert page.get("/").status_code == 200
+    assert [page.get(f"/api/runs/0/{name}").status_code for name in ("nodes", "lanes", "tasks", "transcripts")] == [
+        200,
+        200,
+        404,
+        200,
+    ]
+    if not made:
+        Fixture(run.path, 10).write(0, 4)
+        assert read(view).state["steps"] == 10 and view.state["name"] == "fixture"
+
+
+def test_lines_that_are_cut_or_of_older_versions_are_shown_as_far_as_they_go(config, run):
+    old = {"step": 0, "policy_version": 1, "time_s": 1.0, "reward_mean": 0.5, "tokens_by_age": [1, 2]}
+    odd = {"step": 1, "reward_mean": "high", "staleness_mean": [], "samples_failed_by_reason": 3, "tokens_expired": "x"}
+    evaluation = {"kind": "evaluation", "policy_version": 1, "mean_reward": 0.7, "dataset": "d", "step": 1}
+    lines = [json.dumps(line) for line in (old, odd, evaluation)]
+    run.metrics.write_text("\n".join(["not json", "[]", *lines, '{"step": 2, "reward_me']))
+    write_json(run.status_json, {"pid": "x"})
+    view = read(RunView(run))
+    assert view.state["steps"] == 3 and view.state["evaluations"] == [evaluation]
+    found = view.news(Cursor())
+    assert found is not None and found["curves"]["mean"]["reward_mean"][0] == 0.5
+    with run.metrics.open("a") as file:
+        file.write('an": 0.25}\n')
+    assert read(view).state["steps"] == 4
+
+
+def test_every_curve_is_a_metric():
+    from common.metrics import StepMetrics
+
+    assert set(NAMES) <= set(StepMetrics.__struct_fields__)
+
+
+def test_hundred_megabytes_of_transcripts_do_not_take_the_server_down(recorded, tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.transcripts.mkdir(parents=True)
+    turn = Turn(author="policy", text="", tokens=list(range(20_000)), pieces=["word "] * 20_000)
+    line = msgspec.json.encode(transcript_of(turn)) + b"\n"
+    with (run.transcripts / "steps-00000001.jsonl").open("wb") as file:
+        for _ in range(100 * (1 << 20) // len(line)):
+            file.write(line)
+        file.write(b"[" * (9 << 20) + b"\n")
+    page = client(run)
+    answer = page.get("/api/runs/0/transcript?task=1&sample=0")
+    assert answer.status_code == 200 and len(answer.content) < 1 << 20
+    assert page.get("/api/runs/0/transcripts?limit=5").json()["total"] <= 5
+
+
+def test_the_loop_survives_a_run_that_cannot_be_read(tmp_path, caplog):
+    run = RunDir(tmp_path)
+    run.metrics.mkdir()
+
+    async def look() -> None:
+        async with Hub([RunView(run)]).running(None):  # pyright: ignore[reportArgumentType]
+            while "cannot be read" not in caplog.text:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(look(), 60))
+
+
+def test_events_of_a_process_that_ended_are_read_again_after_they_were_replaced(tmp_path: Path):
+    run = RunDir(tmp_path)
+    line = {"kind": "role_crashed", "detail": {"role": "learner"}, "time_s": 5.0}
+    run.events.write_text(json.dumps(line) + "\n")
+    lanes = Lanes(run)
+    lanes.update()
+    lanes.observed("learner", "training", 1.0, 4.0)
+    (row,) = lanes.page("", 0, 9, 60)["rows"]
+    assert [piece[2] for piece in row["pieces"]] == ["training", "dead"]
