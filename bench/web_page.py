@@ -10,7 +10,6 @@ A folder from bench/run_fixture.py stands for the run; nothing else runs. Chromi
 - CPU: of the server's process, while the page is open and a step arrives every second; and without a browser.
 """
 
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -105,13 +104,12 @@ def main() -> None:
                 idle = used(process, options.seconds)
         server.terminate()
         server.wait()
+    pages = [{"cold": cold, "warm": warm} for cold, warm in zip(found["cold"], found["warm"], strict=True)]
     figures = {
         "rounds": options.rounds,
         "metrics_mib": round(fixture.run.metrics.stat().st_size / 2**20),
-        **{kind: harness.medians(rounds, 3) for kind, rounds in found.items()},
-        "each": {kind: [{k: round(v, 3) for k, v in r.items()} for r in rounds] for kind, rounds in found.items()},
-        "delay_s": round(statistics.median(delays), 3),
-        "delay_most_s": round(max(delays), 3),
+        "pages": [{kind: {k: round(v, 3) for k, v in p[kind].items()} for kind in p} for p in pages],
+        "changes": [{"delay_s": round(seconds, 3)} for seconds in delays],
         "cpu_open": round(busy, 3),
         "cpu_alone": round(idle, 4),
         "memory_mib": round(memory_mib),

@@ -47,6 +47,7 @@ class RunView:
         self._encoded = msgspec.json.encode(self.state)
         self._seen: Observation | None = None
         self._why = ""  # there is no observation
+        self._caught_up = False  # with the metrics
         self._lock = threading.Lock()
         self._ledger: tuple[float, list[LedgerEntry]] = (0.0, [])
         self._ledger_lock = threading.Lock()
@@ -54,15 +55,17 @@ class RunView:
     def read(self) -> bool:
         """Read one part of what is new in the metrics; whether anything was."""
         if not inside(self.run, self.run.metrics):
+            self._caught_up = True
             return False
         replaced, lines = self.tail.tail.read()  # takes long at the start, and browsers wait for the lock
         with self._lock:
             self.tail.take(replaced, lines)
+        self._caught_up |= not lines
         return replaced or bool(lines)
 
     def read_lanes(self) -> None:
-        """Read what is new in trace and events."""
-        if inside(self.run, self.run.events) and inside(self.run, self.run.trace):
+        """Read what is new in trace and events, once the metrics are read, which a browser shows first."""
+        if self._caught_up and inside(self.run, self.run.events) and inside(self.run, self.run.trace):
             self.lanes.update()
 
     def observe(self) -> None:
