@@ -34,7 +34,7 @@ WARM = 5  # steps before the first look
 FIXED = ("staleness.max=0", "learner.optimizer.lr=1e-12", "learner.checkpoint.every=100000", "rollout.nodes=1")
 WAYS = {
     "on": ("telemetry.sinks=[tensorboard,prometheus]",),
-    "off": ('telemetry.transcripts="off"', "telemetry.trace_mib=0", "telemetry.sinks=[]"),
+    "off": ("telemetry.transcripts=none", "telemetry.trace_mib=0", "telemetry.sinks=[]"),
 }
 
 

@@ -91,7 +91,9 @@ async def _serve(config: Config, address: str, status: OwnStatus) -> int:
         feed = WeightClient(node_id, engine.weights, credential, transports, status.joining, status.pool)
         low, high = config.rollout.concurrency_bounds
         runner = GroupRunner(driver, high, status.sample_failed)
-        transcribe = FailedTranscripts(driver.renderer, node_id).line if config.telemetry.transcripts != "off" else None
+        transcribe = (
+            FailedTranscripts(driver.renderer, node_id).line if config.telemetry.transcripts != "none" else None
+        )
         counters = lambda: engine.counters  # noqa: E731
         parts = NodeParts(broker, feed, runner, status, timeout, counters, heartbeat.beat_now, transcribe)
 

@@ -17,7 +17,7 @@ SPARE_BYTES = 4096  # the line that is written may be a little longer than the o
 def failed_transcripts(run_dir: Path, telemetry: TelemetryConfig) -> LineThread[SentTranscript] | None:
     """The thread that checks and writes them, with a quarter of the limit; None: telemetry.transcripts is off."""
     writer = SegmentWriter(RunDir(run_dir).transcripts, "failed", (telemetry.transcripts_mib << 20) // 4)
-    return LineThread("transcripts", writer, lambda: line_of) if telemetry.transcripts != "off" else None
+    return LineThread("transcripts", writer, lambda: line_of) if telemetry.transcripts != "none" else None
 
 
 def line_of(sent: SentTranscript) -> bytes:

@@ -26,8 +26,8 @@ class TelemetryConfig(Strict, frozen=True, kw_only=True):
     # Port on which broker, learner and nodes answer probes without authentication, 0: none; docs/kubernetes.md.
     health_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     # Share of the episodes whose transcript is kept. The best, worst and longest one of a step always are, and one of
-    # each group that failed. off keeps none; docs/transcripts.md.
-    transcripts: Fraction | Literal["off"] = 0.02
+    # each group that failed. The word none turns transcripts off; docs/transcripts.md.
+    transcripts: Fraction | Literal["none"] = 0.02
     transcripts_mib: Positive = 256  # Size of RUN/transcripts. The oldest transcripts make room for new ones.
     trace_mib: Natural = 64  # Size of RUN/trace, the timeline of all processes; 0 records none. docs/trace.md.
     sinks: list[Sink] = []  # Trackers that are fed from the files of the run; docs/sinks.md.

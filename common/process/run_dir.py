@@ -62,7 +62,7 @@ class RunDir:
         self.redis_json = self.path / "redis.json"  # which store in Redis is this run's, and how far it was seen
         self.ledger_json = self.path / "ledger.json"
         self.learner_json = self.path / "learner.json"
-        self.resume_json = self.path / "resume.json"  # of `slipstream resume`
+        self.resume_json = self.path / "resume.json"  # `slipstream resume` writes it
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
         self.checkpoints = Path(checkpoints) if checkpoints else self.path / "checkpoints"

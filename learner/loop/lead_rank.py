@@ -94,7 +94,7 @@ class Lead(RolloutSource):
     def attach(self, backend: Backend, version: int) -> None:
         """Say to the broker that this incarnation trains from `version` on; everything before is durable."""
         super().attach(backend, version)
-        if self.config.telemetry.transcripts != "off":
+        if self.config.telemetry.transcripts != "none":
             self._transcripts.start()  # now, because the imports of the model's libraries are over
         attached = self.broker.attach(self.reporter.snapshot())
         check_not_behind(version, attached.committed_step)

@@ -28,13 +28,13 @@ WORST_LOG_RATIO = 20.0  # beyond, ratios are cut, so that they stay numbers in J
 Chosen = dict[tuple[int, int], list[Why]]  # (serial, sample) to the reasons
 
 
-def choose(groups: Sequence[Group], share: float | Literal["off"], seed: int) -> Chosen:
+def choose(groups: Sequence[Group], share: float | Literal["none"], seed: int) -> Chosen:
     """The samples whose transcripts are kept, always the same ones: a share, the best, the worst and the longest.
 
     A sample that failed is worse than any other.
     """
     played = [((g.serial, i), s) for g in sorted(groups, key=lambda g: g.serial) for i, s in enumerate(g.samples)]
-    if share == "off" or not played:
+    if share == "none" or not played:
         return {}
     chosen: Chosen = {where: ["share"] for where, _ in played if _draw(seed, *where) < share}
 

@@ -70,7 +70,7 @@ def test_what_is_no_transcript_is_dropped_and_counted_and_the_group_fails_all_th
 
 
 def test_off_keeps_none_and_the_folder_is_bounded(state, tmp_path) -> None:
-    assert failed_transcripts(tmp_path, TelemetryConfig(transcripts="off")) is None
+    assert failed_transcripts(tmp_path, TelemetryConfig(transcripts="none")) is None
     fail(state, transcript())
     assert state.status().transcripts_dropped == 0
     assert not (tmp_path / "transcripts").exists()

@@ -17,7 +17,7 @@ BASE: dict[str, dict[str, Any]] = {
     "learner": {"groups_per_step": 2, "checkpoint": {"every": 2}},
     "rollout": {"group_size": 2},
     "weights": {"canary_tokens": 4},
-    "telemetry": {"transcripts": "off"},  # the model folder has no tokenizer
+    "telemetry": {"transcripts": "none"},  # the model folder has no tokenizer
 }
 
 

@@ -50,7 +50,7 @@ def test_the_best_the_worst_and_the_longest_are_kept_whatever_the_share() -> Non
     assert "worst" in chosen[1, 0]
     assert "longest" in chosen[-longest[1], -longest[2]]
     assert sorted(why for found in chosen.values() for why in found) == ["best", "longest", "worst"]
-    assert choose(step, "off", seed=1) == choose([], 1.0, seed=1) == {}
+    assert choose(step, "none", seed=1) == choose([], 1.0, seed=1) == {}
 
 
 def test_a_failed_sample_is_the_worst() -> None:
@@ -166,7 +166,7 @@ def test_a_filtered_groups_transcript_names_no_step_and_an_expired_one_trained_n
 
 
 def test_off_keeps_nothing(make_world: MakeWorld, model: str) -> None:
-    world = transcribed(make_world, model, share="off")  # type: ignore[arg-type]
+    world = transcribed(make_world, model, share="none")  # type: ignore[arg-type]
     finish(world)
     assert not world.run_dir.transcripts.exists()
 
