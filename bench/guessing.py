@@ -20,7 +20,7 @@ def run(seed: int) -> dict:
     data = f"{assets}/number_guessing"
     own = (f"run.seed={seed}", f"run.dir={warm}", f"model.path={assets}/model", f"tasks.dataset={data}/sft.jsonl")
     python("-m", "launch.cli", "sft", "configs/guessing-sft.yaml", *own)
-    tasks = (f"tasks.dataset={data}/train.jsonl", f"tasks.eval_dataset={data}/held_out.jsonl")
+    tasks = (f"tasks.dataset={data}/train.jsonl", f"evaluation.datasets=[{data}/held_out.jsonl]")
     own = (f"run.seed={seed}", f"model.path={warm}/model")
     job = harness.run("configs/guessing.yaml", harness.ROOT / folder, *own, *tasks, timeout_s=3600)
     for action in ("eval", "report"):

@@ -60,7 +60,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float
     make_assets(folder / "assets")
     run = RunDir(folder / "run")
     words = [f"run.dir={run.path}", "run.steps=1000000", f"model.path={folder}/assets/model"]
-    words += [f"tasks.dataset={folder}/assets/addition/train.jsonl", "tasks.eval_dataset=null", *arguments.overrides]
+    words += [f"tasks.dataset={folder}/assets/addition/train.jsonl", "evaluation.datasets=[]", *arguments.overrides]
     rows: list[dict[str, float]] = []
     with Command(folder, "up", "up", arguments.config, *words, "--plain") as job:
         until("training", lambda: trained(run) >= WARM_STEPS, job)

@@ -108,7 +108,8 @@ def train(overrides: list[str], lag: int) -> dict:
     backend = MegatronBackend.of(config)
     rows = [json.loads(row) for _, row in dataset_rows(Path(config.tasks.dataset), "tasks.dataset")]
     order = RowOrder(len(rows), config.run.seed, shuffle=True).of_epoch(0)
-    held_out = [json.loads(row) for _, row in dataset_rows(Path(config.tasks.eval_dataset), "tasks.eval_dataset")]
+    [path] = config.evaluation.datasets
+    held_out = [json.loads(row) for _, row in dataset_rows(Path(path), "evaluation.datasets")]
     loss = policy_loss(config.learner.loss, config.rollout.max_tokens)
     size = config.learner.groups_per_step
     versions: deque[Weights] = deque([snapshot(backend)], maxlen=lag + 1)

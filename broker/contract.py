@@ -28,6 +28,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import GroupMeta, Task
 from common.wire_types import Finite, Name, Seconds, StepNumber, Tally, Text, Version
 
@@ -48,6 +49,7 @@ class RunInfo(msgspec.Struct, frozen=True):
     max_bytes: int
     config: bytes = b""  # the resolved job config as JSON, handed to nodes that `--join` without one
     max_lease_s: float = 3600.0  # no heartbeat renews a lease beyond this
+    trace: bool = False  # whether the broker takes the nodes' spans
 
 
 class Lease(msgspec.Struct, frozen=True, gc=False):
@@ -55,6 +57,7 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
     token: str
     attempt: int  # 1 for the first
     lease_s: float  # seconds until the deadline, renewed by each heartbeat
+    evaluation: EvaluationOrder | None = None  # the task is a held-out problem of this round, and belongs to no step
 
 
 class StoredGroup(msgspec.Struct, frozen=True, gc=False):
@@ -102,6 +105,24 @@ class GroupWork(msgspec.Struct, frozen=True):
     episode_tokens: Tally = 0  # likewise by calls that ended
     state: Text = "queued"  # queued (it waits for a slot) | engine | environment
     state_s: Finite = 0.0
+    evaluates: Version = -1  # the version that a held-out problem is for; -1: this is a task of training
+
+
+class EvaluationProgress(msgspec.Struct, frozen=True):
+    """The round of evaluation that is under way; it counts problems."""
+
+    version: int
+    pending: int
+    leased: int
+    finished: int
+    shared: bool  # the training fleet takes part
+
+
+class Evaluated(msgspec.Struct, frozen=True):
+    """The answer to a learner that evaluates."""
+
+    known: int  # problems whose results it has not stored; fewer than it offered: the broker has lost its memory
+    results: list[EvaluationResult] = []  # some of those that it has not stored
 
 
 class LearnerReport(msgspec.Struct, frozen=True):
@@ -221,6 +242,8 @@ class NodeReport(msgspec.Struct, frozen=True):
     prefix_hit_rate: Finite = 0.0  # share of prompt tokens found in the prefix cache, so far; 0 where not measured
     samples_failed: CountByReason = {}  # by this process, by stop reason
     joined: JoinTimes = JoinTimes()
+    pool: Text = ""  # eval: it takes held-out problems only
+    evaluation_tokens: Tally = 0  # sampled for held-out problems; `tokens_generated` is without them
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):
@@ -230,9 +253,11 @@ class HeartbeatReply(msgspec.Struct, frozen=True):
     weights_address: str = ""
     learner_incarnation: int = 0
     drain: bool = False
-    # These two are also in the answer to a learner's report, which is None when neither is asked for.
+    # These two and time_s are also in the answer to a learner's report, which is None when all have their defaults.
     stop: bool = False  # drain as on SIGTERM
     log_rank: int = -1  # the rank (0 for a node) whose log's end the next message brings; -1: none
+    time_s: Finite = 0.0  # the broker's clock, Unix seconds; 0: it records no trace
+    span_bytes: Tally = 0  # so many more bytes of spans may the node send
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -283,6 +308,8 @@ class BrokerStatus(msgspec.Struct, frozen=True):
     machines_wait: str = ""  # why no round of them runs
     stopping: bool = False  # `slipstream stop`: nothing is leased, and the broker ends when the others have left
     transcripts_dropped: int = 0  # they came with failed groups, and were not written
+    evaluation: EvaluationProgress | None = None  # None: no version is being evaluated
+    evaluation_tokens_total: int = 0  # sampled for held-out problems by all nodes that are there
 
     @property
     def present(self) -> list[str]:

@@ -28,6 +28,8 @@ from common.process.lifecycle import raise_open_files
 from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
 from common.security.credentials import curve_credentials
+from common.span_buffer import SPANS
+from common.span_file import SpanFile
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +100,11 @@ def lead(
         memory.state.transcripts = transcripts = failed_transcripts(files.path, config.telemetry)
         if transcripts is not None:
             at_end.callback(transcripts.close)
+        if run.trace:
+            SPANS.open("leading", reference=True)
+            trace = SpanFile(RunDir(files.path).trace, "nodes", config.telemetry.trace_mib, "broker")
+            at_end.callback(trace.close)
+            memory.state.trace = trace.put
         if memory.journal is not None:
             addresses = candidates(addresses, memory.journal.store.address)
 
@@ -132,6 +139,7 @@ def run_info(config: Config, config_json: bytes) -> RunInfo:
         max_bytes=config.broker.max_bytes,
         config=config_json,
         max_lease_s=config.broker.max_lease_s,
+        trace=config.telemetry.trace_mib > 0,
     )
 
 

@@ -1,8 +1,49 @@
-"""Names of evaluated datasets and figures, as the metrics file has them."""
+"""Held-out problems: what nodes are asked, what they answer, and the estimates with their 95 % intervals."""
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import PurePath
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from common.wire_types import Finite, Seconds, Tally, Text, Version
+
+Z = 1.959963984540054  # the normal quantile of a 95 % interval
+MOST_SAMPLES = 1 << 16
+
+Interval = tuple[float, float]
+
+
+class EvaluationOrder(msgspec.Struct, frozen=True, gc=False):
+    """A round: every token of its samples must come from this version of this start of the learner."""
+
+    version: Version
+    incarnation: int
+    temperature: float  # 0 is greedy
+
+
+class EvaluationResult(msgspec.Struct, frozen=True, gc=False):
+    """The samples of one problem; the lists have one entry per sample. RUN/evaluation has one line for each problem."""
+
+    problem: Tally  # in a file: its row in the dataset; on the wire: counted over all datasets
+    rewards: Annotated[list[Finite], Meta(max_length=MOST_SAMPLES)]  # 0 for a sample that failed
+    lengths: Annotated[list[Tally], Meta(max_length=MOST_SAMPLES)]  # sampled tokens
+    stop_reasons: Annotated[list[Text], Meta(max_length=MOST_SAMPLES)]
+    errors: Annotated[list[Text], Meta(max_length=MOST_SAMPLES)]  # '' for a sample that did not fail
+    node_id: Text = ""  # '' for a problem that could not be finished
+    version_min: Version = -1  # over the sampled tokens; -1: there is none
+    version_max: Version = -1
+    started_s: Finite = 0.0  # Unix time of the node
+    seconds: Seconds = 0.0
+
+    @classmethod
+    def failed(cls, problem: int, samples: int, reason: str) -> "EvaluationResult":
+        """A problem that cannot be finished."""
+        zeros, reasons = [0] * samples, [reason] * samples
+        return cls(problem, [0.0] * samples, zeros, ["lost"] * samples, reasons)
 
 
 def dataset_names(datasets: Sequence[str]) -> list[str]:
@@ -15,6 +56,43 @@ def dataset_names(datasets: Sequence[str]) -> list[str]:
     return names
 
 
+def pass_at(samples: int, correct: int, k: int) -> float:
+    """Unbiased estimate of the probability that one of k samples is correct; Chen et al. 2021, equation 1.
+
+    `correct` of `samples` were; k <= samples.
+    """
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, Interval | None]:
+    """(mean, 95 % interval) of one value per problem; problems are drawn independently.
+
+    Wilson's interval (1927) where every value is 0 or 1, else the normal one of the mean. None: one value that is
+    neither says nothing about its spread.
+    """
+    n, mean = len(values), math.fsum(values) / len(values)
+    if set(values) <= {0.0, 1.0}:
+        centre = (mean + Z * Z / (2 * n)) / (1 + Z * Z / n)
+        half = Z / (1 + Z * Z / n) * math.sqrt(mean * (1 - mean) / n + Z * Z / (4 * n * n))
+        return mean, (max(0.0, centre - half), min(1.0, centre + half))
+    if n == 1:
+        return mean, None
+    error = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+    return mean, (mean - Z * error, mean + Z * error)
+
+
 def pass_ks(samples: int) -> list[int]:
     """1, 2, 4, ... and `samples`."""
     return sorted({1 << power for power in range(samples.bit_length())} | {samples})
+
+
+def node_seconds(results: Iterable[EvaluationResult]) -> float:
+    """Seconds in which nodes worked on these problems, summed over nodes; several problems at once count once."""
+    total = 0.0
+    end: dict[str, float] = {}
+    for result in sorted(results, key=lambda result: result.started_s):
+        ends = result.started_s + result.seconds
+        known = max(end.get(result.node_id, result.started_s), result.started_s)
+        total += max(0.0, ends - known)
+        end[result.node_id] = max(known, ends)
+    return total

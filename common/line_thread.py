@@ -19,8 +19,9 @@ class LineThread(Generic[T]):
     """Writes one line per item. One thread may put items."""
 
     def __init__(self, name: str, writer: SegmentWriter, build: Callable[[], Callable[[T], bytes]]) -> None:
-        """`build` is called in the thread; it returns the function from item to line. Both may raise anything."""
+        """`build` returns the function from item to line, which runs in the thread. Both may raise anything."""
         self._name, self._writer, self._build = name, writer, build
+        self._line_of: Callable[[T], bytes] | None = None  # None: it could not be built
         self._queue: queue.Queue[T | None] = queue.Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._refused = self._failed = 0
@@ -32,8 +33,12 @@ class LineThread(Generic[T]):
         return self._refused + self._failed
 
     def start(self) -> None:
-        """Start the thread; `put` does it otherwise."""
+        """Build, then start the thread; `put` does it otherwise. Imports belong here: in a thread they race others'."""
         if self._thread is None:
+            try:
+                self._line_of = self._build()
+            except Exception as error:
+                self._log(repr(error))
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
 
@@ -56,17 +61,12 @@ class LineThread(Generic[T]):
                 self._log(f"not all were written within {wait_s:g} s")
 
     def _run(self) -> None:
-        line_of: Callable[[T], bytes] | None = None
-        try:
-            line_of = self._build()
-        except Exception as error:
-            self._log(repr(error))
         for item in iter(self._queue.get, None):
             try:
-                if line_of is None:
+                if self._line_of is None:
                     self._failed += 1
                 else:
-                    self._writer.write(line_of(item))
+                    self._writer.write(self._line_of(item))
             except Exception as error:
                 self._failed += 1
                 self._log(repr(error))

@@ -134,6 +134,32 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
 
 
+class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="evaluation"):
+    """One version on one held-out dataset. The bounds are those of 95 % intervals; docs/evaluation.md."""
+
+    step: Annotated[int, metric("optimizer steps done before it: policy_version", "", "last")]
+    policy_version: Annotated[int, metric("the version that sampled every token", "", "last")]
+    time_s: Annotated[float, metric("Unix time at which the last result was stored", "s", "last")]
+    incarnation: Annotated[int, metric("which start of the learner wrote this line, from 0", "", "last")] = 0
+    dataset: Annotated[str, metric("the dataset's folder and name", "", "last")]
+    problems: Annotated[int, metric("held-out problems", "problems", "last")]
+    samples: Annotated[int, metric("episodes per problem", "samples", "last")]
+    temperature: Annotated[float, metric("that they were sampled at; 0 is greedy", "", "last")]
+    failed: Annotated[int, metric("episodes without a result; their reward counts as 0", "samples", "last")]
+    mean_reward: Annotated[float, metric("over all episodes", "", "last")]
+    mean_reward_low: Annotated[float | None, metric("its lower bound; unset for a single problem", "", "last")]
+    mean_reward_high: Annotated[float | None, metric("its upper bound", "", "last")]
+    pass_at: Annotated[dict[str, float], metric("by k: one of k samples has a reward of 1 or more", "", "last")]
+    pass_at_low: Annotated[dict[str, float], metric("lower bounds", "", "last")]
+    pass_at_high: Annotated[dict[str, float], metric("upper bounds", "", "last")]
+    truncated_fraction: Annotated[float, metric("episodes cut at the token limit", "", "last")]
+    length_mean: Annotated[float, metric("sampled tokens per episode", "tokens", "last")]
+    tokens: Annotated[int, metric("sampled; in no figure of the training", "tokens", "last")]
+    seconds: Annotated[float, metric("from the first episode's start to the last one's end", "s", "last")]
+    node_seconds: Annotated[float, metric("in which nodes worked on it, summed over nodes", "s", "last")]
+    held_s: Annotated[float, metric("publishes waited so long for the round; 0 with fleet: pool", "s", "last")] = 0.0
+
+
 class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step of a supervised warm start."""
 
@@ -151,7 +177,7 @@ class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):
     ] = msgspec.UNSET
 
 
-Line = TypeVar("Line", StepMetrics, SftMetrics)
+Line = TypeVar("Line", StepMetrics, SftMetrics, EvaluationMetrics)
 
 
 def declarations(kind: type[msgspec.Struct]) -> list[Declaration]:
@@ -164,13 +190,17 @@ def declarations(kind: type[msgspec.Struct]) -> list[Declaration]:
     return out
 
 
+class _Kind(msgspec.Struct):
+    kind: str | None = None  # None: a step
+
+
 def numbers(kind: type[msgspec.Struct]) -> list[str]:
     """Names of the metrics that are one number on a line."""
     return [name for name, hint in get_type_hints(kind).items() if hint in (int, float, float | msgspec.UnsetType)]
 
 
 def read_metrics(path: Path, kind: type[Line]) -> list[Line]:
-    """All whole lines of a metrics file, also while a run writes it; [] when there is none.
+    """All whole lines of this kind in a metrics file, also while a run writes it; [] when there is none.
 
     Raises ValueError, naming the line, where one is no `kind`; UsageError when `path` is no file, or may not be read.
     """
@@ -178,11 +208,12 @@ def read_metrics(path: Path, kind: type[Line]) -> list[Line]:
         lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     except OSError as error:
         raise no_file(path, error) from None
-    decoder = msgspec.json.Decoder(kind)
+    decoder, kinds = msgspec.json.Decoder(kind), msgspec.json.Decoder(_Kind)
     out: list[Line] = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            out.append(decoder.decode(line))
+            if kinds.decode(line).kind == kind.__struct_config__.tag:
+                out.append(decoder.decode(line))
         except msgspec.DecodeError as error:
             raise ValueError(f"{path} line {number}: {error}") from None
     return out

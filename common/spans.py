@@ -1,21 +1,24 @@
 """Spans: what a process did from when to when. RUN/trace has one SpanBatch per JSON line; docs/trace.md."""
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from common.wire_types import Finite, Name, Seconds, Tally, Text
 
-Value = str | int | float
+Value = Text | int | Finite
 
 
 class Span(msgspec.Struct, frozen=True, gc=False):
     """Something that lasted. Times are Unix seconds of the process's own clock."""
 
     name: Text
-    kind: Text  # state | step | microbatch | publish | stage | flip | lease | episode | environment | engine
+    kind: Text  # state | step | phase | microbatch | publish | stage | flip | lease | episode | environment | engine
     start_s: Finite
     duration_s: Seconds
-    track: Text = ""  # a row within the process, where several things happen at once
-    args: dict[Name, Value] = {}  # for example serial, step, version
+    track: Text = ""  # ROW, or ROW/WHICH where several things happen at once in a row; spans of one track nest
+    args: Annotated[dict[Name, Value], Meta(max_length=32)] = {}  # for example serial, step, version
 
 
 class SpanBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,4 +29,4 @@ class SpanBatch(msgspec.Struct, frozen=True, kw_only=True):
     offset_s: Finite = 0.0
     error_s: Seconds = 0.0
     dropped: Tally = 0  # spans of this process lost so far, because nothing may wait for them
-    spans: list[Span] = []
+    spans: Annotated[list[Span], Meta(max_length=1 << 13)] = []

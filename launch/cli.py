@@ -43,6 +43,7 @@ HANDLERS = {
     "resume": "launch.up.resume:command",
     "export": "launch.results.export:command",
     "replay": "launch.results.replay:command",
+    "trace": "launch.results.trace:command",
     "keys": "launch.keys:command",
     "slurm": "launch.cluster.slurm.submit:command",
     "scale": "launch.cluster.slurm.scale:command",
@@ -146,6 +147,7 @@ def _add_job_commands(commands: Commands) -> None:
     _command(commands, "learner", text, *joining, nargs="?")
     rollout = _command(commands, "rollout", "one rollout node", *joining, nargs="?")
     rollout.add_argument("--node-id", metavar="ID", help="name of this node, unique in the job (default: host-pid)")
+    rollout.add_argument("--pool", choices=("eval",), help="take held-out problems only (docs/evaluation.md)")
     _command(commands, "sft", "supervised warm start on the Megatron learner; the result is RUN/model", *job)
     text = "layout, memory per GPU, batches, window and all checks; needs no GPU"
     plan = _command(commands, "plan", text, *job, "--json")
@@ -162,7 +164,7 @@ def _add_job_commands(commands: Commands) -> None:
     preflight.add_argument("--wait-s", metavar="S", type=float, default=60.0, help="wait so long for all of them (60)")
     roles = ("learner", "rollout", "broker")
     preflight.add_argument("--role", choices=roles, default="learner", help="what runs on this machine (learner)")
-    text = "accuracy of a model on tasks.eval_dataset, greedy and sampled"
+    text = "accuracy of a model on evaluation.datasets, greedy and sampled"
     evaluate = _command(commands, "eval", text, *job, "--json", metavar="RUN|CONFIG", help=RUN_OR_CONFIG)
     evaluate.add_argument("--model", metavar="DIR", help="Hugging Face folder (default: RUN/model)")
 
@@ -220,6 +222,10 @@ def _add_observing_commands(commands: Commands) -> None:
     replay.add_argument("--from", dest="first", type=int, default=0, metavar="STEP", help="from its checkpoint (0)")
     replay.add_argument("--to", dest="last", type=int, metavar="STEP", help="last step (default: the last recorded)")
     replay.add_argument("--out", metavar="DIR", help="new run folder (default: RUN/replays/N)")
+    trace = _command(commands, "trace", "the timeline of all processes as a file for ui.perfetto.dev", "run")
+    trace.add_argument("--from", dest="first", type=int, metavar="STEP", help="first step (default: all)")
+    trace.add_argument("--to", dest="last", type=int, metavar="STEP", help="last step (default: all)")
+    trace.add_argument("--out", metavar="FILE", help="the file (default: RUN/trace.json)")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ suffix=""
 [ "$seed" = 1 ] || suffix="-seed$seed"
 assets="runs/assets$suffix" sft="runs/quickstart-sft$suffix" run="${run:-runs/quickstart$suffix}"
 overrides=("model.path=$sft/model" "run.dir=$run" "tasks.dataset=$assets/addition/train.jsonl"
-           "tasks.eval_dataset=$assets/addition/held_out.jsonl" "$@")
+           "evaluation.datasets=[$assets/addition/held_out.jsonl]" "$@")
 
 number=0 started=$SECONDS
 step() {  # step TITLE COMMAND...

@@ -26,6 +26,8 @@ from common.process.health import serving_health
 from common.process.lifecycle import leave, leaving_after, raise_open_files
 from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
+from common.span_buffer import SPANS
+from common.span_file import SpanFile
 from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder, TrainerState
 from learner.loop.batch_source import BatchSource
 from learner.loop.run_files import RunFiles
@@ -61,7 +63,12 @@ def train(
     config: Config | SftConfig, run_dir: RunDir, process: RankProcess, broker: str | None, address: str | None = None
 ) -> str:
     """Load everything and run the loop; returns 'done' or 'drained'. Collective."""
+    trace_mib, trace = config.telemetry.trace_mib, None
+    if process.is_lead and trace_mib:
+        SPANS.open("starting", reference=isinstance(config, SftConfig))
     source, start, files = prepare(config, run_dir, process, broker, address)
+    if files is not None and trace_mib:
+        trace = SpanFile(run_dir.trace, "learner", trace_mib, "learner")
     config = downloaded(config, "learner")
     logger.info("model.path is %s", config.model.path)
     from learner.loop.trainer import Trainer
@@ -77,6 +84,8 @@ def train(
             files.close(state, version, reason)
         finally:
             source.close(state, version, reason)
+            if trace is not None:
+                trace.close()
 
     failed = partial(close, "failed")
     try:

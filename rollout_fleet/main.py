@@ -18,6 +18,7 @@ from common.process.logs import log_path
 from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
 from common.security.credentials import curve_credentials, load_credential
+from common.span_buffer import SPANS
 from rollout_fleet.driver_factory import build_driver
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 from rollout_fleet.episode.concurrency import AdaptiveLimit
@@ -36,22 +37,26 @@ CALL_DEADLINE_S = 10.0
 BROKER_TIMEOUT_S = 60.0
 
 
-def run_node(config: Config, broker_address: str, node_id: str) -> int:
+def run_node(config: Config, broker_address: str, node_id: str, pool: str = "") -> int:
     """Serve the job at tcp://HOST:PORT until it is done or a signal asks for a drain; 1 when the node was excluded.
+    A node of the `pool` eval takes held-out problems only.
 
     Raises UsageError without broker or for an unusable environment, SlipstreamError when engine or broker were lost.
     """
     keep_freed_memory()
-    return asyncio.run(_serve(config, broker_address, node_id))
+    if config.telemetry.trace_mib:
+        SPANS.open("starting")
+    return asyncio.run(_serve(config, broker_address, OwnStatus(node_id, pool=pool)))
 
 
-async def _serve(config: Config, address: str, node_id: str) -> int:
+async def _serve(config: Config, address: str, status: OwnStatus) -> int:
     from common.weights.transports.registry import receivable, require
     from rollout_fleet.engine.engine import Engine
     from rollout_fleet.engine.profiling import record
     from rollout_fleet.weights.weight_client import WeightClient
 
     require(config.weights.transport)
+    node_id, host = status.node_id, EnvironmentHost()
     digest = hashlib.sha256(f"{config.run.seed} {node_id}".encode()).digest()
     telemetry = config.telemetry
     profiles = (
@@ -59,7 +64,6 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
     )
     seed = int.from_bytes(digest[:4], "little") >> 1  # every node samples with its own
     engine = Engine(config, seed=seed, profiles=profiles)
-    host, status = EnvironmentHost(), OwnStatus(node_id)
     driver = build_driver(config, engine, host)  # a config error shows before anything is started
     access = Access(
         address=address,
@@ -84,7 +88,7 @@ async def _serve(config: Config, address: str, node_id: str) -> int:
         keys = curve_credentials(config.broker.credentials)
         credential = load_credential(keys, "node", node_id) if keys else None
         transports = receivable(config.weights.transport)
-        feed = WeightClient(node_id, engine.weights, credential, transports, status.joining)
+        feed = WeightClient(node_id, engine.weights, credential, transports, status.joining, status.pool)
         low, high = config.rollout.concurrency_bounds
         runner = GroupRunner(driver, high, status.sample_failed)
         transcribe = FailedTranscripts(driver.renderer, node_id).line if config.telemetry.transcripts != "off" else None
@@ -122,7 +126,8 @@ async def _register(broker: NodeBroker, status: OwnStatus, address: str) -> RunI
 
 async def _leave(broker: NodeBroker, status: OwnStatus) -> None:
     try:
-        await broker.heartbeat(status.report(), [])
+        SPANS.close()
+        await broker.heartbeat(status.report(), [], spans=SPANS.batch(status.node_id))
         await broker.leave(status.node_id)
         logger.info("left the job")
     except SlipstreamError as error:

@@ -3,16 +3,21 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
+import msgspec
+
 from broker.contract import LEARNER_ENDED, HeartbeatReply, Lease, NodeReport, RunInfo
 from broker.delivery import moves
-from broker.delivery.nodes import MOST_NODES, same_process
+from broker.delivery.nodes import MOST_NODES, Node, same_process
 from broker.delivery.tables import Tables
 from broker.delivery.task_table import DEAD, Entry
 from common.errors import BrokerError
 from common.rollouts import GroupMeta
+from common.spans import SpanBatch
 from common.staleness import may_lease
 
 ALONE = 4  # times tasks.max_attempts: so often must one node fail a task to kill it while others work
+SPAN_BYTES_PER_S = 256 << 10  # by all nodes together
+SPANS_FOR_S = 10.0  # Longest silence for which a node may catch up.
 MOST_OWNERS = 4096  # beyond this number, owners of node ids whose nodes are gone are dropped
 
 
@@ -27,6 +32,8 @@ class Leasing(Tables):
         is_new = old is None or not same_process(old.report, report)
         for token in list(old.tokens) if old is not None and is_new else ():
             self._take_back(self.tasks.leased[token], f"node {report.node_id} restarted")
+        for token in self.evaluation.tokens_of(report.node_id) if is_new else ():
+            self._lose_problem(token, f"node {report.node_id} restarted")
         self.do(moves.Joined(report))
         if is_new:
             self.event_log.add("join", node=report.node_id, pid=report.pid, host=report.host)
@@ -38,7 +45,7 @@ class Leasing(Tables):
         node = self.fleet.nodes.get(node_id)
         if node is None:
             return
-        self.release(node_id, list(node.tokens))
+        self.release(node_id, [*node.tokens, *self.evaluation.tokens_of(node_id)])
         self.do(moves.Left(node_id))
         self.event_log.add("leave", node=node_id, pid=node.report.pid)
 
@@ -60,16 +67,18 @@ class Leasing(Tables):
             node.set_version(version)
             self.newest_version = max(self.newest_version, version)
             self._seen(node_id)
-        leases: list[Lease] = []
+        in_pool = bool(node.report.pool)
         is_first = not node.has_leased
-        most = max_groups if node.version >= 0 else 0
+        most = max_groups if node.version >= 0 and not self.stopping else 0
+        leases = self.evaluation.lease(node_id, node.version, in_pool, most)  # first, because the fleet may wait for it
+        most = 0 if in_pool else most
         while len(leases) < most and self._admits_oldest(node.version - self.first_step):
             token = self.new_token()
             self.do(moves.Leased(self.tasks.pending[0], node_id, token))
             entry = self.tasks.leased[token]
             self.begin_lease(entry)
             leases.append(Lease(entry.task, token, entry.attempts, self.run.lease_s))
-        if leases and is_first:
+        if is_first and node.has_leased:
             self.event_log.add("first_lease", node=node_id, version=node.version)
         return leases
 
@@ -89,7 +98,9 @@ class Leasing(Tables):
             return True
         return bisect_left(tasks.ready, serial) + tasks.leased.older_than(serial) < self.wanted
 
-    def heartbeat(self, report: NodeReport, tokens: Sequence[str], log: str | None = None) -> HeartbeatReply:
+    def heartbeat(
+        self, report: NodeReport, tokens: Sequence[str], log: str | None = None, spans: SpanBatch | None = None
+    ) -> HeartbeatReply:
         """Renew the leases of `tokens`; an unknown node is registered by this.
 
         The first heartbeat after the broker restarted shows which recovered leases the node never received, since the
@@ -115,15 +126,20 @@ class Leasing(Tables):
         self.logs.answer(node_id, log)
         lost: list[str] = []
         for token in tokens:
+            if self.evaluation.renew(node_id, token):
+                continue
             entry = self._leased_by(node_id, token)
             if entry is not None:
                 entry.deadline = min(self.clock() + self.run.lease_s, entry.leased_at + self.run.max_lease_s)
             elif self.accepted.get(token) != node_id:
                 lost.append(token)
-        return self._heartbeat_reply(lost, 0 if node_id in self.logs.asked else -1)
+        if spans is not None and self.run.trace:
+            self.trace(msgspec.structs.replace(spans, who=node_id))
+        return self._heartbeat_reply(node, lost)
 
-    def _heartbeat_reply(self, lost: list[str], log_rank: int) -> HeartbeatReply:
-        learner = self.learner.report
+    def _heartbeat_reply(self, node: Node, lost: list[str]) -> HeartbeatReply:
+        learner, trace, now = self.learner.report, self.run.trace, self.clock()
+        since_s, node.spans_at = min(now - node.spans_at, SPANS_FOR_S), now
         done = learner is not None and learner.state == "done"
         return HeartbeatReply(
             lost=lost,
@@ -131,7 +147,9 @@ class Leasing(Tables):
             learner_incarnation=learner.incarnation if learner is not None else 0,
             drain=done and not self.learner.job_ended,  # a job that ended continues: nodes stay
             stop=self.stopping,
-            log_rank=log_rank,
+            log_rank=0 if node.report.node_id in self.logs.asked else -1,
+            time_s=self.trace_clock() if trace else 0.0,
+            span_bytes=int(since_s * SPAN_BYTES_PER_S / len(self.fleet.nodes)) if trace else 0,
         )
 
     def complete(self, node_id: str, token: str, meta: GroupMeta, payload: object, payload_bytes: int) -> bool:
@@ -157,6 +175,8 @@ class Leasing(Tables):
     ) -> None:
         """End a lease whose group could not be generated, after `tokens` and `seconds`; an old token is ignored."""
         self._seen(node_id)
+        if self.evaluation.leased_by(node_id, token) is not None:
+            return self._lose_problem(token, reason)
         entry = self._leased_by(node_id, token)
         if entry is not None:
             self.event_log.add("group_failed", serial=entry.serial, node=node_id, reason=reason)
@@ -169,7 +189,7 @@ class Leasing(Tables):
         """Hand leases back without counting an attempt. Tokens that are not current are ignored."""
         self._seen(node_id)
         for token in tokens:
-            if self._leased_by(node_id, token) is not None:
+            if not self.evaluation.give_back(node_id, token) and self._leased_by(node_id, token) is not None:
                 self.do(moves.HandedBack(token))
         self.lease_revision += 1
 
@@ -188,12 +208,19 @@ class Leasing(Tables):
                 self._take_back(entry, f"{limit} and did not finish", "lease_overdue")
             else:
                 self._take_back(entry, f"lease of node {entry.node} expired")
+        for token in self.evaluation.passed():
+            self._lose_problem(token, f"lease of node {self.evaluation.leased[token].node} expired")
         dead, forgotten = self.fleet.expire(now)
         for node_id in dead:
             self.event_log.add("node_lost", node=node_id, silent_s=self.run.lease_s)
             self.changed_nodes.add(node_id)
         for node_id in forgotten:
             self.do(moves.Left(node_id))
+
+    def _lose_problem(self, token: str, reason: str) -> None:
+        problem = self.evaluation.lose(token, reason)
+        self.event_log.add("evaluation_lease_lost", problem=problem.task.serial, node=problem.node, reason=reason)
+        self.lease_revision += 1
 
     def _take_back(self, entry: Entry, reason: str, kind: str = "lease_expired") -> None:
         self.lease_expiries += 1

@@ -35,6 +35,7 @@ class Node:
     # waste that the broker counted, and all waste of earlier processes of the node
     counted: dict[str, Waste] = field(default_factory=dict[str, Waste])
     in_doubt: bool = False  # the last heartbeat named an older version than `version`
+    spans_at: float = 0.0  # when it was last allowed to send spans; 0: never
 
     def set_version(self, version: int) -> None:
         self.version, self.in_doubt = version, False
@@ -135,7 +136,7 @@ class Fleet:
     def others_may_succeed(self, node_id: str) -> bool:
         """Whether a node besides this one lives and may be given tasks."""
         return any(
-            n.alive and n.version >= 0 and n.report.state not in NOT_WORKING
+            n.alive and n.version >= 0 and n.report.state not in NOT_WORKING and not n.report.pool
             for other, n in self.nodes.items()
             if other != node_id
         )

@@ -6,17 +6,20 @@ they make in moves.py, and the data in tables.py.
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from broker.contract import LEARNER_ENDED, BrokerEvent, BrokerStatus, LedgerEntry
+from broker.contract import LEARNER_ENDED, BrokerEvent, BrokerStatus, Evaluated, LedgerEntry
 from broker.delivery.learner_machines import LOST_S, MACHINES_EVENT
 from broker.delivery.leasing import Leasing
 from broker.delivery.nodes import wasted_tokens
 from broker.delivery.taking import Taking
 from common.errors import BrokerError
+from common.evaluation import EvaluationOrder, EvaluationResult
 from common.process.logs import log_end, log_path
+from common.rollouts import Task
 
 
 class DeliveryState(Taking, Leasing):
@@ -36,8 +39,24 @@ class DeliveryState(Taking, Leasing):
 
     def next_deadline(self) -> float | None:
         """When `expire` may next have something to do, in monotonic seconds; None: never."""
-        times = [t for t in (self.lease_deadlines.next(), self.fleet.deadlines.next()) if t is not None]
-        return min(times, default=None)
+        watched = (self.lease_deadlines, self.fleet.deadlines, self.evaluation.deadlines)
+        return min((time for one in watched if (time := one.next()) is not None), default=None)
+
+    def evaluate(
+        self, order: EvaluationOrder | None, tasks: Sequence[Task], stored: Sequence[int], shared: bool
+    ) -> Evaluated:
+        """Begin, continue or (None) end the round of evaluation; see LearnerBroker.evaluate."""
+        if order != self.evaluation.order:
+            self.evaluation.begin(order, shared)
+        self.evaluation.store(stored)
+        self.evaluation.offer(tasks)
+        self.lease_revision += bool(tasks)
+        return Evaluated(self.evaluation.known, self.evaluation.results())
+
+    def complete_evaluation(self, node_id: str, token: str, result: EvaluationResult) -> bool:
+        """Take the samples of a held-out problem; see NodeBroker.complete_evaluation."""
+        self._seen(node_id)
+        return self.evaluation.complete(node_id, token, result)
 
     def ledger(self) -> list[LedgerEntry]:
         """Every task ever offered, ascending by serial."""
@@ -101,4 +120,6 @@ class DeliveryState(Taking, Leasing):
             machines_wait=self.machines.waits(now),
             stopping=self.stopping,
             transcripts_dropped=self.transcripts.dropped if self.transcripts is not None else 0,
+            evaluation=self.evaluation.progress,
+            evaluation_tokens_total=sum(node.report.evaluation_tokens for node in self.fleet.nodes.values()),
         )

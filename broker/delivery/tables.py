@@ -10,6 +10,7 @@ import msgspec
 
 from broker.contract import RunInfo, StoreStatus
 from broker.delivery.deadlines import Deadlines
+from broker.delivery.evaluation import EvaluationTable
 from broker.delivery.event_log import EventLog
 from broker.delivery.learner_fencing import LearnerRecord
 from broker.delivery.learner_machines import LearnerMachines
@@ -17,6 +18,8 @@ from broker.delivery.log_ends import LogEnds
 from broker.delivery.nodes import Fleet
 from broker.delivery.task_table import Entry, Stored, TaskTable
 from common.line_thread import LineThread
+from common.span_buffer import SPANS
+from common.spans import SpanBatch
 from common.transcripts import SentTranscript
 
 TOKEN_BYTES = 8
@@ -62,6 +65,7 @@ class Tables:
         self.fleet = Fleet(run.lease_s)
         self.learner = LearnerRecord()
         self.machines = LearnerMachines()
+        self.evaluation = EvaluationTable(run, clock, new_token)
         self.owners: dict[str, str] = {}  # public key of the credential that speaks for each node id
         self.accepted: OrderedDict[str, str] = OrderedDict()  # token -> node of the newest accepted results
         self.lease_deadlines: Deadlines[str] = Deadlines()
@@ -78,6 +82,8 @@ class Tables:
         self.stopping, self.logs = False, LogEnds(clock)
         self.recovery_s = 0.0
         self.transcripts: LineThread[SentTranscript] | None = None  # writes those of failed groups
+        self.trace: Callable[[SpanBatch], None] = lambda batch: None  # gets the nodes' spans
+        self.trace_clock = lambda: SPANS.now()  # for answers, Unix seconds
         self.refused_messages = self.denied_requests = self.quarantined_messages = 0
 
     def do(self, move: Move) -> None:

@@ -41,7 +41,9 @@ class Taking(Tables):
         if before is not None and before.state != report.state and report.state in LEARNER_ENDED:
             self.event_log.add("learner_" + report.state, incarnation=report.incarnation, step=report.step)
         wanted = self.logs.next_rank(log_rank, log)
-        return HeartbeatReply(stop=self.stopping, log_rank=wanted) if self.stopping or wanted >= 0 else None
+        if not (self.stopping or wanted >= 0 or self.run.trace):
+            return None
+        return HeartbeatReply(stop=self.stopping, log_rank=wanted, time_s=self.trace_clock() if self.run.trace else 0.0)
 
     def gather(self, report: MachineReport, log: str | None = None, log_rank: int = -1) -> Assembly:
         """The order to a launcher of learner ranks; the rules are in learner_machines.py."""

@@ -30,7 +30,7 @@ class Stall(msgspec.Struct, frozen=True):
 
 def explain(status: BrokerStatus) -> list[Stall]:
     """Every wait in a job with this status. Those that stop the most come first."""
-    parts = (_store, _paused, _learner, _broadcast, _full, _nodes, _groups)
+    parts = (_store, _paused, _learner, _evaluation, _broadcast, _full, _nodes, _groups)
     return [stall for part in parts for stall in part(status)]
 
 
@@ -76,6 +76,7 @@ BUSY = {  # state -> the release
     "starting": "it has loaded and checked the model, and publishes its first version",
     "checkpointing": "the checkpoint is copied, or on the disk when it is the last one",
     "publishing": "the weights are copied for the weight plane",
+    "evaluating": "all problems are done; without results it gives up, and the run ends",
     "stalled": "the ranks answer again; else all end after learner.timeout_s and resume from the checkpoint",
 }
 
@@ -119,12 +120,12 @@ def _waiting(status: BrokerStatus, learner: LearnerReport, since_s: float) -> It
     missing = learner.groups_missing or status.run.groups_per_step
     ready = min(status.groups_ready, missing)
     waits = f"groups for step {learner.step}: {ready} of {missing} ready"
-    alive = _alive(status)
+    alive = [node for node in _alive(status) if not node.report.pool]
     if not alive:
         release = "a node joins: `slipstream rollout CONFIG`, or `--join ADDRESS` elsewhere"
         yield Stall("no_node", "the learner", f"{waits}, and no node is alive", since_s, release)
         return
-    at_work = [(node.report.node_id, group) for node in alive for group in node.report.groups]
+    at_work = [(node.report.node_id, g) for node in alive for g in node.report.groups if g.evaluates < 0]
     if at_work:
         nearest = sorted(at_work, key=lambda pair: (pair[1].samples - pair[1].finished, pair[1].serial))
         shown = [
@@ -143,6 +144,18 @@ def _waiting(status: BrokerStatus, learner: LearnerReport, since_s: float) -> It
         release = "the learner offers tasks"
         waits += ", and no task is offered"
     yield Stall("groups", "the learner", waits, since_s, release)
+
+
+def _evaluation(status: BrokerStatus) -> Iterator[Stall]:
+    """A version whose held-out problems wait for a node."""
+    now = status.evaluation
+    if now is None or now.leased or not now.pending:
+        return
+    done = f"{now.finished} of {now.pending + now.finished} problems are done"
+    nodes = [node for node in _alive(status) if now.shared or node.report.pool]
+    who = named(node.report.node_id for node in nodes) if nodes else "a node of the pool, and none is alive"
+    release = f"version {now.version} reaches it" if nodes else "`slipstream rollout --pool eval` starts one"
+    yield Stall("evaluation", f"the evaluation of version {now.version}", f"{who}: {done}", None, release)
 
 
 def _broadcast(status: BrokerStatus) -> Iterator[Stall]:
@@ -200,6 +213,8 @@ def _reason(status: BrokerStatus, node: NodeStatus) -> tuple[str, str, str] | No
     if report.state == "flipping":
         slow = report.since_s + node.last_seen_s > PROMPT_S
         return ("flipping", "its engine, which changes weights", "the flip is proven") if slow else None
+    if report.pool and report.state in ("joining", "waiting"):
+        return "pool", on or "problems", "the learner publishes the next version that evaluation.every selects"
     if report.state not in ("joining", "waiting") or (report.state == "waiting" and report.groups):
         return None
     if learner is None or learner.state in LEARNER_ENDED or learner_silent(status):
@@ -247,7 +262,7 @@ def _groups(status: BrokerStatus) -> list[Stall]:
     merged: dict[tuple[str, bool], list[_Late]] = {}
     for node in _alive(status):
         for group in node.report.groups:
-            overtaken = group.serial // status.run.groups_per_step < step
+            overtaken = group.evaluates < 0 and group.serial // status.run.groups_per_step < step
             stuck = group.state == "environment" and group.state_s + node.last_seen_s > SLOW_ENVIRONMENT_S
             if overtaken or stuck:
                 state = group.state if group.state in _ENDS else "engine"

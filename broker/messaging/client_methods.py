@@ -14,7 +14,9 @@ import msgspec
 from broker import contract
 from broker.contract import HeartbeatReply, LearnerReport, NodeReport
 from broker.messaging import wire
+from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import GroupMeta, Task
+from common.spans import SpanBatch
 
 TAKE_PIECE_S, LEASE_PIECE_S = 1.0, 30.0  # a longer wait is asked for in pieces
 OFFER_TASKS = 512  # tasks in one message
@@ -102,6 +104,18 @@ class LearnerBroker(ObserverBroker):
         """Everything taken by steps <= `step` is in a durable checkpoint."""
         self.ask(wire.Commit(**self._sender, step=step))
 
+    def evaluate(
+        self, order: EvaluationOrder | None, tasks: list[Task], stored: list[int], shared: bool = False
+    ) -> contract.Evaluated:
+        """Offer held-out problems of a round and get results; a new `order` ends the round before, None any round.
+
+        Problems that are known are ignored. `stored` are numbers of results that the caller has on its disk; the
+        others come again. With `shared` the training fleet takes part. May be repeated.
+        """
+        parts = [tasks[start : start + OFFER_TASKS] for start in range(0, len(tasks), OFFER_TASKS)] or [[]]
+        told: dict[str, Any] = {**self._sender, "order": order, "stored": stored, "shared": shared}
+        return [self.ask(wire.Evaluate(**told, tasks=part)) for part in parts][-1]
+
     def report(self, report: LearnerReport, log: str | None = None, log_rank: int = -1) -> HeartbeatReply | None:
         """Keep `status` current. The answer may ask for something; `log` is the text that the last one asked for."""
         return self.ask(wire.Report(**self._sender, report=report, log=log, log_rank=log_rank))
@@ -156,9 +170,11 @@ class NodeBroker(ABC):
             if leases or left_s <= piece_s:
                 return leases
 
-    async def heartbeat(self, report: NodeReport, tokens: list[str], log: str | None = None) -> HeartbeatReply:
+    async def heartbeat(
+        self, report: NodeReport, tokens: list[str], log: str | None = None, spans: SpanBatch | None = None
+    ) -> HeartbeatReply:
         """Renew these leases; `log` is the end of the node's log that the last answer asked for."""
-        return await self.ask(wire.Heartbeat(report=report, tokens=tokens, log=log))
+        return await self.ask(wire.Heartbeat(report=report, tokens=tokens, log=log, spans=spans))
 
     async def complete(self, node_id: str, token: str, meta: GroupMeta, payload: bytes) -> bool:
         """Hand in a group; False when the token is no longer current (the group is discarded and counted).
@@ -166,6 +182,10 @@ class NodeBroker(ABC):
         Raises BrokerError also when the payload is larger than the broker takes; `fail` the lease then.
         """
         return await self.ask(wire.Complete(node_id=node_id, token=token, meta=meta), payload=payload)
+
+    async def complete_evaluation(self, node_id: str, token: str, result: EvaluationResult) -> bool:
+        """Hand in the samples of a held-out problem; False when the token is no longer current."""
+        return await self.ask(wire.CompleteEvaluation(node_id=node_id, token=token, result=result))
 
     async def fail(
         self, node_id: str, token: str, reason: str, tokens: int = 0, seconds: float = 0.0, transcript: bytes = b""

@@ -19,7 +19,9 @@ import msgspec
 from msgspec import Meta
 
 from broker import contract
+from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import GroupMeta, Task
+from common.spans import SpanBatch
 from common.transcripts import FAILED_BYTES
 from common.wire_types import Name, Seconds, StepNumber, Tally, Text, Version
 
@@ -116,6 +118,14 @@ class Commit(LearnerRequest[int], frozen=True, kw_only=True, tag="commit"):
     step: StepNumber
 
 
+class Evaluate(LearnerRequest[contract.Evaluated], frozen=True, kw_only=True, tag="evaluate"):
+    durable: ClassVar[bool] = False
+    order: EvaluationOrder | None  # None: no round is under way
+    tasks: Tasks = []  # held-out problems of the round
+    stored: Serials = []  # results that need not be sent again
+    shared: bool = False
+
+
 class Report(LearnerRequest[contract.HeartbeatReply | None], frozen=True, kw_only=True, tag="report"):
     report: contract.LearnerReport
     log: Text | None = None  # the end of the log that the last answer asked for
@@ -180,6 +190,7 @@ class Cancel(NodeRequest[None], frozen=True, kw_only=True, tag="cancel"):
 class Heartbeat(NodeReportRequest[contract.HeartbeatReply], frozen=True, kw_only=True, tag="heartbeat"):
     tokens: Tokens
     log: Text | None = None  # the end of the log that the last answer asked for
+    spans: SpanBatch | None = None  # at most as many bytes as the answers allow
 
 
 class Complete(NamedNodeRequest[bool], frozen=True, kw_only=True, tag="complete"):
@@ -189,6 +200,11 @@ class Complete(NamedNodeRequest[bool], frozen=True, kw_only=True, tag="complete"
     durable: ClassVar[bool] = True
     token: Token
     meta: GroupMeta
+
+
+class CompleteEvaluation(NamedNodeRequest[bool], frozen=True, kw_only=True, tag="complete_evaluation"):
+    token: Token
+    result: EvaluationResult
 
 
 class Fail(NamedNodeRequest[None], frozen=True, kw_only=True, tag="fail"):
@@ -229,8 +245,8 @@ class AskLog(ObserverRequest[str | None], frozen=True, kw_only=True, tag="log"):
     role: Name
 
 
-LearnerMessage = Attach | Offer | Take | Regenerate | Filter | Commit | Report | Gather | Stop
-NodeMessage = Register | AskLease | Cancel | Heartbeat | Complete | Fail | Release | Leave
+LearnerMessage = Attach | Offer | Take | Regenerate | Filter | Commit | Evaluate | Report | Gather | Stop
+NodeMessage = Register | AskLease | Cancel | Heartbeat | Complete | CompleteEvaluation | Fail | Release | Leave
 ObserverMessage = AskStatus | AskLedger | AskEvents | AskLog
 AnyRequest = LearnerMessage | NodeMessage | ObserverMessage
 

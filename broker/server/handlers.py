@@ -67,14 +67,17 @@ class Handlers:
                 continue
             lease = self.parked.leases[key]
             node = self._state.fleet.nodes.get(lease.request.node_id)
-            if node is not None and node.alive and node.version <= refused_version:
+            in_pool = node is not None and bool(node.report.pool)
+            evaluates = node is not None and self._state.evaluation.admits(node.version, in_pool)
+            if node is not None and node.alive and node.version <= refused_version and not evaluates:
                 continue
             reply = self._look_again(lease)
             if reply is not None:
                 served[key] = (lease, reply)
-            elif node is not None:
+            elif node is not None and not in_pool:
                 refused_version = max(refused_version, node.version)
-                if refused_version >= self._state.newest_version:
+                progress = self._state.evaluation.progress
+                if refused_version >= self._state.newest_version and not (progress and progress.pending):
                     break
         for key in served:
             self.parked.drop(key)
@@ -124,7 +127,7 @@ class Handlers:
     def undo(self, reply: wire.Reply) -> None:
         """Take back the leases of a reply that never arrived."""
         for lease in _all_of(Lease, reply):
-            entry = self._state.tasks.leased.get(lease.token)
+            entry = self._state.tasks.leased.get(lease.token) or self._state.evaluation.leased.get(lease.token)
             if entry is not None:
                 self._state.release(entry.node, [lease.token])
 

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import reduce
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import msgspec
 
@@ -36,12 +36,12 @@ Reader = Literal["all", "broker", "learner", "node"]
 READERS: dict[str, tuple[Reader, ...]] = {  # keys that name files, and who reads them: only there must they exist
     "model.path": ("all", "learner", "node"),
     "tasks.dataset": ("all", "learner"),
-    "tasks.eval_dataset": ("all",),
+    "evaluation.datasets": ("all", "learner"),
     "tasks.limits.python": ("all", "node"),
     "learner.loss.reference": ("all", "learner"),
 }
 PATHS = (
-    *("run.dir", "model.path", "tasks.dataset", "tasks.eval_dataset", "learner.loss.reference"),
+    *("run.dir", "model.path", "tasks.dataset", "evaluation.datasets", "learner.loss.reference"),
     *("learner.checkpoint.dir", "broker.credentials"),
 )
 C = TypeVar("C", Config, SftConfig)
@@ -54,7 +54,13 @@ def resolve_paths(config: C) -> C:
 
 def downloaded(config: C, reader: Reader = "all") -> C:
     """The same config with local copies for the hub's names that `reader` reads; raises UsageError as `local_copy`."""
-    return _with_paths(config, [key for key, roles in READERS.items() if reader in roles], local_copy)
+    return _with_paths(config, _read_by(reader, config), local_copy)
+
+
+def _read_by(reader: Reader, config: Config | SftConfig) -> set[str]:
+    """The keys of READERS whose files this role reads."""
+    evaluates = reader == "all" or config.evaluation.every > 0
+    return {key for key, roles in READERS.items() if reader in roles and (evaluates or key != "evaluation.datasets")}
 
 
 def _with_paths(config: C, keys: Iterable[str], change: Callable[[str, str], str]) -> C:
@@ -62,8 +68,10 @@ def _with_paths(config: C, keys: Iterable[str], change: Callable[[str, str], str
     for key in keys:
         *sections, name = key.split(".")
         section = reduce(lambda at, part: at.get(part, {}), sections, document)
-        if section.get(name) is not None:
-            section[name] = change(key, section[name])
+        if isinstance(found := section.get(name), list):
+            section[name] = [change(key, path) for path in cast("list[str]", found)]
+        elif found is not None:
+            section[name] = change(key, found)
     return msgspec.convert(document, type(config))
 
 
@@ -78,7 +86,7 @@ def check_config(config: Config | SftConfig, file: str, reader: Reader = "all") 
 
 def problems(config: Config | SftConfig, reader: Reader = "all") -> Iterator[Problem]:
     """Everything that does not fit, the most basic first."""
-    for problem in _problems(config, {key for key, roles in READERS.items() if reader in roles}):
+    for problem in _problems(config, _read_by(reader, config)):
         if not problem.found:
             value: object = reduce(getattr, problem.key.split("."), config)
             problem = problem._replace(found=describe_value(value))
@@ -109,8 +117,7 @@ def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
         yield from _dataset("tasks.dataset", config.tasks.dataset)
     if isinstance(config, SftConfig):
         return
-    if config.tasks.eval_dataset is not None and "tasks.eval_dataset" in read:
-        yield from _dataset("tasks.eval_dataset", config.tasks.eval_dataset)
+    yield from _evaluation(config, read)
     python = config.tasks.limits.python
     if python is not None and "tasks.limits.python" in read and shutil.which(python) is None:
         yield Problem("tasks.limits.python", "a Python interpreter", f"{python}, which cannot be run")
@@ -185,6 +192,21 @@ def _dataset(key: str, path: str) -> Iterator[Problem]:
         next(dataset_rows(file, key))
     except UsageError as error:
         yield Problem(key, "a JSON object on every line", str(error).removeprefix(f"{key}: "))
+
+
+def _evaluation(config: Config, read: set[str]) -> Iterator[Problem]:
+    told, publish_every = config.evaluation, config.weights.publish_every
+    for dataset in told.datasets if "evaluation.datasets" in read else ():
+        yield from _dataset("evaluation.datasets", dataset)
+    if len(set(told.datasets)) < len(told.datasets):
+        yield Problem("evaluation.datasets", "every dataset once")
+    if told.every and not told.datasets:
+        yield Problem("evaluation.datasets", "at least one dataset with evaluation.every")
+    if told.every % publish_every:
+        hint = "only a published version reaches the nodes"
+        yield Problem("evaluation.every", f"a multiple of weights.publish_every ({publish_every})", hint=hint)
+    if told.temperature is not None and 0 < told.temperature < LOWEST_TEMPERATURE:
+        yield Problem("evaluation.temperature", f"0 (greedy), or at least {LOWEST_TEMPERATURE}")
 
 
 def _losses(config: Config) -> Iterator[Problem]:

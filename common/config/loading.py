@@ -28,6 +28,7 @@ OVERRIDE = "<override>"
 MOST_BITS_SHOWN = 256
 REPLACED = {
     "broker.backend": "broker.store: file or redis takes its place, with broker.redis for it; docs/redis.md",
+    "tasks.eval_dataset": "evaluation.datasets: [PATH] takes its place; docs/evaluation.md",
     "rollout.engine.data_parallel": "use rollout.nodes instead: a node is an engine; docs/layouts.md",
 }
 CONDITIONS = ("below", "above", "drops", "spikes")  # a watch rule has one of them
@@ -103,6 +104,10 @@ def load_resolved(path: Path) -> Config | SftConfig:
             f"{path}: this run was begun with broker.backend: redis, which this release cannot continue. Finish it "
             "with the release that began it, or start another run.dir with broker.store: redis"
         )
+    tasks = document.get("tasks")
+    held_out = cast("Document", tasks).pop("eval_dataset", None) if isinstance(tasks, dict) else None
+    if held_out is not None:  # the run was begun by an earlier release
+        document["evaluation"] = {"datasets": [held_out]}
     return build_config(document, str(path), schema=SftConfig if _looks_like_sft(document) else Config)
 
 

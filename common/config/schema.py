@@ -67,7 +67,6 @@ class TasksConfig(Strict, frozen=True, kw_only=True):
     # JSONL or parquet file with one problem per row; * in its name stands for several files. Or a file of the hub:
     # hf://datasets/OWNER/NAME[@REVISION]/FILE; docs/models.md.
     dataset: Text
-    eval_dataset: str | None = None  # The same with held-out problems, for `slipstream eval`.
     options: dict[str, Scalar] = {}  # Keyword arguments of the environment.
     limits: LimitsConfig = LimitsConfig()
     shuffle: bool = True  # Gives every epoch its own order. False keeps the order of the file.

@@ -23,7 +23,7 @@ from common.process.lifecycle import alive
 
 # May change when a run is continued: they say how fast or how long, not what is computed.
 CHANGEABLE = (
-    "run.dir", "run.steps", "run.max_restarts", "tasks.eval_dataset", "learner.threads", "learner.checkpoint",
+    "run.dir", "run.steps", "run.max_restarts", "learner.threads", "learner.checkpoint",
     "learner.machines", "learner.machines_wait_s", "learner.interface",
     "rollout.nodes", "rollout.concurrency", "rollout.sample_timeout_s", "rollout.drain_s", "rollout.threads",
     "rollout.engine", "broker", "weights.transport", "weights.overlap", "weights.address", "weights.network",

@@ -77,6 +77,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     transports: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ("gloo",)  # that the node can receive over
     versions: Versions = {}  # common.weights.transports.nccl.shared_versions(); {} from older nodes
     machine: Text = ""  # from common.process.local_address.this_machine(); its nodes share a copy over the link
+    pool: Text = ""  # eval: it gets evaluated versions only
 
 
 class OfVersion(msgspec.Struct, frozen=True):

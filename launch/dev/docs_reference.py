@@ -13,7 +13,7 @@ import msgspec
 
 from common.config import observing, schema
 from common.config.loading import describe_type
-from common.metrics import SftMetrics, StepMetrics, declarations
+from common.metrics import EvaluationMetrics, SftMetrics, StepMetrics, declarations
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 CONFIG_HEAD = """# Config keys
@@ -42,7 +42,8 @@ section `evaluation`. `learner.checkpoint.keep_best: -validation_loss` keeps the
 METRICS_HEAD = """# Metrics
 
 Written by `python -m launch.dev.docs_reference` from `common/metrics.py`; do not edit.
-`RUN/metrics.jsonl` has one JSON line per optimizer step; `slipstream report` draws it.
+`RUN/metrics.jsonl` has one JSON line per optimizer step; `slipstream report` draws it. Lines with a
+`kind` are about a version, such as those of an [evaluation](evaluation.md).
 *Tokens* are sampled tokens unless said otherwise. *Over steps* says how several steps are combined.
 [algorithms.md](algorithms.md) names the signs of trouble, [waste.md](waste.md) the
 kinds of waste.
@@ -105,7 +106,9 @@ def config_page() -> str:
 def metrics_page() -> str:
     head = ("metric", "unit", "over steps", "means")
     parts = [METRICS_HEAD]
-    for title, kind in (("A step of reinforcement learning", StepMetrics), ("A step of a warm start", SftMetrics)):
+    kinds = (StepMetrics, EvaluationMetrics, SftMetrics)
+    titles = ("A step of reinforcement learning", "A version on held-out problems", "A step of a warm start")
+    for title, kind in zip(titles, kinds, strict=True):
         rows = [f"| `{d.name}` | {d.unit} | {d.reduction} | {_cell(d.description)} |" for d in declarations(kind)]
         parts.append(f"\n## {title}\n\n{table(head, rows)}")
     return "".join(parts)

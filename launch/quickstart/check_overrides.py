@@ -13,7 +13,7 @@ from common.config.loading import load_config
 from common.errors import EXIT_DONE, ConfigError, UsageError
 from rollout_fleet.environments.description import check_environment
 
-MADE_LATER = ("model.path", "tasks.dataset", "tasks.eval_dataset")
+MADE_LATER = ("model.path", "tasks.dataset", "evaluation.datasets")
 
 
 def main(words: Sequence[str]) -> int:

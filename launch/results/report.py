@@ -195,7 +195,8 @@ def summarise(run: RunDir, tail: MetricsTail, config: Config | None) -> Figures:
     if by_age := mismatch_by_age(tail):
         summary["mismatch_by_staleness"] = by_age
     with suppress(OSError, msgspec.DecodeError):
-        summary["held_out"] = msgspec.json.decode((run.path / "eval.json").read_bytes(), type=dict[str, float])
+        found = msgspec.json.decode((run.path / "eval.json").read_bytes(), type=dict[str, Any])
+        summary["held_out"] = {name: value for name, value in found.items() if name != "datasets"}
     return summary
 
 

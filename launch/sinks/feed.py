@@ -88,7 +88,9 @@ class Feed(threading.Thread):
             except Exception as error:  # a tracker's library may raise anything
                 self._busy_since = None
                 self._note("retrying", f"{type(error).__name__}: {error}"[:500])
-                self._drop(sink)
+                with suppress(Exception):
+                    if sink is not None:
+                        sink.close()
                 sink = None
                 wait_s = min(FIRST_BACKOFF_S * 2 ** min(failures, 10), LONGEST_BACKOFF_S)
                 failures += 1
@@ -128,11 +130,6 @@ class Feed(threading.Thread):
         self.shown.cursor = cursor
         self._save()
         return bool(lines)
-
-    def _drop(self, sink: Sink | None) -> None:
-        with suppress(Exception):
-            if sink is not None:
-                sink.close()
 
     def _lag(self) -> int:
         return 0 if self._recent else max(0, self._total - self.shown.cursor.lines)

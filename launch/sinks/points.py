@@ -68,7 +68,7 @@ class Cursor(msgspec.Struct, forbid_unknown_fields=False):
         values = {
             f"{GROUP_OF.get(name, 'train')}/{name}": line[name] for name in line if name not in ("step", "time_s")
         }
-        return Point(step, time_s, dict(flat(values)), again=again)
+        return Point(step, time_s, flat(values), again=again)
 
     def _evaluation(self, line: dict[str, Any], time_s: float) -> Point | None:
         version, dataset = line.get("policy_version"), line.get("dataset")
@@ -77,14 +77,20 @@ class Cursor(msgspec.Struct, forbid_unknown_fields=False):
         self.evaluated = self.evaluated | {dataset: version}
         name = re.sub(r"[^\w.-]+", "_", dataset).strip("._")
         values = {f"evaluation/{name}/{key}": line[key] for key in line if key not in ("step", "time_s")}
-        return Point(version, time_s, dict(flat(values)), dataset=name)
+        return Point(version, time_s, flat(values), dataset=name)
 
 
-def flat(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """('a/b/0', number) of every number in nested lists and mappings; other values are passed over."""
+def leaves(values: dict[str, Any], separator: str) -> Iterator[tuple[str, Any]]:
+    """('a/b/0', value) of every value in nested lists and mappings."""
     for name, value in values.items():
         if isinstance(value, dict | list):
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            yield from flat({f"{name}/{key}": inner for key, inner in items})
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield name, float(value)
+            yield from leaves({f"{name}{separator}{key}": inner for key, inner in items}, separator)
+        else:
+            yield name, value
+
+
+def flat(values: dict[str, Any]) -> dict[str, float]:
+    """The numbers among the leaves, which are metrics."""
+    numbers = ((name, value) for name, value in leaves(values, "/") if isinstance(value, int | float))
+    return {name: float(value) for name, value in numbers if not isinstance(value, bool)}

@@ -37,8 +37,7 @@ OVER_FOR_S = 3.0  # a broker or learner that is started again at once is no end 
 TOLD_S = 10.0  # after SIGTERM for the rest of the lines
 STUCK_S = 60.0  # at the end of the run, while no tracker moves
 NICENESS = 10  # the job goes first
-MODULES = {"prometheus": "prometheus_client"}  # others are named like their sink
-PACKAGES = {"mlflow": "mlflow-skinny", "prometheus": "prometheus-client"}
+PACKAGES = {"mlflow": "mlflow-skinny", "prometheus": "prometheus_client"}  # others are named like their sink
 CLASSES: dict[str, Callable[[Job, Cursor], Sink]] = {
     "tensorboard": trackers.TensorBoard,
     "wandb": trackers.Wandb,
@@ -78,11 +77,11 @@ def check_packages(names: Sequence[str]) -> None:
     for name in names:
         if name not in get_args(SinkName):
             raise UsageError(f"unknown tracker '{name}', expected one of {', '.join(get_args(SinkName))}")
-        if getattr(find_spec(MODULES.get(name, name)), "origin", None) is None:  # a folder of that name is no package
-            package = PACKAGES.get(name, name)
+        found = find_spec("prometheus_client" if name == "prometheus" else name)
+        if found is None or found.origin is None:  # a folder of that name in the working directory has no origin
+            package, hint = PACKAGES.get(name, name), "pip install 'slipstream-rl[sinks]'"
             raise UsageError(
-                f"telemetry.sinks: {name} needs the package {package}, which is not installed here; "
-                "pip install 'slipstream-rl[sinks]'"
+                f"telemetry.sinks: {name} needs the package {package}, which is not installed here; {hint}"
             )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from launch.sinks.points import Cursor, Job, Point
+from launch.sinks.points import Cursor, Job, Point, leaves
 
 PROJECT = "slipstream"
 WANDB_FLUSH_S = 0.1
@@ -15,14 +15,9 @@ WANDB_STEPS = 16  # numbers of W&B's own step per step of the run; those between
 
 
 def flat_config(job: Job) -> dict[str, str | int | float]:
-    """The config by dotted key; lists and None as text."""
-
-    def leaves(at: str, value: Any) -> list[tuple[str, Any]]:
-        if isinstance(value, dict):
-            return [leaf for key, inner in value.items() for leaf in leaves(f"{at}.{key}" if at else key, inner)]
-        return [(at, value if isinstance(value, str | int | float) else str(value))]
-
-    return dict(leaves("", msgspec.to_builtins(job.config)))
+    """The config by dotted key; None as text."""
+    found = leaves(msgspec.to_builtins(job.config), ".")
+    return {key: value if isinstance(value, str | int | float) else str(value) for key, value in found}
 
 
 class Tracker:
@@ -38,24 +33,20 @@ class TensorBoard(Tracker):
     def __init__(self, job: Job, cursor: Cursor) -> None:
         self._folder = job.run.path / "tensorboard"
         self._steps, self._evaluations = self._writer("", cursor.step + 1), self._writer("evaluation")
-        self._add(self._steps, summary=_hparams(flat_config(job)))
+        self._steps.add_event(_hparams(flat_config(job)))
 
     def _writer(self, folder: str, void_from: int | None = None) -> Any:
         """A new event file. Readers drop what earlier files have from step `void_from` on."""
-        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         writer = EventFileWriter(str(self._folder / folder))
         if void_from is not None:
-            self._add(writer, session_log=SessionLog(status=SessionLog.START), step=void_from)
+            writer.add_event(Event(session_log=SessionLog(status=SessionLog.START), step=void_from))
         return writer
 
-    def _add(self, writer: Any, **fields: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        writer.add_event(Event(**fields))
-
     def write(self, points: Sequence[Point]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         for point in points:
@@ -65,7 +56,7 @@ class TensorBoard(Tracker):
                 self._evaluations = self._writer("evaluation", point.step + 1)
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in point.values.items()]
             writer = self._evaluations if point.dataset else self._steps
-            self._add(writer, summary=Summary(value=values), step=point.step, wall_time=point.time_s)
+            writer.add_event(Event(summary=Summary(value=values), step=point.step, wall_time=point.time_s))
         self._steps.flush()
         self._evaluations.flush()
 
@@ -75,7 +66,8 @@ class TensorBoard(Tracker):
 
 
 def _hparams(values: dict[str, str | int | float]) -> Any:
-    """The summary of TensorBoard's hparams plugin, whose own function needs TensorFlow."""
+    """The event of TensorBoard's hparams plugin, whose own function needs TensorFlow."""
+    from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.plugins.hparams.metadata import PLUGIN_DATA_VERSION, PLUGIN_NAME, SESSION_START_INFO_TAG
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
@@ -86,7 +78,8 @@ def _hparams(values: dict[str, str | int | float]) -> Any:
         setattr(session.hparams[key], field, value)
     content = HParamsPluginData(session_start_info=session, version=PLUGIN_DATA_VERSION).SerializeToString()
     data = SummaryMetadata.PluginData(plugin_name=PLUGIN_NAME, content=content)
-    return Summary(value=[Summary.Value(tag=SESSION_START_INFO_TAG, metadata=SummaryMetadata(plugin_data=data))])
+    value = Summary.Value(tag=SESSION_START_INFO_TAG, metadata=SummaryMetadata(plugin_data=data))
+    return Event(summary=Summary(value=[value]))
 
 
 class Wandb(Tracker):
@@ -96,13 +89,10 @@ class Wandb(Tracker):
         import wandb
 
         project = os.environ.get("WANDB_PROJECT", PROJECT)
-        settings = wandb.Settings(
-            console="off", silent=True, x_disable_stats=True, x_transaction_log_flush_interval=WANDB_FLUSH_S
-        )
-        config, folder = msgspec.to_builtins(job.config), str(job.run.path)
-        self._run = wandb.init(
-            project=project, name=job.name, id=job.id, resume="allow", dir=folder, config=config, settings=settings
-        )
+        quiet = {"console": "off", "silent": True, "x_disable_stats": True}
+        settings = wandb.Settings(**quiet, x_transaction_log_flush_interval=WANDB_FLUSH_S)
+        named = {"project": project, "name": job.name, "id": job.id, "dir": str(job.run.path)}
+        self._run = wandb.init(**named, resume="allow", config=msgspec.to_builtins(job.config), settings=settings)
         self._run.define_metric("*", step_metric="step")
         self._datasets: set[str] = set()
 

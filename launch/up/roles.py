@@ -75,7 +75,7 @@ def rollout(args: argparse.Namespace) -> int:
     os.environ.update(thread_environment(config.rollout.threads))
     from rollout_fleet.main import run_node
 
-    return run_node(downloaded(config, "node"), address, node_id)
+    return run_node(downloaded(config, "node"), address, node_id, args.pool or "")
 
 
 def answering_broker(args: argparse.Namespace, config: Config, run: RunDir) -> tuple[str, BrokerStatus]:
@@ -93,8 +93,8 @@ def evaluate(args: argparse.Namespace) -> int:
     if not isinstance(load_either(file), Config):
         raise UsageError(f"{file} is a warm start's config; eval needs an RL job's, for its environment")
     config, run = load_job(str(file), args.overrides, environment=True)
-    if config.tasks.eval_dataset is None:
-        raise UsageError(f"{file}: tasks.eval_dataset names no held-out problems")
+    if not config.evaluation.datasets:
+        raise UsageError(f"{file}: evaluation.datasets names no held-out problems")
     model = Path(args.model) if args.model else run.model
     if not (model / "config.json").is_file():
         raise UsageError(f"{model} is not a model folder; has the run finished? --model DIR names another")
@@ -108,9 +108,10 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.json:
         print(msgspec.json.encode(result).decode())
         return 0
-    accuracy = f"greedy accuracy {result.greedy_accuracy:.3f}, sampled {result.sampled_accuracy:.3f}"
-    failed = f", {result.failed} episodes failed" if result.failed else ""
-    print(f"{model}: {accuracy} on {result.problems} held-out problems{failed}")
+    for name, part in {**result.datasets, str(model): result}.items():
+        accuracy = f"greedy accuracy {part.greedy_accuracy:.3f}, sampled {part.sampled_accuracy:.3f}"
+        failed = f", {part.failed} episodes failed" if part.failed else ""
+        print(f"{name}: {accuracy} on {part.problems} held-out problems{failed}")
     return 0
 
 

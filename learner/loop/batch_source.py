@@ -51,6 +51,7 @@ class BatchSource(Protocol):
     loss: LossFunction
     temperature = 1.0  # divides the logits
     entropy = False  # whether the loss needs it
+    lingers = False  # after the last step commands go on until one is no Wait
 
     def next_command(self, step: int) -> Command:
         """The command for every rank. Only the lead rank calls it."""

@@ -6,6 +6,7 @@ Other ranks have no Lead; they learn what to do from the commands that the train
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,6 +28,7 @@ from learner.batch.batch import BadGroup, TrainingBatch, expired_groups
 from learner.batch.dynamic_sampling import carries_signal, most_replaced
 from learner.checkpoint.folder import StreamState, TrainerState
 from learner.loop.batch_source import Command, Drain, Fail, Train, Wait
+from learner.loop.evaluation import Evaluations
 from learner.loop.profiling import absent_nodes
 from learner.loop.recording_loss import Logprobs
 from learner.loop.rollout_source import RolloutSource
@@ -66,6 +68,7 @@ class Lead(RolloutSource):
         self.broker, self.publisher, self.reporter = broker, publisher, reporter
         self.tasks, self.files = tasks, files
         self.stop_requested = stop_requested
+        self.evaluations: Evaluations | None = None
         self._watch = Watcher(config, files, publisher, reporter.update)
         files.commit = lambda step: self.broker.commit(step)
         files.recorded = self._watch.see
@@ -86,13 +89,13 @@ class Lead(RolloutSource):
 
     def start(self) -> None:
         self.reporter.start()
-        if self.config.telemetry.transcripts != "off":
-            self._transcripts.start()
         self.reporter.update(weights_address=self.publisher.start())
 
     def attach(self, backend: Backend, version: int) -> None:
         """Say to the broker that this incarnation trains from `version` on; everything before is durable."""
         super().attach(backend, version)
+        if self.config.telemetry.transcripts != "off":
+            self._transcripts.start()  # now, because the imports of the model's libraries are over
         attached = self.broker.attach(self.reporter.snapshot())
         check_not_behind(version, attached.committed_step)
         self._watch.begin(version)
@@ -119,10 +122,15 @@ class Lead(RolloutSource):
         if reason := self.stop_requested() or self.reporter.stop_requested:
             logger.info("draining: %s", reason)
             return Drain()
+        if step >= self.config.run.steps:
+            tell = partial(self.reporter.set, "evaluating", policy_version=step)
+            return Wait() if self.evaluations is not None and self.evaluations.last_turn(tell) else Drain()
         stats = self.publisher.stats()
         if stats.fatal:
             return Fail(f"no node may generate with version {step}: {stats.fatal}", hopeless=not stats.crashed)
         try:
+            if self.evaluations is not None:
+                self.evaluations.turn()
             return self._gather(step)
         except SlipstreamError as error:
             return Fail(str(error), hopeless=isinstance(error, HopelessError))
@@ -214,7 +222,7 @@ class Lead(RolloutSource):
 
     def _explain(self, step: int, status: BrokerStatus) -> None:
         """Say what the loop waits for, and who unblocks it."""
-        live = [node for node in status.nodes if node.alive]
+        live = [node for node in status.nodes if node.alive and not node.report.pool]
         text = f"groups for step {step}: {min(status.groups_ready, self._missing)} of {self._missing} ready, "
         if self._replaced:
             text += f"in place of {self._replaced} without signal, "
@@ -280,6 +288,8 @@ class Lead(RolloutSource):
     def _hand_over(self, version: int, canary: Canary | None) -> None:
         receipt = self.publisher.publish(version, self._tensors(), canary)
         self.files.events.add("publish", version=receipt.version, bytes=receipt.payload_bytes)
+        if self.evaluations is not None:
+            self.evaluations.published(version)
 
     def close(self, state: str, version: int, reason: str) -> None:
         """Tell the broker how the job ended and release everything but the files."""
@@ -323,7 +333,10 @@ def prepare_lead(
     weights = msgspec.structs.replace(config.weights, address=address or config.weights.address)
     publisher = WeightPublisher(state.incarnation, config.model.dtype, weights, credentials)
     tasks = TaskStream(source, state.tasks)
-    return Lead(config, connect(access), publisher, tasks, files, reporter, stop_requested), state
+    lead = Lead(config, connect(access), publisher, tasks, files, reporter, stop_requested)
+    if config.evaluation.every:
+        lead.evaluations = Evaluations(config, lead.broker, publisher, files)
+    return lead, state
 
 
 def _newest_incarnation(access: Access) -> int:

@@ -37,6 +37,8 @@ class RolloutSource(BatchSource):
         self._chosen: Chosen = {}
         self.temperature = config.rollout.temperature
         self.config = config
+        told = config.evaluation
+        self.lingers = told.every > 0 and config.run.steps % told.every == 0  # the last version is evaluated
         self._published = 0
         self._address = address or config.weights.address
         self._in_parts: bool | None = None  # every source sends its own part of the weights; None: not found out yet
@@ -75,7 +77,7 @@ class RolloutSource(BatchSource):
         if batch.documents:
             # real text: the canary covers what the policy sees
             self._canary_tokens = batch.documents[0].tokens[: max(2, self.config.weights.canary_tokens)].tolist()
-        if version % self.config.weights.publish_every == 0 and version < self.config.run.steps:
+        if version % self.config.weights.publish_every == 0 and (version < self.config.run.steps or self.lingers):
             self._publish(version)
 
     def _transcribe(self, batch: TrainingBatch, logprobs: Logprobs) -> None:

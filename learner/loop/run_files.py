@@ -10,7 +10,9 @@ import msgspec
 
 from common.config.schema import Config, SftConfig
 from common.errors import UsageError
-from common.json_lines import EventFile, read_jsonl
+from common.evaluation import dataset_names
+from common.json_lines import EventFile, lines_of, read_jsonl
+from common.metrics import EvaluationMetrics
 from common.process.metrics_file import MetricsWriter
 from common.process.run_dir import RunDir, write_json
 from learner.checkpoint.best import Best
@@ -53,6 +55,9 @@ class RunFiles:
         self.checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep, best)
         self.events = EventFile(run_dir.events, "learner")
         self._config, self._run_dir = config, run_dir
+        self.evaluation = run_dir.evaluation
+        # Names come from the config: the places of downloaded files say less.
+        self.datasets = dataset_names(config.evaluation.datasets) if isinstance(config, Config) else []
         self.incarnation = 0  # which start of the learner this is
         self._metrics: MetricsWriter | None = None
         self._closed = False
@@ -96,12 +101,30 @@ class RunFiles:
         return state
 
     def open_metrics(self, version: int) -> None:
-        """Open the metrics file without the lines of steps from `version` on, because these steps come again."""
+        """Open the metrics file without the lines of steps from `version` on, because these steps come again.
+
+        Later versions come again, too: their evaluations are removed. A round of an earlier version that did not end
+        is abandoned, because its weights are gone.
+        """
         self._metrics = MetricsWriter(self._run_dir.metrics, keep_before_step=version)
+        ended = {line.policy_version for line in self.evaluated()}
+        for path in sorted(self.evaluation.glob("*.jsonl")):
+            of, file = path.name.split("-")[0], path.name
+            if not of.isdecimal():
+                continue
+            if int(of) > version:
+                path.unlink()
+            elif int(of) < version and int(of) not in ended:
+                self.events.add("evaluation_abandoned", version=int(of), finished=len(read_jsonl(path)), file=file)
+                path.rename(path.with_suffix(".partial"))
         if self.checkpoints.best is not None:
             for line in read_jsonl(self._run_dir.metrics):
                 self.checkpoints.best.note(line)
             self._prune()  # the last learner may have been killed between a line and the choice
+
+    def evaluated(self) -> list[EvaluationMetrics]:
+        """The evaluations that have ended."""
+        return list(lines_of(self._run_dir.metrics.read_bytes(), EvaluationMetrics))
 
     def record(self, line: msgspec.Struct) -> None:
         """Append a line: StepMetrics, SftMetrics, or one with a `kind`, which may decide which checkpoint is best."""

@@ -16,6 +16,7 @@ from broker.contract import LEARNER_ENDED, Delivery, LearnerReport
 from broker.messaging.client_methods import LearnerBroker
 from common.errors import SlipstreamError
 from common.process.logs import log_end, log_path
+from common.span_buffer import SPANS
 from learner.publish.figures import Undelivered
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class Reporter:
             before, self._report = self._report, msgspec.structs.replace(self._report, **fields)
             if before.state != self._report.state:
                 self._since = time.monotonic()
+                SPANS.state(self._report.state)
             if (before.state, before.weights_address) != (self._report.state, self._report.weights_address):
                 self._changed.set()
 
@@ -104,7 +106,9 @@ class Reporter:
             try:
                 client = client or self._connect()
                 log = log_end(log_path(self._logs, "learner", str(rank))) if self._logs and rank >= 0 else None
+                sent_s = SPANS.now()
                 reply = client.report(self.snapshot(), log, rank)
+                SPANS.heard(sent_s, reply.time_s if reply is not None else 0.0)
                 rank = reply.log_rank if reply is not None else -1
                 if reply is not None and reply.stop:
                     self.stop_requested = "slipstream stop"

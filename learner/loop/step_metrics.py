@@ -11,10 +11,13 @@ from broker.contract import BrokerStatus, Waste
 from broker.delivery.nodes import merged_waste, wasted_tokens
 from common.errors import SlipstreamError
 from common.metrics import StepMetrics
+from common.span_buffer import SPANS
 from learner.backend_protocol import StepResult
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.loss.token_diagnostics import AGE_CLASSES, ratio_quantile
 from learner.publish.figures import PublishStats
+
+SHOWN_S = 1e-4  # shorter parts are not in the trace
 
 
 @dataclass
@@ -33,7 +36,10 @@ class Times:
         """Add the seconds that the block takes to `name`."""
         began = time.monotonic()
         yield
-        setattr(self, name, getattr(self, name) + time.monotonic() - began)
+        ended = time.monotonic()
+        setattr(self, name, getattr(self, name) + ended - began)
+        if ended - began >= SHOWN_S:
+            SPANS.add(name.removesuffix("_s"), "phase", began, ended, "loop")
 
 
 @dataclass
@@ -139,7 +145,7 @@ def step_metrics(
     step, result, statistics = done.batch.step, done.result, done.batch.statistics
     samples = statistics.samples - statistics.samples_failed
     wasted = merged_waste((broker.waste, done.totals.waste()))
-    reports = [node.report for node in broker.nodes if node.alive]
+    reports = [node.report for node in broker.nodes if node.alive and not node.report.pool]
     figures = loss_figures(result) | vars(statistics) | vars(publisher) | vars(done.times) | vars(done.totals)
     for reason, spent in wasted.items():
         figures |= {f"tokens_wasted_{reason}": spent.tokens, f"seconds_wasted_{reason}": spent.seconds}

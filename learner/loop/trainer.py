@@ -33,11 +33,12 @@ from common.config.schema import Config, SftConfig
 from common.errors import HopelessError, SlipstreamError
 from common.process.health import LifeSigns
 from common.process.run_dir import RunDir
+from common.span_buffer import SPANS
 from learner.backend_protocol import Backend, StepResult
 from learner.batch.batch import TrainingBatch
 from learner.batch.packing import build, plan
 from learner.checkpoint.folder import TrainerState
-from learner.loop.batch_source import BatchSource, Command, Drain, Fail, Train, decode_command
+from learner.loop.batch_source import BatchSource, Command, Drain, Fail, Train, Wait, decode_command
 from learner.loop.checkpointer import Checkpointer
 from learner.loop.profiling import StepProfiler
 from learner.loop.run_files import RunFiles
@@ -100,6 +101,8 @@ class Trainer:
                 with self._profiler.around(self.version):
                     self._turn(command.groups)
         self._checkpoint(wait=True)
+        while self.source.lingers and isinstance(self._next_command(), Wait):
+            self.signs.show("evaluating", True)
         self._report("checkpointing", "the disk: exporting the final model")
         self.backend.save_hf(self.run_dir.model)
         return "done"
@@ -116,6 +119,7 @@ class Trainer:
     def _turn(self, groups: list[StoredGroup]) -> None:
         """One optimizer step and what follows from it."""
         step, backend, source, result = self.version, self.backend, self.source, NOTHING_TRAINED
+        began = time.monotonic()
         self._report("training", f"the optimizer step {step}")
         with self._times.measure("batch_s"):
             batch = source.batch(step, groups)
@@ -133,6 +137,8 @@ class Trainer:
         with self._times.measure("snapshot_s"):
             source.stepped(self.version, batch)
         self._record(batch, result, len(packed))
+        serials = " ".join(str(group.serial) for group in groups)
+        SPANS.add(f"step {step}", "step", began, track="loop", step=step, version=self.version, serials=serials)
         self._untrained = self._untrained + 1 if figures.samples_failed == figures.samples else 0
         if self._untrained >= UNTRAINED_STEPS:
             raise HopelessError(

@@ -87,16 +87,17 @@ def items(
 
 
 def transcript_thread(config: Config) -> LineThread[Item]:
-    """The thread that writes RUN/transcripts/steps-*, for the lead rank. It loads the tokenizer of model.path first."""
+    """The thread that writes RUN/transcripts/steps-*, for the lead rank. Its start loads model.path's tokenizer."""
     limit = config.telemetry.transcripts_mib << 20
     limit_bytes = min(LONGEST_BYTES, limit // SEGMENTS)
 
     def build() -> Callable[[Item], bytes]:
-        from transformers import AutoTokenizer  # takes a second, which the thread has
+        from transformers import AutoTokenizer  # only the lead rank needs it
 
         tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         text = TokenText(lambda ids: tokenizer.decode(ids, **options))
+        text.pieces([0])  # transformers imports some modules only now
         return lambda item: transcript_line(item.sample, text, limit_bytes, _training(item), **item.facts)
 
     writer = SegmentWriter(RunDir.of(config).transcripts, "steps", limit * 3 // 4)  # the rest is for failed groups

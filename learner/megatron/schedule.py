@@ -1,5 +1,7 @@
 """Microbatches of packed documents through Megatron's forward-backward schedule."""
 
+import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -15,6 +17,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from torch import Tensor
 
 from common.config.schema import ParallelConfig
+from common.span_buffer import SPANS
 from learner.backend_protocol import LossFunction, LossOutput, Microbatch
 from learner.megatron import parallel
 from learner.megatron.logprobs import logprobs_and_entropy
@@ -187,9 +190,11 @@ class Schedule:
         context_rank = self._context_group.rank()
         filled = [*microbatches, *[_filler()] * fill]
         packed = [_pack(batch, self._parallel, context_rank, self.device) for batch in filled]
+        begins = list[float]()
 
         def forward_step(iterator: Iterator[_Packed], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             item = next(iterator)
+            begins.append(time.monotonic())
 
             def loss_func(output: Tensor) -> tuple[Tensor, Tensor, tuple[Any, Tensor]]:
                 loss_sum, result = loss_of(output, item)
@@ -204,7 +209,7 @@ class Schedule:
 
         iterators = [iter(packed) for _ in self.chunks]
         one = len(self.chunks) == 1
-        return self._run(
+        results = self._run(
             forward_step_func=forward_step,
             data_iterator=iterators[0] if one else iterators,
             model=self.chunks[0] if one else self.chunks,
@@ -213,6 +218,14 @@ class Schedule:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        self._trace("logprobs" if forward_only else "microbatch", [*begins, time.monotonic()], packed)
+        return results
+
+    def _trace(self, name: str, times: list[float], packed: list[_Packed]) -> None:
+        """A span per forward pass, until the next one begins; a device may still compute what the host has queued."""
+        for number, (began, ended) in enumerate(itertools.pairwise(times)):
+            tokens = sum(packed[number % len(packed)].part.lengths)
+            SPANS.add(f"{name} {number}", "microbatch", began, ended, "loop", tokens=tokens)
 
     def _reduce(self, reports: list[tuple[LossOutput, Tensor]]) -> Totals:
         """The sums over all microbatches of all data-parallel ranks."""

@@ -13,6 +13,7 @@ import time
 from functools import partial
 
 from common.config.schema import WeightsConfig
+from common.span_buffer import SPANS
 from common.weights import messages
 from common.weights.collectives import Group, GroupFactory, Meeting
 from common.weights.pieces import piece_bytes
@@ -24,7 +25,7 @@ from learner.publish.chains import Chains
 from learner.publish.control_socket import Endpoint
 from learner.publish.figures import Figures
 from learner.publish.other_sources import OtherSources
-from learner.publish.receiver_state import READY, Action, Event, Receiver, State, split, step
+from learner.publish.receiver_state import Action, Event, Receiver, State, split, step
 from learner.publish.snapshot import Snapshot
 from learner.publish.targets import Targets
 
@@ -58,6 +59,8 @@ class PublishControl:
         self._attempts: list[Attempt] = []
         self._targets = Targets()
         self._pinged = 0.0
+        self._staged_at: dict[bytes, float] = {}  # when receivers that flip have staged, perf_counter seconds
+        self._newest = self._traced = (-1, 0.0)  # newest target and newest one with a span: version, when it started
         self._stop_by: float | None = None  # perf_counter seconds
 
     def offer(self, snapshot: Snapshot) -> None:
@@ -72,6 +75,10 @@ class PublishControl:
         """Send newer versions again, unless another reason remains."""
         self._endpoint.post(partial(self._targets.release, reason))
 
+    def evaluate(self, versions: tuple[int, ...]) -> None:
+        """Keep these versions, and bring the first one to the nodes of the pool."""
+        self._endpoint.post(partial(self._targets.evaluate, versions))
+
     def stop(self) -> None:
         """Let `run` return when no attempt is under way."""
         self._stop_by = time.perf_counter() + self._timeout_s
@@ -84,13 +91,14 @@ class PublishControl:
                 self._endpoint.wait(50 if self._attempts else 250)
                 for identity, message in self._endpoint.received():
                     self._handle(identity, message)
-                for snapshot in self.sources.whole():
+                for snapshot in self.sources.whole(self._targets.wanted):
                     self.figures.offered(snapshot)
                     self._targets.add([snapshot] if snapshot.whole else [])
                 self._tick(time.perf_counter())
                 self._settle()
                 self._start_attempts()
                 self.figures.describe(self._receivers.values(), self._targets)
+                self._trace_publish()
         except Exception:
             logger.exception("the weight plane stopped")
             self.figures.change(fatal="the publisher's control thread failed; see the log", crashed=True)
@@ -116,7 +124,7 @@ class PublishControl:
         if isinstance(message, messages.Join):
             self._join(identity, message)
         elif isinstance(message, messages.SourceMessage):
-            self.sources.hear(identity, message, self._targets.current)
+            self.sources.hear(identity, message, self._targets.find(message.version))
         elif identity in self._receivers:
             self._feed(identity, message)
             if isinstance(message, messages.Stalled):
@@ -136,7 +144,8 @@ class PublishControl:
         # The Welcome clears the node's staging buffer, so what the node runs is no base of a delta.
         version = message.version if message.incarnation == self._incarnation else -1
         self._receivers[identity] = Receiver(
-            identity, message.node_id, time.perf_counter(), message.transports, version=version, machine=message.machine
+            *(identity, message.node_id, time.perf_counter(), message.transports),
+            **{"version": version, "machine": message.machine, "pool": message.pool},
         )
 
     def _meet(self, new: messages.Meet, sender: bytes = b"") -> None:
@@ -167,6 +176,7 @@ class PublishControl:
         after, actions = step(before, event, time.perf_counter())
         if after.state is State.GONE:
             del self._receivers[identity]
+            self._staged_at.pop(identity, None)
             self._chains.leave(identity)
         else:
             self._receivers[identity] = after
@@ -191,8 +201,12 @@ class PublishControl:
                     attempt.last_staged = time.perf_counter()
                     self._chains.staged(receiver.identity, attempt.last_staged, attempt.last_staged - attempt.started)
                     attempt.snapshot.bytes_staged += attempt.payload.size
+                    self._trace_stage("receive", receiver, attempt, attempt.started)
+                    self._staged_at[receiver.identity] = attempt.last_staged
                 case receiver_state.NoteActive():
                     self._note_active(attempt, action)
+                    staged_at = self._staged_at.pop(receiver.identity, attempt.started)
+                    self._trace_stage("activate", receiver, attempt, staged_at)
 
     def _drop(self, receiver: Receiver, drop: receiver_state.Drop) -> None:
         logger.info("node %s leaves the weight plane: %s", receiver.node_id, drop.why)
@@ -224,6 +238,22 @@ class PublishControl:
                 publish_bytes=attempt.snapshot.bytes_staged,
             )
 
+    def _trace_publish(self) -> None:
+        """A publish lasts until the version has reached all nodes, or until a newer one takes its place."""
+        before, current = self._newest, self._targets.current
+        if current is not None:
+            self._newest = current.version, current.started
+        for target in (before, self._newest):
+            through = target != self._newest or not self.figures.now.undelivered
+            if target > self._traced and through:
+                self._traced, told = target, {"version": target[0], "incarnation": self._incarnation}
+                SPANS.add(f"publish version {target[0]}", "publish", target[1], track="publish", **told)
+
+    def _trace_stage(self, name: str, receiver: Receiver, attempt: Attempt, began: float) -> None:
+        told = {"node": receiver.node_id, "version": attempt.version, "relayed": int(attempt.relayed)}
+        track = f"weights to nodes/{receiver.node_id}"
+        SPANS.add(f"{name} {receiver.node_id}", "stage", began, track=track, **told)
+
     # ---- attempts
 
     def _members(self, attempt: Attempt) -> list[bytes]:
@@ -253,13 +283,13 @@ class PublishControl:
             return
         everyone = list(self._receivers.values())
         self.sources.keep(self._targets.versions | self._chains.tidy(current))
-        ready = [r for r in everyone if r.state in READY and r.version != current.version and r.welcomed is not None]
+        fleet = [r for r in everyone if not r.pool]
+        ready = [r for r in fleet if r.awaits(current.version)]
         published = self.figures.now.published
-        together, relayed, probation = split(ready, everyone, self._transport, published, current.version)
-        now = time.perf_counter()
-        listening = [r for r in relayed if r.listens(now) and not self._chains.busy(r.identity, now)]
-        for receiver in self._chains.in_order(listening):
-            self._start_fetch(current, receiver)
+        together, relayed, probation = split(ready, fleet, self._transport, published, current.version)
+        self._start_fetches(current, relayed)
+        if (evaluated := self._targets.evaluated) is not None:
+            self._start_fetches(evaluated, [r for r in everyone if r.pool and r.awaits(evaluated.version)])
         if together and all(a.relayed for a in self._attempts):
             self._start_broadcast(current, together, probation)
 
@@ -279,6 +309,12 @@ class PublishControl:
             )
         attempt.broadcast.start(attempt, group, self._group_factory, lambda *sent: post(partial(self._sent, *sent)))
 
+    def _start_fetches(self, snapshot: Snapshot, receivers: list[Receiver]) -> None:
+        now = time.perf_counter()
+        listening = [r for r in receivers if r.listens(now) and not self._chains.busy(r.identity, now)]
+        for receiver in self._chains.in_order(listening):
+            self._start_fetch(snapshot, receiver)
+
     def _start_fetch(self, snapshot: Snapshot, receiver: Receiver) -> None:
         payload = snapshot.payload_for({receiver.base})
         if not payload.parts:  # it is tried again when they are sealed
@@ -289,6 +325,6 @@ class PublishControl:
         epoch = self._groups.relay_epoch()
         sources = self._chains.begin(snapshot, payload, receiver, epoch.epoch, self._receivers.values())
         attempt = new_attempt(snapshot, payload, epoch, [receiver.identity], self._incarnation, sources)
-        attempt.newcomers = not receiver.settled
+        attempt.newcomers = not receiver.settled or bool(receiver.pool)
         self._attempts.append(attempt)
         self._feed(receiver.identity, receiver_state.Begin(attempt, epoch.rank))

@@ -65,8 +65,9 @@ class Figures:
 
     def describe(self, receivers: Collection[Receiver], targets: Targets) -> None:
         """Derive from the receivers how far the versions have come."""
-        live = [r for r in receivers if r.state is not State.EXCLUDED]
-        excluded = [r.reason for r in receivers if r.state is State.EXCLUDED]
+        fleet = [r for r in receivers if not r.pool]  # no figure waits for an evaluation
+        live = [r for r in fleet if r.state is not State.EXCLUDED]
+        excluded = [r.reason for r in fleet if r.state is State.EXCLUDED]
         before, active = self.now, min((r.version for r in live), default=-1)
         # An excluded node leaves within a second. Its reason stays until some other node may generate.
         fatal = None if live else (excluded[0] if excluded else before.fatal)
@@ -76,7 +77,7 @@ class Figures:
             version_active=active,
             fatal=fatal,
             canary_owed=any(r.version >= self._canary_version > r.canary_version for r in live),
-            undelivered=undelivered(receivers, targets.current),
+            undelivered=undelivered(receivers, targets),
             held=targets.reasons,
         )
 
@@ -95,10 +96,11 @@ class Figures:
             return self._changed.wait_for(settled, timeout_s)
 
 
-def undelivered(receivers: Iterable[Receiver], current: Snapshot | None) -> tuple[Undelivered, ...]:
+def undelivered(receivers: Iterable[Receiver], targets: Targets) -> tuple[Undelivered, ...]:
     """The nodes that the version meant for them has not reached yet, the longest-waiting first."""
     found: list[Undelivered] = []
     for receiver in receivers:
+        current = targets.evaluated if receiver.pool else targets.current
         attempt, stage = receiver.attempt, STAGES.get(receiver.state.value, "receiving")
         if attempt is not None:
             found.append(Undelivered(receiver.node_id, attempt.version, stage, attempt.started))

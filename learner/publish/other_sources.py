@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -58,10 +58,16 @@ class OtherSources:
                 if payload is not None and message.number in payload.elsewhere:
                     payload.add_part(message.number, message.part)
 
-    def whole(self) -> list[Snapshot]:
-        """The versions up to the newest that became whole; older ones are superseded, whole or not."""
+    def whole(self, wanted: Collection[int] = ()) -> list[Snapshot]:
+        """The versions up to the newest that became whole; older ones are superseded, whole or not.
+
+        None goes before a `wanted` version that is not whole.
+        """
+        missing = [s.version for s in self._waiting if len(self._offered.get(s.version, {})) < self.count]
+        first = min((version for version in missing if version in wanted), default=None)
         for number in reversed(range(len(self._waiting))):
-            if len(self._offered.get(self._waiting[number].version, {})) >= self.count:
+            version = self._waiting[number].version
+            if version not in missing and (first is None or version < first):
                 found, self._waiting = self._waiting[: number + 1], self._waiting[number + 1 :]
                 for snapshot in found:
                     offered = self._offered.get(snapshot.version, {})

@@ -112,6 +112,14 @@ class WeightPublisher:
         assert self._control is not None, "release before start"
         self._control.release(reason)
 
+    def evaluate(self, *versions: int) -> None:
+        """Keep a copy of each of these versions, and give the first one to the nodes of the pool.
+
+        A version is the one that `publish` got last, or is in the list of the call before.
+        """
+        assert self._control is not None, "evaluate before start"
+        self._control.evaluate(versions)
+
     def stats(self) -> PublishStats:
         """Figures so far; cheap, callable from any thread."""
         return self._control.figures.now if self._control is not None else PublishStats()

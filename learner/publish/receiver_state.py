@@ -82,6 +82,11 @@ class Receiver:
     route: Route = field(default_factory=Route)
     attempt: Attempt | None = None  # under way to it
     reason: str = ""  # why it is excluded
+    pool: str = ""  # eval: it gets evaluated versions only, and by relay
+
+    def awaits(self, version: int) -> bool:
+        """Whether it may get this version now, and does not run it."""
+        return self.state in READY and self.version != version and self.welcomed is not None
 
     def listens(self, now: float) -> bool:
         """Whether it said where it serves, or had the time to say it."""

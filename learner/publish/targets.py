@@ -1,4 +1,8 @@
-"""Which version is meant for the nodes: the newest one, or an older one while newer ones have to wait."""
+"""Which version is meant for which nodes.
+
+The training fleet gets the newest version, or an older one while newer ones have to wait. The nodes of the pool get
+the version that is being evaluated. Later evaluated versions are kept until their turn comes.
+"""
 
 from collections.abc import Iterable
 
@@ -9,9 +13,16 @@ class Targets:
     """Used by the control thread."""
 
     def __init__(self) -> None:
-        self.current: Snapshot | None = None
+        self.current: Snapshot | None = None  # the fleet's
         self._waiting: Snapshot | None = None  # the newest version that has to wait
         self._holds: dict[str, int] = {}  # by reason: the newest version that may go out
+        self.wanted: tuple[int, ...] = ()  # versions to evaluate, in this order
+        self._kept: dict[int, Snapshot] = {}  # those of them that have come
+
+    @property
+    def evaluated(self) -> Snapshot | None:
+        """The pool's version; None: its nodes keep what they have."""
+        return self._kept.get(self.wanted[0]) if self.wanted else None
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -19,9 +30,17 @@ class Targets:
         return tuple(self._holds)
 
     @property
+    def _all(self) -> list[Snapshot]:
+        return [s for s in (self.current, self._waiting, *self._kept.values()) if s is not None]
+
+    @property
     def versions(self) -> set[int]:
         """The versions that nodes get, now or later."""
-        return {snapshot.version for snapshot in (self.current, self._waiting) if snapshot is not None}
+        return {snapshot.version for snapshot in self._all}
+
+    def find(self, version: int) -> Snapshot | None:
+        """This version, if nodes get it now or later."""
+        return next((snapshot for snapshot in self._all if snapshot.version == version), None)
 
     def hold(self, reason: str, version: int) -> None:
         """Keep versions newer than `version` back, until `release` with the same reason."""
@@ -33,6 +52,11 @@ class Targets:
         if self._waiting is not None:
             self.add([self._waiting])
 
+    def evaluate(self, versions: tuple[int, ...]) -> None:
+        """Keep these versions; the pool gets the first one. A version may come later."""
+        self._kept = {s.version: s for s in self._all if s.version in versions}
+        self.wanted = versions
+
     def add(self, snapshots: Iterable[Snapshot]) -> None:
         """New versions, in order."""
         newest = min(self._holds.values(), default=None)
@@ -41,3 +65,5 @@ class Targets:
                 self.current, self._waiting = snapshot, None
             else:
                 self._waiting = snapshot
+            if snapshot.version in self.wanted:
+                self._kept[snapshot.version] = snapshot

@@ -9,15 +9,17 @@ tokens that the engine saw. Whatever an environment does wrong fails its own sam
 """
 
 import asyncio
+import copy
 import logging
 import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
 
 from common.rollouts import Sample
+from common.span_buffer import SPANS
 from rollout_fleet.environments.isolation import placement
 from rollout_fleet.environments.protocol import Action, Budget, Chat, Limits, Observation, StepResult, StopReason
 from rollout_fleet.episode.rendering import Renderer
@@ -59,10 +61,13 @@ class Progress:
     turns: int = 0  # calls of the model that began
     state: str = "queued"  # for a slot; engine, environment, or done
     since: float = field(default_factory=time.monotonic)  # when this state began
+    track: str = "episodes"  # for its spans
 
     def at(self, state: str) -> None:
         """Enter a state."""
-        self.state, self.since = state, time.monotonic()
+        before, since, self.state, self.since = self.state, self.since, state, time.monotonic()
+        if before in ("engine", "environment"):
+            SPANS.add(before, before, since, self.since, self.track, turn=self.turns)
 
 
 class EpisodeFailed(Exception):
@@ -91,6 +96,12 @@ class EpisodeDriver:
         self.sampler, self.renderer, self.stage, self.rules = sampler, renderer, stage, rules
         most = rules.limits.max_concurrent
         self._slots = nullcontext() if most is None else asyncio.Semaphore(most)
+
+    def at(self, temperature: float) -> Self:
+        """The same driver, with its slots and its environment, at another temperature."""
+        other = copy.copy(self)
+        other.rules = replace(self.rules, sampling=Sampling(temperature, self.rules.sampling.top_p))
+        return other
 
     async def begin(self, problem: dict[str, Any], seed: int, group_seed: int, progress: Progress) -> Episode:
         """A new episode, not played yet."""

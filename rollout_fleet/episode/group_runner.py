@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 
 from broker.contract import GroupWork
+from common.evaluation import EvaluationOrder
 from common.rollouts import Group, GroupMeta, Sample, Task
+from common.span_buffer import SPANS
 from rollout_fleet.episode.concurrency import Slots
 from rollout_fleet.episode.driver import EpisodeDriver, Progress
 
@@ -24,6 +26,7 @@ class GroupProgress:
     leased_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None  # when its first episode began, monotonic seconds
     lost: bool = False  # the lease was lost, so the broker has counted its seconds
+    evaluation: EvaluationOrder | None = None  # the task is a held-out problem of this round
     episodes: list[Progress] = field(default_factory=list)  # one per sample; empty before the group runs
 
     @property
@@ -40,6 +43,12 @@ class GroupProgress:
     def starting(self) -> int:
         """Episodes whose environment has not given its first observation."""
         return sum(episode.state == "environment" and not episode.turns for episode in self.episodes)
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """Arguments of its spans. A held-out problem has no serial, so no step is linked to it."""
+        number, order = self.task.serial, self.evaluation
+        return {"serial": number} if order is None else {"problem": number, "version": order.version}
 
     def seconds(self) -> float:
         """Since its first episode began; 0 before."""
@@ -59,6 +68,7 @@ class GroupProgress:
             episode_tokens=oldest.sampled_tokens if oldest else 0,
             state=oldest.state if oldest else "queued",
             state_s=max(0.0, now - oldest.since) if oldest else 0.0,
+            evaluates=self.evaluation.version if self.evaluation else -1,
         )
 
 
@@ -91,8 +101,9 @@ class GroupRunner:
         except msgspec.DecodeError as error:
             reason = f"task {task.serial}: the problem is not a JSON object: {error}"
             return RolledOut(Group(task.serial, []), NOTHING, reason)
+        driver = self._driver.at(progress.evaluation.temperature) if progress.evaluation else self._driver
         started = [0.0] * task.group_size
-        progress.episodes = [Progress() for _ in range(task.group_size)]
+        progress.episodes = [Progress(track=f"episodes/{task.serial}.{i}") for i in range(task.group_size)]
 
         async def episode(index: int) -> Sample:
             async with self.slots:
@@ -101,9 +112,9 @@ class GroupRunner:
                     progress.started_at = started[index]
                 self.episodes_running += 1
                 try:
-                    return await self._driver.run(problem, task.seed + index, progress.episodes[index], task.seed)
+                    return await driver.run(problem, task.seed + index, progress.episodes[index], task.seed)
                 finally:
-                    progress.episodes[index].at("done")
+                    self._ended(progress, index, started[index])
                     self.on_episode_end()
                     self.episodes_running -= 1
 
@@ -118,6 +129,13 @@ class GroupRunner:
             if sample.error is not None:
                 self._on_failure(sample.stop_reason)
         return summarize(task.serial, samples, time.monotonic() - min(started))
+
+    @staticmethod
+    def _ended(progress: GroupProgress, index: int, began: float) -> None:
+        episode, name = progress.episodes[index], f"episode {progress.task.serial}.{index}"
+        episode.at("done")
+        facts = {**progress.facts, "sample": index, "turns": episode.turns, "tokens": episode.sampled_tokens}
+        SPANS.add(name, "episode", began, episode.since, episode.track, **facts)
 
 
 def summarize(serial: int, samples: list[Sample], generation_s: float) -> RolledOut:

@@ -8,6 +8,7 @@ import msgspec
 
 from common.config.schema import Config
 from common.errors import UsageError
+from common.evaluation import dataset_names
 from common.json_lines import dataset_rows
 from common.rollouts import Sample
 from rollout_fleet.driver_factory import build_driver
@@ -23,24 +24,26 @@ class EvalResult(msgspec.Struct, frozen=True):
     sampled_accuracy: float  # one sample per problem at rollout.temperature and rollout.top_p
     problems: int
     failed: int = 0  # episodes, of both kinds, that failed; they count as reward 0
+    datasets: dict[str, "EvalResult"] = {}  # each one, where there are several
 
 
 def run_eval(config: Config, model_path: Path) -> EvalResult:
-    """Evaluate a Hugging Face folder with its tokenizer on the problems of tasks.eval_dataset.
+    """Evaluate a Hugging Face folder with its tokenizer on evaluation.datasets, all together and each.
 
     Raises UsageError without dataset or model or for an unusable environment, SlipstreamError when the engine failed.
     """
-    if config.tasks.eval_dataset is None:
-        raise UsageError("tasks.eval_dataset names no held-out problems")
-    rows = dataset_rows(Path(config.tasks.eval_dataset), "tasks.eval_dataset")
-    problems = [msgspec.json.decode(row) for _, row in rows]
+    datasets, key = config.evaluation.datasets, "evaluation.datasets"
+    if not datasets:
+        raise UsageError(f"{key} names no held-out problems")
+    rows = [[msgspec.json.decode(row) for _, row in dataset_rows(Path(path), key)] for path in datasets]
+    problems = dict(zip(dataset_names(datasets), rows, strict=True))
     if not (model_path / "config.json").is_file():
         raise UsageError(f"{model_path} is not a model folder: it has no config.json")
     model = msgspec.structs.replace(config.model, path=str(model_path))
     return asyncio.run(_with_engine(msgspec.structs.replace(config, model=model), problems))
 
 
-async def _with_engine(config: Config, problems: list[dict[str, Any]]) -> EvalResult:
+async def _with_engine(config: Config, problems: dict[str, list[dict[str, Any]]]) -> EvalResult:
     from rollout_fleet.engine.engine import Engine
 
     engine = Engine(config, weights="folder")
@@ -48,13 +51,22 @@ async def _with_engine(config: Config, problems: list[dict[str, Any]]) -> EvalRe
     try:
         build_driver(config, engine, host)  # a config error shows before the engine starts
         await engine.start()
-        greedy = await evaluate(engine, config, problems, True, host)
-        sampled = await evaluate(engine, config, problems, False, host)
+        every = [problem for rows in problems.values() for problem in rows]
+        greedy = await evaluate(engine, config, every, True, host)
+        sampled = await evaluate(engine, config, every, False, host)
     finally:
         await engine.shutdown()
         host.close()
+    parts: dict[str, EvalResult] = {}
+    for name, rows in problems.items():
+        start = sum(part.problems for part in parts.values())
+        parts[name] = _result(greedy[start : start + len(rows)], sampled[start : start + len(rows)])
+    return msgspec.structs.replace(_result(greedy, sampled), datasets=parts if len(parts) > 1 else {})
+
+
+def _result(greedy: list[Sample], sampled: list[Sample]) -> EvalResult:
     failed = sum(s.error is not None for s in greedy + sampled)
-    return EvalResult(accuracy(greedy), accuracy(sampled), len(problems), failed)
+    return EvalResult(accuracy(greedy), accuracy(sampled), len(greedy), failed)
 
 
 async def evaluate(

@@ -15,6 +15,7 @@ from broker.contract import HeartbeatReply
 from broker.messaging.client_methods import NodeBroker
 from common.errors import BrokerError, SlipstreamError
 from common.process.logs import log_end
+from common.span_buffer import SPANS
 from rollout_fleet.node.broker_timeout import BrokerLost, BrokerTimeout
 from rollout_fleet.node.node_status import OwnStatus
 
@@ -64,8 +65,10 @@ class Heartbeat:
         log: str | None = None
         async with self._connect() as broker:
             while not self._stopping:
+                spans, sent_s = SPANS.batch(self._status.node_id), SPANS.now()
                 try:
-                    reply = await broker.heartbeat(self._status.report(), self._status.leases, log)
+                    reply = await broker.heartbeat(self._status.report(), self._status.leases, log, spans)
+                    SPANS.heard(sent_s, reply.time_s, reply.span_bytes)
                     log = log_end(self._log) if reply.log_rank >= 0 else None
                     self._timeout.answered()
                     self._tell(self._on_reply, reply)
@@ -73,6 +76,7 @@ class Heartbeat:
                     raise
                 except SlipstreamError as error:
                     logger.warning("heartbeat failed: %s", error)
+                    SPANS.lost(len(spans.spans) if spans is not None else 0)
                     self._timeout.failed(error)
                 if log is not None:
                     self._wake.set()  # an observer waits for it

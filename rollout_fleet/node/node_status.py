@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from broker.contract import NODE_AWAY, GroupWork, NodeReport, RunInfo, Waste
 from common.process.health import LifeSigns
+from common.span_buffer import SPANS
 from common.staleness import window_end
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
 from rollout_fleet.join_timing import JoinTimer
@@ -18,8 +19,8 @@ IDLE = ("joining", "waiting")  # states in which the engine runs and no episode 
 class OwnStatus:
     """The node's state and since when, its leases and counters. Thread-safe."""
 
-    def __init__(self, node_id: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.node_id = node_id
+    def __init__(self, node_id: str, clock: Callable[[], float] = time.monotonic, pool: str = "") -> None:
+        self.node_id, self.pool = node_id, pool
         self.joining = JoinTimer()
         self.signs = LifeSigns()
         self._clock = clock
@@ -28,6 +29,7 @@ class OwnStatus:
         self._weights, self._counters = WeightsState(), EngineCounters()
         self._leases: list[str] = []
         self._episodes, self._groups, self._limit = 0, list[GroupWork](), 0
+        self._evaluation_tokens = 0
         self._cancelled_tokens, self._cancelled_s = 0, 0.0
         self._failed: dict[str, int] = {}
         self._waited_s = 0.0  # in states of IDLE that are over
@@ -40,6 +42,7 @@ class OwnStatus:
                 now = self._clock()
                 self._waited_s += self._idle_s(now)
                 self._since = now
+                SPANS.state(state)
             self._state, self._waiting_on = state, waiting_on
 
     def measure(self, weights: WeightsState, counters: EngineCounters, leases: list[str]) -> None:
@@ -47,10 +50,11 @@ class OwnStatus:
         with self._lock:
             self._weights, self._counters, self._leases = weights, counters, leases
 
-    def work(self, episodes: int, groups: list[GroupWork], limit: int) -> None:
-        """Running episodes, the oldest groups, and how many episodes the node runs at once at most."""
+    def work(self, episodes: int, groups: list[GroupWork], limit: int, evaluation_tokens: int = 0) -> None:
+        """Running episodes, the oldest groups, how many episodes run at once at most, tokens of held-out problems."""
         with self._lock:
             self._episodes, self._groups, self._limit = episodes, groups, limit
+            self._evaluation_tokens = evaluation_tokens
 
     def turned(self) -> None:
         """The node loop is alive."""
@@ -78,6 +82,7 @@ class OwnStatus:
         """A snapshot for a heartbeat; tokens_per_s is over the time since the last one."""
         with self._lock:
             now, generated = self._clock(), self._counters.tokens_generated
+            evaluated = generated if self.pool else min(generated, self._evaluation_tokens)
             if now - self._rate_at >= 0.5:
                 self._rate = (generated - self._rate_tokens) / (now - self._rate_at)
                 self._rate_at, self._rate_tokens = now, generated
@@ -89,7 +94,9 @@ class OwnStatus:
                 policy_version=self._weights.version,
                 waiting_on=self._waiting_on,
                 since_s=now - self._since,
-                tokens_generated=generated,
+                tokens_generated=generated - evaluated,
+                evaluation_tokens=evaluated,
+                pool=self.pool,
                 tokens_wasted=self._cancelled_tokens,
                 tokens_per_s=self._rate,
                 generation_stall_s=self._weights.stall_s,
@@ -103,7 +110,9 @@ class OwnStatus:
                 episodes_running=self._episodes,
                 groups=self._groups,
                 concurrency=self._limit,
-                waste={
+                waste={}
+                if self.pool  # it costs the training nothing
+                else {
                     "cancelled": Waste(self._cancelled_tokens, self._cancelled_s),
                     "stalled": Waste(seconds=self._weights.stall_s),
                     "waiting": Waste(seconds=self._waited_s + self._idle_s(now)),
@@ -122,6 +131,7 @@ def explain(
     starting: int,
     leased_before: bool,
     run: RunInfo,
+    pool: str = "",
 ) -> tuple[str, str]:
     """(state, waiting_on) of a node that is neither starting nor leaving.
 
@@ -135,6 +145,8 @@ def explain(
         return ("environments", f"the start of {starting} environments") if starting == episodes else ("generating", "")
     if learner_incarnation is None:
         return "joining" if weights.version < 0 else "waiting", "learner (none is attached)"
+    if pool and weights.waiting_on in ("", WeightsState().waiting_on):
+        return "joining" if weights.version < 0 else "waiting", "the next version that is evaluated"
     if weights.version < 0:
         return "joining", weights.waiting_on or "weights from learner"
     if weights.incarnation != learner_incarnation:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,10 +11,12 @@ from broker.contract import Lease
 from broker.diagnosis.join_times import sentence
 from broker.messaging.client_methods import NodeBroker
 from common.errors import BrokerError, SlipstreamError
+from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import Group, encode_group
+from common.span_buffer import SPANS
 from rollout_fleet.episode.group_runner import GroupProgress, GroupRunner, RolledOut
 from rollout_fleet.episode.sampler_protocol import EngineCounters
-from rollout_fleet.node.broker_timeout import BrokerTimeout
+from rollout_fleet.node.broker_timeout import RETRY_S, BrokerTimeout
 from rollout_fleet.node.node_status import OwnStatus
 
 if TYPE_CHECKING:  # `plan` imports this room without torch
@@ -42,6 +45,7 @@ class _Running:
     progress: GroupProgress
     task: "asyncio.Task[None]"
     handing_in: bool = False
+    accepted: bool = False  # the broker has its group
 
 
 class RunningGroups:
@@ -53,6 +57,7 @@ class RunningGroups:
         """`on_end` is called when a group ends for any reason, `on_failure` when the engine or the broker failed."""
         self._parts, self._on_end, self._on_failure = parts, on_end, on_failure
         self._running: dict[str, _Running] = {}
+        self._evaluated_tokens = 0  # sampled for held-out problems that ended
 
     def __bool__(self) -> bool:
         return bool(self._running)
@@ -66,6 +71,11 @@ class RunningGroups:
         return [running.progress for running in self._running.values()]
 
     @property
+    def evaluation_tokens(self) -> int:
+        """Sampled for held-out problems so far."""
+        return self._evaluated_tokens + sum(p.sampled_tokens for p in self.progress if p.evaluation)
+
+    @property
     def unfinished(self) -> int:
         """Episodes that run or wait for a slot."""
         groups = [r for r in self._running.values() if not r.handing_in]
@@ -73,7 +83,7 @@ class RunningGroups:
 
     def start(self, lease: Lease) -> None:
         """Begin to work on a lease."""
-        progress = GroupProgress(lease.task)
+        progress = GroupProgress(lease.task, evaluation=lease.evaluation)
         task = asyncio.create_task(self._work(lease, progress), name=f"group {lease.task.serial}")
         self._running[lease.token] = _Running(lease, progress, task)
 
@@ -113,19 +123,31 @@ class RunningGroups:
     async def _work(self, lease: Lease, progress: GroupProgress) -> None:
         """One lease from start to hand-in; wasted tokens are counted (docs/waste.md)."""
         try:
-            done = await self._parts.runner.run(progress)
+            current = lease.evaluation is None or self._runs(lease.evaluation)
+            done = await self._parts.runner.run(progress) if current else None
             self._running[lease.token].handing_in = True
-            await self._hand_in(lease, done)
+            if lease.evaluation is None and done is not None:
+                self._running[lease.token].accepted = await self._hand_in(lease, done)
+            elif done is not None and self._runs(lease.evaluation):
+                await self._hand_in_evaluation(lease.token, result_of(done, self._parts.status.node_id))
+            else:
+                await self._return(lease)
         except (asyncio.CancelledError, SlipstreamError) as error:
-            self._parts.status.cancelled(progress.sampled_tokens, 0.0 if progress.lost else progress.seconds())
+            if lease.evaluation is None:
+                self._parts.status.cancelled(progress.sampled_tokens, 0.0 if progress.lost else progress.seconds())
             if isinstance(error, asyncio.CancelledError):
                 raise
             self._on_failure(error)
         finally:
-            self._running.pop(lease.token, None)
+            running = self._running.pop(lease.token, None)
+            accepted = int(running is not None and running.accepted)
+            facts = {**progress.facts, "attempt": lease.attempt, "accepted": accepted}
+            SPANS.add(f"group {lease.task.serial}", "lease", progress.leased_at, track=f"groups/{lease.token}", **facts)
+            self._evaluated_tokens += progress.sampled_tokens if lease.evaluation else 0
             self._on_end()
 
-    async def _hand_in(self, lease: Lease, done: RolledOut) -> None:
+    async def _hand_in(self, lease: Lease, done: RolledOut) -> bool:
+        """Whether the broker accepted the group."""
         parts, node_id = self._parts, self._parts.status.node_id
         if done.failure is not None:
             return await self._give_up(lease, done, done.failure)
@@ -140,8 +162,25 @@ class RunningGroups:
             times = parts.status.joining.times
             logger.info("%s; the process started at Unix time %.3f", sentence(times), times.started_s)
             parts.beat_now()
+        return accepted
 
-    async def _give_up(self, lease: Lease, done: RolledOut, reason: str) -> None:
+    def _runs(self, order: EvaluationOrder | None) -> bool:
+        """Whether the engine's weights are the ones that a round is about."""
+        weights = self._parts.feed.state
+        return order is not None and (weights.version, weights.incarnation) == (order.version, order.incarnation)
+
+    async def _return(self, lease: Lease) -> None:
+        """Hand a problem back: the engine's weights are others than the round's."""
+        broker, node_id = self._parts.broker, self._parts.status.node_id
+        await self._parts.timeout.repeat(lambda: broker.release(node_id, [lease.token]))
+        await asyncio.sleep(RETRY_S)  # the broker may not know the version yet, and would lease it again
+
+    async def _hand_in_evaluation(self, token: str, result: EvaluationResult) -> None:
+        broker = self._parts.broker
+        if not await self._parts.timeout.repeat(lambda: broker.complete_evaluation(result.node_id, token, result)):
+            logger.warning("the samples of held-out problem %d came too late and were refused", result.problem)
+
+    async def _give_up(self, lease: Lease, done: RolledOut, reason: str) -> bool:
         """Tell the broker that a group failed, and its cost; it counts as an attempt."""
         logger.warning("task %d failed: %s", lease.task.serial, reason)
         tokens, seconds = done.meta.sampled_tokens, max(0.0, done.meta.generation_s)
@@ -151,3 +190,21 @@ class RunningGroups:
             transcript = await asyncio.to_thread(self._parts.transcribe, done.group)
         work = node_id, lease.token, reason, tokens, seconds, transcript
         await self._parts.timeout.repeat(lambda: broker.fail(*work))
+        return False
+
+
+def result_of(done: RolledOut, node_id: str) -> EvaluationResult:
+    """The samples of a held-out problem, without their tokens."""
+    samples, meta = done.group.samples, done.meta
+    return EvaluationResult(
+        problem=done.group.serial,
+        rewards=[0.0 if s.error is not None else s.reward for s in samples],
+        lengths=[int(s.loss_mask.numpy().sum()) for s in samples],
+        stop_reasons=[s.stop_reason for s in samples],
+        errors=[s.error or "" for s in samples],
+        node_id=node_id,
+        version_min=meta.version_min,
+        version_max=meta.version_max,
+        started_s=time.time() - meta.generation_s,
+        seconds=meta.generation_s,
+    )

@@ -19,6 +19,7 @@ from common.errors import SlipstreamError
 from common.process.local_address import this_machine
 from common.security.credentials import Credential
 from common.security.curve import Handshakes, secure_client
+from common.span_buffer import SPANS
 from common.weights import messages
 from common.weights.messages import Canary, Publish
 from common.weights.transports.nccl import shared_versions
@@ -46,12 +47,13 @@ class WeightClient:
         credential: Credential | None = None,
         transports: tuple[str, ...] = ("gloo", "relay"),
         joining: JoinTimer | None = None,
+        pool: str = "",
     ) -> None:
         """Needs a running event loop only from `follow` on; `transports`: the ways by which the target can receive."""
         self._joining = joining or JoinTimer()
         self._transports, self._credential = transports, credential
         self._handshakes: Handshakes | None = None
-        self._node_id, self._target = node_id, target
+        self._node_id, self._pool, self._target = node_id, pool, target
         self.state = WeightsState()  # replaced as a whole; for reading
         self._changed = asyncio.Condition()
         self._address, self._incarnation = "", -1  # those of the learner that this node follows
@@ -130,7 +132,7 @@ class WeightClient:
         now = self.state
         if now.excluded is None:
             known = now.incarnation, now.version
-            here = shared_versions(), this_machine()
+            here = shared_versions(), this_machine(), self._pool
             await self._send(messages.Join(self._node_id, os.getpid(), *known, self._transports, *here))
 
     async def _read(self, connection: zmq.asyncio.Socket) -> None:
@@ -197,6 +199,7 @@ class WeightClient:
 
     async def _stage(self, publish: Publish, data: bytes) -> None:
         version = self._node_id, publish.incarnation, publish.version
+        began = time.perf_counter()
         try:
             seconds = await self._target.stage(data, StagingReports(self._node_id, self._send).tell)
         except Exception as error:  # the learner must hear of any
@@ -205,6 +208,8 @@ class WeightClient:
             await self._send(messages.Rejected(*version, str(error), epoch=publish.epoch))
             return
         self._staged = publish
+        told = {"version": publish.version, "incarnation": publish.incarnation}
+        SPANS.add(f"receive version {publish.version}", "stage", began, track="weights/receive", **told)
         self._joining.reached("staged")
         await self._send(messages.Staged(*version, seconds, publish.epoch))
 
@@ -234,6 +239,8 @@ class WeightClient:
             canary_max_difference=state.canary_max_difference if difference is None else difference,
         )
         took = time.perf_counter() - started
+        told = {"version": publish.version, "incarnation": publish.incarnation, "stall_s": flip.stall_s}
+        SPANS.add(f"flip to version {publish.version}", "flip", started, track="weights", **told)
         logger.info("version %d active: flip and proof %.3f s, stall %.3f s", publish.version, took, flip.stall_s)
         version = self._node_id, publish.incarnation, publish.version
         await self._send(messages.Active(*version, flip.stall_s, flip.checksum, difference))

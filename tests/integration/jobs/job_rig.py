@@ -127,7 +127,7 @@ def ledger(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    return list(read_jsonl(run_dir / "metrics.jsonl"))
+    return [line for line in read_jsonl(run_dir / "metrics.jsonl") if "kind" not in line]
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:

@@ -74,8 +74,8 @@ def assert_transcripts(run_dir: Path, assets: Path, steps: int) -> None:
     for turn in (turn for t in found for turn in t.turns):
         assert turn.text == "".join(turn.pieces) == tokenizer.decode(turn.tokens, skip_special_tokens=False)
         if turn.author == "policy":
-            columns = turn.pieces, turn.logprobs, turn.ratios, turn.trained
-            assert {len(column) for column in columns} == {len(turn.tokens)}
+            assert {len(column) for column in (turn.pieces, turn.logprobs, turn.trained)} == {len(turn.tokens)}
+            assert len(turn.ratios) == len(turn.tokens) or not (turn.ratios or any(turn.trained)), "all too old"
     fresh = [(x, t.step) for t in found for turn in t.turns if turn.version_runs == [(0, t.step)] for x in turn.ratios]
     assert fresh and all(0.9 < ratio < 1.1 for ratio, _ in fresh), "only arithmetic differs"
     assert metrics(run_dir)[-1]["transcripts_dropped_total"] == 0

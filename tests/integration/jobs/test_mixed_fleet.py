@@ -9,16 +9,20 @@ from typing import Any
 
 import psutil
 
+from tests.chrome_trace import ChromeTrace
 from tests.integration.jobs.job_rig import (
     Command,
     assert_trained_exactly_once,
     descendants,
+    events,
     ledger,
     metrics,
+    slipstream,
     status,
     until,
     write_config,
 )
+from tests.waiting import LIMIT_S
 
 TOLERANCE = 2e-4  # nat, between two float32 implementations of one model
 WIDE = "rollout.engine.tensor_parallel=2"
@@ -100,3 +104,29 @@ def test_roles_started_separately_with_engines_of_one_and_of_two_workers_train_o
     assert abs(lines[-1]["entropy"] - lines[0]["entropy"]) > 100 * TOLERANCE, (
         "no learning: an old version would not show"
     )
+    assert_traced(run_dir, len(lines))
+
+
+def assert_traced(run_dir: Path, steps: int) -> None:
+    """The trace has what metrics, events and ledger know, and its arrows say which groups a step trained on."""
+    slipstream("trace", str(run_dir))
+    trace = ChromeTrace(run_dir / "trace.json")
+    found = trace.slices("step", "learner")
+    assert [step["args"]["step"] for step in found] == list(range(steps))
+    inside = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in trace.slices("phase") + trace.slices("microbatch")]
+    for step in found:
+        names = {name for name, ts, end in inside if step["ts"] <= ts and end <= step["ts"] + step["dur"]}
+        assert names >= {"batch", "train", "snapshot", "microbatch 0"}
+    trained = {(a["args"]["serial"], b["args"]["step"]) for a, b in trace.arrows if a["cat"] == "lease"}
+    assert trained == {(e["serial"], e["step"]) for e in ledger(run_dir) if e["state"] == "committed"}
+    ran = {(e["args"]["serial"], e["args"]["sample"]) for e in trace.slices("episode")}
+    assert ran >= {(serial, sample) for serial, _ in trained for sample in range(4)}
+    versions = [event["detail"]["version"] for event in events(run_dir) if event["kind"] == "publish"]
+    assert {e["args"]["version"] for e in trace.slices("publish")} >= set(versions[:-1]), "the last may be cut short"
+    flips = {(e["pid"], e["args"]["version"]) for e in trace.slices("flip")}
+    drawn = {(b["pid"], b["args"]["version"]) for a, b in trace.arrows if a["cat"] == "publish"}
+    assert drawn >= {(pid, version) for pid, version in flips if version < versions[-1]}
+    names = {pid: name.split()[0] for pid, name in trace.processes.items()}
+    assert {names[pid] for pid, _ in flips} == {e["args"]["node"] for e in trace.slices("stage", "learner")} == IDS
+    assert trace.slices("state", "learner") and trace.slices("state", "narrow") and trace.slices("state", "wide")
+    assert 0 < trace.document["otherData"]["clock_error_s"] < LIMIT_S

@@ -142,6 +142,11 @@ def test_the_dashboard_has_unique_panels_of_the_provisioned_source() -> None:
         assert apart_x or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"], (one["title"], other["title"])
 
 
+def test_the_page_names_every_alert() -> None:
+    page = (ROOT / "docs" / "sinks.md").read_text()
+    assert set(re.findall(r"`(Slipstream\w+)`", page)) == ALERTS.keys()
+
+
 def test_images_are_pinned() -> None:
     services = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
     for service in services.values():

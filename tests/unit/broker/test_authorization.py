@@ -10,12 +10,14 @@ from broker.contract import LearnerReport, MachineReport
 from broker.guard.authorization import PERMITTED, refusal
 from broker.messaging import wire
 from broker.server.server import BrokerServer
+from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import Task
 from common.security.credentials import Identity, KeyFolder, load_credential
 from launch.keys import make
 from tests.broker_rig import META, ask, dealer, new_state, node_report, run_info, serving
 
 REPORT = LearnerReport(1, 1, "training", 0, instance="a")
+RESULT = EvaluationResult(0, [1.0], [3], ["stop"], [""], "n0", 1, 1)
 AS_LEARNER: dict[str, Any] = {"incarnation": 1, "instance": "a"}
 # The reference, written by hand: which roles may send which request.
 LEARNER, NODE, OBSERVING = {"learner"}, {"node"}, {"learner", "observer"}
@@ -26,6 +28,7 @@ REQUESTS: list[tuple[wire.Request[Any], set[str]]] = [
     (wire.Regenerate(id=4, step=0, serials=[], **AS_LEARNER), LEARNER),
     (wire.Filter(id=5, step=0, serials=[], most_replaced=0, **AS_LEARNER), LEARNER),
     (wire.Commit(id=6, step=0, **AS_LEARNER), LEARNER),
+    (wire.Evaluate(id=23, order=EvaluationOrder(1, 1, 0.0), **AS_LEARNER), LEARNER),
     (wire.Report(id=7, report=REPORT, **AS_LEARNER), LEARNER),
     (wire.Gather(id=22, report=MachineReport("m", "h", "a", "a:1", {})), LEARNER),
     (wire.Stop(id=19), LEARNER),
@@ -34,6 +37,7 @@ REQUESTS: list[tuple[wire.Request[Any], set[str]]] = [
     (wire.Cancel(id=10, target=9), NODE),
     (wire.Heartbeat(id=11, report=node_report(), tokens=[]), NODE),
     (wire.Complete(id=12, node_id="n0", token="t", meta=META), NODE),
+    (wire.CompleteEvaluation(id=24, node_id="n0", token="t", result=RESULT), NODE),
     (wire.Fail(id=13, node_id="n0", token="t", reason="because"), NODE),
     (wire.Release(id=14, node_id="n0", tokens=[]), NODE),
     (wire.Leave(id=15, node_id="n0"), NODE),

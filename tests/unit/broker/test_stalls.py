@@ -9,6 +9,7 @@ import pytest
 from broker.contract import (
     BrokerStatus,
     Delivery,
+    EvaluationProgress,
     GroupWork,
     LearnerReport,
     NodeReport,
@@ -27,6 +28,8 @@ TRAINING = msgspec.structs.replace(LEARNER, state="training", groups_missing=0)
 WORK = GroupWork(30, 8, finished=6, age_s=12.0, tokens=1500, turns=1, episode_tokens=0, state="engine", state_s=11.0)
 NODE = NodeReport("n0", 12, "here", "generating", 7, since_s=1.0, groups=[WORK])
 WAITING = msgspec.structs.replace(NODE, state="waiting", waiting_on="task window: version 7", since_s=9.0, groups=[])
+
+POOL = msgspec.structs.replace(WAITING, node_id="e0", pool="eval", waiting_on="the next version that is evaluated")
 
 
 def status_of(
@@ -218,6 +221,30 @@ CASES: dict[str, tuple[Any, ...]] = {  # status; kind, who, what for, since, unt
         status_of(node(groups=[msgspec.structs.replace(WORK, serial=20, state="queued", finished=0)])),
         "straggler", "task 20, which later ones have overtaken", "a free slot in the engine (8 of 8 samples on n0)",
         12.5, "an episode before it ends",
+    ),
+    "nobody evaluates": (
+        status_of(NODE, learner=TRAINING, evaluation=EvaluationProgress(6, 5, 0, 3, False)),
+        "evaluation", "the evaluation of version 6", "a node of the pool, and none is alive: 3 of 8 problems are done",
+        None, "`slipstream rollout --pool eval` starts one",
+    ),
+    "the version is on its way to the pool": (
+        status_of(NODE, POOL, learner=TRAINING, evaluation=EvaluationProgress(6, 5, 0, 3, False)),
+        "evaluation", "the evaluation of version 6", "e0: 3 of 8 problems are done", None, "version 6 reaches it",
+    ),
+    "a node of the pool has nothing to do": (
+        status_of(NODE, POOL, learner=TRAINING),
+        "pool", "e0", "the next version that is evaluated", 9.5,
+        "the learner publishes the next version that evaluation.every selects",
+    ),
+    "the last version is evaluated": (
+        status_of(learner=learner(state="evaluating", waiting_on="version 7: 3 of 8 problems")),
+        "learner_evaluating", "the learner", "version 7: 3 of 8 problems (evaluating)", 4.5,
+        "all problems are done; without results it gives up, and the run ends",
+    ),
+    "only nodes of the pool are there": (
+        status_of(POOL),
+        "no_node", "the learner", "groups for step 7: 1 of 4 ready, and no node is alive", 4.5,
+        "a node joins: `slipstream rollout CONFIG`, or `--join ADDRESS` elsewhere",
     ),
 }  # fmt: skip
 

@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.contract import StoredGroup
+from broker.contract import Lease, StoredGroup
 from broker.messaging import wire
+from common.evaluation import EvaluationOrder, EvaluationResult
+from common.rollouts import Task
 from tests.broker_rig import META
 from tests.unit.broker.test_authorization import REQUESTS
 
@@ -78,3 +80,33 @@ def test_random_bytes_raise_nothing_but_wire_errors(data: bytes, payloads: int) 
         wire.decode_request(data, payloads)
     with pytest.raises(wire.WireError):
         wire.decode_reply(data)
+
+
+def test_golden_bytes_of_evaluation_do_not_change() -> None:
+    order = EvaluationOrder(3, 1, 0.5)
+    offer = wire.Evaluate(id=7, order=order, stored=[2])
+    half = b"\xcb?\xe0\x00\x00\x00\x00\x00\x00"
+    golden = (
+        b"\x89\xa4type\xa8evaluate\xa2id\x07\xa6schema\x02\xabincarnation\xc0\xa8instance\xa0\xa5order\x83\xa7version\x03"
+        b"\xabincarnation\x01\xabtemperature" + half + b"\xa5tasks\x90\xa6stored\x91\x02\xa6shared\xc2"
+    )
+    assert (wire.encode(offer), wire.decode_request(golden, 0)) == (golden, offer)
+    result = EvaluationResult(2, [0.5], [5], ["stop"], [""], "e0", 3, 3, 0.5, 0.5)
+    complete = wire.CompleteEvaluation(id=8, node_id="e0", token="t", result=result)
+    golden = (
+        b"\x86\xa4type\xb3complete_evaluation\xa2id\x08\xa6schema\x02\xa7node_id\xa2e0\xa5token\xa1t\xa6result\x8a\xa7problem"
+        b"\x02\xa7rewards\x91"
+        + half
+        + b"\xa7lengths\x91\x05\xacstop_reasons\x91\xa4stop\xa6errors\x91\xa0\xa7node_id\xa2e0"
+        b"\xabversion_min\x03\xabversion_max\x03\xa9started_s" + half + b"\xa7seconds" + half
+    )
+    assert (wire.encode(complete), wire.decode_request(golden, 0)) == (golden, complete)
+
+
+def test_a_lease_of_an_earlier_release_is_one_of_training() -> None:
+    task = b"\x84\xa6serial\x00\xa7problem\xc4\x02{}\xa4seed\x01\xaagroup_size\x02"
+    earlier = b"\x84\xa4task" + task + b"\xa5token\xa1t\xa7attempt\x01"
+    lease = msgspec.msgpack.decode(earlier + b"\xa7lease_s\xcb@>\x00\x00\x00\x00\x00\x00", type=Lease)
+    assert lease == Lease(Task(0, b"{}", 1, 2), "t", 1, 30.0, None)
+    golden = msgspec.msgpack.encode(lease)
+    assert golden.endswith(b"\xaaevaluation\xc0")

@@ -10,6 +10,7 @@ import yaml
 from common.config.checks import Reader, check_config, problems, resolve_paths
 from common.config.loading import build_config, dump_yaml, load_config
 from common.config.network_checks import fixed_address, is_loopback, split_address
+from common.config.observing import EvaluationConfig
 from common.config.schema import Config, ModelConfig, RunConfig, SftConfig, SftTasksConfig, TasksConfig
 from common.errors import ConfigError
 from common.security.credentials import KeyFolder
@@ -27,7 +28,9 @@ learner: {moe: {balance: bias}} | learner.moe.balance | no experts
 learner: {moe: {replay_routing: true}} | learner.moe.replay_routing | no experts
 learner: {moe: {freeze_router: true, balance: bias}} | learner.moe.balance | frozen
 tasks: {dataset: no.jsonl} | tasks.dataset | does not exist
-tasks: {eval_dataset: no.jsonl} | tasks.eval_dataset | does not exist
+evaluation: {datasets: [no.jsonl]} | evaluation.datasets | does not exist
+evaluation: {every: 2} | evaluation.datasets | at least one dataset with evaluation.every
+evaluation: {temperature: 0.001} | evaluation.temperature | 0 (greedy), or at least 0.01
 rollout: {group_size: 1} | rollout.group_size | every advantage would be zero
 rollout: {max_tokens: 512} | rollout.max_tokens | max_model_len (512)
 rollout: {engine: {max_model_len: 4096}} | rollout.engine.max_model_len | 1024
@@ -300,13 +303,14 @@ def test_relative_paths_become_absolute(tmp_path, monkeypatch):
     config = Config(
         run=RunConfig(name="a", dir="runs/a", steps=1),
         model=ModelConfig(path="~/model"),
-        tasks=TasksConfig(environment="addition", dataset="../d.jsonl", eval_dataset="e.jsonl"),
+        tasks=TasksConfig(environment="addition", dataset="../d.jsonl"),
+        evaluation=EvaluationConfig(datasets=["e.jsonl", "hf://datasets/o/n/f.jsonl"]),
     )
     resolved = resolve_paths(config)
     assert resolved.run.dir == str(tmp_path / "runs/a")
     assert resolved.model.path == str(Path.home() / "model")
     assert resolved.tasks.dataset == str(tmp_path.parent / "d.jsonl")
-    assert resolved.tasks.eval_dataset == str(tmp_path / "e.jsonl")
+    assert resolved.evaluation.datasets == [str(tmp_path / "e.jsonl"), "hf://datasets/o/n/f.jsonl"]
 
 
 def test_a_reference_model_is_a_folder_with_config_and_weights(folder, monkeypatch):
@@ -329,14 +333,17 @@ def test_a_reference_model_is_a_folder_with_config_and_weights(folder, monkeypat
         ("broker", ()),
         ("node", ("model.path", "tasks.limits.python")),
         ("learner", ("model.path", "tasks.dataset", "learner.loss.reference")),
-        ("all", ("model.path", "tasks.dataset", "tasks.eval_dataset", "learner.loss.reference", "tasks.limits.python")),
+        (
+            "all",
+            ("model.path", "tasks.dataset", "evaluation.datasets", "learner.loss.reference", "tasks.limits.python"),
+        ),
     ],
 )
 def test_a_role_needs_only_the_files_that_it_reads(folder: Path, reader: Reader, needed: tuple[str, ...]) -> None:
     sections = {
         "model.path": {"model": {"path": "/nowhere"}},
         "tasks.dataset": {"tasks": {"dataset": "/nowhere/a.jsonl"}},
-        "tasks.eval_dataset": {"tasks": {"eval_dataset": "/nowhere/b.jsonl"}},
+        "evaluation.datasets": {"evaluation": {"datasets": ["/nowhere/b.jsonl"]}},
         "tasks.limits.python": {"tasks": {"limits": {"python": "/nowhere/python"}}},
         "learner.loss.reference": {"learner": {"loss": {"reference": "/nowhere", "kl_coefficient": 0.1}}},
     }
@@ -347,3 +354,20 @@ def test_a_role_needs_only_the_files_that_it_reads(folder: Path, reader: Reader,
             continue
         with pytest.raises(ConfigError, match=rf"job.yaml: {key}"):
             check_config(config, "job.yaml", reader)
+
+
+def test_a_learner_needs_the_held_out_problems_only_if_it_evaluates(folder: Path) -> None:
+    told = {"datasets": ["/nowhere/b.jsonl"]}
+    check_config(job(folder, evaluation=told), "job.yaml", "learner")
+    with pytest.raises(ConfigError, match=r"evaluation\.datasets: .*does not exist"):
+        check_config(job(folder, evaluation=told | {"every": 1}), "job.yaml", "learner")
+
+
+def test_versions_that_are_evaluated_are_published_and_datasets_differ(folder: Path) -> None:
+    (folder / "held.jsonl").write_text('{"a": 1}\n')
+    told = {"datasets": [str(folder / "held.jsonl")], "every": 6}
+    check_config(job(folder, evaluation=told, weights={"publish_every": 3}), "job.yaml")
+    bad = job(folder, evaluation=told, weights={"publish_every": 4}, staleness={"max": 3})
+    refused(bad, "evaluation.every", "a multiple of weights.publish_every (4)")
+    twice = job(folder, evaluation={"datasets": told["datasets"] * 2})
+    refused(twice, "evaluation.datasets", "every dataset once")

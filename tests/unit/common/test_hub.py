@@ -68,7 +68,7 @@ def test_an_existing_folder_a_path_and_a_name_of_the_hub_are_told_apart(tmp_path
         ("model.path", "hf://Qwen/Tiny/config.json", "hf://OWNER/NAME"),
         ("tasks.dataset", "hf://openai/gsm8k/main/train", "hf://datasets/OWNER/NAME"),
         ("tasks.dataset", f"{DATA}/main", "FILES.jsonl or .parquet"),
-        ("tasks.eval_dataset", f"{DATA}/*/test.parquet", "FILES.jsonl or .parquet"),
+        ("evaluation.datasets", f"{DATA}/*/test.parquet", "FILES.jsonl or .parquet"),
     ],
 )
 def test_a_name_in_another_form_is_refused(key: str, name: str, form: str) -> None:

@@ -92,3 +92,12 @@ def test_an_end_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:
     thread.put(1)
     thread.close(0.01)
     gate.set()
+
+
+def test_what_a_thread_needs_is_built_by_its_caller(tmp_path: Path) -> None:
+    """Imports of a thread beside Megatron's have ended a learner: dictionary changed size during iteration."""
+    built: list[threading.Thread] = []
+    thread = LineThread("a", SegmentWriter(tmp_path, "a", 1 << 20), lambda: built.append(threading.current_thread()))
+    thread.start()
+    assert built == [threading.current_thread()]
+    thread.close(LIMIT_S)

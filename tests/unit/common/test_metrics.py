@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import UsageError
 from common.json_lines import read_jsonl
-from common.metrics import SftMetrics, StepMetrics, declarations, read_metrics
+from common.metrics import EvaluationMetrics, SftMetrics, StepMetrics, declarations, read_metrics
 from common.process.metrics_file import MetricsWriter
 from tests.unit.broker.durable_rig import full_disk
 
@@ -26,14 +26,14 @@ def line(step: int, loss: float = 0.5) -> SftMetrics:
     )
 
 
-@pytest.mark.parametrize("kind", [StepMetrics, SftMetrics])
+@pytest.mark.parametrize("kind", [StepMetrics, EvaluationMetrics, SftMetrics])
 def test_every_metric_says_unit_reduction_and_meaning(kind: type[msgspec.Struct]) -> None:
     found = declarations(kind)
     assert [d.name for d in found] == list(kind.__struct_fields__)
     for declaration in found:
         assert declaration.description
         assert declaration.reduction in ("mean", "sum", "max", "last")
-    assert kind is SftMetrics or set(REQUIRED.split()) <= {d.name for d in found}
+    assert kind is not StepMetrics or set(REQUIRED.split()) <= {d.name for d in found}
 
 
 def test_lines_come_back_as_written_and_resuming_removes_a_torn_one_and_those_that_are_trained_again(
@@ -54,6 +54,27 @@ def test_lines_come_back_as_written_and_resuming_removes_a_torn_one_and_those_th
     again.write(line(2, loss=0.1))
     again.close()
     assert read_metrics(path, SftMetrics) == [line(0), line(1), line(2, loss=0.1)]
+
+
+def test_evaluations_are_lines_of_their_own_kind_and_those_of_the_checkpoints_version_stay(tmp_path: Path) -> None:
+    def evaluated(version: int) -> EvaluationMetrics:
+        return EvaluationMetrics(
+            step=version, policy_version=version, time_s=1.0, dataset="d", problems=1, samples=1, temperature=0.0,
+            failed=0, mean_reward=0.3, mean_reward_low=None, mean_reward_high=None, pass_at={"1": 0.0},
+            pass_at_low={"1": 0.0}, pass_at_high={"1": 0.5}, truncated_fraction=0.0, length_mean=3.0, tokens=3,
+            seconds=1.0, node_seconds=1.0,
+        )  # fmt: skip
+
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    for written in (evaluated(0), line(0), line(1), evaluated(2), line(2), evaluated(3)):
+        writer.write(written)
+    writer.close()
+    assert read_jsonl(path)[0]["kind"] == "evaluation"
+    assert read_metrics(path, SftMetrics) == [line(0), line(1), line(2)]
+    MetricsWriter(path, keep_before_step=2).close()
+    assert read_metrics(path, SftMetrics) == [line(0), line(1)]
+    assert read_metrics(path, EvaluationMetrics) == [evaluated(0), evaluated(2)]
 
 
 def test_a_torn_last_line_is_left_out_and_a_damaged_one_or_a_folder_is_named(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ TUNED = ("deepseek-v3", "qwen3-235b-a22b", "mixtral-8x7b")
 CLIPS = ["learner.loss.clip_low=0.2", "learner.loss.clip_dual=3"]
 GUESSING = ["tasks.environment=number_guessing", "tasks.options={}"]
 QWEN = "Qwen/Qwen3-0.6B"
-DATA = ["tasks.dataset=data/gsm8k/train.jsonl", "tasks.eval_dataset=data/gsm8k/test.jsonl"]
+DATA = ["tasks.dataset=data/gsm8k/train.jsonl", "evaluation.datasets=[data/gsm8k/test.jsonl]"]
 ALL = [*NAMED, *(f"{name}-sft" for name in TUNED)]
 
 
@@ -125,7 +125,7 @@ def test_missing_files_are_brought_before_launch_but_a_bad_dataset_fails(here: P
     review = make_review("configs/qwen3-0.6b-gsm8k.yaml", DATA)
     assert len(review.failed) == 1
     assert review.failed[0].startswith("tasks.dataset: expected a JSON object on every line")
-    assert any("tasks.eval_dataset" in line for line in review.before_launch)
+    assert any("evaluation.datasets" in line for line in review.before_launch)
     model = here / QWEN
     (model / "tokenizer.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"")

@@ -44,7 +44,7 @@ def test_names_are_grouped_by_the_declared_unit_and_nested_values_are_flat() -> 
         "train/incarnation": 0.0, "train/loss": 0.5, "time/step_s": 2.0, "tokens/tokens_trained": 5.0,
         "train/mismatch_by_age/0": 0.1, "train/mismatch_by_age/1": 0.2, "train/newer": 1.0,
     }  # fmt: skip
-    assert dict(flat({"a": {"b": [True, None, 2]}})) == {"a/b/2": 2.0}
+    assert flat({"a": {"b": [True, None, 2]}}) == {"a/b/2": 2.0}
     assert GROUP_OF.keys() == set(StepMetrics.__struct_fields__)
 
 

@@ -17,6 +17,7 @@ from common.weights.messages import Active, Epoch, Join, Publish, Staged
 from learner.publish import receiver_state
 from learner.publish.control import PublishControl
 from learner.publish.publisher import WeightPublisher
+from tests.recorded_spans import recorded
 from tests.unit.learner.receivers import address_of, snapshot_of
 from tests.waiting import LIMIT_S, until
 
@@ -40,10 +41,12 @@ class Through:
 class Node:
     """One connection to the control thread. Others can fetch at `listens`; None: it does not answer a Welcome."""
 
-    def __init__(self, name: str, address: str, context: "zmq.Context[Any]", listens: str | None) -> None:
+    def __init__(
+        self, name: str, address: str, context: "zmq.Context[Any]", listens: str | None, pool: str = ""
+    ) -> None:
         self.name, self.socket, self.listens = name, context.socket(zmq.DEALER), listens
         self.socket.connect(address)
-        self.say(Join(name, 1, transports=("gloo", "relay")))
+        self.say(Join(name, 1, transports=("gloo", "relay"), pool=pool))
 
     def say(self, message: messages.NodeMessage) -> None:
         self.socket.send(messages.encode(message))
@@ -73,8 +76,14 @@ class Node:
 
     def stage(self) -> Publish:
         """Receive an epoch and a publish, and say that it is staged; back when it is to be used."""
-        epoch, publish = self.hear(Epoch), self.hear(Publish)
+        epoch = self.hear(Epoch)
+        publish = self.hear_and_stage()
         assert publish.epoch == epoch.epoch
+        return publish
+
+    def hear_and_stage(self) -> Publish:
+        """As `stage`, over the group that there is."""
+        publish = self.hear(Publish)
         self.say(Staged(self.name, 0, publish.version, 0.1, publish.epoch))
         self.hear(messages.Activate)
         return publish
@@ -107,8 +116,8 @@ def join(control: PublishControl) -> Iterator[Callable[..., Node]]:
     with ExitStack() as stack:
         context = stack.enter_context(zmq.Context[Any]())
 
-        def made(name: str, *listens: str | None) -> Node:
-            node = Node(name, control.address, context, *(listens or [address_of(name)]))
+        def made(name: str, *listens: str | None, pool: str = "") -> Node:
+            node = Node(name, control.address, context, *(listens or [address_of(name)]), pool=pool)
             stack.callback(node.leave)
             return node
 
@@ -258,3 +267,70 @@ def test_a_publisher_holds_back_what_it_gets_after_the_call() -> None:
         assert node.hear(Publish).version == 1
         node.leave()
         publisher.close()
+
+
+def test_a_publish_is_in_the_trace_until_all_nodes_have_it_or_a_newer_one_comes_with_the_stages_of_each_node(
+    first: Node, control: PublishControl
+) -> None:
+    def named(kind: str) -> list[str]:
+        return [span.name for span in spans() if span.kind == kind]
+
+    def staged() -> Publish:
+        publish = first.hear(Publish)
+        first.say(Staged(first.name, 0, publish.version, 0.1, publish.epoch))
+        first.hear(messages.Activate)
+        return publish
+
+    with recorded() as spans:
+        control.offer(snapshot_of(2))
+        publish = staged()
+        assert named("stage") == ["receive first"] and named("publish") == []
+        control.offer(snapshot_of(3))
+        until(lambda: named("publish") == ["publish version 2"], "a newer one has come")
+        first.flip(publish)
+        first.flip(staged())
+        until(lambda: named("publish") == ["publish version 2", "publish version 3"])
+        stages = [span for span in spans() if span.kind == "stage"]
+        assert [span.name for span in stages] == ["receive first", "activate first"] * 2
+        assert [span.args["version"] for span in stages] == [2, 2, 3, 3]
+        newest = next(span for span in spans() if span.name == "publish version 3")
+        assert newest.args == {"version": 3, "incarnation": 0}
+        assert newest.start_s + newest.duration_s >= stages[-1].start_s + stages[-1].duration_s
+
+
+def test_a_node_of_the_pool_gets_evaluated_versions_only_and_keeps_each_until_its_round_ends(
+    first: Node, join: Callable[..., Node], control: PublishControl
+) -> None:
+    pool = join("pool", pool="eval")
+    assert not [m for m in pool.heard() if isinstance(m, Publish)], "version 1 is not evaluated"
+    control.evaluate((2,))
+    control.offer(snapshot_of(2))
+    first.flip(first.hear_and_stage())
+    pool.flip(pool.stage())
+    until(lambda: control.figures.now.version_active == 2 and not control.figures.now.undelivered)
+    control.evaluate((2, 3))
+    for version in (3, 4):
+        control.offer(snapshot_of(version))
+    until(lambda: control.figures.now.published == 4)
+    assert not [m for m in pool.heard() if isinstance(m, Publish)], "its round is under way"
+    assert control.figures.now.nodes == 1, "the pool is not part of the fleet"
+    late = join("late", pool="eval")
+    assert late.hear(Publish).version == 2, "the learner has a copy of it"
+    control.evaluate((3,))
+    assert pool.hear(Publish).version == 3, "although version 4 is the newest"
+
+
+def test_a_silent_or_excluded_node_of_the_pool_is_no_matter_of_the_fleets(
+    first: Node, join: Callable[..., Node], control: PublishControl
+) -> None:
+    pool = join("pool", pool="eval")
+    control.evaluate((2,))
+    control.offer(snapshot_of(2))
+    publish = pool.hear(Publish)
+    first.flip(first.hear_and_stage())
+    assert control.figures.wait_settled(2, 2, timeout_s=LIMIT_S), "no wait for the pool"
+    [late] = control.figures.now.undelivered
+    assert (late.node_id, late.version) == ("pool", 2)
+    pool.say(messages.Rejected("pool", 0, 2, "the proof failed", epoch=publish.epoch, fatal=True))
+    until(lambda: not control.figures.now.undelivered)
+    assert control.figures.now.fatal is None

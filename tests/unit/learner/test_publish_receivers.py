@@ -234,7 +234,8 @@ EXCLUDED = settled("bad", 3, state=State.EXCLUDED, reason="the proof failed")
 
 
 def test_receiving_flipping_and_queued_nodes_are_told_apart_the_longest_waiting_first() -> None:
-    current = cast(Snapshot, SimpleNamespace(version=6, started=12.0))
+    targets = Targets()
+    targets.current = cast(Snapshot, SimpleNamespace(version=6, started=12.0))
     sending = attempt_at(snapshot_of(5), "a", "b")
     receivers = [
         settled("c", 4),
@@ -243,12 +244,12 @@ def test_receiving_flipping_and_queued_nodes_are_told_apart_the_longest_waiting_
         settled("new", 6),
         EXCLUDED,
     ]
-    assert undelivered(receivers, current) == (
+    assert undelivered(receivers, targets) == (
         Undelivered("b", 5, "flipping", 0.0),
         Undelivered("a", 5, "receiving", 0.0),
         Undelivered("c", 6, "queued", 12.0),
     )
-    assert undelivered([newcomer("a")], None) == ()
+    assert undelivered([newcomer("a")], Targets()) == ()
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,17 @@ def test_a_version_is_whole_with_all_parts_and_supersedes_older_ones_whose_offer
     assert lead.sources.whole() == [third]
 
 
+def test_a_version_that_is_to_be_evaluated_is_not_superseded_before_it_is_whole(lead: Lead) -> None:
+    first, second = lead.add(1), lead.add(2)
+    lead.offer(1, 2)
+    lead.offer(2, 2)
+    assert lead.sources.whole({1}) == []
+    lead.offer(1, 1)
+    lead.offer(2, 1)
+    assert lead.sources.whole({1}) == [first, second]
+    assert first.whole and second.whole
+
+
 def test_a_part_is_asked_for_until_it_comes_also_over_a_new_connection(
     lead: Lead, monkeypatch: pytest.MonkeyPatch
 ) -> None:

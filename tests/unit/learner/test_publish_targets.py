@@ -50,3 +50,30 @@ def test_before_the_first_version_a_hold_keeps_every_version_back() -> None:
     assert current(targets) is None
     targets.release("watch")
     assert current(targets) == 0
+
+
+def test_an_evaluated_version_is_kept_until_its_turn_is_over_whenever_it_comes() -> None:
+    targets = Targets()
+    targets.add([snapshot_of(4)])
+    targets.evaluate((4, 6))
+    targets.add([snapshot_of(5), snapshot_of(6), snapshot_of(7)])
+    assert targets.evaluated is not None and targets.evaluated.version == 4
+    assert (current(targets), targets.versions) == (7, {4, 6, 7})
+    assert targets.find(5) is None and targets.find(6) is not None
+    targets.evaluate((6,))
+    assert (targets.evaluated, targets.versions) == (targets.find(6), {6, 7})
+    targets.evaluate((9,))
+    assert (targets.evaluated, targets.versions) == (None, {7}), "it comes later"
+    targets.add([snapshot_of(9)])
+    assert targets.evaluated is targets.current
+    targets.evaluate(())
+    assert targets.evaluated is None
+
+
+def test_the_pool_gets_a_version_that_the_fleet_has_to_wait_for() -> None:
+    targets = Targets()
+    targets.add([snapshot_of(1)])
+    targets.hold("watch", 1)
+    targets.evaluate((2,))
+    targets.add([snapshot_of(2)])
+    assert (current(targets), targets.evaluated) == (1, targets.find(2))

@@ -3,14 +3,20 @@
 import time
 from pathlib import Path
 
+import pytest
+
 from broker.contract import BrokerStatus, HeartbeatReply, LearnerReport, NodeReport
 from common.errors import BrokerUnreachable
+from common.span_buffer import SpanBuffer
+from learner.loop import status_reporter
 from learner.loop.status_reporter import SHOWN_DELIVERIES, Reporter
 from learner.loop.step_metrics import StallMeter
 from learner.publish.figures import Undelivered
 from tests.launch_rig import node_status, status_of
 from tests.unit.learner.loop_fakes import MakeWorld
 from tests.waiting import LIMIT_S, until
+
+ROUNDING_S = 1e-6  # Unix times as floats
 
 
 class Sink:
@@ -65,6 +71,25 @@ def test_what_the_broker_asks_for_is_done_a_log_comes_with_the_next_report_and_a
     reporter.stop()
     assert sink.logs[:3] == [(None, -1), ("first\nlast", 1), ("", 7)], "rank 7 has no log here"
     assert {log for log, _ in sink.logs[3:]} == {None}
+
+
+def test_the_answers_tell_how_far_the_brokers_clock_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = SpanBuffer()
+    monkeypatch.setattr(status_reporter, "SPANS", spans)
+    spans.open()
+
+    class Ahead(Sink):
+        def report(self, report: LearnerReport, log: str | None = None, log_rank: int = -1) -> HeartbeatReply:
+            return HeartbeatReply(time_s=spans.now() + 50)
+
+    reporter = Reporter(Ahead, Path())
+    reporter.start()
+    reporter.set("training")
+    reporter.set("waiting")
+    batch = until(lambda: spans.batch("learner", 1 << 20))
+    reporter.stop()
+    assert abs(batch.offset_s - 50) <= batch.error_s + ROUNDING_S
+    assert batch.spans[0].name == "training" and batch.spans[0].kind == "state"
 
 
 def test_since_starts_over_only_with_another_state_and_groups_are_missing_only_while_they_are_waited_for() -> None:

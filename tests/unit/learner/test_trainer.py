@@ -14,6 +14,7 @@ from common.errors import HopelessError, UsageError
 from common.metrics import StepMetrics, read_metrics
 from common.rollouts import Group, encode_group
 from tests.memory_broker import MemoryBroker
+from tests.recorded_spans import recorded
 from tests.unit.learner.loop_fakes import Killed, MakeWorld, World, make_group
 
 # ---------------------------------------------------------------- a whole run
@@ -338,3 +339,26 @@ def test_a_store_that_lost_what_the_checkpoint_was_trained_on_is_refused_before_
     assert again.trainer.version == 2
     assert again.run() == "done"
     assert [line.step for line in read_metrics(world.run_dir.metrics, StepMetrics)] == list(range(6))
+
+
+# ---------------------------------------------------------------- the trace
+
+
+def test_the_trace_has_every_step_with_its_groups_its_phases_and_the_states_in_between(make_world: MakeWorld) -> None:
+    with recorded() as spans:
+        world = make_world(run={"steps": 3})
+        world.run()
+    found = spans()
+    steps = [span for span in found if span.kind == "step"]
+    assert [(span.args["step"], span.args["version"]) for span in steps] == [(0, 1), (1, 2), (2, 3)]
+    ledger = {entry.serial: entry.step for entry in world.broker.ledger()}
+    for span in steps:
+        serials = [int(word) for word in str(span.args["serials"]).split()]
+        assert serials == [serial for serial, step in ledger.items() if step == span.args["step"]]
+    for name in ("batch", "train"):
+        inside = [span for span in found if (span.kind, span.name) == ("phase", name)]
+        for step, phase in zip(steps, inside, strict=True):
+            assert step.start_s <= phase.start_s and phase.track == step.track
+            assert phase.start_s + phase.duration_s <= step.start_s + step.duration_s
+    states = {span.name for span in found if span.kind == "state"}
+    assert states >= {"waiting", "training", "publishing", "checkpointing"}

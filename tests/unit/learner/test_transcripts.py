@@ -109,7 +109,7 @@ def transcribed(make_world: MakeWorld, model: str, share: float = 1.0, **section
 
 def finish(world: World) -> None:
     assert world.run() == "done"
-    world.lead._transcripts.close(LIMIT_S)  # a busy machine may take long to import transformers
+    world.lead._transcripts.close(LIMIT_S)
     world.lead.close("done", world.trainer.version, "")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from broker.contract import HeartbeatReply, LearnerReport, NodeReport
 from broker.messaging.client_methods import NodeBroker
 from common.rollouts import Sample, Task, VersionRun
+from common.spans import SpanBatch
 from rollout_fleet.environments.isolation.placement import Stage, ThreadStage
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 from rollout_fleet.environments.protocol import Action, Budget, Limits, StepResult
@@ -195,9 +196,11 @@ class InOwnerLoop:
     async def __aexit__(self, *_: object) -> None:
         return None
 
-    async def heartbeat(self, report: NodeReport, tokens: list[str], log: str | None = None) -> HeartbeatReply:
+    async def heartbeat(
+        self, report: NodeReport, tokens: list[str], log: str | None = None, spans: SpanBatch | None = None
+    ) -> HeartbeatReply:
         self.threads.add(threading.current_thread().name)
-        call = self._broker.heartbeat(report, tokens, log)
+        call = self._broker.heartbeat(report, tokens, log, spans)
         reply = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))  # type: ignore[arg-type]
         self.beats += 1
         return reply

@@ -1,12 +1,14 @@
 """Evaluation over the episode driver."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
 
+from common.config.observing import EvaluationConfig
 from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
 from common.errors import UsageError
 from common.rollouts import Sample
@@ -20,11 +22,12 @@ from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, add, make_driv
 PROBLEMS = [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(10)]
 
 
-def config(eval_dataset: str | None = None, concurrency: int = 3) -> Config:
+def config(*datasets: str, concurrency: int = 3) -> Config:
     return Config(
         run=RunConfig(name="t", dir="unset", steps=1),
         model=ModelConfig(path="unset"),
-        tasks=TasksConfig(environment="addition", dataset="unset", eval_dataset=eval_dataset),
+        tasks=TasksConfig(environment="addition", dataset="unset"),
+        evaluation=EvaluationConfig(datasets=list(datasets)),
         rollout=RolloutConfig(concurrency=concurrency, temperature=0.7, engine=EngineConfig(max_model_len=64)),
     )
 
@@ -72,8 +75,33 @@ def test_evaluation_needs_held_out_problems_and_a_model(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="names no held-out problems"):
         module.run_eval(config(), tmp_path)
     (tmp_path / "held_out.jsonl").write_text('{"a": 1}\n[2]\n')
-    with pytest.raises(UsageError, match=r"tasks\.eval_dataset: .*held_out\.jsonl line 2: expected a JSON object"):
+    with pytest.raises(UsageError, match=r"evaluation\.datasets: .*held_out\.jsonl line 2: expected a JSON object"):
         module.run_eval(config(str(tmp_path / "held_out.jsonl")), tmp_path)
     (tmp_path / "held_out.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(UsageError, match="is not a model folder"):
         module.run_eval(config(str(tmp_path / "held_out.jsonl")), tmp_path / "absent")
+
+
+def test_several_datasets_are_evaluated_together_and_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class NoEngine(ScriptedSampler):
+        async def start(self) -> None: ...
+
+        async def shutdown(self) -> None: ...
+
+    def wrong_from_ten_on(prompt: str) -> Generation:
+        return say(" =0") if "10+" in prompt else add(prompt)
+
+    monkeypatch.setattr("rollout_fleet.engine.engine.Engine", lambda *_, **__: NoEngine(wrong_from_ten_on))
+    monkeypatch.setattr(
+        module, "build_driver", lambda c, sampler, host, s=None: make_driver(sampler, Addition, host=host)
+    )
+    for name, first, count in (("easy", 0, 3), ("hard", 10, 1)):
+        rows = [json.dumps({"question": f"{n}+1", "answer": str(n + 1)}) for n in range(first, first + count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    (tmp_path / "config.json").write_text("{}")
+    found = module.run_eval(config(str(tmp_path / "easy.jsonl"), str(tmp_path / "hard.jsonl")), tmp_path)
+    assert (found.greedy_accuracy, found.sampled_accuracy, found.problems) == (0.75, 0.75, 4)
+    accuracies = [(part.problems, part.greedy_accuracy) for part in found.datasets.values()]
+    assert accuracies == [(3, 1.0), (1, 0.0)]
+    assert [name.split("-")[-1] for name in found.datasets] == ["easy", "hard"]
+    assert module.run_eval(config(str(tmp_path / "easy.jsonl")), tmp_path).datasets == {}

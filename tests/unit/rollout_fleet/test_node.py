@@ -14,6 +14,7 @@ import pytest
 from broker.contract import Waste
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, SlipstreamError
 from common.rollouts import decode_group
+from common.spans import Span, SpanBatch
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.episode.concurrency import LOOKS, AdaptiveLimit
 from rollout_fleet.episode.group_runner import GroupRunner
@@ -25,6 +26,7 @@ from rollout_fleet.node.node_status import OwnStatus
 from rollout_fleet.node.running_groups import NodeParts
 from tests.broker_rig import run_info
 from tests.memory_broker import MemoryBroker
+from tests.recorded_spans import recorded
 from tests.unit.rollout_fleet.fleet_fakes import (
     InOwnerLoop,
     ScriptedFeed,
@@ -420,3 +422,59 @@ async def test_two_nodes_share_the_window() -> None:
         first.attach(tasks=8)
         await until_async(lambda: first.states() == ["leased"] * 8)
         assert {e.nodes[-1] for e in first.learner.ledger()} == {"n0", "n1"}
+
+
+async def test_its_heartbeats_bring_the_spans_of_leases_episodes_turns_and_states_to_the_broker() -> None:
+    broker, batches = MemoryBroker(run_info(groups_per_step=4, trace=True)), list[SpanBatch]()
+    broker.state.trace = batches.append
+
+    def of(kind: str) -> list[Span]:
+        return [span for batch in batches for span in batch.spans if span.kind == kind]
+
+    with recorded():
+        async with Site(broker=broker) as site:
+            site.attach(tasks=3)
+            await until_async(lambda: len(of("lease")) == 3 and len(of("episode")) == 6 and len(of("state")) > 0)
+    assert {batch.who for batch in batches} == {"n0"} and batches[-1].dropped == 0
+    assert sorted(span.args["serial"] for span in of("lease")) == [0, 1, 2]
+    assert all(span.args["accepted"] == 1 and span.track.startswith("groups/") for span in of("lease"))
+    for episode in of("episode"):
+        inside = [span for kind in ("environment", "engine") for span in of(kind) if span.track == episode.track]
+        inside.sort(key=lambda span: span.start_s)
+        assert [span.name for span in inside] == ["environment", "engine", "environment"]
+        assert (episode.args["turns"], inside[1].args) == (1, {"turn": 1})
+        assert inside[0].start_s >= episode.start_s
+        assert inside[-1].start_s + inside[-1].duration_s == episode.start_s + episode.duration_s
+    assert "waiting" in {span.name for span in of("state")}
+
+
+async def test_spans_whose_heartbeat_failed_are_counted() -> None:
+    class Away:
+        """Takes spans, and answers only one heartbeat in two."""
+
+        def __init__(self, link: Any) -> None:
+            self.link, self.turn, self.lost, self.heard = link, 0, 0, 0
+
+        async def heartbeat(self, *arguments: Any) -> Any:
+            self.turn += 1
+            batch = arguments[3]
+            if self.turn % 2:
+                self.lost += len(batch.spans) if batch else 0
+                raise BrokerUnreachable("away")
+            self.heard = max(self.heard, batch.dropped if batch else 0)
+            return await self.link.heartbeat(*arguments)
+
+        async def __aenter__(self) -> "Away":
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            return None
+
+    broker = MemoryBroker(run_info(groups_per_step=4, trace=True))
+    with recorded():
+        site = Site(broker=broker)
+        site.link = away = Away(site.link)  # type: ignore[assignment]
+        async with site:
+            site.attach(tasks=8)
+            before = away.heard
+            await until_async(lambda: away.lost > 0 and away.heard > before)

@@ -56,6 +56,27 @@ def test_the_explanation_names_who_unblocks_the_node(
     assert explain(weights, learner, episodes, starting, leased, run) == (state, waiting_on)
 
 
+def test_a_node_of_the_pool_waits_for_versions_and_its_tokens_are_no_training_tokens(clock: Clock) -> None:
+    waits = "the next version that is evaluated"
+    for weights, state in ((WeightsState(), "joining"), (HELD, "waiting")):
+        assert explain(weights, 0, 0, 0, False, run_info(), "eval") == (state, waits)
+    refused = WeightsState(waiting_on="the learner refused this key")
+    assert explain(refused, 0, 0, 0, False, run_info(), "eval") == ("joining", "the learner refused this key")
+    status = OwnStatus("n", clock, pool="eval")
+    clock.now = 9.0
+    status.measure(HELD, EngineCounters(tokens_generated=70), [])
+    report = status.report()
+    assert (report.pool, report.tokens_generated, report.evaluation_tokens, report.waste) == ("eval", 0, 70, {})
+
+
+def test_a_node_of_the_fleet_counts_tokens_of_held_out_problems_apart(status: OwnStatus) -> None:
+    status.measure(HELD, EngineCounters(tokens_generated=70), [])
+    status.work(0, [], 4, evaluation_tokens=30)
+    assert (status.report().tokens_generated, status.report().evaluation_tokens) == (40, 30)
+    status.work(0, [], 4, evaluation_tokens=90)  # the engine has not counted them yet
+    assert (status.report().tokens_generated, status.report().evaluation_tokens) == (0, 70)
+
+
 def test_since_counts_from_the_change_of_state_not_of_reason(clock: Clock, status: OwnStatus) -> None:
     for clock.now, reason in ((5.0, "a"), (7.0, "b")):
         status.show("waiting", reason)

@@ -1,0 +1,151 @@
+"""The round of evaluation that is under way: held-out problems that nodes lease. They belong to no step.
+
+Nothing here is recorded. A learner that finds fewer problems than it offered, after a restart of the broker, offers
+the missing ones again.
+"""
+
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from broker.contract import EvaluationProgress, Lease, RunInfo
+from broker.delivery.deadlines import Deadlines
+from common.evaluation import EvaluationOrder, EvaluationResult
+from common.rollouts import Task
+
+MOST_RESULTS = 256  # in one answer
+
+
+@dataclass(slots=True)
+class Problem:
+    """A held-out problem; its task's serial is its number in the round."""
+
+    task: Task
+    lost: int = 0  # leases
+    node: str = ""
+    leased_at: float = 0.0
+    deadline: float = 0.0
+
+
+class EvaluationTable:
+    """Problems of one round; a new order takes the place of the round before."""
+
+    def __init__(self, run: RunInfo, clock: Callable[[], float], new_token: Callable[[], str]) -> None:
+        self._run, self._clock, self._new_token = run, clock, new_token
+        self.begin(None, False)
+
+    def begin(self, order: EvaluationOrder | None, shared: bool) -> None:
+        """Forget the round before; `shared`: nodes of the training fleet may lease, too."""
+        self.order, self._shared = order, shared
+        self._problems: dict[int, Problem] = {}
+        self._pending: list[int] = []
+        self.leased: dict[str, Problem] = {}  # by token
+        self._results: dict[int, EvaluationResult] = {}  # that the learner has not stored yet
+        self._accepted: dict[str, str] = {}  # token -> node
+        self._stored = 0
+        self.deadlines: Deadlines[str] = Deadlines()
+
+    @property
+    def progress(self) -> EvaluationProgress | None:
+        """None: no round is under way."""
+        if self.order is None:
+            return None
+        finished = len(self._results) + self._stored
+        return EvaluationProgress(self.order.version, len(self._pending), len(self.leased), finished, self._shared)
+
+    def offer(self, tasks: Sequence[Task]) -> None:
+        """Add problems; known ones are ignored."""
+        for task in tasks:
+            if task.serial not in self._problems:
+                self._problems[task.serial] = Problem(task)
+                insort(self._pending, task.serial)
+
+    def store(self, problems: Sequence[int]) -> None:
+        """The learner has these results."""
+        for number in problems:
+            if self._results.pop(number, None) is not None:
+                del self._problems[number]
+                self._stored += 1
+
+    @property
+    def known(self) -> int:
+        """Problems whose results the learner has not stored."""
+        return len(self._problems)
+
+    def results(self) -> list[EvaluationResult]:
+        """The first results that the learner has not stored."""
+        return list(islice(self._results.values(), MOST_RESULTS))
+
+    def admits(self, version: int, in_pool: bool) -> bool:
+        """Whether a node with this version may lease a problem now."""
+        if self.order is None or not self._pending:
+            return False
+        return version == self.order.version and (in_pool or self._shared)
+
+    def lease(self, node_id: str, version: int, in_pool: bool, most: int) -> list[Lease]:
+        """Lease up to `most` problems, the first ones."""
+        leases: list[Lease] = []
+        while len(leases) < most and self.admits(version, in_pool):
+            problem, token, now = self._problems[self._pending.pop(0)], self._new_token(), self._clock()
+            problem.node, problem.leased_at, problem.deadline = node_id, now, now + self._run.lease_s
+            self.leased[token] = problem
+            self.deadlines.add(token, problem.deadline)
+            leases.append(Lease(problem.task, token, problem.lost + 1, self._run.lease_s, self.order))
+        return leases
+
+    def renew(self, node_id: str, token: str) -> bool:
+        """A heartbeat names this token; returns whether it is, or was, the node's."""
+        if problem := self.leased_by(node_id, token):
+            problem.deadline = min(self._clock() + self._run.lease_s, problem.leased_at + self._run.max_lease_s)
+        return problem is not None or self._accepted.get(token) == node_id
+
+    def complete(self, node_id: str, token: str, result: EvaluationResult) -> bool:
+        """Take a result under a current token, once; a repetition is True, anything else False."""
+        if (problem := self.leased_by(node_id, token)) is None:
+            return self._accepted.get(token) == node_id
+        self._end(token)
+        self._accepted[token] = node_id
+        self._results[problem.task.serial] = result
+        return True
+
+    def give_back(self, node_id: str, token: str) -> bool:
+        """Return a lease without counting it; False when it is not the node's."""
+        if (problem := self.leased_by(node_id, token)) is None:
+            return False
+        self._end(token)
+        insort(self._pending, problem.task.serial)
+        return True
+
+    def lose(self, token: str, reason: str) -> Problem:
+        """Take a lease back. A problem that was lost as often as a task may fail counts as failed."""
+        problem = self.leased[token]
+        self._end(token)
+        problem.lost += 1
+        serial = problem.task.serial
+        if problem.lost < self._run.max_attempts:
+            insort(self._pending, serial)
+        else:
+            self._results[serial] = EvaluationResult.failed(serial, problem.task.group_size, reason)
+        return problem
+
+    def tokens_of(self, node_id: str) -> list[str]:
+        """The leases of a node."""
+        return [token for token, problem in self.leased.items() if problem.node == node_id]
+
+    def passed(self) -> list[str]:
+        """The leases past their deadline, once."""
+
+        def deadline(token: str) -> float | None:
+            return self.leased[token].deadline if token in self.leased else None
+
+        return list(self.deadlines.passed(self._clock(), deadline))
+
+    def leased_by(self, node_id: str, token: str) -> Problem | None:
+        """The problem, if the node has this lease."""
+        problem = self.leased.get(token)
+        return problem if problem is not None and problem.node == node_id else None
+
+    def _end(self, token: str) -> None:
+        del self.leased[token]
+        self.deadlines.discard(token)

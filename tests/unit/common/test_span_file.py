@@ -1,0 +1,85 @@
+"""RUN/trace is written by a thread, within its share; lost spans are counted, and no process waits."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common import span_file
+from common.process.run_dir import RunDir
+from common.segments import segments
+from common.span_buffer import SpanBuffer
+from common.span_file import SpanFile
+from common.spans import Span, SpanBatch
+from launch.observe.trace_files import read_batches
+from tests.waiting import until
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpanBuffer]:
+    """This process's spans, and a writer that does not wait between two looks."""
+    buffer = SpanBuffer()
+    monkeypatch.setattr(span_file, "SPANS", buffer)
+    monkeypatch.setattr(span_file, "INTERVAL_S", 0.01)
+    buffer.open(reference=True)
+    yield buffer
+
+
+def batch_of(who: str, name: str = "s", count: int = 1) -> SpanBatch:
+    return SpanBatch(who=who, host="h", spans=[Span(name, "flip", 10.0 + i, 1.0) for i in range(count)])
+
+
+def test_own_spans_and_those_of_others_are_written_soon_and_the_last_ones_at_the_end(
+    tmp_path: Path, spans: SpanBuffer
+) -> None:
+    run = RunDir(tmp_path)
+    file = SpanFile(run.trace, "nodes", 1, "broker")
+    file.put(batch_of("n0"))
+    until(lambda: [batch.who for batch in read_batches(run)] == ["n0"])
+    spans.state("leading")
+    file.close()
+    assert [(batch.who, batch.spans[0].name) for batch in read_batches(run)] == [("n0", "s"), ("broker", "leading")]
+
+
+def test_the_folder_stays_within_its_share_and_loses_the_oldest_lines(tmp_path: Path, spans: SpanBuffer) -> None:
+    run = RunDir(tmp_path)
+    for number in range(40):
+        file = SpanFile(run.trace, "learner", 1, "learner")
+        file.put(batch_of("learner", f"{number} " + 20_000 * "x"))
+        file.close()
+    size = sum(path.stat().st_size for path in segments(run.trace, "learner"))
+    assert 200_000 < size < 300_000, "a quarter of a MiB"
+    assert [batch.spans[0].name.split()[0] for batch in read_batches(run)][-1] == "39"
+
+
+def test_lines_that_cannot_be_written_are_counted_and_the_reason_is_logged_once(
+    tmp_path: Path, spans: SpanBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunDir(tmp_path)
+    run.trace.write_text("a file where the folder should be")
+    file = SpanFile(run.trace, "nodes", 1, "broker")
+    with caplog.at_level(logging.ERROR):
+        for count in (1, 2, 3):
+            file.put(batch_of("n0", count=count))
+            until(lambda: not file._lines)
+        until(lambda: spans._dropped == 6)
+    assert len(caplog.records) == 1 and "RUN/trace cannot be written" in caplog.text
+    run.trace.unlink()
+    file.put(batch_of("n1"))
+    file.close()
+    found = list(read_batches(run))
+    assert {batch.who: batch.dropped for batch in found} == {"n1": 0, "broker": 6}
+
+
+def test_more_than_fits_in_an_interval_is_lost_and_counted(
+    tmp_path: Path, spans: SpanBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(span_file, "INTERVAL_S", 1e6)
+    file = SpanFile(RunDir(tmp_path).trace, "nodes", 64, "broker")
+    big = batch_of("n0", 60_000 * "x", count=6)
+    for _ in range(6):
+        file.put(big)
+    assert spans._dropped == 24, "two batches fit"
+    file.close()
+    assert sum(len(batch.spans) for batch in read_batches(RunDir(tmp_path))) == 12

@@ -1,0 +1,277 @@
+"""Rounds of evaluation in the training loop: exactly once per version, through kills of learner and broker."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from broker.contract import Lease
+from common.errors import SlipstreamError
+from common.evaluation import EvaluationResult
+from common.json_lines import lines_of, read_jsonl
+from common.metrics import EvaluationMetrics, StepMetrics, read_metrics
+from learner.loop import evaluation as module
+from learner.loop.evaluation import Evaluations
+from tests.broker_rig import node_report
+from tests.memory_broker import MemoryBroker
+from tests.unit.learner.loop_fakes import MakeWorld, World, evaluated
+
+COUNTS = {"easy": 3, "hard": 2}
+
+
+class Pool:
+    """A node of the pool that runs what the publisher gives to the pool, and plays at most `most` problems a turn."""
+
+    def __init__(self, world: World, most: int = 99) -> None:
+        self.node, self.most, self.played = world.memory.node(), most, list[tuple[int, int]]()
+        self.publisher, self.at = world.publisher, dict[int, int]()  # `most` of some versions
+
+    def work(self) -> None:
+        asyncio.run(self._work())
+
+    async def _work(self) -> None:
+        if not self.publisher.evaluated:
+            return
+        version = self.publisher.evaluated[0]
+        await self.node.heartbeat(node_report("pool", 1, version, pool="eval"), [])
+        for lease in await self.node.lease("pool", version, self.at.get(version, self.most), 0.0):
+            self.played.append((version, lease.task.serial))
+            assert await self.node.complete_evaluation("pool", lease.token, self.result(lease, version))
+
+    def result(self, lease: Lease, version: int) -> EvaluationResult:
+        return evaluated(lease, version, "pool")
+
+
+def watching(world: World, pool: Pool | None) -> World:
+    """The same learner with evaluation, and a pool that works whenever the learner looks."""
+    world.lead.evaluations = Evaluations(world.config, world.broker, world.publisher, world.lead.files)  # type: ignore[arg-type]
+    look = world.lead.evaluations.turn
+
+    def turn(waited_for: bool = False) -> str:
+        if pool is not None:
+            pool.work()
+        elif waited_for:
+            world.fleet.work()  # the learner takes no more groups
+        return look(waited_for)
+
+    world.lead.evaluations.turn = turn
+    return world
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LAST_TURN_S", 0.0)
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> dict[str, Any]:
+    """The section of the config: two datasets every two steps."""
+    for name, count in COUNTS.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(count)))
+    return {"every": 2, "datasets": [str(tmp_path / f"{name}.jsonl") for name in COUNTS], "samples": 2}
+
+
+def lines(world: World) -> list[EvaluationMetrics]:
+    return read_metrics(world.run_dir.metrics, EvaluationMetrics)
+
+
+def of_version(world: World, version: int) -> dict[str, list[int]]:
+    """Problems in the files of a version, by dataset."""
+    files = sorted(world.run_dir.evaluation.glob(f"{version:06d}-*.jsonl"))
+    return {
+        path.stem.split("-")[-1]: sorted(line.problem for line in lines_of(path.read_bytes(), EvaluationResult))
+        for path in files
+    }
+
+
+WHOLE = {name: list(range(count)) for name, count in COUNTS.items()}
+
+
+def test_every_second_version_and_the_last_one_are_evaluated_once(make_world: MakeWorld, told: dict[str, Any]) -> None:
+    world = make_world(run={"steps": 4}, evaluation=told)
+    pool = Pool(world)
+    assert watching(world, pool).run() == "done"
+    assert [(line.policy_version, line.dataset.split("-")[-1]) for line in lines(world)] == [
+        (version, name) for version in (0, 2, 4) for name in COUNTS
+    ]
+    assert [of_version(world, version) for version in (0, 2, 4)] == [WHOLE] * 3
+    assert len(pool.played) == len(set(pool.played)) == 15
+    [easy, hard, *_] = lines(world)
+    assert (easy.problems, easy.samples, easy.mean_reward, easy.failed, easy.tokens) == (3, 2, 0.5, 0, 24)
+    assert easy.pass_at == {"1": 0.5, "2": 1.0}
+    assert (easy.seconds, easy.node_seconds, easy.held_s) == (4.0, 4.0, 0.0)
+    assert (hard.problems, hard.step, hard.temperature) == (2, 0, world.config.rollout.temperature)
+    assert [line.step for line in world.lines()] == [0, 1, 2, 3], "steps are lines of their own"
+    assert world.lines()[-1].nodes_live == 1, "nodes of the pool train nothing"
+    assert world.publisher.evaluated == ()
+    assert world.memory.state.evaluation.order is None
+
+
+def test_the_first_unfinished_round_keeps_its_version_and_the_next_one_waits(
+    make_world: MakeWorld, told: dict[str, Any]
+) -> None:
+    world = make_world(run={"steps": 6}, evaluation=told)
+    pool = Pool(world, most=1)
+    assert watching(world, pool).run() == "done"
+    seen = [entry["detail"] for entry in read_jsonl(world.run_dir.events) if entry["kind"] == "evaluation_skipped"]
+    assert {line.policy_version for line in lines(world)} | {s["version"] for s in seen} == {0, 2, 4, 6}
+    assert 6 in {line.policy_version for line in lines(world)}, "the last one is never skipped"
+    assert all(of_version(world, line.policy_version) == WHOLE for line in lines(world))
+    assert seen and all("a later version" in one["reason"] for one in seen)
+
+
+@pytest.mark.parametrize("new_broker", [False, True])
+def test_a_killed_learner_goes_on_with_the_round_of_its_checkpoint_and_evaluates_later_versions_again(
+    make_world: MakeWorld, told: dict[str, Any], new_broker: bool
+) -> None:
+    world = make_world(run={"steps": 6}, evaluation=told, learner={"checkpoint": {"every": 2, "keep": 2}})
+    world.backend.fail_at = 5
+    pool = Pool(world)
+    pool.at[4] = 2
+    watching(world, pool).run_killed()
+    before = {version: of_version(world, version) for version in (0, 2, 4)}
+    assert before[4] and before[4] != WHOLE, "the round of the checkpoint is under way"
+    again = world.with_new_broker() if new_broker else world.restart()
+    assert again.trainer.version == 4
+    pool_again = Pool(again)
+    assert watching(again, pool_again).run() == "done"
+    assert [of_version(again, version) for version in (0, 2, 4, 6)] == [WHOLE] * 4
+    assert sorted(line.policy_version for line in lines(again)) == [0, 0, 2, 2, 4, 4, 6, 6]
+    done = sum(map(len, before[4].values()))
+    assert sum(version == 4 for version, _ in pool_again.played) == 5 - done, "only the missing ones are played again"
+
+
+def test_versions_after_the_checkpoint_are_evaluated_again_and_unfinished_ones_before_it_are_abandoned(
+    make_world: MakeWorld, told: dict[str, Any]
+) -> None:
+    world = make_world(run={"steps": 8}, evaluation=told, learner={"checkpoint": {"every": 3, "keep": 2}})
+    folder = world.run_dir.evaluation
+    folder.mkdir()
+    pool = Pool(world)
+    world.backend.fail_at = 5
+    watching(world, pool).run_killed()
+    assert {line.policy_version for line in lines(world)} == {0, 2, 4}
+    (folder / "000001-easy.jsonl").write_bytes((folder / f"000002-{lines(world)[0].dataset}.jsonl").read_bytes())
+    again = world.restart()
+    assert again.trainer.version == 3
+    again.lead.files.open_metrics(3)
+    assert {line.policy_version for line in lines(again)} == {0, 2}
+    assert of_version(again, 4) == {} and of_version(again, 2) == WHOLE
+    [event] = [e["detail"] for e in read_jsonl(again.run_dir.events) if e["kind"] == "evaluation_abandoned"]
+    assert (event["version"], event["finished"]) == (1, 3)
+    assert watching(again, Pool(again)).run() == "done"
+    assert sorted(line.policy_version for line in lines(again)) == sorted([0, 2, 4, 6, 8] * 2)
+    assert "evaluation_abandoned" not in again.restart().event_kinds()[-1:], "once"
+
+
+def test_a_broker_that_lost_its_memory_is_offered_the_rest_again(make_world: MakeWorld, told: dict[str, Any]) -> None:
+    world = make_world(run={"steps": 2}, evaluation=told)
+    pool = Pool(world, most=1)
+    seen = 0
+
+    def forget() -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 3:
+            world.memory.state.evaluation.begin(None, False)
+
+    work, pool.work = pool.work, lambda: (forget(), work())[1]
+    assert watching(world, pool).run() == "done"
+    assert [of_version(world, version) for version in (0, 2)] == [WHOLE] * 2
+
+
+def test_samples_of_another_version_are_refused_and_played_again(make_world: MakeWorld, told: dict[str, Any]) -> None:
+    world = make_world(run={"steps": 2}, evaluation=told)
+    pool, honest, lies = Pool(world), Pool.result, [1]
+
+    def result(lease: Lease, version: int) -> EvaluationResult:
+        found = honest(pool, lease, version)
+        number = lease.task.serial
+        wrong = (number == 0 and version == 2) or (number == 1 and version == 0 and lies and lies.pop())
+        return msgspec.structs.replace(found, version_max=version + 1) if wrong else found
+
+    pool.result = result
+    watching(world, pool).run()
+    assert [of_version(world, version) for version in (0, 2)] == [WHOLE] * 2
+    assert pool.played.count((0, 1)) == 2
+    assert pool.played.count((2, 0)) == module.REFUSALS, "then it counts as failed"
+    assert [line.failed for line in lines(world)] == [0, 0, 2, 0]
+
+
+def test_without_a_node_the_last_round_is_given_up_after_a_bounded_wait(
+    make_world: MakeWorld, told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "IDLE_S", 0.05)
+    world = make_world(run={"steps": 2}, evaluation=told, rollout={"sample_timeout_s": 0.01})
+    said: list[tuple[str, str]] = []
+    world.lead.reporter.set = lambda state, text="", **_: said.append((state, text))
+    assert watching(world, None).run() == "done"
+    assert ("evaluating", "version 2: 0 of 5 problems") in said
+    gone = [entry["detail"] for entry in read_jsonl(world.run_dir.events) if entry["kind"] == "evaluation_abandoned"]
+    assert [one["version"] for one in gone] == [0, 2]
+    assert lines(world) == [] and (world.run_dir.model / "table.npy").exists()
+
+
+def test_a_shared_fleet_keeps_the_version_until_the_round_is_done(make_world: MakeWorld, told: dict[str, Any]) -> None:
+    world = make_world(run={"steps": 4}, evaluation=told | {"fleet": "shared"}, staleness={"max": 1})
+    assert watching(world, None).run() == "done"
+    kinds = [kind for kind, _ in world.publisher.calls]
+    assert kinds == ["hold", "release"] * 3
+    assert [version for kind, version in world.publisher.calls if kind == "hold"] == [0, 2, 4]
+    assert {line.policy_version for line in lines(world)} == {0, 2, 4}
+    assert all(line.held_s > 0 for line in lines(world))
+    assert [line.step for line in world.lines()] == [0, 1, 2, 3]
+
+
+def test_a_shared_fleet_skips_a_version_that_is_no_longer_the_newest(
+    make_world: MakeWorld, told: dict[str, Any]
+) -> None:
+    world = make_world(run={"steps": 6}, evaluation=told | {"fleet": "shared"}, staleness={"max": 5})
+    watching(world, None)
+    turn = world.lead.evaluations.turn
+
+    def late(waited_for: bool = False) -> str:
+        world.fleet.evaluates = world.trainer.version >= 2
+        return turn(waited_for)
+
+    world.lead.evaluations.turn = late
+    assert world.run() == "done"
+    [skipped] = [entry["detail"] for entry in read_jsonl(world.run_dir.events) if entry["kind"] == "evaluation_skipped"]
+    assert (skipped["version"], skipped["reason"]) == (2, "the fleet goes on with a newer version")
+    assert {line.policy_version for line in lines(world)} == {0, 4, 6}
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SlipstreamError("gone")])
+def test_trouble_with_an_evaluation_does_not_stop_the_training(
+    make_world: MakeWorld, told: dict[str, Any], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    world = make_world(run={"steps": 4}, evaluation=told)
+    watching(world, Pool(world))
+    if isinstance(error, OSError):
+
+        def fails(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(module, "LineFile", fails)
+    else:  # the broker is away when everything is trained
+        turn = world.lead.evaluations.turn
+
+        def gone(waited_for: bool = False) -> str:
+            if waited_for:
+                raise error
+            return turn()
+
+        world.lead.evaluations.turn = gone
+    assert world.run() == "done"
+    assert [line.step for line in read_metrics(world.run_dir.metrics, StepMetrics)] == [0, 1, 2, 3]
+    assert ("evaluation_abandoned" in world.event_kinds()) == isinstance(error, OSError)
+
+
+def test_a_run_without_evaluation_waits_for_none(make_world: MakeWorld) -> None:
+    world = make_world(run={"steps": 2})
+    world.run()
+    assert world.publisher.versions == [0, 1] and not world.trainer.source.lingers
+    assert isinstance(world.memory, MemoryBroker) and world.memory.state.evaluation.order is None
