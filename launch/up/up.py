@@ -7,6 +7,7 @@ On a failure the same happens, after a message with the role that failed, its ex
 """
 
 import argparse
+import socket
 import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
@@ -86,9 +87,8 @@ def only_one(run: RunDir) -> IO[str]:
 
 def page_spec(run: RunDir) -> RoleSpec:
     """How to run the page of `slipstream web`, on a free port; it may fail without harm to the job."""
-    from launch.web.web import PORT, free_port
-
-    command = role_command(["web", str(run.path), "--port", str(free_port("127.0.0.1", PORT))])
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        command = role_command(["web", str(run.path), "--port", str(probe.getsockname()[1])])
     return RoleSpec(PAGE, command, log_path(run.logs, PAGE, "0"), max_restarts=1)
 
 
