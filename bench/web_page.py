@@ -21,24 +21,15 @@ import psutil
 from bench.run_fixture import Fixture
 from tests.chromium import Page, browser, serving
 
-WATCH = """(() => {
-  const look = () => {
-    if (document.querySelector('.chart path.line')) globalThis.curve_ms = performance.now();
-    else requestAnimationFrame(look);
-  };
-  look();
-})()"""
-SHOWN = "(document.querySelector('.plot')?.ariaLabel ?? '').includes('to %s')"
-CHANGE = f"""new Promise((done) => {{
-  const look = () => {{ if ({SHOWN}) done(Date.now()); else requestAnimationFrame(look); }};
-  look();
-}})"""
+LOOK = "new Promise((done) => { const look = () => { if (%s) done(%s); else requestAnimationFrame(look); }; look(); })"
+CURVE = LOOK % ("document.querySelector('.chart path.line')", "globalThis.curve_ms = performance.now()")
+SHOWN = "(document.querySelector('.plot')?.ariaLabel ?? '').includes('to {}')"
 
 
 def paint(page: Page, address: str) -> dict[str, float]:
     """Seconds from the navigation to the first content and to the reward's curve, of whatever steps there are."""
     page.open("about:blank")
-    script = page.call("Page.addScriptToEvaluateOnNewDocument", source=WATCH)
+    script = page.call("Page.addScriptToEvaluateOnNewDocument", source=CURVE)
     page.open(address)
     curve_ms = page.until("globalThis.curve_ms")
     content_ms = page.until("performance.getEntriesByName('first-contentful-paint')[0]?.startTime")
@@ -52,7 +43,7 @@ def delay(page: Page, fixture: Fixture) -> float:
     line, before_s = msgspec.json.encode(fixture.metrics(fixture.steps - 1)) + b"\n", time.time()
     with fixture.run.metrics.open("ab") as file:
         file.write(line)
-    return round(page.get(CHANGE % f"{fixture.steps - 1:,}") / 1e3 - before_s, 3)
+    return round(page.get(LOOK % (SHOWN.format(f"{fixture.steps - 1:,}"), "Date.now()")) / 1e3 - before_s, 3)
 
 
 def cores(pid: int, seconds: float, each_s: Callable[[], object]) -> float:
@@ -76,7 +67,7 @@ def main() -> None:
         with serving(folder, str(fixture.run.path)) as (address, pid), browser(folder) as page:
             page.size(1440)
             cold = paint(page, address)
-            page.until(SHOWN % f"{fixture.steps - 1:,}")
+            page.until(SHOWN.format(f"{fixture.steps - 1:,}"))
             figures["pages"].append({"cold": cold, "warm": paint(page, address)})
             print(number, figures["pages"][-1], flush=True)
             if number == options.rounds - 1:

@@ -11,8 +11,9 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from common.errors import SlipstreamError
 from launch.web.guard import Guard
@@ -22,7 +23,6 @@ from launch.web.tables import TABLES, Query
 logger = logging.getLogger(__name__)
 TOLD_S, READ_S, OBSERVE_S, IDLE_S = 0.1, 0.25, 2.0, 10.0  # pauses between two looks; the last without a browser
 FOLDER = Path(__file__).parent / "static"
-KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 
 class Hub:
@@ -76,14 +76,9 @@ def make_app(views: Sequence[RunView], token: str | None) -> Starlette:
     """The page of these runs; every route only reads."""
     hub = Hub(views)
     index = (FOLDER / "index.html").read_text()
-    files = {path.name: path for path in FOLDER.iterdir() if path.suffix in KINDS}
 
     async def page(request: Request) -> Response:
         return HTMLResponse(index.replace("<!-- plain -->", "".join(map(plain, views))))
-
-    async def static(request: Request) -> Response:
-        path = files.get(request.path_params["name"])
-        return Response(path.read_bytes(), media_type=KINDS[path.suffix]) if path else _json(404, "no such file")
 
     async def events(request: Request) -> Response:
         return StreamingResponse(hub.stream(), media_type="text/event-stream")
@@ -91,19 +86,18 @@ def make_app(views: Sequence[RunView], token: str | None) -> Starlette:
     async def table(request: Request) -> Response:
         number, name = request.path_params["run"], request.path_params["name"]
         if number >= len(views) or name not in TABLES:
-            return _json(404, "no such run or table")
+            return JSONResponse({"refused": "no such run or table"}, 404)
         try:
             query = msgspec.convert(dict(request.query_params), Query, strict=False)
             await asyncio.to_thread(views[number].check_inside)
-            return _json(200, await asyncio.to_thread(TABLES[name], views[number], query))
-        except msgspec.ValidationError as error:
-            return _json(400, str(error))
-        except SlipstreamError as error:
-            return _json(404, str(error))
+            answer = await asyncio.to_thread(TABLES[name], views[number], query)
+        except (msgspec.ValidationError, SlipstreamError) as error:
+            return JSONResponse({"refused": str(error)}, 404 if isinstance(error, SlipstreamError) else 400)
+        return Response(msgspec.json.encode(answer), media_type="application/json")
 
     routes = [
         Route("/", page),
-        Route("/static/{name}", static),
+        Mount("/static", StaticFiles(directory=FOLDER)),
         Route("/api/events", events),
         Route("/api/runs/{run:int}/{name}", table),
     ]
@@ -118,8 +112,3 @@ def plain(view: RunView) -> str:
     rows |= {"note": state.get("note", "")}
     cells = "".join(f"<tr><th scope=row>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in rows.items() if v)
     return f"<table><caption>{escape(state['name'])}</caption>{cells}</table>"
-
-
-def _json(code: int, answer: object) -> Response:
-    body = answer if code == 200 else {"refused": answer}
-    return Response(msgspec.json.encode(body), code, media_type="application/json")

@@ -24,7 +24,7 @@ class Curves:
 
     def __init__(self, generation: int = 0) -> None:
         self.generation, self.width, self.used, self.last = generation, 1, 0, 0
-        self._folded = [np.full((BUCKETS, len(NAMES)), empty) for _, empty in FOLDS]
+        self.folded = [np.full((BUCKETS, len(NAMES)), empty) for _, empty in FOLDS]
 
     def add(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Add steps; a line without a step, and a value that is no finite number, are passed over."""
@@ -36,13 +36,13 @@ class Curves:
         while steps.max() // self.width >= BUCKETS:
             self._halve()
         at, known = steps // self.width, np.isfinite(values)
-        for array, (fold, empty), new in zip(self._folded, FOLDS, (values, values, values, known), strict=True):
+        for array, (fold, empty), new in zip(self.folded, FOLDS, (values, values, values, known), strict=True):
             fold.at(array, at, np.where(known, new, empty))
         self.used, self.last = max(self.used, int(at.max()) + 1), max(self.last, int(steps.max()))
 
     def since(self, first: int) -> dict[str, Any]:
         """The buckets from `first` on: per metric a list of means, and where a bucket is of several steps its range."""
-        least, most, total, count = (array[first : self.used] for array in self._folded)
+        least, most, total, count = (array[first : self.used] for array in self.folded)
         with np.errstate(invalid="ignore"):
             found = {"mean": total / count}
         if self.width > 1:
@@ -50,13 +50,9 @@ class Curves:
         columns = {kind: dict(zip(NAMES, values.T.tolist(), strict=True)) for kind, values in found.items()}
         return {"generation": self.generation, "width": self.width, "last": self.last, "first": first, **columns}
 
-    def total(self, name: str) -> float:
-        """The sum over all steps."""
-        return float(self._folded[2][:, NAMES.index(name)].sum())
-
     def _halve(self) -> None:
         """Make a bucket of each two."""
-        for array, (fold, empty) in zip(self._folded, FOLDS, strict=True):
+        for array, (fold, empty) in zip(self.folded, FOLDS, strict=True):
             array[: BUCKETS // 2] = fold.reduce(array.reshape(-1, 2, len(NAMES)), axis=1)
             array[BUCKETS // 2 :] = empty
         self.width, self.used, self.generation = 2 * self.width, (self.used + 1) // 2, self.generation + 1
@@ -82,8 +78,8 @@ class BoundedTail(MetricsTail):
         self.steps += len(steps)
 
     def total(self, name: str) -> float:
-        """As in MetricsTail."""
-        return self.curves.total(name)
+        """The sum of one metric of NAMES over all steps."""
+        return float(self.curves.folded[2][:, NAMES.index(name)].sum())
 
 
 def _number(value: object) -> float:

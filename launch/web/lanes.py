@@ -27,14 +27,14 @@ class Lanes:
         self._pieces: dict[str, deque[Piece]] = defaultdict(lambda: deque(maxlen=PIECES))
         self._read: dict[str, float] = {}  # start of the newest state, on the clock of the process
         self._deaths: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=PIECES))
-        self._lock = threading.Lock()
+        self._end_s, self._lock = 0.0, threading.Lock()
 
     def page(self, text: str, rows: slice, window_s: float) -> dict[str, Any]:
         """The lanes of the processes whose names contain `text`, over the last `window_s` seconds that are known."""
         with self._lock:
             self._update()
             names = sorted((who for who in self._pieces if text in who), key=lambda who: ("learner" not in who, who))
-            end_s = max([self._end_s(), *(times[-1] for times in self._deaths.values())])
+            end_s = max([self._end_s, *(times[-1] for times in self._deaths.values())])
             oldest_s = min((pieces[0].start_s for pieces in self._pieces.values()), default=end_s)
             begin_s = max(end_s - window_s, oldest_s)
             shown = [{"who": who, "pieces": self._lane(who, begin_s, end_s)} for who in names[rows]]
@@ -50,19 +50,17 @@ class Lanes:
 
     def _update(self) -> None:
         """Read what is new."""
-        for batch in read_batches(self._run, self._end_s() - LATE_S if self._pieces else None):
+        for batch in read_batches(self._run, self._end_s - LATE_S if self._pieces else None):
             for span in batch.spans:
                 if span.kind == "state" and span.start_s > self._read.get(batch.who, 0.0):
-                    start_s, self._read[batch.who] = span.start_s + batch.offset_s, span.start_s
-                    pieces = self._pieces[batch.who]
+                    pieces, start_s = self._pieces[batch.who], span.start_s + batch.offset_s
+                    end_s, self._read[batch.who] = start_s + span.duration_s, span.start_s
                     if pieces and pieces[-1].state == span.name and start_s - pieces[-1].end_s < 0.05:
                         start_s = pieces.pop().start_s  # a long state is recorded in parts
-                    pieces.append(Piece(start_s, span.start_s + batch.offset_s + span.duration_s, span.name))
+                    pieces.append(Piece(start_s, end_s, span.name))
+                    self._end_s = max(self._end_s, end_s)
         while lines := self._events.read()[1]:
             for line in lines:
                 field, detail, at_s = DEATHS.get(str(line.get("kind"))), line.get("detail"), line.get("time_s")
                 if field and isinstance(detail, dict) and isinstance(at_s, int | float):
                     self._deaths[str(detail.get(field))].append(float(at_s))
-
-    def _end_s(self) -> float:
-        return max((pieces[-1].end_s for pieces in self._pieces.values()), default=0.0)

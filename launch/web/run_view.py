@@ -24,7 +24,7 @@ from launch.web.curves import BoundedTail
 from launch.web.lanes import Lanes
 
 LEDGER_EVERY_S, LEDGER_SHARE = 5.0, 0.05  # A long ledger is asked for in this share of the time at most.
-TAB_OF = {"straggler": "tasks", "environment": "tasks"}  # kinds of stalls that a task ends; nodes end the others
+OF_A_TASK = ("straggler", "environment")  # kinds of stalls that a task ends; nodes end the others
 
 
 class Cursor:
@@ -125,10 +125,9 @@ class RunView:
 def _stall(stall: Stall, seen: Observation) -> dict[str, Any]:
     """A stall in words, and the place of the page that shows what would end it."""
     text = f"{stall.waits_for} {stall.release} {stall.who}"
-    names = {node.report.node_id for node in seen.status.nodes}
-    node = next((word for word in re.split(r"[\s,;:()]+", text) if word in names), "")
-    task = re.search(r"\btasks? (\d+)", f"{stall.who} {stall.waits_for}")
-    tab = TAB_OF.get(stall.kind, "nodes" if node else "timeline")
-    found = task[1] if tab == "tasks" and task else node if tab == "nodes" else ""
-    urgent = stall.kind in stall_text.STOPPING
+    names, urgent = {node.report.node_id for node in seen.status.nodes}, stall.kind in stall_text.STOPPING
+    found = next((word for word in re.split(r"[\s,;:()]+", text) if word in names), "")
+    tab = "nodes" if found else "timeline"
+    if stall.kind in OF_A_TASK and (task := re.search(r"\btasks? (\d+)", text)):
+        tab, found = "tasks", task[1]
     return {"kind": stall.kind, "text": stall_text.sentence(stall), "urgent": urgent, "tab": tab, "find": found}

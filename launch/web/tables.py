@@ -1,6 +1,5 @@
 """The tables of the page, filtered and cut into pages by the server, and a transcript of bounded size."""
 
-from itertools import islice
 from typing import Annotated, Any
 
 import msgspec
@@ -12,7 +11,7 @@ from launch.observe.transcript_files import read
 from launch.web.run_view import RunView
 
 ROWS = 200  # A page has at most so many.
-TOKENS, CHARACTERS = 20_000, 400_000  # A transcript is cut to both.
+TOKENS = 20_000  # A transcript is cut to so many.
 PER_TOKEN = ("tokens", "pieces", "logprobs", "ratios", "trained")
 Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
 
@@ -76,20 +75,14 @@ def transcript(view: RunView, query: Query) -> dict[str, Any]:
 
 
 def bounded(found: Transcript) -> dict[str, Any]:
-    """A transcript with its first TOKENS tokens and CHARACTERS characters."""
-    tokens, characters, cut, turns = TOKENS, CHARACTERS, 0, list[dict[str, Any]]()
+    """A transcript with its first TOKENS tokens."""
+    room, cut, turns = TOKENS, found.cut_tokens, list[dict[str, Any]]()
     for turn in found.turns:
-        kept, length = 0, 0
-        for piece in islice(turn.pieces, tokens):
-            if (length := length + len(piece)) > characters:
-                break
-            kept += 1
-        shown = msgspec.to_builtins(turn) | {name: getattr(turn, name)[:kept] for name in PER_TOKEN}
-        shown["text"] = turn.text[:characters] if not turn.pieces else ""
-        cut += max(len(turn.tokens), len(turn.pieces)) - kept
-        tokens, characters = tokens - kept, max(0, characters - max(length, len(shown["text"])))
-        turns.append(shown)
-    return msgspec.to_builtins(found) | {"turns": turns, "cut": cut + found.cut_tokens}
+        kept = {name: getattr(turn, name)[:room] for name in PER_TOKEN}
+        turns.append(msgspec.to_builtins(turn) | kept | {"text": "" if turn.pieces else turn.text})
+        cut += max(0, len(turn.tokens) - room)
+        room = max(0, room - len(turn.tokens))
+    return msgspec.to_builtins(found) | {"turns": turns, "cut": cut}
 
 
 TABLES = {table.__name__: table for table in (nodes, lanes, tasks, transcripts, transcript)}

@@ -118,14 +118,14 @@ def test_the_page_changes_nothing_under_the_run(recorded):
     for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"):
         for path in PATHS:
             assert page.request(method, path).status_code == 405
-    methods = {method for route in page.app.routes for method in route.methods}
+    methods = {method for route in page.app.routes if route.path != "/static" for method in route.methods}
     assert methods == {"GET", "HEAD"}
     assert content() == before
 
 
 def test_an_address_leads_to_no_file_but_those_of_the_page(recorded):
     page = client(recorded)
-    for path in ("../web.py", "%2e%2e/web.py", "..%2fweb.py", "/etc/passwd", "%2fetc%2fpasswd", "index.html", "x.js"):
+    for path in ("../web.py", "%2e%2e/web.py", "..%2fweb.py", "/etc/passwd", "%2fetc%2fpasswd", "x.js"):
         assert page.get(f"/static/{path}").status_code == 404
     for path in ("/api/runs/../0/nodes", "/api/runs/-1/nodes", "/api/runs/1/nodes", "/api/runs/0/..%2fnodes"):
         assert page.get(path).status_code == 404
@@ -375,7 +375,7 @@ def test_parts_of_a_long_state_are_one_piece(tmp_path):
     run = RunDir(tmp_path)
     run.trace.mkdir()
     lanes, file = Lanes(run), run.trace / "nodes-00000000.jsonl"
-    for first in (0, 2):  # what was read before is read again, and counts once
+    for first in (0, 2):  # the second time both lines are read, and the first one counts once
         spans = [Span("training", "state", 1000.0 + i, 1.0) for i in range(first, first + 2)]
         with file.open("ab") as written:
             written.write(msgspec.json.encode(SpanBatch(who="learner", host="h", offset_s=first / 100, spans=spans)))
@@ -393,11 +393,9 @@ def test_a_transcript_of_any_size_is_cut_and_says_so():
     found = tables.bounded(transcript_of(long, long))
     assert [len(turn["pieces"]) for turn in found["turns"]] == [tables.TOKENS, 0]
     assert found["cut"] == 100_000 - tables.TOKENS + 5
-    wide = Turn(author="prompt", text="x" * 1_000_000, tokens=[], pieces=[])
-    assert len(msgspec.json.encode(tables.bounded(transcript_of(wide, wide)))) < tables.CHARACTERS + 1000
-    huge = Turn(author="policy", text="", tokens=[1] * 9, pieces=["y" * 300_000] * 9)
-    found = tables.bounded(transcript_of(huge))
-    assert (len(found["turns"][0]["pieces"]), found["cut"]) == (1, 13)
+    assert [len(turn["logprobs"]) for turn in found["turns"]] == [tables.TOKENS, 0]
+    short = tables.bounded(transcript_of(Turn(author="prompt", text="x", tokens=[1], pieces=[])))
+    assert (short["turns"][0]["tokens"], short["turns"][0]["text"], short["cut"]) == ([1], "x", 5)
 
 
 # ---------------------------------------------------------------- odd folders
