@@ -49,10 +49,11 @@ class Lanes:
         return sorted(piece for piece in pieces if piece.end_s >= begin_s)
 
     def _update(self) -> None:
-        """Read what is new."""
+        """Read what is new; a span that was read before starts no later than the newest one of then."""
+        read = dict(self._read)
         for batch in read_batches(self._run, self._end_s - LATE_S if self._pieces else None):
             for span in batch.spans:
-                if span.kind == "state" and span.start_s > self._read.get(batch.who, 0.0):
+                if span.kind == "state" and span.start_s > read.get(batch.who, 0.0):
                     pieces, start_s = self._pieces[batch.who], span.start_s + batch.offset_s
                     end_s, self._read[batch.who] = start_s + span.duration_s, span.start_s
                     if pieces and pieces[-1].state == span.name and start_s - pieces[-1].end_s < 0.05:

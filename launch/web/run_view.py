@@ -75,8 +75,8 @@ class RunView:
             lines, state["steps"], state["evaluations"] = tail.lines, tail.steps, tail.evaluations
         ages = [a for line in lines if isinstance(a := line.get("tokens_by_age"), list)]
         with suppress(TypeError, ValueError):  # lines of another release
-            state["ages"] = [sum(counts) for counts in zip(*ages, strict=True)]
             state["figures"] = figures(config, seen, tail) if config else {}
+            state["ages"] = [sum(counts) for counts in zip(*ages, strict=True)]
         if seen is not None:
             state |= as_json(None, seen)
             self.nodes = state.pop("nodes")

@@ -79,9 +79,13 @@ def test_up_serves_the_page_until_the_job_is_done(config, run, monkeypatch, caps
     write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": 10})
     job = Job(config, run, {}, web=True)
     address = f"http://127.0.0.1:{job._specs[-1].argv[-1]}/"
-    others = {"broker": ["sleep", "600"], "learner": [sys.executable, "-c", LOOK, str(tmp_path / "page"), address]}
+    others = {
+        "broker": ["sleep", "600"],
+        "learner": ["timeout", "120", sys.executable, "-c", LOOK, str(tmp_path / "page"), address],
+    }
     job._specs = [
-        s if s.name == "web" else dataclasses.replace(s, argv=others.get(s.name, ["true"])) for s in job._specs
+        s if s.name == "web" else dataclasses.replace(s, argv=others.get(s.name, ["true"]), max_restarts=0)
+        for s in job._specs
     ]
     monkeypatch.setattr(DrainFlag, "install", lambda on_second: DrainFlag())
     assert job.run(plain=True) == 0
@@ -96,8 +100,12 @@ def test_a_page_that_fails_for_good_harms_no_job(config, run, monkeypatch, capsy
     write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": 10})
     job = Job(config, run, {}, web=True)
     gone = f"until grep -qs role_gave_up {run.events}; do sleep 0.05; done"
-    others = {"broker": ["sleep", "600"], "learner": ["sh", "-c", gone], "web": ["sh", "-c", "exit 2"]}
-    job._specs = [dataclasses.replace(s, argv=others.get(s.name, ["true"])) for s in job._specs]
+    others = {
+        "broker": ["sleep", "600"],
+        "learner": ["timeout", "120", "sh", "-c", gone],
+        "web": ["sh", "-c", "exit 2"],
+    }
+    job._specs = [dataclasses.replace(s, argv=others.get(s.name, ["true"]), max_restarts=0) for s in job._specs]
     monkeypatch.setattr(DrainFlag, "install", lambda on_second: DrainFlag())
     assert job.run(plain=True) == 0
     said = capsys.readouterr().out

@@ -371,6 +371,14 @@ def test_a_lane_keeps_the_newest_states_and_shows_deaths_and_clocks_of_other_mac
     assert lanes.page("learner", FIRST, 60)["rows"] == []
 
 
+def test_no_state_is_missing_where_spans_of_a_process_overlap(recorded):
+    lanes = Lanes(recorded)
+    for _ in range(2):
+        for row in lanes.page("", FIRST, 1e9)["rows"]:
+            states = [piece.state for piece in row["pieces"] if piece.state != "dead"]
+            assert len(states) == 2 * 40, row["who"]
+
+
 def test_parts_of_a_long_state_are_one_piece(tmp_path):
     run = RunDir(tmp_path)
     run.trace.mkdir()
