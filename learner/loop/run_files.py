@@ -58,6 +58,7 @@ class RunFiles:
         self.evaluation = run_dir.evaluation
         # Names come from the config: the places of downloaded files say less.
         self.datasets = dataset_names(config.evaluation.datasets) if isinstance(config, Config) else []
+        self.evaluated = set[tuple[int, str]]()  # versions and datasets with a metrics line
         self.incarnation = 0  # which start of the learner this is
         self._metrics: MetricsWriter | None = None
         self._closed = False
@@ -107,7 +108,9 @@ class RunFiles:
         is abandoned, because its weights are gone.
         """
         self._metrics = MetricsWriter(self._run_dir.metrics, keep_before_step=version)
-        ended = {line.policy_version for line in self.evaluated()}
+        lines = lines_of(self._run_dir.metrics.read_bytes(), EvaluationMetrics)
+        self.evaluated = {(line.policy_version, line.dataset) for line in lines}
+        ended = {evaluated for evaluated, _ in self.evaluated}
         for path in sorted(self.evaluation.glob("*.jsonl")):
             of, file = path.name.split("-")[0], path.name
             if not of.isdecimal():
@@ -121,10 +124,6 @@ class RunFiles:
             for line in read_jsonl(self._run_dir.metrics):
                 self.checkpoints.best.note(line)
             self._prune()  # the last learner may have been killed between a line and the choice
-
-    def evaluated(self) -> list[EvaluationMetrics]:
-        """The evaluations that have ended."""
-        return list(lines_of(self._run_dir.metrics.read_bytes(), EvaluationMetrics))
 
     def record(self, line: msgspec.Struct) -> None:
         """Append a line: StepMetrics, SftMetrics, or one with a `kind`, which may decide which checkpoint is best."""

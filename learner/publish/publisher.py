@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -105,12 +106,12 @@ class WeightPublisher:
         replaces it. Several reasons may overlap.
         """
         assert self._control is not None, "hold before start"
-        self._control.hold(reason, self._version)
+        self._control.post(partial(self._control.targets.hold, reason, self._version))
 
     def release(self, reason: str) -> None:
         """Send the newest version, unless another reason remains."""
         assert self._control is not None, "release before start"
-        self._control.release(reason)
+        self._control.post(partial(self._control.targets.release, reason))
 
     def evaluate(self, *versions: int) -> None:
         """Keep a copy of each of these versions, and give the first one to the nodes of the pool.
@@ -118,7 +119,7 @@ class WeightPublisher:
         A version is the one that `publish` got last, or is in the list of the call before.
         """
         assert self._control is not None, "evaluate before start"
-        self._control.evaluate(versions)
+        self._control.post(partial(self._control.targets.evaluate, versions))
 
     def stats(self) -> PublishStats:
         """Figures so far; cheap, callable from any thread."""

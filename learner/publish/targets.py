@@ -30,17 +30,10 @@ class Targets:
         return tuple(self._holds)
 
     @property
-    def _all(self) -> list[Snapshot]:
-        return [s for s in (self.current, self._waiting, *self._kept.values()) if s is not None]
-
-    @property
-    def versions(self) -> set[int]:
+    def snapshots(self) -> dict[int, Snapshot]:
         """The versions that nodes get, now or later."""
-        return {snapshot.version for snapshot in self._all}
-
-    def find(self, version: int) -> Snapshot | None:
-        """This version, if nodes get it now or later."""
-        return next((snapshot for snapshot in self._all if snapshot.version == version), None)
+        found = (self.current, self._waiting, *self._kept.values())
+        return {snapshot.version: snapshot for snapshot in found if snapshot is not None}
 
     def hold(self, reason: str, version: int) -> None:
         """Keep versions newer than `version` back, until `release` with the same reason."""
@@ -54,7 +47,7 @@ class Targets:
 
     def evaluate(self, versions: tuple[int, ...]) -> None:
         """Keep these versions; the pool gets the first one. A version may come later."""
-        self._kept = {s.version: s for s in self._all if s.version in versions}
+        self._kept = {version: s for version, s in self.snapshots.items() if version in versions}
         self.wanted = versions
 
     def add(self, snapshots: Iterable[Snapshot]) -> None:
