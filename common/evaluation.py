@@ -39,12 +39,6 @@ class EvaluationResult(msgspec.Struct, frozen=True, gc=False):
     started_s: Finite = 0.0  # Unix time of the node
     seconds: Seconds = 0.0
 
-    @classmethod
-    def failed(cls, problem: int, samples: int, reason: str) -> "EvaluationResult":
-        """A problem that cannot be finished."""
-        zeros, reasons = [0] * samples, [reason] * samples
-        return cls(problem, [0.0] * samples, zeros, ["lost"] * samples, reasons)
-
 
 def dataset_names(datasets: Sequence[str]) -> list[str]:
     """A short name per dataset for files and metrics, for example addition-held_out; no two are equal."""

@@ -108,11 +108,11 @@ class EvaluationTable:
         """Take a lease back. A problem that was lost as often as a task may fail counts as failed."""
         problem = self._end(token)
         problem.lost += 1
-        serial = problem.task.serial
+        serial, n = problem.task.serial, problem.task.group_size
         if problem.lost < self._run.max_attempts:
             insort(self._pending, serial)
         else:
-            self._results[serial] = EvaluationResult.failed(serial, problem.task.group_size, reason)
+            self._results[serial] = EvaluationResult(serial, [0.0] * n, [0] * n, ["lost"] * n, [reason] * n)
         return problem
 
     def tokens_of(self, node_id: str) -> list[str]:

@@ -142,28 +142,22 @@ def test_a_killed_learner_goes_on_with_the_round_of_its_checkpoint_and_evaluates
     )
 
 
-def test_versions_after_the_checkpoint_are_evaluated_again_and_unfinished_ones_before_it_are_abandoned(
+def test_versions_after_the_checkpoint_are_evaluated_again_and_those_before_it_stay(
     make_world: MakeWorld, told: dict[str, Any]
 ) -> None:
     world = make_world(run={"steps": 8}, evaluation=told, learner={"checkpoint": {"every": 3, "keep": 2}})
-    folder = world.run_dir.evaluation
-    folder.mkdir()
-    pool = Pool(world)
     world.backend.fail_at = 5
-    watching(world, pool).run_killed()
+    watching(world, Pool(world)).run_killed()
     assert {line.policy_version for line in lines(world)} == {0, 2, 4}
-    [file] = folder.glob("000002-*.jsonl")
-    (folder / "000001-00.jsonl").write_bytes(file.read_bytes())
+    (world.run_dir.evaluation / "notes-9.jsonl").touch()
     again = world.restart()
     assert again.trainer.version == 3
     again.lead.files.open_metrics(3)
     assert {line.policy_version for line in lines(again)} == {0, 2}
     assert of_version(again, 4) == [] and of_version(again, 2) == WHOLE
-    [event] = [e["detail"] for e in read_jsonl(again.run_dir.events) if e["kind"] == "evaluation_abandoned"]
-    assert (event["version"], event["finished"]) == (1, 5)
+    assert (again.run_dir.evaluation / "notes-9.jsonl").exists(), "a file of the user's"
     assert watching(again, Pool(again)).run() == "done"
     assert sorted(line.policy_version for line in lines(again)) == sorted([0, 2, 4, 6, 8] * 2)
-    assert "evaluation_abandoned" not in again.restart().event_kinds()[-1:], "once"
 
 
 def test_a_broker_that_lost_its_memory_is_offered_the_rest_again(make_world: MakeWorld, told: dict[str, Any]) -> None:
