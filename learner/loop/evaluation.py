@@ -75,11 +75,11 @@ class Evaluations:
         if version % self._every or {(version, name) for name in self._datasets} <= self._files.evaluated:
             return
         if self._round is None:
-            self._open(version)
-        else:
-            self._skip("a later version takes its place")
-            self._next = version
-            self._keep()
+            return self._open(version)
+        if self._next >= 0:
+            self._event("skipped", self._next, reason="a later version takes its place")
+        self._next = version
+        self._keep()
 
     def turn(self, waited_for: bool = False) -> str:
         """Store new results, and end the round when all are there. Returns who is waited for, '' without a round.
@@ -168,22 +168,16 @@ class Evaluations:
         self._event("abandoned", now.order.version, finished=finished, problems=problems, reason=reason)
         self._close()
 
-    def _skip(self, reason: str) -> None:
-        if self._next >= 0:
-            self._event("skipped", self._next, reason=reason)
-            self._next = -1
-
     def _close(self) -> None:
         """End the round; the version that waits is next."""
-        self._round = None
+        self._round, version, self._next = None, self._next, -1
         if self._shared:
             self._publisher.release(HOLD)
-            if self._next != self._newest:
-                self._skip("the fleet goes on with a newer version")
-        version, self._next = self._next, -1
+            if 0 <= version < self._newest:
+                self._event("skipped", version, reason="the fleet goes on with a newer version")
+                version = -1
         if version >= 0:
-            self._open(version)
-            return
+            return self._open(version)
         self._keep()
         with contextlib.suppress(BrokerError):
             self._broker.evaluate(None, [], [])

@@ -25,8 +25,7 @@ from learner.publish.control_socket import Endpoint
 from learner.publish.figures import Figures
 from learner.publish.other_sources import OtherSources
 from learner.publish.receiver_state import Action, Event, Receiver, State, split, step
-from learner.publish.snapshot import Snapshot
-from learner.publish.targets import Targets
+from learner.publish.snapshot import Snapshot, Targets
 
 logger = logging.getLogger(__name__)
 
@@ -128,10 +127,9 @@ class PublishControl:
         logger.info("node %s (pid %d) joined the weight plane", message.node_id, message.pid)
         # The Welcome clears the node's staging buffer, so what the node runs is no base of a delta.
         version = message.version if message.incarnation == self._incarnation else -1
-        self._receivers[identity] = Receiver(
-            *(identity, message.node_id, time.perf_counter(), message.transports),
-            **{"version": version, "machine": message.machine, "pool": message.pool},
-        )
+        about = {"version": version, "machine": message.machine, "pool": message.pool}
+        known = identity, message.node_id, time.perf_counter(), message.transports
+        self._receivers[identity] = Receiver(*known, **about)
 
     def _meet(self, new: messages.Meet, sender: bytes = b"") -> None:
         """Pass entries of a group's store on to its members; `sender`: the one that they come from, b'' the learner."""

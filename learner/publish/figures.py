@@ -9,8 +9,7 @@ from typing import Any
 from common.span_buffer import SPANS
 from learner.publish.attempt import Attempt
 from learner.publish.receiver_state import Receiver, State
-from learner.publish.snapshot import Snapshot
-from learner.publish.targets import Targets
+from learner.publish.snapshot import Snapshot, Targets
 
 STAGES = {"joining": "queued", "idle": "queued", "flipping": "flipping"}  # by state; excluded nodes get nothing
 

@@ -1,6 +1,7 @@
 """Accuracy on held-out problems, through the same engine, driver and environment as training."""
 
 import asyncio
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ async def _with_engine(config: Config, problems: dict[str, list[dict[str, Any]]]
         await engine.shutdown()
         host.close()
     parts = {name: _result(*samples) for name, samples in found.items()} if len(found) > 1 else {}
-    whole = _result(*(sum(samples, []) for samples in zip(*found.values(), strict=True)))
+    whole = _result(*(list(chain.from_iterable(samples)) for samples in zip(*found.values(), strict=True)))
     return msgspec.structs.replace(whole, datasets=parts)
 
 

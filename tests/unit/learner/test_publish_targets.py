@@ -1,6 +1,6 @@
 """Which version is meant for the nodes while newer ones have to wait."""
 
-from learner.publish.targets import Targets
+from learner.publish.snapshot import Targets
 from tests.unit.learner.receivers import snapshot_of
 
 
