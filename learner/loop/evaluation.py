@@ -88,15 +88,20 @@ class Evaluations:
         """
         if (now := self._round) is None:
             return ""
+        reason = ""
         try:
             self._collect(now)
             if len(now.results) == len(self._problems):
                 self._finish(now)
             elif time.monotonic() - now.heard > self._limit_s and (waited_for or self._shared or self._next >= 0):
-                self._abandon(now, f"no result for {self._limit_s:g} s")
+                reason = f"no result for {self._limit_s:g} s"
         except (BrokerError, OSError) as error:
             logger.exception("version %d cannot be evaluated", now.order.version)
-            self._abandon(now, str(error))
+            reason = f"{type(error).__name__}: {error}"
+        if reason:
+            finished, problems = len(now.results), len(self._problems)
+            self._event("abandoned", now.order.version, finished=finished, problems=problems, reason=reason)
+            self._close()
         now = self._round
         return f"version {now.order.version}: {len(now.results)} of {len(self._problems)} problems" if now else ""
 
@@ -161,11 +166,6 @@ class Evaluations:
                 self._files.record(summary(now.order, name, [now.results[number] for number in numbers], held_s))
                 self._files.evaluated.add(done)
         self._event("finished", now.order.version)
-        self._close()
-
-    def _abandon(self, now: Round, reason: str) -> None:
-        finished, problems = len(now.results), len(self._problems)
-        self._event("abandoned", now.order.version, finished=finished, problems=problems, reason=reason)
         self._close()
 
     def _close(self) -> None:

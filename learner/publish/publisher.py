@@ -100,10 +100,9 @@ class WeightPublisher:
         return PublishReceipt(version, snapshot.layout.total_bytes, time.perf_counter() - started)
 
     def hold(self, reason: str) -> None:
-        """Let the nodes keep the newest version that `publish` got so far, until `release(reason)`.
+        """Let the nodes keep the newest version that `publish` got so far, until `release(reason)`; see Targets.
 
-        Call it from the thread that publishes. Newcomers get that version, too. A later version waits, and a newer one
-        replaces it. Several reasons may overlap.
+        Call it from the thread that publishes. Several reasons may overlap.
         """
         assert self._control is not None, "hold before start"
         self._control.post(partial(self._control.targets.hold, reason, self._version))
