@@ -63,20 +63,21 @@ class OtherSources:
 
         None goes before a `wanted` version that is not whole.
         """
-        count = 0
-        for number, snapshot in enumerate(self._waiting, start=1):
-            snapshot.whole = len(self._offered.get(snapshot.version, {})) >= self.count
-            if snapshot.whole:
-                count = number
-            elif snapshot.version in wanted:
-                break
-        if self._waiting and not count:
+        missing = [s.version for s in self._waiting if len(self._offered.get(s.version, {})) < self.count]
+        first = min((version for version in missing if version in wanted), default=None)
+        for number in reversed(range(len(self._waiting))):
+            version = self._waiting[number].version
+            if version not in missing and (first is None or version < first):
+                found, self._waiting = self._waiting[: number + 1], self._waiting[number + 1 :]
+                for snapshot in found:
+                    offered = self._offered.get(snapshot.version, {})
+                    snapshot.whole = len(offered) >= self.count
+                    if snapshot.whole and self.count:
+                        snapshot.add_parts([one for _, one in sorted(offered.items())])
+                return found
+        if self._waiting:
             self._warn(self._waiting[0])
-        found, self._waiting = self._waiting[:count], self._waiting[count:]
-        for snapshot in found:
-            if snapshot.whole and self.count:
-                snapshot.add_parts([one for _, one in sorted(self._offered[snapshot.version].items())])
-        return found
+        return []
 
     def _warn(self, snapshot: Snapshot) -> None:
         """Say once which sources have not offered their part."""
