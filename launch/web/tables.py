@@ -8,7 +8,7 @@ import msgspec
 
 from common.errors import SlipstreamError
 from common.transcripts import Transcript
-from launch.observe.transcript_files import read
+from launch.observe.transcripts import read
 from launch.web.files import inside
 from launch.web.run_view import RunView
 
@@ -76,4 +76,4 @@ def _transcripts(view: RunView, step: int | None, task: int | None, limit: int) 
     folder = view.run.transcripts
     if not all(inside(view.run, path) for path in (folder, *folder.glob("*.jsonl"))):
         raise SlipstreamError("transcripts lead out of the run's folder and are not read")
-    return list(read(view.run, step, task, limit=limit))
+    return list(islice(read(view.run, step, task), limit))
