@@ -2,9 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,46 +15,32 @@ from common.transcripts import Transcript, Turn
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoders return it for a part of a character
 LONGEST_CHARACTER = 32  # tokens; beyond, the bytes are no text
+REMEMBERED = 1 << 15  # texts of neighbours, a few MiB
 LEAST_TOKEN_BYTES = 16  # of a line, per token
 DIGITS = 5  # behind the point of log-probabilities and ratios
 REASON_CHARS = 2000
 
 
 class TokenText:
-    """The text of each token. A token's text is remembered, so that most tokens need no call of `decode`."""
+    """The text of each token. Neighbours that were seen are not decoded again."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         """`decode`: a tokenizer's, special tokens included."""
         self._decode = decode
-        self._known: dict[int, str] = {}
-        self._word: list[int] = []  # a token with a text, to decode others behind it
+        self._remembered = lru_cache(REMEMBERED)(lambda *tokens: decode(list(tokens)))
 
     def pieces(self, tokens: list[int]) -> list[str]:
         """[n] texts whose concatenation is the text of all tokens. A character of several tokens is in its last one."""
         text, out, before, begin = self._decode(tokens), list[str](), 0, 0
         for end in range(1, len(tokens) + 1):  # the tokens from `begin` on may be an unfinished character
-            piece = (
-                self._text(self._word or tokens[before:begin], tokens[begin:end])
-                if begin
-                else self._decode(tokens[:end])
-            )
+            known = self._remembered(*tokens[before:begin]) if begin else ""
+            piece = self._remembered(*tokens[before:end])[len(known) :]  # decoders may drop the space of the first one
             if piece.endswith(UNFINISHED) and end < len(tokens) and end - begin < LONGEST_CHARACTER:
                 out.append("")
                 continue
             out.append(piece)
-            if not self._word and begin == end - 1 and piece.strip() and UNFINISHED not in piece:
-                self._word = tokens[begin:end]
             before, begin = begin, end
         return out if "".join(out) == text else [""] * (len(tokens) - 1) + [text]
-
-    def _text(self, before: list[int], tokens: list[int]) -> str:
-        """The text of tokens behind others: some decoders drop the space of the first one."""
-        known = self._known.get(tokens[0]) if len(tokens) == 1 else None
-        if known is None:
-            known = self._decode(before + tokens)[len(self._decode(before)) :]
-            if len(tokens) == 1 and before is self._word:
-                self._known[tokens[0]] = known
-        return known
 
 
 @dataclass(frozen=True)
@@ -65,13 +52,11 @@ class Training:
     ratios: np.ndarray | None = None  # [T] float32; None: not known
 
 
-@dataclass(frozen=True)
-class _Stretch:  # tokens [start, end) of one author
+class _Stretch(NamedTuple):  # tokens [start, end) of one author
     author: Literal["prompt", "policy", "environment"]
     start: int
     end: int
     reward: float | None = None
-    cut_before: int = 0
 
 
 def transcript_line(
@@ -83,7 +68,6 @@ def transcript_line(
     itself or does not fit, and whatever the tokenizer raises.
     """
     length = sample.tokens.entries()
-    stretches = _stretches(sample, length)
     keep = min(length, limit_bytes // LEAST_TOKEN_BYTES)
     facts |= {
         "time_s": time.time(),
@@ -95,7 +79,7 @@ def transcript_line(
         "sampled_tokens": int((sample.loss_mask.numpy() > 0).sum()),
     }
     while True:
-        turns = [_turn(sample, part, text, training) for part in _cut(stretches, length, keep)]
+        turns = list(_turns(sample, keep, text, training))
         line = msgspec.json.encode(Transcript(turns=turns, cut_tokens=length - keep, **facts)) + b"\n"
         if len(line) <= limit_bytes:
             return line
@@ -104,43 +88,39 @@ def transcript_line(
         keep = keep * limit_bytes * 9 // (len(line) * 10)
 
 
-def _stretches(sample: Sample, length: int) -> list[_Stretch]:
+def _stretches(sample: Sample, length: int) -> Iterator[_Stretch]:
     """The authors of a sample's tokens. Without spans, neighbouring turns are one, and untrained ones unseen."""
-    spans = sample.turn_spans
+    spans, rewards = sample.turn_spans, dict(enumerate(sample.turn_rewards))
     if not spans:
         edges = np.flatnonzero(np.diff(sample.loss_mask.numpy() > 0, prepend=False, append=False)).tolist()
-        spans = list(zip(edges[::2], edges[1::2], strict=True))
-    rewards = dict(enumerate(sample.turn_rewards)) if sample.turn_spans else {}
-    out: list[_Stretch] = []
+        spans, rewards = list(zip(edges[::2], edges[1::2], strict=True)), {}
     done = 0
     for number, (start, end) in enumerate([*spans, (length, length)]):
         if not done <= start <= end <= length:
             raise ValueError(f"turn {number} from token {start} to {end} does not fit {length} tokens")
-        if start > done:
-            out.append(_Stretch("environment" if out else "prompt", done, start))
-        if number < len(spans):
-            out.append(_Stretch("policy", start, end, rewards.get(number)))
+        yield _Stretch("environment" if number else "prompt", done, start)
+        yield _Stretch("policy", start, end, rewards.get(number))
         done = end
-    return out
 
 
-def _cut(stretches: list[_Stretch], length: int, keep: int) -> list[_Stretch]:
+def _turns(sample: Sample, keep: int, text: TokenText, training: Training | None) -> Iterator[Turn]:
     """Only the first and the last tokens, `keep` together; a turn that is cut has its reward in the last part."""
-    if keep >= length:
-        return stretches
-    left, right = keep // 2, length - keep + keep // 2
-    first = [
-        part if part.end <= left else replace(part, end=left, reward=None) for part in stretches if part.start < left
-    ]
-    last = [replace(part, start=max(part.start, right)) for part in stretches if part.end > right]
-    return first + [replace(part, cut_before=(right - left) * (i == 0)) for i, part in enumerate(last)]
+    length = sample.tokens.entries()
+    left, right = (keep // 2, length - keep + keep // 2) if keep < length else (0, 0)
+    for part in _stretches(sample, length):
+        for low, high in ((0, left), (right, length)):
+            start, end = max(part.start, low), min(part.end, high)
+            if start < end:
+                cut = right - left if start == right else 0
+                reward = part.reward if end == part.end else None
+                yield _turn(sample, _Stretch(part.author, start, end, reward), cut, text, training)
 
 
-def _turn(sample: Sample, part: _Stretch, text: TokenText, training: Training | None) -> Turn:
+def _turn(sample: Sample, part: _Stretch, cut_before: int, text: TokenText, training: Training | None) -> Turn:
     where = slice(part.start, part.end)
     tokens = sample.tokens.numpy()[where].tolist()
     pieces = text.pieces(tokens)
-    turn = Turn(author=part.author, text="".join(pieces), tokens=tokens, pieces=pieces, cut_before=part.cut_before)
+    turn = Turn(author=part.author, text="".join(pieces), tokens=tokens, pieces=pieces, cut_before=cut_before)
     if part.author != "policy":
         return turn
     versions = sample.token_versions()[where]

@@ -38,13 +38,14 @@ def command(args: argparse.Namespace) -> int:
     if args.worst:
         found = (transcript for transcript in found if {"worst", "failed"} & set(transcript.why))
     whole = args.step is not None or args.task is not None
-    console, count = Console(highlight=False, soft_wrap=True), 0
-    for count, transcript in enumerate(found if whole else islice(found, NEWEST), start=1):
+    console, shown = Console(highlight=False, soft_wrap=True), args.json
+    for transcript in found if whole else islice(found, NEWEST):
+        shown = True
         if args.json:
             sys.stdout.write(msgspec.json.encode(transcript).decode() + "\n")
         else:
             console.print(page(transcript, args.color) if whole else Text(heading(transcript)))
-    if not count and not args.json:
+    if not shown:
         print(f"no such transcript in {run.transcripts}; telemetry.transcripts says which are kept")
     return 0
 
