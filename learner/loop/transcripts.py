@@ -11,10 +11,9 @@ import numpy as np
 import xxhash
 
 from common.config.schema import Config
-from common.line_thread import LineThread
 from common.process.run_dir import RunDir
 from common.rollouts import Group, Sample
-from common.segments import SEGMENTS, SegmentWriter
+from common.segments import SEGMENTS, LineThread, SegmentWriter
 from common.transcript_maker import TokenText, Training, transcript_line
 from common.transcripts import Why
 from learner.batch.batch import TrainingBatch
