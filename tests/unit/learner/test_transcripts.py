@@ -19,8 +19,7 @@ from launch.observe.transcripts import read
 from launch.quickstart.assets import build_tokenizer
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.batch.packing import Document, build
-from learner.loop.recording_loss import MOST_PLACES, RecordingLoss
-from learner.loop.transcripts import choose, items, transcript_thread
+from learner.loop.transcripts import MOST_PLACES, RecordingLoss, choose, items, transcript_thread
 from learner.loss.advantages import ADVANTAGES
 from tests.launch_rig import ROOT
 from tests.unit.learner.conftest import BASE
