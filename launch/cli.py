@@ -50,6 +50,7 @@ HANDLERS = {
 }
 # packages that not every role has, and the environments of launch/setup.sh that have them
 PACKAGES = {"torch": "cpu|learner|rollout", "megatron": "cpu|learner", "vllm": "cpu|rollout", "transformers": "cpu"}
+PACKAGES |= dict.fromkeys(("starlette", "uvicorn"), "cpu")  # the live page's
 PACKAGES |= {"starlette": "cpu", "uvicorn": "cpu"}
 
 
