@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -104,11 +105,9 @@ class LineThread(Generic[T]):
     def close(self, wait_s: float = 5.0) -> None:
         """End the thread after what waits; it is left behind when that takes longer than `wait_s`."""
         if self._thread is not None:
-            try:
+            with suppress(queue.Full):
                 self._queue.put(None, timeout=wait_s)
                 self._thread.join(wait_s)
-            except queue.Full:
-                self._log(f"not all were written within {wait_s:g} s")
 
     def _run(self) -> None:
         for item in iter(self._queue.get, None):

@@ -36,7 +36,7 @@ class SpanFile:
         SPANS.close()
         self._stopping.set()
         self._thread.join(CLOSE_S)
-        self._lines.close(CLOSE_S)
+        self._lines.close()
 
     def _run(self) -> None:
         stopping = False

@@ -144,8 +144,7 @@ def _token_styles(turn: Turn, color: str) -> list[str]:
 def _turn_heading(turn: Turn) -> str:
     words = [turn.author, f"{len(turn.tokens)} tokens"]
     if turn.version_runs:
-        versions = list(dict.fromkeys(version for _, version in turn.version_runs))
-        words.append(f"version{'s' * (len(versions) > 1)} {', '.join(map(str, versions))}")
+        words.append("version " + ", ".join(dict.fromkeys(str(version) for _, version in turn.version_runs)))
     words += [f"reward {turn.reward:g}"] if turn.reward is not None else []
     words += ["not in the loss"] if turn.trained and not any(turn.trained) else []
     return "── " + " · ".join(words)

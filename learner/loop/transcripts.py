@@ -45,17 +45,12 @@ def choose(groups: Sequence[Group], share: float | Literal["none"], seed: int) -
         if xxhash.xxh3_64_intdigest(f"{seed} {where[0]} {where[1]}".encode()) / 2**64 < share
     }
 
-    def reward(where: Place) -> float:
-        return samples[where].reward
-
-    def length(where: Place) -> int:
-        return samples[where].tokens.entries()
-
-    good = [where for where in samples if samples[where].error is None]
-    failed = [where for where in samples if samples[where].error is not None]
-    picked: list[tuple[Why, Place]] = [("best", max(good, key=reward))] if good else []
-    picked.append(("worst", max(failed, key=length) if failed else min(good, key=reward)))
-    picked.append(("longest", max(samples, key=length)))
+    tokens = {where: sample.tokens.entries() for where, sample in samples.items()}
+    rewards = {where: sample.reward for where, sample in samples.items() if sample.error is None}
+    failed = tokens.keys() - rewards.keys()
+    picked: list[tuple[Why, Place]] = [("best", max(rewards, key=rewards.__getitem__))] if rewards else []
+    worst = max(sorted(failed), key=tokens.__getitem__) if failed else min(rewards, key=rewards.__getitem__)
+    picked += [("worst", worst), ("longest", max(tokens, key=tokens.__getitem__))]
     for why, where in picked:
         chosen.setdefault(where, []).append(why)
     for where in chosen.keys() & failed:
@@ -94,13 +89,9 @@ class RecordingLoss:
         wanted, found, self._wanted, self._found = self._wanted, self._found, {}, {}
         if not wanted:
             return {}
-        sizes = [document.places for document in wanted.values()]
-        flat = torch.full((sum(sizes),), -torch.inf)
-        for number, part in zip(wanted, flat.split(sizes), strict=True):
-            if number in found:
-                part.copy_(found[number])
-        parts = backend.largest(flat).split(sizes)
-        pairs = zip(wanted.values(), parts, strict=True)
+        parts = [found.get(n, torch.full((d.places,), -torch.inf)).float().cpu() for n, d in wanted.items()]
+        largest = backend.largest(torch.cat(parts)).split([len(part) for part in parts])
+        pairs = zip(wanted.values(), largest, strict=True)
         return {document.origin: part.numpy() for document, part in pairs if bool(part.isfinite().all())}
 
 
