@@ -1,6 +1,6 @@
 """Folders of JSON lines with a limit on their size, and a thread that makes and writes such lines.
 
-Full segments are closed, and the oldest ones are removed. Whoever hands a line to the thread never waits for it.
+Full segments are closed, and the oldest ones are removed. The thread's callers never wait.
 """
 
 import logging

@@ -23,8 +23,7 @@ class SpanFile:
     def __init__(self, folder: Path, prefix: str, trace_mib: int, who: str) -> None:
         """Begin to write; `prefix` is one of SHARES, `who` this process's name in the trace."""
         writer = SegmentWriter(folder, prefix, int(trace_mib * SHARES[prefix] * (1 << 20)))
-        lost = lambda batch: SPANS.lost(len(batch.spans))  # noqa: E731
-        self._lines = LineThread[SpanBatch]("spans of RUN/trace", writer, lambda: _line, lost)
+        self._lines = LineThread("spans of RUN/trace", writer, lambda: _line, _lost)
         self._lines.start()
         self.put = self._lines.put  # writes a batch soon
         self._who, self._stopping = who, threading.Event()
@@ -48,3 +47,7 @@ class SpanFile:
 
 def _line(batch: SpanBatch) -> bytes:
     return msgspec.json.encode(batch) + b"\n"
+
+
+def _lost(batch: SpanBatch) -> None:
+    SPANS.lost(len(batch.spans))

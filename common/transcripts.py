@@ -24,7 +24,7 @@ Why = Literal["share", "best", "worst", "longest", "failed"]
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoders return it for a part of a character
 LONGEST_CHARACTER = 32  # tokens; beyond, the bytes are no text
 REMEMBERED = 1 << 15  # texts of neighbours, a few MiB
-LEAST_TOKEN_BYTES = 16  # of a line, per token
+LEAST_TOKEN_BYTES = 16  # A line has more per token.
 DIGITS = 5  # behind the point of log-probabilities and ratios
 REASON_CHARS = 2000
 

@@ -23,7 +23,7 @@ from learner.batch.dynamic_sampling import carries_signal
 from learner.batch.packing import Document
 
 LONGEST_BYTES = 1 << 20  # a longer transcript is cut
-MOST_PLACES = 1 << 20  # of log-probabilities that one step collects: 4 MiB
+MOST_PLACES = 1 << 20  # Log-probabilities that one step collects: 4 MiB.
 WORST_LOG_RATIO = 20.0  # beyond, ratios are cut, so that they stay numbers in JSON
 
 Place = tuple[int, int]  # (serial, sample)

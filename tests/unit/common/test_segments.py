@@ -1,4 +1,4 @@
-"""Folders of JSON lines stay bounded; whoever hands lines to their thread never waits, and what is lost is counted."""
+"""Folders of JSON lines stay bounded. The caller of their thread never waits, and lost lines are counted."""
 
 import io
 import logging
