@@ -13,7 +13,7 @@ from common.spans import SpanBatch
 
 SHARES = {"learner": 0.25, "nodes": 0.75}  # by the prefix of the file, in telemetry.trace_mib
 INTERVAL_S = 1.0
-BATCHES = 8  # of this process in an interval, at most
+BATCHES = 8  # This process adds no more in an interval.
 CLOSE_S = 5.0  # for the last lines
 
 
