@@ -19,10 +19,10 @@ from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
 from common.security.credentials import curve_credentials, load_credential
 from common.span_buffer import SPANS
+from common.transcripts import FailedTranscripts
 from rollout_fleet.driver_factory import build_driver
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 from rollout_fleet.episode.concurrency import AdaptiveLimit
-from rollout_fleet.episode.failed_transcripts import FailedTranscripts
 from rollout_fleet.episode.group_runner import GroupRunner
 from rollout_fleet.node.broker_timeout import BrokerTimeout
 from rollout_fleet.node.heartbeat import Heartbeat
@@ -92,7 +92,7 @@ async def _serve(config: Config, address: str, status: OwnStatus) -> int:
         low, high = config.rollout.concurrency_bounds
         runner = GroupRunner(driver, high, status.sample_failed)
         transcribe = (
-            FailedTranscripts(driver.renderer, node_id).line if config.telemetry.transcripts != "none" else None
+            FailedTranscripts(driver.renderer.text, node_id).line if config.telemetry.transcripts != "none" else None
         )
         counters = lambda: engine.counters  # noqa: E731
         parts = NodeParts(broker, feed, runner, status, timeout, counters, heartbeat.beat_now, transcribe)

@@ -17,7 +17,7 @@ from broker.delivery.learner_machines import LearnerMachines
 from broker.delivery.log_ends import LogEnds
 from broker.delivery.nodes import Fleet
 from broker.delivery.task_table import Entry, Stored, TaskTable
-from common.line_thread import LineThread
+from common.segments import LineThread
 from common.span_buffer import SPANS
 from common.spans import SpanBatch
 from common.transcripts import SentTranscript

@@ -6,9 +6,8 @@ from pathlib import Path
 import msgspec
 
 from common.config.schema import TelemetryConfig
-from common.line_thread import LineThread
 from common.process.run_dir import RunDir
-from common.segments import SegmentWriter
+from common.segments import LineThread, SegmentWriter
 from common.transcripts import FAILED_BYTES, SentTranscript, Transcript
 
 SPARE_BYTES = 4096  # the line that is written may be a little longer than the one that came

@@ -1,5 +1,6 @@
 """The tables of the page, filtered and cut into pages by the server, and a transcript of bounded size."""
 
+from itertools import islice
 from typing import Annotated, Any
 
 import msgspec
@@ -7,7 +8,7 @@ from msgspec import Meta
 
 from common.errors import SlipstreamError
 from common.transcripts import Transcript
-from launch.observe.transcript_files import read
+from launch.observe.transcripts import read
 from launch.web.run_view import RunView
 
 ROWS = 200  # A page has at most so many.
@@ -61,14 +62,14 @@ def tasks(view: RunView, query: Query) -> dict[str, Any]:
 
 def transcripts(view: RunView, query: Query) -> dict[str, Any]:
     """One line for each transcript, the newest first."""
-    found = read(view.run, query.step, query.task, limit=min(query.limit, ROWS))
+    found = islice(read(view.run, query.step, query.task), min(query.limit, ROWS))
     rows = [msgspec.to_builtins(msgspec.structs.replace(transcript, turns=[])) for transcript in found]
     return {"total": len(rows), "rows": rows}
 
 
 def transcript(view: RunView, query: Query) -> dict[str, Any]:
     """The newest transcript of an episode, cut to a size that a browser shows; `cut` says how much is left out."""
-    for found in read(view.run, query.step, query.task, limit=ROWS):
+    for found in islice(read(view.run, query.step, query.task), ROWS):
         if found.sample == query.sample:
             return bounded(found)
     raise SlipstreamError(f"no transcript of task {query.task}, sample {query.sample} is kept")

@@ -30,14 +30,13 @@ from learner.checkpoint.folder import StreamState, TrainerState
 from learner.loop.batch_source import Command, Drain, Fail, Train, Wait
 from learner.loop.evaluation import Evaluations
 from learner.loop.profiling import absent_nodes
-from learner.loop.recording_loss import Logprobs
 from learner.loop.rollout_source import RolloutSource
 from learner.loop.run_files import RunFiles
 from learner.loop.start_checks import check_not_behind, check_not_forgotten
 from learner.loop.status_reporter import Reporter
 from learner.loop.step_metrics import StallMeter, Step, step_metrics
 from learner.loop.tasks import TaskSource, TaskStream
-from learner.loop.transcripts import items, transcript_thread
+from learner.loop.transcripts import Logprobs, items, transcript_thread
 from learner.loop.watcher import Watcher
 from learner.publish.publisher import WeightPublisher
 from learner.publish.snapshot import Named

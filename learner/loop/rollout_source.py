@@ -18,8 +18,7 @@ from learner.backend_protocol import Backend, Microbatch
 from learner.batch.batch import TrainingBatch, assemble, decode
 from learner.batch.packing import Document, build
 from learner.loop.batch_source import BatchSource
-from learner.loop.recording_loss import Logprobs, RecordingLoss
-from learner.loop.transcripts import Chosen, choose
+from learner.loop.transcripts import Chosen, Logprobs, RecordingLoss, choose
 from learner.loss.losses import policy_loss
 from learner.publish.other_sources import Lead
 from learner.publish.remote_source import RemoteSource

@@ -1,31 +1,34 @@
-"""Transcripts of what the learner trains on: which samples are kept, and the thread that writes them.
+"""Transcripts of what the learner trains on: which samples are kept, their log-probabilities, and who writes them.
 
 choose (every rank, from the same groups) -> the forward pass keeps their log-probabilities -> the lead rank's queue
 -> thread: text, JSON, RUN/transcripts. A full queue, a full disk or an odd token costs transcripts and nothing else.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 import xxhash
+from torch import Tensor
 
 from common.config.schema import Config
-from common.line_thread import LineThread
 from common.process.run_dir import RunDir
 from common.rollouts import Group, Sample
-from common.segments import SEGMENTS, SegmentWriter
-from common.transcript_maker import TokenText, Training, transcript_line
-from common.transcripts import Why
+from common.segments import SEGMENTS, LineThread, SegmentWriter
+from common.transcripts import TokenText, Training, Why, transcript_line
+from learner.backend_protocol import Backend, LossFunction, LossOutput, Microbatch
 from learner.batch.batch import TrainingBatch
 from learner.batch.dynamic_sampling import carries_signal
 from learner.batch.packing import Document
-from learner.loop.recording_loss import Logprobs
 
 LONGEST_BYTES = 1 << 20  # a longer transcript is cut
+MOST_PLACES = 1 << 20  # Log-probabilities that one step collects: 4 MiB.
 WORST_LOG_RATIO = 20.0  # beyond, ratios are cut, so that they stay numbers in JSON
 
-Chosen = dict[tuple[int, int], list[Why]]  # (serial, sample) to the reasons
+Place = tuple[int, int]  # (serial, sample)
+Chosen = dict[Place, list[Why]]
+Logprobs = dict[Place, np.ndarray]  # [L - 1] float32
 
 
 def choose(groups: Sequence[Group], share: float | Literal["none"], seed: int) -> Chosen:
@@ -33,42 +36,71 @@ def choose(groups: Sequence[Group], share: float | Literal["none"], seed: int) -
 
     A sample that failed is worse than any other.
     """
-    played = [((g.serial, i), s) for g in sorted(groups, key=lambda g: g.serial) for i, s in enumerate(g.samples)]
-    if share == "none" or not played:
+    samples = {(g.serial, i): s for g in sorted(groups, key=lambda g: g.serial) for i, s in enumerate(g.samples)}
+    if share == "none" or not samples:
         return {}
-    chosen: Chosen = {where: ["share"] for where, _ in played if _draw(seed, *where) < share}
+    chosen: Chosen = {
+        where: ["share"]
+        for where in samples  # a draw in [0, 1)
+        if xxhash.xxh3_64_intdigest(f"{seed} {where[0]} {where[1]}".encode()) / 2**64 < share
+    }
 
-    def add(why: Why, found: tuple[tuple[int, int], Sample]) -> None:
-        chosen.setdefault(found[0], []).append(why)
-
-    good = [pair for pair in played if pair[1].error is None]
-    failed = [pair for pair in played if pair[1].error is not None]
-    if good:
-        add("best", max(good, key=lambda pair: pair[1].reward))
-    add("worst", max(failed, key=_length) if failed else min(good, key=lambda pair: pair[1].reward))
-    add("longest", max(played, key=_length))
-    for where, _ in failed:
-        if where in chosen:
-            chosen[where].append("failed")
+    tokens = {where: sample.tokens.entries() for where, sample in samples.items()}
+    rewards = {where: sample.reward for where, sample in samples.items() if sample.error is None}
+    failed = tokens.keys() - rewards.keys()
+    picked: list[tuple[Why, Place]] = [("best", max(rewards, key=rewards.__getitem__))] if rewards else []
+    worst = max(sorted(failed), key=tokens.__getitem__) if failed else min(rewards, key=rewards.__getitem__)
+    picked += [("worst", worst), ("longest", max(tokens, key=tokens.__getitem__))]
+    for why, where in picked:
+        chosen.setdefault(where, []).append(why)
+    for where in chosen.keys() & failed:
+        chosen[where].append("failed")
     return chosen
 
 
-def _draw(seed: int, serial: int, sample: int) -> float:
-    """Uniform in [0, 1)."""
-    return xxhash.xxh3_64_intdigest(f"{seed} {serial} {sample}".encode()) / 2**64
+class RecordingLoss:
+    """A LossFunction that also keeps log-probabilities, as they were before the optimizer step: no second pass.
 
+    It sees whole documents on the last pipeline stage, under every layout. Several ranks may see the same document and
+    none of them all. An elementwise maximum over the ranks, from minus infinity, brings all of them together.
+    """
 
-def _length(pair: tuple[tuple[int, int], Sample]) -> int:
-    return pair[1].tokens.entries()
+    def __init__(self, loss: LossFunction) -> None:
+        self._loss = loss
+        self._wanted: dict[int, Document] = {}
+        self._found: dict[int, Tensor] = {}
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: Microbatch) -> LossOutput:
+        for number, part in zip(batch.numbers, logprobs.detach().split(batch.document_lengths), strict=False):
+            if number in self._wanted:
+                self._found[number] = part.clone()  # else the whole microbatch would stay in memory
+        return self._loss(logprobs, entropy, batch)
+
+    def watch(self, documents: Sequence[Document], chosen: Container[Place]) -> None:
+        """Begin a step on these documents. Those with a `chosen` origin are kept while there is room."""
+        self._wanted, self._found, room = {}, {}, MOST_PLACES
+        for number, document in enumerate(documents):
+            if document.origin in chosen and document.places <= room:
+                room -= document.places
+                self._wanted[number] = document
+
+    def collect(self, backend: Backend) -> Logprobs:
+        """The log-probabilities of the chosen documents. Collective, unless nothing was chosen."""
+        wanted, found, self._wanted, self._found = self._wanted, self._found, {}, {}
+        if not wanted:
+            return {}
+        parts = [found.get(n, torch.full((d.places,), -torch.inf)).float().cpu() for n, d in wanted.items()]
+        largest = backend.largest(torch.cat(parts)).split([len(part) for part in parts])
+        pairs = zip(wanted.values(), largest, strict=True)
+        return {document.origin: part.numpy() for document, part in pairs if bool(part.isfinite().all())}
 
 
 class Item(NamedTuple):
     """A chosen sample of a step."""
 
     sample: Sample
+    training: Training | None  # None: it trained nothing
     facts: dict[str, Any]  # see transcript_line
-    document: Document | None  # None: it trained nothing
-    logprobs: np.ndarray | None
 
 
 def items(
@@ -80,10 +112,18 @@ def items(
     filters = batch.statistics.groups_filtered > 0
     for where, why in chosen.items():
         serial, index = where
-        group = by_serial[serial]
+        group, document = by_serial[serial], documents.get(where)
         step = None if filters and not carries_signal(group) else batch.step
         facts = {"serial": serial, "sample": index, "node_id": nodes.get(serial, ""), "why": why, "step": step}
-        yield Item(group.samples[index], facts, documents.get(where), logprobs.get(where))
+        yield Item(group.samples[index], document and _training(document, logprobs.get(where)), facts)
+
+
+def _training(document: Document, logprobs: np.ndarray | None) -> Training:
+    ratios = None
+    if logprobs is not None and document.behavior_logprobs is not None:
+        drift = np.insert(logprobs - document.behavior_logprobs[1:], 0, 0.0)  # [L]; nothing predicts the first
+        ratios = np.exp(np.clip(drift, -WORST_LOG_RATIO, WORST_LOG_RATIO))
+    return Training(document.loss_mask, document.advantage, ratios)
 
 
 def transcript_thread(config: Config) -> LineThread[Item]:
@@ -98,17 +138,7 @@ def transcript_thread(config: Config) -> LineThread[Item]:
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         text = TokenText(lambda ids: tokenizer.decode(ids, **options))
         text.pieces([0])  # transformers imports some modules only now
-        return lambda item: transcript_line(item.sample, text, limit_bytes, _training(item), **item.facts)
+        return lambda item: transcript_line(item.sample, text, limit_bytes, item.training, **item.facts)
 
     writer = SegmentWriter(RunDir.of(config).transcripts, "steps", limit * 3 // 4)  # the rest is for failed groups
     return LineThread("transcripts", writer, build)
-
-
-def _training(item: Item) -> Training | None:
-    document, ratios = item.document, None
-    if document is None:
-        return None
-    if item.logprobs is not None and document.behavior_logprobs is not None:
-        drift = np.insert(item.logprobs - document.behavior_logprobs[1:], 0, 0.0)  # [L]; nothing predicts the first
-        ratios = np.exp(np.clip(drift, -WORST_LOG_RATIO, WORST_LOG_RATIO))
-    return Training(document.loss_mask, document.advantage, ratios)

@@ -15,7 +15,7 @@ from common.errors import EXIT_HOPELESS
 from common.process.run_dir import RunDir
 from common.transcripts import Transcript
 from launch.cli import parse
-from launch.observe.transcript_files import read
+from launch.observe.transcripts import read
 from launch.resolve_target import config_of, find_run
 from launch.results.replay import plan_replay
 from learner.loss.advantages import ADVANTAGES

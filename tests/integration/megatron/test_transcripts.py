@@ -9,7 +9,7 @@ import torch
 
 from common.config.schema import LossConfig
 from learner.batch.packing import Document, build, plan
-from learner.loop.recording_loss import RecordingLoss
+from learner.loop.transcripts import RecordingLoss
 from learner.loss.losses import policy_loss
 from tests.integration.megatron import fork_rig, tiny_models
 from tests.integration.megatron.fork_rig import Outcome, group

@@ -14,9 +14,7 @@ from common.process.run_dir import RunDir
 from common.segments import SegmentWriter, segments
 from common.transcripts import Transcript, Turn
 from launch.cli import main
-from launch.observe import transcript_files
-from launch.observe.transcript_files import LONGEST_LINE, find, read
-from launch.observe.transcripts import page, visible
+from launch.observe.transcripts import LONGEST_LINE, page, read, visible
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x9b1m\r\u202e[bold]no[/bold]\x00\x7f\u2028\t end"
 
@@ -60,25 +58,20 @@ def shown(run: RunDir, capsys: pytest.CaptureFixture[str], *words: str) -> str:
 # ---------------------------------------------------------------- the files
 
 
-def test_learner_and_broker_are_read_as_one_the_newest_or_the_oldest_first(run: RunDir) -> None:
+def test_learner_and_broker_are_read_as_one_the_newest_first(run: RunDir) -> None:
     write(run, *(transcript(n) for n in (1, 4, 5)))
     write(run, *(transcript(n, step=None) for n in (2, 3, 6)), prefix="failed")
     write(run, transcript(7))
     assert serials(run) == [7, 6, 5, 4, 3, 2, 1]
-    assert serials(run, newest=False) == [1, 2, 3, 4, 5, 6, 7]
-    assert serials(run, limit=2) == [7, 6]
 
 
-def test_a_step_a_task_and_an_episode_are_found(run: RunDir) -> None:
+def test_a_step_and_a_task_are_found(run: RunDir) -> None:
     bait = turn("policy", '"step":3,"serial":5,')
     write(run, *(transcript(n, n % 2, step=n // 2) for n in range(12)), transcript(12, 0, 9, turns=[bait]))
     write(run, transcript(4, 1, None), prefix="failed")
     assert serials(run, step=3) == [7, 6]
     assert [(t.step, t.sample) for t in read(run, task=4)] == [(2, 0), (None, 1)]
     assert serials(run, step=2, task=5) == [5]
-    episode = find(run, 4, 1)
-    assert episode is not None and episode.step is None
-    assert find(run, 4, 2) is None
     assert serials(run, step=99) == []
 
 
@@ -89,8 +82,7 @@ def test_a_step_that_was_trained_again_shows_once_with_what_came_last(run: RunDi
     assert serials(run, task=3) == [3, 3], "attempts that failed are different ones"
 
 
-def test_lines_that_are_torn_foreign_or_far_too_long_are_passed_over(run: RunDir, monkeypatch) -> None:
-    monkeypatch.setattr(transcript_files, "CHUNK", 1 << 16)
+def test_lines_that_are_torn_foreign_or_far_too_long_are_passed_over(run: RunDir) -> None:
     write(run, transcript(1))
     (path,) = segments(run.transcripts, "steps")
     later = msgspec.to_builtins(transcript(2)) | {"mood": "good", "why": ["share"]}
@@ -175,9 +167,10 @@ def test_a_cut_and_a_broken_turn_are_shown_as_such() -> None:
 
 def test_without_a_step_or_task_the_newest_are_listed(run: RunDir, capsys) -> None:
     write(run, *(transcript(n, why=["worst"] if n == 3 else ["share"]) for n in range(30)))
-    table = shown(run, capsys).splitlines()
-    assert len(table) == 21 and table[1].split() == ["29", "0", "0", "share", "0.5", "1", "0", "it", "is", "2"]
-    assert [line.split()[0] for line in shown(run, capsys, "--worst").splitlines()[1:]] == ["3"]
+    lines = shown(run, capsys).splitlines()
+    assert len(lines) == 20
+    assert lines[0] == "task 29 sample 0 · step 0 · advantage 1 · reward 0.5 · node n0 ·  · kept as share"
+    assert [line.split()[1] for line in shown(run, capsys, "--worst").splitlines()] == ["3"]
 
 
 def test_json_has_one_whole_transcript_per_line(run: RunDir, capsys) -> None:

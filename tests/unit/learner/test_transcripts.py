@@ -15,12 +15,11 @@ import torch
 from common.config.schema import Config
 from common.process.run_dir import RunDir
 from common.rollouts import Group, Sample, encode_group
-from launch.observe.transcript_files import find, read
+from launch.observe.transcripts import read
 from launch.quickstart.assets import build_tokenizer
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.batch.packing import Document, build
-from learner.loop.recording_loss import MOST_PLACES, RecordingLoss
-from learner.loop.transcripts import choose, items, transcript_thread
+from learner.loop.transcripts import MOST_PLACES, RecordingLoss, choose, items, transcript_thread
 from learner.loss.advantages import ADVANTAGES
 from tests.launch_rig import ROOT
 from tests.unit.learner.conftest import BASE
@@ -160,8 +159,8 @@ def test_a_filtered_groups_transcript_names_no_step_and_an_expired_one_trained_n
     })  # fmt: skip
     stale.fleet.spoil = lambda group: encode_group(make_group(group.serial, -1, 2) if group.serial == 1 else group)
     finish(stale)
-    old = find(stale.run_dir, 1, 0)
-    assert old is not None and old.step == 1
+    (old,) = (t for t in read(stale.run_dir, task=1) if t.sample == 0)
+    assert old.step == 1
     assert not any(old.turns[1].trained) and old.turns[1].version_runs == [(0, -1)]
 
 
@@ -222,6 +221,6 @@ def test_a_killed_writer_leaves_a_folder_that_can_be_read_and_written_on(tmp_pat
     assert len(found) > 100 and all(t.turns[1].text for t in found)
     after = 10**9
     write(str(run.path), model, range(after, after + 1))
-    assert [t.sample for t in read(run, step=after, newest=False)] == list(range(8))
+    assert [t.sample for t in read(run, step=after)] == list(range(8))[::-1]
     assert len(list(read(run))) == len(found) + 8
     assert sum(path.stat().st_size for path in run.transcripts.iterdir()) <= 1 << 20

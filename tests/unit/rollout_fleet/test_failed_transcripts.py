@@ -6,9 +6,8 @@ from typing import Any
 import msgspec
 
 from common.rollouts import Group
-from common.transcripts import FAILED_BYTES, Transcript
+from common.transcripts import FAILED_BYTES, FailedTranscripts, Transcript
 from rollout_fleet.environments.protocol import StepResult
-from rollout_fleet.episode.failed_transcripts import FailedTranscripts
 from rollout_fleet.episode.rendering import Renderer
 from tests.unit.rollout_fleet.fleet_fakes import (
     Base,
@@ -67,7 +66,7 @@ def test_a_branch_of_a_conversation_knows_its_own_turns_only() -> None:
 
 def test_the_longest_sample_of_a_failed_group_becomes_a_transcript() -> None:
     failed = [played(BrokenGame, "one", "two", text) for text in ("3", "33333", "33")]
-    transcripts = FailedTranscripts(Renderer(CharacterTokenizer()), "n0")
+    transcripts = FailedTranscripts(Renderer(CharacterTokenizer()).text, "n0")
     found = msgspec.json.decode(transcripts.line(Group(7, failed)), type=Transcript)
     assert (found.serial, found.sample, found.node_id, found.why) == (7, 1, "n0", ["failed"])
     assert found.error is not None and "no calculator" in found.error
@@ -84,7 +83,7 @@ def test_a_long_one_is_cut_to_the_limit_and_without_any_sample_there_is_none(cap
     kinds = {"tokens": "int32", "loss_mask": "uint8", "behavior_logprobs": "float32"}
     arrays = {name: type(long.tokens).of(values, kinds[name]) for name, values in many.items()}
     long = msgspec.structs.replace(long, turn_spans=[(0, len(tokens))], **arrays)
-    transcripts = FailedTranscripts(Renderer(CharacterTokenizer()), "n0")
+    transcripts = FailedTranscripts(Renderer(CharacterTokenizer()).text, "n0")
     line = transcripts.line(Group(7, [long]))
     assert FAILED_BYTES // 2 < len(line) <= FAILED_BYTES
     assert msgspec.json.decode(line, type=Transcript).cut_tokens > 0
@@ -97,7 +96,7 @@ def test_a_long_one_is_cut_to_the_limit_and_without_any_sample_there_is_none(cap
 async def test_the_node_sends_it_with_the_report_of_the_failure() -> None:
     came: list[tuple[int, str, bytes]] = []
 
-    transcripts = FailedTranscripts(Renderer(CharacterTokenizer()), "n0")
+    transcripts = FailedTranscripts(Renderer(CharacterTokenizer()).text, "n0")
     site = Site(respond=lambda _: ValueError("token outside the vocabulary"))
     object.__setattr__(site.parts, "transcribe", transcripts.line)
     site.broker.state.transcripts = SimpleNamespace(put=came.append, dropped=0)  # type: ignore[assignment]
