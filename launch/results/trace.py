@@ -4,21 +4,17 @@ import argparse
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from common.errors import UsageError
-from common.process.run_dir import RunDir
-from launch.observe.line_tail import LineTail
 from launch.observe.trace_files import read_batches
 from launch.resolve_target import find_run
 from launch.results.trace_slices import Process, Slice, Threads
 
-MARGIN_S = 1.0  # events so much before the first and after the last span are shown
-COUNTERS = {"staleness": ("staleness_mean", "staleness_max"), "groups": ("groups_ready", "groups_leased")}
 Event = dict[str, Any]
 Place = tuple[float, float, Event]  # begin and end of a slice, Unix seconds; its pid and tid
 
@@ -48,15 +44,15 @@ def command(args: argparse.Namespace) -> int:
     ours = ("learner", "broker")  # come first, then the nodes
     processes = [found[key] for key in sorted(found, key=lambda key: (*(key[0] != name for name in ours), key))]
     window = window_of(processes, args.first, args.last)
-    trace = Trace(run, processes, window)
+    trace = Trace(processes, window)
     path = Path(args.out) if args.out else run.path / "trace.json"
     try:
         with path.open("wb") as file:
             file.write(b'{"traceEvents":[\n')
-            for event in trace.events():
-                file.write(msgspec.json.encode(event) + b",\n")
-            file.write(msgspec.json.encode(named(0, 0, "process_name", name="other events")) + b"],\n")
-            file.write(msgspec.json.encode({"displayTimeUnit": "ms", "otherData": trace.about()})[1:])
+            for number, event in enumerate(trace.events()):
+                file.write(b",\n" * (number > 0) + msgspec.json.encode(event))
+            about = {"run": run.path.name, **trace.about()}
+            file.write(b"],\n" + msgspec.json.encode({"displayTimeUnit": "ms", "otherData": about})[1:])
     except OSError as error:
         raise UsageError(f"--out: {path} cannot be written: {error.strerror or error}") from None
     steps = f"steps {window.steps[0]} to {window.steps[1]}" if window.steps else "no step yet"
@@ -93,13 +89,11 @@ def serials(step: dict[str, Any]) -> list[int]:
 
 
 class Trace:
-    """The events of the file: process by process, then arrows, instants and counters."""
+    """The events of the file: process by process, then arrows."""
 
-    def __init__(self, run: RunDir, processes: list[Process], window: Window) -> None:
-        self._run, self._processes, self._window = run, processes, window
-        firsts = [next(process.slices(), None) for process in processes]
-        self._zero_s = min((found[0] for found in firsts if found), default=0.0) - MARGIN_S
-        self._end_s = self._zero_s
+    def __init__(self, processes: list[Process], window: Window) -> None:
+        self._processes, self._window = processes, window
+        self._zero_s = min((begin for process in processes for begin, *_ in islice(process.slices(), 1)), default=0.0)
         self.count = self.arrows = 0
         self._ends = defaultdict[str, list[tuple[dict[str, Any], Place]]](list)  # where arrows end, by the kind of span
 
@@ -111,13 +105,6 @@ class Trace:
             about = {"name": name, "cat": "arrow", "id": self.arrows}
             yield {"ph": "s", **about, **source, "ts": self._us(begin)}
             yield {"ph": "f", "bp": "e", **about, **target, "ts": self._us(max(begin, reached))}
-        for line in lines(self._run.events):
-            event = {"ph": "i", "s": "p", "name": line.get("kind"), "args": line.get("detail"), "cat": "event"}
-            yield from self._at(str(line.get("source", "broker")), line, event)
-        for line in lines(self._run.metrics):
-            for name, keys in COUNTERS.items():
-                values = {key: line[key] for key in keys if key in line}
-                yield from self._at("learner", line, {"ph": "C", "name": name, "args": values}) if values else ()
 
     def about(self) -> dict[str, Any]:
         """Facts about the file, for its reader."""
@@ -125,8 +112,8 @@ class Trace:
             {"pid": pid, "name": p.name, "host": p.host, "clock_error_s": p.error_s, "spans_dropped": p.dropped}
             for pid, p in enumerate(self._processes, start=1)
         ]
-        about = {"run": self._run.path.name, "steps": self._window.steps, "zero_unix_s": self._zero_s}
-        return about | {"clock_error_s": max(process.error_s for process in self._processes), "processes": facts}
+        error_s = max(process.error_s for process in self._processes)
+        return {"steps": self._window.steps, "zero_unix_s": self._zero_s, "clock_error_s": error_s, "processes": facts}
 
     def _us(self, at_s: float) -> int:
         """Microseconds since the beginning; whole ones, so that no reader rounds a slice out of the one around it."""
@@ -136,7 +123,7 @@ class Trace:
         threads = Threads()
         for begin, end, span in filter(self._window.has, process.slices()):
             tid = threads.place(span.track or span.kind, begin, end)
-            self.count, self._end_s = self.count + 1, max(self._end_s, end)
+            self.count += 1
             where = {"pid": pid, "tid": tid}
             if span.kind in ("lease", "step", "publish", "flip"):
                 self._ends[span.kind].append((span.args, (begin, end, where)))
@@ -165,26 +152,7 @@ class Trace:
             if (publish := versions.get((told.get("version"), told.get("incarnation")))) is not None:
                 yield "published", publish, flip
 
-    def _at(self, name: str, line: dict[str, Any], event: Event) -> Iterator[Event]:
-        """`event` at the time of a line that the process `name` wrote, unless that is outside of the window."""
-        own_s = line.get("time_s")
-        if not isinstance(own_s, int | float) or not isinstance(event["args"], dict):
-            return
-        names = [process.name for process in self._processes]
-        pid = names.index(name) + 1 if name in names else 0
-        at = float(self._processes[pid - 1].at(np.array([own_s]))[0]) if pid else own_s
-        low, high = self._window.begin_s, self._window.end_s
-        if max(low, self._zero_s) <= at <= min(high, self._end_s + MARGIN_S):
-            yield event | {"pid": pid, "tid": 0, "ts": self._us(at)}
-
 
 def named(pid: int, tid: int, what: str, **args: object) -> Event:
     """A fact about a process, or about a thread."""
     return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args}
-
-
-def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file, which may be long."""
-    tail = LineTail(path)
-    while found := tail.read()[1]:
-        yield from found
