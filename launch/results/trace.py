@@ -143,7 +143,7 @@ class Trace:
     """The events of the file: process by process, then arrows."""
 
     def __init__(self, processes: list[Process], first: int | None, last: int | None) -> None:
-        """Of the steps from `first` to `last`, None for no bound; raises UsageError for steps that are not there."""
+        """Take the steps from `first` to `last`, None for no bound. Raises UsageError for steps that are not there."""
         self._processes, self.count, self.arrows = processes, 0, 0
         self.zero_s = min((begin for process in processes for begin, *_ in islice(process.slices(), 1)), default=0.0)
         self._ends = defaultdict[str, list[tuple[dict[str, Any], Place]]](list)  # where arrows end, by the kind of span

@@ -47,7 +47,7 @@ class StepProfiler:
         self._folder.mkdir(parents=True, exist_ok=True)
         if torch.cuda.is_available():
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_ENTRIES)
-        profiler = torch.profiler.profile(record_shapes=True, profile_memory=True)  # of all devices that are there
+        profiler = torch.profiler.profile(record_shapes=True, profile_memory=True)  # CUDA is included where it exists
         profiler.start()
         return profiler
 
