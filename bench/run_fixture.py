@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -27,22 +27,10 @@ CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 STEP_S, RESTART_S, STARTS = 2.0, 60.0, 4  # seconds of a step and of a restart; starts of the learner
 GROUPS, SIZE, EVERY, TOKENS = 4, 8, 25, 768  # groups of a step, samples of a group, steps to a checkpoint, tokens
 TRACED = 50  # steps in the trace, the newest ones
-CONSTANT = {
-    "tokens_expired": 0, "groups": GROUPS, "samples": GROUPS * SIZE, "tokens_trained": TOKENS, "publish_bytes": 1 << 22,
-    "sequence_tokens": 3 * TOKENS, "length_max": 48, "microbatches": 2, "groups_leased": GROUPS, "groups_ready": 2,
-    "tokens_by_age": [200, 384, 184, 0, 0, 0], "mismatch_by_age": [1e-3, 2e-3, 4e-3, 0.0, 0.0, 0.0],
-}  # fmt: skip
-NOISE = {  # metrics without a trend: least value, and width
-    "loss": (-0.01, 0.02), "ratio_mean": (0.995, 0.01), "ratio_max": (1.5, 1), "ratio_p1": (0.7, 0.1),
-    "ratio_p50": (1, 0), "ratio_p99": (1.2, 0.1), "correction_clip_fraction": (0, 0.01), "turns_mean": (2, 0),
-    "effective_sample_fraction": (0.85, 0.1), "objective_clip_fraction": (0, 0.02), "mismatch_abs_mean": (1e-3, 1e-3),
-    "drift_abs_mean": (2e-3, 2e-3), "advantage_zero_fraction": (0, 0.3), "truncated_fraction": (0, 0.05),
-    "publish_s": (0.2, 0.1), "kv_cache_usage": (0.5, 0.3), "length_mean": (20, 8), "seconds_to_active": (0.4, 0.2),
-}  # fmt: skip
+FLOATS, INTS = ([n for n, hint in get_type_hints(StepMetrics).items() if hint is kind] for kind in (float, int))
 STATES = ("generating", "generating", "flipping", "waiting", "joining")  # the nodes take turns
 PROMPT, ENVIRONMENT = "What| is| 4|1|2| +| 3|0|9|?", "\n|Right.| Now| add| 5| <b>|quickly|</b>|."
 POLICY = "<think>| 4|12| +| 309| =| 7|2|1|</think>| 7|21"
-
 
 lines = msgspec.json.Encoder().encode_lines
 
@@ -86,43 +74,43 @@ class Fixture:
         return self.began_s + RESTART_S * (1 + self.start(step)) + STEP_S * (step + 1) + 0.2 * math.sin(1.7 * step)
 
     def metrics(self, step: int) -> StepMetrics:
+        """Curves for what the pages show first; noise from 0 to 1 for the other metrics."""
         noise = random.Random(self.seed * 1_000_003 + step).random
-        done, ended_s, failed, fleet = step / self.between, self.end_of(step), int(noise() > 0.98), len(self.nodes)
+        done, failed, fleet = step / self.between, int(noise() > 0.98), len(self.nodes)
         reward = 0.9 - 0.8 * math.exp(-done) + 0.1 * (noise() - 0.5)
-        step_s = ended_s - (self.end_of(step - 1) if step else self.began_s)
-        return StepMetrics(
-            step=step, policy_version=step + 1, time_s=ended_s, incarnation=self.start(step), step_s=step_s,
-            elapsed_s=(step + 1 - self.start(step) * self.between) * STEP_S, reward_mean=reward,
-            reward_std=math.sqrt(reward * (1 - reward)), lr=4e-4 / (1 + done), entropy=math.exp(-done) + 0.1 * noise(),
-            grad_norm=(0.3 + 0.1 * noise()) * (20 if step % 997 == 500 else 1), environment={"correct": reward},
-            staleness_mean=min(step, 1.0), staleness_max=min(step, 2), nodes_live=fleet - (0 < step % 40 < 10),
-            samples_failed=failed, samples_failed_by_reason={"timeout": failed} if failed else {},
-            generation_stall_s=0.01 * fleet, tokens_generated_total=(step + 3) * TOKENS * 11 // 10,
-            tokens_trained_total=(step + 1) * TOKENS, tokens_wasted_total=step * TOKENS // 20,
-            tokens_wasted_lost=step * TOKENS // 20, concurrency=64 * fleet, episodes_running=48 * fleet, **CONSTANT,
-            learner_idle_s=0.3 * step_s, train_s=0.6 * step_s, batch_s=0.05 * step_s, snapshot_s=0.05 * step_s,
-            **{name: least + width * noise() for name, (least, width) in NOISE.items()},
-        )  # fmt: skip
+        step_s = self.end_of(step) - (self.end_of(step - 1) if step else self.began_s)
+        values: dict[str, Any] = dict.fromkeys(INTS, 0) | {name: noise() for name in FLOATS} | {
+            "step": step, "policy_version": step + 1, "time_s": self.end_of(step), "incarnation": self.start(step),
+            "reward_mean": reward, "environment": {"correct": reward}, "step_s": step_s, "learner_idle_s": 0.3 * step_s,
+            "staleness_mean": min(step, 1.0), "staleness_max": min(step, 2), "tokens_by_age": [200, 384, 184, 0, 0, 0],
+            "mismatch_by_age": [1e-3, 2e-3, 4e-3, 0.0, 0.0, 0.0], "nodes_live": fleet - (0 < step % 40 < 10),
+            "groups": GROUPS, "samples": GROUPS * SIZE, "samples_failed": failed, "tokens_trained": TOKENS,
+            "tokens_generated_total": (step + 3) * TOKENS * 11 // 10, "tokens_trained_total": (step + 1) * TOKENS,
+            "tokens_wasted_total": step * TOKENS // 20, "tokens_wasted_lost": step * TOKENS // 20,
+            "samples_failed_by_reason": {"timeout": failed} if failed else {}, "train_s": 0.6 * step_s,
+            "concurrency": 64 * fleet, "episodes_running": 48 * fleet, "kv_cache_usage": 0.6, "length_mean": 24.0,
+        }  # fmt: skip
+        return StepMetrics(**values)
 
     def events(self, step: int) -> Iterator[dict[str, Any]]:
         """Lines of RUN/events.jsonl: those of the broker have an index, others a source."""
-        node, joins = self.nodes[step // 40 % len(self.nodes)], self.nodes if step == 0 else []
+        node, starts = self.nodes[step // 40 % len(self.nodes)], step == self.start(step) * self.between
         start = {"incarnation": self.start(step), "step": step}
-        found: list[tuple[str, str, dict[str, Any]]] = [("learner", "publish", {"version": step + 1, "bytes": 1 << 22})]
-        if step % self.between == 0 and step // self.between < STARTS:
-            found += [("supervisor", "role_crashed", {"role": "learner", "exit_code": -9})] * (step > 0)
-            found += [("learner", "learner_started", start), ("", "learner_attached", start)]
-        if step % 40 == 1:
-            found += [("", "leave" if step % 80 == 1 else "node_lost", {"node": node})]
-            found += [("", "lease_expired", {"serial": step * GROUPS, "node": node, "attempt": 1})]
-            found += [("learner", "ejection", {"step": step, "nodes": 1})]
-        if step % 40 == 10:
-            joins = [node]
-        found += [("", "join", {"node": name, "host": "host-0", "pid": 100 + step}) for name in joins]
-        found += [("", "commit", {"step": step, "groups": GROUPS * EVERY})] * ((step + 1) % EVERY == 0)
-        for index, (source, kind, detail) in enumerate(found, step << 16):
-            by = {"source": source} if source else {"index": index}
-            yield {"time_s": self.end_of(step), "kind": kind, "detail": detail, **by}
+        joins = self.nodes if step == 0 else [node] * (step % 40 == 10)
+        found: list[tuple[bool, str, str, dict[str, Any]]] = [
+            (True, "learner", "publish", {"version": step + 1, "bytes": 1 << 22}),
+            (starts and step > 0, "supervisor", "role_crashed", {"role": "learner", "exit_code": -9}),
+            (starts, "learner", "learner_started", start),
+            (starts, "", "learner_attached", start),
+            (step % 40 == 1, "", "leave" if step % 80 == 1 else "node_lost", {"node": node}),
+            (step % 40 == 1, "learner", "ejection", {"step": step, "nodes": 1}),
+            ((step + 1) % EVERY == 0, "", "commit", {"step": step, "groups": GROUPS * EVERY}),
+            *((True, "", "join", {"node": name, "host": "host-0", "pid": 100 + step}) for name in joins),
+        ]
+        for index, (happened, source, kind, detail) in enumerate(found, step << 16):
+            if happened:
+                by = {"source": source} if source else {"index": index}
+                yield {"time_s": self.end_of(step), "kind": kind, "detail": detail, **by}
 
     def entry(self, serial: int) -> c.LedgerEntry:
         """A line of the ledger; the tasks of the two steps after the last one are leased and pending."""
@@ -138,18 +126,17 @@ class Fixture:
 
     def status(self) -> c.BrokerStatus:
         """The learner waits for the first node, which is stuck in an environment. The last node is gone."""
-        nodes, count, steps = list[c.NodeStatus](), len(self.nodes), self.steps
+        nodes, steps, wasted = list[c.NodeStatus](), self.steps, c.Waste(self.steps * TOKENS // 20, 9.0)
         stuck = c.GroupWork(steps * GROUPS, SIZE, 7, 400.0, 900, 3, 120, "environment", 380.0)
         for number, name in enumerate(self.nodes):
             state = STATES[number % 5]
             report = c.NodeReport(
                 name, 100 + number, f"host-{number // 8}", state, -1 if state == "joining" else steps - number % 2,
-                since_s=3.0 + number % 7, tokens_generated=steps * TOKENS // count, tokens_per_s=400.0 + number % 50,
-                episodes_running=48, generation_stall_s=0.01 * steps, flips=steps, groups=[] if number else [stuck],
-                waste={"stalled": c.Waste(0, 0.01 * steps)}, concurrency=64, kv_cache_usage=0.6,
+                since_s=3.0 + number % 7, tokens_per_s=400.0 + number % 50, episodes_running=48, flips=steps,
+                groups=[] if number else [stuck], concurrency=64, kv_cache_usage=0.6,
             )  # fmt: skip
-            alive = number == 0 or number < count - 1
-            nodes.append(c.NodeStatus(report, int(not number), alive, 0.4 if alive else 45.0, report.waste))
+            alive = number == 0 or number < len(self.nodes) - 1
+            nodes.append(c.NodeStatus(report, int(not number), alive, 0.4 if alive else 45.0))
         late = [c.Delivery(n.report.node_id, steps, "flipping", 12.0) for n in nodes if n.report.state == "flipping"]
         learner = c.LearnerReport(
             10, STARTS - 1, "waiting", steps, f"groups for step {steps}: 3 of {GROUPS} ready", 350.0, step=steps,
@@ -158,24 +145,25 @@ class Fixture:
         run = c.RunInfo("fixture", str(self.run.path), GROUPS, 2, 3, 30.0, 1 << 30)
         return c.BrokerStatus(
             9, "tcp://127.0.0.1:1", run, GROUPS, 3, GROUPS, steps % EVERY * GROUPS, steps // EVERY * EVERY * GROUPS,
-            steps * GROUPS // 503, 1 << 20, steps // 40, 2, steps * TOKENS, steps * TOKENS // 20, learner, 0.3, nodes,
-            400.0, waste={"lost": c.Waste(steps * TOKENS // 20, 9.0)}, store=c.StoreStatus(1 << 24, 0.002),
+            steps * GROUPS // 503, 1 << 20, steps // 40, 2, steps * TOKENS, wasted.tokens, learner, 0.3, nodes,
+            400.0, waste={"lost": wasted},
         )  # fmt: skip
 
     def trace(self, step: int) -> Iterator[SpanBatch]:
         """The learner's step and publish; every node's episode and flip, on machines whose clocks differ."""
-        at, version = self.end_of(step) - STEP_S, {"version": step + 1}
-        states = [Span("waiting", "state", at, 0.6), Span("training", "state", at + 0.6, 1.4)]
-        done = [Span(f"step {step}", "step", at, STEP_S, "", {"step": step})]
-        done += [Span(f"version {step + 1}", "publish", at + 1.8, 0.4, "weights", version)]
-        yield SpanBatch(who="learner", host="host-0", spans=states + done)
+        at, version, serial = self.end_of(step) - STEP_S, {"version": step + 1}, {"serial": step * GROUPS}
+        yield SpanBatch(who="learner", host="host-0", spans=[
+            Span("waiting", "state", at, 0.6), Span("training", "state", at + 0.6, 1.4),
+            Span(f"step {step}", "step", at, STEP_S, "", {"step": step}),
+            Span(f"version {step + 1}", "publish", at + 1.8, 0.4, "weights", version),
+        ])  # fmt: skip
+        spans = [
+            Span("generating", "state", at, 1.9), Span("flipping", "state", at + 1.9, 0.1),
+            Span(f"episode {step * GROUPS}", "episode", at + 0.1, 1.5, "slot 0", serial),
+            Span(f"flip {step + 1}", "flip", at + 1.9, 0.1, "weights", version),
+        ]  # fmt: skip
         for number, name in enumerate(self.nodes):
-            ids = {"serial": step * GROUPS + number % GROUPS, "sample": 0, "step": step, "version": step}
-            states = [Span("generating", "state", at, 1.9), Span("flipping", "state", at + 1.9, 0.1)]
-            done = [Span(f"episode {ids['serial']}", "episode", at + 0.1, 1.5, "slot 0", ids)]
-            done += [Span(f"flip {step + 1}", "flip", at + 1.9, 0.1, "weights", version)]
-            clock = {"offset_s": 0.01 * (number // 8), "error_s": 1e-3}
-            yield SpanBatch(who=name, host=f"host-{number // 8}", spans=states + done, **clock)
+            yield SpanBatch(who=name, host=f"host-{number // 8}", offset_s=0.01 * (number // 8), spans=spans)
 
     def transcript(self, step: int, sample: int) -> Transcript:
         """The best, worst, longest or any episode of a step: a turn of the environment between two of the policy."""

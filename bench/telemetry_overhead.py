@@ -3,14 +3,9 @@
 - on: transcripts and trace as by default, TensorBoard and Prometheus fed, and with `--page 1` the live page
 - off: no transcripts, no trace, no sinks, no page
 
-A pair is two real jobs with the assets of the quickstart, and the pairs take turns in which is first. A job is
-synchronous, so a step's groups are generated and trained on between two lines of metrics.jsonl. The learning rate is
-almost zero, so every step samples from the same random policy, and no run learns to write less than the other. The
-model is tiny, so observing costs a larger share than with any real one.
-
-CPU is user and system time of the learner's rank and of the node, all threads and children included. It counts from
-line WARM of metrics.jsonl for `--steps` steps. Starting is not in it, nor are the processes that feed sinks and page.
-The broker's CPU stands beside it.
+A pair is two synchronous jobs with the assets of the quickstart, in turns. The learning rate is almost zero, so no run
+learns to write less than the other. CPU is user and system time of the learner's rank and of the node, children
+included, over `--steps` steps after line WARM of metrics.jsonl. The broker's stands beside it.
 
 Writes bench/results/telemetry_overhead.json. Short mode: --pairs 1 --steps 10.
 """
@@ -31,7 +26,7 @@ from bench.figures import ROOT, ratios
 from tests.waiting import until
 
 WARM = 5  # steps before the first look
-FIXED = ("staleness.max=0", "learner.optimizer.lr=1e-12", "learner.checkpoint.every=100000", "rollout.nodes=1")
+FIXED = ("staleness.max=0", "learner.optimizer.lr=1e-12", "learner.checkpoint.every=100000", "tasks.eval_dataset=null")
 WAYS = {
     "on": ("telemetry.sinks=[tensorboard,prometheus]",),
     "off": ("telemetry.transcripts=none", "telemetry.trace_mib=0", "telemetry.sinks=[]"),
@@ -42,12 +37,18 @@ def job(way: str, number: int, scratch: Path, steps: int, page: bool) -> dict[st
     """CPU seconds of a job's roles over `steps` steps, and the tokens that these steps sampled."""
     assets, run = scratch / "assets", scratch / f"{number}-{way}"
     paths = (f"run.dir={run}", f"model.path={assets}/model", f"tasks.dataset={assets}/addition/train.jsonl")
-    words = (*paths, f"run.steps={WARM + steps + 2}", "tasks.eval_dataset=null", *FIXED, *WAYS[way])
+    words = (
+        *paths,
+        f"run.steps={WARM + steps + 2}",
+        "rollout.nodes=1",
+        *FIXED,
+        *WAYS[way],
+        *["--web"] * (page and way == "on"),
+    )
     command = [sys.executable, "-m", "launch.cli", "up", "configs/quickstart.yaml", *words]
-    command += ["--web"] * (page and way == "on")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with (scratch / f"{number}-{way}.log").open("wb") as log:
-        paths_of = {**os.environ, "PYTHONPATH": str(ROOT)}
-        up = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=paths_of)
+        up = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env)
     try:
         first, last = (cpu_at(run, line, up) for line in (WARM, WARM + steps))
         up.send_signal(signal.SIGINT)
@@ -69,15 +70,12 @@ def cpu_at(run: Path, lines: int, up: subprocess.Popen[bytes]) -> dict[str, floa
     metrics = run / "metrics.jsonl"
     until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= lines, f"{lines} steps", 1200, check=check)
     joins = [event["detail"]["pid"] for event in harness.json_lines(run / "events.jsonl") if event["kind"] == "join"]
-    pids = {name: [json.loads((run / f"{name}.json").read_text())["pid"]] for name in ("learner", "broker")} | {
-        "node": joins
+    found = {name: [json.loads((run / f"{name}.json").read_text())["pid"]] for name in ("learner", "broker")}
+    processes = {role: map(psutil.Process, pids) for role, pids in (found | {"node": joins}).items()}
+    return {
+        role: sum(harness.cpu_s(part) for one in ones for part in (one, *one.children(recursive=True)))
+        for role, ones in processes.items()
     }
-    return {role: sum(map(family_cpu_s, found)) for role, found in pids.items()}
-
-
-def family_cpu_s(pid: int) -> float:
-    process = psutil.Process(pid)
-    return sum(map(harness.cpu_s, [process, *process.children(recursive=True)]))
 
 
 def main() -> None:

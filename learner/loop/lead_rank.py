@@ -29,7 +29,6 @@ from learner.batch.dynamic_sampling import carries_signal, most_replaced
 from learner.checkpoint.folder import StreamState, TrainerState
 from learner.loop.batch_source import Command, Drain, Fail, Train, Wait
 from learner.loop.evaluation import Evaluations
-from learner.loop.profiling import absent_nodes
 from learner.loop.rollout_source import RolloutSource
 from learner.loop.run_files import RunFiles
 from learner.loop.start_checks import check_not_behind, check_not_forgotten
@@ -245,8 +244,9 @@ class Lead(RolloutSource):
         """The step's metrics line, with broker, nodes and weight plane as of now."""
         self._status = status = self.broker.status()
         regenerated, self._regenerated = self._regenerated, 0
-        if absent := absent_nodes(self.config.telemetry, step.batch.step, status):
-            self.files.events.add("profile_nodes_absent", step=step.batch.step, nodes=", ".join(absent))
+        absent = set(self.config.telemetry.profile_nodes) - {n.report.node_id for n in status.nodes if n.alive}
+        if absent and step.batch.step in self.config.telemetry.profile_steps:
+            self.files.events.add("profile_nodes_absent", step=step.batch.step, nodes=", ".join(sorted(absent)))
         published = self.publisher.stats()
         if published.ejections > self._ejections:
             nodes, self._ejections = published.ejections - self._ejections, published.ejections

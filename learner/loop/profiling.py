@@ -2,12 +2,10 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from broker.contract import BrokerStatus
 from common.config.observing import TelemetryConfig
 
 logger = logging.getLogger(__name__)
@@ -22,19 +20,19 @@ class StepProfiler:
         self._steps = set(telemetry.profile_steps if rank in telemetry.profile_ranks else ())
         self._rank, self._folder = rank, folder
 
-    def around(self, step: int) -> AbstractContextManager[None]:
-        """The context in which this step belongs. After a failure, which is logged, no step is recorded."""
-        return self._recording(step) if step in self._steps else nullcontext()
-
     @contextmanager
-    def _recording(self, step: int) -> Iterator[None]:
+    def around(self, step: int) -> Iterator[None]:
+        """The context in which this step belongs. After a failure, which is logged, no step is recorded."""
+        if step not in self._steps:
+            yield
+            return
         from torch.profiler import record_function
 
         profiler = self._tried(self._start)
         with record_function(f"step {step}"):
             yield
         if profiler is not None:
-            self._tried(partial(self._write, profiler, f"{self._folder}/learner-{self._rank}-step-{step}"))
+            self._tried(lambda: _write(profiler, f"{self._folder}/learner-{self._rank}-step-{step}"))
 
     def _tried(self, work: Callable[[], Any]) -> Any:
         try:
@@ -45,30 +43,24 @@ class StepProfiler:
 
     def _start(self) -> Any:
         import torch
-        from torch.profiler import ProfilerActivity, profile
 
         self._folder.mkdir(parents=True, exist_ok=True)
-        kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * torch.cuda.is_available()]
-        profiler = profile(activities=kinds, record_shapes=True, profile_memory=True)
         if torch.cuda.is_available():
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_ENTRIES)
+        profiler = torch.profiler.profile(record_shapes=True, profile_memory=True)  # CUDA is included where it exists
         profiler.start()
         return profiler
 
-    def _write(self, profiler: Any, name: str) -> None:
-        import torch
 
-        try:
-            profiler.stop()
-            if torch.cuda.is_available():
-                torch.cuda.memory._dump_snapshot(f"{name}-memory.pickle")
-        finally:
-            if torch.cuda.is_available():
-                torch.cuda.memory._record_memory_history(enabled=None)
-        profiler.export_chrome_trace(f"{name}.json.gz")
+def _write(profiler: Any, name: str) -> None:
+    import torch
 
-
-def absent_nodes(telemetry: TelemetryConfig, step: int, status: BrokerStatus) -> list[str]:
-    """The nodes that would record this step and are not here."""
-    wanted = telemetry.profile_nodes if step in telemetry.profile_steps else ()
-    return sorted(set(wanted) - {node.report.node_id for node in status.nodes if node.alive})
+    cuda = torch.cuda.is_available()
+    try:
+        profiler.stop()
+        if cuda:
+            torch.cuda.memory._dump_snapshot(f"{name}-memory.pickle")
+    finally:
+        if cuda:
+            torch.cuda.memory._record_memory_history(enabled=None)
+    profiler.export_chrome_trace(f"{name}.json.gz")

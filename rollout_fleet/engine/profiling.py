@@ -2,7 +2,6 @@
 
 import logging
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,21 +32,19 @@ def profiler_config(folder: Path) -> dict[str, Any]:
 
 async def record(engine: "Engine", feed: "WeightClient", telemetry: TelemetryConfig, node_id: str) -> None:
     """Profile each chosen version from its flip to the end of the next one. Failures are logged."""
-    left, now = set(telemetry.profile_steps), -1
+    left = set(telemetry.profile_steps)
     try:
-        while left or now >= 0:
+        while left:
             version = feed.state.version
-            if now not in (-1, version):
-                now = -1
-                await engine.profile(None)
             if version in left:
                 left.remove(version)
-                now = version
-                await engine.profile(f"rollout-{re.sub('[^A-Za-z0-9._-]', '-', node_id)[:96]}-step-{version}")
-            await feed.wait_change(LOOK_S)
+                try:
+                    await engine.profile(f"rollout-{re.sub('[^A-Za-z0-9._-]', '-', node_id)[:96]}-step-{version}")
+                    while feed.state.version == version:
+                        await feed.wait_change(LOOK_S)
+                finally:
+                    await engine.profile(None)
+            else:
+                await feed.wait_change(LOOK_S)
     except Exception:
         logger.warning("this node records no more profiles", exc_info=True)
-    finally:
-        if now >= 0:
-            with suppress(Exception):
-                await engine.profile(None)
