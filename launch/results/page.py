@@ -6,24 +6,23 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from launch.results.plots import INK
-
+INK = "#1f2328"  # text and lines of pictures; the page puts its own colour there
 Rows = Sequence[Sequence[str]]
 Key = tuple[str, str, str]  # (name of a curve, its colour, its stroke-dasharray)
 
 
 def write_page(
-    path: Path, title: str, notes: Sequence[str], tables: Mapping[str, Rows],
-    pictures: Mapping[str, Sequence[str]], keys: Sequence[Key] = (),
+    path: Path, title: str, notes: Sequence[str], differences: Rows, summary: Rows,
+    pictures: Mapping[str, Sequence[str]], keys: Sequence[Key],
 ) -> Path:  # fmt: skip
-    """`tables`: 'summary' and perhaps 'differences', each with a head; `pictures`: SVG by axis; the reader chooses."""
+    """Tables have a head; no `differences`, no such table. `pictures`: SVG by axis, of which the reader chooses one."""
     lines = "".join(
         f'<li><svg viewBox="0 0 32 8"><path d="M0 4H32" stroke="{colour}" stroke-dasharray="{dashes}"/></svg>'
         f"{escape(name)}</li>"
         for name, colour, dashes in keys
     )
     tabs = shown = ""
-    for n, axis in enumerate(pictures) if len(pictures) > 1 else ():
+    for n, axis in enumerate(pictures):
         chosen = " checked" * (n == 0)
         tabs += f'<label><input type="radio" name="axis" id="axis-{n}"{chosen}>{escape(axis)}</label>'
         shown += f"body:has(#axis-{n}:not(:checked)) #pictures-{n} {{ display: none; }}\n"
@@ -32,8 +31,8 @@ def write_page(
         for n, each in enumerate(pictures.values())
     )
     text = Template(Path(__file__).with_name("page.html").read_text()).substitute(
-        differences="<h2>Differences of the configs</h2>" + _table(tables["differences"]) if len(tables) > 1 else "",
-        summary=_table(tables["summary"]),
+        differences="<h2>Differences of the configs</h2>" + _table(differences) if differences else "",
+        summary=_table(summary),
         title=escape(title),
         notes="".join(f"<p>{escape(note)}</p>" for note in notes),
         keys=lines and f'<ul class="keys">{lines}</ul>',
@@ -45,12 +44,8 @@ def write_page(
 
 
 def _table(rows: Rows) -> str:
-    body = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
-    return (
-        f'<div class="wide"><table>{"".join(f"<tr>{row}</tr>" for row in body)}</table></div>'
-        if rows
-        else "<p>None.</p>"
-    )
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="wide"><table>{body}</table></div>'
 
 
 def _figure(svg: str) -> str:
