@@ -30,29 +30,29 @@ class Panel:
     logarithmic: bool = False
 
 
-PANELS = {
-    "reward": Panel("Reward", {"reward_mean": "reward"}),
-    "loss": Panel("Loss", {"loss": "loss"}),
-    "validation_loss": Panel("Loss of held-out rows, nat per token", {"validation_loss": "held-out rows"}),
-    "staleness": Panel("Staleness, versions behind", {"staleness_mean": "mean", "staleness_max": "max"}),
-    "step_time": Panel("Seconds per step, without first steps", {
+PANELS = (
+    Panel("Reward", {"reward_mean": "reward"}),
+    Panel("Loss", {"loss": "loss"}),
+    Panel("Loss of held-out rows, nat per token", {"validation_loss": "held-out rows"}),
+    Panel("Staleness, versions behind", {"staleness_mean": "mean", "staleness_max": "max"}),
+    Panel("Seconds per step, without first steps", {
         "step_s": "whole step", "learner_idle_s": "waiting for groups", "train_s": "training", "publish_s": "publish"}),
-    "entropy": Panel("Entropy, nat per token", {"entropy": "entropy"}),
-    "grad_norm": Panel("Gradient norm, before clipping", {"grad_norm": "norm"}),
-    "ratio": Panel("Importance ratio, policy over sampler", {
+    Panel("Entropy, nat per token", {"entropy": "entropy"}),
+    Panel("Gradient norm, before clipping", {"grad_norm": "norm"}),
+    Panel("Importance ratio, policy over sampler", {
         "ratio_max": "max", "ratio_p99": "99 %", "ratio_mean": "mean", "ratio_p50": "median", "ratio_p1": "1 %"}, True),
-    "correction": Panel("Effect of corrections, share of tokens", {
+    Panel("Effect of corrections, share of tokens", {
         "effective_sample_fraction": "effective sample", "correction_clip_fraction": "weight truncated",
         "correction_masked_fraction": "weight out of bounds", "veto_fraction": "vetoed",
         "objective_clip_fraction": "objective clipped"}),
-    "mismatch": Panel("|learner - sampler| log-probability, nat", {
+    Panel("|learner - sampler| log-probability, nat", {
         "mismatch_abs_mean": "same version", "drift_abs_mean": "all trained tokens"}, True),
-    "kl": Panel("Divergence from the reference", {"kl_mean": "divergence"}),
-    "length": Panel("Sampled tokens per sample", {"length_mean": "tokens"}),
-    "tokens_per_s": Panel("Tokens per second", {"tokens_per_s": "trained", "tokens_generated_per_s": "generated"}),
-    "versions": Panel("Share of samples with several versions", {"mixed_version_fraction": "share"}),
-    "lr": Panel("Learning rate", {"lr": "rate"}),
-}  # fmt: skip
+    Panel("Divergence from the reference", {"kl_mean": "divergence"}),
+    Panel("Sampled tokens per sample", {"length_mean": "tokens"}),
+    Panel("Tokens per second", {"tokens_per_s": "trained", "tokens_generated_per_s": "generated"}),
+    Panel("Share of samples with several versions", {"mixed_version_fraction": "share"}),
+    Panel("Learning rate", {"lr": "rate"}),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Compared:
         columns = {name: values[size - 1 :: size] for name, values in axes.items()}
         if len(tail.lines) % size:
             columns = {name: np.append(values, axes[name][-1]) for name, values in columns.items()}
-        for name in (name for panel in PANELS.values() for name in panel.metrics):
+        for name in (name for panel in PANELS for name in panel.metrics):
             values = column(name) if name not in rates else rates[name]
             if name == "mismatch_abs_mean":
                 values = np.where(stale, np.nan, values)

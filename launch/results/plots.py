@@ -1,4 +1,4 @@
-"""The pictures of a report: a PNG file per axis, for one run also per panel, and SVG for the page."""
+"""The pictures of a report: one per axis, as PNG and as SVG."""
 
 import io
 import warnings
@@ -17,10 +17,10 @@ from matplotlib.ticker import EngFormatter
 
 from common.config.schema import Config
 from launch.results.comparison import AXES, PANELS, Compared, Curve, curve_of, evaluated, grouped
-from launch.results.page import INK, Key
+from launch.results.page import INK
 
 COLOURS = ("#3d85d8", "#e07b39", "#38a169", "#d6539b", "#8f6fd8", "#b08a1f", "#26a3b8", "#d9534f", "#7f8a96", "#8c9a2b")
-DASHES = {"-": "", "--": "6 3", ":": "2 3", "-.": "6 3 2 3"}
+DASHES = ("-", "--", ":", "-.")
 matplotlib.rcParams |= {
     **{f"{part}.color": INK for part in ("text", "xtick", "ytick", "grid")},
     **{"axes.labelcolor": INK, "axes.edgecolor": INK, "axes.grid": True, "grid.alpha": 0.2},
@@ -34,26 +34,41 @@ Style = tuple[str, str, str]  # legend, colour, line
 Draw = Callable[[Axes], None]
 
 
-def draw_all(runs: Sequence[Compared], folder: Path) -> tuple[list[Path], dict[str, list[str]], list[Key]]:
-    """Write the files; returns them, the panels as SVG by axis, and the key of the curves of several runs."""
-    groups = grouped(runs)
-    styles = [_style(n, _label(group)) for n, group in enumerate(groups)]
-    pictures: dict[str, list[str]] = {}
+def draw_all(runs: Sequence[Compared], folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """Write a PNG file per axis; returns the files, and the same pictures as SVG by axis."""
+    pictures: dict[str, str] = {}
     files: list[Path] = []
     for axis in AXES:
-        draws = dict(_panels(groups, styles, axis))
-        if not draws:
-            continue  # no run counts samples
-        if len(runs) == 1 and axis == "steps":
-            files += [_save(_figure(draw), folder / f"{name}.png") for name, draw in draws.items()]
-        pictures[f"over {axis}"] = [_svg_of(_figure(draw), f"{axis} {name}") for name, draw in draws.items()]
-        files.append(_overview(list(draws.values()), len(runs) > 1, folder / f"over_{axis}.png"))
-    keys = [(label, colour, DASHES[line]) for label, colour, line in styles] if len(runs) > 1 else []
-    return files, pictures, keys
+        if draws := list(_panels(grouped(runs), axis)):  # perhaps no run counts samples
+            figure, path = _figure(draws, len(runs) > 1), folder / f"over_{axis}.png"
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a name with signs that the font lacks
+                figure.savefig(path, dpi=DOTS_PER_INCH)
+            drawn = io.StringIO()
+            with plt.rc_context({"svg.hashsalt": axis}):  # no two pictures of the page share an id
+                figure.savefig(drawn, format="svg", transparent=True)
+            plt.close(figure)
+            files.append(path)
+            pictures[f"over {axis}"] = drawn.getvalue()
+    return files, pictures
+
+
+def _figure(draws: Sequence[Draw], legend: bool) -> Figure:
+    """All panels, with the legend of several runs below them."""
+    rows = -(-len(draws) // COLUMNS)
+    figure = plt.figure(figsize=(5 * COLUMNS, 3.5 * rows + 0.6), layout="constrained")
+    for number, draw in enumerate(draws, start=1):
+        draw(figure.add_subplot(rows, COLUMNS, number))
+    if legend:
+        known = {
+            name: line for axes in figure.axes for line, name in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(known.values(), known, loc="outside lower center", ncols=COLUMNS)
+    return figure
 
 
 def _style(number: int, legend: str) -> Style:
-    return legend, COLOURS[number % len(COLOURS)], list(DASHES)[number // len(COLOURS) % len(DASHES)]
+    return legend, COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
 
 
 def _label(group: Sequence[Compared]) -> str:
@@ -61,27 +76,25 @@ def _label(group: Sequence[Compared]) -> str:
     return group[0].label if len(group) == 1 else f"{group[0].label} and {len(group) - 1} more, seeds {seeds}"
 
 
-def _panels(groups: list[list[Compared]], styles: list[Style], axis: str) -> Iterator[tuple[str, Draw]]:
-    """The panels that have points, by name. One run has every metric of a panel, several have its first one."""
+def _panels(groups: list[list[Compared]], axis: str) -> Iterator[Draw]:
+    """The panels that have points. One run has every metric of a panel, several have its first one."""
     runs = [run for group in groups for run in group]
-    for name, panel in PANELS.items():
+    alone, config = len(runs) == 1, runs[0].config
+    styles = [_style(n, _label(group)) for n, group in enumerate(groups)]
+    for panel in PANELS:
         first, *_ = panel.metrics
         sources = [(style, group, first) for style, group in zip(styles, groups, strict=True)]
-        if len(runs) == 1:
+        if alone:
             sources = [(_style(n, panel.metrics[each]), runs, each) for n, each in enumerate(panel.metrics)]
         found = [(style, curve) for style, group, each in sources if (curve := curve_of(group, axis, each))]
-        if any(curve[1].any() for _, curve in found) or (found and name == "reward"):
-            config = runs[0].config
-            bound = (
-                config.staleness.max if (len(runs), name) == (1, "staleness") and isinstance(config, Config) else None
-            )
-            yield name, partial(_draw, panel.title, AXES[axis], found, len(runs) == 1, panel.logarithmic, bound)
-    for number, dataset in enumerate(dict.fromkeys(line["dataset"] for run in runs for line in run.evaluations), 1):
+        if any(curve[1].any() for _, curve in found) or (found and first == "reward_mean"):
+            bounded = alone and first == "staleness_mean" and isinstance(config, Config)
+            bound = config.staleness.max if bounded else None
+            yield partial(_draw, panel.title, AXES[axis], found, alone, panel.logarithmic, bound)
+    for dataset in dict.fromkeys(line["dataset"] for run in runs for line in run.evaluations):
         curves = [evaluated(group, axis, dataset) for group in groups]
-        found = [(style, curve) for style, curve in zip(styles, curves, strict=True) if curve]
-        if found:
-            title = _plain(f"Evaluation on {dataset}: mean reward")
-            yield f"evaluation_{number}", partial(_draw_evaluation, title, AXES[axis], found)
+        if found := [(style, curve) for style, curve in zip(styles, curves, strict=True) if curve]:
+            yield partial(_draw_evaluation, _plain(f"Evaluation on {dataset}: mean reward"), AXES[axis], found)
 
 
 def _plain(text: str) -> str:
@@ -121,41 +134,3 @@ def _draw_evaluation(title: str, x_label: str, curves: list[tuple[Style, Curve]]
         bars = np.maximum([y - low, high - y], 0.0)
         axes.errorbar(x, y, bars, fmt=f"o{line}", color=colour, label=_plain(legend), lw=1.5, ms=4, capsize=3)
     _finish(axes, title, x_label)
-
-
-def _figure(draw: Draw) -> Figure:
-    figure, axes = plt.subplots(figsize=(6, 3.5))
-    draw(axes)
-    figure.subplots_adjust(left=0.13, right=0.98, top=0.92, bottom=0.14)
-    return figure
-
-
-def _overview(draws: Sequence[Draw], legend: bool, path: Path) -> Path:
-    """All panels in one picture, with the legend of several runs below them."""
-    rows = -(-len(draws) // COLUMNS)
-    figure = plt.figure(figsize=(5 * COLUMNS, 3.5 * rows + 0.6), layout="constrained")
-    for number, draw in enumerate(draws, start=1):
-        draw(figure.add_subplot(rows, COLUMNS, number))
-    if legend:
-        known = {
-            name: line for axes in figure.axes for line, name in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(known.values(), known, loc="outside lower center", ncols=COLUMNS)
-    return _save(figure, path)
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a name with signs that the font lacks
-        figure.savefig(path, dpi=DOTS_PER_INCH)
-    plt.close(figure)
-    return path
-
-
-def _svg_of(figure: Figure, name: str) -> str:
-    """A figure as SVG, whose ids depend on `name`: a page has several."""
-    drawn = io.StringIO()
-    with plt.rc_context({"svg.hashsalt": name}):
-        figure.savefig(drawn, format="svg", transparent=True)
-    plt.close(figure)
-    return drawn.getvalue()

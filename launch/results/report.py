@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
@@ -67,8 +68,8 @@ def command(args: argparse.Namespace) -> int:
     from launch.results.page import write_page
     from launch.results.plots import draw_all
 
-    files, pictures, keys = draw_all(runs, folder)
-    written = [write_page(folder / "report.html", ", ".join(summaries), notes, differing, rows, pictures, keys), *files]
+    files, pictures = draw_all(runs, folder)
+    written = [write_page(folder / "report.html", ", ".join(summaries), notes, differing, rows, pictures), *files]
     table = Table(
         Column(no_wrap=True), *(Column(overflow="fold") for _ in runs), box=None, pad_edge=False, show_header=False
     )
@@ -210,14 +211,14 @@ def summarise_warm_start(config: SftConfig, tail: MetricsTail) -> Figures:
 
 def mismatch_by_age(tail: MetricsTail) -> dict[str, float]:
     """Mean |difference of log-probabilities| per token of each class of staleness that was trained on."""
-    names = ("mismatch_by_age", "tokens_by_age")
-    lines = [[line.get(name, []) for name in names] for line in tail.lines]
-    known = [zip(*both, strict=True) for both in lines if all(len(values) == len(AGES) for values in both)]
-    out: dict[str, float] = {}
-    for age, pairs in zip(AGES, zip(*known, strict=True), strict=False):
-        if tokens := sum(count for _, count in pairs):
-            out[age] = sum(value * count for value, count in pairs) / tokens
-    return out
+    found = [[line.get(name, []) for name in ("mismatch_by_age", "tokens_by_age")] for line in tail.lines]
+    known = [both for both in found if all(len(values) == len(AGES) for values in both)]
+    values, tokens = np.array(known, dtype=np.float64).reshape(-1, 2, len(AGES)).swapaxes(0, 1)
+    return {
+        age: float(total / count)
+        for age, total, count in zip(AGES, (values * tokens).sum(0), tokens.sum(0), strict=True)
+        if count
+    }
 
 
 def first_above(values: list[float], limit: float, window: int = 3) -> int | None:

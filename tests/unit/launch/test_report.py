@@ -62,8 +62,13 @@ def test_summary_has_the_figures_of_the_run_and_every_plot_shows_something(run, 
     for word in ("first 5 steps", "0.100", "greedy accuracy", "over_steps.png"):
         assert word in out
     names = {path.name for path in run.report.glob("*.png")}
-    assert "versions.png" not in names, "it has no points"
-    assert {"over_steps.png", "reward.png", "staleness.png", "step_time.png", "tokens_per_s.png", "entropy.png"} <= names
+    assert names == {f"over_{axis}.png" for axis in ("steps", "samples", "tokens", "seconds")} - {"over_samples.png"}
+    page = (run.report / "report.html").read_text()
+    assert "several versions" not in page, "it has no points"
+    for title in ("Reward", "Staleness", "Seconds per step", "Tokens per second", "Entropy", "Importance ratio"):
+        assert title in page
+    for legend in ("whole step", "publish", "99 %", "bound", "generated", "effective sample", "all trained tokens"):
+        assert legend in page
     for path in run.report.glob("*.png"):
         data = path.read_bytes()
         assert data.startswith(b"\x89PNG") and len(data) > 5_000, path.name
