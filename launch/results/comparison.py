@@ -65,8 +65,13 @@ class Compared:
     evaluations: Sequence[Mapping[str, Any]]
 
     @classmethod
-    def of(cls, label: str, config: Config | SftConfig | None, tail: MetricsTail, points: int = POINTS) -> "Compared":
-        """Totals over steps are NaN from the first line on that lacks the number, as those of older versions do."""
+    def of(
+        cls, label: str, config: Config | SftConfig | None, tail: MetricsTail, alone: bool = True, points: int = POINTS
+    ) -> "Compared":
+        """Totals over steps are NaN from the first line on that lacks the number, as those of older versions do.
+
+        `alone`: with all metrics of the panels, not only the first ones.
+        """
 
         def column(name: str) -> Array:
             found = (line.get(name) for line in tail.lines)
@@ -89,7 +94,7 @@ class Compared:
         columns = {name: values[size - 1 :: size] for name, values in axes.items()}
         if len(tail.lines) % size:
             columns = {name: np.append(values, axes[name][-1]) for name, values in columns.items()}
-        for name in (name for panel in PANELS for name in panel.metrics):
+        for name in (name for panel in PANELS for name in list(panel.metrics)[: None if alone else 1]):
             values = column(name) if name not in rates else rates[name]
             if name == "mismatch_abs_mean":
                 values = np.where(stale, np.nan, values)

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from common.config.schema import Config
-from launch.results.comparison import AXES, PANELS, Compared, Curve, curve_of, evaluated, grouped
+from launch.results.comparison import AXES, PANELS, Compared, Curve, Panel, curve_of, evaluated, grouped
 from launch.results.page import INK
 
 COLOURS = ("#3d85d8", "#e07b39", "#38a169", "#d6539b", "#8f6fd8", "#b08a1f", "#26a3b8", "#d9534f", "#7f8a96", "#8c9a2b")
@@ -44,6 +44,7 @@ def draw_all(runs: Sequence[Compared], folder: Path) -> tuple[list[Path], dict[s
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a name with signs that the font lacks
                 figure.savefig(path, dpi=DOTS_PER_INCH)
+            figure.set_layout_engine("none")  # the places are known now
             drawn = io.StringIO()
             with plt.rc_context({"svg.hashsalt": axis}):  # no two pictures of the page share an id
                 figure.savefig(drawn, format="svg", transparent=True)
@@ -89,12 +90,11 @@ def _panels(groups: list[list[Compared]], axis: str) -> Iterator[Draw]:
         found = [(style, curve) for style, group, each in sources if (curve := curve_of(group, axis, each))]
         if any(curve[1].any() for _, curve in found) or (found and first == "reward_mean"):
             bounded = alone and first == "staleness_mean" and isinstance(config, Config)
-            bound = config.staleness.max if bounded else None
-            yield partial(_draw, panel.title, AXES[axis], found, alone, panel.logarithmic, bound)
+            yield partial(_draw_panel, panel, AXES[axis], found, alone, config.staleness.max if bounded else None)
     for dataset in dict.fromkeys(line["dataset"] for run in runs for line in run.evaluations):
         curves = [evaluated(group, axis, dataset) for group in groups]
         if found := [(style, curve) for style, curve in zip(styles, curves, strict=True) if curve]:
-            yield partial(_draw_evaluation, _plain(f"Evaluation on {dataset}: mean reward"), AXES[axis], found)
+            yield partial(_draw, _plain(f"Evaluation on {dataset}: mean reward"), AXES[axis], found, True, alone)
 
 
 def _plain(text: str) -> str:
@@ -102,35 +102,29 @@ def _plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _finish(axes: Axes, title: str, x_label: str) -> None:
-    axes.set(title=title, xlabel=x_label)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+def _draw_panel(
+    panel: Panel, x_label: str, curves: list[tuple[Style, Curve]], alone: bool, bound: int | None, axes: Axes
+) -> None:
+    _draw(panel.title, x_label, curves, False, alone, axes)
+    if bound is not None:
+        axes.axhline(bound, color=INK, linestyle=":", label="bound")
+    if alone:
+        axes.set_yscale("log" if panel.logarithmic else "linear")
+        axes.legend()
 
 
-def _draw(
-    title: str, x_label: str, curves: list[tuple[Style, Curve]], alone: bool, logarithmic: bool, bound: int | None,
-    axes: Axes,
-) -> None:  # fmt: skip
+def _draw(title: str, x_label: str, curves: list[tuple[Style, Curve]], bars: bool, alone: bool, axes: Axes) -> None:
+    """`bars`: the points are evaluations."""
     for (legend, colour, line), (x, y, low, high) in curves:
-        smooth = len(curves) == 1 and alone and len(x) > SMOOTHING
-        marker, strength = "o" if len(x) == 1 else "", 0.4 if smooth else 1.0
-        axes.plot(x, y, line, color=colour, label=_plain(legend), lw=1.5, ms=4, marker=marker, alpha=strength)
+        smooth = len(curves) == 1 and alone and not bars and len(x) > SMOOTHING
+        style = {"color": colour, "label": _plain(legend), "marker": "o" if bars or len(x) == 1 else "", "ms": 4}
+        axes.plot(x, y, line, lw=1.5, alpha=0.4 if smooth else 1.0, **style)
         if smooth:
             mean = np.convolve(y, np.full(SMOOTHING, 1 / SMOOTHING), "valid")
             axes.plot(x[SMOOTHING - 1 :], mean, color=colour, label=f"mean of {SMOOTHING}", lw=2)
-        if (high > low).any():
+        if bars:
+            axes.errorbar(x, y, np.maximum([y - low, high - y], 0.0), color=colour, fmt="none", capsize=3)
+        elif (high > low).any():
             axes.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
-    if bound is not None:
-        axes.axhline(bound, color=INK, linestyle=":", label="bound")
-    if logarithmic and alone:
-        axes.set_yscale("log")
-    if alone:
-        axes.legend()
-    _finish(axes, title, x_label)
-
-
-def _draw_evaluation(title: str, x_label: str, curves: list[tuple[Style, Curve]], axes: Axes) -> None:
-    for (legend, colour, line), (x, y, low, high) in curves:
-        bars = np.maximum([y - low, high - y], 0.0)
-        axes.errorbar(x, y, bars, fmt=f"o{line}", color=colour, label=_plain(legend), lw=1.5, ms=4, capsize=3)
-    _finish(axes, title, x_label)
+    axes.set(title=title, xlabel=x_label)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))

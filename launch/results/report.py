@@ -92,7 +92,7 @@ def read(found: list[Named], alone: bool) -> tuple[list[Compared], dict[str, Fig
             continue
         label = name if names.count(name) == 1 else f"{name} ({word})"
         summaries[label] = summary_of(run, tail, config)
-        runs.append(Compared.of(label, config, tail))
+        runs.append(Compared.of(label, config, tail, alone))
         if len(tail.lines) > POINTS:
             notes.append(f"{label}: every point is the mean of {-(-len(tail.lines) // POINTS)} steps.")
     if not runs:

@@ -36,7 +36,7 @@ def made(folder: Path, name: str, steps: int = STEPS, seed: int = 0, shift: floa
 
 def loaded(run: RunDir, points: int = 120) -> Compared:
     config = msgspec.convert(__import__("yaml").safe_load(run.config.read_text()), Config)
-    return Compared.of(run.path.name, config, MetricsTail.of(run), points)
+    return Compared.of(run.path.name, config, MetricsTail.of(run), points=points)
 
 
 def test_runs_whose_configs_differ_only_in_seed_name_and_folder_are_one_curve_with_a_band(tmp_path: Path) -> None:
