@@ -1,7 +1,7 @@
 """The runs of a report as curves over steps, samples, tokens and seconds, with bands over seeds.
 
-A run is thinned when it is read. Runs whose configs differ only in name, folder and seed form one curve: their mean,
-with a band from the least to the largest of them.
+A run is thinned when it is read. Runs whose configs differ only in name, folder and seed form one curve. It is their
+mean, with a band from the least to the largest of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from common.config.schema import Config, SftConfig
 from launch.observe.metrics_tail import MetricsTail
 
 AXES = {"steps": "optimizer steps", "samples": "samples", "tokens": "trained tokens", "seconds": "seconds of training"}
-POINTS = 120  # of a curve; more steps become means of as many successive ones
+POINTS = 120  # most points of a curve; more steps become means of as many successive ones
 TIMES = ("step_s", "learner_idle_s", "train_s", "publish_s", "tokens_per_s", "tokens_generated_per_s")
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Curve = tuple[Array, Array, Array, Array]  # x, mean, least and largest
