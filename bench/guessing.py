@@ -47,7 +47,7 @@ def figures(seed: int, job: harness.Job) -> dict:
 def main() -> None:
     options = harness.parser(__doc__, seeds=[1]).parse_args()
     runs = [run(seed) for seed in options.seeds]
-    plots = harness.ROOT / f"runs/guessing-seed{options.seeds[0]}/report/overview.png"
+    plots = harness.ROOT / f"runs/guessing-seed{options.seeds[0]}/report/over_steps.png"
     shutil.copy(plots, harness.ROOT / "docs/img/guessing.png")
     harness.save("guessing", options, {"rounds": len(runs), "runs": runs})
 

@@ -6,55 +6,34 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from launch.results.plots import INK
-
+INK = "#1f2328"  # text and lines of pictures; the page puts its own colour there
 Rows = Sequence[Sequence[str]]
-Key = tuple[str, str, str]  # (name of a curve, its colour, its stroke-dasharray)
 
 
 def write_page(
-    path: Path, title: str, notes: Sequence[str], tables: Mapping[str, Rows],
-    pictures: Mapping[str, Sequence[str]], keys: Sequence[Key] = (),
-) -> Path:  # fmt: skip
-    """`tables`: 'summary' and perhaps 'differences', each with a head; `pictures`: SVG by axis; the reader chooses."""
-    lines = "".join(
-        f'<li><svg viewBox="0 0 32 8"><path d="M0 4H32" stroke="{colour}" stroke-dasharray="{dashes}"/></svg>'
-        f"{escape(name)}</li>"
-        for name, colour, dashes in keys
-    )
-    tabs = shown = ""
-    for n, axis in enumerate(pictures) if len(pictures) > 1 else ():
+    path: Path, title: str, notes: Sequence[str], differences: Rows, summary: Rows, pictures: Mapping[str, str]
+) -> Path:
+    """Tables have a head; without `differences` there is no such table. `pictures`: SVG by axis; the reader chooses."""
+    tabs = figures = shown = ""
+    for n, (axis, svg) in enumerate(pictures.items()):
         chosen = " checked" * (n == 0)
         tabs += f'<label><input type="radio" name="axis" id="axis-{n}"{chosen}>{escape(axis)}</label>'
-        shown += f"body:has(#axis-{n}:not(:checked)) #pictures-{n} {{ display: none; }}\n"
-    grids = (
-        f'<div class="pictures" id="pictures-{n}">{"".join(map(_figure, each))}</div>'
-        for n, each in enumerate(pictures.values())
-    )
+        svg = re.sub(r"<metadata>.*?</metadata>", "", svg.replace(INK, "currentColor"), flags=re.DOTALL)
+        svg = re.sub(r'^.*?<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 role="img">', svg, count=1, flags=re.DOTALL)
+        figures += f'<figure class="wide" id="picture-{n}">{svg}</figure>'
+        shown += f"body:has(#axis-{n}:not(:checked)) #picture-{n} {{ display: none; }}\n"
     text = Template(Path(__file__).with_name("page.html").read_text()).substitute(
-        differences="<h2>Differences of the configs</h2>" + _table(tables["differences"]) if len(tables) > 1 else "",
-        summary=_table(tables["summary"]),
         title=escape(title),
         notes="".join(f"<p>{escape(note)}</p>" for note in notes),
-        keys=lines and f'<ul class="keys">{lines}</ul>',
+        differences="<h2>Differences of the configs</h2>" + _table(differences) if differences else "",
+        summary=_table(summary),
         shown=shown,
-        pictures=tabs + "".join(grids),
+        pictures=tabs + figures,
     )
     path.write_text(text)
     return path
 
 
 def _table(rows: Rows) -> str:
-    body = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
-    return (
-        f'<div class="wide"><table>{"".join(f"<tr>{row}</tr>" for row in body)}</table></div>'
-        if rows
-        else "<p>None.</p>"
-    )
-
-
-def _figure(svg: str) -> str:
-    """The SVG in the size of its place; the page's text colour takes the place of INK."""
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg.replace(INK, "currentColor"), flags=re.DOTALL)
-    svg = re.sub(r'^.*?<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 role="img">', svg, count=1, flags=re.DOTALL)
-    return f"<figure>{svg}</figure>"
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="wide"><table>{body}</table></div>'

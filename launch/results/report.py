@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
@@ -22,6 +23,7 @@ from launch.observe import waste_view
 from launch.observe.advisor import advice_for
 from launch.observe.metrics_tail import LATEST, MetricsTail, ends
 from launch.resolve_target import find_run
+from launch.results.comparison import POINTS, Compared, grouped
 
 STEP_TIMES = {
     "step": "step_s",
@@ -35,79 +37,69 @@ OFF_POLICY = (
     "veto_fraction", "objective_clip_fraction", "mismatch_abs_mean",
 )  # fmt: skip
 AGES = ("0", "1", "2", "3-4", "5-8", "9 and more")  # the classes of StepMetrics.mismatch_by_age
-BRIEF = ("run: s", "reward", "loss", "validation", "staleness: mean", "tokens", "held out")  # rows for the terminal
 Figures = dict[str, dict[str, Any]]  # section of the table: name: number
+Named = tuple[str, RunDir, Config | SftConfig | None]  # a run, as it was named, too
 
 
 def command(args: argparse.Namespace) -> int:
-    """Write table, plots and page of a finished or running job, or of several side by side."""
-    found = {run.path.resolve(): (word, run) for word, run in ((word, find_run(word)) for word in args.runs)}
+    """Write figures, pictures and a page of a finished or running job, or of several side by side.
+
+    Raises UsageError for warm starts beside jobs.
+    """
+    found = {
+        run.path.resolve(): (word, run, _config(run)) for word, run in ((word, find_run(word)) for word in args.runs)
+    }
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("plots need matplotlib, which the extra 'report' brings; launch/setup.sh cpu installs it")
-    out = Path(args.out) if args.out else None
+    kinds = {isinstance(config, SftConfig): word for word, _, config in found.values()}
+    if len(kinds) > 1:
+        raise UsageError(f"{kinds[True]} is a warm start and {kinds[False]} an RL job: their metrics are not the same")
+    alone = next(iter(found.values()))[1] if len(args.runs) == 1 else None
+    folder = Path(args.out) if args.out else alone.report if alone else new_folder(found)
     try:
-        if out:
-            out.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--out: expected a folder, or a place for one, found {out}: {error.strerror}") from None
-    runs = list(found.values())
-    return report(runs[0][1], out) if len(args.runs) == 1 else report_several(runs, out or new_folder(found))
-
-
-def report(run: RunDir, out: Path | None) -> int:
-    tail, config = MetricsTail.of(run), _config(run)
-    summary = summary_of(run, tail, config)
-    folder = out or run.report
-    write_json(folder / "summary.json", summary)
+        raise UsageError(f"--out: expected a folder, or a place for one, found {folder}: {error.strerror}") from None
+    runs, summaries, notes = read(list(found.values()), alone is not None)
+    differing = [] if alone else difference_rows({each.label: each.config for each in runs})
+    rows = summary_rows(summaries)
+    document = summaries[runs[0].label] if alone else {"runs": summaries, "differences": differing}
+    write_json(folder / "summary.json", document)
     from launch.results.page import write_page
-    from launch.results.plots import PLOTS, WARM_START_PLOTS, draw_all
+    from launch.results.plots import draw_all
 
-    files, pictures = draw_all(WARM_START_PLOTS if isinstance(config, SftConfig) else PLOTS, tail, config, folder)
-    title, tables = str(summary["run"]["name"]), {"summary": summary_rows({"": summary})}
-    page = write_page(folder / "report.html", title, [str(run.path.resolve())], tables, {"": pictures})
-    show(summary, [page, *files])
-    return 0
-
-
-def report_several(runs: list[tuple[str, RunDir]], folder: Path) -> int:
-    """`runs`: as they were named, too. Raises UsageError for warm starts beside jobs."""
-    configs = [_config(run) for _, run in runs]
-    kinds = [isinstance(config, SftConfig) for config in configs]
-    if len(set(kinds)) > 1:
-        warm, job = runs[kinds.index(True)][0], runs[kinds.index(False)][0]
-        raise UsageError(f"{warm} is a warm start and {job} an RL job: their metrics are not the same")
-    from launch.results.comparison import Compared, compare
-
-    names = [
-        run.path.resolve().name if config is None else config.run.name
-        for (_, run), config in zip(runs, configs, strict=True)
-    ]
-    compared: list[Compared] = []
-    notes: list[str] = []
-    for (word, run), name, config in zip(runs, names, configs, strict=True):
-        tail = MetricsTail.of(run)  # one at a time: a long run takes much memory
-        if not tail.lines:
-            notes.append(f"{word} has no steps yet.")
-            continue
-        label = name if names.count(name) == 1 else f"{name} ({word})"
-        compared.append(Compared.of(label, config, summary_of(run, tail, config), tail))
-    if not compared:
-        raise SlipstreamError("none of these runs has steps yet")
-    folder.mkdir(parents=True, exist_ok=True)
-    tables = {
-        "differences": difference_rows({each.label: each.config for each in compared}),
-        "summary": summary_rows({each.label: each.summary for each in compared}),
-    }
-    written = compare(compared, tables, notes, folder)
-    summaries = {each.label: each.summary for each in compared}
-    write_json(folder / "summary.json", {"runs": summaries, "differences": tables["differences"]})
-    brief = [row for row in tables["summary"][1:] if row[0].startswith(BRIEF)]
-    columns = (Column(no_wrap=True), *(Column(overflow="fold") for _ in compared))
-    table = Table(*columns, box=None, pad_edge=False, show_header=False)
-    for row in [*tables["differences"], [""], *brief]:
+    files, pictures = draw_all(runs, folder)
+    written = [write_page(folder / "report.html", ", ".join(summaries), notes, differing, rows, pictures), *files]
+    table = Table(
+        Column(no_wrap=True), *(Column(overflow="fold") for _ in runs), box=None, pad_edge=False, show_header=False
+    )
+    for row in [*differing, [""], *rows]:
         table.add_row(*map(Text, row))
     Console().print(table, *notes, "written: " + ", ".join(map(str, written)), sep="\n", soft_wrap=True, markup=False)
     return 0
+
+
+def read(found: list[Named], alone: bool) -> tuple[list[Compared], dict[str, Figures], list[str]]:
+    """The runs that have steps, their summaries by label, and notes. Raises SlipstreamError when there is none."""
+    names = [run.path.resolve().name if config is None else config.run.name for _, run, config in found]
+    runs: list[Compared] = []
+    summaries: dict[str, Figures] = {}
+    notes: list[str] = []
+    for (word, run, config), name in zip(found, names, strict=True):
+        tail = MetricsTail.of(run)  # one at a time: a long run takes much memory
+        if not tail.lines and not alone:
+            notes.append(f"{word} has no steps yet.")
+            continue
+        label = name if names.count(name) == 1 else f"{name} ({word})"
+        summaries[label] = summary_of(run, tail, config)
+        runs.append(Compared.of(label, config, tail, alone))
+        if len(tail.lines) > POINTS:
+            notes.append(f"{label}: every point is the mean of {-(-len(tail.lines) // POINTS)} steps.")
+    if not runs:
+        raise SlipstreamError("none of these runs has steps yet")
+    if len(grouped(runs)) < len(runs):
+        notes.append("A curve of several seeds is their mean; its band reaches from the least to the largest of them.")
+    return runs, summaries, notes
 
 
 def _config(run: RunDir) -> Config | SftConfig | None:
@@ -219,14 +211,14 @@ def summarise_warm_start(config: SftConfig, tail: MetricsTail) -> Figures:
 
 def mismatch_by_age(tail: MetricsTail) -> dict[str, float]:
     """Mean |difference of log-probabilities| per token of each class of staleness that was trained on."""
-    names = ("mismatch_by_age", "tokens_by_age")
-    lines = [[line.get(name, []) for name in names] for line in tail.lines]
-    known = [zip(*both, strict=True) for both in lines if all(len(values) == len(AGES) for values in both)]
-    out: dict[str, float] = {}
-    for age, pairs in zip(AGES, zip(*known, strict=True), strict=False):
-        if tokens := sum(count for _, count in pairs):
-            out[age] = sum(value * count for value, count in pairs) / tokens
-    return out
+    found = [[line.get(name, []) for name in ("mismatch_by_age", "tokens_by_age")] for line in tail.lines]
+    known = [both for both in found if all(len(values) == len(AGES) for values in both)]
+    values, tokens = np.array(known, dtype=np.float64).reshape(-1, 2, len(AGES)).swapaxes(0, 1)
+    return {
+        age: float(total / count)
+        for age, total, count in zip(AGES, (values * tokens).sum(0), tokens.sum(0), strict=True)
+        if count
+    }
 
 
 def first_above(values: list[float], limit: float, window: int = 3) -> int | None:
@@ -235,19 +227,6 @@ def first_above(values: list[float], limit: float, window: int = 3) -> int | Non
         if sum(values[end - window : end]) / window >= limit:
             return end
     return None
-
-
-def show(summary: Figures, written: list[Path]) -> None:
-    columns = (Column(style="bold"), Column(), Column(justify="right"))
-    table = Table(*columns, box=None, pad_edge=False, show_header=False)
-    for section, figures in summary.items():
-        title = section.replace("_", " ")
-        for name, value in figures.items():
-            table.add_row(title, name.replace("_", " "), format_figure(value))
-            title = ""
-    console = Console()
-    console.print(table)
-    console.print("written: " + ", ".join(str(path) for path in written), soft_wrap=True)
 
 
 def format_figure(value: object) -> str:

@@ -9,6 +9,7 @@ from common.config.schema import Config, StalenessConfig
 from common.errors import EXIT_FAILED, EXIT_USAGE
 from common.process.run_dir import RunDir, write_json
 from launch.cli import main
+from launch.observe.metrics_tail import MetricsTail
 from launch.results.report import first_above, format_figure
 from tests.launch_rig import config_of
 
@@ -58,39 +59,44 @@ def test_summary_has_the_figures_of_the_run_and_every_plot_shows_something(run, 
     ages = {"0": pytest.approx(0.1), "1": pytest.approx(weighted), "9 and more": pytest.approx(0.5)}
     assert summary["mismatch_by_staleness"] == ages
     out = capsys.readouterr().out
-    for word in ("first 5 steps", "0.100", "greedy accuracy", "overview.png"):
+    for word in ("first 5 steps", "0.100", "greedy accuracy", "over_steps.png"):
         assert word in out
     names = {path.name for path in run.report.glob("*.png")}
-    assert "versions.png" not in names, "it has no points"
-    assert {"overview.png", "reward.png", "staleness.png", "step_time.png", "tokens_per_s.png", "entropy.png"} <= names
+    assert names == {f"over_{axis}.png" for axis in ("steps", "samples", "tokens", "seconds")} - {"over_samples.png"}
+    page = (run.report / "report.html").read_text()
+    assert "several versions" not in page, "it has no points"
+    for title in ("Reward", "Staleness", "Seconds per step", "Tokens per second", "Entropy", "Importance ratio"):
+        assert title in page
+    for legend in ("whole step", "publish", "99 %", "bound", "generated", "effective sample", "all trained tokens"):
+        assert legend in page
     for path in run.report.glob("*.png"):
         data = path.read_bytes()
         assert data.startswith(b"\x89PNG") and len(data) > 5_000, path.name
 
 
-def points_of(name: str, lines: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    from launch.results.plots import PLOTS, drawn_points
+def points_of(name: str, lines: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    from launch.results.comparison import Compared, curve_of
 
-    return dict(drawn_points(next(plot for plot in PLOTS if plot.name == name), lines))
+    tail = MetricsTail(None)
+    tail.lines = lines
+    x, y, _, _ = curve_of([Compared.of("a", None, tail)], "steps", name)
+    return list(zip(x, y, strict=True))
 
 
 def test_a_plot_leaves_out_first_steps_of_learners_and_steps_that_it_has_no_value_of():
     lines = [{**line(step), "incarnation": step // 3, "step_s": 2.0 if step % 3 else 90.0} for step in range(6)]
-    assert points_of("step_time", lines)["whole step"] == [(1, 2.0), (2, 2.0), (4, 2.0), (5, 2.0)]
-    assert points_of("step_time", lines[:1])["whole step"] == [(0, 90.0)]
+    assert points_of("step_s", lines) == [(2, 2.0), (3, 2.0), (5, 2.0), (6, 2.0)]
+    assert points_of("step_s", lines[:1]) == [(1, 90.0)]
     # the line of the same version leaves out steps without such tokens
     stale = {**line(1), "tokens_by_age": [0, 80, 0, 0, 0, 0], "mismatch_abs_mean": 0.5}
     before = {name: value for name, value in line(2).items() if name != "tokens_by_age"}
-    assert points_of("mismatch", [line(0), stale, before])["same version"] == [(0, 1e-6), (2, 1e-6)]
-    assert "median" in points_of("ratio", [line(0)]), "the half-way ratio"
+    assert points_of("mismatch_abs_mean", [line(0), stale, before]) == [(1, 1e-6), (3, 1e-6)]
 
 
-def test_the_overview_has_no_empty_cell():
-    from launch.results.plots import cells
-
-    for count in range(1, 12):
-        taken = sorted((row, column) for row, columns in cells(count) for column in range(columns.start, columns.stop))
-        assert taken == [(row, column) for row in range(-(-count // 3)) for column in range(6)]
+def test_rates_of_tokens_follow_from_the_totals_and_leave_out_a_total_that_began_anew():
+    lines = [line(0), line(1), {**line(2), "tokens_generated_total": 7}, {**line(3), "tokens_generated_total": 27}]
+    assert points_of("tokens_generated_per_s", lines) == [(2, 60.0), (4, 10.0)]
+    assert points_of("tokens_per_s", lines[:2]) == [(2, 50.0)]
 
 
 def test_report_works_while_the_first_step_is_the_only_one(run):

@@ -12,7 +12,7 @@ from learner.loop.run_files import write_record
 from tests.launch_rig import json_of
 
 STEPS = 20
-PLOTS = ("overview", "loss", "grad_norm", "lr", "step_time")
+PLOTS = ("over_steps", "over_samples", "over_tokens", "over_seconds")
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from common.rollouts import Group, Sample, VersionRun
 from common.wire_types import Array
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.batch.packing import Document
-from learner.loop.watch import FEWEST, MEDIAN_OF, RuleState, value_of
-from learner.loop.watch_groups import LIKE, OF_SAMPLES, OF_TOKENS, largest
+from learner.loop.watch import FEWEST, LIKE, MEDIAN_OF, OF_SAMPLES, OF_TOKENS, RuleState, largest, value_of
 
 NAN, INF = math.nan, math.inf
 

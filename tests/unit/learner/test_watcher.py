@@ -15,7 +15,7 @@ from common.config.schema import Config
 from common.errors import EXIT_HOPELESS, HopelessError
 from common.json_lines import read_jsonl
 from launch.cli import main, parse
-from learner.loop.watch_command import run_command
+from learner.loop.watcher import run_command
 from tests.unit.learner.loop_fakes import World, world
 from tests.waiting import until
 
