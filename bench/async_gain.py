@@ -34,8 +34,8 @@ def pair(seed: int, synchronous: dict, asynchronous: dict) -> dict:
     }
 
 
-def main() -> None:
-    options = harness.parser(__doc__, config="configs/quickstart.yaml", seeds=[1, 2, 3], overrides=()).parse_args()
+@harness.script(config="configs/quickstart.yaml", seeds=[1, 2, 3], overrides=())
+def main(options: harness.Options) -> harness.Figures:
     scratch = harness.scratch()
 
     def run(bound: int, seed: int) -> dict:
@@ -44,8 +44,4 @@ def main() -> None:
 
     runs = harness.in_turns((0, 2), options.seeds, run)
     pairs = [pair(*both) for both in zip(options.seeds, runs[0], runs[2], strict=True)]
-    harness.save("async_gain", options, {"rounds": len(pairs), "pairs": pairs})
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": len(pairs), "pairs": pairs}

@@ -131,8 +131,8 @@ def measure_round(scratch: Path, overrides: list[str], seed: int, config: Config
     return {"seed": seed, "speeds": asdict(shared), "modes": modes}
 
 
-def main() -> None:
-    args = harness.parser(__doc__, steps=24, rounds=3, staleness=[4, 8]).parse_args()
+@harness.script(steps=24, rounds=3, staleness=[4, 8])
+def main(args: harness.Options) -> harness.Figures:
     scratch = harness.scratch()
     model, dataset = tailed_environment.build(scratch / "assets")
     overrides = [f"model.path={model}", f"tasks.dataset={dataset}", f"run.steps={args.steps}"]
@@ -141,8 +141,4 @@ def main() -> None:
     for seed in range(1, args.rounds + 1):
         rounds.append(measure_round(scratch, overrides, seed, config, args.staleness))
         print(json.dumps(rounds[-1]), flush=True)
-    harness.save("async_tail", args, {"steps": args.steps, "rounds": rounds})
-
-
-if __name__ == "__main__":
-    main()
+    return {"steps": args.steps, "rounds": rounds}

@@ -97,8 +97,8 @@ def pass_on(queue: Any, producer: Any, consumer: Any, load: Load) -> None:
     assert tokens >= load.groups * broker_groups.SAMPLES * broker_groups.COMPLETION_TOKENS[load.size]
 
 
-def main() -> None:
-    options = harness.parser(__doc__, size=list(GROUPS), rounds=3).parse_args()
+@harness.script(size=list(GROUPS), rounds=3)
+def main(options: harness.Options) -> harness.Figures:
     here = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH", "")])
     environment = {"env_vars": {"PYTHONPATH": here, "OMP_NUM_THREADS": "1"}}
     ray.init(
@@ -111,8 +111,4 @@ def main() -> None:
         found = compared([RawZeroMQ(), RayQueue()], options.rounds, load)
         sizes[size] = {"groups": load.groups, "raw_zeromq_us": found["raw_zeromq"]["cpu_us_per_group"], **found["ray"]}
     ray.shutdown()
-    harness.save("broker_ray", options, {"rounds": options.rounds, "sizes": sizes}, ("ray", "pyzmq", "numpy"))
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": options.rounds, "sizes": sizes}

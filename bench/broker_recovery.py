@@ -76,17 +76,12 @@ def measure(groups: int, payload_bytes: int, commit: bool) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    options = harness.parser(__doc__, groups=10_000, payload=83_000).parse_args()
-    figures = {
+@harness.script(groups=10_000, payload=83_000)
+def main(options: harness.Options) -> harness.Figures:
+    return {
         "rounds": 1,
         "groups": options.groups,
         "payload_bytes": options.payload,
         "a_run_as_usual": measure(options.groups, options.payload, commit=True),
         "nothing_committed": measure(options.groups, options.payload, commit=False),
     }
-    harness.save("broker_recovery", options, figures, ("msgspec", "xxhash"))
-
-
-if __name__ == "__main__":
-    main()

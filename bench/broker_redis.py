@@ -105,20 +105,13 @@ class Slipstream(Embedded):
         return len(payload)
 
 
-def main() -> None:
-    parser = harness.parser(__doc__, size=list(GROUPS), rounds=5, scale=1.0)
-    parser.add_argument("--appendfsync", nargs="+", choices=("no", "everysec", "always"), default=["everysec"])
-    options = parser.parse_args()
+@harness.script(size=list(GROUPS), rounds=5, scale=1.0, appendfsync=["everysec"])
+def main(options: harness.Options) -> harness.Figures:
     results: dict[str, object] = {}
     for size in options.size:
         load = Load(size, int(GROUPS[size] * options.scale) // GROUPS_PER_STEP * GROUPS_PER_STEP)
         for fsync in options.appendfsync:
             measured = compared([RawStreams(fsync), Slipstream(fsync)], options.rounds, load)
             results[f"{size}_{fsync}"] = {"groups": load.groups, "ways": measured}
-    packages = ("redis", "msgspec", "numpy")
     version = harness.command(server_binary(), "--version").strip()
-    harness.save("broker_redis", options, {"rounds": options.rounds, "server": version, "results": results}, packages)
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": options.rounds, "server": version, "results": results}

@@ -7,7 +7,6 @@ the others are small (8 x 264). The broker's store is in $TMPDIR: put that on a 
 bench/results/broker_soak.json.
 """
 
-import argparse
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
@@ -70,7 +69,7 @@ def growth_bytes_per_group(seen: list[tuple[int, float]]) -> float:
     return float(slope) * 2**20
 
 
-def measure(options: argparse.Namespace) -> dict[str, object]:
+def measure(options: harness.Options) -> dict[str, object]:
     groups = options.groups // GROUPS_PER_STEP * GROUPS_PER_STEP
     way = Soak(options.durability, options.large_every)
     figures, times = play(way, Load("tiny", groups), options.limit)
@@ -93,10 +92,6 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    options = harness.parser(__doc__, groups=100_000, large_every=50, durability="memory", limit=900.0).parse_args()
-    harness.save("broker_soak", options, {"rounds": 1, **measure(options)}, ("pyzmq", "msgspec"))
-
-
-if __name__ == "__main__":
-    main()
+@harness.script(groups=100_000, large_every=50, durability="memory", limit=900.0)
+def main(options: harness.Options) -> harness.Figures:
+    return {"rounds": 1, **measure(options)}

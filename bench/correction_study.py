@@ -84,10 +84,8 @@ def plot(found: dict[str, dict[int, list[dict]]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
-    words = harness.parser(
-        __doc__, folder=Path, workers=2, lags=[0, 2, 8, 32], seeds=[1, 2, 3], overrides=()
-    ).parse_args()
+@harness.script(folder=Path, workers=2, lags=[0, 2, 8, 32], seeds=[1, 2, 3], overrides=())
+def main(words: harness.Options) -> harness.Figures:
     words.folder.mkdir(parents=True, exist_ok=True)
     # without lag every weight is 1 up to rounding: the variants coincide, and one seed of each shows it
     keys = [
@@ -106,11 +104,6 @@ def main() -> None:
         found.setdefault(variant, {}).setdefault(lag, []).append(one)
     table = {v: {str(lag): summary(r) for lag, r in by_lag.items()} for v, by_lag in found.items()}
     task = "configs/quickstart.yaml, constant lag in place of the job's varying staleness"
-    figures = {"rounds": len(words.seeds), "task": task, "overrides": words.overrides, "seeds": words.seeds}
-    figures |= {"variants": MEANING, "figures": table}
-    harness.save("correction_study", words, figures)
     plot(found, harness.ROOT / "docs" / "img" / "correction_study.png")
-
-
-if __name__ == "__main__":
-    main()
+    figures = {"rounds": len(words.seeds), "task": task, "overrides": words.overrides, "seeds": words.seeds}
+    return figures | {"variants": MEANING, "figures": table}

@@ -101,14 +101,9 @@ def measured(rate: float, dtype: str, steps: int) -> dict:
     return found
 
 
-def main() -> None:
-    options = harness.parser(__doc__, steps=4).parse_args()
+@harness.script(steps=4)
+def main(options: harness.Options) -> harness.Figures:
     torch.set_num_threads(1)
     rows = [measured(*case, options.steps) for case in CASES]
-    figures = {"rounds": options.steps, "bucket_bytes": delta.BUCKET_BYTES, "rows": rows}
-    figures["parameters"] = rows[0]["full_bytes"] // 2  # the first row's are bfloat16
-    harness.save("delta", options, figures)
-
-
-if __name__ == "__main__":
-    main()
+    parameters = rows[0]["full_bytes"] // 2  # the first row's are bfloat16
+    return {"rounds": options.steps, "bucket_bytes": delta.BUCKET_BYTES, "rows": rows, "parameters": parameters}

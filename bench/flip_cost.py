@@ -11,7 +11,6 @@ With finished RUNs their figures, too; without, those of the last time are kept.
 `--flips` is the number of flips in one round. Writes bench/results/flip_cost.json.
 """
 
-import argparse
 import asyncio
 import os
 import statistics
@@ -48,7 +47,7 @@ def run_figures(path: Path) -> dict:
 class Bench:
     """One engine, fed by one publisher after another."""
 
-    def __init__(self, arguments: argparse.Namespace, model: str) -> None:
+    def __init__(self, arguments: harness.Options, model: str) -> None:
         from transformers import Qwen3ForCausalLM
 
         from rollout_fleet.engine.engine import Engine
@@ -122,7 +121,7 @@ class Bench:
         }
 
 
-async def engine_figures(arguments: argparse.Namespace, model: str) -> list[dict]:
+async def engine_figures(arguments: harness.Options, model: str) -> list[dict]:
     bench = Bench(arguments, model)
     await bench.engine.start()
     rows = []
@@ -133,18 +132,13 @@ async def engine_figures(arguments: argparse.Namespace, model: str) -> list[dict
     return rows
 
 
-def main() -> None:
-    arguments = harness.parser(
-        __doc__, hidden=512, layers=8, dtype="bfloat16", requests=32, group=8, prompt=64, tokens=192, flips=4, rounds=3,
-        runs=(),
-    ).parse_args()  # fmt: skip
+@harness.script(
+    hidden=512, layers=8, dtype="bfloat16", requests=32, group=8, prompt=64, tokens=192, flips=4, rounds=3, runs=(),
+)  # fmt: skip
+def main(arguments: harness.Options) -> harness.Figures:
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     with tempfile.TemporaryDirectory() as folder:
         tiny_model(Path(folder), arguments.hidden, arguments.layers)
         rows = asyncio.run(engine_figures(arguments, folder))
     runs = [run_figures(Path(path)) for path in arguments.runs] or result("flip_cost")["runs"]
-    harness.save("flip_cost", arguments, {"rounds": arguments.rounds, "engine": rows, "runs": runs})
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": arguments.rounds, "engine": rows, "runs": runs}

@@ -7,7 +7,6 @@ accepted group. Learner and first node keep both cores of a small machine busy m
 bench/results/join.json.
 """
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -56,7 +55,7 @@ def join(run: RunDir, node_id: str) -> dict[str, float]:
     return stages(times)
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
+def measure(arguments: harness.Options, folder: Path) -> list[dict[str, float]]:
     make_assets(folder / "assets")
     run = RunDir(folder / "run")
     words = [f"run.dir={run.path}", "run.steps=1000000", f"model.path={folder}/assets/model"]
@@ -78,12 +77,8 @@ def trained(run: RunDir) -> int:
     return sum(1 for _ in read_jsonl(run.metrics))
 
 
-def main() -> None:
-    arguments = harness.parser(__doc__, config="configs/quickstart.yaml", joins=6, overrides=()).parse_args()
+@harness.script(config="configs/quickstart.yaml", joins=6, overrides=())
+def main(arguments: harness.Options) -> harness.Figures:
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
         rows = measure(arguments, Path(folder))
-    harness.save("join", arguments, {"rounds": len(rows), "joins": rows})
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": len(rows), "joins": rows}

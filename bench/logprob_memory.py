@@ -72,12 +72,7 @@ def compare(vocabulary: int, tokens: int) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    options = harness.parser(__doc__, tokens=TOKENS, vocabulary=list(VOCABULARIES)).parse_args()
+@harness.script(tokens=TOKENS, vocabulary=list(VOCABULARIES))
+def main(options: harness.Options) -> harness.Figures:
     rows = [compare(vocabulary, options.tokens) for vocabulary in options.vocabulary]
-    figures = {"rounds": 1, "tokens": options.tokens, "hidden": HIDDEN, "rows": rows}
-    harness.save("logprob_memory", options, figures, ("torch",))
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": 1, "tokens": options.tokens, "hidden": HIDDEN, "rows": rows}

@@ -10,7 +10,6 @@ turn. Short mode: `--rounds 2 --pairs 1`. Everything: `--all` (single-turn and f
 from other work on the machine; tokens per CPU second, over all processes of a side, does not.
 """
 
-import argparse
 import asyncio
 import os
 import statistics
@@ -27,7 +26,7 @@ from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfi
 OBSERVATION = [9, 8, 7, 6, 5, 4, 10, 11]  # the environment's answer between two turns
 
 
-def prompts(arguments: argparse.Namespace) -> list[list[int]]:
+def prompts(arguments: harness.Options) -> list[list[int]]:
     """Each prompt `group` times in a row, as a group of samples asks for them."""
     return [
         [(i * 7 + j * 3 + 5 * i * j) % 90 + 4 for j in range(arguments.prompt)]
@@ -41,7 +40,7 @@ def tiny_model(folder: Path, hidden: int, layers: int) -> None:
 
 
 @contextmanager
-def bare(arguments: argparse.Namespace) -> Iterator[Callable[[], None]]:
+def bare(arguments: harness.Options) -> Iterator[Callable[[], None]]:
     os.environ.update(VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
     from vllm import LLM, SamplingParams
 
@@ -75,7 +74,7 @@ def engine_config(model: str, dtype: str, requests: int) -> Config:
 
 
 @contextmanager
-def node(arguments: argparse.Namespace) -> Iterator[Callable[[], None]]:
+def node(arguments: harness.Options) -> Iterator[Callable[[], None]]:
     from rollout_fleet.engine.engine import Engine
 
     config = engine_config(arguments.model, arguments.dtype, arguments.concurrency)
@@ -100,7 +99,7 @@ def node(arguments: argparse.Namespace) -> Iterator[Callable[[], None]]:
     loop.run_until_complete(engine.shutdown())
 
 
-def measure(side: str, arguments: argparse.Namespace) -> list[dict]:
+def measure(side: str, arguments: harness.Options) -> list[dict]:
     """Rounds of one side, in this process."""
     tokens, results = arguments.requests * arguments.turns * arguments.tokens, []
     with (bare if side == "bare" else node)(arguments) as serve:
@@ -122,7 +121,7 @@ def summary(rounds: list[dict]) -> dict:
     }
 
 
-def compared(arguments: argparse.Namespace) -> dict:
+def compared(arguments: harness.Options) -> dict:
     """Both sides in turns, and their ratios."""
     quiet = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -140,24 +139,18 @@ def compared(arguments: argparse.Namespace) -> dict:
     return result
 
 
-def main() -> None:
-    parser = harness.parser(
-        __doc__, model="", hidden=128, layers=2, dtype="float32", requests=256, group=8, prompt=16, tokens=128, turns=1,
-        concurrency=256, rounds=4, pairs=2,
-    )  # fmt: skip
-    text = "1 and 4 turns, the latter with a quarter of the tokens each"
-    parser.add_argument("--all", action="store_true", help=text)
-    arguments = parser.parse_args()
+@harness.script(
+    model="", hidden=128, layers=2, dtype="float32", requests=256, group=8, prompt=16, tokens=128, turns=1,
+    concurrency=256, rounds=4, pairs=2,
+    all={"action": "store_true", "help": "1 and 4 turns, the latter with a quarter of the tokens each"},
+)  # fmt: skip
+def main(arguments: harness.Options) -> harness.Figures:
     with tempfile.TemporaryDirectory() as folder:
         if not arguments.model:
             arguments.model = folder
             tiny_model(Path(folder), arguments.hidden, arguments.layers)
         result = compared(arguments)
         if arguments.all:
-            several = argparse.Namespace(**vars(arguments) | {"turns": 4, "tokens": arguments.tokens // 4})
+            several = harness.Options(**vars(arguments) | {"turns": 4, "tokens": arguments.tokens // 4})
             result["multi_turn"] = compared(several)
-    harness.save("node_throughput", arguments, {"rounds": arguments.rounds * arguments.pairs, **result})
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": arguments.rounds * arguments.pairs, **result}

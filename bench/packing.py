@@ -62,8 +62,8 @@ def measure(workload: dict[str, Any], layout: str, ranks: int, weigh: bool) -> d
     }
 
 
-def main() -> None:
-    options = harness.parser(__doc__).parse_args()
+@harness.script()
+def main(options: harness.Options) -> harness.Figures:
     rows = [
         measure(workload, layout, ranks, weigh)
         for workload in WORKLOADS
@@ -72,8 +72,4 @@ def main() -> None:
         for weigh in ((False, True) if layout == "dense" else (True,))
     ]
     setting = {"documents_per_step": DOCUMENTS, "steps": STEPS, "hidden_size": HIDDEN}
-    harness.save("packing", options, {"rounds": STEPS, "setting": setting, "workloads": WORKLOADS, "rows": rows})
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": STEPS, "setting": setting, "workloads": WORKLOADS, "rows": rows}

@@ -29,11 +29,7 @@ def run(seed: int) -> dict:
     }
 
 
-def main() -> None:
-    options = harness.parser(__doc__, seeds=[1, 2, 3]).parse_args()
+@harness.script(seeds=[1, 2, 3])
+def main(options: harness.Options) -> harness.Figures:
     runs = [run(seed) for seed in options.seeds]
-    harness.save("quickstart", options, {"rounds": len(runs), "runs": runs})
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": len(runs), "runs": runs}
