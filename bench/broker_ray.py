@@ -107,8 +107,8 @@ def main(options: harness.Options) -> harness.Figures:
     )  # fmt: skip
     sizes: dict[str, object] = {}
     for size in options.size:
-        load = Load(size, GROUPS[size])
-        found = compared([RawZeroMQ(), RayQueue()], options.rounds, load)
-        sizes[size] = {"groups": load.groups, "raw_zeromq_us": found["raw_zeromq"]["cpu_us_per_group"], **found["ray"]}
+        found = compared([RawZeroMQ(), RayQueue()], options.rounds, Load(size, GROUPS[size]))
+        floor, actor = found["ways"]["raw_zeromq"], found["ways"]["ray"]
+        sizes[size] = {"groups": found["groups"], "raw_zeromq_us": floor["cpu_us_per_group"], **actor}
     ray.shutdown()
     return {"rounds": options.rounds, "sizes": sizes}

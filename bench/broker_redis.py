@@ -16,8 +16,8 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import harness
-from broker_embedded import GROUPS_PER_STEP, META, Embedded, broker_process
-from broker_overhead import GROUPS
+from broker_embedded import META, Embedded, broker_process
+from broker_overhead import GROUPS, scaled
 from broker_ways import Load, Served, Way, compared, encoded, redis_server
 from redis import Redis
 
@@ -107,11 +107,10 @@ class Slipstream(Embedded):
 
 @harness.script(size=list(GROUPS), rounds=5, scale=1.0, appendfsync=["everysec"])
 def main(options: harness.Options) -> harness.Figures:
-    results: dict[str, object] = {}
-    for size in options.size:
-        load = Load(size, int(GROUPS[size] * options.scale) // GROUPS_PER_STEP * GROUPS_PER_STEP)
-        for fsync in options.appendfsync:
-            measured = compared([RawStreams(fsync), Slipstream(fsync)], options.rounds, load)
-            results[f"{size}_{fsync}"] = {"groups": load.groups, "ways": measured}
+    results = {
+        f"{size}_{fsync}": compared([RawStreams(fsync), Slipstream(fsync)], options.rounds, scaled(size, options.scale))
+        for size in options.size
+        for fsync in options.appendfsync
+    }
     version = harness.command(server_binary(), "--version").strip()
     return {"rounds": options.rounds, "server": version, "results": results}
