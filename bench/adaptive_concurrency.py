@@ -66,9 +66,6 @@ class Arm:
         assert settled is not None
         return {
             "tokens_per_s": round((ended.tokens_sampled - settled.tokens_sampled) / took, 1),
-            "recomputed_per_s": round((ended.tokens_recomputed - settled.tokens_recomputed) / took, 1),
-            "preemptions_per_s": round((ended.preemptions - settled.preemptions) / took, 2),
-            "time_lost": round((ended.recompute_s - settled.recompute_s) / took, 4),
             "places": " ".join(map(str, self._looks)),  # look by look
         }
 

@@ -7,7 +7,7 @@ A round, all on the same machine:
 1. `slipstream up` with staleness.max 0 and every window on the same problems. The learner's parts come from the
    synchronous run's metrics, the lengths of every episode from the recorded groups of each run.
 2. The engine alone, and engine and learner beside each other: the speeds of bench/simulate.py.
-3. The simulation of each run with its own lengths: once with a machine for each side, once on one that they share.
+3. The simulation of each run with its own lengths, on a machine that both sides share.
 
 Writes bench/results/async_tail.json.
 """
@@ -73,19 +73,6 @@ def learner_parts(job: harness.Job, by_step: dict[int, dict[int, list[simulate.E
         rows.append([1, sum(lengths), sum(length**2 for length in lengths)])
         busy.append(line["step_s"] - line["learner_idle_s"])
     return dict(zip(("train_s", "train_token_s", "train_pair_s"), fit_positive(rows, busy), strict=True))
-
-
-def figures(job: harness.Job) -> dict[str, float]:
-    return {
-        "wall_s": round(job.after_first_s, 3),
-        "learner_idle_s": round(job.idle_s, 3),
-        "tokens": int(job.total("tokens_trained") + job.total("tokens_expired")),
-        "length_mean": round(job.mean("length_mean"), 1),
-        "length_max": job.largest("length_max"),
-        "staleness_mean": round(job.mean("staleness_mean"), 3),
-        "tokens_expired": int(job.total("tokens_expired")),
-        "seconds_to_active": round(statistics.median(x["seconds_to_active"] for x in job.lines[1:]), 4),
-    }
 
 
 @dataclass(frozen=True)
@@ -241,33 +228,32 @@ async def calibrate(config: Config, synchronous: harness.Job, out: Path) -> tupl
 
 
 def measure_round(scratch: Path, overrides: list[str], seed: int, config: Config, windows: list[int]) -> dict:
-    """Every mode once, and its simulation with its own lengths: on a machine for each side, and on this one."""
+    """Every mode once, and its simulation with its own lengths."""
     order = [0, *windows] if seed % 2 else [*reversed(windows), 0]
     runs = {k: measure(scratch, overrides, seed, k) for k in order}
     synchronous = runs[0].job
     engine, beside = asyncio.run(calibrate(config, synchronous, scratch / f"replays-{seed}"))
-    apart = replace(
+    speeds = replace(
         engine,
         **learner_parts(synchronous, runs[0].by_step),
-        deliver_s=figures(synchronous)["seconds_to_active"],
+        deliver_s=statistics.median(line["seconds_to_active"] for line in synchronous.lines[1:]),
         flip_s=statistics.mean(line["generation_stall_s"] for line in synchronous.lines[1:]),
+        engine_shared=beside.engine,
+        learner_shared=beside.learner,
     )
-    shared = replace(apart, engine_shared=beside.engine, learner_shared=beside.learner)
     setup = simulate.Setup(
         config.rollout.nodes, config.rollout.concurrency_bounds[1], config.learner.groups_per_step,
         config.rollout.group_size, 0, len(synchronous.lines),
     )  # fmt: skip
     modes = []
     for k, run in sorted(runs.items()):
-        mode = {"staleness": k, **figures(run.job)}
-        for name, speeds in (("simulated_s", shared), ("simulated_apart_s", apart)):
-            mode[name] = simulate.simulate(replace(setup, staleness=k), speeds, run.lengths).wall_s
+        mode = {"staleness": k, "wall_s": round(run.job.after_first_s, 3), "learner_idle_s": round(run.job.idle_s, 3)}
+        mode["simulated_s"] = simulate.simulate(replace(setup, staleness=k), speeds, run.lengths).wall_s
         modes.append(mode)  # the synchronous one comes first
         mode["gain"] = modes[0]["wall_s"] / mode["wall_s"]
         mode["simulated_gain"] = modes[0]["simulated_s"] / mode["simulated_s"]
-        mode["simulated_apart_gain"] = modes[0]["simulated_apart_s"] / mode["simulated_apart_s"]
         mode["share_of_simulated"] = mode["gain"] / mode["simulated_gain"]
-    return {"seed": seed, "speeds": asdict(shared), "modes": modes}
+    return {"seed": seed, "speeds": asdict(speeds), "modes": modes}
 
 
 @harness.script(steps=24, rounds=3, staleness=[4, 8])

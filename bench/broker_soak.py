@@ -22,7 +22,6 @@ from broker_ways import Load, play
 from broker.connect import Access, connect
 from common.rollouts import GroupMeta, encode_group
 
-SAMPLES_OF_MEMORY = 50
 SETTLED = 0.2  # part of the groups after which memory has to be flat
 
 
@@ -74,7 +73,6 @@ def measure(options: harness.Options) -> dict[str, object]:
     way = Soak(options.durability, options.large_every)
     figures, times = play(way, Load("tiny", groups), options.limit)
     seen = way.seen
-    every = max(1, len(seen) // SAMPLES_OF_MEMORY)
     settled = [round(mib, 1) for done, mib in seen if done >= SETTLED * groups]
     if len(settled) < 2:
         raise SystemExit(f"--groups {options.groups}: the broker was done before its memory was seen twice; take more")
@@ -88,7 +86,6 @@ def measure(options: harness.Options) -> dict[str, object]:
         "growth_bytes_per_group": round(growth_bytes_per_group(seen), 1),
         "lease_ms": quantiles(times.lease_s),
         "complete_ms": quantiles(times.complete_s),
-        "memory": [{"groups": done, "mib": round(mib, 1)} for done, mib in seen[::every]],
     }
 
 

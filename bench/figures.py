@@ -76,10 +76,10 @@ def flat(fields: dict[str, Any]) -> dict[str, Any]:
 def measurements(found: dict[str, Any], path: str) -> list[dict[str, Any]]:
     """The flat rows of a list, or of a dict, whose keys become the field with its name.
 
-    `a.b` are those of every `b` in `a`, with the fields beside `b`.
+    `a.b` are those of every `b` in `a`, with the fields beside `b`; `each` stands for a dict's dicts.
     """
     name, _, inner = path.partition(".")
-    rows = found[name]
+    rows = {key: row for key, row in found.items() if isinstance(row, dict)} if name == "each" else found[name]
     if isinstance(rows, dict):
         rows = [{name: WORDS.get(key, key)} | row for key, row in rows.items()]
     rows = [flat(row) for row in rows]

@@ -63,10 +63,6 @@ def compare(vocabulary: int, tokens: int) -> dict[str, object]:
     gradients = 4 * HIDDEN * (vocabulary + tokens)
     return {
         "vocabulary": vocabulary,
-        "naive_peak_mib": round(naive / 2**20, 1),
-        "chunked_peak_mib": round(chunked / 2**20, 1),
-        "gradients_mib": round(gradients / 2**20, 1),
-        "naive_kib_per_token_beyond_gradients": round((naive - gradients) / tokens / 1024, 1),
         "chunked_kib_per_token_beyond_gradients": round((chunked - gradients) / tokens / 1024, 1),
         "naive_over_chunked": round(naive / chunked, 2),
     }

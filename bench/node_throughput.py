@@ -12,7 +12,6 @@ from other work on the machine; tokens per CPU second, over all processes of a s
 
 import asyncio
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -105,37 +104,27 @@ def measure(side: str, arguments: harness.Options) -> list[dict]:
     with (bare if side == "bare" else node)(arguments) as serve:
         serve()  # warm
         for _ in range(arguments.rounds):
-            front_s, behind_s = time.process_time(), harness.children_cpu_s()
+            before_s = time.process_time() + harness.children_cpu_s()
             _, wall_s = harness.timed(serve)
-            front_s, behind_s = time.process_time() - front_s, harness.children_cpu_s() - behind_s
-            results.append({"wall_s": wall_s, "cpu_s": front_s + behind_s, "front_cpu_s": front_s, "tokens": tokens})
+            cpu_s = time.process_time() + harness.children_cpu_s() - before_s
+            results.append({"wall_s": wall_s, "cpu_s": cpu_s, "tokens": tokens})
     return results
 
 
-def summary(rounds: list[dict]) -> dict:
-    return {
-        "tokens_per_s": round(statistics.median(r["tokens"] / r["wall_s"] for r in rounds)),
-        "tokens_per_cpu_s": round(statistics.median(r["tokens"] / r["cpu_s"] for r in rounds)),
-        "front_cpu_us_per_token": round(statistics.median(1e6 * r["front_cpu_s"] / r["tokens"] for r in rounds), 1),
-        "rounds": [{k: round(v, 3) for k, v in r.items()} for r in rounds],
-    }
-
-
 def compared(arguments: harness.Options) -> dict:
-    """Both sides in turns, and their ratios."""
+    """Both sides in turns."""
     quiet = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 
     def run_side(side: str, _: int) -> list[dict]:
         return harness.apart(measure, side, arguments, **quiet)
 
     turns = harness.in_turns(("bare", "node"), range(arguments.pairs), run_side)
-    sides = {side: [one for found in runs for one in found] for side, runs in turns.items()}
-    result: dict = {name: summary(found) for name, found in sides.items()}
-    for figure in ("tokens_per_s", "tokens_per_cpu_s"):
-        result[f"ratio_{figure}"] = round(result["node"][figure] / result["bare"][figure], 3)
+    result: dict = {
+        side: {"rounds": [{k: round(v, 3) for k, v in one.items()} for found in runs for one in found]}
+        for side, runs in turns.items()
+    }
     left_out = ("model", "all", "dry")
     result["arguments"] = {k: v for k, v in vars(arguments).items() if k not in left_out}
-    print(f"{arguments.turns} turns", {k: v for k, v in result.items() if k.startswith("ratio")}, flush=True)
     return result
 
 

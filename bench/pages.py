@@ -182,19 +182,6 @@ def adaptive() -> str:
     return f"{provenance('adaptive_concurrency')}\n\n{table([*head, 'auto chose', 'rounds'], rows)}"
 
 
-def stores() -> str:
-    """CPU of the stores that were compared, by size of a group."""
-    found, rows = result("broker_store"), []
-    sizes = found["payload_bytes"]
-    figures = {"CPU us a group": "cpu_us_per_group", "batch ms": "batch_ms_median"}
-    for name in next(iter(sizes.values())):
-        cells = [f"{size[name][figure]:,.1f}" for size in sizes.values() for figure in figures.values()]
-        rows.append([name.replace("_", " "), *cells])
-    head = [f"{int(size):,} bytes: {words}" for size in sizes for words in figures]
-    text = f"A batch has {found['batch_groups']} groups; medians of {found['median_of']}."
-    return f"{provenance('broker_store', '../../bench/results')}\n{text}\n\n{table(['store', *head], rows)}"
-
-
 def corrections() -> str:
     """Accuracy on held-out problems, seed by seed."""
     found, rows = result("correction_study")["figures"], []
@@ -248,7 +235,7 @@ def all_sections() -> str:
 
 FUNCTIONS = (
     readme_reasons, readme_table, machine, other_machine, broker_ray, weight_events, adaptive,
-    stores, corrections, packing, faults,
+    corrections, packing, faults,
 )  # fmt: skip
 BLOCKS: dict[str, Callable[[], str]] = {  # by the name of the mark
     **{function.__name__.replace("_", "-"): function for function in FUNCTIONS},

@@ -24,8 +24,6 @@ def run(seed: int) -> dict:
         **job.progress(0.9),
         **job.evaluation(),
         "training_s": round(job.wall_s, 1),
-        "tokens_trained": job.total("tokens_trained"),
-        "canary_max_difference": job.largest("canary_max_difference"),
     }
 
 
