@@ -2,8 +2,7 @@
 
 For each pair: seconds to the same steps and to reward 0.9, and the ratio that the measured parts allow. That ratio is
 max(T_gen, T_train) / (T_gen + T_train), with the parts of the synchronous run, where they do not overlap. The
-learner's idle time is generation with the flip, the rest of each step is training. Writes
-bench/results/async_gain.json.
+learner's idle time is generation with the flip, the rest of each step is training.
 """
 
 import harness

@@ -8,8 +8,6 @@ A round, all on the same machine:
    synchronous run's metrics, the lengths of every episode from the recorded groups of each run.
 2. The engine alone, and engine and learner beside each other: the speeds of bench/simulate.py.
 3. The simulation of each run with its own lengths, on a machine that both sides share.
-
-Writes bench/results/async_tail.json.
 """
 
 import asyncio

@@ -4,8 +4,7 @@
 
 From structs at the node to numpy arrays at the learner: microseconds of CPU per group over every process, and groups
 per second. All ways of a size run in turn, round after round, so that a slower machine slows all of them.
-`--scale` multiplies the number of groups. The broker's store is in $TMPDIR: put that on a real disk. Writes
-bench/results/broker_overhead.json.
+`--scale` multiplies the number of groups. The broker's store is in $TMPDIR: put that on a real disk.
 """
 
 import itertools

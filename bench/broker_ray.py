@@ -5,7 +5,7 @@
 verl's way: an asyncio actor has a deque; the producer pickles a group of arrays and calls `put`, the consumer calls
 `get` and unpickles. Microseconds of CPU per group over every process that Ray started for it, between the first group
 and the last. Needs `pip install ray`, which is no dependency of this project: use an environment of its own, with
-numpy, msgspec, psutil and pyzmq. Writes bench/results/broker_ray.json.
+numpy, msgspec, psutil and pyzmq.
 """
 
 import os

@@ -4,7 +4,6 @@
 
 Two stores of that many groups, each of `--payload` bytes. One is of a usual run: steps of 16 groups are committed, and
 16 steps are kept. The other one is the worst case: nothing was ever committed, and every group is still there.
-Writes bench/results/broker_recovery.json.
 """
 
 import os

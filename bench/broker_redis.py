@@ -8,7 +8,7 @@ Every way moves the same pre-encoded bytes through the same kind of server, from
     slipstream     leases, heartbeats, groups, takes and commits of the delivery contract; broker and Redis together
 
 All ways run in turn, round after round. Microseconds of CPU per group over every process. The server's
-AOF is in $TMPDIR: put that on a real disk. Writes bench/results/broker_redis.json.
+AOF is in $TMPDIR: put that on a real disk.
 """
 
 import contextlib

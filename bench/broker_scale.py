@@ -7,7 +7,7 @@ evenly from half to one and a half times `--think` seconds. The same number of g
 of nodes (`--leases`, dealt out evenly). So every run asks the broker for the same groups per second. The CPU per group
 includes heartbeats.
 *Without waiting* leaves out the CPU of the same nodes when they only wait and beat, which is measured before.
-Heartbeats are a price per node and second, not per group. Writes bench/results/broker_scale.json.
+Heartbeats are a price per node and second, not per group.
 """
 
 import asyncio

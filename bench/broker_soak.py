@@ -3,8 +3,7 @@
     python bench/broker_soak.py [--groups 100000] [--durability memory] [--large-every 50]
 
 One node and one learner work as fast as both can. Every `--large-every`-th group is one of 8 samples x 8,192 tokens,
-the others are small (8 x 264). The broker's store is in $TMPDIR: put that on a real disk. Writes
-bench/results/broker_soak.json.
+the others are small (8 x 264). The broker's store is in $TMPDIR: put that on a real disk.
 """
 
 import contextlib

@@ -23,7 +23,6 @@ import harness
 from common.config.loading import load_config
 from common.config.schema import Config
 from common.rollouts import Group, Sample, VersionRun
-from common.wire_types import Array
 
 VARIANTS = {
     "none": ["learner.loss.correction=none"],
@@ -88,22 +87,18 @@ class Sampler:
         ]
 
     def _sample(self, prompt: list[int], output, environment, version: int) -> Sample:
-        from rollout_fleet.environments.protocol import Action
+        from rollout_fleet.environments.protocol import Action, StopReason
+        from rollout_fleet.episode.sampler_protocol import Generation
+        from rollout_fleet.episode.token_record import TokenRecord
 
         tokens = list(output.token_ids)
-        ended = output.finish_reason == "stop"
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        reward = asyncio.run(environment.step(Action(text=text, tokens=tuple(tokens), ended=ended))).reward
+        action = Action(text=text, tokens=tuple(tokens), ended=output.finish_reason == "stop")
         logprobs = [row[token].logprob for row, token in zip(output.logprobs, tokens, strict=True)]
-        n = len(prompt)
-        return Sample(
-            tokens=Array.of(prompt + tokens, "int32"),
-            loss_mask=Array.of([0] * n + [1] * len(tokens), "uint8"),
-            behavior_logprobs=Array.of([0.0] * n + logprobs, "float32"),
-            version_runs=[VersionRun(n, version)],
-            reward=reward,
-            stop_reason="stop" if ended else "length",
-        )
+        record = TokenRecord(turn_rewards=[asyncio.run(environment.step(action)).reward])
+        record.observe(prompt)
+        record.extend(Generation(tokens, logprobs, [VersionRun(0, version)], output.finish_reason))
+        return record.sample(StopReason.STOP if action.ended else StopReason.LENGTH)
 
 
 def snapshot(backend) -> dict[str, Any]:
@@ -176,11 +171,9 @@ def summary(results: list[dict]) -> dict:
 
 def plot(found: dict[str, dict[int, list[dict]]], path: Path) -> None:
     """Reward over steps, one panel per lag, mean over seeds with the range behind it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     import numpy as np
+
+    from launch.results.plots import finish, plt, save
 
     lags = sorted(found["tis"])
     figure, panels = plt.subplots(1, len(lags), figsize=(3.4 * len(lags), 3.2), sharey=True, squeeze=False)
@@ -191,13 +184,9 @@ def plot(found: dict[str, dict[int, list[dict]]], path: Path) -> None:
             steps = np.arange(smooth.shape[1]) + 5
             panel.plot(steps, smooth.mean(0), label=variant)
             panel.fill_between(steps, smooth.min(0), smooth.max(0), alpha=0.15)
-        panel.set_title(f"staleness {lag}")
-        panel.set_xlabel("step")
-        panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("reward")
-    panels[0][0].legend()
+        finish(panel, f"staleness {lag}", "step", "reward" if lag == lags[0] else "", legend=lag == lags[0])
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    save(figure, path)
 
 
 @harness.script(folder=Path, workers=2, lags=[0, 2, 8, 32], seeds=[1, 2, 3], overrides=())

@@ -4,7 +4,7 @@ A transformer of 26 million parameters is trained in float32 with AdamW, as the 
 samples itself. Each step's weights are exported to bfloat16 (and float32) into the flat buffer of the weight plane. The
 buffer of one version is encoded against that of the one before. Per learning rate: changed elements, bytes, and seconds
 to encode and to apply, as medians over steps, and XOR with zlib for comparison. Every delta is applied and compared bit
-for bit. `--steps 1` is the short mode. Writes bench/results/delta.json.
+for bit. `--steps 1` is the short mode.
 """
 
 import statistics

@@ -39,11 +39,10 @@ def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
 
 
 def filled(text: str, fields: dict[str, Any]) -> str:
-    """`text` with every `{value:format}` in place; '-' for a value that was not measured."""
+    """`text` with every `{value:format}` in place, several with commas; '-' for a value that was not measured."""
 
     def shown(found: re.Match[str]) -> str:
-        (value,) = values(found[1], fields)
-        return "-" if value is None else format(value, found[2])
+        return ", ".join("-" if x is None else format(x, found[2]) for x in values(found[1], fields))
 
     return FIELD.sub(shown, text)
 

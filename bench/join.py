@@ -2,9 +2,8 @@
 
 Starts the quickstart's job (random model, the real `slipstream up`) and lets it train. Then it adds one node after the
 other with `slipstream rollout --join`, each after the one before has left. The node measures the figures itself, as
-`joined` of `slipstream status --json`: seconds from the start of its process, and from a ready engine, to its first
-accepted group. Learner and first node keep both cores of a small machine busy meanwhile. Writes
-bench/results/join.json.
+`joined` of `slipstream status --json`. They are seconds from the start of its process, and from a ready engine, to its
+first accepted group. Learner and first node keep both cores of a small machine busy meanwhile.
 """
 
 import tempfile

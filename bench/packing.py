@@ -2,8 +2,7 @@
 
 Long-tailed lengths (log-normal, cut at the longest sequence) are packed for 2 to 16 data-parallel ranks. One
 figure is real tokens over computed ones: pads of documents and packs, and fillers of empty microbatches. The other one
-is the most loaded rank's cost over the mean, with tokens alone and with attention weighed. Nothing is timed. Writes
-bench/results/packing.json.
+is the most loaded rank's cost over the mean, with tokens alone and with attention weighed. Nothing is timed.
 """
 
 from typing import Any

@@ -182,18 +182,6 @@ def adaptive() -> str:
     return f"{provenance('adaptive_concurrency')}\n\n{table([*head, 'auto chose', 'rounds'], rows)}"
 
 
-def corrections() -> str:
-    """Accuracy on held-out problems, seed by seed."""
-    found, rows = result("correction_study")["figures"], []
-    for lag in sorted(next(iter(found.values())), key=int):
-        at = [figures[lag] for figures in found.values()]
-        held_out = [", ".join(f"{x:.3f}" for x in one["held_out"]) for one in at]
-        steps = [", ".join("never" if x is None else str(x) for x in one["steps_to_0.8"]) for one in at]
-        rows.append([lag, *held_out, *steps])
-    head = ["staleness", *(f"`{name}`: accuracy" for name in found), *(f"`{name}`: steps to 0.8" for name in found)]
-    return f"{provenance('correction_study')}\n\n{table(head, rows)}"
-
-
 def packing() -> str:
     """Filled tokens, and the imbalance by number of data-parallel ranks."""
     found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
@@ -235,7 +223,7 @@ def all_sections() -> str:
 
 FUNCTIONS = (
     readme_reasons, readme_table, machine, other_machine, broker_ray, weight_events, adaptive,
-    corrections, packing, faults,
+    packing, faults,
 )  # fmt: skip
 BLOCKS: dict[str, Callable[[], str]] = {  # by the name of the mark
     **{function.__name__.replace("_", "-"): function for function in FUNCTIONS},

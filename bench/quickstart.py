@@ -1,7 +1,6 @@
 """The quickstart over several seeds: python bench/quickstart.py [--seeds 1 2 3].
 
 Each seed runs launch/quickstart.sh in this checkout. Its RUN folder under runs/ must not exist yet.
-Writes bench/results/quickstart.json.
 """
 
 import re

@@ -2,7 +2,7 @@
 
 Per seed the two run one after the other, in alternating order. Time starts when set-up is over: for TRL at the start
 of training, for Slipstream when the first group is leased. `--trl-python` is the python of the
-environment with bench/requirements-trl.txt. Writes bench/results/NAME.json.
+environment with bench/requirements-trl.txt.
 """
 
 import json

@@ -8,8 +8,7 @@ that a busy machine slows all of them alike:
   small ones, to `nodes` nodes and to one. Where there is a core for each process, each has its own;
 - join: from a node whose engine is ready to its weights being in use, while others have the version;
 - death: a node is killed or stopped in the middle of a broadcast; until every other node has the version.
-
-Writes bench/results/weight_broadcast.json. Short mode: --mib 32 --rounds 2.
+ Short mode: --mib 32 --rounds 2.
 """
 
 import contextlib
