@@ -66,9 +66,6 @@ class Arm:
         assert settled is not None
         return {
             "tokens_per_s": round((ended.tokens_sampled - settled.tokens_sampled) / took, 1),
-            "recomputed_per_s": round((ended.tokens_recomputed - settled.tokens_recomputed) / took, 1),
-            "preemptions_per_s": round((ended.preemptions - settled.preemptions) / took, 2),
-            "time_lost": round((ended.recompute_s - settled.recompute_s) / took, 4),
             "places": " ".join(map(str, self._looks)),  # look by look
         }
 
@@ -116,10 +113,8 @@ async def measure(config: Config, kind: str, turn: int) -> dict[str, dict]:
     return {name: found[name] for name in arms}
 
 
-def main() -> None:
-    parser = harness.parser(__doc__, turn=0)
-    parser.add_argument("--case", choices=CASES, required=True, help="lengths, and MiB of KV cache")
-    args = parser.parse_args()
+@harness.script(turn=0, case={"choices": CASES, "required": True, "help": "lengths, and MiB of KV cache"})
+def main(args: harness.Options) -> harness.Figures:
     kind, _, mib = args.case.partition("-")
     model, dataset = tailed_environment.build(harness.scratch())
     words = [f"model.path={model}", f"tasks.dataset={dataset}", "rollout.concurrency=auto"]
@@ -130,8 +125,4 @@ def main() -> None:
     cases.setdefault(args.case, {})[str(args.turn)] = arms
     rounds = min(len(turns) for turns in cases.values())
     settings = {"settle_s": SETTLE_S, "counted_s": COUNTED_S, "fixed_places": FIXED}
-    harness.save(NAME, args, {"rounds": rounds, "cases": cases, **settings})
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": rounds, "cases": cases, **settings}

@@ -2,8 +2,7 @@
 
 For each pair: seconds to the same steps and to reward 0.9, and the ratio that the measured parts allow. That ratio is
 max(T_gen, T_train) / (T_gen + T_train), with the parts of the synchronous run, where they do not overlap. The
-learner's idle time is generation with the flip, the rest of each step is training. Writes
-bench/results/async_gain.json.
+learner's idle time is generation with the flip, the rest of each step is training.
 """
 
 import harness
@@ -34,8 +33,8 @@ def pair(seed: int, synchronous: dict, asynchronous: dict) -> dict:
     }
 
 
-def main() -> None:
-    options = harness.parser(__doc__, config="configs/quickstart.yaml", seeds=[1, 2, 3], overrides=()).parse_args()
+@harness.script(config="configs/quickstart.yaml", seeds=[1, 2, 3], overrides=())
+def main(options: harness.Options) -> harness.Figures:
     scratch = harness.scratch()
 
     def run(bound: int, seed: int) -> dict:
@@ -44,8 +43,4 @@ def main() -> None:
 
     runs = harness.in_turns((0, 2), options.seeds, run)
     pairs = [pair(*both) for both in zip(options.seeds, runs[0], runs[2], strict=True)]
-    harness.save("async_gain", options, {"rounds": len(pairs), "pairs": pairs})
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": len(pairs), "pairs": pairs}

@@ -5,7 +5,7 @@
 verl's way: an asyncio actor has a deque; the producer pickles a group of arrays and calls `put`, the consumer calls
 `get` and unpickles. Microseconds of CPU per group over every process that Ray started for it, between the first group
 and the last. Needs `pip install ray`, which is no dependency of this project: use an environment of its own, with
-numpy, msgspec, psutil and pyzmq. Writes bench/results/broker_ray.json.
+numpy, msgspec, psutil and pyzmq.
 """
 
 import os
@@ -97,8 +97,8 @@ def pass_on(queue: Any, producer: Any, consumer: Any, load: Load) -> None:
     assert tokens >= load.groups * broker_groups.SAMPLES * broker_groups.COMPLETION_TOKENS[load.size]
 
 
-def main() -> None:
-    options = harness.parser(__doc__, size=list(GROUPS), rounds=3).parse_args()
+@harness.script(size=list(GROUPS), rounds=3)
+def main(options: harness.Options) -> harness.Figures:
     here = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), os.environ.get("PYTHONPATH", "")])
     environment = {"env_vars": {"PYTHONPATH": here, "OMP_NUM_THREADS": "1"}}
     ray.init(
@@ -107,12 +107,8 @@ def main() -> None:
     )  # fmt: skip
     sizes: dict[str, object] = {}
     for size in options.size:
-        load = Load(size, GROUPS[size])
-        found = compared([RawZeroMQ(), RayQueue()], options.rounds, load)
-        sizes[size] = {"groups": load.groups, "raw_zeromq_us": found["raw_zeromq"]["cpu_us_per_group"], **found["ray"]}
+        found = compared([RawZeroMQ(), RayQueue()], options.rounds, Load(size, GROUPS[size]))
+        floor, actor = found["ways"]["raw_zeromq"], found["ways"]["ray"]
+        sizes[size] = {"groups": found["groups"], "raw_zeromq_us": floor["cpu_us_per_group"], **actor}
     ray.shutdown()
-    harness.save("broker_ray", options, {"rounds": options.rounds, "sizes": sizes}, ("ray", "pyzmq", "numpy"))
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": options.rounds, "sizes": sizes}

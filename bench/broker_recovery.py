@@ -4,7 +4,6 @@
 
 Two stores of that many groups, each of `--payload` bytes. One is of a usual run: steps of 16 groups are committed, and
 16 steps are kept. The other one is the worst case: nothing was ever committed, and every group is still there.
-Writes bench/results/broker_recovery.json.
 """
 
 import os
@@ -19,17 +18,18 @@ from broker.contract import LearnerReport, NodeReport, RunInfo
 from broker.delivery.state import DeliveryState
 from broker.journal.file_store.store import FileStore, open_file_store
 from broker.journal.journal import Journal
-from broker.journal.recovery import Recovered, recover
+from broker.journal.recovery import recover
 from common.rollouts import Task
 
 RETAIN_STEPS = 16
 RUN = RunInfo("bench", "", GROUPS_PER_STEP, 1 << 20, 3, 60.0, 1 << 40)
 
 
-def opened(store: FileStore) -> tuple[DeliveryState, Journal, Recovered]:
+def opened(store: FileStore) -> tuple[DeliveryState, Journal]:
     journal = Journal(store, "everysec")
     state = DeliveryState(RUN, recorder=journal, retain_steps=RETAIN_STEPS)
-    return state, journal, recover(journal, state)
+    recover(journal, state)
+    return state, journal
 
 
 def settle(journal: Journal) -> None:
@@ -57,36 +57,23 @@ def fill(state: DeliveryState, journal: Journal, groups: int, payload_bytes: int
 def measure(groups: int, payload_bytes: int, commit: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as path:
         store = open_file_store(Path(path), "bench")
-        state, journal, _ = opened(store)
+        state, journal = opened(store)
         fill(state, journal, groups, payload_bytes, commit)
-        stored = store.size_bytes()
         assert store.lock is not None
         store.lock.close()  # as when it was killed: no last record, nothing tidied up
-        (again, second, found), seconds = harness.timed(lambda: opened(open_file_store(Path(path), "bench")))
-        _, snapshot_s = harness.timed(lambda: settle(second))
+        (again, second), seconds = harness.timed(lambda: opened(open_file_store(Path(path), "bench")))
         assert len(again.ledger()) == len(state.ledger())
         second.close()
         journal.close()
+    return {"recovery_s": round(seconds, 3)}
+
+
+@harness.script(groups=10_000, payload=83_000)
+def main(options: harness.Options) -> harness.Figures:
     return {
-        "groups_living": len(again.tasks.living),
-        "records_replayed": found.records,
-        "store_mib": round(stored / 2**20, 1),
-        "recovery_s": round(seconds, 3),
-        "first_snapshot_s": round(snapshot_s, 3),
-    }
-
-
-def main() -> None:
-    options = harness.parser(__doc__, groups=10_000, payload=83_000).parse_args()
-    figures = {
         "rounds": 1,
         "groups": options.groups,
         "payload_bytes": options.payload,
         "a_run_as_usual": measure(options.groups, options.payload, commit=True),
         "nothing_committed": measure(options.groups, options.payload, commit=False),
     }
-    harness.save("broker_recovery", options, figures, ("msgspec", "xxhash"))
-
-
-if __name__ == "__main__":
-    main()

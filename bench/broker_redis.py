@@ -8,7 +8,7 @@ Every way moves the same pre-encoded bytes through the same kind of server, from
     slipstream     leases, heartbeats, groups, takes and commits of the delivery contract; broker and Redis together
 
 All ways run in turn, round after round. Microseconds of CPU per group over every process. The server's
-AOF is in $TMPDIR: put that on a real disk. Writes bench/results/broker_redis.json.
+AOF is in $TMPDIR: put that on a real disk.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import harness
-from broker_embedded import GROUPS_PER_STEP, META, Embedded, broker_process
-from broker_overhead import GROUPS
+from broker_embedded import META, Embedded, broker_process
+from broker_overhead import GROUPS, scaled
 from broker_ways import Load, Served, Way, compared, encoded, redis_server
 from redis import Redis
 
@@ -105,20 +105,12 @@ class Slipstream(Embedded):
         return len(payload)
 
 
-def main() -> None:
-    parser = harness.parser(__doc__, size=list(GROUPS), rounds=5, scale=1.0)
-    parser.add_argument("--appendfsync", nargs="+", choices=("no", "everysec", "always"), default=["everysec"])
-    options = parser.parse_args()
-    results: dict[str, object] = {}
-    for size in options.size:
-        load = Load(size, int(GROUPS[size] * options.scale) // GROUPS_PER_STEP * GROUPS_PER_STEP)
-        for fsync in options.appendfsync:
-            measured = compared([RawStreams(fsync), Slipstream(fsync)], options.rounds, load)
-            results[f"{size}_{fsync}"] = {"groups": load.groups, "ways": measured}
-    packages = ("redis", "msgspec", "numpy")
+@harness.script(size=list(GROUPS), rounds=5, scale=1.0, appendfsync=["everysec"])
+def main(options: harness.Options) -> harness.Figures:
+    results = {
+        f"{size}_{fsync}": compared([RawStreams(fsync), Slipstream(fsync)], options.rounds, scaled(size, options.scale))
+        for size in options.size
+        for fsync in options.appendfsync
+    }
     version = harness.command(server_binary(), "--version").strip()
-    harness.save("broker_redis", options, {"rounds": options.rounds, "server": version, "results": results}, packages)
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": options.rounds, "server": version, "results": results}

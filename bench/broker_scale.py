@@ -7,10 +7,9 @@ evenly from half to one and a half times `--think` seconds. The same number of g
 of nodes (`--leases`, dealt out evenly). So every run asks the broker for the same groups per second. The CPU per group
 includes heartbeats.
 *Without waiting* leaves out the CPU of the same nodes when they only wait and beat, which is measured before.
-Heartbeats are a price per node and second, not per group. Writes bench/results/broker_scale.json.
+Heartbeats are a price per node and second, not per group.
 """
 
-import argparse
 import asyncio
 import os
 import random
@@ -129,7 +128,7 @@ def work(learner: Learner, seconds: float) -> int:
     return (learner.step - first) * GROUPS_PER_STEP
 
 
-def measure(nodes: int, options: argparse.Namespace) -> dict[str, object]:
+def measure(nodes: int, options: harness.Options) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder, broker_process(folder, "memory", GROUPS_PER_STEP) as (address, pids):
         broker = psutil.Process(pids[0])
         rss_before = broker.memory_info().rss
@@ -165,7 +164,7 @@ def measure(nodes: int, options: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def start_fleets(address: str, nodes: int, options: argparse.Namespace) -> list[Connection]:
+def start_fleets(address: str, nodes: int, options: harness.Options) -> list[Connection]:
     """Pipes to processes whose nodes have joined; each ends after it has sent what it measured."""
     processes, fleets = min(nodes, NODE_PROCESSES), list[Connection]()
     for i in range(processes):
@@ -190,10 +189,9 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
     return {**{name: round(value, 2) for name, value in found.items()}, "calls": len(ordered)}
 
 
-def main() -> None:
-    parser = harness.parser(__doc__, nodes=[1, 100, 1000], leases=1000, think=5.0, seconds=20.0, size="1k")
-    options = parser.parse_args()
-    figures = {
+@harness.script(nodes=[1, 100, 1000], leases=1000, think=5.0, seconds=20.0, size="1k")
+def main(options: harness.Options) -> harness.Figures:
+    return {
         "rounds": 1,
         "think_s": options.think,
         "groups_under_way": options.leases,
@@ -201,8 +199,3 @@ def main() -> None:
         "group": options.size,
         "runs": [measure(nodes, options) for nodes in options.nodes],
     }
-    harness.save("broker_scale", options, figures, ("pyzmq", "msgspec"))
-
-
-if __name__ == "__main__":
-    main()

@@ -3,11 +3,9 @@
     python bench/broker_soak.py [--groups 100000] [--durability memory] [--large-every 50]
 
 One node and one learner work as fast as both can. Every `--large-every`-th group is one of 8 samples x 8,192 tokens,
-the others are small (8 x 264). The broker's store is in $TMPDIR: put that on a real disk. Writes
-bench/results/broker_soak.json.
+the others are small (8 x 264). The broker's store is in $TMPDIR: put that on a real disk.
 """
 
-import argparse
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +21,6 @@ from broker_ways import Load, play
 from broker.connect import Access, connect
 from common.rollouts import GroupMeta, encode_group
 
-SAMPLES_OF_MEMORY = 50
 SETTLED = 0.2  # part of the groups after which memory has to be flat
 
 
@@ -70,12 +67,11 @@ def growth_bytes_per_group(seen: list[tuple[int, float]]) -> float:
     return float(slope) * 2**20
 
 
-def measure(options: argparse.Namespace) -> dict[str, object]:
+def measure(options: harness.Options) -> dict[str, object]:
     groups = options.groups // GROUPS_PER_STEP * GROUPS_PER_STEP
     way = Soak(options.durability, options.large_every)
     figures, times = play(way, Load("tiny", groups), options.limit)
     seen = way.seen
-    every = max(1, len(seen) // SAMPLES_OF_MEMORY)
     settled = [round(mib, 1) for done, mib in seen if done >= SETTLED * groups]
     if len(settled) < 2:
         raise SystemExit(f"--groups {options.groups}: the broker was done before its memory was seen twice; take more")
@@ -89,14 +85,9 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         "growth_bytes_per_group": round(growth_bytes_per_group(seen), 1),
         "lease_ms": quantiles(times.lease_s),
         "complete_ms": quantiles(times.complete_s),
-        "memory": [{"groups": done, "mib": round(mib, 1)} for done, mib in seen[::every]],
     }
 
 
-def main() -> None:
-    options = harness.parser(__doc__, groups=100_000, large_every=50, durability="memory", limit=900.0).parse_args()
-    harness.save("broker_soak", options, {"rounds": 1, **measure(options)}, ("pyzmq", "msgspec"))
-
-
-if __name__ == "__main__":
-    main()
+@harness.script(groups=100_000, large_every=50, durability="memory", limit=900.0)
+def main(options: harness.Options) -> harness.Figures:
+    return {"rounds": 1, **measure(options)}

@@ -20,6 +20,7 @@ import psutil
 import zmq
 from harness import PATIENCE_S, cpu_s, received, spawned
 
+from bench.figures import ratios
 from common.rollouts import encode_group
 from tests.redis_server import RedisServer, free_port
 
@@ -103,20 +104,17 @@ def play(way: Way, load: Load, patience_s: float = PATIENCE_S) -> tuple[dict[str
     return figures, produced
 
 
-def compared(ways: Sequence[Way], rounds: int, load: Load) -> dict[str, dict[str, Any]]:
+def compared(ways: Sequence[Way], rounds: int, load: Load) -> dict[str, Any]:
     """Medians over the rounds by way; the ratio to the first way is the median of the rounds' ratios."""
     named = {way.name: way for way in ways}
     runs = harness.in_turns(list(named), range(rounds), lambda name, _: named[name].measure(load))
     floor = next(iter(runs))
-    found: dict[str, dict[str, Any]] = {}
+    floor_us, found = [r["cpu_us_per_group"] for r in runs[floor]], dict[str, dict[str, Any]]()
     for name, of_way in runs.items():
-        ratios = [r["cpu_us_per_group"] / f["cpu_us_per_group"] for r, f in zip(of_way, runs[floor], strict=True)]
-        found[name] = {
-            **harness.medians(of_way),
-            f"times_{floor}": round(statistics.median(ratios), 2),
-            "rounds_us": [round(r["cpu_us_per_group"], 1) for r in of_way],
-        }
-    return found
+        us = [r["cpu_us_per_group"] for r in of_way]
+        times = round(statistics.median(ratios(us, floor_us)), 2)
+        found[name] = {**harness.medians(of_way), f"times_{floor}": times, "rounds_us": [round(x, 1) for x in us]}
+    return {"groups": load.groups, "ways": found}
 
 
 def encoded(size: str) -> list[bytes]:

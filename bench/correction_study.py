@@ -1,19 +1,28 @@
 """Gains from correcting for staleness: the quickstart task at constant lags, with and without, over seeds.
 
-Each run is bench/lagged_loop.py in a process of its own on a core of its own. Finished runs are kept in --folder, so
-the study continues where it stopped. Words that are no options override the config of every run. Writes
-bench/results/correction_study.json and docs/img/correction_study.png.
+Step s trains on groups that the weights of version max(0, s - lag) sampled. A job's staleness varies with the machine's
+load. Here it is constant, so that runs differ in nothing but the lag and the loss. Everything else is the product's:
+vLLM samples, learner.batch.batch assembles, Megatron trains. Each run is a process of its own on a core of its own.
+Finished runs are kept in --folder, so the study continues where it stopped. Words that are no options override the
+config of every run. Also draws docs/img/correction_study.png.
 
     python bench/correction_study.py --folder runs/correction-study [--workers 2] [--lags 0 2 8 32] [--seeds 1 2 3]
 """
 
+import asyncio
 import json
 import os
 import statistics
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import harness
+
+from common.config.loading import load_config
+from common.config.schema import Config
+from common.rollouts import Group, Sample, VersionRun
 
 VARIANTS = {
     "none": ["learner.loss.correction=none"],
@@ -26,6 +35,115 @@ MEANING = {
     "ppo": "proximal policy = behavior policy: the clipped ratio bounds the whole way",
 }
 LEVELS = (0.5, 0.8)
+ENVIRONMENT = {
+    "VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
+    "PYTHONWARNINGS": "ignore",
+}  # fmt: skip
+
+
+class Sampler:
+    """vLLM in this process, with weights that can be exchanged between calls."""
+
+    def __init__(self, config: Config) -> None:
+        from rollout_fleet.vllm_patches import cpu_weights
+
+        cpu_weights.keep_cpu_weights_live()
+        from vllm import LLM
+
+        engine = config.rollout.engine
+        self.llm = LLM(
+            config.model.path, dtype=config.model.dtype, enforce_eager=True, max_model_len=engine.max_model_len,
+            max_num_seqs=engine.max_num_seqs, kv_cache_memory_bytes=64 << 20, logprobs_mode="processed_logprobs",
+            enable_prefix_caching=False, seed=config.run.seed,
+        )  # fmt: skip
+        self.model = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+        self.tokenizer = self.llm.get_tokenizer()
+        self.config = config
+
+    def load(self, weights: dict[str, Any]) -> None:
+        self.model.load_weights(iter(weights.items()))
+
+    def groups(self, problems: list[dict], serial: int, version: int) -> list[Group]:
+        """One group per problem, sampled by `version`, which is loaded."""
+        from vllm import SamplingParams
+
+        from rollout_fleet.environments.registry import resolve
+
+        rollout = self.config.rollout
+        params = SamplingParams(max_tokens=rollout.max_tokens, temperature=rollout.temperature, logprobs=0)
+        environment_class = resolve(self.config.tasks.environment)
+        environments = [[environment_class(p, seed=0) for _ in range(rollout.group_size)] for p in problems]
+        texts = [asyncio.run(group[0].reset()) for group in environments]
+        prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(rollout.group_size)]
+        outputs = iter(self.llm.generate(asked, params, use_tqdm=False))
+        return [
+            Group(
+                serial + i,
+                [self._sample(prompt, next(outputs).outputs[0], environment, version) for environment in group],
+            )
+            for i, (prompt, group) in enumerate(zip(prompts, environments, strict=True))
+        ]
+
+    def _sample(self, prompt: list[int], output, environment, version: int) -> Sample:
+        from rollout_fleet.environments.protocol import Action, StopReason
+        from rollout_fleet.episode.sampler_protocol import Generation
+        from rollout_fleet.episode.token_record import TokenRecord
+
+        tokens = list(output.token_ids)
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        action = Action(text=text, tokens=tuple(tokens), ended=output.finish_reason == "stop")
+        logprobs = [row[token].logprob for row, token in zip(output.logprobs, tokens, strict=True)]
+        record = TokenRecord(turn_rewards=[asyncio.run(environment.step(action)).reward])
+        record.observe(prompt)
+        record.extend(Generation(tokens, logprobs, [VersionRun(0, version)], output.finish_reason))
+        return record.sample(StopReason.STOP if action.ended else StopReason.LENGTH)
+
+
+def snapshot(backend) -> dict[str, Any]:
+    return {name: tensor.clone() for name, tensor in backend.export()}
+
+
+def trained(overrides: list[str], lag: int) -> dict:
+    """The whole run: rewards of the sampling policy, `lag` versions old, and of the last one on held-out problems."""
+    import torch
+
+    torch.set_num_threads(1)
+    config = load_config(Path("configs/quickstart.yaml"), [*overrides, f"staleness.max={lag}"], Config)
+    sampler = Sampler(config)
+    from common.json_lines import dataset_rows
+    from learner.batch.batch import assemble
+    from learner.batch.packing import build, plan
+    from learner.loop.step_metrics import loss_figures
+    from learner.loop.tasks import RowOrder
+    from learner.loss.losses import policy_loss
+    from learner.megatron.backend import MegatronBackend
+
+    backend = MegatronBackend.of(config)
+    rows = [json.loads(row) for _, row in dataset_rows(Path(config.tasks.dataset), "tasks.dataset")]
+    order = RowOrder(len(rows), config.run.seed, shuffle=True).of_epoch(0)
+    [path] = config.evaluation.datasets
+    held_out = [json.loads(row) for _, row in dataset_rows(Path(path), "evaluation.datasets")]
+    loss = policy_loss(config.learner.loss, config.rollout.max_tokens)
+    size = config.learner.groups_per_step
+    versions: deque[dict[str, Any]] = deque([snapshot(backend)], maxlen=lag + 1)
+    curve = []
+    for step in range(config.run.steps):
+        sampler.load(versions[0])
+        problems = [rows[int(order[i % len(rows)])] for i in range(step * size, (step + 1) * size)]
+        groups = sampler.groups(problems, step * size, max(0, step - lag))
+        batch = assemble(groups, step, config)
+        packed = build(batch.documents, plan(batch.documents, 1, config.learner.micro_batch_tokens)[0])
+        result = backend.train_step(packed, loss, config.rollout.temperature, entropy=True)
+        versions.append(snapshot(backend))
+        figures = loss_figures(result)
+        point = {"reward": batch.statistics.reward_mean, "staleness": batch.statistics.staleness_mean}
+        point |= {"ratio_max": figures["ratio_max"], "drift": figures["drift_abs_mean"], "grad_norm": result.grad_norm}
+        curve.append({name: round(float(value), 5) for name, value in point.items()})
+    sampler.load(versions[-1])
+    final = statistics.mean(s.reward for group in sampler.groups(held_out, 0, 0) for s in group.samples)
+    return {"lag": lag, "seed": config.run.seed, "held_out": round(final, 4), "curve": curve}
 
 
 def run(folder: Path, extra: list[str], variant: str, lag: int, seed: int) -> dict:
@@ -33,17 +151,10 @@ def run(folder: Path, extra: list[str], variant: str, lag: int, seed: int) -> di
     out = folder / f"{variant}-{lag}-{seed}.json"
     if not out.exists():
         words = [f"run.seed={seed}", *VARIANTS[variant], *extra]
-        found = harness.apart(trained, words, lag, PYTHONWARNINGS="ignore")
+        found = harness.apart(trained, words, lag, **ENVIRONMENT)
         out.write_text(json.dumps(found))
         print(f"{out.stem}: held-out {found['held_out']}", flush=True)
     return json.loads(out.read_text())
-
-
-def trained(words: list[str], lag: int) -> dict:
-    """bench/lagged_loop.py in this process; it sets up vLLM when it is imported."""
-    import lagged_loop
-
-    return lagged_loop.train(words, lag)
 
 
 def summary(results: list[dict]) -> dict:
@@ -60,11 +171,9 @@ def summary(results: list[dict]) -> dict:
 
 def plot(found: dict[str, dict[int, list[dict]]], path: Path) -> None:
     """Reward over steps, one panel per lag, mean over seeds with the range behind it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     import numpy as np
+
+    from launch.results.plots import finish, plt, save
 
     lags = sorted(found["tis"])
     figure, panels = plt.subplots(1, len(lags), figsize=(3.4 * len(lags), 3.2), sharey=True, squeeze=False)
@@ -75,19 +184,13 @@ def plot(found: dict[str, dict[int, list[dict]]], path: Path) -> None:
             steps = np.arange(smooth.shape[1]) + 5
             panel.plot(steps, smooth.mean(0), label=variant)
             panel.fill_between(steps, smooth.min(0), smooth.max(0), alpha=0.15)
-        panel.set_title(f"staleness {lag}")
-        panel.set_xlabel("step")
-        panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("reward")
-    panels[0][0].legend()
+        finish(panel, f"staleness {lag}", "step", "reward" if lag == lags[0] else "", legend=lag == lags[0])
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    save(figure, path)
 
 
-def main() -> None:
-    words = harness.parser(
-        __doc__, folder=Path, workers=2, lags=[0, 2, 8, 32], seeds=[1, 2, 3], overrides=()
-    ).parse_args()
+@harness.script(folder=Path, workers=2, lags=[0, 2, 8, 32], seeds=[1, 2, 3], overrides=())
+def main(words: harness.Options) -> harness.Figures:
     words.folder.mkdir(parents=True, exist_ok=True)
     # without lag every weight is 1 up to rounding: the variants coincide, and one seed of each shows it
     keys = [
@@ -106,11 +209,6 @@ def main() -> None:
         found.setdefault(variant, {}).setdefault(lag, []).append(one)
     table = {v: {str(lag): summary(r) for lag, r in by_lag.items()} for v, by_lag in found.items()}
     task = "configs/quickstart.yaml, constant lag in place of the job's varying staleness"
-    figures = {"rounds": len(words.seeds), "task": task, "overrides": words.overrides, "seeds": words.seeds}
-    figures |= {"variants": MEANING, "figures": table}
-    harness.save("correction_study", words, figures)
     plot(found, harness.ROOT / "docs" / "img" / "correction_study.png")
-
-
-if __name__ == "__main__":
-    main()
+    figures = {"rounds": len(words.seeds), "task": task, "overrides": words.overrides, "seeds": words.seeds}
+    return figures | {"variants": MEANING, "figures": table}

@@ -4,7 +4,7 @@ A transformer of 26 million parameters is trained in float32 with AdamW, as the 
 samples itself. Each step's weights are exported to bfloat16 (and float32) into the flat buffer of the weight plane. The
 buffer of one version is encoded against that of the one before. Per learning rate: changed elements, bytes, and seconds
 to encode and to apply, as medians over steps, and XOR with zlib for comparison. Every delta is applied and compared bit
-for bit. `--steps 1` is the short mode. Writes bench/results/delta.json.
+for bit. `--steps 1` is the short mode.
 """
 
 import statistics
@@ -101,14 +101,9 @@ def measured(rate: float, dtype: str, steps: int) -> dict:
     return found
 
 
-def main() -> None:
-    options = harness.parser(__doc__, steps=4).parse_args()
+@harness.script(steps=4)
+def main(options: harness.Options) -> harness.Figures:
     torch.set_num_threads(1)
     rows = [measured(*case, options.steps) for case in CASES]
-    figures = {"rounds": options.steps, "bucket_bytes": delta.BUCKET_BYTES, "rows": rows}
-    figures["parameters"] = rows[0]["full_bytes"] // 2  # the first row's are bfloat16
-    harness.save("delta", options, figures)
-
-
-if __name__ == "__main__":
-    main()
+    parameters = rows[0]["full_bytes"] // 2  # the first row's are bfloat16
+    return {"rounds": options.steps, "bucket_bytes": delta.BUCKET_BYTES, "rows": rows, "parameters": parameters}

@@ -11,6 +11,20 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
+WORDS = {  # for keys of results
+    "1k": "8 x 1,280 tokens",
+    "8k": "8 x 8,448 tokens",
+    "1k_everysec": "8 x 1,280 tokens, `appendfsync everysec`",
+    "1k_always": "8 x 1,280 tokens, `appendfsync always`",
+    "8k_everysec": "8 x 8,448 tokens, `appendfsync everysec`",
+    "8k_always": "8 x 8,448 tokens, `appendfsync always`",
+    "raw_zeromq": "raw ZeroMQ PUSH/PULL (the floor)",
+    "slipstream_memory": "Slipstream, `durability: memory`",
+    "slipstream_everysec": "Slipstream, `durability: everysec`",
+    "slipstream_fsync": "Slipstream, `durability: fsync`",
+    "redis_pickled_lists": "Redis stream of pickled lists (as PipelineRL does)",
+    "msgspec_lists_zeromq": "msgspec lists over ZeroMQ (as prime-rl does)",
+}
 FIELD = re.compile(r"\{([^:}]+):?([^}]*)\}")
 
 
@@ -25,17 +39,16 @@ def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
 
 
 def filled(text: str, fields: dict[str, Any]) -> str:
-    """`text` with every `{value:format}` in place; '-' for a value that was not measured."""
+    """`text` with every `{value:format}` in place, several with commas; '-' for a value that was not measured."""
 
     def shown(found: re.Match[str]) -> str:
-        (value,) = values(found[1], fields)
-        return "-" if value is None else format(value, found[2])
+        return ", ".join("-" if x is None else format(x, found[2]) for x in values(found[1], fields))
 
     return FIELD.sub(shown, text)
 
 
 def values(text: str, fields: dict[str, Any]) -> list[Any]:
-    """A value of tables.yaml or sections.yaml; a field with a list has several; None for what cannot be divided."""
+    """A value of tables.yaml or sections.yaml; a list or dict has several; None for what cannot be divided."""
     above, _, below = text.partition(" / ")
     if below:
         pairs = zip(values(above, fields), values(below, fields), strict=True)
@@ -43,14 +56,33 @@ def values(text: str, fields: dict[str, Any]) -> list[Any]:
     factor, star, name = text.rpartition("*")
     if name not in fields:
         return [float(name)]
-    several = fields[name] if isinstance(fields[name], list) else [fields[name]]
+    found = fields[name]
+    several = list(found.values()) if isinstance(found, dict) else found if isinstance(found, list) else [found]
     return [x * float(factor) if star and x is not None else x for x in several]
 
 
 def flat(fields: dict[str, Any]) -> dict[str, Any]:
-    """`fields` with the fields of a field beside it, as `a.b`."""
-    inner = {f"{a}.{b}": value for a, found in fields.items() if isinstance(found, dict) for b, value in found.items()}
-    return fields | inner
+    """`fields` with the fields of a field beside it, as `a.b`; a column of a list of rows is a list."""
+    out = dict(fields)
+    for name, found in fields.items():
+        inner = flat(found) if isinstance(found, dict) else {}
+        if isinstance(found, list) and found and isinstance(found[0], dict):
+            inner = {column: [row.get(column) for row in found] for column in found[0]}
+        out |= {f"{name}.{field}": value for field, value in inner.items()}
+    return out
+
+
+def measurements(found: dict[str, Any], path: str) -> list[dict[str, Any]]:
+    """The flat rows of a list, or of a dict, whose keys become the field with its name.
+
+    `a.b` are those of every `b` in `a`, with the fields beside `b`; `each` stands for a dict's dicts.
+    """
+    name, _, inner = path.partition(".")
+    rows = {key: row for key, row in found.items() if isinstance(row, dict)} if name == "each" else found[name]
+    if isinstance(rows, dict):
+        rows = [{name: WORDS.get(key, key)} | row for key, row in rows.items()]
+    rows = [flat(row) for row in rows]
+    return [one | row for one in rows for row in measurements(one, inner)] if inner else rows
 
 
 def span(values: Sequence[float], form: str) -> str:

@@ -4,14 +4,12 @@ A real engine under a constant load is fed by a real publisher, for `weights.kv_
 `weights.encoding` full and delta. Each version changes a fiftieth of the elements a little. The figures of a flip:
 
 - seconds for which generation stalled;
-- seconds from the call of `publish`, which follows the optimizer step, to the version being sampled from;
-- seconds that the whole load took longer than without flips, with the prefills of `recompute`.
+- seconds from the call of `publish`, which follows the optimizer step, to the version being sampled from.
 
 With finished RUNs their figures, too; without, those of the last time are kept. Short mode: `--flips 2 --rounds 1`.
-`--flips` is the number of flips in one round. Writes bench/results/flip_cost.json.
+`--flips` is the number of flips in one round.
 """
 
-import argparse
 import asyncio
 import os
 import statistics
@@ -36,19 +34,16 @@ def run_figures(path: Path) -> dict:
     steps, stall, copies = (sum(x[name] for x in lines) for name in ("step_s", "generation_stall_s", "snapshot_s"))
     return {
         "staleness_max": load_config(path / "config.yaml").staleness.max,
-        "steps": len(job.lines),
-        "publish_bytes": lines[-1]["publish_bytes"],
         "stall_per_flip_ms": round(1000 * stall / len(lines), 3),
         "seconds_to_active_median": round(statistics.median(x["seconds_to_active"] for x in lines), 4),
         "learner_copy_share_of_step": round(copies / steps, 5),
-        "step_s_median": round(statistics.median(x["step_s"] for x in lines), 4),
     }
 
 
 class Bench:
     """One engine, fed by one publisher after another."""
 
-    def __init__(self, arguments: argparse.Namespace, model: str) -> None:
+    def __init__(self, arguments: harness.Options, model: str) -> None:
         from transformers import Qwen3ForCausalLM
 
         from rollout_fleet.engine.engine import Engine
@@ -69,17 +64,13 @@ class Bench:
         """Bring the next version to the engine; the figures of its flip."""
         self.step()
         stalled, started = client.state.stall_s, time.perf_counter()
-        receipt = await asyncio.to_thread(publisher.publish, self.version, list(self.weights.items()), None)
+        await asyncio.to_thread(publisher.publish, self.version, list(self.weights.items()), None)
         while client.state.version != self.version:
             await client.wait_change(5)
             if client.state.excluded:
                 raise SystemExit(client.state.excluded)
         seconds = time.perf_counter() - started
-        return {
-            "stall_ms": 1000 * (client.state.stall_s - stalled),
-            "seconds_to_active": seconds,
-            "learner_ms": 1000 * receipt.snapshot_s,
-        }
+        return {"stall_ms": 1000 * (client.state.stall_s - stalled), "seconds_to_active": seconds}
 
     async def load(self) -> float:
         """Seconds that all requests take."""
@@ -98,31 +89,28 @@ class Bench:
         client = WeightClient("bench", self.engine.weights)
         client.follow(publisher.start(), incarnation)
         await self.publish(publisher, client)
-        undisturbed, longer, flips = [await self.load()][1:], [], []  # the first load warms up
+        flips = []
+        await self.load()  # warms up
         for _ in range(self.arguments.rounds):
-            undisturbed.append(await self.load())
+            undisturbed_s = await self.load()
             task = asyncio.create_task(self.load())
             for _ in range(self.arguments.flips):
-                await asyncio.sleep(undisturbed[-1] / (self.arguments.flips + 1) / 2)
+                await asyncio.sleep(undisturbed_s / (self.arguments.flips + 1) / 2)
                 flips.append(await self.publish(publisher, client))
-            in_time = not task.done()
-            longer += [await task] if in_time else []
+            await task
         payload = publisher.stats().publish_bytes
         await client.close()
         await asyncio.to_thread(publisher.close)
-        lost = (statistics.median(longer) - statistics.median(undisturbed)) / self.arguments.flips if longer else None
         return {
             "kv_cache": kv_cache,
             "encoding": encoding,
             **harness.medians(flips, 4),
             "payload_bytes": payload,
-            "lost_per_flip_ms": None if lost is None else round(1000 * lost, 1),
-            "load_s": round(statistics.median(undisturbed), 3),
             "flips": len(flips),
         }
 
 
-async def engine_figures(arguments: argparse.Namespace, model: str) -> list[dict]:
+async def engine_figures(arguments: harness.Options, model: str) -> list[dict]:
     bench = Bench(arguments, model)
     await bench.engine.start()
     rows = []
@@ -133,18 +121,13 @@ async def engine_figures(arguments: argparse.Namespace, model: str) -> list[dict
     return rows
 
 
-def main() -> None:
-    arguments = harness.parser(
-        __doc__, hidden=512, layers=8, dtype="bfloat16", requests=32, group=8, prompt=64, tokens=192, flips=4, rounds=3,
-        runs=(),
-    ).parse_args()  # fmt: skip
+@harness.script(
+    hidden=512, layers=8, dtype="bfloat16", requests=32, group=8, prompt=64, tokens=192, flips=4, rounds=3, runs=(),
+)  # fmt: skip
+def main(arguments: harness.Options) -> harness.Figures:
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     with tempfile.TemporaryDirectory() as folder:
         tiny_model(Path(folder), arguments.hidden, arguments.layers)
         rows = asyncio.run(engine_figures(arguments, folder))
     runs = [run_figures(Path(path)) for path in arguments.runs] or result("flip_cost")["runs"]
-    harness.save("flip_cost", arguments, {"rounds": arguments.rounds, "engine": rows, "runs": runs})
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": arguments.rounds, "engine": rows, "runs": runs}

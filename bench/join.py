@@ -2,14 +2,11 @@
 
 Starts the quickstart's job (random model, the real `slipstream up`) and lets it train. Then it adds one node after the
 other with `slipstream rollout --join`, each after the one before has left. The node measures the figures itself, as
-`joined` of `slipstream status --json`. They are seconds from the start of its process to each stage, up to its first
-accepted group. Learner and first node keep both cores of a small machine busy meanwhile. Writes
-bench/results/join.json.
+`joined` of `slipstream status --json`. They are seconds from the start of its process, and from a ready engine, to its
+first accepted group. Learner and first node keep both cores of a small machine busy meanwhile.
 """
 
-import argparse
 import tempfile
-import time
 from pathlib import Path
 
 import harness
@@ -22,8 +19,6 @@ from launch.observe.observation import observe
 from launch.resolve_target import Target
 from tests.integration.jobs.job_rig import Command, make_assets, until
 
-STAGES = ("registered", "engine", "staged", "active", "leased", "delivered")
-NAMES = {"leased": "lease", "delivered": "first_group"}  # stages that have other names in the result
 WARM_STEPS = 5  # trained before the first node is added
 
 
@@ -36,16 +31,6 @@ def times_of(job: Target, node_id: str) -> JoinTimes | None:
     return next((n.report.joined for n in nodes if n.report.node_id == node_id and n.report.joined.delivered), None)
 
 
-def stages(times: JoinTimes) -> dict[str, float]:
-    """Seconds of each stage, and of the two ways that people ask for."""
-    ends = [getattr(times, stage) for stage in STAGES]
-    spent = zip(STAGES, [0.0, *ends], ends, strict=False)
-    figures = {f"{NAMES.get(stage, stage)}_s": end - begin for stage, begin, end in spent}
-    figures["engine_to_first_group_s"] = times.delivered - times.engine
-    figures["process_to_first_group_s"] = times.delivered
-    return {name: round(value, 3) for name, value in figures.items()}
-
-
 def join(run: RunDir, node_id: str) -> dict[str, float]:
     """Add one node, wait for its first group, let it leave."""
     job = Target(run)
@@ -53,10 +38,13 @@ def join(run: RunDir, node_id: str) -> dict[str, float]:
     with Command(run.path, node_id, "rollout", "--join", address, "--node-id", node_id) as node:
         times = until("the first group", lambda: times_of(job, node_id), node)
         node.drain()
-    return stages(times)
+    return {
+        "engine_to_first_group_s": round(times.delivered - times.engine, 3),
+        "process_to_first_group_s": round(times.delivered, 3),
+    }
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
+def measure(arguments: harness.Options, folder: Path) -> list[dict[str, float]]:
     make_assets(folder / "assets")
     run = RunDir(folder / "run")
     words = [f"run.dir={run.path}", "run.steps=1000000", f"model.path={folder}/assets/model"]
@@ -65,11 +53,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, float
     with Command(folder, "up", "up", arguments.config, *words, "--plain") as job:
         until("training", lambda: trained(run) >= WARM_STEPS, job)
         for i in range(arguments.joins):
-            before = trained(run), time.monotonic()
-            row = join(run, f"newcomer-{i}")
-            row["step_s"] = round((time.monotonic() - before[1]) / max(1, trained(run) - before[0]), 3)
-            rows.append(row)
-            print(row, flush=True)
+            rows.append(join(run, f"newcomer-{i}"))
+            print(rows[-1], flush=True)
         job.drain()
     return rows
 
@@ -78,12 +63,8 @@ def trained(run: RunDir) -> int:
     return sum(1 for _ in read_jsonl(run.metrics))
 
 
-def main() -> None:
-    arguments = harness.parser(__doc__, config="configs/quickstart.yaml", joins=6, overrides=()).parse_args()
+@harness.script(config="configs/quickstart.yaml", joins=6, overrides=())
+def main(arguments: harness.Options) -> harness.Figures:
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
         rows = measure(arguments, Path(folder))
-    harness.save("join", arguments, {"rounds": len(rows), "joins": rows})
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": len(rows), "joins": rows}

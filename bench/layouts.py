@@ -10,12 +10,8 @@ import harness
 TEST = "tests/integration/megatron/test_megatron_parity.py"
 
 
-def main() -> None:
-    options = harness.parser(__doc__).parse_args()
+@harness.script()
+def main(options: harness.Options) -> harness.Figures:
     rows = harness.scratch() / "layouts.json"
     harness.python("-m", "pytest", "-q", TEST, SLIPSTREAM_LAYOUTS=str(rows))
-    harness.save("layouts", options, {"rounds": 1, "rows": json.loads(rows.read_text())})
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": 1, "rows": json.loads(rows.read_text())}

@@ -63,21 +63,12 @@ def compare(vocabulary: int, tokens: int) -> dict[str, object]:
     gradients = 4 * HIDDEN * (vocabulary + tokens)
     return {
         "vocabulary": vocabulary,
-        "naive_peak_mib": round(naive / 2**20, 1),
-        "chunked_peak_mib": round(chunked / 2**20, 1),
-        "gradients_mib": round(gradients / 2**20, 1),
-        "naive_kib_per_token_beyond_gradients": round((naive - gradients) / tokens / 1024, 1),
         "chunked_kib_per_token_beyond_gradients": round((chunked - gradients) / tokens / 1024, 1),
         "naive_over_chunked": round(naive / chunked, 2),
     }
 
 
-def main() -> None:
-    options = harness.parser(__doc__, tokens=TOKENS, vocabulary=list(VOCABULARIES)).parse_args()
+@harness.script(tokens=TOKENS, vocabulary=list(VOCABULARIES))
+def main(options: harness.Options) -> harness.Figures:
     rows = [compare(vocabulary, options.tokens) for vocabulary in options.vocabulary]
-    figures = {"rounds": 1, "tokens": options.tokens, "hidden": HIDDEN, "rows": rows}
-    harness.save("logprob_memory", options, figures, ("torch",))
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": 1, "tokens": options.tokens, "hidden": HIDDEN, "rows": rows}

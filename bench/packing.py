@@ -2,8 +2,7 @@
 
 Long-tailed lengths (log-normal, cut at the longest sequence) are packed for 2 to 16 data-parallel ranks. One
 figure is real tokens over computed ones: pads of documents and packs, and fillers of empty microbatches. The other one
-is the most loaded rank's cost over the mean, with tokens alone and with attention weighed. Nothing is timed. Writes
-bench/results/packing.json.
+is the most loaded rank's cost over the mean, with tokens alone and with attention weighed. Nothing is timed.
 """
 
 from typing import Any
@@ -62,8 +61,8 @@ def measure(workload: dict[str, Any], layout: str, ranks: int, weigh: bool) -> d
     }
 
 
-def main() -> None:
-    options = harness.parser(__doc__).parse_args()
+@harness.script()
+def main(options: harness.Options) -> harness.Figures:
     rows = [
         measure(workload, layout, ranks, weigh)
         for workload in WORKLOADS
@@ -72,8 +71,4 @@ def main() -> None:
         for weigh in ((False, True) if layout == "dense" else (True,))
     ]
     setting = {"documents_per_step": DOCUMENTS, "steps": STEPS, "hidden_size": HIDDEN}
-    harness.save("packing", options, {"rounds": STEPS, "setting": setting, "workloads": WORKLOADS, "rows": rows})
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": STEPS, "setting": setting, "workloads": WORKLOADS, "rows": rows}

@@ -6,6 +6,7 @@ A page marks the place with `<!-- figures: NAME -->` and `<!-- end of figures --
 
 import functools
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,21 +14,26 @@ from typing import Any
 
 import yaml
 
-from bench import benchmarks
-from bench.benchmarks import adaptive_rates, over_best
-from bench.figures import COLUMNS, ROOT, Row, filled, flat, machine_of, provenance, result, span, table
+from bench.figures import (
+    COLUMNS,
+    ROOT,
+    WORDS,
+    Row,
+    filled,
+    flat,
+    machine_of,
+    measurements,
+    provenance,
+    result,
+    span,
+    table,
+    values,
+)
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKS = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
-WAYS = {
-    "raw_zeromq": "raw ZeroMQ PUSH/PULL (the floor)",
-    "slipstream_memory": "Slipstream, `durability: memory`",
-    "slipstream_everysec": "Slipstream, `durability: everysec`",
-    "slipstream_fsync": "Slipstream, `durability: fsync`",
-    "redis_pickled_lists": "Redis stream of pickled lists (as PipelineRL does)",
-    "msgspec_lists_zeromq": "msgspec lists over ZeroMQ (as prime-rl does)",
-}
 LENGTHS = {"tail": "heavy-tailed lengths", "long": "600 to 1,900 tokens", "short": "100 tokens on average"}
+SECTIONS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("sections.yaml").read_text())
 TABLES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
 
 
@@ -35,25 +41,57 @@ def from_tables(name: str) -> str:
     """A table of tables.yaml, below its source and its text."""
     spec = TABLES[name]
     found = result(spec["result"])
-    above = [provenance(spec["result"])] if spec.get("source", True) else []
-    above = [*above[:-1], f"{above[-1]}\n{filled(spec['text'], found)}"] if "text" in spec else above
+    source = spec.get("source", "../bench/results")
+    above = [provenance(spec["result"], source)] if source else []
+    above = [*above[:-1], f"{above[-1]}\n{filled(spec['text'], flat(found))}"] if "text" in spec else above
     if "facts" in spec:
         rows = [[fact, filled(cell, flat(found))] for fact, cell in spec["facts"].items()]
         return "\n\n".join([*above, table(["figure", "value"], rows)])
-    measured = nested(found, *spec["rows"].split("."))
-    columns = spec.get("columns") or {name: f"{{{name}}}" for name in measured[0]}
-    rows = [[filled(cell, flat(row)) for cell in columns.values()] for row in measured]
+    measured = measurements(found, spec["rows"])
+    columns = spec.get("columns") or {name: f"{{{name}}}" for name in found[spec["rows"]][0]}
+    rows = [[filled(cell, row) for cell in columns.values()] for row in measured]
     return "\n\n".join([*above, table(list(columns), rows)])
 
 
-def nested(found: dict[str, Any], name: str, *inner: str) -> list[dict[str, Any]]:
-    """The measurements of a list, or those of a list in each of its measurements, with what is beside that."""
-    return [one | row for one in found[name] for row in nested(one, *inner)] if inner else found[name]
+def adaptive_rates(case: dict[str, Any]) -> dict[str, float]:
+    """Median tokens per second over the rounds, by arm."""
+    turns = list(case.values())
+    return {arm: statistics.median(turn[arm]["tokens_per_s"] for turn in turns) for arm in turns[0]}
+
+
+def over_best(case: dict[str, Any]) -> float:
+    """Tokens per second of `auto` over those of the best fixed number."""
+    found = adaptive_rates(case)
+    return found.pop("auto") / max(found.values())
+
+
+def adaptive_concurrency() -> list[Row]:
+    what = "`rollout.concurrency: auto` over the best fixed number, workload"
+    cases = sorted(result("adaptive_concurrency")["cases"].items())
+    return [Row(f"{what} `{name}`", [over_best({turn: arms}) for turn, arms in case.items()]) for name, case in cases]
+
+
+def section_rows(name: str) -> list[Row]:
+    """All rows of the section with this result."""
+    section = next(section for section in SECTIONS if section["result"] == name)
+    if "figures" not in section:
+        return adaptive_concurrency()
+    return [row for figure in section["figures"] for row in rows_of(result(name), **figure)]
+
+
+def rows_of(
+    found: dict[str, Any], what: str, value: str, of: str | None = None, where: dict[str, Any] | None = None,
+    each: bool = False, **looks: Any,
+) -> list[Row]:  # fmt: skip
+    measured = measurements(found, of) if of else [flat(found)]
+    fields = [one for one in measured if (where or {}).items() <= one.items()]
+    shown = [[one] for one in fields] if each else [fields]
+    return [Row(filled(what, some[0]), [x for one in some for x in values(value, one)], **looks) for some in shown]
 
 
 def first_row(name: str, *words: str) -> Row:
     """The row of a section whose name has all of `words`."""
-    return next(row for row in benchmarks.rows(name) if all(word in row.what for word in words))
+    return next(row for row in section_rows(name) if all(word in row.what for word in words))
 
 
 def readme_reasons() -> str:
@@ -116,34 +154,19 @@ def other_machine() -> str:
     return table(["ratio", "committed", other["machine"]["processor"]], rows)
 
 
-def broker_overhead() -> str:
-    head = ["way", "CPU us a group", "node", "in the middle", "learner", "times the floor", "times ours", "groups/s"]
-    parts = [provenance("broker_overhead")]
-    for size, measured in result("broker_overhead")["sizes"].items():
-        ours, rows = measured["ways"]["slipstream_memory"]["cpu_us_per_group"], []
-        for name, way in measured["ways"].items():
-            cpu = way["cpu_us_per_group"]
-            cells = [WAYS[name], cpu, way["producer_us"], way["server_us"], way["consumer_us"]]
-            rows.append([*cells, way["times_raw_zeromq"], f"{cpu / ours:.1f}", f"{way['groups_per_s']:,.0f}"])
-        rounds = len(measured["ways"]["raw_zeromq"]["rounds_us"])
-        parts.append(f"Groups of {benchmarks.SIZES[size]}, {measured['groups']:,} a round, medians of {rounds} rounds:")
-        parts.append(table(head, rows))
-    return "\n\n".join(parts)
-
-
 def broker_ray() -> str:
     """Ours is compared by the ratios to the floor, because both were measured at different times."""
     overhead, rows = result("broker_overhead")["sizes"], []
     for size, found in result("broker_ray")["sizes"].items():
         times = found["times_raw_zeromq"] / overhead[size]["ways"]["slipstream_memory"]["times_raw_zeromq"]
-        rows.append([benchmarks.SIZES[size], found["cpu_us_per_group"], found["times_raw_zeromq"], f"{times:.1f}"])
+        rows.append([WORDS[size], found["cpu_us_per_group"], found["times_raw_zeromq"], f"{times:.1f}"])
     head = ["group", "CPU us a group", "times the floor", "times ours in memory"]
     return f"{provenance('broker_ray')}\n\n{table(head, rows)}"
 
 
 def weight_events() -> str:
     """Seconds of a join, a death and a publish."""
-    rows = [r for name in ("weight_broadcast", "join", "flip_cost") for r in benchmarks.rows(name) if r.unit]
+    rows = [r for name in ("weight_broadcast", "join", "flip_cost") for r in section_rows(name) if r.unit]
     return table(COLUMNS[:3], [row.cells[:3] for row in rows])
 
 
@@ -157,42 +180,6 @@ def adaptive() -> str:
         rows.append([LENGTHS[kind], mib, *rates, f"{over_best(case):.2f}", span(last, "d"), len(case)])
     head = ["answers", "KV cache MiB", *(f"{arm} episodes" for arm in arms[:-1]), "auto", "auto / best fixed"]
     return f"{provenance('adaptive_concurrency')}\n\n{table([*head, 'auto chose', 'rounds'], rows)}"
-
-
-def former_backend() -> str:
-    """The two ways to use Redis that were compared for a decision."""
-    rows = []
-    for name, measured in result("broker_redis_former")["results"].items():
-        size, _, appendfsync = name.partition("_")
-        cpu = [f"{way['cpu_us_per_group']:,.0f}" for way in measured["ways"].values()]
-        rows.append([benchmarks.SIZES[size], appendfsync, *cpu])
-    source = provenance("broker_redis_former", "../../bench/results")
-    return f"{source}\n\n{table(['group', 'AOF', 'raw streams', 'this store', 'former backend'], rows)}"
-
-
-def stores() -> str:
-    """CPU of the stores that were compared, by size of a group."""
-    found, rows = result("broker_store"), []
-    sizes = found["payload_bytes"]
-    figures = {"CPU us a group": "cpu_us_per_group", "batch ms": "batch_ms_median"}
-    for name in next(iter(sizes.values())):
-        cells = [f"{size[name][figure]:,.1f}" for size in sizes.values() for figure in figures.values()]
-        rows.append([name.replace("_", " "), *cells])
-    head = [f"{int(size):,} bytes: {words}" for size in sizes for words in figures]
-    text = f"A batch has {found['batch_groups']} groups; medians of {found['median_of']}."
-    return f"{provenance('broker_store', '../../bench/results')}\n{text}\n\n{table(['store', *head], rows)}"
-
-
-def corrections() -> str:
-    """Accuracy on held-out problems, seed by seed."""
-    found, rows = result("correction_study")["figures"], []
-    for lag in sorted(next(iter(found.values())), key=int):
-        at = [figures[lag] for figures in found.values()]
-        held_out = [", ".join(f"{x:.3f}" for x in one["held_out"]) for one in at]
-        steps = [", ".join("never" if x is None else str(x) for x in one["steps_to_0.8"]) for one in at]
-        rows.append([lag, *held_out, *steps])
-    head = ["staleness", *(f"`{name}`: accuracy" for name in found), *(f"`{name}`: steps to 0.8" for name in found)]
-    return f"{provenance('correction_study')}\n\n{table(head, rows)}"
 
 
 def packing() -> str:
@@ -225,13 +212,22 @@ def faults() -> str:
     return f"{provenance('guarantees')}\n\n{table(head, cells)}"
 
 
+def all_sections() -> str:
+    """Every section: its source, then one row a figure."""
+    parts = []
+    for section in SECTIONS:
+        cells = [row.cells for row in section_rows(section["result"])]
+        parts.append(f"## {section['title']}\n\n{provenance(section['result'])}\n\n{table(COLUMNS, cells)}")
+    return "\n\n".join(parts)
+
+
 FUNCTIONS = (
-    readme_reasons, readme_table, machine, other_machine, broker_overhead, broker_ray, weight_events, adaptive,
-    former_backend, stores, corrections, packing, faults,
+    readme_reasons, readme_table, machine, other_machine, broker_ray, weight_events, adaptive,
+    packing, faults,
 )  # fmt: skip
 BLOCKS: dict[str, Callable[[], str]] = {  # by the name of the mark
     **{function.__name__.replace("_", "-"): function for function in FUNCTIONS},
-    "benchmarks": benchmarks.all_sections,
+    "benchmarks": all_sections,
     **{name: functools.partial(from_tables, name) for name in TABLES},
 }
 

@@ -1,7 +1,6 @@
 """The quickstart over several seeds: python bench/quickstart.py [--seeds 1 2 3].
 
 Each seed runs launch/quickstart.sh in this checkout. Its RUN folder under runs/ must not exist yet.
-Writes bench/results/quickstart.json.
 """
 
 import re
@@ -24,16 +23,10 @@ def run(seed: int) -> dict:
         **job.progress(0.9),
         **job.evaluation(),
         "training_s": round(job.wall_s, 1),
-        "tokens_trained": job.total("tokens_trained"),
-        "canary_max_difference": job.largest("canary_max_difference"),
     }
 
 
-def main() -> None:
-    options = harness.parser(__doc__, seeds=[1, 2, 3]).parse_args()
+@harness.script(seeds=[1, 2, 3])
+def main(options: harness.Options) -> harness.Figures:
     runs = [run(seed) for seed in options.seeds]
-    harness.save("quickstart", options, {"rounds": len(runs), "runs": runs})
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": len(runs), "runs": runs}

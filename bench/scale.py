@@ -12,7 +12,6 @@ engines and learner in bench/simulate.py. docs/scale.md says what the model leav
 - Failures: each machine of the learner fails at a rate of its own. The rest start again from the newest checkpoint.
 """
 
-import argparse
 import itertools
 import math
 import random
@@ -138,7 +137,7 @@ class Costs:
 class Job:
     """A fleet whose step takes what its engines generate at once; `tokens` of a sample, `step_s` of a full fleet."""
 
-    def __init__(self, options: argparse.Namespace, costs: Costs, tokens: float, step_s: float) -> None:
+    def __init__(self, options: harness.Options, costs: Costs, tokens: float, step_s: float) -> None:
         self._options, self._costs, self._step_s = options, costs, step_s
         self._group_bytes = SAMPLES * tokens * costs.token_bytes
         self._rate = options.link_gbit * 1e9 / 8
@@ -223,15 +222,15 @@ def largest(fits: Callable[[int], bool]) -> int | None:
     return found if found < MOST - 1 else None
 
 
-def main() -> None:
-    options = harness.parser(
-        __doc__, nodes=[64, 1000, 10000], staleness=[1, 2, 4, 8], roots=[1, 64], piece_mib=[4.0, 64.0], model_gib=15.0,
-        link_gbit=100.0, machines=[1, 8, 64], spares=[0, 1, 4], failures_per_hour=[1e-4, 1e-3], every=20,
-        restart_s=600.0, pause_s=5.0, durable_s=120.0, repair_s=14400.0, steps=30, failures=20000,
-    ).parse_args()  # fmt: skip
+@harness.script(
+    nodes=[64, 1000, 10000], staleness=[1, 2, 4, 8], roots=[1, 64], piece_mib=[4.0, 64.0], model_gib=15.0,
+    link_gbit=100.0, machines=[1, 8, 64], spares=[0, 1, 4], failures_per_hour=[1e-4, 1e-3], every=20,
+    restart_s=600.0, pause_s=5.0, durable_s=120.0, repair_s=14400.0, steps=30, failures=20000,
+)  # fmt: skip
+def main(options: harness.Options) -> harness.Figures:
     plain: list[dict[str, Any]] = predict(STAND_IN, options.staleness[-1:], options.steps)
     job = Job(options, costs := Costs.measured(), plain[0]["mean_tokens"], plain[0]["full_engines_s"])
-    figures = {
+    return {
         "rounds": 1,
         "costs": asdict(costs),
         "mean_tokens": plain[0]["mean_tokens"],
@@ -243,8 +242,3 @@ def main() -> None:
         "limits": job.limits(),
         "chain": chain_check(pieces_at_node()),
     }
-    harness.save("scale", options, figures, ())
-
-
-if __name__ == "__main__":
-    main()

@@ -287,13 +287,9 @@ def predict(
     return found
 
 
-def main() -> None:
-    args = harness.parser(__doc__, nodes=list(SCALE), staleness=[1, 2, 4, 8], large_staleness=8, steps=30).parse_args()
+@harness.script(nodes=list(SCALE), staleness=[1, 2, 4, 8], large_staleness=8, steps=30)
+def main(args: harness.Options) -> harness.Figures:
     found: list[dict[str, object]] = []
     for nodes in args.nodes:
         found += predict(nodes, args.staleness if nodes < LARGE else [args.large_staleness], args.steps)
-    harness.save("simulate", args, {"rounds": 1, "steps": args.steps, "predictions": found})
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": 1, "steps": args.steps, "predictions": found}

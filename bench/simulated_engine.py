@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 Curve = tuple[tuple[int, float], ...]
 NEARLY = 1e-6  # tokens
 
@@ -45,6 +47,24 @@ def seconds_at(curve: Curve, requests: int) -> float:
     above = min(max(bisect_left(curve, (requests,)), 1), len(curve) - 1)
     (low, low_s), (high, high_s) = curve[above - 1], curve[above]
     return low_s + (high_s - low_s) * (requests - low) / (high - low)
+
+
+def fit_positive(rows: list[list[float]], measured: list[float]) -> list[float]:
+    """Factors of the columns, none negative, by least squares of the relative errors.
+
+    A column that would be negative is left out, the most negative one first.
+    """
+    design = np.array(rows, dtype=float) / np.array(measured)[:, None]
+    columns = list(range(design.shape[1]))
+    factors = np.zeros(design.shape[1])
+    while columns:
+        scale = np.abs(design[:, columns]).max(axis=0)
+        found = np.linalg.lstsq(design[:, columns] / scale, np.ones(len(design)), rcond=None)[0]
+        if found.min() >= 0:
+            factors[columns] = found / scale
+            break
+        del columns[int(found.argmin())]
+    return [float(factor) for factor in factors]
 
 
 class Node:

@@ -170,16 +170,12 @@ def summary(found: dict, shape: dict[str, int]) -> dict:
     }
 
 
-def main() -> None:
-    options = harness.parser(__doc__, rounds=20).parse_args()
+@harness.script(rounds=20)
+def main(options: harness.Options) -> harness.Figures:
     shapes = {}
     for name, shape in SHAPES.items():
         quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         shapes[name] = summary(harness.apart(measure, name, options.rounds, cores=[0], **quiet), shape)
         print(name, json.dumps(shapes[name]), flush=True)
     about = "one optimizer step, float32, one thread; CPU seconds of the process, ways in turns"
-    harness.save("step_overhead", options, {"rounds": options.rounds, "measured": about, "shapes": shapes})
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": options.rounds, "measured": about, "shapes": shapes}

@@ -2,10 +2,9 @@
 
 Per seed the two run one after the other, in alternating order. Time starts when set-up is over: for TRL at the start
 of training, for Slipstream when the first group is leased. `--trl-python` is the python of the
-environment with bench/requirements-trl.txt. Writes bench/results/NAME.json.
+environment with bench/requirements-trl.txt.
 """
 
-import argparse
 import json
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import harness
 GROUP_SIZE = 8
 
 
-def run_trl(options: argparse.Namespace, seed: int) -> dict:
+def run_trl(options: harness.Options, seed: int) -> dict:
     names = ("model", "dataset", "steps", "max_tokens", "lr", "threads", "micro_batch")
     words = [word for name in names for word in (f"--{name.replace('_', '-')}", getattr(options, name))]
     script = harness.ROOT / "bench" / "trl_grpo.py"
@@ -27,18 +26,16 @@ def run_trl(options: argparse.Namespace, seed: int) -> dict:
     return result
 
 
-def run_ours(options: argparse.Namespace, seed: int, run_dir: Path) -> dict:
+def run_ours(options: harness.Options, seed: int, run_dir: Path) -> dict:
     words = (f"run.seed={seed}", f"run.steps={options.steps}", *options.overrides)
     job = harness.run(options.config, run_dir, *words, timeout_s=options.timeout)
     samples = job.total("groups") * GROUP_SIZE
-    sums = ("learner_idle_s", "step_s", "publish_s")
     return {
         "system": "slipstream",
         "seed": seed,
         **job.progress(0.9),
         "samples": samples,
         "samples_per_s": round(samples / job.wall_s, 2),
-        **{name: round(job.total(name), 2) for name in sums},
     }
 
 
@@ -51,11 +48,11 @@ def pair(seed: int, ours: dict, trl: dict) -> dict:
     return {"seed": seed, "ours": ours, "trl": trl, "throughput_ratio": round(ratio, 3), "time_to_0.9_ratio": times}
 
 
-def main() -> None:
-    options = harness.parser(
-        __doc__, config="configs/quickstart.yaml", seeds=[1, 2, 3], steps=80, max_tokens=48, lr=3e-4, threads=2,
-        micro_batch=0, timeout=1800.0, name="trl_comparison", trl_python=str, model=str, dataset=str, overrides=(),
-    ).parse_args()  # fmt: skip
+@harness.script(
+    config="configs/quickstart.yaml", seeds=[1, 2, 3], steps=80, max_tokens=48, lr=3e-4, threads=2, micro_batch=0,
+    timeout=1800.0, name="trl_comparison", trl_python=str, model=str, dataset=str, overrides=(),
+)  # fmt: skip
+def main(options: harness.Options) -> harness.Figures:
     scratch = harness.scratch()
 
     def run(system: str, seed: int) -> dict:
@@ -63,8 +60,4 @@ def main() -> None:
 
     runs = harness.in_turns(("ours", "trl"), options.seeds, run)
     pairs = [pair(*both) for both in zip(options.seeds, runs["ours"], runs["trl"], strict=True)]
-    harness.save(options.name, options, {"rounds": len(pairs), "pairs": pairs})
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": len(pairs), "pairs": pairs}

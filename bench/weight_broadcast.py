@@ -8,8 +8,7 @@ that a busy machine slows all of them alike:
   small ones, to `nodes` nodes and to one. Where there is a core for each process, each has its own;
 - join: from a node whose engine is ready to its weights being in use, while others have the version;
 - death: a node is killed or stopped in the middle of a broadcast; until every other node has the version.
-
-Writes bench/results/weight_broadcast.json. Short mode: --mib 32 --rounds 2.
+ Short mode: --mib 32 --rounds 2.
 """
 
 import contextlib
@@ -161,8 +160,8 @@ def death(fault: str, named: Named) -> float:
         return max(ends) - victim.wait("fault")["time"]
 
 
-def main() -> None:
-    args = harness.parser(__doc__, mib=256, rounds=7, nodes=2).parse_args()
+@harness.script(mib=256, rounds=7, nodes=2)
+def main(args: harness.Options) -> harness.Figures:
     torch.set_num_threads(1)
     large = model(64, args.mib << 20)
     small = model(SMALL_TENSORS, SMALL_TENSORS * SMALL_BYTES)
@@ -179,8 +178,4 @@ def main() -> None:
         {"signal": fault, "others_have_it_s": round(statistics.median(found), 3), "worst_s": round(max(found), 3)}
         for fault, found in deaths.items()
     ]
-    harness.save("weight_broadcast", args, result, ("torch", "pyzmq"))
-
-
-if __name__ == "__main__":
-    main()
+    return result

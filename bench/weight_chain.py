@@ -156,12 +156,12 @@ def several_sources(args: Any, rig: WeightRig) -> list[dict[str, Any]]:
     return harness.rows(found, ("sources", "nodes", "mib"), "over_one")
 
 
-def main() -> None:
-    args = harness.parser(
-        __doc__, mib=24, nodes=[1, 2, 4, 8], large_mib=100, large_nodes=[1, 8], others_nodes=4, rate_mbit=40.0,
-        rounds=3, death_nodes=4, delta_nodes=8, delta_mib=100, delta_rate_mbit=100.0, sources=[1, 2, 4],
-        source_nodes=2, source_rate_mbit=20.0,
-    ).parse_args()  # fmt: skip
+@harness.script(
+    mib=24, nodes=[1, 2, 4, 8], large_mib=100, large_nodes=[1, 8], others_nodes=4, rate_mbit=40.0, rounds=3,
+    death_nodes=4, delta_nodes=8, delta_mib=100, delta_rate_mbit=100.0, sources=[1, 2, 4], source_nodes=2,
+    source_rate_mbit=20.0,
+)  # fmt: skip
+def main(args: harness.Options) -> harness.Figures:
     result: dict[str, Any] = {"rounds": args.rounds, "changed": CHANGED}
     most = max(*args.nodes, *args.large_nodes, args.others_nodes, args.death_nodes, args.delta_nodes)
     several = {"nodes": args.source_nodes, "rate_mbit": args.source_rate_mbit, "sources": max(args.sources)}
@@ -171,8 +171,4 @@ def main() -> None:
         result |= one_source(args, rig)
     with tempfile.TemporaryDirectory() as path, closing(WeightRig(Path(path), **several)) as rig:
         result["sources"] = several_sources(args, rig)
-    harness.save("weight_chain", args, result, ("torch", "pyzmq"))
-
-
-if __name__ == "__main__":
-    main()
+    return result

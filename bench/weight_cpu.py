@@ -118,8 +118,8 @@ def compared(total: dict[str, float]) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    args = harness.parser(__doc__, mib=512, rounds=4).parse_args()
+@harness.script(mib=512, rounds=4)
+def main(args: harness.Options) -> harness.Figures:
     torch.set_num_threads(1)
     weights = torch.randint(-(1 << 15), 1 << 15, (args.mib << 19,), dtype=torch.int16).view(torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
@@ -132,8 +132,4 @@ def main() -> None:
     rounds = [compared({way: found[way][i]["total_s"] for way in found}) for i in range(args.rounds)]
     figures = {name: [{"value": one[name]} for one in rounds] for name in rounds[0]}
     result = {"ways": harness.rows(found, ("way",), "total_s"), "compared": harness.rows(figures, ("figure",), "value")}
-    harness.save("weight_cpu", args, {"rounds": args.rounds, **result}, ("torch", "pyzmq"))
-
-
-if __name__ == "__main__":
-    main()
+    return {"rounds": args.rounds, **result}

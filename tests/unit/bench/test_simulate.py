@@ -4,9 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fitting import fit_positive
 from simulate import Episode, Lengths, Outcome, Setup, Simulation, pareto, predict, simulate, steady_s
-from simulated_engine import Speeds, seconds_at, straight
+from simulated_engine import Speeds, fit_positive, seconds_at, straight
 
 EVEN = Speeds(step_s=straight(0.01, 0.0), call_s=0.0, train_s=1.0, train_token_s=0.0, deliver_s=0.0)
 SETUP = Setup(nodes=1, concurrency=64, groups_per_step=4, group_size=2, staleness=0, steps=5)
