@@ -39,17 +39,12 @@ FEED_BYTES = 1 << 20  # read between two flushes, and by Prometheus at its start
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 60.0
 OVER_FOR_S = 3.0  # a broker or learner that is started again at once is no end of the run
 TOLD_S = 10.0  # after SIGTERM for the rest of the lines
-STUCK_S = 60.0  # at the end of the run, while no tracker moves
-NICENESS = 10  # the job goes first
 
 
 class Sink(Protocol):
     """A connected tracker. Every call may raise anything, and may hang."""
 
-    def write(self, points: Sequence[Point]) -> None:
-        """Return when the tracker has the points."""
-        ...
-
+    def write(self, points: Sequence[Point]) -> None: ...  # returns when the tracker has them
     def close(self) -> None: ...
 
 
@@ -79,8 +74,7 @@ class Feed(threading.Thread):
             except Exception as error:  # a tracker's library may raise anything
                 with suppress(OSError):
                     self._keep(self.cursor, f"{type(error).__name__}: {error}"[:500])
-                if self.closing.wait(self._wait_s):
-                    time.sleep(FIRST_BACKOFF_S)
+                time.sleep(self._wait_s)
                 self._wait_s = min(2 * self._wait_s, LONGEST_BACKOFF_S)
 
     def lag_bytes(self) -> int:
@@ -135,7 +129,7 @@ def command(args: argparse.Namespace) -> int:
         raise UsageError(f"{run.sinks} cannot be written: {error}") from None
     with lock:
         setup_logging("sinks", "0", run.logs, config.telemetry.log_level)
-        os.nice(NICENESS)
+        os.nice(10)  # the job goes first
         origin = run.run_json.read_bytes() if run.run_json.exists() else str(run.path.resolve()).encode()
         return watch(Job(run, config, hashlib.sha256(origin).hexdigest()[:12]), names, DrainFlag.install())
 
@@ -153,7 +147,7 @@ def check_packages(names: Sequence[str]) -> None:
 
 
 def watch(job: Job, names: Sequence[str], flag: DrainFlag) -> int:
-    """Feed until the run is over and all trackers have everything, or none moves any more; returns the exit code."""
+    """Feed until the run is over and all trackers have everything, or until told to stop; returns the exit code."""
     feeds: list[Feed] = []
     classes: dict[str, Callable[..., Sink]] = trackers.BY_NAME
     if "prometheus" in names:
@@ -164,17 +158,16 @@ def watch(job: Job, names: Sequence[str], flag: DrainFlag) -> int:
     for feed in feeds:
         feed.start()
     over_s = 0.0
-    while over_s < OVER_FOR_S and not flag.wait(0.5):
+    while any(feed.is_alive() for feed in feeds) and not flag.wait(0.5):
         over_s = over_s + 0.5 if over(job.run) else 0.0
+        if over_s >= OVER_FOR_S:
+            for feed in feeds:
+                feed.closing.set()
     for feed in feeds:
         feed.closing.set()
-    deadline = time.monotonic() + (TOLD_S if flag.is_set else STUCK_S)
-    offsets: list[int] = []
-    while any(feed.is_alive() for feed in feeds) and time.monotonic() < deadline:
-        time.sleep(0.05)
-        last, offsets = offsets, [feed.cursor.offset for feed in feeds]
-        if offsets != last and not flag.is_set:
-            deadline = time.monotonic() + STUCK_S
+    deadline = time.monotonic() + TOLD_S
+    for feed in feeds:
+        feed.join(max(0.0, deadline - time.monotonic()))
     left = [f"{feed.name} ({feed.lag_bytes()} bytes)" for feed in feeds if feed.is_alive()]
     if left:
         logger.error("gave up; not fed to the end: %s. The same command continues", ", ".join(left))

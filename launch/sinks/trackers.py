@@ -84,26 +84,23 @@ class Mlflow:
 
         default = f"sqlite:///{job.run.path.resolve()}/mlflow.db"
         mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI", default))
-        place = mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)).experiment_id
-        self._client, tags = mlflow.MlflowClient(), {"slipstream.id": job.id}
-        runs = self._client.search_runs([place], f"tags.`slipstream.id` = '{job.id}'", max_results=1)
-        run = runs[0] if runs else self._client.create_run(place, tags=tags, run_name=job.config.run.name)
-        self._id = run.info.run_id
-        if not runs:
-            values = leaves(msgspec.to_builtins(job.config), ".")
-            params = [mlflow.entities.Param(key, str(value)[:500]) for key, value in values]
-            self._client.log_batch(self._id, params=params)
+        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+        same = mlflow.search_runs(filter_string=f"tags.`slipstream.id` = '{job.id}'", output_format="list")
+        tags, config = {"slipstream.id": job.id}, leaves(msgspec.to_builtins(job.config), ".")
+        mlflow.end_run()  # this thread may have failed before in the middle of it
+        mlflow.start_run(same[0].info.run_id if same else None, run_name=job.config.run.name, tags=tags)
+        mlflow.log_params({key: str(value)[:500] for key, value in config})
 
     def write(self, points: Sequence[Point]) -> None:
-        from mlflow.entities import Metric
+        import mlflow
 
-        # A metric's primary key is all of it, so a database keeps a repeated point once.
-        named = [(point, name, value) for point in points for name, value in point.values.items()]
-        metrics = [Metric(name, value, int(point.time_s * 1000), point.step) for point, name, value in named]
-        self._client.log_batch(self._id, metrics=metrics)
+        for point in points:  # a metric's primary key is all of it, so a database keeps a repeated point once
+            mlflow.log_metrics(point.values, point.step, timestamp=int(point.time_s * 1000))
 
     def close(self) -> None:
-        self._client.set_terminated(self._id)
+        import mlflow
+
+        mlflow.end_run()
 
 
 class Trackio:
