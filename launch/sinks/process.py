@@ -23,7 +23,7 @@ from common.config.loading import load_resolved
 from common.config.observing import Sink as SinkName
 from common.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from common.process.lifecycle import DrainFlag, alive
-from common.process.lock_file import AlreadyLocked, take_lock
+from common.process.lock_file import only_one
 from common.process.logs import setup_logging
 from common.process.run_dir import RunDir, write_json
 from launch.observe.line_tail import LineTail
@@ -120,14 +120,7 @@ def command(args: argparse.Namespace) -> int:
     if not names:
         raise UsageError(f"{run.config}: telemetry.sinks is empty; name a tracker there, or with --sink NAME")
     check_packages(names)
-    try:
-        run.sinks.mkdir(exist_ok=True)
-        lock = take_lock(run.sinks / "lock")
-    except AlreadyLocked as error:
-        raise UsageError(f"{run.path}: process {error.holder} feeds its trackers already") from None
-    except OSError as error:
-        raise UsageError(f"{run.sinks} cannot be written: {error}") from None
-    with lock:
+    with only_one(run.sinks / "lock", "feeds its trackers already"):
         setup_logging("sinks", "0", run.logs, config.telemetry.log_level)
         os.nice(10)  # the job goes first
         origin = run.run_json.read_bytes() if run.run_json.exists() else str(run.path.resolve()).encode()

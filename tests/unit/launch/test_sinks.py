@@ -14,6 +14,7 @@ import pytest
 from common.config.observing import TelemetryConfig
 from common.metrics import StepMetrics
 from common.process.lifecycle import DrainFlag
+from common.process.lock_file import take_lock
 from common.process.run_dir import write_json
 from launch.sinks import process
 from launch.sinks.points import GROUP_OF, Cursor, Point, flat
@@ -224,7 +225,7 @@ def test_up_refuses_a_tracker_whose_package_is_missing_before_anything_starts(jo
 
 def test_a_second_process_is_refused(run, capsys) -> None:
     run.sinks.mkdir()
-    lock = process.take_lock(run.sinks / "lock")
+    lock = take_lock(run.sinks / "lock")
     with lock:
         assert "feeds its trackers already" in refusal(capsys, "sinks", str(run.path), "--sink", "prometheus")
 
