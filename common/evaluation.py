@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Annotated
 
@@ -28,7 +28,7 @@ class EvaluationOrder(msgspec.Struct, frozen=True, gc=False):
 class EvaluationResult(msgspec.Struct, frozen=True, gc=False):
     """The samples of one problem; the lists have one entry per sample. RUN/evaluation has one line for each problem."""
 
-    problem: Tally  # in a file: its row in the dataset; on the wire: counted over all datasets
+    problem: Tally  # counted over all datasets
     rewards: Annotated[list[Finite], Meta(max_length=MOST_SAMPLES)]  # 0 for a sample that failed
     lengths: Annotated[list[Tally], Meta(max_length=MOST_SAMPLES)]  # sampled tokens
     stop_reasons: Annotated[list[Text], Meta(max_length=MOST_SAMPLES)]
@@ -38,12 +38,6 @@ class EvaluationResult(msgspec.Struct, frozen=True, gc=False):
     version_max: Version = -1
     started_s: Finite = 0.0  # Unix time of the node
     seconds: Seconds = 0.0
-
-    @classmethod
-    def failed(cls, problem: int, samples: int, reason: str) -> "EvaluationResult":
-        """A problem that cannot be finished."""
-        zeros, reasons = [0] * samples, [reason] * samples
-        return cls(problem, [0.0] * samples, zeros, ["lost"] * samples, reasons)
 
 
 def dataset_names(datasets: Sequence[str]) -> list[str]:
@@ -84,15 +78,3 @@ def mean_interval(values: Sequence[float]) -> tuple[float, Interval | None]:
 def pass_ks(samples: int) -> list[int]:
     """1, 2, 4, ... and `samples`."""
     return sorted({1 << power for power in range(samples.bit_length())} | {samples})
-
-
-def node_seconds(results: Iterable[EvaluationResult]) -> float:
-    """Seconds in which nodes worked on these problems, summed over nodes; several problems at once count once."""
-    total = 0.0
-    end: dict[str, float] = {}
-    for result in sorted(results, key=lambda result: result.started_s):
-        ends = result.started_s + result.seconds
-        known = max(end.get(result.node_id, result.started_s), result.started_s)
-        total += max(0.0, ends - known)
-        end[result.node_id] = max(known, ends)
-    return total

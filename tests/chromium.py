@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,6 +114,23 @@ class Page:
         """Save a PNG; `whole`: also of what one has to scroll to."""
         data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
         path.write_bytes(base64.b64decode(data))
+
+
+@contextmanager
+def serving(folder: Path, *words: str) -> Iterator[tuple[str, int]]:
+    """`slipstream web` on a free port; its address and process id."""
+    command = [sys.executable, "-m", "launch.cli", "web", *words, "--port", "0"]
+    with (folder / "web.log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            assert "the page is at" in line, (folder / "web.log").read_text()
+            yield line.split()[-1].partition("?")[0], server.pid
+        finally:
+            server.terminate()
+            server.communicate(timeout=LIMIT_S)
+        assert server.returncode == 0, "SIGTERM ends it, also while a browser listens"
 
 
 @contextmanager

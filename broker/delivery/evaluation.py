@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from broker.contract import EvaluationProgress, Lease, RunInfo
+import msgspec
+
+from broker.contract import Evaluated, EvaluationProgress, Lease, RunInfo
 from broker.delivery.deadlines import Deadlines
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import Task
@@ -38,7 +40,7 @@ class EvaluationTable:
     def begin(self, order: EvaluationOrder | None, shared: bool) -> None:
         """Forget the round before; `shared`: nodes of the training fleet may lease, too."""
         self.order, self._shared = order, shared
-        self._problems: dict[int, Problem] = {}
+        self._problems: dict[int, Problem] = {}  # whose results the learner has not stored
         self._pending: list[int] = []
         self.leased: dict[str, Problem] = {}  # by token
         self._results: dict[int, EvaluationResult] = {}  # that the learner has not stored yet
@@ -54,34 +56,22 @@ class EvaluationTable:
         finished = len(self._results) + self._stored
         return EvaluationProgress(self.order.version, len(self._pending), len(self.leased), finished, self._shared)
 
-    def offer(self, tasks: Sequence[Task]) -> None:
-        """Add problems; known ones are ignored."""
+    def turn(self, tasks: Sequence[Task], stored: Sequence[int]) -> Evaluated:
+        """Forget `stored` results, add those of `tasks` that are new; returns results that are not stored."""
+        for number in stored:
+            if self._results.pop(number, None) is not None:
+                del self._problems[number]
+                self._stored += 1
         for task in tasks:
             if task.serial not in self._problems:
                 self._problems[task.serial] = Problem(task)
                 insort(self._pending, task.serial)
-
-    def store(self, problems: Sequence[int]) -> None:
-        """The learner has these results."""
-        for number in problems:
-            if self._results.pop(number, None) is not None:
-                del self._problems[number]
-                self._stored += 1
-
-    @property
-    def known(self) -> int:
-        """Problems whose results the learner has not stored."""
-        return len(self._problems)
-
-    def results(self) -> list[EvaluationResult]:
-        """The first results that the learner has not stored."""
-        return list(islice(self._results.values(), MOST_RESULTS))
+        return Evaluated(len(self._problems), list(islice(self._results.values(), MOST_RESULTS)))
 
     def admits(self, version: int, in_pool: bool) -> bool:
         """Whether a node with this version may lease a problem now."""
-        if self.order is None or not self._pending:
-            return False
-        return version == self.order.version and (in_pool or self._shared)
+        now = self.order.version if self.order is not None and self._pending else None
+        return version == now and (in_pool or self._shared)
 
     def lease(self, node_id: str, version: int, in_pool: bool, most: int) -> list[Lease]:
         """Lease up to `most` problems, the first ones."""
@@ -102,31 +92,27 @@ class EvaluationTable:
 
     def complete(self, node_id: str, token: str, result: EvaluationResult) -> bool:
         """Take a result under a current token, once; a repetition is True, anything else False."""
-        if (problem := self.leased_by(node_id, token)) is None:
-            return self._accepted.get(token) == node_id
-        self._end(token)
-        self._accepted[token] = node_id
-        self._results[problem.task.serial] = result
-        return True
+        if self.leased_by(node_id, token) is not None:
+            serial = self._end(token).task.serial
+            self._results[serial] = msgspec.structs.replace(result, problem=serial)
+            self._accepted[token] = node_id
+        return self._accepted.get(token) == node_id
 
     def give_back(self, node_id: str, token: str) -> bool:
         """Return a lease without counting it; False when it is not the node's."""
-        if (problem := self.leased_by(node_id, token)) is None:
-            return False
-        self._end(token)
-        insort(self._pending, problem.task.serial)
-        return True
+        if (problem := self.leased_by(node_id, token)) is not None:
+            insort(self._pending, self._end(token).task.serial)
+        return problem is not None
 
     def lose(self, token: str, reason: str) -> Problem:
         """Take a lease back. A problem that was lost as often as a task may fail counts as failed."""
-        problem = self.leased[token]
-        self._end(token)
+        problem = self._end(token)
         problem.lost += 1
-        serial = problem.task.serial
+        serial, n = problem.task.serial, problem.task.group_size
         if problem.lost < self._run.max_attempts:
             insort(self._pending, serial)
         else:
-            self._results[serial] = EvaluationResult.failed(serial, problem.task.group_size, reason)
+            self._results[serial] = EvaluationResult(serial, [0.0] * n, [0] * n, ["lost"] * n, [reason] * n)
         return problem
 
     def tokens_of(self, node_id: str) -> list[str]:
@@ -134,18 +120,14 @@ class EvaluationTable:
         return [token for token, problem in self.leased.items() if problem.node == node_id]
 
     def passed(self) -> list[str]:
-        """The leases past their deadline, once."""
-
-        def deadline(token: str) -> float | None:
-            return self.leased[token].deadline if token in self.leased else None
-
-        return list(self.deadlines.passed(self._clock(), deadline))
+        """The leases past their deadline, once. `_end` discards the deadlines of others."""
+        return list(self.deadlines.passed(self._clock(), lambda token: self.leased[token].deadline))
 
     def leased_by(self, node_id: str, token: str) -> Problem | None:
         """The problem, if the node has this lease."""
         problem = self.leased.get(token)
         return problem if problem is not None and problem.node == node_id else None
 
-    def _end(self, token: str) -> None:
-        del self.leased[token]
+    def _end(self, token: str) -> Problem:
         self.deadlines.discard(token)
+        return self.leased.pop(token)

@@ -48,10 +48,8 @@ class DeliveryState(Taking, Leasing):
         """Begin, continue or (None) end the round of evaluation; see LearnerBroker.evaluate."""
         if order != self.evaluation.order:
             self.evaluation.begin(order, shared)
-        self.evaluation.store(stored)
-        self.evaluation.offer(tasks)
         self.lease_revision += bool(tasks)
-        return Evaluated(self.evaluation.known, self.evaluation.results())
+        return self.evaluation.turn(tasks, stored)
 
     def complete_evaluation(self, node_id: str, token: str, result: EvaluationResult) -> bool:
         """Take the samples of a held-out problem; see NodeBroker.complete_evaluation."""

@@ -12,7 +12,11 @@ from pathlib import Path
 LIMIT_S = 1.0
 ATTEMPTS = 3
 ABSENT = ("torch", "vllm", "megatron", "transformers", "matplotlib", "redis")
-LEFT_OUT = ("launch.results.plots", "launch.dev.check_bare_install", "common.weights")  # matplotlib; this; torch
+WITH_EXTRAS = (
+    *("launch.results.plots", "launch.results.comparison", "launch.results.page", "launch.web"),
+    *("launch.sinks.prometheus", "common.weights"),
+)
+LEFT_OUT = (*WITH_EXTRAS, "launch.dev.check_bare_install")
 
 
 def main() -> int:

@@ -96,8 +96,6 @@ def evaluate(args: argparse.Namespace) -> int:
     if not config.evaluation.datasets:
         raise UsageError(f"{file}: evaluation.datasets names no held-out problems")
     model = Path(args.model) if args.model else run.model
-    if not (model / "config.json").is_file():
-        raise UsageError(f"{model} is not a model folder; has the run finished? --model DIR names another")
     setup_logging("eval", "0", run.logs, config.telemetry.log_level)
     os.environ.update(thread_environment(config.rollout.threads))
     with output_to(log_path(run.logs, "eval", "0")):

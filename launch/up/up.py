@@ -7,6 +7,7 @@ On a failure the same happens, after a message with the role that failed, its ex
 """
 
 import argparse
+import socket
 import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
@@ -35,9 +36,9 @@ BROKER_START_S = 30.0
 NODES_LEAVE_S = 30.0  # after the job is done, before they are told to
 DRAIN_S = 330.0  # a node's episodes in flight, or a learner's step and checkpoint
 BROKER_END_S = 30.0
-SINKS_LEAVE_S = 5.0  # besides the time that they take for the last lines
+BESIDE = ("sinks", "web")  # the job continues without them
+BESIDE_LEAVE_S = 5.0  # besides the time that sinks take for the last lines
 POLL_S = 0.1
-PAGE = "web"
 ANSWER_S = 1.0
 
 
@@ -73,16 +74,8 @@ def finished(run: RunDir, config: Config) -> str:
     return f"{run.path} is finished: {config.run.steps} steps, the model is in {run.model}" if done else ""
 
 
-def page_spec(run: RunDir) -> RoleSpec:
-    """How to run the page of `slipstream web`, on a free port; it may fail without harm to the job."""
-    from launch.web.web import PORT, free_port
-
-    command = role_command(["web", str(run.path), "--port", str(free_port("127.0.0.1", PORT))])
-    return RoleSpec(PAGE, command, log_path(run.logs, PAGE, "0"), max_restarts=1)
-
-
-def role_specs(config: Config, run: RunDir, places: Mapping[str, Place]) -> list[RoleSpec]:
-    """How to run the broker, the learner, the nodes and the sinks, in this order, each in its place."""
+def role_specs(config: Config, run: RunDir, places: Mapping[str, Place], web: bool = False) -> list[RoleSpec]:
+    """How to run broker, learner, nodes, sinks and page, in this order, each in its place; the page on a free port."""
     nodes = [f"node-{i}" for i in range(config.rollout.nodes)]
     threads, restarts = config.rollout.threads, config.run.max_restarts
     learner_threads = config.learner.world_size * config.learner.threads
@@ -100,9 +93,12 @@ def role_specs(config: Config, run: RunDir, places: Mapping[str, Place]) -> list
     specs.append(spec("learner", ["learner"], cores=learner_cores))
     for name, cores in zip(nodes, node_cores, strict=True):
         specs.append(spec(name, ["rollout", "--node-id", name], name, child_cores=cores, env=env))
-    if config.telemetry.sinks:
-        command = role_command(["sinks", str(run.path)])
-        specs.append(RoleSpec("sinks", command, log_path(run.logs, "sinks", "0"), max_restarts=restarts))
+    beside = [["sinks", str(run.path)]] if config.telemetry.sinks else []
+    if web:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            beside.append(["web", str(run.path), "--port", str(probe.getsockname()[1])])
+    for words in beside:
+        specs.append(RoleSpec(words[0], role_command(words), log_path(run.logs, words[0], "0"), max_restarts=restarts))
     return specs
 
 
@@ -113,9 +109,8 @@ class Job:
         self.config, self.run_dir = config, run
         self.tail = MetricsTail(run.metrics)
         self.supervisor = Supervisor(self._on_event)
-        self._specs = role_specs(config, run, places)
-        self._nodes = [spec.name for spec in self._specs[2:] if spec.name != "sinks"]
-        self._page = page_spec(run) if web else None
+        self._specs = role_specs(config, run, places, web)
+        self._nodes = [spec.name for spec in self._specs[2:] if spec.name not in BESIDE]
         self._display = Display(config, self.tail, None)
         self._started = time.monotonic()
         self._show_at = 0.0
@@ -128,9 +123,6 @@ class Job:
                 self._display.note(f"run folder {self.run_dir.path}, logs in {self.run_dir.logs}")
                 done = False
                 try:
-                    if self._page is not None:
-                        self.supervisor.start(self._page)
-                        self._note(f"the page is at http://127.0.0.1:{self._page.argv[-1]}/")
                     self._start(flag)
                     done = self._watch(flag)
                 except SlipstreamError as failure:  # said before the others are stopped, which may take a while
@@ -157,6 +149,8 @@ class Job:
                 return
         for spec in others:
             self.supervisor.start(spec)
+            if spec.name == "web":
+                self._note(f"the page is at http://127.0.0.1:{spec.argv[-1]}/")
 
     def _watch(self, flag: DrainFlag) -> bool:
         """Until the learner is done (True) or the job is to stop (False); raises SlipstreamError."""
@@ -178,7 +172,7 @@ class Job:
         """Raise SlipstreamError when the job cannot continue without a role that is not coming back."""
         name = role.spec.name
         nodes = [self.supervisor.roles[node] for node in self._nodes if node in self.supervisor.roles]
-        if name in ("sinks", PAGE):
+        if name in BESIDE:
             self._note(f"{name}: {describe_exit(role.exit_code)}; the job continues without it, log {role.spec.log}")
         elif name in self._nodes and role.exit_code == 0:
             self._note(f"{name} was told to leave")
@@ -210,8 +204,7 @@ class Job:
         self._show_at = 0.0
         self._show()  # the last look while the broker still answers
         self.supervisor.stop(["broker"], BROKER_END_S)
-        self.supervisor.stop(["sinks"], TOLD_S + SINKS_LEAVE_S)
-        self.supervisor.stop([PAGE], ANSWER_S)
+        self.supervisor.stop(BESIDE, TOLD_S + BESIDE_LEAVE_S)
 
     def _summary(self, done: bool) -> str:
         steps = self.config.run.steps if done else int(self.tail.last.get("policy_version", 0))

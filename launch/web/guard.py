@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import re
 from collections.abc import MutableMapping
 from typing import Any
 from urllib.parse import parse_qs
@@ -12,6 +13,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LOCAL = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.IGNORECASE)
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -47,7 +49,7 @@ class Guard:
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("the page is read-only", 405, {"Allow": "GET, HEAD"})
         if self._token is None:
-            local = _host(request.headers.get("host", "")) in LOOPBACK
+            local = LOCAL.fullmatch(request.headers.get("host", ""))
             return None if local else PlainTextResponse("unknown Host header", 421)
         words = parse_qs(request.scope["query_string"].decode("latin-1")).get("token")
         if words and _same(words[0], self._token):
@@ -55,17 +57,11 @@ class Guard:
             answer.set_cookie(self._name, self._cookie, httponly=True, samesite="lax")
             return answer
         kind, _, found = request.headers.get("authorization", "").partition(" ")
-        if kind.lower() == "bearer" and _same(found.strip(), self._token):
-            return None
-        if not words and _same(request.cookies.get(self._name, ""), self._cookie):
+        bearer = kind.lower() == "bearer" and _same(found.strip(), self._token)
+        if bearer or (not words and _same(request.cookies.get(self._name, ""), self._cookie)):
             return None
         why = "this page needs the token of --token-file: open it once with ?token=TOKEN, or send Authorization: Bearer"
         return PlainTextResponse(why, 401, {"WWW-Authenticate": "Bearer"})
-
-
-def _host(header: str) -> str:
-    """The name in 'localhost:8642', '[::1]:8642' or 'localhost'."""
-    return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0].lower()
 
 
 def _same(found: str, wanted: str) -> bool:

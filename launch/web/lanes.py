@@ -1,22 +1,16 @@
 """A lane per process: its states over time, from RUN/trace, and its deaths, from RUN/events.jsonl."""
 
+import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from common.process.run_dir import RunDir
-from common.segments import number_of
-from common.spans import SpanBatch
 from launch.observe.line_tail import LineTail
-from launch.web.files import inside
+from launch.observe.trace_files import read_batches
 
-PIECES, LANES = 256, 4096  # kept of a process; processes
+PIECES = 256  # kept of a process
 DEATHS = {"node_lost": "node", "leave": "node", "role_crashed": "role", "role_gave_up": "role", "role_killed": "role"}
-BIRTHS = {"join": "node", "role_restarted": "role", "role_started": "role", "learner_started": ""}
-LAST = 1 << 40  # seconds: beyond every time
+LATE_S = 60.0  # spans of a node may come so much later than those of others
 
 
 class Piece(NamedTuple):
@@ -26,90 +20,48 @@ class Piece(NamedTuple):
 
 
 class Lanes:
-    """The newest states of every process, in bounded memory."""
+    """The newest states of every process, in bounded memory; threads may call `page`."""
 
     def __init__(self, run: RunDir) -> None:
         self._run, self._events = run, LineTail(run.events)
-        self._tails: dict[Path, LineTail] = {}
         self._pieces: dict[str, deque[Piece]] = defaultdict(lambda: deque(maxlen=PIECES))
-        self._marks: dict[str, deque[tuple[float, bool]]] = defaultdict(lambda: deque(maxlen=PIECES))
+        self._read: dict[str, float] = {}  # start of the newest state, on the clock of the process
+        self._deaths: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=PIECES))
+        self._end_s, self._lock = 0.0, threading.Lock()
 
-    def update(self) -> None:
-        """Read what is new; raises OSError."""
-        for line in self._new(self._events):
-            self._mark(line)
-        parts = [path for path in self._run.trace.glob("*-*.jsonl") if path.stem.rpartition("-")[2].isdecimal()]
-        parts.sort(key=lambda path: (path.stem.rpartition("-")[0], number_of(path)))
-        known = self._tails
-        self._tails = {path: known.get(path) or LineTail(path) for path in parts}
-        for index, path in enumerate(parts):
-            newest = {part.stem.rpartition("-")[0] for part in parts[index + 2 : index + 3]}
-            if (path not in known or path.stem.rpartition("-")[0] not in newest) and inside(self._run, path):
-                for line in self._new(self._tails[path]):
-                    self._add(line)
-
-    def observed(self, who: str, state: str, since_s: float, now_s: float) -> None:
-        """The state that a process reports; used where the run records no spans."""
-        if self._tails:
-            return
-        pieces = self._pieces[who]
-        if pieces and pieces[-1].state == state and now_s - since_s <= pieces[-1].end_s + 1.0:
-            pieces[-1] = pieces[-1]._replace(end_s=now_s)
-        else:
-            pieces.append(Piece(max(now_s - since_s, pieces[-1].end_s if pieces else 0.0), now_s, state))
-
-    def page(self, text: str, offset: int, limit: int, window_s: float) -> dict[str, Any]:
+    def page(self, text: str, rows: slice, window_s: float) -> dict[str, Any]:
         """The lanes of the processes whose names contain `text`, over the last `window_s` seconds that are known."""
-        every = list(self._pieces.items())
-        names = sorted((name for name, _ in every if text in name), key=lambda name: ("learner" not in name, name))
-        newest = [pieces[-1].end_s for _, pieces in every if pieces]
-        newest += [marks[-1][0] for marks in list(self._marks.values())]
-        end_s = max(newest, default=0.0)
-        oldest = min((pieces[0].start_s for _, pieces in every if pieces), default=end_s)
-        begin_s = max(end_s - window_s, oldest)
-        shown = [{"who": who, "pieces": self._lane(who, begin_s, end_s)} for who in names[offset : offset + limit]]
+        with self._lock:
+            self._update()
+            names = sorted((who for who in self._pieces if text in who), key=lambda who: ("learner" not in who, who))
+            end_s = max([self._end_s, *(times[-1] for times in self._deaths.values())])
+            oldest_s = min((pieces[0].start_s for pieces in self._pieces.values()), default=end_s)
+            begin_s = max(end_s - window_s, oldest_s)
+            shown = [{"who": who, "pieces": self._lane(who, begin_s, end_s)} for who in names[rows]]
         return {"total": len(names), "begin_s": begin_s, "end_s": end_s, "rows": shown}
 
     def _lane(self, who: str, begin_s: float, end_s: float) -> list[Piece]:
-        """The pieces of a process in this time, dead ones included."""
-        pieces, marks = list(self._pieces[who]), list(self._marks.get(who, ()))
-        for index, (died_s, dead) in enumerate(marks):
-            if dead:
-                back_s = next((at_s for at_s, still in marks[index + 1 :] if not still), LAST)
-                seen_s = next((piece.start_s for piece in pieces if piece.start_s > died_s), LAST)
-                pieces.append(Piece(died_s, min(back_s, seen_s, end_s), "dead"))
+        """The pieces of a process in this time; it is dead until its next state begins."""
+        pieces = list(self._pieces[who])
+        for died_s in self._deaths.get(who, ()):
+            back_s = next((piece.start_s for piece in pieces if piece.start_s > died_s), end_s)
+            pieces.append(Piece(died_s, back_s, "dead"))
         return sorted(piece for piece in pieces if piece.end_s >= begin_s)
 
-    def _add(self, line: dict[str, Any]) -> None:
-        try:
-            batch = msgspec.convert(line, SpanBatch)
-        except msgspec.ValidationError:
-            return
-        pieces = self._pieces[batch.who]
-        for span in batch.spans:
-            if span.kind == "state" and abs(span.start_s) < LAST:
-                start_s = span.start_s + batch.offset_s
-                end_s = start_s + min(span.duration_s, LAST)
-                if pieces and pieces[-1].state == span.name and abs(start_s - pieces[-1].end_s) < 0.05:
-                    pieces[-1] = pieces[-1]._replace(end_s=end_s)
-                else:
+    def _update(self) -> None:
+        """Read what is new; a span that was read before starts no later than the newest one of then."""
+        read = dict(self._read)
+        for batch in read_batches(self._run, self._end_s - LATE_S if self._pieces else None):
+            for span in batch.spans:
+                if span.kind == "state" and span.start_s > read.get(batch.who, 0.0):
+                    pieces, start_s = self._pieces[batch.who], span.start_s + batch.offset_s
+                    end_s, self._read[batch.who] = start_s + span.duration_s, span.start_s
+                    if pieces and pieces[-1].state == span.name and start_s - pieces[-1].end_s < 0.05:
+                        start_s = pieces.pop().start_s  # a long state is recorded in parts
                     pieces.append(Piece(start_s, end_s, span.name))
-        if len(self._pieces) > LANES:
-            self._pieces.pop(next(iter(self._pieces)))
-
-    def _mark(self, line: dict[str, Any]) -> None:
-        """A death or a birth."""
-        kind, detail, at_s = str(line.get("kind")), line.get("detail"), line.get("time_s")
-        field = DEATHS.get(kind, BIRTHS.get(kind))
-        if (
-            field is not None
-            and isinstance(detail, dict)
-            and isinstance(at_s, int | float)
-            and len(self._marks) < LANES
-        ):
-            self._marks[str(detail.get(field, "learner"))].append((float(at_s), kind in DEATHS))
-
-    @staticmethod
-    def _new(tail: LineTail) -> Iterator[dict[str, Any]]:
-        while lines := tail.read()[1]:
-            yield from lines
+                    self._end_s = max(self._end_s, end_s)
+        while lines := self._events.read()[1]:
+            for line in lines:
+                field, detail, at_s = DEATHS.get(str(line.get("kind"))), line.get("detail"), line.get("time_s")
+                if field and isinstance(detail, dict) and isinstance(at_s, int | float):
+                    self._deaths[str(detail.get(field))].append(float(at_s))

@@ -1,32 +1,53 @@
 """The tables of the page, filtered and cut into pages by the server, and a transcript of bounded size."""
 
-from collections.abc import Sequence
-from itertools import islice
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from common.errors import SlipstreamError
 from common.transcripts import Transcript
 from launch.observe.transcript_files import read
-from launch.web.files import inside
 from launch.web.run_view import RunView
 
 ROWS = 200  # A page has at most so many.
-TOKENS, CHARACTERS = 20_000, 400_000  # A transcript is cut to both.
+TOKENS = 20_000  # A transcript is cut to so many.
 PER_TOKEN = ("tokens", "pieces", "logprobs", "ratios", "trained")
+Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
 
 
-def nodes(view: RunView, text: str, offset: int, limit: int) -> dict[str, Any]:
-    """Nodes whose id, host, state or reason contains `text`."""
+class Query(msgspec.Struct, frozen=True):
+    """The words after the question mark."""
+
+    filter: str = ""
+    state: str = ""
+    offset: Number = 0
+    limit: Number = 50
+    seconds: Number = 600
+    step: Number | None = None
+    task: Number | None = None
+    sample: Number = 0
+
+    @property
+    def page(self) -> slice:
+        return slice(self.offset, self.offset + min(self.limit, ROWS))
+
+
+def nodes(view: RunView, query: Query) -> dict[str, Any]:
+    """Nodes whose id, host, state or reason contains the filter."""
     keys = ("id", "host", "state", "waiting_on")
-    found = [node for node in view.nodes if any(text in str(node[key]) for key in keys)]
-    return {"total": len(found), "rows": found[offset : offset + limit]}
+    found = [node for node in view.nodes if any(query.filter in str(node[key]) for key in keys)]
+    return {"total": len(found), "rows": found[query.page]}
 
 
-def tasks(view: RunView, text: str, state: str, offset: int, limit: int) -> dict[str, Any]:
-    """Tasks of the ledger, the newest first: of this serial, or whose nodes or reason contain `text`; `step:N`."""
-    entries = view.ledger()
+def lanes(view: RunView, query: Query) -> dict[str, Any]:
+    """The lanes of the processes whose names contain the filter."""
+    return view.lanes.page(query.filter, query.page, query.seconds)
+
+
+def tasks(view: RunView, query: Query) -> dict[str, Any]:
+    """Tasks of the ledger, the newest first: of this serial, or whose nodes or reason contain the filter; `step:N`."""
+    entries, text, state = view.ledger(), query.filter, query.state
     if state:
         entries = [e for e in entries if e.state == state or (state == "filtered" and e.filtered)]
     if text.startswith("step:"):
@@ -35,45 +56,33 @@ def tasks(view: RunView, text: str, state: str, offset: int, limit: int) -> dict
         entries = [e for e in entries if str(e.serial) == text]
     elif text:
         entries = [e for e in entries if text in e.reason or any(text in node for node in e.nodes)]
-    newest: Sequence[Any] = entries[::-1][offset : offset + limit]
-    return {"total": len(entries), "rows": msgspec.to_builtins(newest)}
+    return {"total": len(entries), "rows": entries[::-1][query.page]}
 
 
-def transcripts(view: RunView, step: int | None, task: int | None, limit: int) -> dict[str, Any]:
+def transcripts(view: RunView, query: Query) -> dict[str, Any]:
     """One line for each transcript, the newest first."""
-    names = ("serial", "sample", "step", "node_id", "time_s", "why", "reward", "advantage", "stop_reason", "error")
-    found = _transcripts(view, step, task, limit)
-    rows = [{name: getattr(t, name) for name in names} | {"sampled_tokens": t.sampled_tokens} for t in found]
+    found = read(view.run, query.step, query.task, limit=min(query.limit, ROWS))
+    rows = [msgspec.to_builtins(msgspec.structs.replace(transcript, turns=[])) for transcript in found]
     return {"total": len(rows), "rows": rows}
 
 
-def transcript(view: RunView, task: int, sample: int, step: int | None) -> dict[str, Any]:
+def transcript(view: RunView, query: Query) -> dict[str, Any]:
     """The newest transcript of an episode, cut to a size that a browser shows; `cut` says how much is left out."""
-    found = next((t for t in _transcripts(view, step, task, ROWS) if t.sample == sample), None)
-    if found is None:
-        raise SlipstreamError(f"no transcript of task {task}, sample {sample} is kept")
-    return bounded(found)
+    for found in read(view.run, query.step, query.task, limit=ROWS):
+        if found.sample == query.sample:
+            return bounded(found)
+    raise SlipstreamError(f"no transcript of task {query.task}, sample {query.sample} is kept")
 
 
 def bounded(found: Transcript) -> dict[str, Any]:
-    """A transcript with its first TOKENS tokens and CHARACTERS characters."""
-    tokens, characters, cut, turns = TOKENS, CHARACTERS, 0, list[dict[str, Any]]()
+    """A transcript with its first TOKENS tokens."""
+    room, cut, turns = TOKENS, found.cut_tokens, list[dict[str, Any]]()
     for turn in found.turns:
-        kept, length = 0, 0
-        for piece in islice(turn.pieces, tokens):
-            if (length := length + len(piece)) > characters:
-                break
-            kept += 1
-        shown = msgspec.to_builtins(turn) | {name: getattr(turn, name)[:kept] for name in PER_TOKEN}
-        shown["text"] = turn.text[:characters] if not turn.pieces else ""
-        cut += max(len(turn.tokens), len(turn.pieces)) - kept
-        tokens, characters = tokens - kept, max(0, characters - max(length, len(shown["text"])))
-        turns.append(shown)
-    return msgspec.to_builtins(found) | {"turns": turns, "cut": cut + found.cut_tokens}
+        kept = {name: getattr(turn, name)[:room] for name in PER_TOKEN}
+        turns.append(msgspec.to_builtins(turn) | kept | {"text": "" if turn.pieces else turn.text})
+        cut += max(0, len(turn.tokens) - room)
+        room = max(0, room - len(turn.tokens))
+    return msgspec.to_builtins(found) | {"turns": turns, "cut": cut}
 
 
-def _transcripts(view: RunView, step: int | None, task: int | None, limit: int) -> list[Transcript]:
-    folder = view.run.transcripts
-    if not all(inside(view.run, path) for path in (folder, *folder.glob("*.jsonl"))):
-        raise SlipstreamError("transcripts lead out of the run's folder and are not read")
-    return list(read(view.run, step, task, limit=limit))
+TABLES = {table.__name__: table for table in (nodes, lanes, tasks, transcripts, transcript)}

@@ -98,6 +98,7 @@ class Lead(RolloutSource):
             self._transcripts.start()  # now, because the imports of the model's libraries are over
         attached = self.broker.attach(self.reporter.snapshot())
         check_not_behind(version, attached.committed_step)
+        self.broker.evaluate(None, [], [])  # an earlier learner may have left a round
         self._watch.begin(version)
         if not self.tasks.attach(attached):
             self.files.events.add("tasks_renumbered", step=version)

@@ -58,6 +58,7 @@ class RunFiles:
         self.evaluation = run_dir.evaluation
         # Names come from the config: the places of downloaded files say less.
         self.datasets = dataset_names(config.evaluation.datasets) if isinstance(config, Config) else []
+        self.evaluated = set[tuple[int, str]]()  # versions and datasets with a metrics line
         self.incarnation = 0  # which start of the learner this is
         self._metrics: MetricsWriter | None = None
         self._closed = False
@@ -103,28 +104,19 @@ class RunFiles:
     def open_metrics(self, version: int) -> None:
         """Open the metrics file without the lines of steps from `version` on, because these steps come again.
 
-        Later versions come again, too: their evaluations are removed. A round of an earlier version that did not end
-        is abandoned, because its weights are gone.
+        Later versions come again, too: their evaluations are removed.
         """
         self._metrics = MetricsWriter(self._run_dir.metrics, keep_before_step=version)
-        ended = {line.policy_version for line in self.evaluated()}
-        for path in sorted(self.evaluation.glob("*.jsonl")):
-            of, file = path.name.split("-")[0], path.name
-            if not of.isdecimal():
-                continue
-            if int(of) > version:
+        lines = lines_of(self._run_dir.metrics.read_bytes(), EvaluationMetrics)
+        self.evaluated = {(line.policy_version, line.dataset) for line in lines}
+        for path in self.evaluation.glob("*.jsonl"):
+            found = path.name.split("-")[0]
+            if found.isdecimal() and int(found) > version:
                 path.unlink()
-            elif int(of) < version and int(of) not in ended:
-                self.events.add("evaluation_abandoned", version=int(of), finished=len(read_jsonl(path)), file=file)
-                path.rename(path.with_suffix(".partial"))
         if self.checkpoints.best is not None:
             for line in read_jsonl(self._run_dir.metrics):
                 self.checkpoints.best.note(line)
             self._prune()  # the last learner may have been killed between a line and the choice
-
-    def evaluated(self) -> list[EvaluationMetrics]:
-        """The evaluations that have ended."""
-        return list(lines_of(self._run_dir.metrics.read_bytes(), EvaluationMetrics))
 
     def record(self, line: msgspec.Struct) -> None:
         """Append a line: StepMetrics, SftMetrics, or one with a `kind`, which may decide which checkpoint is best."""

@@ -13,7 +13,6 @@ import time
 from functools import partial
 
 from common.config.schema import WeightsConfig
-from common.span_buffer import SPANS
 from common.weights import messages
 from common.weights.collectives import Group, GroupFactory, Meeting
 from common.weights.pieces import piece_bytes
@@ -26,8 +25,7 @@ from learner.publish.control_socket import Endpoint
 from learner.publish.figures import Figures
 from learner.publish.other_sources import OtherSources
 from learner.publish.receiver_state import Action, Event, Receiver, State, split, step
-from learner.publish.snapshot import Snapshot
-from learner.publish.targets import Targets
+from learner.publish.snapshot import Snapshot, Targets
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +43,7 @@ class PublishControl:
         group_factory: GroupFactory = open_group,
     ) -> None:
         """Bind the endpoint on `weights.address`; raises zmq.ZMQError, or UsageError (`credentials`)."""
-        self.figures = Figures()
+        self.figures = Figures(incarnation)
         self._incarnation, self._group_factory = incarnation, group_factory
         self._timeout_s, self._transport = weights.timeout_s, weights.transport
         self._endpoint = Endpoint(weights.address, credentials)
@@ -57,32 +55,19 @@ class PublishControl:
         self.sources = OtherSources(incarnation, self._endpoint.send)
         self._receivers: dict[bytes, Receiver] = {}
         self._attempts: list[Attempt] = []
-        self._targets = Targets()
+        self.targets = Targets()  # only calls that are given to `post` change it
+        self.post = self._endpoint.post
         self._pinged = 0.0
-        self._staged_at: dict[bytes, float] = {}  # when receivers that flip have staged, perf_counter seconds
-        self._newest = self._traced = (-1, 0.0)  # newest target and newest one with a span: version, when it started
         self._stop_by: float | None = None  # perf_counter seconds
 
     def offer(self, snapshot: Snapshot) -> None:
         """Send a sealed version, once all sources have it."""
-        self._endpoint.post(partial(self.sources.add, snapshot))
-
-    def hold(self, reason: str, version: int) -> None:
-        """Keep versions newer than `version` from the nodes until `release(reason)`."""
-        self._endpoint.post(partial(self._targets.hold, reason, version))
-
-    def release(self, reason: str) -> None:
-        """Send newer versions again, unless another reason remains."""
-        self._endpoint.post(partial(self._targets.release, reason))
-
-    def evaluate(self, versions: tuple[int, ...]) -> None:
-        """Keep these versions, and bring the first one to the nodes of the pool."""
-        self._endpoint.post(partial(self._targets.evaluate, versions))
+        self.post(partial(self.sources.add, snapshot))
 
     def stop(self) -> None:
         """Let `run` return when no attempt is under way."""
         self._stop_by = time.perf_counter() + self._timeout_s
-        self._endpoint.post(lambda: None)
+        self.post(lambda: None)
 
     def run(self) -> None:
         """Serve until `stop`; an attempt that is under way then is cut after weights.timeout_s."""
@@ -91,14 +76,13 @@ class PublishControl:
                 self._endpoint.wait(50 if self._attempts else 250)
                 for identity, message in self._endpoint.received():
                     self._handle(identity, message)
-                for snapshot in self.sources.whole(self._targets.wanted):
+                for snapshot in self.sources.whole(self.targets.wanted):
                     self.figures.offered(snapshot)
-                    self._targets.add([snapshot] if snapshot.whole else [])
+                    self.targets.add([snapshot] if snapshot.whole else [])
                 self._tick(time.perf_counter())
                 self._settle()
                 self._start_attempts()
-                self.figures.describe(self._receivers.values(), self._targets)
-                self._trace_publish()
+                self.figures.describe(self._receivers.values(), self.targets)
         except Exception:
             logger.exception("the weight plane stopped")
             self.figures.change(fatal="the publisher's control thread failed; see the log", crashed=True)
@@ -124,7 +108,7 @@ class PublishControl:
         if isinstance(message, messages.Join):
             self._join(identity, message)
         elif isinstance(message, messages.SourceMessage):
-            self.sources.hear(identity, message, self._targets.find(message.version))
+            self.sources.hear(identity, message, self.targets.snapshots.get(message.version))
         elif identity in self._receivers:
             self._feed(identity, message)
             if isinstance(message, messages.Stalled):
@@ -143,10 +127,9 @@ class PublishControl:
         logger.info("node %s (pid %d) joined the weight plane", message.node_id, message.pid)
         # The Welcome clears the node's staging buffer, so what the node runs is no base of a delta.
         version = message.version if message.incarnation == self._incarnation else -1
-        self._receivers[identity] = Receiver(
-            *(identity, message.node_id, time.perf_counter(), message.transports),
-            **{"version": version, "machine": message.machine, "pool": message.pool},
-        )
+        about = {"version": version, "machine": message.machine, "pool": message.pool}
+        known = identity, message.node_id, time.perf_counter(), message.transports
+        self._receivers[identity] = Receiver(*known, **about)
 
     def _meet(self, new: messages.Meet, sender: bytes = b"") -> None:
         """Pass entries of a group's store on to its members; `sender`: the one that they come from, b'' the learner."""
@@ -155,7 +138,7 @@ class PublishControl:
                 self._endpoint.send(member, new)
 
     def _tick(self, now: float) -> None:
-        current = self._targets.current
+        current = self.targets.current
         for identity, receiver in list(self._receivers.items()):
             if current is not None and receiver.welcomed is None:
                 welcome = messages.Welcome(self._incarnation, current.layout, self._reach, self.password)
@@ -176,7 +159,6 @@ class PublishControl:
         after, actions = step(before, event, time.perf_counter())
         if after.state is State.GONE:
             del self._receivers[identity]
-            self._staged_at.pop(identity, None)
             self._chains.leave(identity)
         else:
             self._receivers[identity] = after
@@ -201,12 +183,9 @@ class PublishControl:
                     attempt.last_staged = time.perf_counter()
                     self._chains.staged(receiver.identity, attempt.last_staged, attempt.last_staged - attempt.started)
                     attempt.snapshot.bytes_staged += attempt.payload.size
-                    self._trace_stage("receive", receiver, attempt, attempt.started)
-                    self._staged_at[receiver.identity] = attempt.last_staged
                 case receiver_state.NoteActive():
-                    self._note_active(attempt, action)
-                    staged_at = self._staged_at.pop(receiver.identity, attempt.started)
-                    self._trace_stage("activate", receiver, attempt, staged_at)
+                    whole = not attempt.newcomers and not self._members(attempt)
+                    self.figures.activated(attempt, whole, action.difference)
 
     def _drop(self, receiver: Receiver, drop: receiver_state.Drop) -> None:
         logger.info("node %s leaves the weight plane: %s", receiver.node_id, drop.why)
@@ -226,33 +205,6 @@ class PublishControl:
             attempt.failed = True
             for identity in self._members(attempt):
                 self._feed(identity, receiver_state.AttemptFailed())
-
-    def _note_active(self, attempt: Attempt, active: receiver_state.NoteActive) -> None:
-        if active.difference is not None:
-            self.figures.change(canary_max_difference=active.difference)
-        if not attempt.newcomers and not self._members(attempt):
-            self.figures.change(
-                publish_s=attempt.last_staged - attempt.snapshot.started,
-                broadcast_s=attempt.last_staged - attempt.started,
-                seconds_to_active=time.perf_counter() - attempt.snapshot.started,
-                publish_bytes=attempt.snapshot.bytes_staged,
-            )
-
-    def _trace_publish(self) -> None:
-        """A publish lasts until the version has reached all nodes, or until a newer one takes its place."""
-        before, current = self._newest, self._targets.current
-        if current is not None:
-            self._newest = current.version, current.started
-        for target in (before, self._newest):
-            through = target != self._newest or not self.figures.now.undelivered
-            if target > self._traced and through:
-                self._traced, told = target, {"version": target[0], "incarnation": self._incarnation}
-                SPANS.add(f"publish version {target[0]}", "publish", target[1], track="publish", **told)
-
-    def _trace_stage(self, name: str, receiver: Receiver, attempt: Attempt, began: float) -> None:
-        told = {"node": receiver.node_id, "version": attempt.version, "relayed": int(attempt.relayed)}
-        track = f"weights to nodes/{receiver.node_id}"
-        SPANS.add(f"{name} {receiver.node_id}", "stage", began, track=track, **told)
 
     # ---- attempts
 
@@ -278,17 +230,17 @@ class PublishControl:
                 self._groups.give_back(attempt)
 
     def _start_attempts(self) -> None:
-        current = self._targets.current
+        current = self.targets.current
         if current is None or (self._stop_by is not None and not self._attempts):
             return
         everyone = list(self._receivers.values())
-        self.sources.keep(self._targets.versions | self._chains.tidy(current))
+        self.sources.keep(self.targets.snapshots.keys() | self._chains.tidy(current))
         fleet = [r for r in everyone if not r.pool]
         ready = [r for r in fleet if r.awaits(current.version)]
         published = self.figures.now.published
         together, relayed, probation = split(ready, fleet, self._transport, published, current.version)
         self._start_fetches(current, relayed)
-        if (evaluated := self._targets.evaluated) is not None:
+        if (evaluated := self.targets.evaluated) is not None:
             self._start_fetches(evaluated, [r for r in everyone if r.pool and r.awaits(evaluated.version)])
         if together and all(a.relayed for a in self._attempts):
             self._start_broadcast(current, together, probation)
@@ -302,7 +254,7 @@ class PublishControl:
         self._attempts.append(attempt)
         for rank, identity in enumerate(identities, start=1):
             self._feed(identity, receiver_state.Begin(attempt, rank if group is None else 0))
-        post = self._endpoint.post
+        post = self.post
         if group is None:
             attempt.broadcast.meeting = Meeting(
                 self._timeout_s, lambda key, value: post(lambda: self._meet(messages.Meet(epoch.epoch, {key: value})))
@@ -320,7 +272,7 @@ class PublishControl:
         if not payload.parts:  # it is tried again when they are sealed
             piece = piece_bytes(payload.size, len(self._receivers), self._chains.rate)
             self.sources.seal(snapshot.version, payload, piece)
-            payload.seal(piece, self._chains.origin(), bool(self.password), self._endpoint.post)
+            payload.seal(piece, self._chains.origin(), bool(self.password), self.post)
             return
         epoch = self._groups.relay_epoch()
         sources = self._chains.begin(snapshot, payload, receiver, epoch.epoch, self._receivers.values())

@@ -1,13 +1,15 @@
 """The figures that the weight plane gives to the rest of the learner."""
 
 import threading
+import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from common.span_buffer import SPANS
+from learner.publish.attempt import Attempt
 from learner.publish.receiver_state import Receiver, State
-from learner.publish.snapshot import Snapshot
-from learner.publish.targets import Targets
+from learner.publish.snapshot import Snapshot, Targets
 
 STAGES = {"joining": "queued", "idle": "queued", "flipping": "flipping"}  # by state; excluded nodes get nothing
 
@@ -46,10 +48,11 @@ class PublishStats:
 class Figures:
     """The PublishStats so far, `now`. The control thread changes them, any thread reads them."""
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
+    def __init__(self, incarnation: int = 0) -> None:
+        self._incarnation, self._changed = incarnation, threading.Condition()
         self.now = PublishStats()
         self._canary_version = -1  # newest version with a canary
+        self._newest = self._traced = (-1, 0.0)  # newest target and newest one with a span: version, when it started
 
     def change(self, **changes: Any) -> None:
         with self._changed:
@@ -80,6 +83,30 @@ class Figures:
             undelivered=undelivered(receivers, targets),
             held=targets.reasons,
         )
+        self._trace(targets.current)
+
+    def activated(self, attempt: Attempt, whole: bool, difference: float | None) -> None:
+        """A node runs the attempt's version; `whole`: every settled node does. `difference`: what its canary found."""
+        if difference is not None:
+            self.change(canary_max_difference=difference)
+        if whole:
+            self.change(
+                publish_s=attempt.last_staged - attempt.snapshot.started,
+                broadcast_s=attempt.last_staged - attempt.started,
+                seconds_to_active=time.perf_counter() - attempt.snapshot.started,
+                publish_bytes=attempt.snapshot.bytes_staged,
+            )
+
+    def _trace(self, current: Snapshot | None) -> None:
+        """A publish lasts until the version has reached all nodes, or until a newer one takes its place."""
+        before = self._newest
+        if current is not None:
+            self._newest = current.version, current.started
+        for target in (before, self._newest):
+            through = target != self._newest or not self.now.undelivered
+            if target > self._traced and through:
+                self._traced, told = target, {"version": target[0], "incarnation": self._incarnation}
+                SPANS.add(f"publish version {target[0]}", "publish", target[1], track="publish", **told)
 
     def wait_settled(self, published: int, version: int, timeout_s: float) -> bool:
         """Wait until the `published`th offer, `version`, is active on every live node, or newer versions have to wait.

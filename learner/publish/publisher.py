@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -99,18 +100,17 @@ class WeightPublisher:
         return PublishReceipt(version, snapshot.layout.total_bytes, time.perf_counter() - started)
 
     def hold(self, reason: str) -> None:
-        """Let the nodes keep the newest version that `publish` got so far, until `release(reason)`.
+        """Let the nodes keep the newest version that `publish` got so far, until `release(reason)`; see Targets.
 
-        Call it from the thread that publishes. Newcomers get that version, too. A later version waits, and a newer one
-        replaces it. Several reasons may overlap.
+        Call it from the thread that publishes. Several reasons may overlap.
         """
         assert self._control is not None, "hold before start"
-        self._control.hold(reason, self._version)
+        self._control.post(partial(self._control.targets.hold, reason, self._version))
 
     def release(self, reason: str) -> None:
         """Send the newest version, unless another reason remains."""
         assert self._control is not None, "release before start"
-        self._control.release(reason)
+        self._control.post(partial(self._control.targets.release, reason))
 
     def evaluate(self, *versions: int) -> None:
         """Keep a copy of each of these versions, and give the first one to the nodes of the pool.
@@ -118,7 +118,7 @@ class WeightPublisher:
         A version is the one that `publish` got last, or is in the list of the call before.
         """
         assert self._control is not None, "evaluate before start"
-        self._control.evaluate(versions)
+        self._control.post(partial(self._control.targets.evaluate, versions))
 
     def stats(self) -> PublishStats:
         """Figures so far; cheap, callable from any thread."""

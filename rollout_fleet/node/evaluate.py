@@ -1,6 +1,7 @@
 """Accuracy on held-out problems, through the same engine, driver and environment as training."""
 
 import asyncio
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def run_eval(config: Config, model_path: Path) -> EvalResult:
     rows = [[msgspec.json.decode(row) for _, row in dataset_rows(Path(path), key)] for path in datasets]
     problems = dict(zip(dataset_names(datasets), rows, strict=True))
     if not (model_path / "config.json").is_file():
-        raise UsageError(f"{model_path} is not a model folder: it has no config.json")
+        raise UsageError(f"{model_path} is not a model folder; has the run finished? --model DIR names another")
     model = msgspec.structs.replace(config.model, path=str(model_path))
     return asyncio.run(_with_engine(msgspec.structs.replace(config, model=model), problems))
 
@@ -51,17 +52,16 @@ async def _with_engine(config: Config, problems: dict[str, list[dict[str, Any]]]
     try:
         build_driver(config, engine, host)  # a config error shows before the engine starts
         await engine.start()
-        every = [problem for rows in problems.values() for problem in rows]
-        greedy = await evaluate(engine, config, every, True, host)
-        sampled = await evaluate(engine, config, every, False, host)
+        found = {
+            name: [await evaluate(engine, config, rows, greedy, host) for greedy in (True, False)]
+            for name, rows in problems.items()
+        }
     finally:
         await engine.shutdown()
         host.close()
-    parts: dict[str, EvalResult] = {}
-    for name, rows in problems.items():
-        start = sum(part.problems for part in parts.values())
-        parts[name] = _result(greedy[start : start + len(rows)], sampled[start : start + len(rows)])
-    return msgspec.structs.replace(_result(greedy, sampled), datasets=parts if len(parts) > 1 else {})
+    parts = {name: _result(*samples) for name, samples in found.items()} if len(found) > 1 else {}
+    whole = _result(*(list(chain.from_iterable(samples)) for samples in zip(*found.values(), strict=True)))
+    return msgspec.structs.replace(whole, datasets=parts)
 
 
 def _result(greedy: list[Sample], sampled: list[Sample]) -> EvalResult:

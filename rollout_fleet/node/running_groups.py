@@ -45,7 +45,6 @@ class _Running:
     progress: GroupProgress
     task: "asyncio.Task[None]"
     handing_in: bool = False
-    accepted: bool = False  # the broker has its group
 
 
 class RunningGroups:
@@ -122,16 +121,15 @@ class RunningGroups:
 
     async def _work(self, lease: Lease, progress: GroupProgress) -> None:
         """One lease from start to hand-in; wasted tokens are counted (docs/waste.md)."""
+        accepted = False
         try:
-            current = lease.evaluation is None or self._runs(lease.evaluation)
-            done = await self._parts.runner.run(progress) if current else None
+            done = await self._parts.runner.run(progress) if self._fits(lease.evaluation) else None
             self._running[lease.token].handing_in = True
-            if lease.evaluation is None and done is not None:
-                self._running[lease.token].accepted = await self._hand_in(lease, done)
-            elif done is not None and self._runs(lease.evaluation):
-                await self._hand_in_evaluation(lease.token, result_of(done, self._parts.status.node_id))
-            else:
+            if done is None or not self._fits(lease.evaluation):
                 await self._return(lease)
+            else:
+                hand_in = self._hand_in if lease.evaluation is None else self._hand_in_evaluation
+                accepted = await hand_in(lease, done)
         except (asyncio.CancelledError, SlipstreamError) as error:
             if lease.evaluation is None:
                 self._parts.status.cancelled(progress.sampled_tokens, 0.0 if progress.lost else progress.seconds())
@@ -139,9 +137,8 @@ class RunningGroups:
                 raise
             self._on_failure(error)
         finally:
-            running = self._running.pop(lease.token, None)
-            accepted = int(running is not None and running.accepted)
-            facts = {**progress.facts, "attempt": lease.attempt, "accepted": accepted}
+            self._running.pop(lease.token, None)
+            facts = {**progress.facts, "attempt": lease.attempt, "accepted": int(accepted)}
             SPANS.add(f"group {lease.task.serial}", "lease", progress.leased_at, track=f"groups/{lease.token}", **facts)
             self._evaluated_tokens += progress.sampled_tokens if lease.evaluation else 0
             self._on_end()
@@ -164,10 +161,10 @@ class RunningGroups:
             parts.beat_now()
         return accepted
 
-    def _runs(self, order: EvaluationOrder | None) -> bool:
-        """Whether the engine's weights are the ones that a round is about."""
+    def _fits(self, order: EvaluationOrder | None) -> bool:
+        """Whether the engine's weights are the ones that a round is about; always without a round."""
         weights = self._parts.feed.state
-        return order is not None and (weights.version, weights.incarnation) == (order.version, order.incarnation)
+        return order is None or (weights.version, weights.incarnation) == (order.version, order.incarnation)
 
     async def _return(self, lease: Lease) -> None:
         """Hand a problem back: the engine's weights are others than the round's."""
@@ -175,10 +172,13 @@ class RunningGroups:
         await self._parts.timeout.repeat(lambda: broker.release(node_id, [lease.token]))
         await asyncio.sleep(RETRY_S)  # the broker may not know the version yet, and would lease it again
 
-    async def _hand_in_evaluation(self, token: str, result: EvaluationResult) -> None:
-        broker = self._parts.broker
-        if not await self._parts.timeout.repeat(lambda: broker.complete_evaluation(result.node_id, token, result)):
+    async def _hand_in_evaluation(self, lease: Lease, done: RolledOut) -> bool:
+        """Whether the broker accepted the samples of a held-out problem."""
+        broker, result = self._parts.broker, result_of(done, self._parts.status.node_id)
+        send = lambda: broker.complete_evaluation(result.node_id, lease.token, result)  # noqa: E731
+        if not (accepted := await self._parts.timeout.repeat(send)):
             logger.warning("the samples of held-out problem %d came too late and were refused", result.problem)
+        return accepted
 
     async def _give_up(self, lease: Lease, done: RolledOut, reason: str) -> bool:
         """Tell the broker that a group failed, and its cost; it counts as an attempt."""

@@ -4,11 +4,7 @@ The server is the real command in a process of its own. Every test ends without 
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,28 +14,10 @@ from broker.contract import LedgerEntry
 from common.process.run_dir import RunDir, write_json
 from common.segments import SegmentWriter
 from common.transcripts import Transcript, Turn
-from tests.chromium import Page, browser
+from tests.chromium import Page, browser, serving
 from tests.launch_rig import node_status, status_of
-from tests.waiting import LIMIT_S
 
 EVIL = "<script>document.title='broken in'</script><img src=x onerror=\"document.title='broken in'\">"
-
-
-@contextmanager
-def serving(folder: Path, *words: str) -> Iterator[str]:
-    """`slipstream web` on a free port; its address."""
-    command = [sys.executable, "-m", "launch.cli", "web", *words, "--port", "0"]
-    with (folder / "web.log").open("wb") as log:
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        try:
-            assert server.stdout is not None
-            line = server.stdout.readline()
-            assert "the page is at" in line, (folder / "web.log").read_text()
-            yield line.split()[-1].partition("?")[0]
-        finally:
-            server.terminate()
-            server.communicate(timeout=LIMIT_S)
-        assert server.returncode == 0, "SIGTERM ends it, also while a browser listens"
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +29,7 @@ def fixture(tmp_path_factory: pytest.TempPathFactory) -> Fixture:
 
 @pytest.fixture(scope="module")
 def address(fixture: Fixture, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving(tmp_path_factory.mktemp("server"), str(fixture.run.path)) as address:
+    with serving(tmp_path_factory.mktemp("server"), str(fixture.run.path)) as (address, _):
         yield address
 
 
@@ -177,7 +155,7 @@ def test_text_of_a_run_is_never_html(page, tmp_path):
     names = {"stop_reason": EVIL, "error": EVIL, "metrics": {EVIL: 1.0}, "node_id": EVIL}
     told = Transcript(serial=7, sample=0, time_s=1.0, why=["failed"], turns=[turn, plain], **names)
     SegmentWriter(run.transcripts, "steps", 1 << 20).write(msgspec.json.encode(told) + b"\n")
-    with serving(tmp_path, str(run.path)) as address:
+    with serving(tmp_path, str(run.path)) as (address, _):
         for tab in ("overview", "nodes/0", "tasks/0", "transcripts/0", "transcript/0/7"):
             page.open("about:blank")
             page.open(f"{address}#{tab}")
@@ -191,7 +169,7 @@ def test_text_of_a_run_is_never_html(page, tmp_path):
 def test_several_runs_are_drawn_side_by_side(page, fixture, tmp_path):
     other = Fixture(tmp_path / "other", 30, nodes=2, seed=1)
     other.write(0, 4)
-    with serving(tmp_path, str(fixture.run.path), str(other.run.path)) as address:
+    with serving(tmp_path, str(fixture.run.path), str(other.run.path)) as (address, _):
         page.open(address)
         page.until("document.querySelector('.chart').querySelectorAll('path.line').length === 2")
         page.until("document.querySelectorAll('.facts .run').length === 2")
@@ -218,7 +196,7 @@ def test_with_a_token_the_page_works_after_one_login_and_shows_nothing_before(pa
     token = tmp_path / "token"
     token.write_text("a-token-of-the-test")
     token.chmod(0o600)
-    with serving(tmp_path, str(fixture.run.path), "--token-file", str(token)) as address:
+    with serving(tmp_path, str(fixture.run.path), "--token-file", str(token)) as (address, _):
         page.open(address)
         page.has("this page needs the token")
         assert "reward" not in page.text()

@@ -69,8 +69,7 @@ function figures(state) {
   return card("Now", list([["steps", done], ...Object.entries(state.figures ?? {}).map(([name, text]) => [name, text.replaceAll("  ", " · ")])]));
 }
 
-function staleness({ ages, bound }) {
-  const counts = ages?.recent?.length ? ages.recent : ages?.all ?? [];
+function staleness({ ages: counts = [], bound }) {
   const total = counts.reduce((sum, count) => sum + count, 0);
   const most = Math.max(...counts, 1);
   const rows = total ? AGES.map((age, i) => {
@@ -106,7 +105,7 @@ function broker({ broker: b, live, note }) {
   ]));
 }
 
-function waste({ waste: reasons = {}, wasted, failed = {} }) {
+function waste({ waste: reasons = {}, wasted, samples_failed: failed = {} }) {
   const found = Object.entries(reasons).filter(([, w]) => w.tokens || w.seconds);
   const size = found.some(([, w]) => w.tokens) ? (w) => w.tokens : (w) => w.seconds;
   const most = Math.max(...found.map(([, w]) => size(w)));

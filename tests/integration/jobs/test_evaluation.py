@@ -107,5 +107,5 @@ def test_a_shared_fleet_evaluates_between_its_tasks_and_the_line_says_its_cost(a
     assert_evaluated_once(run_dir, [0, every, steps], samples=1)
     assert_trained_exactly_once(run_dir, steps)
     for line in lines(run_dir):
-        assert line["held_s"] > 0 and line["node_seconds"] > 0 and line["tokens"] > 0
+        assert line["held_s"] > 0 and line["seconds"] > 0 and line["tokens"] > 0
         assert set(line["pass_at"]) == {"1"}

@@ -127,6 +127,6 @@ def assert_traced(run_dir: Path, steps: int) -> None:
     drawn = {(b["pid"], b["args"]["version"]) for a, b in trace.arrows if a["cat"] == "publish"}
     assert drawn >= {(pid, version) for pid, version in flips if version < versions[-1]}
     names = {pid: name.split()[0] for pid, name in trace.processes.items()}
-    assert {names[pid] for pid, _ in flips} == {e["args"]["node"] for e in trace.slices("stage", "learner")} == IDS
+    assert {names[pid] for pid, _ in flips} == {names[e["pid"]] for e in trace.slices("stage")} == IDS
     assert trace.slices("state", "learner") and trace.slices("state", "narrow") and trace.slices("state", "wide")
     assert 0 < trace.document["otherData"]["clock_error_s"] < LIMIT_S

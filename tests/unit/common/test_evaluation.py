@@ -7,7 +7,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from common.evaluation import EvaluationResult, dataset_names, mean_interval, node_seconds, pass_at, pass_ks
+from common.evaluation import dataset_names, mean_interval, pass_at, pass_ks
 
 
 @pytest.mark.parametrize("samples", [1, 4, 7])
@@ -60,12 +60,3 @@ def test_names_of_datasets_are_short_fit_for_files_and_differ() -> None:
     found = dataset_names(["runs/assets/addition/held_out.jsonl", "hf://datasets/openai/gsm8k/main/test-*.parquet"])
     assert found == ["addition-held_out", "main-test"]
     assert dataset_names(["a/x/test.jsonl", "b/x/test.parquet", "test.jsonl"]) == ["x-test", "x-test-2", "test"]
-
-
-def test_node_seconds_count_problems_that_overlap_on_a_node_once() -> None:
-    def made(node: str, started: float, seconds: float) -> EvaluationResult:
-        return EvaluationResult(0, [], [], [], [], node, 1, 1, started, seconds)
-
-    found = [made("a", 10, 4), made("a", 12, 5), made("b", 11, 1), made("a", 30, 1), made("a", 12, 1)]
-    assert node_seconds(found) == pytest.approx(7 + 1 + 1)
-    assert node_seconds([]) == 0

@@ -62,7 +62,7 @@ def test_evaluations_are_lines_of_their_own_kind_and_those_of_the_checkpoints_ve
             step=version, policy_version=version, time_s=1.0, dataset="d", problems=1, samples=1, temperature=0.0,
             failed=0, mean_reward=0.3, mean_reward_low=None, mean_reward_high=None, pass_at={"1": 0.0},
             pass_at_low={"1": 0.0}, pass_at_high={"1": 0.5}, truncated_fraction=0.0, length_mean=3.0, tokens=3,
-            seconds=1.0, node_seconds=1.0,
+            seconds=1.0,
         )  # fmt: skip
 
     path = tmp_path / "metrics.jsonl"

@@ -61,6 +61,57 @@ def test_a_job_whose_broker_or_learner_was_told_to_stop_ends_well(config, run, m
     assert {role.exit_code for name, role in job.supervisor.roles.items() if name != first} == {-15}
 
 
+LOOK = """
+import sys, time, urllib.request
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+while True:
+    try:
+        open(sys.argv[1], "wb").write(opener.open(sys.argv[2], timeout=60).read())
+        break
+    except OSError:
+        time.sleep(0.05)
+"""
+
+
+def test_up_serves_the_page_until_the_job_is_done(config, run, monkeypatch, capsys, tmp_path) -> None:
+    """The page is the real one; the learner is done when it has got the page's first answer."""
+    write_broker(run)
+    write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": 10})
+    job = Job(config, run, {}, web=True)
+    address = f"http://127.0.0.1:{job._specs[-1].argv[-1]}/"
+    others = {
+        "broker": ["sleep", "600"],
+        "learner": ["timeout", "120", sys.executable, "-c", LOOK, str(tmp_path / "page"), address],
+    }
+    job._specs = [
+        s if s.name == "web" else dataclasses.replace(s, argv=others.get(s.name, ["true"]), max_restarts=0)
+        for s in job._specs
+    ]
+    monkeypatch.setattr(DrainFlag, "install", lambda on_second: DrainFlag())
+    assert job.run(plain=True) == 0
+    said = capsys.readouterr().out
+    assert f"the page is at {address}" in said and "done: 10 of 10 steps" in said
+    assert "<caption>" in (tmp_path / "page").read_text()
+    assert job.supervisor.roles["web"].exit_code == 0, "it ended when it was told to"
+
+
+def test_a_page_that_fails_for_good_harms_no_job(config, run, monkeypatch, capsys) -> None:
+    write_broker(run)
+    write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": 10})
+    job = Job(config, run, {}, web=True)
+    gone = f"until grep -qs role_gave_up {run.events}; do sleep 0.05; done"
+    others = {
+        "broker": ["sleep", "600"],
+        "learner": ["timeout", "120", "sh", "-c", gone],
+        "web": ["sh", "-c", "exit 2"],
+    }
+    job._specs = [dataclasses.replace(s, argv=others.get(s.name, ["true"]), max_restarts=0) for s in job._specs]
+    monkeypatch.setattr(DrainFlag, "install", lambda on_second: DrainFlag())
+    assert job.run(plain=True) == 0
+    said = capsys.readouterr().out
+    assert "web: exit code 2; the job continues without it" in said and "done: 10 of 10 steps" in said
+
+
 @pytest.mark.parametrize(("durability", "restarts"), [("fsync", 3), ("everysec", 3), ("memory", 0)])
 def test_a_broker_that_died_is_started_again_unless_it_would_have_forgotten_everything(
     config, run, durability, restarts

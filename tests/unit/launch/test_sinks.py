@@ -262,7 +262,7 @@ def test_sinks_that_die_or_hang_neither_fail_nor_hold_up_the_job(config, monkeyp
     run = prepared(config)
     write_broker(run)
     write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": 10})
-    monkeypatch.setattr("launch.up.up.SINKS_LEAVE_S", 0.0 if sinks else 60.0)
+    monkeypatch.setattr("launch.up.up.BESIDE_LEAVE_S", 0.0 if sinks else 60.0)
     monkeypatch.setattr("launch.up.up.TOLD_S", 0.1)
     job = Job(config, run, {})
     learner = [

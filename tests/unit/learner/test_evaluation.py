@@ -78,16 +78,13 @@ def lines(world: World) -> list[EvaluationMetrics]:
     return read_metrics(world.run_dir.metrics, EvaluationMetrics)
 
 
-def of_version(world: World, version: int) -> dict[str, list[int]]:
-    """Problems in the files of a version, by dataset."""
+def of_version(world: World, version: int) -> list[int]:
+    """Problems in the file of a version."""
     files = sorted(world.run_dir.evaluation.glob(f"{version:06d}-*.jsonl"))
-    return {
-        path.stem.split("-")[-1]: sorted(line.problem for line in lines_of(path.read_bytes(), EvaluationResult))
-        for path in files
-    }
+    return sorted(line.problem for path in files for line in lines_of(path.read_bytes(), EvaluationResult))
 
 
-WHOLE = {name: list(range(count)) for name, count in COUNTS.items()}
+WHOLE = list(range(sum(COUNTS.values())))
 
 
 def test_every_second_version_and_the_last_one_are_evaluated_once(make_world: MakeWorld, told: dict[str, Any]) -> None:
@@ -102,7 +99,7 @@ def test_every_second_version_and_the_last_one_are_evaluated_once(make_world: Ma
     [easy, hard, *_] = lines(world)
     assert (easy.problems, easy.samples, easy.mean_reward, easy.failed, easy.tokens) == (3, 2, 0.5, 0, 24)
     assert easy.pass_at == {"1": 0.5, "2": 1.0}
-    assert (easy.seconds, easy.node_seconds, easy.held_s) == (4.0, 4.0, 0.0)
+    assert (easy.seconds, easy.held_s) == (4.0, 0.0)
     assert (hard.problems, hard.step, hard.temperature) == (2, 0, world.config.rollout.temperature)
     assert [line.step for line in world.lines()] == [0, 1, 2, 3], "steps are lines of their own"
     assert world.lines()[-1].nodes_live == 1, "nodes of the pool train nothing"
@@ -140,31 +137,27 @@ def test_a_killed_learner_goes_on_with_the_round_of_its_checkpoint_and_evaluates
     assert watching(again, pool_again).run() == "done"
     assert [of_version(again, version) for version in (0, 2, 4, 6)] == [WHOLE] * 4
     assert sorted(line.policy_version for line in lines(again)) == [0, 0, 2, 2, 4, 4, 6, 6]
-    done = sum(map(len, before[4].values()))
-    assert sum(version == 4 for version, _ in pool_again.played) == 5 - done, "only the missing ones are played again"
+    assert sum(version == 4 for version, _ in pool_again.played) == 5 - len(before[4]), (
+        "only the missing ones are played again"
+    )
 
 
-def test_versions_after_the_checkpoint_are_evaluated_again_and_unfinished_ones_before_it_are_abandoned(
+def test_versions_after_the_checkpoint_are_evaluated_again_and_those_before_it_stay(
     make_world: MakeWorld, told: dict[str, Any]
 ) -> None:
     world = make_world(run={"steps": 8}, evaluation=told, learner={"checkpoint": {"every": 3, "keep": 2}})
-    folder = world.run_dir.evaluation
-    folder.mkdir()
-    pool = Pool(world)
     world.backend.fail_at = 5
-    watching(world, pool).run_killed()
+    watching(world, Pool(world)).run_killed()
     assert {line.policy_version for line in lines(world)} == {0, 2, 4}
-    (folder / "000001-easy.jsonl").write_bytes((folder / f"000002-{lines(world)[0].dataset}.jsonl").read_bytes())
+    (world.run_dir.evaluation / "notes-9.jsonl").touch()
     again = world.restart()
     assert again.trainer.version == 3
     again.lead.files.open_metrics(3)
     assert {line.policy_version for line in lines(again)} == {0, 2}
-    assert of_version(again, 4) == {} and of_version(again, 2) == WHOLE
-    [event] = [e["detail"] for e in read_jsonl(again.run_dir.events) if e["kind"] == "evaluation_abandoned"]
-    assert (event["version"], event["finished"]) == (1, 3)
+    assert of_version(again, 4) == [] and of_version(again, 2) == WHOLE
+    assert (again.run_dir.evaluation / "notes-9.jsonl").exists(), "a file of the user's"
     assert watching(again, Pool(again)).run() == "done"
     assert sorted(line.policy_version for line in lines(again)) == sorted([0, 2, 4, 6, 8] * 2)
-    assert "evaluation_abandoned" not in again.restart().event_kinds()[-1:], "once"
 
 
 def test_a_broker_that_lost_its_memory_is_offered_the_rest_again(make_world: MakeWorld, told: dict[str, Any]) -> None:
@@ -185,20 +178,45 @@ def test_a_broker_that_lost_its_memory_is_offered_the_rest_again(make_world: Mak
 
 def test_samples_of_another_version_are_refused_and_played_again(make_world: MakeWorld, told: dict[str, Any]) -> None:
     world = make_world(run={"steps": 2}, evaluation=told)
-    pool, honest, lies = Pool(world), Pool.result, [1]
+    pool, honest, lies = Pool(world), Pool.result, [1, 1]
 
     def result(lease: Lease, version: int) -> EvaluationResult:
         found = honest(pool, lease, version)
-        number = lease.task.serial
-        wrong = (number == 0 and version == 2) or (number == 1 and version == 0 and lies and lies.pop())
+        wrong = (version, lease.task.serial) == (0, 1) and lies and lies.pop()
         return msgspec.structs.replace(found, version_max=version + 1) if wrong else found
 
     pool.result = result
     watching(world, pool).run()
     assert [of_version(world, version) for version in (0, 2)] == [WHOLE] * 2
-    assert pool.played.count((0, 1)) == 2
-    assert pool.played.count((2, 0)) == module.REFUSALS, "then it counts as failed"
-    assert [line.failed for line in lines(world)] == [0, 0, 2, 0]
+    assert pool.played.count((0, 1)) == 3
+    assert [line.failed for line in lines(world)] == [0] * 4
+
+
+def test_results_of_other_datasets_samples_or_temperatures_do_not_count(
+    make_world: MakeWorld, told: dict[str, Any]
+) -> None:
+    world = make_world(run={"steps": 2}, evaluation=told)
+    watching(world, Pool(world)).run()
+    path = Path(world.config.evaluation.datasets[0])
+
+    def finished(**changes: Any) -> str:
+        told = msgspec.structs.replace(world.config.evaluation, **changes)
+        config = msgspec.structs.replace(world.config, evaluation=told)
+        evaluations = Evaluations(config, world.broker, world.publisher, world.lead.files)  # type: ignore[arg-type]
+        evaluations.published(4)
+        return evaluations.turn()
+
+    [done] = world.run_dir.evaluation.glob("000002-*")
+    done.rename(done.with_name(done.name.replace("000002", "000004")))
+    world.lead.files.open_metrics(4)
+    nothing = "version 4: 0 of 5 problems"
+    assert [finished(samples=3), finished(temperature=0.5)] == [nothing] * 2
+    before = path.read_text()
+    path.write_text('{"n": 7}\n' * 3)
+    assert finished() == nothing
+    path.write_text(before)
+    assert finished() == "", "all are there"
+    assert {line.policy_version for line in lines(world)} == {0, 2, 4}
 
 
 def test_without_a_node_the_last_round_is_given_up_after_a_bounded_wait(

@@ -35,8 +35,7 @@ from learner.publish.receiver_state import (
     split,
     step,
 )
-from learner.publish.snapshot import Snapshot
-from learner.publish.targets import Targets
+from learner.publish.snapshot import Snapshot, Targets
 from tests.unit.learner.receivers import attempt_at, newcomer, settled, snapshot_of
 
 S = State

@@ -1,6 +1,6 @@
 """Which version is meant for the nodes while newer ones have to wait."""
 
-from learner.publish.targets import Targets
+from learner.publish.snapshot import Targets
 from tests.unit.learner.receivers import snapshot_of
 
 
@@ -10,9 +10,9 @@ def current(targets: Targets) -> int | None:
 
 def test_without_a_hold_the_newest_version_goes_out() -> None:
     targets = Targets()
-    assert (current(targets), targets.versions, targets.reasons) == (None, set(), ())
+    assert (current(targets), set(targets.snapshots), targets.reasons) == (None, set(), ())
     targets.add([snapshot_of(1), snapshot_of(2)])
-    assert (current(targets), targets.versions) == (2, {2})
+    assert (current(targets), set(targets.snapshots)) == (2, {2})
 
 
 def test_a_hold_keeps_newer_versions_back_and_the_newest_of_them_goes_out_at_its_end() -> None:
@@ -20,11 +20,11 @@ def test_a_hold_keeps_newer_versions_back_and_the_newest_of_them_goes_out_at_its
     targets.add([snapshot_of(1)])
     targets.hold("watch", 2)
     targets.add([snapshot_of(2), snapshot_of(3), snapshot_of(4)])
-    assert (current(targets), targets.versions, targets.reasons) == (2, {2, 4}, ("watch",))
+    assert (current(targets), set(targets.snapshots), targets.reasons) == (2, {2, 4}, ("watch",))
     targets.release("another")
     assert current(targets) == 2
     targets.release("watch")
-    assert (current(targets), targets.versions, targets.reasons) == (4, {4}, ())
+    assert (current(targets), set(targets.snapshots), targets.reasons) == (4, {4}, ())
 
 
 def test_several_holds_last_until_the_last_one_ends() -> None:
@@ -58,12 +58,12 @@ def test_an_evaluated_version_is_kept_until_its_turn_is_over_whenever_it_comes()
     targets.evaluate((4, 6))
     targets.add([snapshot_of(5), snapshot_of(6), snapshot_of(7)])
     assert targets.evaluated is not None and targets.evaluated.version == 4
-    assert (current(targets), targets.versions) == (7, {4, 6, 7})
-    assert targets.find(5) is None and targets.find(6) is not None
+    assert (current(targets), set(targets.snapshots)) == (7, {4, 6, 7})
+    assert targets.snapshots.get(5) is None and targets.snapshots.get(6) is not None
     targets.evaluate((6,))
-    assert (targets.evaluated, targets.versions) == (targets.find(6), {6, 7})
+    assert (targets.evaluated, set(targets.snapshots)) == (targets.snapshots.get(6), {6, 7})
     targets.evaluate((9,))
-    assert (targets.evaluated, targets.versions) == (None, {7}), "it comes later"
+    assert (targets.evaluated, set(targets.snapshots)) == (None, {7}), "it comes later"
     targets.add([snapshot_of(9)])
     assert targets.evaluated is targets.current
     targets.evaluate(())
@@ -76,4 +76,4 @@ def test_the_pool_gets_a_version_that_the_fleet_has_to_wait_for() -> None:
     targets.hold("watch", 1)
     targets.evaluate((2,))
     targets.add([snapshot_of(2)])
-    assert (current(targets), targets.evaluated) == (1, targets.find(2))
+    assert (current(targets), targets.evaluated) == (1, targets.snapshots.get(2))

@@ -9,6 +9,7 @@ import pytest
 from common.evaluation import EvaluationOrder, EvaluationResult
 from rollout_fleet.episode.driver import Sampling
 from rollout_fleet.node import running_groups
+from tests.recorded_spans import recorded
 from tests.unit.rollout_fleet.fleet_fakes import add, addition_task, say
 from tests.unit.rollout_fleet.test_node import Site
 from tests.waiting import until_async
@@ -43,6 +44,21 @@ async def test_a_shared_node_plays_problems_before_tasks_at_their_own_temperatur
         await until_async(lambda: site.status.report().evaluation_tokens == tokens)
         assert site.status.report().waste["cancelled"].tokens == 0
         await until_async(lambda: site.status.report().state == "waiting")
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+async def test_the_span_of_a_problem_says_whether_the_broker_accepted_its_result(accepted: bool) -> None:
+    with recorded() as spans:
+        async with Site(gated=True) as site:
+            site.learner.evaluate(ORDER, [addition_task(0)], [], True)
+            site.attach(tasks=0)
+            await until_async(lambda: site.sampler.most_at_once == 2)
+            if not accepted:
+                site.learner.evaluate(None, [], [])  # the round ends before the node hears of it
+            site.sampler.gate.set()
+            await until_async(lambda: [span for span in spans() if span.kind == "lease"])
+    [lease] = [span for span in spans() if span.kind == "lease"]
+    assert (lease.args["problem"], lease.args["accepted"]) == (0, int(accepted))
 
 
 async def test_samples_that_fail_are_results() -> None:
