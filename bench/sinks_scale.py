@@ -1,4 +1,4 @@
-"""CPU of `slipstream sinks` with Prometheus and TensorBoard for a fleet of 1,000 nodes and a long run.
+"""CPU of `slipstream sinks` with Prometheus or other trackers for a fleet of 1,000 nodes and a long run.
 
 A broker in this process has the nodes; each has reported once. The sink is scraped as Prometheus does, every
 15 s; metrics.jsonl has --steps lines at the start and grows by one a second.
@@ -6,11 +6,10 @@ A broker in this process has the nodes; each has reported once. The sink is scra
     python bench/sinks_scale.py [--nodes 1000] [--steps 20000] [--seconds 90]
 """
 
-import contextlib
-import itertools
 import tempfile
 import time
 import urllib.request
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -27,59 +26,36 @@ from tests.launch_rig import config_of, living_broker
 from tests.redis_server import free_port
 from tests.waiting import until
 
-SCRAPE_S = 15.0
+SCRAPE_S = 15
 
 
-def scrape(port: int) -> tuple[float, int]:
-    """(seconds, bytes) of one scrape."""
-    begun = time.perf_counter()
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-        return time.perf_counter() - begun, len(answer.read())
-    return 0.0, 0
-
-
-def measure(folder: Path, nodes: int, steps: int, seconds: float, sinks: list[str]) -> dict[str, Any]:
-    port = free_port()
+def measure(folder: Path, options: Namespace) -> dict[str, Any]:
+    port, scrapes = free_port(), []
     run = new_run(folder, telemetry=TelemetryConfig(prometheus_port=port))
-    write_steps(run, range(steps))
+    write_steps(run, range(options.steps))
     with living_broker(config_of(run.path)) as server, dealer(server.address) as socket:
         ask(socket, wire.Attach(report=LearnerReport(1, 0, "training", 2, step=2)))
-        for number in range(nodes):
+        for number in range(options.nodes):
             ask(socket, wire.Register(report=node_report(f"node-{number}", version=1)))
-        with feeding(run, *sinks) as process:
-            cpu, begun = psutil.Process(process.pid).cpu_times(), time.monotonic()
-            until(lambda: scrape(port)[1])
-            until(lambda: all(state_of(run, name).cursor.step == steps - 1 for name in sinks), every_s=0.2)
-            caught_up = time.monotonic() - begun
-            until(lambda: scrape(port)[1] > nodes * 100)
-            lines = LineFile(run.metrics)
-            before, begun, scrapes = psutil.Process(process.pid).cpu_times(), time.monotonic(), []
-            for number in itertools.count():
+        with feeding(run, *options.sinks) as process:
+            until(lambda: all(state_of(run, name).step == options.steps - 1 for name in options.sinks), every_s=0.2)
+            lines, sidecar = LineFile(run.metrics), psutil.Process(process.pid)
+            sidecar.cpu_percent()
+            for number in range(options.seconds):
+                begun = time.perf_counter()
                 if number % SCRAPE_S == 0:
-                    scrapes.append(scrape(port))
-                lines.write(step_line(steps + number))
-                time.sleep(max(0.0, begun + number + 1 - time.monotonic()))
-                if time.monotonic() - begun >= seconds:
-                    break
-            after, took = psutil.Process(process.pid).cpu_times(), time.monotonic() - begun
-            memory = psutil.Process(process.pid).memory_info().rss
-    return {
-        "catch_up_s": round(caught_up, 1),
-        "catch_up_cpu_s": round(before.user + before.system - cpu.user - cpu.system, 1),
-        "cpu_percent": round(100 * (after.user + after.system - before.user - before.system) / took, 2),
-        "scrape_ms": round(1000 * max(seconds for seconds, _ in scrapes)),
-        "scrape_bytes": max(size for _, size in scrapes),
-        "memory_mib": round(memory / 2**20),
-    }
-
-
-def main() -> None:
-    options = harness.parser(__doc__, nodes=1000, steps=20000, seconds=90.0, sinks=["prometheus"]).parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder), options.nodes, options.steps, options.seconds, options.sinks)
-    measured = "CPU of the process that feeds trackers, one scrape per 15 s and one step per second"
-    harness.save("sinks_scale", options, {"rounds": 1, "measured": measured, "steps": options.steps, **found})
+                    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+                        scrapes.append((len(answer.read()), time.perf_counter() - begun))
+                lines.write(step_line(options.steps + number))
+                time.sleep(max(0.0, begun + 1.0 - time.perf_counter()))
+            cpu_percent, memory = sidecar.cpu_percent(), sidecar.memory_info().rss
+    figures = {"scrape_ms": round(1000 * max(took_s for _, took_s in scrapes)), "scrape_bytes": scrapes[-1][0]}
+    return figures | {"cpu_percent": cpu_percent, "memory_mib": round(memory / 2**20), "steps": options.steps}
 
 
 if __name__ == "__main__":
-    main()
+    options = harness.parser(__doc__, nodes=1000, steps=20000, seconds=90, sinks=["prometheus"]).parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(Path(folder), options)
+    measured = "CPU of the process that feeds trackers, one scrape per 15 s and one step per second"
+    harness.save("sinks_scale", options, {"rounds": 1, "measured": measured, **found})

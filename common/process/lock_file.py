@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import IO
 
+from common.errors import UsageError
+
 
 class AlreadyLocked(Exception):
     """Another process has the lock; `holder` is its pid, or 'unknown'."""
@@ -35,6 +37,17 @@ def take_lock(path: Path) -> IO[str]:
         os.ftruncate(file.fileno(), 0)
         os.write(file.fileno(), str(os.getpid()).encode())
     return file
+
+
+def only_one(path: Path, does: str) -> IO[str]:
+    """`take_lock` in a folder that may not exist; raises UsageError when another process has it and `does` the same."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return take_lock(path)
+    except AlreadyLocked as error:
+        raise UsageError(f"{path.parent}: another process (pid {error.holder}) {does}") from None
+    except OSError as error:
+        raise UsageError(f"run.dir: {path.parent} cannot be created: {error}") from None
 
 
 def is_locked(path: Path) -> bool:

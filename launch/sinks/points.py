@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,12 +18,11 @@ GROUP_OF = {known.name: GROUPS.get(known.unit, "train") for known in declaration
 
 
 class Job(NamedTuple):
-    """The run that is fed."""
+    """The run that is fed; `id` is unique, and the same after a restart."""
 
     run: RunDir
     config: Config | SftConfig
-    id: str  # unique, and the same after a restart
-    name: str
+    id: str
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -35,49 +35,42 @@ class Point(msgspec.Struct, frozen=True):
     again: bool = False  # a resumed learner does this step again: all points from it on are void
 
 
-class Cursor(msgspec.Struct, forbid_unknown_fields=False):
-    """Where a tracker is; valid once the tracker has flushed."""
+class Cursor(msgspec.Struct):
+    """RUN/sinks/NAME.json: up to where a tracker has the metrics, moved when it has flushed."""
 
+    state: str = "starting"  # starting, feeding, ended, or the error after which it tries again
     offset: int = 0
     inode: int = -1
-    lines: int = 0  # taken from the file that `inode` names
     step: int = -1  # the newest one that was fed
-    highest: int = -1  # the largest one; a resumed learner begins below it
     start: float = -1.0  # which start of the learner wrote it; without one, the Unix time of the line
     evaluated: dict[str, int] = {}  # newest policy version by dataset
 
     def take(self, lines: Sequence[dict[str, Any]]) -> list[Point]:
         """The points of lines that were not fed before; the same lines may come again in a replaced file."""
-        self.lines += len(lines)
-        return [point for line in lines if (point := self._point(line)) is not None]
+        points: list[Point | None] = []
+        for line in lines:
+            with suppress(KeyError, TypeError, ValueError):  # not a line of a learner
+                kind = line.get("kind", "step")
+                points.append(self._step(line) if kind == "step" else self._evaluation(line))
+        return [point for point in points if point is not None]
 
-    def _point(self, line: dict[str, Any]) -> Point | None:
-        time_s, kind = line.get("time_s", 0.0), line.get("kind")
-        if kind == "evaluation":
-            return self._evaluation(line, time_s)
-        step = line.get("step")
-        if kind is not None or not isinstance(step, int):
+    def _step(self, line: dict[str, Any]) -> Point | None:
+        step, time_s = line["step"], line.get("time_s", 0.0)
+        start, again = float(line.get("incarnation", time_s)), step <= self.step
+        if again and start <= self.start:
             return None
-        start = float(line.get("incarnation", time_s))
-        if step <= self.step and start <= self.start:
-            return None
-        again = step <= self.step
         if again:
             self.evaluated = {name: min(version, step) for name, version in self.evaluated.items()}
-        self.step, self.highest, self.start = step, max(step, self.highest), start
-        values = {
-            f"{GROUP_OF.get(name, 'train')}/{name}": line[name] for name in line if name not in ("step", "time_s")
-        }
-        return Point(step, time_s, flat(values), again=again)
+        self.step, self.start = step, start
+        return Point(step, time_s, flat(line), again=again)
 
-    def _evaluation(self, line: dict[str, Any], time_s: float) -> Point | None:
-        version, dataset = line.get("policy_version"), line.get("dataset")
-        if not isinstance(version, int) or not isinstance(dataset, str) or version <= self.evaluated.get(dataset, -1):
+    def _evaluation(self, line: dict[str, Any]) -> Point | None:
+        version, dataset = line["policy_version"], line["dataset"]
+        if version <= self.evaluated.get(dataset, -1):
             return None
         self.evaluated = self.evaluated | {dataset: version}
         name = re.sub(r"[^\w.-]+", "_", dataset).strip("._")
-        values = {f"evaluation/{name}/{key}": line[key] for key in line if key not in ("step", "time_s")}
-        return Point(version, time_s, flat(values), dataset=name)
+        return Point(version, line.get("time_s", 0.0), flat(line, f"evaluation/{name}"), dataset=name)
 
 
 def leaves(values: dict[str, Any], separator: str) -> Iterator[tuple[str, Any]]:
@@ -90,7 +83,8 @@ def leaves(values: dict[str, Any], separator: str) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def flat(values: dict[str, Any]) -> dict[str, float]:
-    """The numbers among the leaves, which are metrics."""
-    numbers = ((name, value) for name, value in leaves(values, "/") if isinstance(value, int | float))
-    return {name: float(value) for name, value in numbers if not isinstance(value, bool)}
+def flat(line: dict[str, Any], group: str = "") -> dict[str, float]:
+    """The numbers of a line, by group and name; the group is that of the metric unless it is given."""
+    kept = {key: value for key, value in line.items() if key not in ("step", "time_s")}
+    named = leaves({f"{group or GROUP_OF.get(key, 'train')}/{key}": value for key, value in kept.items()}, "/")
+    return {name: float(value) for name, value in named if type(value) in (int, float)}

@@ -11,14 +11,14 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from typing import IO, Any
+from typing import Any
 
 from common.config.schema import Config
 from common.errors import EXIT_DONE, ConfigError, SlipstreamError, UsageError
 from common.json_lines import EventFile
 from common.process.broker_address import running_broker
 from common.process.lifecycle import DrainFlag
-from common.process.lock_file import AlreadyLocked, take_lock
+from common.process.lock_file import only_one
 from common.process.logs import log_path
 from common.process.run_dir import RunDir
 from launch.observe.job_view import Display, open_display
@@ -51,7 +51,7 @@ def command(args: argparse.Namespace) -> int:
     run.check_agrees(config)
     need_broker_library(config)
     check_packages(config.telemetry.sinks)
-    with only_one(run):
+    with only_one(run.path / "up.lock", "runs this job with `slipstream up`"):
         if done := finished(run, config):
             print(done)
             return EXIT_DONE
@@ -72,17 +72,6 @@ def finished(run: RunDir, config: Config) -> str:
     trained = record is not None and record.state == "done" and record.policy_version >= config.run.steps
     done = trained and (run.model / "config.json").is_file()
     return f"{run.path} is finished: {config.run.steps} steps, the model is in {run.model}" if done else ""
-
-
-def only_one(run: RunDir) -> IO[str]:
-    """Take RUN/up.lock, which the kernel releases when this process ends; raises UsageError when another has it."""
-    try:
-        run.path.mkdir(parents=True, exist_ok=True)
-        return take_lock(run.path / "up.lock")
-    except AlreadyLocked as error:
-        raise UsageError(f"{run.path}: another `slipstream up` (pid {error.holder}) runs this job") from None
-    except OSError as error:
-        raise UsageError(f"run.dir: {run.path} cannot be created: {error}") from None
 
 
 def role_specs(config: Config, run: RunDir, places: Mapping[str, Place], web: bool = False) -> list[RoleSpec]:

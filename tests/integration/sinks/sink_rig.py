@@ -14,7 +14,7 @@ import pytest
 from common.metrics import StepMetrics
 from common.process.metrics_file import MetricsWriter
 from common.process.run_dir import RunDir, write_json
-from launch.sinks.feed import FeedState
+from launch.sinks.points import Cursor
 from tests.launch_rig import ROOT, config_of, prepared
 from tests.waiting import until
 
@@ -86,11 +86,11 @@ def feeding(run: RunDir, *sinks: str, python: str = sys.executable, **env: str) 
         process.wait()
 
 
-def state_of(run: RunDir, sink: str) -> FeedState:
+def state_of(run: RunDir, sink: str) -> Cursor:
     try:
-        return msgspec.json.decode((run.sinks / f"{sink}.json").read_bytes(), type=FeedState)
+        return msgspec.json.decode((run.sinks / f"{sink}.json").read_bytes(), type=Cursor)
     except FileNotFoundError:
-        return FeedState()
+        return Cursor()
 
 
 def until_fed(run: RunDir, process: subprocess.Popen[bytes], step: int, *sinks: str) -> None:
@@ -98,10 +98,10 @@ def until_fed(run: RunDir, process: subprocess.Popen[bytes], step: int, *sinks: 
 
     def living() -> None:
         assert process.poll() is None, said(run)
-        assert not any(state_of(run, sink).error for sink in sinks), said(run)
+        assert all(state_of(run, sink).state in ("starting", "feeding", "ended") for sink in sinks), said(run)
 
     def fed() -> bool:
-        return all(state_of(run, sink).cursor.step >= step for sink in sinks)
+        return all(state_of(run, sink).step >= step for sink in sinks)
 
     until(fed, f"{sinks} at {step}", check=living, told=lambda: said(run))
 

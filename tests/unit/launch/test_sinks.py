@@ -14,11 +14,11 @@ import pytest
 from common.config.observing import TelemetryConfig
 from common.metrics import StepMetrics
 from common.process.lifecycle import DrainFlag
+from common.process.lock_file import take_lock
 from common.process.run_dir import write_json
-from launch.sinks import feed as module
 from launch.sinks import process
-from launch.sinks.feed import Feed, FeedState
 from launch.sinks.points import GROUP_OF, Cursor, Point, flat
+from launch.sinks.process import Feed
 from launch.up.up import Job
 from tests.launch_rig import prepared, refusal, run_cli, write_broker
 from tests.redis_server import free_port
@@ -44,7 +44,7 @@ def test_names_are_grouped_by_the_declared_unit_and_nested_values_are_flat() -> 
         "train/incarnation": 0.0, "train/loss": 0.5, "time/step_s": 2.0, "tokens/tokens_trained": 5.0,
         "train/mismatch_by_age/0": 0.1, "train/mismatch_by_age/1": 0.2, "train/newer": 1.0,
     }  # fmt: skip
-    assert flat({"a": {"b": [True, None, 2]}}) == {"a/b/2": 2.0}
+    assert flat({"a": {"b": [True, None, 2]}}) == {"train/a/b/2": 2.0}
     assert GROUP_OF.keys() == set(StepMetrics.__struct_fields__)
 
 
@@ -89,9 +89,6 @@ class Recording:
     def write(self, points: Sequence[Point]) -> None:
         self.steps += [point.step for point in points]
 
-    def tick(self) -> None:
-        pass
-
     def close(self) -> None:
         pass
 
@@ -99,12 +96,12 @@ class Recording:
 @pytest.fixture
 def feeds(run: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A function that starts a feed of a sink; all are ended with the test."""
-    monkeypatch.setattr(module, "POLL_S", 0.02)
-    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.02)
+    monkeypatch.setattr(process, "POLL_S", 0.02)
+    monkeypatch.setattr(process, "FIRST_BACKOFF_S", 0.02)
     started: list[Feed] = []
 
-    def start(name: str, make: Any, recent: bool = False) -> Feed:
-        feed = Feed(name, make, run.metrics, run.sinks / f"{name}.json", recent)
+    def start(name: str, make: Any) -> Feed:
+        feed = Feed(name, make, run)
         feed.start()
         started.append(feed)
         return feed
@@ -122,12 +119,11 @@ def append(run: Any, *lines: dict[str, Any]) -> None:
         file.writelines(msgspec.json.encode(one) + b"\n" for one in lines)
 
 
-def kept(run: Any, name: str) -> FeedState:
-    return msgspec.json.decode((run.sinks / f"{name}.json").read_bytes(), type=FeedState)
+def kept(run: Any, name: str) -> Cursor:
+    return msgspec.json.decode((run.sinks / f"{name}.json").read_bytes(), type=Cursor)
 
 
-def test_a_sink_that_hangs_is_shown_with_its_lag_and_holds_up_no_other(run, feeds, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(module, "HANGS_AFTER_S", 0.05)
+def test_a_sink_that_hangs_shows_its_lag_and_holds_up_no_other(run, feeds) -> None:
     free, made = threading.Event(), list[Recording]()
 
     class Hanging(Recording):
@@ -142,14 +138,10 @@ def test_a_sink_that_hangs_is_shown_with_its_lag_and_holds_up_no_other(run, feed
     slow, quick = feeds("slow", Hanging), feeds("quick", recording)
     until(lambda: made and made[0].steps == [0])
     append(run, line(1), line(2))
-    until(lambda: slow.show(3) or slow.shown.state == "hanging")
-    quick.show(3)
-    until(lambda: made[0].steps == [0, 1, 2])
-    slow.show(3)
-    assert (kept(run, "slow").state, kept(run, "slow").lag_lines, kept(run, "slow").cursor.step) == ("hanging", 3, -1)
-    assert [r.getMessage() for r in caplog.records if "hanging" in r.getMessage()] == ["slow: hanging, 3 lines behind"]
+    until(lambda: made[0].steps == [0, 1, 2] and quick.lag_bytes() == 0)
+    assert (slow.cursor.step, slow.lag_bytes()) == (-1, run.metrics.stat().st_size)
     free.set()
-    until(lambda: kept(run, "slow").cursor.step == 2)
+    until(lambda: slow.lag_bytes() == 0 and kept(run, "slow").step == 2)
 
 
 def test_a_sink_that_fails_is_tried_again_from_its_cursor_and_logged_once(run, feeds, caplog) -> None:
@@ -169,11 +161,12 @@ def test_a_sink_that_fails_is_tried_again_from_its_cursor_and_logged_once(run, f
     append(run, line(0))
     feeds("shy", Refusing)
     until(lambda: len(made) > 3)
-    assert kept(run, "shy").error == "ConnectionError: no" and kept(run, "shy").cursor.offset == 0
+    assert kept(run, "shy").state == "ConnectionError: no" and kept(run, "shy").offset == 0
     refusing.clear()
     until(lambda: kept(run, "shy").state == "feeding")
     assert [sink.steps for sink in made if sink.steps] == [[0]]
-    assert [r.getMessage() for r in caplog.records] == ["shy: retrying, 0 lines behind: ConnectionError: no"]
+    size = run.metrics.stat().st_size
+    assert [r.getMessage() for r in caplog.records] == [f"shy: ConnectionError: no, {size} bytes behind"]
 
 
 def test_a_feed_continues_behind_its_cursor_and_a_torn_state_begins_anew(run, feeds) -> None:
@@ -196,7 +189,7 @@ def test_a_feed_continues_behind_its_cursor_and_a_torn_state_begins_anew(run, fe
 
 
 def test_a_sink_of_the_newest_state_reads_the_end_of_a_long_file(run, feeds, monkeypatch) -> None:
-    monkeypatch.setattr(module, "RECENT_BYTES", 300)
+    monkeypatch.setattr(process, "FEED_BYTES", 300)
     append(run, *(line(step) for step in range(100)))
     made: list[Recording] = []
 
@@ -204,11 +197,10 @@ def test_a_sink_of_the_newest_state_reads_the_end_of_a_long_file(run, feeds, mon
         made.append(Recording(cursor))
         return made[-1]
 
-    feed = feeds("prometheus", make, True)
+    feed = feeds("prometheus", make)
     until(lambda: made and made[0].steps and made[0].steps[-1] == 99)
     assert len(made[0].steps) < 6
-    feed.show(100)
-    assert feed.shown.lag_lines == 0
+    until(lambda: feed.lag_bytes() == 0)
 
 
 # ---------------------------------------------------------------- the process
@@ -222,7 +214,7 @@ def test_bad_usage_is_refused_with_the_next_step(run, capsys, monkeypatch) -> No
     )
     monkeypatch.setattr(process, "find_spec", lambda name: None)
     said = refusal(capsys, "sinks", str(run.path), "--sink", "mlflow")
-    assert "mlflow needs the package mlflow-skinny" in said and "pip install 'slipstream-rl[sinks]'" in said
+    assert "mlflow needs the package mlflow, which" in said and "pip install 'slipstream-rl[sinks]'" in said
 
 
 def test_up_refuses_a_tracker_whose_package_is_missing_before_anything_starts(job, capsys, monkeypatch) -> None:
@@ -233,7 +225,7 @@ def test_up_refuses_a_tracker_whose_package_is_missing_before_anything_starts(jo
 
 def test_a_second_process_is_refused(run, capsys) -> None:
     run.sinks.mkdir()
-    lock = process.take_lock(run.sinks / "lock")
+    lock = take_lock(run.sinks / "lock")
     with lock:
         assert "feeds its trackers already" in refusal(capsys, "sinks", str(run.path), "--sink", "prometheus")
 
@@ -245,10 +237,10 @@ def test_a_port_in_use_is_shown_and_an_ended_run_ends_the_process(tmp_path, conf
         write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": 10})
         thread = threading.Thread(target=run_cli, args=("sinks", str(run.path)))
         thread.start()
-        until(lambda: (run.sinks / "prometheus.json").exists() and "in use" in kept(run, "prometheus").error)
+        until(lambda: (run.sinks / "prometheus.json").exists() and "in use" in kept(run, "prometheus").state)
     thread.join()
     assert kept(run, "prometheus").state == "ended"
-    assert (run.logs / "sinks-0.log").read_text().count("retrying") == 1
+    assert (run.logs / "sinks-0.log").read_text().count("in use") == 1
 
 
 @contextmanager
@@ -270,7 +262,7 @@ def test_sinks_that_die_or_hang_neither_fail_nor_hold_up_the_job(config, monkeyp
     run = prepared(config)
     write_broker(run)
     write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": 10})
-    monkeypatch.setattr("launch.up.up.SINKS_LEAVE_S", 0.0 if sinks else 60.0)
+    monkeypatch.setattr("launch.up.up.BESIDE_LEAVE_S", 0.0 if sinks else 60.0)
     monkeypatch.setattr("launch.up.up.TOLD_S", 0.1)
     job = Job(config, run, {})
     learner = [
