@@ -86,7 +86,11 @@ def _panels(groups: list[list[Compared]], axis: str) -> Iterator[Draw]:
         first, *_ = panel.metrics
         sources = [(style, group, first) for style, group in zip(styles, groups, strict=True)]
         if alone:
-            sources = [(_style(n, panel.metrics[each]), runs, each) for n, each in enumerate(panel.metrics)]
+            sources = [
+                (_style(n, panel.metrics[each]), runs, each)
+                for n, each in enumerate(panel.metrics)
+                if each in runs[0].columns
+            ]
         found = [(style, curve) for style, group, each in sources if (curve := curve_of(group, axis, each))]
         if any(curve[1].any() for _, curve in found) or (found and first == "reward_mean"):
             bounded = alone and first == "staleness_mean" and isinstance(config, Config)
