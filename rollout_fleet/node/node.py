@@ -203,8 +203,8 @@ class Node:
         self._adjust(now)
         episodes, starting = parts.runner.episodes_running, sum(group.starting for group in groups)
         oldest = [group.report(now) for group in sorted(groups, key=lambda group: group.leased_at)[:REPORTED]]
-        parts.status.measure(weights, parts.counters(), self._groups.tokens)
-        parts.status.work(episodes, oldest, parts.runner.slots.limit, self._groups.evaluation_tokens)
+        parts.status.measure(weights, parts.counters(), self._groups.tokens, self._groups.evaluation_tokens)
+        parts.status.work(episodes, oldest, parts.runner.slots.limit)
         if self._drain_reason is None:
             leased, run = self._leased_before, self._run_info
             told = explain(weights, self._learner, episodes, starting, leased, run, parts.status.pool)

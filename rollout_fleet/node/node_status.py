@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from broker.contract import NODE_AWAY, GroupWork, NodeReport, RunInfo, Waste
 from common.process.health import LifeSigns
@@ -45,16 +46,19 @@ class OwnStatus:
                 SPANS.state(state)
             self._state, self._waiting_on = state, waiting_on
 
-    def measure(self, weights: WeightsState, counters: EngineCounters, leases: list[str]) -> None:
-        """Current figures of engine, weights and leases."""
+    def measure(
+        self, weights: WeightsState, counters: EngineCounters, leases: list[str], evaluation_tokens: int = 0
+    ) -> None:
+        """Current figures of engine, weights and leases; tokens sampled for held-out problems so far."""
         with self._lock:
-            self._weights, self._counters, self._leases = weights, counters, leases
+            self._weights, self._leases = weights, leases
+            # The engine goes on counting. A copy keeps both figures of one moment, so their difference never falls.
+            self._counters, self._evaluation_tokens = replace(counters), evaluation_tokens
 
-    def work(self, episodes: int, groups: list[GroupWork], limit: int, evaluation_tokens: int = 0) -> None:
-        """Running episodes, the oldest groups, how many episodes run at once at most, tokens of held-out problems."""
+    def work(self, episodes: int, groups: list[GroupWork], limit: int) -> None:
+        """Running episodes, the oldest groups, and how many episodes run at once at most."""
         with self._lock:
             self._episodes, self._groups, self._limit = episodes, groups, limit
-            self._evaluation_tokens = evaluation_tokens
 
     def turned(self) -> None:
         """The node loop is alive."""

@@ -70,11 +70,13 @@ def test_a_node_of_the_pool_waits_for_versions_and_its_tokens_are_no_training_to
 
 
 def test_a_node_of_the_fleet_counts_tokens_of_held_out_problems_apart(status: OwnStatus) -> None:
-    status.measure(HELD, EngineCounters(tokens_generated=70), [])
-    status.work(0, [], 4, evaluation_tokens=30)
+    counters = EngineCounters(tokens_generated=70)
+    status.measure(HELD, counters, [], evaluation_tokens=30)
     assert (status.report().tokens_generated, status.report().evaluation_tokens) == (40, 30)
-    status.work(0, [], 4, evaluation_tokens=90)  # the engine has not counted them yet
-    assert (status.report().tokens_generated, status.report().evaluation_tokens) == (0, 70)
+    counters.tokens_generated = 100  # a held-out call ended, and the next measurement counts it
+    assert status.report().tokens_generated == 40
+    status.measure(HELD, counters, [], evaluation_tokens=60)
+    assert (status.report().tokens_generated, status.report().evaluation_tokens) == (40, 60)
 
 
 def test_since_counts_from_the_change_of_state_not_of_reason(clock: Clock, status: OwnStatus) -> None:
