@@ -51,7 +51,7 @@ class Lanes:
     def _update(self) -> None:
         """Read what is new; a span that was read before starts no later than the newest one of then."""
         read = dict(self._read)
-        for batch in read_batches(self._run, self._end_s - LATE_S if self._pieces else None):
+        for batch in read_batches(self._run, self._end_s - LATE_S if self._pieces else 0.0):
             for span in batch.spans:
                 if span.kind == "state" and span.start_s > read.get(batch.who, 0.0):
                     pieces, start_s = self._pieces[batch.who], span.start_s + batch.offset_s
