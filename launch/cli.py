@@ -49,8 +49,10 @@ HANDLERS = {
     "scale": "launch.cluster.slurm.scale:command",
 }
 # packages that not every role has, and the environments of launch/setup.sh that have them
-PACKAGES = {"torch": "cpu|learner|rollout", "megatron": "cpu|learner", "vllm": "cpu|rollout", "transformers": "cpu"}
-PACKAGES |= {"starlette": "cpu", "uvicorn": "cpu"}
+PACKAGES = {
+    **{"torch": "cpu|learner|rollout", "megatron": "cpu|learner", "vllm": "cpu|rollout"},
+    **dict.fromkeys(("transformers", "starlette", "uvicorn"), "cpu"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

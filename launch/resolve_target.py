@@ -15,7 +15,7 @@ from common.config.checks import C, Reader, check_config, downloaded, resolve_pa
 from common.config.loading import build_config, load_config, load_either, load_resolved
 from common.config.network_checks import fixed_address, split_address
 from common.config.redis_address import is_redis
-from common.config.schema import Config
+from common.config.schema import Config, SftConfig
 from common.errors import UsageError
 from common.json_lines import EventFile
 from common.process.run_dir import CHANGEABLE, OF_A_MACHINE, RunDir, other_values
@@ -147,8 +147,13 @@ def find_run(word: str) -> RunDir:
 
 def config_of(run: RunDir, kind: type[C] = Config) -> C | None:
     """The resolved config in a run folder; None when there is none or it is of another kind."""
-    config = load_resolved(run.config) if run.config.exists() else None
+    config = any_config_of(run)
     return config if isinstance(config, kind) else None
+
+
+def any_config_of(run: RunDir) -> Config | SftConfig | None:
+    """The resolved config in a run folder, whichever kind; None when there is none."""
+    return load_resolved(run.config) if run.config.exists() else None
 
 
 def check_same_job(config: Config, file: str, data: bytes, address: str) -> None:

@@ -6,6 +6,7 @@ import itertools
 import logging
 import signal
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 
 from broker.connect import Access, connect_node
@@ -57,13 +58,10 @@ async def _serve(config: Config, address: str, status: OwnStatus) -> int:
 
     require(config.weights.transport)
     node_id, host = status.node_id, EnvironmentHost()
-    digest = hashlib.sha256(f"{config.run.seed} {node_id}".encode()).digest()
-    telemetry = config.telemetry
-    profiles = (
-        RunDir(config.run.dir).profiles if telemetry.profile_steps and node_id in telemetry.profile_nodes else None
-    )
-    seed = int.from_bytes(digest[:4], "little") >> 1  # every node samples with its own
-    engine = Engine(config, seed=seed, profiles=profiles)
+    telemetry, profiles = config.telemetry, None
+    if telemetry.profile_steps and node_id in telemetry.profile_nodes:
+        profiles = RunDir(config.run.dir).profiles
+    engine = Engine(config, seed=_seed(config, node_id), profiles=profiles)
     driver = build_driver(config, engine, host)  # a config error shows before anything is started
     access = Access(
         address=address,
@@ -91,11 +89,9 @@ async def _serve(config: Config, address: str, status: OwnStatus) -> int:
         feed = WeightClient(node_id, engine.weights, credential, transports, status.joining, status.pool)
         low, high = config.rollout.concurrency_bounds
         runner = GroupRunner(driver, high, status.sample_failed)
-        transcribe = (
-            FailedTranscripts(driver.renderer.text, node_id).line if config.telemetry.transcripts != "none" else None
-        )
-        counters = lambda: engine.counters  # noqa: E731
-        parts = NodeParts(broker, feed, runner, status, timeout, counters, heartbeat.beat_now, transcribe)
+        parts = NodeParts(broker, feed, runner, status, timeout, lambda: engine.counters, heartbeat.beat_now)
+        if telemetry.transcripts != "none":
+            parts = replace(parts, transcribe=FailedTranscripts(driver.renderer.text, node_id).line)
 
         def adaptive() -> AdaptiveLimit | None:
             return AdaptiveLimit(low, high, config.rollout.group_size, engine.holds) if low < high else None
@@ -116,6 +112,12 @@ async def _serve(config: Config, address: str, status: OwnStatus) -> int:
         code = await node.run()
         logger.info("node %s is finished with code %d; the engine stops", node_id, code)
         return code
+
+
+def _seed(config: Config, node_id: str) -> int:
+    """Every node samples with its own seed."""
+    digest = hashlib.sha256(f"{config.run.seed} {node_id}".encode()).digest()
+    return int.from_bytes(digest[:4], "little") >> 1
 
 
 async def _register(broker: NodeBroker, status: OwnStatus, address: str) -> RunInfo:

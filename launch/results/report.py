@@ -15,14 +15,13 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from common.config.loading import load_resolved
 from common.config.schema import Config, SftConfig
 from common.errors import SlipstreamError, UsageError
 from common.process.run_dir import RunDir, differences, write_json
 from launch.observe import waste_view
 from launch.observe.advisor import advice_for
 from launch.observe.metrics_tail import LATEST, MetricsTail, ends
-from launch.resolve_target import find_run
+from launch.resolve_target import any_config_of, find_run
 from launch.results.comparison import POINTS, Compared, grouped
 
 STEP_TIMES = {
@@ -47,7 +46,8 @@ def command(args: argparse.Namespace) -> int:
     Raises UsageError for warm starts beside jobs.
     """
     found = {
-        run.path.resolve(): (word, run, _config(run)) for word, run in ((word, find_run(word)) for word in args.runs)
+        run.path.resolve(): (word, run, any_config_of(run))
+        for word, run in ((word, find_run(word)) for word in args.runs)
     }
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("plots need matplotlib, which the extra 'report' brings; launch/setup.sh cpu installs it")
@@ -100,10 +100,6 @@ def read(found: list[Named], alone: bool) -> tuple[list[Compared], dict[str, Fig
     if len(grouped(runs)) < len(runs):
         notes.append("A curve of several seeds is their mean; its band reaches from the least to the largest of them.")
     return runs, summaries, notes
-
-
-def _config(run: RunDir) -> Config | SftConfig | None:
-    return load_resolved(run.config) if run.config.exists() else None
 
 
 def new_folder(runs: Iterable[Path]) -> Path:

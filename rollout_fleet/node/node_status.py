@@ -52,7 +52,7 @@ class OwnStatus:
         """Current figures of engine, weights and leases; tokens sampled for held-out problems so far."""
         with self._lock:
             self._weights, self._leases = weights, leases
-            # The engine goes on counting. A copy keeps both figures of one moment, so their difference never falls.
+            # The engine keeps counting. A copy keeps both figures of one moment, so their difference never falls.
             self._counters, self._evaluation_tokens = replace(counters), evaluation_tokens
 
     def work(self, episodes: int, groups: list[GroupWork], limit: int) -> None:
