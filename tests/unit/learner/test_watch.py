@@ -6,13 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
+from common.config.loading import build_config
 from common.config.observing import WatchRule
+from common.config.schema import Config
 from common.rollouts import Group, Sample, VersionRun
 from common.wire_types import Array
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.batch.packing import Document
 from learner.loop.watch import FEWEST, LIKE, MEDIAN_OF, OF_SAMPLES, OF_TOKENS, RuleState, largest, value_of
+from tests.launch_rig import ROOT
+from tests.unit.learner.conftest import BASE
 
 NAN, INF = math.nan, math.inf
 
@@ -88,6 +93,24 @@ def test_the_sentence_has_value_limit_and_step(watched: WatchRule, series: list[
     assert state.firing is not None
     assert state.firing.text == text
     assert (state.firing.value is None) == math.isnan(series[-1])
+
+
+def test_the_rules_of_the_page_are_valid_and_each_acts_when_its_metric_goes_astray() -> None:
+    page = (ROOT / "docs" / "watch.md").read_text()
+    block = page[page.index("    watch:\n") :].partition("\n\n")[0]
+    config = build_config(BASE | yaml.safe_load(block), "docs/watch.md", schema=Config)
+    series = {
+        "reward_mean": ([1.0] * 20 + [0.0] * 20, 30),  # 9 of the last 20 are still 1
+        "entropy": ([0.5, 0.01, 0.5] + [0.01] * 6, 7),
+        "effective_sample_fraction": ([0.9, 0.2, 0.9] + [0.2] * 6, 7),
+        "mismatch_abs_mean": ([0.01, 0.2, 0.01] + [0.2] * 4, 5),
+        "truncated_fraction": ([0.1, 0.9, 0.1] + [0.9] * 12, 12),
+        "grad_norm": ([1.0] * FEWEST + [9.0, 11.0], FEWEST + 1),
+    }
+    assert {rule.metric: acts(rule, *series[rule.metric][0]) for rule in config.watch} == {
+        metric: [step] for metric, (_, step) in series.items()
+    }
+    assert {rule.do for rule in config.watch} == {"stop", "pause", "warn", "run"}
 
 
 def test_a_state_rebuilt_from_the_lines_at_any_step_continues_as_if_never_killed() -> None:

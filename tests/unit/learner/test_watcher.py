@@ -1,5 +1,6 @@
 """Watch rules act on a run: warnings, pauses, stops and commands, also over a restart of the learner."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from common.config.schema import Config
 from common.errors import EXIT_HOPELESS, HopelessError
 from common.json_lines import read_jsonl
 from launch.cli import main, parse
+from learner.backend_protocol import StepResult
 from learner.loop.watcher import run_command
 from tests.unit.learner.loop_fakes import World, world
 from tests.waiting import until
@@ -68,6 +70,31 @@ def test_a_warning_has_value_limit_sentence_groups_and_the_command_that_replays_
     assert replay == ["slipstream", "replay", str(later.run_dir.path), "--from", "4", "--to", "5"]
     words = parse(replay[1:])
     assert (words.command, words.first, words.last) == ("replay", 4, 5)
+
+
+def test_a_spike_of_the_gradient_norm_names_the_groups_of_its_step_and_the_replay_of_it(watched) -> None:
+    made = watched(
+        WatchRule(metric="grad_norm", spikes=10.0),
+        run={"steps": 14},
+        learner={"checkpoint": {"every": 5, "asynchronous": False}},
+    )
+    train_step = made.backend.train_step
+
+    def spiking(*arguments: Any) -> StepResult:
+        result = train_step(*arguments)
+        return dataclasses.replace(result, grad_norm=1e3 if made.trainer.version == 12 else 1.0)
+
+    made.backend.train_step = spiking
+    assert made.run() == "done"
+    (found,) = events(made, "watch")
+    assert (
+        found["text"] == "watch[0]: grad_norm was 1000, above 10 (10 times the median of the steps before) at step 12"
+    )
+    trained = {entry.serial for entry in made.broker.ledger() if entry.step == 12}
+    assert {one["serial"] for one in found["groups"]} <= trained
+    contributions = [one["contribution"] for one in found["groups"]]
+    assert contributions and contributions == sorted(contributions, reverse=True)
+    assert found["replay"] == f"slipstream replay {made.run_dir.path} --from 10 --to 12"
 
 
 def test_an_alarm_ends_when_the_metric_is_well_again(watched) -> None:
