@@ -92,15 +92,19 @@ class Watcher:
 
     def _acting(self, do: str) -> str:
         """The sentence of a rule that acts and that `slipstream resume` has not answered; '' for none."""
-        firings = [state.firing for state in self._states if state.firing is not None and state.rule.do == do]
-        resumed = resumed_step(self._run) if firings else -1
-        return next((firing.text for firing in firings if firing.step > resumed), "")
+        for state in self._states:
+            firing = state.firing if state.rule.do == do else None
+            if firing is not None and firing.step > resumed_step(self._run, firing.kind):
+                return firing.text
+        return ""
 
     def _act(self, rule: WatchRule, firing: Firing) -> None:
         logger.warning("%s (do: %s)", firing.text, rule.do)
-        begun = firing.step // self._every * self._every  # is perhaps still being written
-        first = max(begun, *(step for step in self._files.checkpoints.steps() if step <= firing.step), 0)
-        replay = f"slipstream replay {self._run.path} --from {first} --to {firing.step}"
+        last, replay = firing.step - (firing.kind == "evaluation"), ""  # the step that made an evaluated version
+        if last >= 0:
+            begun = last // self._every * self._every  # is perhaps still being written
+            first = max(begun, *(step for step in self._files.checkpoints.steps() if step <= last), 0)
+            replay = f"slipstream replay {self._run.path} --from {first} --to {last}"
         causes = largest(rule.metric, *self.trained) if rule.upper and self.trained else []
         self._note("watch", **msgspec.structs.asdict(firing), groups=causes, replay=replay)
         if rule.do != "run":
@@ -118,11 +122,11 @@ class Watcher:
             logger.error("events.jsonl cannot be written: %s", error)
 
 
-def resumed_step(run: RunDir) -> int:
-    """The last step that `slipstream resume` was told of; -1 for none."""
+def resumed_step(run: RunDir, kind: str) -> int:
+    """The last line of this kind, step or evaluation, that `slipstream resume` was told of; -1 for none."""
     try:
-        return msgspec.json.decode(run.resume_json.read_bytes(), type=dict[str, int])["step"]
-    except (OSError, ValueError, KeyError):
+        return msgspec.json.decode(run.resume_json.read_bytes(), type=dict[str, int]).get(kind, -1)
+    except (OSError, ValueError):
         return -1
 
 
