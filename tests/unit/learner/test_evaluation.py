@@ -332,6 +332,24 @@ def test_a_rule_on_an_evaluation_stops_the_run_until_it_is_resumed_and_names_the
     assert found["replay"] == (made if version else ""), "no step made version 0"
 
 
+@pytest.mark.parametrize("reward", [1e200, 1e300])
+def test_rewards_that_no_mean_can_take_end_the_round_and_not_the_training(
+    make_world: MakeWorld, told: dict[str, Any], reward: float
+) -> None:
+    world = make_world(run={"steps": 2}, evaluation=told)
+    pool, honest = Pool(world), Pool.result
+
+    def result(lease: Lease, version: int) -> EvaluationResult:
+        found = honest(pool, lease, version)
+        return found if version else msgspec.structs.replace(found, rewards=[reward * (1 + lease.task.serial)] * 2)
+
+    pool.result = result
+    assert watching(world, pool).run() == "done"
+    [gone] = [entry["detail"] for entry in read_jsonl(world.run_dir.events) if entry["kind"] == "evaluation_abandoned"]
+    assert (gone["version"], gone["finished"]) == (0, 5) and "OverflowError" in gone["reason"]
+    assert {line.policy_version for line in lines(world)} == {2}, "the next round is not spoiled"
+
+
 def test_a_run_without_evaluation_waits_for_none(make_world: MakeWorld) -> None:
     world = make_world(run={"steps": 2})
     world.run()

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import yaml
 
+from common.config.checks import check_config
 from common.config.loading import build_config
 from common.config.observing import WatchRule
 from common.config.schema import Config
+from common.errors import ConfigError
 from common.rollouts import Group, Sample, VersionRun
 from common.wire_types import Array
 from learner.batch.batch import BatchStatistics, TrainingBatch
@@ -18,6 +20,7 @@ from learner.batch.packing import Document
 from learner.loop.watch import FEWEST, LIKE, MEDIAN_OF, OF_SAMPLES, OF_TOKENS, RuleState, largest, value_of
 from tests.launch_rig import ROOT
 from tests.unit.learner.conftest import BASE
+from tests.unit.learner.test_best import config_of, evaluating
 
 NAN, INF = math.nan, math.inf
 
@@ -226,3 +229,13 @@ def test_every_metric_with_a_contribution_exists() -> None:
     from common.metrics import StepMetrics
 
     assert (OF_TOKENS.keys() | OF_SAMPLES.keys() | LIKE.keys()) - set(StepMetrics.__struct_fields__) == set()
+
+
+@pytest.mark.parametrize("metric", ["evaluation/data-held-uot/mean_reward", "evaluation/data-held-out/mean_rewrad"])
+def test_a_rule_on_an_evaluation_that_the_run_does_not_have_is_refused_with_the_nearest_name(metric: str) -> None:
+    told = {"watch": [{"metric": "loss", "above": 1}, {"metric": metric, "below": 0.5}], **evaluating()}
+    said = r"watch\[1\]\.metric: .*; did you mean 'evaluation/data-held-out/mean_reward'\?"
+    with pytest.raises(ConfigError, match=said):
+        check_config(config_of("reward_mean", **told), "job.yaml", "broker")
+    told["watch"][1]["metric"] = "evaluation/data-held-out/mean_reward_low"
+    check_config(config_of("reward_mean", **told), "job.yaml", "broker")
