@@ -127,7 +127,8 @@ def test_an_address_leads_to_no_file_but_those_of_the_page(recorded):
     page = client(recorded)
     for path in ("../web.py", "%2e%2e/web.py", "..%2fweb.py", "/etc/passwd", "%2fetc%2fpasswd", "x.js"):
         assert page.get(f"/static/{path}").status_code == 404
-    for path in ("/api/runs/../0/nodes", "/api/runs/-1/nodes", "/api/runs/1/nodes", "/api/runs/0/..%2fnodes"):
+    numbers = [f"/api/runs/{number}/nodes" for number in ("-1", "1", "\u0663", "9" * 5000)]
+    for path in ("/api/runs/../0/nodes", "/api/runs/0/..%2fnodes", *numbers):
         assert page.get(path).status_code == 404
 
 
