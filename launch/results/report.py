@@ -147,10 +147,10 @@ def summary_of(run: RunDir, tail: MetricsTail, config: Config | SftConfig | None
 
 def summarise(run: RunDir, tail: MetricsTail, config: Config | None) -> Figures:
     last = tail.last
-    rewards, first = tail.series("reward_mean"), tail.lines[0]
+    rewards, times = tail.series("reward_mean"), tail.series("time_s")
     if not rewards:
         raise SlipstreamError(f"{run.metrics} is not that of an RL job: no line has a reward_mean")
-    seconds = float(last["time_s"] - first["time_s"] + first.get("step_s", 0.0))  # restarts included
+    seconds = times[-1] - times[0] + (tail.lines[0].get("step_s") or 0.0) if times else None  # restarts included
     trained = sum(tail.series("tokens_trained"))
     advice: dict[str, Any] = {}
     if found := advice_for(tail.lines, config.staleness.max if config else 0):
@@ -207,7 +207,7 @@ def summarise_warm_start(config: SftConfig, tail: MetricsTail) -> Figures:
 
 def mismatch_by_age(tail: MetricsTail) -> dict[str, float]:
     """Mean |difference of log-probabilities| per token of each class of staleness that was trained on."""
-    found = [[line.get(name, []) for name in ("mismatch_by_age", "tokens_by_age")] for line in tail.lines]
+    found = [[line.get(name) or [] for name in ("mismatch_by_age", "tokens_by_age")] for line in tail.lines]
     known = [both for both in found if all(len(values) == len(AGES) for values in both)]
     values, tokens = np.array(known, dtype=np.float64).reshape(-1, 2, len(AGES)).swapaxes(0, 1)
     return {

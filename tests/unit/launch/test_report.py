@@ -119,6 +119,14 @@ def test_metrics_without_steps_or_of_another_program_fail_with_the_reason(run, c
     assert f"{run.metrics}: expected a file with one JSON line per step, found Is a directory" in err
 
 
+def test_a_report_of_lines_that_lack_what_other_releases_have(run, capsys):
+    odd = dict.fromkeys(("incarnation", "step_s", "tokens_by_age", "mismatch_by_age", "samples_failed_by_reason"))
+    run.metrics.write_text("".join(json.dumps({"step": n, "reward_mean": 0.5} | odd) + "\n" for n in range(3)))
+    assert main(["report", str(run.path)]) == 0, capsys.readouterr().err
+    found = json.loads((run.report / "summary.json").read_text())["run"]
+    assert (found["steps"], found["seconds"]) == (3, None)
+
+
 def test_report_without_matplotlib_says_what_to_install(run, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["report", str(run.path)]) == EXIT_USAGE
