@@ -17,7 +17,7 @@ from rich.text import Text
 
 from common.config.schema import Config, SftConfig
 from common.errors import SlipstreamError, UsageError
-from common.process.run_dir import RunDir, differences, write_json
+from common.process.run_dir import RunDir, differences, unwritable, write_json
 from launch.observe import waste_view
 from launch.observe.advisor import advice_for
 from launch.observe.metrics_tail import LATEST, MetricsTail, ends
@@ -56,20 +56,23 @@ def command(args: argparse.Namespace) -> int:
         raise UsageError(f"{kinds[True]} is a warm start and {kinds[False]} an RL job: their metrics are not the same")
     alone = next(iter(found.values()))[1] if len(args.runs) == 1 else None
     folder = Path(args.out) if args.out else alone.report if alone else new_folder(found)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out: expected a folder, or a place for one, found {folder}: {error.strerror}") from None
     runs, summaries, notes = read(list(found.values()), alone is not None)
     differing = [] if alone else difference_rows({each.label: each.config for each in runs})
     rows = summary_rows(summaries)
     document = summaries[runs[0].label] if alone else {"runs": summaries, "differences": differing}
-    write_json(folder / "summary.json", document)
     from launch.results.page import write_page
     from launch.results.plots import draw_all
 
-    files, pictures = draw_all(runs, folder)
-    written = [write_page(folder / "report.html", ", ".join(summaries), notes, differing, rows, pictures), *files]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out: expected a folder, or a place for one, found {folder}: {error.strerror}") from None
+    try:
+        write_json(folder / "summary.json", document)
+        files, pictures = draw_all(runs, folder)
+        written = [write_page(folder / "report.html", ", ".join(summaries), notes, differing, rows, pictures), *files]
+    except OSError as error:
+        raise unwritable("--out", folder, error) from None
     table = Table(
         Column(no_wrap=True), *(Column(overflow="fold") for _ in runs), box=None, pad_edge=False, show_header=False
     )

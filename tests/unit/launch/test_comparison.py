@@ -194,6 +194,9 @@ def test_a_run_without_steps_or_named_twice_is_said_and_the_others_are_shown(
     assert list(json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]) == ["a"]
     assert main(["report", str(empty.path), str(empty.path / ".." / "empty"), "--out", out]) == EXIT_FAILED
     assert "none of these runs has steps" in capsys.readouterr().err
+    unused = tmp_path / "unused"
+    assert main(["report", str(empty.path), str(made(tmp_path, "new", steps=0).path), "--out", str(unused)]) == 1
+    assert not unused.exists()
 
 
 def test_a_run_without_its_config_is_shown_and_equal_names_are_told_apart(tmp_path: Path) -> None:
