@@ -22,7 +22,7 @@ from launch.observe import waste_view
 from launch.observe.advisor import advice_for
 from launch.observe.metrics_tail import LATEST, MetricsTail, ends
 from launch.resolve_target import any_config_of, find_run
-from launch.results.comparison import POINTS, Compared, grouped
+from launch.results.comparison import Compared, grouped
 
 STEP_TIMES = {
     "step": "step_s",
@@ -96,8 +96,8 @@ def read(found: list[Named], alone: bool) -> tuple[list[Compared], dict[str, Fig
         label = name if names.count(name) == 1 else f"{name} ({word})"
         summaries[label] = summary_of(run, tail, config)
         runs.append(Compared.of(label, config, tail, alone))
-        if len(tail.lines) > POINTS:
-            notes.append(f"{label}: every point is the mean of {-(-len(tail.lines) // POINTS)} steps.")
+        if runs[-1].size > 1:
+            notes.append(f"{label}: every point is the mean of {runs[-1].size} steps, or of a maximum the largest.")
     if not runs:
         raise SlipstreamError("none of these runs has steps yet")
     if len(grouped(runs)) < len(runs):

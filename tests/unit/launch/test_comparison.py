@@ -260,4 +260,6 @@ def test_a_long_run_is_drawn_in_a_bounded_number_of_points(tmp_path: Path) -> No
     assert curve_of([long], "steps", "staleness_max")[1][0] == 9, "a maximum stays one"
     assert evaluated([long], "tokens", "held<out>")[0] == 500, "between the points, too"
     assert main(["report", str(run.path)]) == 0
-    assert "every point is the mean of 9 steps" in (run.report / "report.html").read_text()
+    page = (run.report / "report.html").read_text()
+    assert page.count("every point is the mean of 3 steps") == 5, "in a note, and in each of four pictures"
+    assert "mean of 5 points" in page
