@@ -240,6 +240,21 @@ def test_tasks_are_filtered_and_cut_into_pages_by_the_server(recorded):
     assert "offset" in page.get("/api/runs/0/tasks?offset=1.5").json()["refused"]
 
 
+def test_a_broker_that_gives_no_ledger_is_asked_once_for_all_who_want_it_soon(recorded, monkeypatch):
+    asked = []
+
+    def refuse(job: object) -> None:
+        asked.append(job)
+        raise SlipstreamError("broker not reachable: no answer")
+
+    monkeypatch.setattr("launch.web.run_view.observe_ledger", refuse)
+    page = client(recorded)
+    for _ in range(3):
+        answer = page.get("/api/runs/0/tasks")
+        assert answer.status_code == 404 and "not reachable" in answer.json()["refused"]
+    assert len(asked) == 1
+
+
 def test_nodes_are_filtered_by_id_host_and_state(recorded):
     page = client(recorded)
     found = [
