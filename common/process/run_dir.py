@@ -84,7 +84,7 @@ class RunDir:
         """The broker's address and pid; None while no broker has written them or the file is unreadable."""
         try:
             return msgspec.json.decode(self.broker_json.read_bytes(), type=BrokerFile)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, ValueError):
             return None
 
     def prepare(self, config: Config | SftConfig) -> None:

@@ -185,7 +185,7 @@ def summarise(run: RunDir, tail: MetricsTail, config: Config | None) -> Figures:
     }
     if by_age := mismatch_by_age(tail):
         summary["mismatch_by_staleness"] = by_age
-    with suppress(OSError, msgspec.DecodeError):
+    with suppress(OSError, ValueError):
         found = msgspec.json.decode((run.path / "eval.json").read_bytes(), type=dict[str, Any])
         summary["held_out"] = {name: value for name, value in found.items() if name != "datasets"}
     return summary
