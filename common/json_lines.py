@@ -66,7 +66,7 @@ def lines_of(data: bytes, kind: type[T]) -> Iterator[T]:
     for line in data.split(b"\n"):
         try:
             yield decoder.decode(line)
-        except ValueError:  # msgspec's errors, and text that is no UTF-8
+        except (ValueError, RecursionError):  # msgspec's errors, text that is no UTF-8, and too deep nesting
             continue
 
 

@@ -84,7 +84,7 @@ class RunDir:
         """The broker's address and pid; None while no broker has written them or the file is unreadable."""
         try:
             return msgspec.json.decode(self.broker_json.read_bytes(), type=BrokerFile)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, ValueError):
             return None
 
     def prepare(self, config: Config | SftConfig) -> None:
@@ -103,7 +103,7 @@ class RunDir:
                 origin |= {"python": sys.version.split()[0], "source_revision": revision, "source_modified": modified}
                 write_json(self.run_json, origin)
         except OSError as error:
-            raise _unwritable("run.dir", self.path, error) from error
+            raise unwritable("run.dir", self.path, error) from error
 
     def check_agrees(self, config: Config | SftConfig) -> None:
         """Raise UsageError, naming the keys, when RUN/config.yaml computes something else than `config`."""
@@ -123,7 +123,7 @@ class RunDir:
             if not self.checkpoints.is_relative_to(self.path):
                 write_atomic(self._label, dump_yaml(config).encode())
         except OSError as error:
-            raise _unwritable("learner.checkpoint.dir", self.checkpoints, error) from error
+            raise unwritable("learner.checkpoint.dir", self.checkpoints, error) from error
 
 
 def _changeable(config: Config | SftConfig) -> tuple[str, ...]:
@@ -131,7 +131,8 @@ def _changeable(config: Config | SftConfig) -> tuple[str, ...]:
     return tuple(key for key in CHANGEABLE if key != "evaluation" or isinstance(config, Config))
 
 
-def _unwritable(key: str, folder: Path, error: OSError) -> SlipstreamError:
+def unwritable(key: str, folder: Path, error: OSError) -> SlipstreamError:
+    """The error about a place that `key` names: UsageError unless the disk is full."""
     kind = SlipstreamError if error.errno in (errno.ENOSPC, errno.EDQUOT) else UsageError
     return kind(f"{key}: {folder} cannot be written: {error}")
 

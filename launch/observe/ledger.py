@@ -53,7 +53,7 @@ def observe_ledger(job: Target) -> list[LedgerEntry]:
         return whole_ledger(former, newest)
     except OSError:
         raise SlipstreamError(f"{run.path}: {reason}, and it left no ledger.json") from None
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise SlipstreamError(f"{run.path}: an unreadable ledger of this or an earlier broker: {error}") from None
 
 

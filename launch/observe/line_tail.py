@@ -19,20 +19,21 @@ class LineTail:
     def read(self, limit: int = READ_BYTES) -> tuple[bool, list[dict[str, Any]]]:
         """(whether the file was replaced, so that earlier lines are void; the new lines). Raises OSError.
 
-        At most `limit` bytes are read, so there may be more lines when some are returned. A file that does not exist
-        has none.
+        At most `limit` bytes are read, and as many again while they have no such line. So there may be more lines when
+        some are returned. A file that does not exist has none.
         """
         try:
             with self.path.open("rb") as file:
                 stat = os.fstat(file.fileno())
                 replaced = self.inode != -1 and (stat.st_ino != self.inode or stat.st_size < self.offset)
                 self.offset, self.inode = 0 if replaced else self.offset, stat.st_ino
-                file.seek(self.offset)
-                data = file.read(limit)
+                while True:
+                    file.seek(self.offset)
+                    data = file.read(limit)
+                    whole = data[: data.rfind(b"\n") + 1] or (data if len(data) == limit else b"")
+                    self.offset += len(whole)
+                    lines = list(lines_of(whole, dict[str, Any]))
+                    if lines or not whole:
+                        return replaced, lines
         except FileNotFoundError:
             return False, []
-        whole = data[: data.rfind(b"\n") + 1]
-        if not whole and len(data) == limit:
-            whole = data
-        self.offset += len(whole)
-        return replaced, list(lines_of(whole, dict[str, Any]))

@@ -27,8 +27,8 @@ class MetricsTail:
 
     @property
     def last(self) -> dict[str, Any]:
-        """The newest step; {} before the first."""
-        return self.lines[-1] if self.lines else {}
+        """The newest step, without metrics that were no number, which JSON has as null; {} before the first."""
+        return {name: value for name, value in self.lines[-1].items() if value is not None} if self.lines else {}
 
     def update(self) -> None:
         """Read what is new. Raises UsageError when it is no file, or may not be read."""

@@ -70,7 +70,7 @@ def observe(job: Target, timeout_s: float = ANSWER_TIMEOUT_S, last: Observation 
     try:
         last = msgspec.json.decode(run.status_json.read_bytes(), type=BrokerStatus)
         age_s = max(0.0, time.time() - run.status_json.stat().st_mtime)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError):
         raise SlipstreamError(f"{run.path}: {reason}, and it left no status.json") from None
     return Observation(last, live=False, note=f"{reason}; last known status", unreachable=unreachable, age_s=age_s)
 

@@ -71,7 +71,7 @@ def _written(folder: Path, writer: str, step: int | None, task: int | None) -> I
         for line in _lines(path, marks):
             try:
                 transcript = decoder.decode(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if step in (None, transcript.step) and task in (None, transcript.serial):
                 yield transcript

@@ -15,7 +15,7 @@ from common.config.schema import Config, SftConfig
 from launch.observe.metrics_tail import MetricsTail
 
 AXES = {"steps": "optimizer steps", "samples": "samples", "tokens": "trained tokens", "seconds": "seconds of training"}
-POINTS = 120  # most points of a curve; more steps become means of as many successive ones
+POINTS = 400  # most points of a curve; more steps become means of as many successive ones
 TIMES = ("step_s", "learner_idle_s", "train_s", "publish_s", "tokens_per_s", "tokens_generated_per_s")
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Curve = tuple[Array, Array, Array, Array]  # x, mean, least and largest
@@ -63,6 +63,7 @@ class Compared:
     config: Config | SftConfig | None
     columns: Mapping[str, Array]  # [points] of each axis and metric, NaN where the lines have no value
     evaluations: Sequence[Mapping[str, Any]]
+    size: int  # steps of a point
 
     @classmethod
     def of(
@@ -103,7 +104,7 @@ class Compared:
             columns[name] = _thinned(values, size, name.endswith("_max"))
         known = {"dataset", "policy_version", "mean_reward"}
         complete = [line for line in tail.evaluations if known <= line.keys() and line["mean_reward"] is not None]
-        return cls(label, config, columns, complete)
+        return cls(label, config, columns, complete, size)
 
 
 def _thinned(values: Array, size: int, largest: bool) -> Array:

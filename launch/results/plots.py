@@ -40,7 +40,7 @@ def draw_all(runs: Sequence[Compared], folder: Path) -> tuple[list[Path], dict[s
     files: list[Path] = []
     for axis in AXES:
         if draws := list(_panels(grouped(runs), axis)):  # perhaps no run counts samples
-            figure, path = _figure(draws, len(runs) > 1), folder / f"over_{axis}.png"
+            figure, path = _figure(draws, len(runs) > 1, max(run.size for run in runs)), folder / f"over_{axis}.png"
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a name with signs that the font lacks
                 figure.savefig(path, dpi=DOTS_PER_INCH)
@@ -54,12 +54,15 @@ def draw_all(runs: Sequence[Compared], folder: Path) -> tuple[list[Path], dict[s
     return files, pictures
 
 
-def _figure(draws: Sequence[Draw], legend: bool) -> Figure:
-    """All panels, with the legend of several runs below them."""
+def _figure(draws: Sequence[Draw], legend: bool, size: int) -> Figure:
+    """All panels, with the legend of several runs below them, and above them how many steps a point has at most."""
     rows = -(-len(draws) // COLUMNS)
     figure = plt.figure(figsize=(5 * COLUMNS, 3.5 * rows + 0.6), layout="constrained")
     for number, draw in enumerate(draws, start=1):
         draw(figure.add_subplot(rows, COLUMNS, number))
+    if size > 1:
+        upto = "up to " * legend
+        figure.suptitle(f"every point is the mean of {upto}{size} steps, or of a maximum the largest", size="medium")
     if legend:
         known = {
             name: line for axes in figure.axes for line, name in zip(*axes.get_legend_handles_labels(), strict=True)
@@ -125,7 +128,7 @@ def _draw(title: str, x_label: str, curves: list[tuple[Style, Curve]], bars: boo
         axes.plot(x, y, line, lw=1.5, alpha=0.4 if smooth else 1.0, **style)
         if smooth:
             mean = np.convolve(y, np.full(SMOOTHING, 1 / SMOOTHING), "valid")
-            axes.plot(x[SMOOTHING - 1 :], mean, color=colour, label=f"mean of {SMOOTHING}", lw=2)
+            axes.plot(x[SMOOTHING - 1 :], mean, color=colour, label=f"mean of {SMOOTHING} points", lw=2)
         if bars:
             axes.errorbar(x, y, np.maximum([y - low, high - y], 0.0), color=colour, fmt="none", capsize=3)
         elif (high > low).any():

@@ -17,12 +17,12 @@ from rich.text import Text
 
 from common.config.schema import Config, SftConfig
 from common.errors import SlipstreamError, UsageError
-from common.process.run_dir import RunDir, differences, write_json
+from common.process.run_dir import RunDir, differences, unwritable, write_json
 from launch.observe import waste_view
 from launch.observe.advisor import advice_for
 from launch.observe.metrics_tail import LATEST, MetricsTail, ends
 from launch.resolve_target import any_config_of, find_run
-from launch.results.comparison import POINTS, Compared, grouped
+from launch.results.comparison import Compared, grouped
 
 STEP_TIMES = {
     "step": "step_s",
@@ -56,20 +56,23 @@ def command(args: argparse.Namespace) -> int:
         raise UsageError(f"{kinds[True]} is a warm start and {kinds[False]} an RL job: their metrics are not the same")
     alone = next(iter(found.values()))[1] if len(args.runs) == 1 else None
     folder = Path(args.out) if args.out else alone.report if alone else new_folder(found)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out: expected a folder, or a place for one, found {folder}: {error.strerror}") from None
     runs, summaries, notes = read(list(found.values()), alone is not None)
     differing = [] if alone else difference_rows({each.label: each.config for each in runs})
     rows = summary_rows(summaries)
     document = summaries[runs[0].label] if alone else {"runs": summaries, "differences": differing}
-    write_json(folder / "summary.json", document)
     from launch.results.page import write_page
     from launch.results.plots import draw_all
 
-    files, pictures = draw_all(runs, folder)
-    written = [write_page(folder / "report.html", ", ".join(summaries), notes, differing, rows, pictures), *files]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out: expected a folder, or a place for one, found {folder}: {error.strerror}") from None
+    try:
+        write_json(folder / "summary.json", document)
+        files, pictures = draw_all(runs, folder)
+        written = [write_page(folder / "report.html", ", ".join(summaries), notes, differing, rows, pictures), *files]
+    except OSError as error:
+        raise unwritable("--out", folder, error) from None
     table = Table(
         Column(no_wrap=True), *(Column(overflow="fold") for _ in runs), box=None, pad_edge=False, show_header=False
     )
@@ -93,8 +96,8 @@ def read(found: list[Named], alone: bool) -> tuple[list[Compared], dict[str, Fig
         label = name if names.count(name) == 1 else f"{name} ({word})"
         summaries[label] = summary_of(run, tail, config)
         runs.append(Compared.of(label, config, tail, alone))
-        if len(tail.lines) > POINTS:
-            notes.append(f"{label}: every point is the mean of {-(-len(tail.lines) // POINTS)} steps.")
+        if runs[-1].size > 1:
+            notes.append(f"{label}: every point is the mean of {runs[-1].size} steps, or of a maximum the largest.")
     if not runs:
         raise SlipstreamError("none of these runs has steps yet")
     if len(grouped(runs)) < len(runs):
@@ -147,10 +150,10 @@ def summary_of(run: RunDir, tail: MetricsTail, config: Config | SftConfig | None
 
 def summarise(run: RunDir, tail: MetricsTail, config: Config | None) -> Figures:
     last = tail.last
-    rewards, first = tail.series("reward_mean"), tail.lines[0]
+    rewards, times = tail.series("reward_mean"), tail.series("time_s")
     if not rewards:
         raise SlipstreamError(f"{run.metrics} is not that of an RL job: no line has a reward_mean")
-    seconds = float(last["time_s"] - first["time_s"] + first.get("step_s", 0.0))  # restarts included
+    seconds = times[-1] - times[0] + (tail.lines[0].get("step_s") or 0.0) if times else None  # restarts included
     trained = sum(tail.series("tokens_trained"))
     advice: dict[str, Any] = {}
     if found := advice_for(tail.lines, config.staleness.max if config else 0):
@@ -182,7 +185,7 @@ def summarise(run: RunDir, tail: MetricsTail, config: Config | None) -> Figures:
     }
     if by_age := mismatch_by_age(tail):
         summary["mismatch_by_staleness"] = by_age
-    with suppress(OSError, msgspec.DecodeError):
+    with suppress(OSError, ValueError):
         found = msgspec.json.decode((run.path / "eval.json").read_bytes(), type=dict[str, Any])
         summary["held_out"] = {name: value for name, value in found.items() if name != "datasets"}
     return summary
@@ -207,7 +210,7 @@ def summarise_warm_start(config: SftConfig, tail: MetricsTail) -> Figures:
 
 def mismatch_by_age(tail: MetricsTail) -> dict[str, float]:
     """Mean |difference of log-probabilities| per token of each class of staleness that was trained on."""
-    found = [[line.get(name, []) for name in ("mismatch_by_age", "tokens_by_age")] for line in tail.lines]
+    found = [[line.get(name) or [] for name in ("mismatch_by_age", "tokens_by_age")] for line in tail.lines]
     known = [both for both in found if all(len(values) == len(AGES) for values in both)]
     values, tokens = np.array(known, dtype=np.float64).reshape(-1, 2, len(AGES)).swapaxes(0, 1)
     return {

@@ -43,11 +43,17 @@ def command(args: argparse.Namespace) -> int:
     about = {"run": run.path.name, "steps": trace.steps, "zero_unix_s": trace.zero_s, "clock_error_s": error_s}
     try:
         with path.open("wb") as file:
-            file.write(b'{"traceEvents":[\n')
-            for number, event in enumerate(trace.events()):
-                file.write(b",\n" * (number > 0) + msgspec.json.encode(event))
-            rest = {"displayTimeUnit": "ms", "otherData": about | {"processes": facts}}
-            file.write(b"],\n" + msgspec.json.encode(rest)[1:])
+            try:
+                file.write(b'{"traceEvents":[\n')
+                for number, event in enumerate(trace.events()):
+                    file.write(b",\n" * (number > 0) + msgspec.json.encode(event))
+                rest = {"displayTimeUnit": "ms", "otherData": about | {"processes": facts}}
+                file.write(b"],\n" + msgspec.json.encode(rest)[1:])
+                file.flush()
+            except BaseException:
+                if path.is_file():  # no device
+                    path.unlink()
+                raise
     except OSError as error:
         raise UsageError(f"--out: {path} cannot be written: {error.strerror or error}") from None
     steps = f"steps {trace.steps[0]} to {trace.steps[1]}" if trace.steps else "no step yet"

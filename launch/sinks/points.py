@@ -49,20 +49,20 @@ class Cursor(msgspec.Struct):
         """The points of lines that were not fed before; the same lines may come again in a replaced file."""
         points: list[Point | None] = []
         for line in lines:
-            with suppress(KeyError, TypeError, ValueError):  # not a line of a learner
+            with suppress(KeyError, TypeError, ValueError, OverflowError):  # not a line of a learner
                 kind = line.get("kind", "step")
                 points.append(self._step(line) if kind == "step" else self._evaluation(line))
         return [point for point in points if point is not None]
 
     def _step(self, line: dict[str, Any]) -> Point | None:
-        step, time_s = line["step"], line.get("time_s", 0.0)
+        step, time_s, values = line["step"], float(line.get("time_s", 0.0)), flat(line)
         start, again = float(line.get("incarnation", time_s)), step <= self.step
         if again and start <= self.start:
             return None
         if again:
             self.evaluated = {name: min(version, step) for name, version in self.evaluated.items()}
         self.step, self.start = step, start
-        return Point(step, time_s, flat(line), again=again)
+        return Point(step, time_s, values, again=again)
 
     def _evaluation(self, line: dict[str, Any]) -> Point | None:
         version, dataset = line["policy_version"], line["dataset"]

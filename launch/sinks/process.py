@@ -58,7 +58,7 @@ class Feed(threading.Thread):
         self.cursor = Cursor()
         self._make, self._metrics, self._file = make, run.metrics, run.sinks / f"{name}.json"
         self._wait_s = FIRST_BACKOFF_S
-        with suppress(OSError, msgspec.DecodeError):
+        with suppress(OSError, ValueError):
             if name == "prometheus":  # it shows the newest state only
                 self.cursor.offset = max(0, run.metrics.stat().st_size - FEED_BYTES)
             else:

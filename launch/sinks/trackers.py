@@ -1,6 +1,7 @@
 """TensorBoard, W&B, MLflow and Trackio as sinks (launch/sinks/process.py). Each library is imported when it is used."""
 
 import os
+import re
 import time
 from collections.abc import Sequence
 
@@ -89,18 +90,26 @@ class Mlflow:
         tags, config = {"slipstream.id": job.id}, leaves(msgspec.to_builtins(job.config), ".")
         mlflow.end_run()  # this thread may have failed before in the middle of it
         mlflow.start_run(same[0].info.run_id if same else None, run_name=job.config.run.name, tags=tags)
-        mlflow.log_params({key: str(value)[:500] for key, value in config})
+        kept = same[0].data.params if same else {}  # MLflow refuses other values than the first
+        mlflow.log_params({key: str(value)[:500] for key, value in config if key not in kept})
 
     def write(self, points: Sequence[Point]) -> None:
         import mlflow
 
         for point in points:  # a metric's primary key is all of it, so a database keeps a repeated point once
-            mlflow.log_metrics(point.values, point.step, timestamp=int(point.time_s * 1000))
+            values = {mlflow_name(name): value for name, value in point.values.items()}
+            mlflow.log_metrics(values, point.step, timestamp=int(point.time_s * 1000))
 
     def close(self) -> None:
         import mlflow
 
         mlflow.end_run()
+
+
+def mlflow_name(name: str) -> str:
+    """A metric's name as MLflow takes it; environments may give theirs any name."""
+    parts = (re.sub(r"[^\w. :-]", "_", part) for part in name.split("/"))
+    return "/".join(part if part.strip(".") else "_" for part in parts)[:250]
 
 
 class Trackio:

@@ -74,7 +74,7 @@ class Hub:
 
 def make_app(views: Sequence[RunView], token: str | None) -> Starlette:
     """The page of these runs; every route only reads."""
-    hub = Hub(views)
+    hub, by_number = Hub(views), {str(number): view for number, view in enumerate(views)}
     index = (FOLDER / "index.html").read_text()
 
     async def page(request: Request) -> Response:
@@ -84,13 +84,13 @@ def make_app(views: Sequence[RunView], token: str | None) -> Starlette:
         return StreamingResponse(hub.stream(), media_type="text/event-stream")
 
     async def table(request: Request) -> Response:
-        number, name = request.path_params["run"], request.path_params["name"]
-        if number >= len(views) or name not in TABLES:
+        view, name = by_number.get(request.path_params["run"]), request.path_params["name"]
+        if view is None or name not in TABLES:
             return JSONResponse({"refused": "no such run or table"}, 404)
         try:
             query = msgspec.convert(dict(request.query_params), Query, strict=False)
-            await asyncio.to_thread(views[number].check_inside)
-            answer = await asyncio.to_thread(TABLES[name], views[number], query)
+            await asyncio.to_thread(view.check_inside)
+            answer = await asyncio.to_thread(TABLES[name], view, query)
         except (msgspec.ValidationError, SlipstreamError) as error:
             return JSONResponse({"refused": str(error)}, 404 if isinstance(error, SlipstreamError) else 400)
         return Response(msgspec.json.encode(answer), media_type="application/json")
@@ -99,7 +99,7 @@ def make_app(views: Sequence[RunView], token: str | None) -> Starlette:
         Route("/", page),
         Mount("/static", StaticFiles(directory=FOLDER)),
         Route("/api/events", events),
-        Route("/api/runs/{run:int}/{name}", table),
+        Route("/api/runs/{run}/{name}", table),
     ]
     return Starlette(routes=routes, middleware=[Middleware(Guard, token=token)], lifespan=hub.running)
 

@@ -44,7 +44,7 @@ class RunView:
         self._encoded = msgspec.json.encode(self.state)
         self._credentials: str | None = None
         self._lock, self._ledger_lock = threading.Lock(), threading.Lock()
-        self._ledger: tuple[float, list[LedgerEntry]] = (0.0, [])
+        self._ledger: tuple[float, list[LedgerEntry], str] = (0.0, [], "")  # until when it counts; why there is none
 
     def read(self) -> bool:
         """Read one part of what is new in the metrics; whether anything was. Raises as `check_inside`."""
@@ -106,9 +106,14 @@ class RunView:
         with self._ledger_lock:
             began_s = time.monotonic()
             if began_s >= self._ledger[0]:
-                entries = observe_ledger(Target(self.run, self._credentials))
-                now_s = time.monotonic()
-                self._ledger = (now_s + max(LEDGER_EVERY_S, (now_s - began_s) / LEDGER_SHARE), entries)
+                try:
+                    entries = observe_ledger(Target(self.run, self._credentials))
+                    now_s = time.monotonic()
+                    self._ledger = (now_s + max(LEDGER_EVERY_S, (now_s - began_s) / LEDGER_SHARE), entries, "")
+                except SlipstreamError as error:  # others who ask soon do not wait for the same broker one by one
+                    self._ledger = (time.monotonic() + LEDGER_EVERY_S, [], str(error))
+            if self._ledger[2]:
+                raise SlipstreamError(self._ledger[2])
             return self._ledger[1]
 
     def check_inside(self) -> None:

@@ -1,5 +1,6 @@
 """Trackers fed by the real process with their real libraries, and read back with them."""
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -167,3 +168,28 @@ def test_wandb_offline_mlflow_and_trackio_keep_steps_through_a_kill_and_a_resume
         0
     ].items()
     assert steps.startswith("demo-") and trackio["config"][steps]["run"]["name"] == "demo"
+
+
+@pytest.mark.slow
+def test_mlflow_goes_on_with_a_continued_run_of_another_config_and_with_names_that_it_does_not_take(
+    tmp_path: Path,
+) -> None:
+    python, run = python_with_trackers(), new_run(tmp_path)
+    write_steps(run, range(2))
+    with feeding(run, "mlflow", python=python) as process:
+        until_fed(run, process, 1, "mlflow")
+    text = run.config.read_text()
+    run.config.write_text(re.sub(r"(?m)^  steps: \d+", "  steps: 777", text))
+    assert run.config.read_text() != text
+    names = ("correct (strict), %", "a//b", "../b", "x" * 300)
+    write_steps(run, [2], environment=dict.fromkeys(names, 0.5))
+    with feeding(run, "mlflow", python=python) as process:
+        until_fed(run, process, 2, "mlflow")
+        finish(run, process)
+    mlflow: Any = ask(python, MLFLOW, run.path)
+    found = {name for name in mlflow["history"] if name.startswith("train/environment/")}
+    place = "train/environment/"
+    assert found == {f"{place}{name}" for name in ("correct _strict__ _", "a/_/b", "_/b")} | {
+        f"{place}{'x' * 300}"[:250]
+    }
+    assert mlflow["params"]["run.steps"] != "777", "MLflow keeps the first value"

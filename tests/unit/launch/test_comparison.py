@@ -194,6 +194,9 @@ def test_a_run_without_steps_or_named_twice_is_said_and_the_others_are_shown(
     assert list(json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]) == ["a"]
     assert main(["report", str(empty.path), str(empty.path / ".." / "empty"), "--out", out]) == EXIT_FAILED
     assert "none of these runs has steps" in capsys.readouterr().err
+    unused = tmp_path / "unused"
+    assert main(["report", str(empty.path), str(made(tmp_path, "new", steps=0).path), "--out", str(unused)]) == 1
+    assert not unused.exists()
 
 
 def test_a_run_without_its_config_is_shown_and_equal_names_are_told_apart(tmp_path: Path) -> None:
@@ -257,4 +260,6 @@ def test_a_long_run_is_drawn_in_a_bounded_number_of_points(tmp_path: Path) -> No
     assert curve_of([long], "steps", "staleness_max")[1][0] == 9, "a maximum stays one"
     assert evaluated([long], "tokens", "held<out>")[0] == 500, "between the points, too"
     assert main(["report", str(run.path)]) == 0
-    assert "every point is the mean of 9 steps" in (run.report / "report.html").read_text()
+    page = (run.report / "report.html").read_text()
+    assert page.count("every point is the mean of 3 steps") == 5, "in a note, and in each of four pictures"
+    assert "mean of 5 points" in page

@@ -13,6 +13,7 @@ from common.process.run_dir import RunDir, write_json
 from launch.cli import main
 from launch.observe import stall_text, waste_view
 from launch.observe.job_view import BAR_WIDTH, plain_line, render_live, render_status, sparkline
+from launch.observe.line_tail import READ_BYTES
 from launch.observe.metrics_tail import MetricsTail, mean
 from launch.observe.observation import Observation, as_json, observe
 from launch.observe.stall_text import duration
@@ -115,6 +116,24 @@ def test_tail_reads_only_whole_lines_and_starts_over_with_a_new_file(tmp_path: P
     (tmp_path / "new").write_text('{"step": 0, "x": 5}\n')
     (tmp_path / "new").replace(path)
     assert series() == [5.0]
+
+
+def test_a_part_of_the_file_without_a_line_and_nesting_without_end_hide_no_later_step(run, tail):
+    with run.metrics.open("ab") as file:
+        file.write(b"\0" * (READ_BYTES + 9) + b"\n" + b'{"a":' * 9999 + b"1" + b"}" * 9999 + b'\n{"step": 4}\n')
+    tail.update()
+    assert tail.last == {"step": 4}
+    assert [line["step"] for line in MetricsTail.of(run).lines] == [0, 1, 2, 3, 4]
+
+
+def test_a_metric_that_was_no_number_is_left_out_of_the_views(config, run, tail):
+    names = ("ratio_max", "entropy", "grad_norm", "staleness_mean", "staleness_max", "policy_version", "reward_mean")
+    with run.metrics.open("a") as file:
+        file.write(json.dumps({"step": 4, "step_s": None, **dict.fromkeys(names)}) + "\n")
+    tail.update()
+    assert "reward 0.000" in plain_line(config, PLAIN, tail)
+    said = text_of(render_live(config, PLAIN, tail, []))
+    assert "0.300  last ten 0.150" in said and "ratio max 1.00" in said
 
 
 def test_small_formats_and_sentences_that_agree_with_who_waits():

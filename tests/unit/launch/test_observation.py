@@ -74,6 +74,15 @@ def test_run_without_a_broker_so_far_fails_with_the_reason(run, capsys, command)
     assert "no broker has run here yet" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["status", "ledger"])
+def test_files_with_bytes_that_are_no_text_fail_with_the_reason(run, capsys, command):
+    run.broker_json.write_bytes(b'{"pid": 1, "address": "\xff", "started_s": 1}')
+    run.status_json.write_bytes(b'{"pid": 1, "address": "\xff"}')
+    run.ledger_json.write_bytes(b'[{"serial": 1, "state": "\xff"}]')
+    assert main([command, str(run.path)]) == EXIT_FAILED
+    assert str(run.path) in capsys.readouterr().err
+
+
 def test_living_broker_is_asked(config, run, capsys):
     with living_broker(config) as server:
         found = json_of(capsys, "status", str(run.path))

@@ -1,6 +1,8 @@
 """`slipstream report`: its figures, its plots, and metrics that it cannot read."""
 
+import errno
 import json
+import os
 from typing import Any
 
 import pytest
@@ -117,6 +119,26 @@ def test_metrics_without_steps_or_of_another_program_fail_with_the_reason(run, c
     assert main(["report", str(run.path)]) == EXIT_USAGE
     err = capsys.readouterr().err
     assert f"{run.metrics}: expected a file with one JSON line per step, found Is a directory" in err
+
+
+def test_a_report_of_lines_that_lack_what_other_releases_have(run, capsys):
+    odd = dict.fromkeys(("incarnation", "step_s", "tokens_by_age", "mismatch_by_age", "samples_failed_by_reason"))
+    run.metrics.write_text("".join(json.dumps({"step": n, "reward_mean": 0.5} | odd) + "\n" for n in range(3)))
+    assert main(["report", str(run.path)]) == 0, capsys.readouterr().err
+    found = json.loads((run.report / "summary.json").read_text())["run"]
+    assert (found["steps"], found["seconds"]) == (3, None)
+
+
+@pytest.mark.parametrize("name", ["summary.json", "over_steps.png", "report.html"])
+def test_a_file_that_cannot_be_written_is_named_with_the_reason(run, capsys, name, monkeypatch):
+    (run.report / name).mkdir(parents=True)
+    assert main(["report", str(run.path)]) == EXIT_USAGE
+    said = capsys.readouterr().err
+    assert f"--out: {run.report} cannot be written" in said and "Is a directory" in said and name in said
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr("launch.results.report.write_json", lambda *_: (_ for _ in ()).throw(full))
+    assert main(["report", str(run.path)]) == EXIT_FAILED
+    assert "cannot be written: [Errno 28] No space left on device" in capsys.readouterr().err
 
 
 def test_report_without_matplotlib_says_what_to_install(run, capsys, monkeypatch):

@@ -57,6 +57,11 @@ def test_lines_that_come_again_in_a_replaced_file_are_fed_once_and_repeated_step
     assert cursor.take(resumed) == []
 
 
+def test_a_line_that_no_tracker_could_take_is_passed_over() -> None:
+    odd = [line(1) | {"time_s": None}, line(2) | {"time_s": "x"}, line(3) | {"loss": 10**400}]
+    assert steps(Cursor().take([line(0), *odd, line(4)])) == [(0, False), (4, False)]
+
+
 def test_a_warm_start_that_resumes_is_told_by_the_time_of_its_lines() -> None:
     cursor = Cursor()
     old = [{"step": step, "time_s": 10.0 + step, "loss": 1.0} for step in range(3)]

@@ -1,6 +1,8 @@
 """`slipstream trace`: RUN/trace as a file that keeps the rules of Chrome's trace format, on one clock."""
 
 import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,6 +12,7 @@ from common.process.run_dir import RunDir
 from common.spans import Span, SpanBatch
 from launch.cli import main
 from launch.observe.trace_files import read_batches
+from launch.results.trace import Trace
 from tests.chrome_trace import ChromeTrace
 from tests.launch_rig import refusal
 
@@ -168,6 +171,23 @@ def test_steps_that_the_trace_lacks_and_a_file_that_cannot_be_written_are_refuse
     traced: RunDir, capsys: pytest.CaptureFixture[str], words: list[str], why: str
 ) -> None:
     assert why in refusal(capsys, "trace", str(traced.path), *words)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(OSError(28, "No space left on device"), "No space"), (KeyboardInterrupt(), "interrupted")]
+)
+def test_a_trace_that_was_not_written_to_its_end_leaves_no_file(
+    traced: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException, said: str
+) -> None:
+    def fail(self: Trace) -> Iterator[Any]:
+        yield {"ph": "X", "name": "x" * 100_000}
+        raise error
+
+    monkeypatch.setattr(Trace, "events", fail)
+    assert main(["trace", str(traced.path)]) != 0
+    assert said in capsys.readouterr().err
+    assert not (traced.path / "trace.json").exists()
+    assert main(["trace", str(traced.path), "--out", "/dev/null"]) != 0 and Path("/dev/null").exists()
 
 
 def test_a_run_without_spans_is_refused_and_one_without_steps_is_shown_as_a_whole(

@@ -127,7 +127,8 @@ def test_an_address_leads_to_no_file_but_those_of_the_page(recorded):
     page = client(recorded)
     for path in ("../web.py", "%2e%2e/web.py", "..%2fweb.py", "/etc/passwd", "%2fetc%2fpasswd", "x.js"):
         assert page.get(f"/static/{path}").status_code == 404
-    for path in ("/api/runs/../0/nodes", "/api/runs/-1/nodes", "/api/runs/1/nodes", "/api/runs/0/..%2fnodes"):
+    numbers = [f"/api/runs/{number}/nodes" for number in ("-1", "1", "\u0663", "9" * 5000)]
+    for path in ("/api/runs/../0/nodes", "/api/runs/0/..%2fnodes", *numbers):
         assert page.get(path).status_code == 404
 
 
@@ -237,6 +238,21 @@ def test_tasks_are_filtered_and_cut_into_pages_by_the_server(recorded):
     assert len(page.get("/api/runs/0/tasks?limit=100000").json()["rows"]) == 168
     assert page.get("/api/runs/0/tasks?limit=-1").status_code == 400
     assert "offset" in page.get("/api/runs/0/tasks?offset=1.5").json()["refused"]
+
+
+def test_a_broker_that_gives_no_ledger_is_asked_once_for_all_who_want_it_soon(recorded, monkeypatch):
+    asked = []
+
+    def refuse(job: object) -> None:
+        asked.append(job)
+        raise SlipstreamError("broker not reachable: no answer")
+
+    monkeypatch.setattr("launch.web.run_view.observe_ledger", refuse)
+    page = client(recorded)
+    for _ in range(3):
+        answer = page.get("/api/runs/0/tasks")
+        assert answer.status_code == 404 and "not reachable" in answer.json()["refused"]
+    assert len(asked) == 1
 
 
 def test_nodes_are_filtered_by_id_host_and_state(recorded):
