@@ -6,9 +6,9 @@ that a busy machine slows all of them alike:
 - broadcast: from the announcement to the last node's Staged, every bucket verified, against one flat gloo broadcast
   of the same bytes to as many processes (the floor) and a gloo broadcast per parameter; for large tensors and for many
   small ones, to `nodes` nodes and to one. Where there is a core for each process, each has its own;
-- join: from a node whose engine is ready to its weights being in use, while others have the version;
 - death: a node is killed or stopped in the middle of a broadcast; until every other node has the version.
- Short mode: --mib 32 --rounds 2.
+
+Short mode: --mib 32 --rounds 2.
 """
 
 import contextlib
@@ -130,22 +130,6 @@ def broadcast(name: str, named: Named, nodes: int, rounds: int) -> dict[str, Any
     }
 
 
-def join(named: Named) -> dict[str, float]:
-    """Seconds from an engine that is ready to weights in use, served by the learner and by a peer."""
-    found = dict[str, float]()
-    with contextlib.closing(Plane()) as plane:
-        ours = plane.publisher(**DEFAULTS)
-        address = ours.start()
-        ours.publish(1, named, None)
-        until(lambda: ours.stats().published == 1, every_s=0.002)
-        for kind, transport in (("learner", "relay"), ("peer", "gloo")):  # all by the relay, as newcomers are served
-            (node,) = plane.following(address, kind, transport=transport, loads=False)
-            node.wait("active", version=1)
-            found[f"from_{kind}_s"] = node.events[-1]["time"] - node.events[0]["time"]  # type: ignore[operator]
-            until(lambda: ours.stats().version_active == 1, every_s=0.002)
-    return found
-
-
 def death(fault: str, named: Named) -> float:
     """Seconds from a node's death at the second bucket of its second version until the others run that."""
     with contextlib.closing(Plane()) as plane:
@@ -172,7 +156,6 @@ def main(args: harness.Options) -> harness.Figures:
         for nodes in (args.nodes, 1)
         for name, named in (("large tensors", large), ("many small tensors", small))
     ]
-    result["join"] = {"bytes": args.mib << 20, **harness.medians([join(large) for _ in few], 4)}
     deaths = harness.in_turns(list(FAULTS), few, lambda fault, _: death(fault, large))
     result["death"] = [
         {"signal": fault, "others_have_it_s": round(statistics.median(found), 3), "worst_s": round(max(found), 3)}

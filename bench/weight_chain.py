@@ -166,8 +166,8 @@ def main(args: harness.Options) -> harness.Figures:
     most = max(*args.nodes, *args.large_nodes, args.others_nodes, args.death_nodes, args.delta_nodes)
     several = {"nodes": args.source_nodes, "rate_mbit": args.source_rate_mbit, "sources": max(args.sources)}
     several["nodes_mbit"] = FASTER * args.source_rate_mbit
+    # Nodes of a gloo job can use the relay, too.
     with tempfile.TemporaryDirectory() as path, closing(WeightRig(Path(path), most, args.rate_mbit, "gloo")) as rig:
-        # Nodes of a gloo job can use the relay, too.
         result |= one_source(args, rig)
     with tempfile.TemporaryDirectory() as path, closing(WeightRig(Path(path), **several)) as rig:
         result["sources"] = several_sources(args, rig)
