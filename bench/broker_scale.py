@@ -22,7 +22,7 @@ from typing import NamedTuple
 import broker_groups
 import harness
 import psutil
-from broker_embedded import HEARTBEAT_S, Learner, Times, broker_process
+from broker_embedded import HEARTBEAT_S, Learner, broker_process
 from harness import cpu_s, received, spawned
 
 from broker.connect import Access, connect
@@ -38,14 +38,22 @@ LEASE_AT_ONCE = 4  # as a node asks
 
 
 class Plan(NamedTuple):
-    """The work of one process of nodes."""
+    """The work of nodes, which are numbered from `first` on."""
 
     address: str
-    first: int
     nodes: int
     leases: int  # one node has at the same time
     think_s: float
     size: str
+    large_every: int = 0  # every so many groups one has the size 8k; 0: none
+    first: int = 0
+
+
+class Times(NamedTuple):
+    """Seconds of every call of a node."""
+
+    lease_s: list[float]
+    complete_s: list[float]
 
 
 class Fleet:
@@ -55,8 +63,8 @@ class Fleet:
         self._plan = plan
         self.measured = Times([], [])
         self.measuring = False
-        group, self._meta = next(broker_groups.structs(plan.size))
-        self._payload = encode_group(group)
+        (group, self._meta), (large, _) = (next(broker_groups.structs(size)) for size in (plan.size, "8k"))
+        self._payload, self._large = encode_group(group), encode_group(large)
         self._random = random.Random(plan.first)
 
     async def run(self, pipe: Connection) -> None:
@@ -106,8 +114,10 @@ class Fleet:
 
     async def _roll_out(self, client: AsyncBrokerClient, name: str, lease: Lease, room: asyncio.Semaphore) -> None:
         await asyncio.sleep(self._random.uniform(0.5, 1.5) * self._plan.think_s)
+        large_every = self._plan.large_every
+        payload = self._large if large_every and lease.task.serial % large_every == 0 else self._payload
         started = time.perf_counter()
-        assert await client.complete(name, lease.token, self._meta, self._payload)
+        assert await client.complete(name, lease.token, self._meta, payload)
         if self.measuring:
             self.measured.complete_s.append(time.perf_counter() - started)
         room.release()
@@ -132,7 +142,7 @@ def measure(nodes: int, options: harness.Options) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder, broker_process(folder, "memory", GROUPS_PER_STEP) as (address, pids):
         broker = psutil.Process(pids[0])
         rss_before = broker.memory_info().rss
-        fleets = start_fleets(address, nodes, options)
+        fleets = start_fleets(Plan(address, nodes, options.leases // nodes, options.think, options.size))
         with connect(Access(address=address, role="learner")) as client:
             learner = Learner(client, GROUPS_PER_STEP)
             try:
@@ -164,13 +174,12 @@ def measure(nodes: int, options: harness.Options) -> dict[str, object]:
     }
 
 
-def start_fleets(address: str, nodes: int, options: harness.Options) -> list[Connection]:
+def start_fleets(plan: Plan) -> list[Connection]:
     """Pipes to processes whose nodes have joined; each ends after it has sent what it measured."""
-    processes, fleets = min(nodes, NODE_PROCESSES), list[Connection]()
+    processes, fleets = min(plan.nodes, NODE_PROCESSES), list[Connection]()
     for i in range(processes):
-        first, last = nodes * i // processes, nodes * (i + 1) // processes
-        plan = Plan(address, first, last - first, options.leases // nodes, options.think, options.size)
-        fleets.append(spawned(play, plan))
+        first, last = plan.nodes * i // processes, plan.nodes * (i + 1) // processes
+        fleets.append(spawned(play, plan._replace(first=first, nodes=last - first)))
     for pipe in fleets:
         assert received(pipe) == "joined"
     return fleets
