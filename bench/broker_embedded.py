@@ -129,11 +129,7 @@ class Learner:
 
 @contextlib.contextmanager
 def broker_process(
-    folder: str,
-    durability: str,
-    groups_per_step: int = GROUPS_PER_STEP,
-    redis: str | None = None,
-    telemetry: dict[str, int] | None = None,
+    folder: str, durability: str, groups_per_step: int = GROUPS_PER_STEP, redis: str | None = None
 ) -> Iterator[tuple[str, list[int]]]:
     """Address and process ids of a broker with run folder `folder`, which ends with the context."""
     store = {} if redis is None else {"store": "redis", "redis": redis}
@@ -144,7 +140,6 @@ def broker_process(
         "learner": {"groups_per_step": groups_per_step},
         "broker": {"durability": durability, **store},
         "staleness": {"max": STALENESS},
-        "telemetry": telemetry or {},
     }
     config = msgspec.convert(document, Config)
     words = (config, msgspec.json.encode(config))

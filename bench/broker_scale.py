@@ -13,7 +13,6 @@ Heartbeats are a price per node and second, not per group.
 import asyncio
 import os
 import random
-import statistics
 import tempfile
 import time
 from multiprocessing.connection import Connection
@@ -21,6 +20,7 @@ from typing import NamedTuple
 
 import broker_groups
 import harness
+import numpy as np
 import psutil
 from broker_embedded import HEARTBEAT_S, Learner, broker_process
 from harness import cpu_s, received, spawned
@@ -77,8 +77,8 @@ class Fleet:
         work = [asyncio.create_task(self._beat(client, reports[name])) for name, client in clients.items()]
         work += [asyncio.create_task(self._work(client, name)) for name, client in clients.items()]
         pipe.send("joined")
-        while (word := await asyncio.to_thread(pipe.recv)) != "stop":
-            self.measuring = word == "measure"
+        while await asyncio.to_thread(pipe.recv) != "stop":
+            self.measuring = True
         for task in work:
             task.cancel()
         ends = await asyncio.gather(*work, return_exceptions=True)
@@ -156,7 +156,6 @@ def measure(nodes: int, options: harness.Options) -> dict[str, object]:
                 before_s = cpu_s(broker)
                 groups = work(learner, options.seconds)
                 busy_s = cpu_s(broker) - before_s
-                tell(fleets, "pause")
             finally:
                 tell(fleets, "stop")
         measured = list(map(received, fleets))
@@ -167,7 +166,6 @@ def measure(nodes: int, options: harness.Options) -> dict[str, object]:
         "broker_cpu_us_per_group": round(1e6 * busy_s / groups, 1),
         "broker_cpu_us_per_group_without_waiting": round(1e6 * (busy_s - idle_share * options.seconds) / groups, 1),
         "broker_cpu_us_per_node_per_s": round(1e6 * idle_share / nodes, 1),
-        "broker_busy_share": round(busy_s / options.seconds, 3),
         "lease_ms": quantiles([s for m in measured for s in m.lease_s]),
         "complete_ms": quantiles([s for m in measured for s in m.complete_s]),
         "broker_kib_per_node": round((rss_nodes - rss_before) / nodes / 1024, 1),
@@ -192,10 +190,8 @@ def tell(fleets: list[Connection], word: str) -> None:
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
     """Milliseconds."""
-    ordered = sorted(1e3 * s for s in seconds)
-    p99 = ordered[int(0.99 * (len(ordered) - 1))]
-    found = {"p50": statistics.median(ordered), "p99": p99, "max": ordered[-1]}
-    return {**{name: round(value, 2) for name, value in found.items()}, "calls": len(ordered)}
+    found = dict(zip(("p50", "p99", "max"), np.quantile(seconds, (0.5, 0.99, 1.0)).tolist(), strict=True))
+    return {name: round(1e3 * value, 2) for name, value in found.items()}
 
 
 @harness.script(nodes=[1, 100, 1000], leases=1000, think=5.0, seconds=20.0, size="1k")

@@ -4,7 +4,7 @@ Step s trains on groups that the weights of version max(0, s - lag) sampled. A j
 load. Here it is constant, so that runs differ in nothing but the lag and the loss. Everything else is the product's:
 vLLM samples, learner.batch.batch assembles, Megatron trains. Each run is a process of its own on a core of its own.
 Finished runs are kept in --folder, so the study continues where it stopped. Words that are no options override the
-config of every run. Also draws docs/img/correction_study.png. Short mode: --dry --lags 1 --seeds 1 run.steps=2.
+config of every run. Also draws docs/img/correction_study.png. Short mode: run.steps=2 --dry --lags 1 --seeds 1.
 
     python bench/correction_study.py --folder runs/correction-study [--workers 2] [--lags 0 2 8 32] [--seeds 1 2 3]
 """

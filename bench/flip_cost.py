@@ -4,7 +4,7 @@
 - time for which generation stalled;
 - seconds from the optimizer step to the version being sampled from.
 
-Short mode: --seeds 1 run.steps=10, with `model.path` and so on when the quickstart has not run.
+Short mode: run.steps=10 --seeds 1, with `model.path` and so on when the quickstart has not run.
 """
 
 import statistics

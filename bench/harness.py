@@ -65,14 +65,25 @@ def commit() -> str:
 def script(**options: Any) -> Callable[[Callable[[Options], Figures]], None]:
     """Decorates `main(arguments)`, the last function of a script: running that writes bench/results/SCRIPT.json.
 
-    An option `name` replaces SCRIPT; for `options` see `parser`.
+    The file has commit, arguments, machine and load, too. An option `name` replaces SCRIPT; with `--dry` the result is
+    printed instead. For `options` see `parser`.
     """
 
     def run_as_script(main: Callable[[Options], Figures]) -> None:
         if main.__module__ == "__main__":
             arguments = parser(sys.modules["__main__"].__doc__, **options).parse_args()
-            name = getattr(arguments, "name", Path(main.__code__.co_filename).stem)
-            save(name, arguments, main(arguments))
+            figures = main(arguments)
+            assert "rounds" in figures, "every result says how often it was measured"
+            given = {name: value for name, value in vars(arguments).items() if name != "dry"}
+            load = round(os.getloadavg()[0], 1)
+            result = {"commit": commit(), "arguments": given, "machine": machine(), "load_1min": load, **figures}
+            text = json.dumps(result, indent=1, default=str) + "\n"
+            if arguments.dry:
+                print(text, end="")
+                return
+            path = RESULTS / f"{getattr(arguments, 'name', Path(main.__code__.co_filename).stem)}.json"
+            path.write_text(text)
+            print(f"{path.relative_to(ROOT)} is written; python -m bench.pages brings it to the pages")
 
     return run_as_script
 
@@ -97,29 +108,6 @@ def parser(script_doc: str | None, **options: Any) -> argparse.ArgumentParser:
             kind, several = (type(default[0]), "+") if isinstance(default, list) else (type(default), None)
             made.add_argument(word, type=kind, nargs=several, default=default, help=f"default {default}")
     return made
-
-
-def save(name: str, options: Options, figures: Figures) -> None:
-    """Write bench/results/NAME.json with commit, arguments, machine and load; with `--dry` print it instead.
-
-    `figures` must have `rounds`, so that every result says how often it was measured.
-    """
-    assert "rounds" in figures
-    arguments = {k: v for k, v in vars(options).items() if k != "dry"}
-    result = {
-        "commit": commit(),
-        "arguments": arguments,
-        "machine": machine(),
-        "load_1min": round(os.getloadavg()[0], 1),
-        **figures,
-    }
-    text = json.dumps(result, indent=1, default=str) + "\n"
-    if options.dry:
-        print(text, end="")
-        return
-    path = RESULTS / f"{name}.json"
-    path.write_text(text)
-    print(f"{path.relative_to(ROOT)} is written; python -m bench.pages brings it to the pages")
 
 
 def in_turns(names: Sequence[Any], rounds: Iterable[int], measure: Callable[[Any, int], Any]) -> dict[Any, list[Any]]:

@@ -15,12 +15,10 @@ import contextlib
 import os
 import statistics
 import time
-from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any
 
 import harness
-import psutil
 import torch
 
 from common.weights import packing
@@ -28,6 +26,7 @@ from common.weights.collectives import dist
 from common.weights.layout import Layout
 from common.weights.messages import Epoch
 from common.weights.transports.gloo import GlooGroup
+from launch.up.supervisor import pin
 from tests.integration.weights.plane_rig import Plane
 from tests.waiting import until
 
@@ -44,43 +43,34 @@ def model(tensors: int, total_bytes: int) -> Named:
     return [(f"layers.{i}.weight", torch.randn(size).bfloat16()) for i in range(tensors)]
 
 
-class Plain:
-    """A member of gloo broadcasts without anything of ours; the learner is rank 0."""
+def store_at(port: int) -> Any:
+    """Where the members of plain broadcasts meet; 0: a new one, which the learner has."""
+    return dist.TCPStore("127.0.0.1", port, is_master=port == 0, wait_for_workers=False)
 
-    def __init__(self, rank: int, nodes: int, port: int) -> None:
-        self.store: Any = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-        self.epoch = Epoch(1, rank, nodes + 1, 60.0, "gloo", f"127.0.0.1:{self.store.port}")
 
-    def through(self, parts: list[torch.Tensor]) -> tuple[float, float]:
-        """When all members were ready, and when this one had sent or received the last of `parts`; unix seconds."""
-        group = self.group
-        group.post(torch.zeros(1, dtype=torch.uint8), 60.0)()
-        began = time.time()
-        for part in parts:
-            group.post(part, 60.0)()
-        return began, time.time()
+def member(rank: int, nodes: int, store: Any) -> GlooGroup:
+    """A group without anything else of ours; it forms when all members ask for it. The learner is rank 0."""
+    return GlooGroup(Epoch(1, rank, nodes + 1, 60.0, "gloo", f"127.0.0.1:{store.port}"), store)
 
-    @cached_property
-    def group(self) -> GlooGroup:
-        """Forms when all members ask for it."""
-        return GlooGroup(self.epoch, self.store)
+
+def through(group: GlooGroup, parts: list[torch.Tensor]) -> tuple[float, float]:
+    """When all members were ready, and when this one had sent or received the last of `parts`; unix seconds."""
+    group.post(torch.zeros(1, dtype=torch.uint8), 60.0)()
+    began = time.time()
+    for part in parts:
+        group.post(part, 60.0)()
+    return began, time.time()
 
 
 def receiver(rank: int, nodes: int, port: int, size: int, pipe: Connection) -> None:
     """Takes part in plain broadcasts of parts of the sizes that come in, and says when each was through."""
     torch.set_num_threads(1)
-    # Used again, as the weight plane does: fresh pages cost more than a broadcast.
-    plain, memory = Plain(rank, nodes, port), packing.buffer(size)
+    memory = packing.buffer(size)  # used again, as the weight plane does: fresh pages cost more than a broadcast
     pipe.send(os.getpid())
+    group = member(rank, nodes, store_at(port))
     with contextlib.suppress(EOFError):
         while True:
-            pipe.send(plain.through(list(memory.split(pipe.recv()))))
-
-
-def keep_to(core: int, pid: int | None) -> None:
-    """Let the threads of a process, and those that they start, run on this core only."""
-    for thread in psutil.Process(pid).threads():
-        os.sched_setaffinity(thread.id, {core})
+            pipe.send(through(group, list(memory.split(pipe.recv()))))
 
 
 def broadcast(name: str, named: Named, nodes: int, rounds: int) -> dict[str, Any]:
@@ -88,14 +78,15 @@ def broadcast(name: str, named: Named, nodes: int, rounds: int) -> dict[str, Any
     layout = Layout.of([(n, "bfloat16", tuple(t.shape)) for n, t in named])
     flat = packing.pack(named, layout)
     each = [flat[e.offset : e.offset + e.size_bytes] for e in layout.entries]
-    plain, found = Plain(0, nodes, 0), list[dict[str, float]]()
-    pipes = [harness.spawned(receiver, i + 1, nodes, plain.store.port, len(flat)) for i in range(nodes)]
+    store, found = store_at(0), list[dict[str, float]]()
+    pipes = [harness.spawned(receiver, i + 1, nodes, store.port, len(flat)) for i in range(nodes)]
     pids = list(map(harness.received, pipes))
+    group = member(0, nodes, store)
 
     def plain_s(parts: list[torch.Tensor]) -> float:
         for pipe in pipes:
             pipe.send([len(part) for part in parts])
-        began, _ = plain.through(parts)
+        began, _ = through(group, parts)
         return max(harness.received(pipe)[1] for pipe in pipes) - began
 
     cores = sorted(os.sched_getaffinity(0))
@@ -104,7 +95,7 @@ def broadcast(name: str, named: Named, nodes: int, rounds: int) -> dict[str, Any
         ours, _, fleet = plane.fleet(*(f"n{i}" for i in range(nodes)), loads=False, **DEFAULTS)
         for i, core in enumerate(cores[: nodes + 1] if apart else ()):
             for pid in (fleet[i - 1].process.pid, pids[i - 1]) if i else (os.getpid(),):
-                keep_to(core, pid)
+                pin(pid, frozenset({core}))
         for version in range(1, rounds + 2):
             ours.publish(version, named, None)
             for node in fleet:
