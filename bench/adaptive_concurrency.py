@@ -9,11 +9,9 @@ counted when the engine samples them, so that long answers which have not ended 
 
 import asyncio
 import json
-import os
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import async_tail
 import harness
@@ -23,7 +21,7 @@ from tailed_environment import LONG, LONG_MEAN, SHORT_MEAN
 from bench.figures import result
 from common.config.loading import load_config
 from common.config.schema import Config
-from launch.up.roles import thread_environment
+from rollout_fleet.engine.engine import Engine
 from rollout_fleet.episode.concurrency import AdaptiveLimit, Slots
 
 NAME = "adaptive_concurrency"
@@ -35,48 +33,34 @@ PROMPT_TOKENS = 11
 CASES = ("tail-8", "tail-64", "long-64", "short-8")  # lengths, MiB of KV cache
 
 
-class Arm:
-    """Keeps every place taken for a while."""
+async def arm(engine: Engine, lengths: Iterator[int], slots: Slots, adapt: AdaptiveLimit | None) -> dict:
+    """Keep every place taken for a while; the limit stays without `adapt`."""
 
-    def __init__(self, engine, lengths: Iterator[int], places: int, adapt: AdaptiveLimit | None = None) -> None:
-        """`places` is where the limit starts, and stays without `adapt`."""
-        self._engine, self._lengths, self._adapt = engine, lengths, adapt
-        self._slots = Slots(places)
-        self._looks: list[int] = []
+    async def one(tokens: int) -> None:
+        async with slots:
+            await engine.generate([10] * PROMPT_TOKENS, tokens)
 
-    async def measure(self) -> dict:
-        began, settled, settled_s, next_look = time.perf_counter(), None, 0.0, LOOK_S
-        tasks: set[asyncio.Task[None]] = set()
-        while (now := time.perf_counter() - began) < SETTLE_S + COUNTED_S:
-            if settled is None and now >= SETTLE_S:
-                settled, settled_s = replace(self._engine.counters), time.perf_counter()
-            if now >= next_look:
-                next_look += LOOK_S
-                self._look()
-            while len(tasks) < self._slots.limit + AHEAD:
-                tasks.add(asyncio.create_task(self._one(next(self._lengths))))
-            done, tasks = await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        ended, took = replace(self._engine.counters), time.perf_counter() - settled_s
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._engine.generate([10] * PROMPT_TOKENS, 1)  # behind the aborts: the engine is idle again
-        assert settled is not None
-        return {
-            "tokens_per_s": round((ended.tokens_sampled - settled.tokens_sampled) / took, 1),
-            "places": " ".join(map(str, self._looks)),  # look by look
-        }
-
-    async def _one(self, tokens: int) -> None:
-        async with self._slots:
-            await self._engine.generate([10] * PROMPT_TOKENS, tokens)
-
-    def _look(self) -> None:
-        self._looks.append(self._slots.limit)
-        if self._adapt is not None:
-            self._slots.resize(self._adapt.look(self._engine.counters, time.perf_counter(), self._slots.taken))
+    began, settled, settled_s, looks = time.perf_counter(), None, 0.0, list[int]()
+    tasks: set[asyncio.Task[None]] = set()
+    while (now := time.perf_counter() - began) < SETTLE_S + COUNTED_S:
+        if settled is None and now >= SETTLE_S:
+            settled, settled_s = engine.counters.tokens_sampled, time.perf_counter()
+        if now >= LOOK_S * (len(looks) + 1):
+            looks.append(slots.limit)
+            if adapt is not None:
+                slots.resize(adapt.look(engine.counters, time.perf_counter(), slots.taken))
+        while len(tasks) < slots.limit + AHEAD:
+            tasks.add(asyncio.create_task(one(next(lengths))))
+        done, tasks = await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    assert settled is not None
+    sampled, took = engine.counters.tokens_sampled - settled, time.perf_counter() - settled_s
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await engine.generate([10] * PROMPT_TOKENS, 1)  # behind the aborts: the engine is idle again
+    return {"tokens_per_s": round(sampled / took, 1), "places": " ".join(map(str, looks))}  # look by look
 
 
 def same_lengths(kind: str, turn: int) -> Iterator[int]:
@@ -94,22 +78,16 @@ def same_lengths(kind: str, turn: int) -> Iterator[int]:
 
 async def measure(config: Config, kind: str, turn: int) -> dict[str, dict]:
     """Figures of each arm; the arms in turn, beginning with another one at each turn."""
-    from rollout_fleet.engine.engine import Engine
-
-    engine = Engine(config, weights="folder", stop_token_ids=[])
-    await engine.start()
     arms = [*map(str, FIXED), "auto"]
     found: dict[str, dict] = {}
-    try:
+    async with async_tail.running_engine(config) as engine:
         await asyncio.gather(*(engine.generate([10] * PROMPT_TOKENS, 200) for _ in range(64)))  # warm
         for name in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
             low, high = config.rollout.concurrency_bounds
             adapt = AdaptiveLimit(low, high, config.rollout.group_size, engine.holds) if name == "auto" else None
-            arm = Arm(engine, same_lengths(kind, turn), adapt.limit if adapt else int(name), adapt)
-            found[name] = await arm.measure()
+            slots = Slots(adapt.limit if adapt else int(name))
+            found[name] = await arm(engine, same_lengths(kind, turn), slots, adapt)
             print(name, json.dumps(found[name]), flush=True)
-    finally:
-        await engine.shutdown()
     return {name: found[name] for name in arms}
 
 
@@ -119,10 +97,8 @@ def main(args: harness.Options) -> harness.Figures:
     model, dataset = tailed_environment.build(harness.scratch())
     words = [f"model.path={model}", f"tasks.dataset={dataset}", "rollout.concurrency=auto"]
     config = load_config(async_tail.CONFIG, [*words, f"rollout.engine.kv_cache_mib={mib}"])
-    os.environ.update(thread_environment(config.rollout.threads))
     arms = asyncio.run(measure(config, kind, args.turn))
     cases = result(NAME)["cases"]
     cases.setdefault(args.case, {})[str(args.turn)] = arms
     rounds = min(len(turns) for turns in cases.values())
-    settings = {"settle_s": SETTLE_S, "counted_s": COUNTED_S, "fixed_places": FIXED}
-    return {"rounds": rounds, "cases": cases, **settings}
+    return {"rounds": rounds, "cases": cases}

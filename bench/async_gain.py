@@ -5,10 +5,27 @@ max(T_gen, T_train) / (T_gen + T_train), with the parts of the synchronous run, 
 learner's idle time is generation with the flip, the rest of each step is training.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import harness
 
+WINDOWS = (0, 2)
+OPTIONS = {"config": "configs/quickstart.yaml", "seeds": [1, 2, 3], "overrides": ()}
 
-def figures(job: harness.Job) -> dict:
+
+def in_pairs(options: harness.Options, figures: Callable[[harness.Job], dict[str, Any]]) -> dict[int, list[Any]]:
+    """`figures` of a job for every window and seed."""
+    scratch = harness.scratch()
+
+    def run(bound: int, seed: int) -> dict[str, Any]:
+        words = (f"run.seed={seed}", f"staleness.max={bound}", *options.overrides)
+        return figures(harness.run(options.config, scratch / f"s{bound}-{seed}", *words))
+
+    return harness.in_turns(WINDOWS, options.seeds, run)
+
+
+def parts(job: harness.Job) -> dict[str, Any]:
     return {
         **job.progress(0.9),
         "wall_after_first_step_s": round(job.after_first_s, 2),
@@ -17,12 +34,11 @@ def figures(job: harness.Job) -> dict:
     }
 
 
-def pair(seed: int, synchronous: dict, asynchronous: dict) -> dict:
+def pair(seed: int, synchronous: dict[str, Any], asynchronous: dict[str, Any]) -> dict[str, Any]:
     """Both runs of a seed, and their ratio."""
     generate, train = synchronous["learner_idle_s"], synchronous["learner_busy_s"]
     ideal = max(generate, train) / (generate + train)
     ratio = asynchronous["wall_after_first_step_s"] / synchronous["wall_after_first_step_s"]
-    print(f"seed {seed}: async/sync wall {ratio:.3f}, ideal {ideal:.3f}", flush=True)
     return {
         "seed": seed,
         "synchronous": synchronous,
@@ -33,14 +49,8 @@ def pair(seed: int, synchronous: dict, asynchronous: dict) -> dict:
     }
 
 
-@harness.script(config="configs/quickstart.yaml", seeds=[1, 2, 3], overrides=())
+@harness.script(**OPTIONS)
 def main(options: harness.Options) -> harness.Figures:
-    scratch = harness.scratch()
-
-    def run(bound: int, seed: int) -> dict:
-        words = (f"run.seed={seed}", f"staleness.max={bound}", *options.overrides)
-        return figures(harness.run(options.config, scratch / f"s{bound}-{seed}", *words))
-
-    runs = harness.in_turns((0, 2), options.seeds, run)
-    pairs = [pair(*both) for both in zip(options.seeds, runs[0], runs[2], strict=True)]
+    runs = in_pairs(options, parts)
+    pairs = [pair(*both) for both in zip(options.seeds, *runs.values(), strict=True)]
     return {"rounds": len(pairs), "pairs": pairs}

@@ -19,8 +19,7 @@ import time
 from bisect import bisect_left
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import harness
@@ -46,6 +45,7 @@ DECODED = 96  # tokens a request when decoding is timed
 ROUNDS = 3
 ROLLING, ROLLING_CALLS, ROLLING_TOKENS = 16, 320, (8, 40)  # at once, in all, least and most tokens of a call
 BESIDE = 64  # requests that run while the learner works beside the engine
+Drawn = dict[int, dict[int, list[simulate.Episode]]]  # episodes of every task of a step, by step and serial
 
 
 def turns_of(sample: Sample) -> simulate.Episode:
@@ -54,8 +54,8 @@ def turns_of(sample: Sample) -> simulate.Episode:
     return tuple(len(list(run)) for sampled, run in runs if sampled)
 
 
-def lengths_by_step(run: RunDir, config: Config) -> dict[int, dict[int, list[simulate.Episode]]]:
-    """Episodes of every task that a step of the run trained on, by step and serial."""
+def lengths_by_step(run: RunDir, config: Config) -> Drawn:
+    """Episodes that a run trained on."""
     with open_recording(run, config) as recording:
         return {
             step: {g.task.serial: [turns_of(s) for s in decode_group(g.stored.read()).samples] for g in groups}
@@ -63,7 +63,7 @@ def lengths_by_step(run: RunDir, config: Config) -> dict[int, dict[int, list[sim
         }
 
 
-def learner_parts(job: harness.Job, by_step: dict[int, dict[int, list[simulate.Episode]]]) -> dict[str, float]:
+def learner_parts(job: harness.Job, by_step: Drawn) -> dict[str, float]:
     """The learner's part of the speeds: its seconds without waiting, fitted to every step's lengths."""
     rows, busy = [], []
     for line in job.lines[1:]:
@@ -73,34 +73,17 @@ def learner_parts(job: harness.Job, by_step: dict[int, dict[int, list[simulate.E
     return dict(zip(("train_s", "train_token_s", "train_pair_s"), fit_positive(rows, busy), strict=True))
 
 
-@dataclass(frozen=True)
-class Run:
+def lengths_of(by_step: Drawn) -> simulate.Lengths:
+    """Lengths of a task; the last tasks of a run were never trained on and get those of another task."""
+    known = {serial: episodes for step in by_step.values() for serial, episodes in step.items()}
+    return lambda serial: known.get(serial) or list(known.values())[serial % len(known)]
+
+
+def measure(scratch: Path, overrides: list[str], seed: int, staleness: int) -> tuple[harness.Job, Drawn]:
     """A finished job and the lengths that it drew."""
-
-    job: harness.Job
-    by_step: dict[int, dict[int, list[simulate.Episode]]]
-
-    def lengths(self, serial: int) -> list[simulate.Episode]:
-        """Lengths of a task; the last tasks of a run were never trained on and get those of another task."""
-        return self._known.get(serial) or list(self._known.values())[serial % len(self._known)]
-
-    @cached_property
-    def _known(self) -> dict[int, list[simulate.Episode]]:
-        return {serial: episodes for step in self.by_step.values() for serial, episodes in step.items()}
-
-
-def measure(scratch: Path, overrides: list[str], seed: int, staleness: int) -> Run:
     run_dir = scratch / f"k{staleness}-{seed}"
     job = harness.run(str(CONFIG), run_dir, *overrides, f"run.seed={seed}", f"staleness.max={staleness}")
-    return Run(job, lengths_by_step(RunDir(run_dir), load_config(run_dir / "config.yaml")))
-
-
-@dataclass(frozen=True)
-class Beside:
-    """How many times longer each side's work takes while the other one works, from medians."""
-
-    engine: float
-    learner: float
+    return job, lengths_by_step(RunDir(run_dir), load_config(run_dir / "config.yaml"))
 
 
 def core_plan(config: Config) -> list[Cores]:
@@ -197,8 +180,11 @@ def fit_prefill(speeds: Speeds, rolling_s: float) -> float:
     return 1e-6 * bisect_left(range(100_000), rolling_s, key=simulated)
 
 
-async def both(engine: Engine, run_dir: Path, config: Config, out: Path) -> Beside:
-    """The learner trains the run again without an engine beside it, then with one that is never idle."""
+async def both(engine: Engine, run_dir: Path, config: Config, out: Path) -> dict[str, float]:
+    """How many times longer each side's work takes while the other one works, from medians.
+
+    The learner trains the run again without an engine beside it, then with one that is never idle.
+    """
     alone = await asyncio.to_thread(replayed, run_dir, config, out / "alone")
     replay = asyncio.create_task(asyncio.to_thread(replayed, run_dir, config, out / "beside"))
     ends: list[tuple[float, float]] = []  # Unix time, seconds of DECODED steps
@@ -209,7 +195,8 @@ async def both(engine: Engine, run_dir: Path, config: Config, out: Path) -> Besi
     first_s, last_s = beside.lines[0]["time_s"], beside.lines[-1]["time_s"]
     with_learner = [s for at, s in ends if first_s < at - s and at < last_s]
     without = [await seconds(engine, BESIDE, 0, DECODED) for _ in range(len(with_learner))]
-    return Beside(statistics.median(with_learner) / statistics.median(without), beside.busy_s / alone.busy_s)
+    engine_shared = statistics.median(with_learner) / statistics.median(without)
+    return {"engine_shared": engine_shared, "learner_shared": beside.busy_s / alone.busy_s}
 
 
 def replayed(run_dir: Path, config: Config, out: Path) -> harness.Job:
@@ -219,34 +206,31 @@ def replayed(run_dir: Path, config: Config, out: Path) -> harness.Job:
     return harness.read(out)
 
 
-async def calibrate(config: Config, synchronous: harness.Job, out: Path) -> tuple[Speeds, Beside]:
-    """The engine's speeds, and what learner and engine cost each other."""
+async def calibrate(config: Config, synchronous: harness.Job, out: Path) -> Speeds:
+    """The engine's speeds, and how much learner and engine slow each other."""
     async with running_engine(config) as engine:
-        return await engine_alone(engine), await both(engine, synchronous.run_dir, config, out)
+        return replace(await engine_alone(engine), **await both(engine, synchronous.run_dir, config, out))
 
 
 def measure_round(scratch: Path, overrides: list[str], seed: int, config: Config, windows: list[int]) -> dict:
     """Every mode once, and its simulation with its own lengths."""
     order = [0, *windows] if seed % 2 else [*reversed(windows), 0]
     runs = {k: measure(scratch, overrides, seed, k) for k in order}
-    synchronous = runs[0].job
-    engine, beside = asyncio.run(calibrate(config, synchronous, scratch / f"replays-{seed}"))
+    synchronous, by_step = runs[0]
     speeds = replace(
-        engine,
-        **learner_parts(synchronous, runs[0].by_step),
+        asyncio.run(calibrate(config, synchronous, scratch / f"replays-{seed}")),
+        **learner_parts(synchronous, by_step),
         deliver_s=statistics.median(line["seconds_to_active"] for line in synchronous.lines[1:]),
         flip_s=statistics.mean(line["generation_stall_s"] for line in synchronous.lines[1:]),
-        engine_shared=beside.engine,
-        learner_shared=beside.learner,
     )
     setup = simulate.Setup(
         config.rollout.nodes, config.rollout.concurrency_bounds[1], config.learner.groups_per_step,
         config.rollout.group_size, 0, len(synchronous.lines),
     )  # fmt: skip
     modes = []
-    for k, run in sorted(runs.items()):
-        mode = {"staleness": k, "wall_s": round(run.job.after_first_s, 3), "learner_idle_s": round(run.job.idle_s, 3)}
-        mode["simulated_s"] = simulate.simulate(replace(setup, staleness=k), speeds, run.lengths).wall_s
+    for k, (job, by_step) in sorted(runs.items()):
+        mode = {"staleness": k, "wall_s": round(job.after_first_s, 3), "learner_idle_s": round(job.idle_s, 3)}
+        mode["simulated_s"] = simulate.simulate(replace(setup, staleness=k), speeds, lengths_of(by_step)).wall_s
         modes.append(mode)  # the synchronous one comes first
         mode["gain"] = modes[0]["wall_s"] / mode["wall_s"]
         mode["simulated_gain"] = modes[0]["simulated_s"] / mode["simulated_s"]

@@ -5,10 +5,8 @@ import contextlib
 import json
 import multiprocessing
 import os
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import broker_groups
 import msgspec
@@ -33,17 +31,8 @@ PROBLEM = json.dumps({"question": "384+519", "answer": "903"}).encode()
 META = GroupMeta(version_min=3, version_max=4, reward_mean=0.5, sampled_tokens=8192)
 
 
-class Times(NamedTuple):
-    """Seconds of every call of a node."""
-
-    lease_s: list[float]
-    complete_s: list[float]
-
-
 class Embedded(Way):
     """A broker with `broker.durability`, one node and one learner."""
-
-    ahead = 0  # tasks offered beyond the step that is taken; 0: all
 
     def __init__(self, durability: str, name: str = "") -> None:
         self.name = name or f"slipstream_{durability}"
@@ -53,21 +42,21 @@ class Embedded(Way):
     def serve(self, folder: str) -> Served:
         return broker_process(folder, self._durability)
 
-    def produce(self, address: str, load: Load) -> Generator[None, None, Times]:
+    def produce(self, address: str, load: Load) -> Iterator[None]:
         keep_freed_memory()  # as a node does
         made = self.source(load)
         yield
-        return asyncio.run(self._work(address, load.groups, made))
+        asyncio.run(self._work(address, load.groups, made))
 
     def consume(self, address: str, load: Load) -> Iterator[None]:
         keep_freed_memory()  # as a learner does
         self._published.value = 0
         with connect(Access(address=address, role="learner")) as client:
             client.attach(LearnerReport(os.getpid(), 0, "training", 0))
-            learner, ahead = Learner(client, GROUPS_PER_STEP), self.ahead or load.groups
+            learner = Learner(client, GROUPS_PER_STEP)
             yield
+            learner.offer(load.groups)
             for step in range(load.groups // GROUPS_PER_STEP):
-                learner.offer(min(load.groups, (step + 1) * GROUPS_PER_STEP + ahead) - learner.offered)
                 while not learner.take(10, self.use):
                     pass
                 self._published.value = step + 1
@@ -86,18 +75,14 @@ class Embedded(Way):
         """The arrays that a learner computes with."""
         return broker_groups.arrays_of_structs(decode_group(payload))
 
-    async def _work(self, address: str, groups: int, made: Callable[[int], tuple[GroupMeta, bytes]]) -> Times:
+    async def _work(self, address: str, groups: int, made: Callable[[int], tuple[GroupMeta, bytes]]) -> None:
         """A node that hands in `made(serial)` for every task, until it has handed in `groups`."""
         report = NodeReport("n0", os.getpid(), "host", "generating", 0)
         leased: set[str] = set()
-        times = Times([], [])
         async with connect_node(Access(address=address, role="node")) as client:
 
             async def hand_in(lease: Lease) -> None:
-                meta, payload = made(lease.task.serial)
-                started = time.perf_counter()
-                assert await client.complete("n0", lease.token, meta, payload)
-                times.complete_s.append(time.perf_counter() - started)
+                assert await client.complete("n0", lease.token, *made(lease.task.serial))
                 leased.discard(lease.token)
 
             async def beat() -> None:
@@ -110,14 +95,11 @@ class Embedded(Way):
             beating = asyncio.create_task(beat())
             done = 0
             while done < groups:
-                started = time.perf_counter()
                 leases = await client.lease("n0", self._published.value, LEASES_AT_ONCE, NEW_WEIGHTS_S)
-                times.lease_s.append(time.perf_counter() - started)
                 leased.update(lease.token for lease in leases)
                 await asyncio.gather(*(hand_in(lease) for lease in leases))
                 done += len(leases)
             beating.cancel()
-        return times
 
 
 class Learner:
@@ -147,11 +129,7 @@ class Learner:
 
 @contextlib.contextmanager
 def broker_process(
-    folder: str,
-    durability: str,
-    groups_per_step: int = GROUPS_PER_STEP,
-    redis: str | None = None,
-    telemetry: dict[str, int] | None = None,
+    folder: str, durability: str, groups_per_step: int = GROUPS_PER_STEP, redis: str | None = None
 ) -> Iterator[tuple[str, list[int]]]:
     """Address and process ids of a broker with run folder `folder`, which ends with the context."""
     store = {} if redis is None else {"store": "redis", "redis": redis}
@@ -162,7 +140,6 @@ def broker_process(
         "learner": {"groups_per_step": groups_per_step},
         "broker": {"durability": durability, **store},
         "staleness": {"max": STALENESS},
-        "telemetry": telemetry or {},
     }
     config = msgspec.convert(document, Config)
     words = (config, msgspec.json.encode(config))

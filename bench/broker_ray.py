@@ -107,8 +107,6 @@ def main(options: harness.Options) -> harness.Figures:
     )  # fmt: skip
     sizes: dict[str, object] = {}
     for size in options.size:
-        found = compared([RawZeroMQ(), RayQueue()], options.rounds, Load(size, GROUPS[size]))
-        floor, actor = found["ways"]["raw_zeromq"], found["ways"]["ray"]
-        sizes[size] = {"groups": found["groups"], "raw_zeromq_us": floor["cpu_us_per_group"], **actor}
+        sizes[size] = compared([RawZeroMQ(), RayQueue()], options.rounds, Load(size, GROUPS[size]))["ways"]["ray"]
     ray.shutdown()
     return {"rounds": options.rounds, "sizes": sizes}

@@ -8,7 +8,6 @@ Two stores of that many groups, each of `--payload` bytes. One is of a usual run
 
 import os
 import tempfile
-import time
 from pathlib import Path
 
 import harness
@@ -20,6 +19,7 @@ from broker.journal.file_store.store import FileStore, open_file_store
 from broker.journal.journal import Journal
 from broker.journal.recovery import recover
 from common.rollouts import Task
+from tests.waiting import until
 
 RETAIN_STEPS = 16
 RUN = RunInfo("bench", "", GROUPS_PER_STEP, 1 << 20, 3, 60.0, 1 << 40)
@@ -30,12 +30,6 @@ def opened(store: FileStore) -> tuple[DeliveryState, Journal]:
     state = DeliveryState(RUN, recorder=journal, retain_steps=RETAIN_STEPS)
     recover(journal, state)
     return state, journal
-
-
-def settle(journal: Journal) -> None:
-    last = journal.end_turn()
-    while journal.acknowledged < last:
-        time.sleep(0.001)
 
 
 def fill(state: DeliveryState, journal: Journal, groups: int, payload_bytes: int, commit: bool) -> None:
@@ -51,7 +45,8 @@ def fill(state: DeliveryState, journal: Journal, groups: int, payload_bytes: int
         if commit:
             state.take(step, GROUPS_PER_STEP)
             state.commit(step - 2)
-        settle(journal)
+        last = journal.end_turn()
+        until(lambda: journal.acknowledged >= last, every_s=0.001)  # noqa: B023
 
 
 def measure(groups: int, payload_bytes: int, commit: bool) -> dict[str, float]:

@@ -13,7 +13,6 @@ Heartbeats are a price per node and second, not per group.
 import asyncio
 import os
 import random
-import statistics
 import tempfile
 import time
 from multiprocessing.connection import Connection
@@ -21,8 +20,9 @@ from typing import NamedTuple
 
 import broker_groups
 import harness
+import numpy as np
 import psutil
-from broker_embedded import HEARTBEAT_S, Learner, Times, broker_process
+from broker_embedded import HEARTBEAT_S, Learner, broker_process
 from harness import cpu_s, received, spawned
 
 from broker.connect import Access, connect
@@ -38,14 +38,22 @@ LEASE_AT_ONCE = 4  # as a node asks
 
 
 class Plan(NamedTuple):
-    """The work of one process of nodes."""
+    """The work of nodes, which are numbered from `first` on."""
 
     address: str
-    first: int
     nodes: int
     leases: int  # one node has at the same time
     think_s: float
     size: str
+    large_every: int = 0  # every so many groups one has the size 8k; 0: none
+    first: int = 0
+
+
+class Times(NamedTuple):
+    """Seconds of every call of a node."""
+
+    lease_s: list[float]
+    complete_s: list[float]
 
 
 class Fleet:
@@ -55,8 +63,8 @@ class Fleet:
         self._plan = plan
         self.measured = Times([], [])
         self.measuring = False
-        group, self._meta = next(broker_groups.structs(plan.size))
-        self._payload = encode_group(group)
+        (group, self._meta), (large, _) = (next(broker_groups.structs(size)) for size in (plan.size, "8k"))
+        self._payload, self._large = encode_group(group), encode_group(large)
         self._random = random.Random(plan.first)
 
     async def run(self, pipe: Connection) -> None:
@@ -69,8 +77,8 @@ class Fleet:
         work = [asyncio.create_task(self._beat(client, reports[name])) for name, client in clients.items()]
         work += [asyncio.create_task(self._work(client, name)) for name, client in clients.items()]
         pipe.send("joined")
-        while (word := await asyncio.to_thread(pipe.recv)) != "stop":
-            self.measuring = word == "measure"
+        while await asyncio.to_thread(pipe.recv) != "stop":
+            self.measuring = True
         for task in work:
             task.cancel()
         ends = await asyncio.gather(*work, return_exceptions=True)
@@ -106,8 +114,10 @@ class Fleet:
 
     async def _roll_out(self, client: AsyncBrokerClient, name: str, lease: Lease, room: asyncio.Semaphore) -> None:
         await asyncio.sleep(self._random.uniform(0.5, 1.5) * self._plan.think_s)
+        large_every = self._plan.large_every
+        payload = self._large if large_every and lease.task.serial % large_every == 0 else self._payload
         started = time.perf_counter()
-        assert await client.complete(name, lease.token, self._meta, self._payload)
+        assert await client.complete(name, lease.token, self._meta, payload)
         if self.measuring:
             self.measured.complete_s.append(time.perf_counter() - started)
         room.release()
@@ -132,7 +142,7 @@ def measure(nodes: int, options: harness.Options) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder, broker_process(folder, "memory", GROUPS_PER_STEP) as (address, pids):
         broker = psutil.Process(pids[0])
         rss_before = broker.memory_info().rss
-        fleets = start_fleets(address, nodes, options)
+        fleets = start_fleets(Plan(address, nodes, options.leases // nodes, options.think, options.size))
         with connect(Access(address=address, role="learner")) as client:
             learner = Learner(client, GROUPS_PER_STEP)
             try:
@@ -146,7 +156,6 @@ def measure(nodes: int, options: harness.Options) -> dict[str, object]:
                 before_s = cpu_s(broker)
                 groups = work(learner, options.seconds)
                 busy_s = cpu_s(broker) - before_s
-                tell(fleets, "pause")
             finally:
                 tell(fleets, "stop")
         measured = list(map(received, fleets))
@@ -157,20 +166,18 @@ def measure(nodes: int, options: harness.Options) -> dict[str, object]:
         "broker_cpu_us_per_group": round(1e6 * busy_s / groups, 1),
         "broker_cpu_us_per_group_without_waiting": round(1e6 * (busy_s - idle_share * options.seconds) / groups, 1),
         "broker_cpu_us_per_node_per_s": round(1e6 * idle_share / nodes, 1),
-        "broker_busy_share": round(busy_s / options.seconds, 3),
         "lease_ms": quantiles([s for m in measured for s in m.lease_s]),
         "complete_ms": quantiles([s for m in measured for s in m.complete_s]),
         "broker_kib_per_node": round((rss_nodes - rss_before) / nodes / 1024, 1),
     }
 
 
-def start_fleets(address: str, nodes: int, options: harness.Options) -> list[Connection]:
+def start_fleets(plan: Plan) -> list[Connection]:
     """Pipes to processes whose nodes have joined; each ends after it has sent what it measured."""
-    processes, fleets = min(nodes, NODE_PROCESSES), list[Connection]()
+    processes, fleets = min(plan.nodes, NODE_PROCESSES), list[Connection]()
     for i in range(processes):
-        first, last = nodes * i // processes, nodes * (i + 1) // processes
-        plan = Plan(address, first, last - first, options.leases // nodes, options.think, options.size)
-        fleets.append(spawned(play, plan))
+        first, last = plan.nodes * i // processes, plan.nodes * (i + 1) // processes
+        fleets.append(spawned(play, plan._replace(first=first, nodes=last - first)))
     for pipe in fleets:
         assert received(pipe) == "joined"
     return fleets
@@ -183,10 +190,8 @@ def tell(fleets: list[Connection], word: str) -> None:
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
     """Milliseconds."""
-    ordered = sorted(1e3 * s for s in seconds)
-    p99 = ordered[int(0.99 * (len(ordered) - 1))]
-    found = {"p50": statistics.median(ordered), "p99": p99, "max": ordered[-1]}
-    return {**{name: round(value, 2) for name, value in found.items()}, "calls": len(ordered)}
+    found = dict(zip(("p50", "p99", "max"), np.quantile(seconds, (0.5, 0.99, 1.0)).tolist(), strict=True))
+    return {name: round(1e3 * value, 2) for name, value in found.items()}
 
 
 @harness.script(nodes=[1, 100, 1000], leases=1000, think=5.0, seconds=20.0, size="1k")

@@ -1,6 +1,6 @@
 """Ways to move groups from a node to a learner, each a server, a producer and a consumer in processes of their own.
 
-`play` runs one way once: CPU from each process's own accounting between a common start and its last group.
+`Way.measure` runs one once: CPU from each process's own accounting between a common start and its last group.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import broker_groups
 import harness
 import psutil
 import zmq
-from harness import PATIENCE_S, cpu_s, received, spawned
+from harness import cpu_s, received, spawned
 
 from bench.figures import ratios
 from common.rollouts import encode_group
@@ -44,15 +44,29 @@ class Way:
         """Start what stands in the middle."""
         raise NotImplementedError
 
-    def produce(self, address: str, load: Load) -> Generator[None, None, Any]:
+    def produce(self, address: str, load: Load) -> Iterator[None]:
         raise NotImplementedError
 
-    def consume(self, address: str, load: Load) -> Generator[None, None, Any]:
+    def consume(self, address: str, load: Load) -> Iterator[None]:
         raise NotImplementedError
 
     def measure(self, load: Load) -> dict[str, float]:
         """Microseconds of CPU per group by process, and groups per second; raises EOFError when a process fails."""
-        return play(self, load._replace(groups=load.groups // self.fewer))[0]
+        load = load._replace(groups=load.groups // self.fewer)
+        with tempfile.TemporaryDirectory() as folder, self.serve(folder) as (address, pids):
+            servers = [psutil.Process(number) for number in pids]
+            consumer, producer = pipes = [spawned(_play, role, address, load) for role in (self.consume, self.produce)]
+            for pipe in pipes:
+                received(pipe)
+            before = sum(map(cpu_s, servers))
+            for pipe in pipes:
+                pipe.send("go")
+            consumer_s, wall_s = received(consumer)
+            producer_s, _ = received(producer)
+            server_s = sum(map(cpu_s, servers)) - before
+        each = {"producer_us": producer_s, "server_us": server_s, "consumer_us": consumer_s}
+        figures = {name: seconds / load.groups * 1e6 for name, seconds in each.items()}
+        return {"cpu_us_per_group": sum(figures.values()), **figures, "groups_per_s": load.groups / wall_s}
 
 
 class RawZeroMQ(Way):
@@ -85,25 +99,6 @@ class RawZeroMQ(Way):
         """Nothing is decoded."""
 
 
-def play(way: Way, load: Load, patience_s: float = PATIENCE_S) -> tuple[dict[str, float], Any]:
-    """The figures of `Way.measure`, and the value that the producer returned."""
-    with tempfile.TemporaryDirectory() as folder, way.serve(folder) as (address, pids):
-        servers = [psutil.Process(number) for number in pids]
-        consumer, producer = pipes = [spawned(_play, role, address, load) for role in (way.consume, way.produce)]
-        for pipe in pipes:
-            received(pipe)
-        before = sum(map(cpu_s, servers))
-        for pipe in pipes:
-            pipe.send("go")
-        consumer_s, wall_s, _ = received(consumer, patience_s)
-        producer_s, _, produced = received(producer)
-        server_s = sum(map(cpu_s, servers)) - before
-    each = {"producer_us": producer_s, "server_us": server_s, "consumer_us": consumer_s}
-    figures = {name: seconds / load.groups * 1e6 for name, seconds in each.items()}
-    figures = {"cpu_us_per_group": sum(figures.values()), **figures, "groups_per_s": load.groups / wall_s}
-    return figures, produced
-
-
 def compared(ways: Sequence[Way], rounds: int, load: Load) -> dict[str, Any]:
     """Medians over the rounds by way; the ratio to the first way is the median of the rounds' ratios."""
     named = {way.name: way for way in ways}
@@ -132,14 +127,12 @@ def redis_server(folder: str, **options: str) -> Iterator[tuple[str, list[int]]]
         server.kill()
 
 
-def _play(role: Callable[[str, Load], Generator[None, None, Any]], address: str, load: Load, pipe: Connection) -> None:
+def _play(role: Callable[[str, Load], Iterator[None]], address: str, load: Load, pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     steps = role(address, load)
     next(steps)
     pipe.send("ready")
     pipe.recv()
     used_s, began = time.process_time(), time.perf_counter()
-    try:
-        next(steps)
-    except StopIteration as end:
-        pipe.send((time.process_time() - used_s, time.perf_counter() - began, end.value))
+    next(steps, None)
+    pipe.send((time.process_time() - used_s, time.perf_counter() - began))

@@ -4,7 +4,7 @@ Step s trains on groups that the weights of version max(0, s - lag) sampled. A j
 load. Here it is constant, so that runs differ in nothing but the lag and the loss. Everything else is the product's:
 vLLM samples, learner.batch.batch assembles, Megatron trains. Each run is a process of its own on a core of its own.
 Finished runs are kept in --folder, so the study continues where it stopped. Words that are no options override the
-config of every run. Also draws docs/img/correction_study.png.
+config of every run. Also draws docs/img/correction_study.png. Short mode: run.steps=2 --dry --lags 1 --seeds 1.
 
     python bench/correction_study.py --folder runs/correction-study [--workers 2] [--lags 0 2 8 32] [--seeds 1 2 3]
 """
@@ -19,27 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import harness
+from node_throughput import PLAIN, QUIET
 
 from common.config.loading import load_config
 from common.config.schema import Config
+from common.json_lines import dataset_rows
 from common.rollouts import Group, Sample, VersionRun
+from rollout_fleet.environments.protocol import Action, StopReason
+from rollout_fleet.environments.registry import resolve
+from rollout_fleet.episode.sampler_protocol import Generation
+from rollout_fleet.episode.token_record import TokenRecord
 
-VARIANTS = {
+VARIANTS = {  # docs/corrections.md says what they are
     "none": ["learner.loss.correction=none"],
     "tis": ["learner.loss.correction=tis"],
     "ppo": ["learner.loss.proximal=behavior", "learner.loss.correction=none"],
 }
-MEANING = {
-    "none": "no correction: every token counts as if the current policy had sampled it",
-    "tis": "importance weight of each token, truncated at 2 (the default)",
-    "ppo": "proximal policy = behavior policy: the clipped ratio bounds the whole way",
-}
-LEVELS = (0.5, 0.8)
-ENVIRONMENT = {
-    "VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
-    "PYTHONWARNINGS": "ignore",
-}  # fmt: skip
+ENVIRONMENT = {**PLAIN, **QUIET, "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 
 
 class Sampler:
@@ -68,8 +64,6 @@ class Sampler:
         """One group per problem, sampled by `version`, which is loaded."""
         from vllm import SamplingParams
 
-        from rollout_fleet.environments.registry import resolve
-
         rollout = self.config.rollout
         params = SamplingParams(max_tokens=rollout.max_tokens, temperature=rollout.temperature, logprobs=0)
         environment_class = resolve(self.config.tasks.environment)
@@ -87,10 +81,6 @@ class Sampler:
         ]
 
     def _sample(self, prompt: list[int], output, environment, version: int) -> Sample:
-        from rollout_fleet.environments.protocol import Action, StopReason
-        from rollout_fleet.episode.sampler_protocol import Generation
-        from rollout_fleet.episode.token_record import TokenRecord
-
         tokens = list(output.token_ids)
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         action = Action(text=text, tokens=tuple(tokens), ended=output.finish_reason == "stop")
@@ -105,6 +95,10 @@ def snapshot(backend) -> dict[str, Any]:
     return {name: tensor.clone() for name, tensor in backend.export()}
 
 
+def problems_of(dataset: str) -> list[dict]:
+    return [json.loads(row) for _, row in dataset_rows(Path(dataset), "")]
+
+
 def trained(overrides: list[str], lag: int) -> dict:
     """The whole run: rewards of the sampling policy, `lag` versions old, and of the last one on held-out problems."""
     import torch
@@ -112,38 +106,31 @@ def trained(overrides: list[str], lag: int) -> dict:
     torch.set_num_threads(1)
     config = load_config(Path("configs/quickstart.yaml"), [*overrides, f"staleness.max={lag}"], Config)
     sampler = Sampler(config)
-    from common.json_lines import dataset_rows
     from learner.batch.batch import assemble
     from learner.batch.packing import build, plan
-    from learner.loop.step_metrics import loss_figures
     from learner.loop.tasks import RowOrder
     from learner.loss.losses import policy_loss
     from learner.megatron.backend import MegatronBackend
 
     backend = MegatronBackend.of(config)
-    rows = [json.loads(row) for _, row in dataset_rows(Path(config.tasks.dataset), "tasks.dataset")]
+    rows, held_out = problems_of(config.tasks.dataset), problems_of(config.evaluation.datasets[0])
     order = RowOrder(len(rows), config.run.seed, shuffle=True).of_epoch(0)
-    [path] = config.evaluation.datasets
-    held_out = [json.loads(row) for _, row in dataset_rows(Path(path), "evaluation.datasets")]
     loss = policy_loss(config.learner.loss, config.rollout.max_tokens)
     size = config.learner.groups_per_step
     versions: deque[dict[str, Any]] = deque([snapshot(backend)], maxlen=lag + 1)
-    curve = []
+    rewards = []
     for step in range(config.run.steps):
         sampler.load(versions[0])
         problems = [rows[int(order[i % len(rows)])] for i in range(step * size, (step + 1) * size)]
         groups = sampler.groups(problems, step * size, max(0, step - lag))
         batch = assemble(groups, step, config)
         packed = build(batch.documents, plan(batch.documents, 1, config.learner.micro_batch_tokens)[0])
-        result = backend.train_step(packed, loss, config.rollout.temperature, entropy=True)
+        backend.train_step(packed, loss, config.rollout.temperature)
         versions.append(snapshot(backend))
-        figures = loss_figures(result)
-        point = {"reward": batch.statistics.reward_mean, "staleness": batch.statistics.staleness_mean}
-        point |= {"ratio_max": figures["ratio_max"], "drift": figures["drift_abs_mean"], "grad_norm": result.grad_norm}
-        curve.append({name: round(float(value), 5) for name, value in point.items()})
+        rewards.append(round(float(batch.statistics.reward_mean), 5))
     sampler.load(versions[-1])
     final = statistics.mean(s.reward for group in sampler.groups(held_out, 0, 0) for s in group.samples)
-    return {"lag": lag, "seed": config.run.seed, "held_out": round(final, 4), "curve": curve}
+    return {"held_out": round(final, 4), "rewards": rewards}
 
 
 def run(folder: Path, extra: list[str], variant: str, lag: int, seed: int) -> dict:
@@ -159,34 +146,28 @@ def run(folder: Path, extra: list[str], variant: str, lag: int, seed: int) -> di
 
 def summary(results: list[dict]) -> dict:
     """Figures of one variant at one lag, one entry per seed."""
-    out: dict = {"held_out": [r["held_out"] for r in results]}
-    out["held_out_mean"] = round(statistics.mean(out["held_out"]), 4)
-    out["reward_mean"] = [round(statistics.mean(p["reward"] for p in r["curve"]), 4) for r in results]
-    for level in LEVELS:
-        out[f"steps_to_{level}"] = [harness.steps_to([p["reward"] for p in r["curve"]], level) for r in results]
-    out["ratio_max"] = max(p["ratio_max"] for r in results for p in r["curve"])
-    out["drift_last_ten"] = round(statistics.mean(p["drift"] for r in results for p in r["curve"][-10:]), 4)
-    return out
+    steps = [harness.steps_to(r["rewards"], 0.8) for r in results]
+    return {"held_out": [r["held_out"] for r in results], "steps_to_0.8": steps}
 
 
 def plot(found: dict[str, dict[int, list[dict]]], path: Path) -> None:
     """Reward over steps, one panel per lag, mean over seeds with the range behind it."""
     import numpy as np
 
-    from launch.results.plots import finish, plt, save
+    from launch.results.plots import DOTS_PER_INCH, plt
 
-    lags = sorted(found["tis"])
-    figure, panels = plt.subplots(1, len(lags), figsize=(3.4 * len(lags), 3.2), sharey=True, squeeze=False)
+    lags, size = sorted(found["tis"]), (3.4 * len(found["tis"]), 3.2)
+    figure, panels = plt.subplots(1, len(lags), figsize=size, sharey=True, squeeze=False, layout="constrained")
     for panel, lag in zip(panels[0], lags, strict=True):
         for variant, by_lag in found.items():
-            rewards = [[p["reward"] for p in r["curve"]] for r in by_lag[lag]]
-            smooth = np.array([np.convolve(row, np.ones(5) / 5, mode="valid") for row in rewards])
+            smooth = np.array([np.convolve(r["rewards"], np.ones(5) / 5, mode="valid") for r in by_lag[lag]])
             steps = np.arange(smooth.shape[1]) + 5
             panel.plot(steps, smooth.mean(0), label=variant)
             panel.fill_between(steps, smooth.min(0), smooth.max(0), alpha=0.15)
-        finish(panel, f"staleness {lag}", "step", "reward" if lag == lags[0] else "", legend=lag == lags[0])
-    figure.tight_layout()
-    save(figure, path)
+        panel.set(title=f"staleness {lag}", xlabel="step")
+    panels[0][0].set_ylabel("reward")
+    panels[0][0].legend()
+    figure.savefig(path, dpi=DOTS_PER_INCH)
 
 
 @harness.script(folder=Path, workers=2, lags=[0, 2, 8, 32], seeds=[1, 2, 3], overrides=())
@@ -208,7 +189,6 @@ def main(words: harness.Options) -> harness.Figures:
     for (variant, lag, _), one in zip(keys, results, strict=True):
         found.setdefault(variant, {}).setdefault(lag, []).append(one)
     table = {v: {str(lag): summary(r) for lag, r in by_lag.items()} for v, by_lag in found.items()}
-    task = "configs/quickstart.yaml, constant lag in place of the job's varying staleness"
-    plot(found, harness.ROOT / "docs" / "img" / "correction_study.png")
-    figures = {"rounds": len(words.seeds), "task": task, "overrides": words.overrides, "seeds": words.seeds}
-    return figures | {"variants": MEANING, "figures": table}
+    if not words.dry:
+        plot(found, harness.ROOT / "docs" / "img" / "correction_study.png")
+    return {"rounds": len(words.seeds), "figures": table}

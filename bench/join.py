@@ -13,11 +13,10 @@ import harness
 
 from broker.contract import JoinTimes
 from common.errors import SlipstreamError
-from common.json_lines import read_jsonl
 from common.process.run_dir import RunDir
 from launch.observe.observation import observe
 from launch.resolve_target import Target
-from tests.integration.jobs.job_rig import Command, make_assets, until
+from tests.integration.jobs.job_rig import Command, make_assets, metrics, until
 
 WARM_STEPS = 5  # trained before the first node is added
 
@@ -51,16 +50,12 @@ def measure(arguments: harness.Options, folder: Path) -> list[dict[str, float]]:
     words += [f"tasks.dataset={folder}/assets/addition/train.jsonl", "evaluation.datasets=[]", *arguments.overrides]
     rows: list[dict[str, float]] = []
     with Command(folder, "up", "up", arguments.config, *words, "--plain") as job:
-        until("training", lambda: trained(run) >= WARM_STEPS, job)
+        until("training", lambda: len(metrics(run.path)) >= WARM_STEPS, job)
         for i in range(arguments.joins):
             rows.append(join(run, f"newcomer-{i}"))
             print(rows[-1], flush=True)
         job.drain()
     return rows
-
-
-def trained(run: RunDir) -> int:
-    return sum(1 for _ in read_jsonl(run.metrics))
 
 
 @harness.script(config="configs/quickstart.yaml", joins=6, overrides=())

@@ -70,5 +70,4 @@ def main(options: harness.Options) -> harness.Figures:
         for ranks in RANKS
         for weigh in ((False, True) if layout == "dense" else (True,))
     ]
-    setting = {"documents_per_step": DOCUMENTS, "steps": STEPS, "hidden_size": HIDDEN}
-    return {"rounds": STEPS, "setting": setting, "workloads": WORKLOADS, "rows": rows}
+    return {"rounds": STEPS, "rows": rows}

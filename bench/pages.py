@@ -17,7 +17,6 @@ import yaml
 from bench.figures import (
     COLUMNS,
     ROOT,
-    WORDS,
     Row,
     filled,
     flat,
@@ -154,22 +153,6 @@ def other_machine() -> str:
     return table(["ratio", "committed", other["machine"]["processor"]], rows)
 
 
-def broker_ray() -> str:
-    """Ours is compared by the ratios to the floor, because both were measured at different times."""
-    overhead, rows = result("broker_overhead")["sizes"], []
-    for size, found in result("broker_ray")["sizes"].items():
-        times = found["times_raw_zeromq"] / overhead[size]["ways"]["slipstream_memory"]["times_raw_zeromq"]
-        rows.append([WORDS[size], found["cpu_us_per_group"], found["times_raw_zeromq"], f"{times:.1f}"])
-    head = ["group", "CPU us a group", "times the floor", "times ours in memory"]
-    return f"{provenance('broker_ray')}\n\n{table(head, rows)}"
-
-
-def weight_events() -> str:
-    """Seconds of a join, a death and a publish."""
-    rows = [r for name in ("weight_broadcast", "join", "flip_cost") for r in section_rows(name) if r.unit]
-    return table(COLUMNS[:3], [row.cells[:3] for row in rows])
-
-
 def adaptive() -> str:
     cases, rows = result("adaptive_concurrency")["cases"], []
     arms = list(adaptive_rates(next(iter(cases.values()))))
@@ -222,8 +205,7 @@ def all_sections() -> str:
 
 
 FUNCTIONS = (
-    readme_reasons, readme_table, machine, other_machine, broker_ray, weight_events, adaptive,
-    packing, faults,
+    readme_reasons, readme_table, machine, other_machine, adaptive, packing, faults,
 )  # fmt: skip
 BLOCKS: dict[str, Callable[[], str]] = {  # by the name of the mark
     **{function.__name__.replace("_", "-"): function for function in FUNCTIONS},

@@ -1,14 +1,11 @@
-"""The folder of a run that never took place: python -m bench.run_fixture DIR [--steps 1000] [--nodes 4] [--seed 0].
+"""The folder of a run that never took place.
 
 It has real structs and plausible curves, restarts of the learner, nodes that come and go, and a node that is stuck. The
-same arguments give the same bytes. With `--append-every S`, the last step is of now, and a step is added every S
-seconds until the process is killed.
+same arguments give the same bytes.
 """
 
-import argparse
 import math
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -26,6 +23,7 @@ from common.transcripts import Transcript, Turn
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 STEP_S, RESTART_S, STARTS = 2.0, 60.0, 4  # seconds of a step and of a restart; starts of the learner
 GROUPS, SIZE, EVERY, TOKENS = 4, 8, 25, 768  # groups of a step, samples of a group, steps to a checkpoint, tokens
+ENDED_S = 1.76e9  # Unix time at the end of the last step
 TRACED = 50  # steps in the trace, the newest ones
 FLOATS, INTS = ([n for n, hint in get_type_hints(StepMetrics).items() if hint is kind] for kind in (float, int))
 STATES = ("generating", "generating", "flipping", "waiting", "joining")  # the nodes take turns
@@ -38,12 +36,12 @@ lines = msgspec.json.Encoder().encode_lines
 class Fixture:
     """Writes the folder. Everything about a step follows from its number and the seed."""
 
-    def __init__(self, folder: Path, steps: int, nodes: int = 4, seed: int = 0, ended_s: float = 1.76e9) -> None:
-        """A run whose last step ended at Unix time `ended_s`; raises FileExistsError."""
+    def __init__(self, folder: Path, steps: int, nodes: int = 4, seed: int = 0) -> None:
+        """Raises FileExistsError."""
         self.run, self.steps, self.seed, self.began_s = RunDir(folder), steps, seed, 0.0
         self.nodes = [f"node-{number:04d}" for number in range(nodes)]
         self.between = max(1, math.ceil(steps / STARTS))  # steps of one start of the learner
-        self.began_s = ended_s - self.end_of(steps - 1)
+        self.began_s = ENDED_S - self.end_of(steps - 1)
         self.transcripts = SegmentWriter(self.run.transcripts, "steps", 256 << 20)
         self.spans = SegmentWriter(self.run.trace, "fixture", 256 << 20)
         folder.mkdir(parents=True)
@@ -182,22 +180,3 @@ class Fixture:
             time_s=self.end_of(step), why=[("best", "worst", "longest", "share")[sample]], reward=reward, step=step,
             stop_reason="stop", advantage=reward - 0.25, metrics={"correct": reward}, sampled_tokens=24,
         )  # fmt: skip
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    for name, default in {"steps": 1000, "nodes": 4, "seed": 0, "transcripts": 40, "append-every": 0.0}.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default {default}")
-    args = parser.parse_args()
-    fixture = Fixture(args.folder, args.steps, args.nodes, args.seed, time.time() if args.append_every else 1.76e9)
-    fixture.write(0, args.transcripts)
-    while args.append_every:
-        time.sleep(args.append_every)
-        fixture.steps += 1
-        fixture.began_s += time.time() - fixture.end_of(fixture.steps - 1)
-        fixture.write(fixture.steps - 1, min(args.transcripts, 4))
-
-
-if __name__ == "__main__":
-    main()

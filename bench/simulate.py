@@ -289,7 +289,6 @@ def predict(
 
 @harness.script(nodes=list(SCALE), staleness=[1, 2, 4, 8], large_staleness=8, steps=30)
 def main(args: harness.Options) -> harness.Figures:
-    found: list[dict[str, object]] = []
-    for nodes in args.nodes:
-        found += predict(nodes, args.staleness if nodes < LARGE else [args.large_staleness], args.steps)
+    windows = {nodes: args.staleness if nodes < LARGE else [args.large_staleness] for nodes in args.nodes}
+    found = [row for nodes, staleness in windows.items() for row in predict(nodes, staleness, args.steps)]
     return {"rounds": 1, "steps": args.steps, "predictions": found}

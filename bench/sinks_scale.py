@@ -1,4 +1,4 @@
-"""CPU of `slipstream sinks` with Prometheus or other trackers for a fleet of 1,000 nodes and a long run.
+"""CPU of `slipstream sinks` with Prometheus for a fleet of 1,000 nodes and a long run.
 
 A broker in this process has the nodes; each has reported once. The sink is scraped as Prometheus does, every
 15 s; metrics.jsonl has --steps lines at the start and grows by one a second.
@@ -9,7 +9,6 @@ A broker in this process has the nodes; each has reported once. The sink is scra
 import tempfile
 import time
 import urllib.request
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from tests.waiting import until
 SCRAPE_S = 15
 
 
-def measure(folder: Path, options: Namespace) -> dict[str, Any]:
+def measure(folder: Path, options: harness.Options) -> dict[str, Any]:
     port, scrapes = free_port(), []
     run = new_run(folder, telemetry=TelemetryConfig(prometheus_port=port))
     write_steps(run, range(options.steps))
@@ -37,8 +36,8 @@ def measure(folder: Path, options: Namespace) -> dict[str, Any]:
         ask(socket, wire.Attach(report=LearnerReport(1, 0, "training", 2, step=2)))
         for number in range(options.nodes):
             ask(socket, wire.Register(report=node_report(f"node-{number}", version=1)))
-        with feeding(run, *options.sinks) as process:
-            until(lambda: all(state_of(run, name).step == options.steps - 1 for name in options.sinks), every_s=0.2)
+        with feeding(run, "prometheus") as process:
+            until(lambda: state_of(run, "prometheus").step == options.steps - 1, every_s=0.2)
             lines, sidecar = LineFile(run.metrics), psutil.Process(process.pid)
             sidecar.cpu_percent()
             for number in range(options.seconds):
@@ -53,9 +52,7 @@ def measure(folder: Path, options: Namespace) -> dict[str, Any]:
     return figures | {"cpu_percent": cpu_percent, "memory_mib": round(memory / 2**20), "steps": options.steps}
 
 
-if __name__ == "__main__":
-    options = harness.parser(__doc__, nodes=1000, steps=20000, seconds=90, sinks=["prometheus"]).parse_args()
+@harness.script(nodes=1000, steps=20000, seconds=90)
+def main(options: harness.Options) -> harness.Figures:
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder), options)
-    measured = "CPU of the process that feeds trackers, one scrape per 15 s and one step per second"
-    harness.save("sinks_scale", options, {"rounds": 1, "measured": measured, **found})
+        return {"rounds": 1, **measure(Path(folder), options)}

@@ -9,7 +9,6 @@ Three ways to do one supervised step (forward, backward, clip, AdamW) on the sam
     python bench/step_overhead.py [--rounds 20]
 """
 
-import json
 import statistics
 import tempfile
 import time
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import harness
+
+from bench.figures import ratios
 
 SHAPES = {  # documents of so many tokens, in one microbatch
     "wide": dict(hidden=256, intermediate=1024, layers=4, vocabulary=4096, documents=16, tokens=256),
@@ -124,7 +125,7 @@ def hugging_face_step(folder: Path, rows: list[Any]) -> Callable[[], float]:
     return step
 
 
-def measure(name: str, rounds: int) -> dict:
+def measure(name: str, rounds: int) -> dict[str, list[float]]:
     """All three on one shape, in turns; in this process."""
     import torch
 
@@ -143,39 +144,29 @@ def measure(name: str, rounds: int) -> dict:
         steps = {"learner": learner_step(folder, batch)}
         steps["bare"] = bare_step(folder, batch)
         steps["hugging_face"] = hugging_face_step(folder, rows)
-    losses = {way: [step() for _ in range(3)] for way, step in steps.items()}
+    losses = [[step() for _ in range(3)][-1] for step in steps.values()]
+    assert max(losses) - min(losses) < 1e-3, f"the ways do different work: {losses}"
 
     def cpu_s(way: str, _: int) -> float:
         began = time.process_time()
         steps[way]()
         return time.process_time() - began
 
-    return {"losses": losses, "seconds": harness.in_turns(list(steps), range(rounds), cpu_s)}
+    return harness.in_turns(list(steps), range(rounds), cpu_s)
 
 
-def summary(found: dict, shape: dict[str, int]) -> dict:
-    seconds = found["seconds"]
-
-    def ratio(way: str) -> dict:
-        pairs = [round(a / b, 3) for a, b in zip(seconds["learner"], seconds[way], strict=True)]
-        return {"median": round(statistics.median(pairs), 3), "lowest": min(pairs), "highest": max(pairs)}
-
-    return {
-        **shape,
-        "rounds": len(seconds["learner"]),
-        "cpu_s": {way: round(statistics.median(values), 4) for way, values in seconds.items()},
-        "learner_over_bare_megatron": ratio("bare"),
-        "learner_over_hugging_face": ratio("hugging_face"),
-        "loss_after_three_steps": {way: round(values[-1], 5) for way, values in found["losses"].items()},
-    }
+def over(seconds: dict[str, list[float]], way: str) -> dict[str, float]:
+    """CPU time of the learner's step over another way's."""
+    pairs = [round(x, 3) for x in ratios(seconds["learner"], seconds[way])]
+    return {"median": round(statistics.median(pairs), 3), "lowest": min(pairs), "highest": max(pairs)}
 
 
 @harness.script(rounds=20)
 def main(options: harness.Options) -> harness.Figures:
     shapes = {}
-    for name, shape in SHAPES.items():
+    for name in SHAPES:
         quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        shapes[name] = summary(harness.apart(measure, name, options.rounds, cores=[0], **quiet), shape)
-        print(name, json.dumps(shapes[name]), flush=True)
-    about = "one optimizer step, float32, one thread; CPU seconds of the process, ways in turns"
-    return {"rounds": options.rounds, "measured": about, "shapes": shapes}
+        seconds = harness.apart(measure, name, options.rounds, cores=[0], **quiet)
+        ways = {"learner_over_bare_megatron": "bare", "learner_over_hugging_face": "hugging_face"}
+        shapes[name] = {figure: over(seconds, way) for figure, way in ways.items()}
+    return {"rounds": options.rounds, "shapes": shapes}

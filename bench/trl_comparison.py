@@ -21,7 +21,6 @@ def run_trl(options: harness.Options, seed: int) -> dict:
     result = next(json.loads(x[7:]) for x in output.splitlines() if x.startswith("RESULT "))
     steps = harness.steps_to([point["reward_mean"] for point in result["curve"]], 0.9)
     result["seconds_to_0.9"] = None if steps is None else result["curve"][steps - 1]["time_s"]
-    result["steps_to_0.9"] = steps
     result["samples_per_s"] = round(result["samples"] / result["wall_s"], 2)
     return result
 
@@ -30,13 +29,7 @@ def run_ours(options: harness.Options, seed: int, run_dir: Path) -> dict:
     words = (f"run.seed={seed}", f"run.steps={options.steps}", *options.overrides)
     job = harness.run(options.config, run_dir, *words, timeout_s=options.timeout)
     samples = job.total("groups") * GROUP_SIZE
-    return {
-        "system": "slipstream",
-        "seed": seed,
-        **job.progress(0.9),
-        "samples": samples,
-        "samples_per_s": round(samples / job.wall_s, 2),
-    }
+    return {**job.progress(0.9), "samples": samples, "samples_per_s": round(samples / job.wall_s, 2)}
 
 
 def pair(seed: int, ours: dict, trl: dict) -> dict:

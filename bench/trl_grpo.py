@@ -17,6 +17,8 @@ from typing import Any
 
 import harness
 
+PROMPTS, GROUP_SIZE = 16, 8  # a step has so many prompts, each with so many samples
+
 
 def problems(args: argparse.Namespace) -> Any:
     """The task's rows in an order of the seed, as often as the steps need."""
@@ -25,8 +27,7 @@ def problems(args: argparse.Namespace) -> Any:
 
     rows = harness.json_lines(Path(args.dataset))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed)).tolist()
-    need = args.prompts * (args.steps + 2)
-    chosen = [rows[order[i % len(rows)]] for i in range(need)]
+    chosen = [rows[order[i % len(rows)]] for i in range(PROMPTS * (args.steps + 2))]
     return Dataset.from_dict(
         {"prompt": [f"Q: {r['question']}=? A:" for r in chosen], "answer": [str(r["answer"]) for r in chosen]}
     )
@@ -36,12 +37,12 @@ def settings(args: argparse.Namespace) -> Any:
     """The same optimizer, loss and sampling as configs/quickstart.yaml."""
     import trl
 
-    batch = args.prompts * args.group_size
+    batch = PROMPTS * GROUP_SIZE
     micro = args.micro_batch or batch
     return trl.GRPOConfig(
         output_dir=tempfile.mkdtemp(prefix="trl-"), per_device_train_batch_size=micro,
         gradient_accumulation_steps=batch // micro, steps_per_generation=batch // micro,
-        num_iterations=1, num_generations=args.group_size,
+        num_iterations=1, num_generations=GROUP_SIZE,
         max_completion_length=args.max_tokens, temperature=1.0, top_p=1.0, top_k=0, learning_rate=args.lr,
         lr_scheduler_type="constant", warmup_steps=0, adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0,
         max_grad_norm=1.0, beta=0.0, epsilon=0.2, epsilon_high=0.28, loss_type="dapo", scale_rewards="group",
@@ -74,10 +75,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         def on_log(self, _args, state, _control, logs=None, **_):
             if "reward" not in logs:
                 return
-            point = {"step": state.global_step, "time_s": round(time.perf_counter() - self.begin, 3)}
-            point["reward_mean"] = round(logs["reward"], 4)
-            point["tokens"] = round(logs["completions/mean_length"] * args.prompts * args.group_size)
-            curve.append(point)
+            time_s = round(time.perf_counter() - self.begin, 3)
+            curve.append({"step": state.global_step, "time_s": time_s, "reward_mean": round(logs["reward"], 4)})
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     model.generation_config.do_sample = True
@@ -87,17 +86,13 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    return {
-        "system": f"trl {trl.__version__}", "seed": args.seed, "threads": args.threads, "steps": len(curve),
-        "samples": len(curve) * args.prompts * args.group_size, "wall_s": curve[-1]["time_s"], "curve": curve,
-    }  # fmt: skip
+    samples = len(curve) * PROMPTS * GROUP_SIZE
+    return {"system": f"trl {trl.__version__}", "samples": samples, "wall_s": curve[-1]["time_s"], "curve": curve}
 
 
 def main() -> None:
-    args = harness.parser(
-        __doc__, model=str, dataset=str, seed=0, steps=80, prompts=16, group_size=8, max_tokens=48, lr=3e-4, threads=2,
-        micro_batch=0,
-    ).parse_args()  # fmt: skip
+    options: dict[str, Any] = {"model": str, "dataset": str, "seed": 0, "steps": 80, "max_tokens": 48, "lr": 3e-4}
+    args = harness.parser(__doc__, **options, threads=2, micro_batch=0).parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

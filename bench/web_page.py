@@ -56,13 +56,12 @@ def cores(pid: int, seconds: float, each_s: Callable[[], object]) -> float:
     return round((harness.cpu_s(process) - before_s) / (time.monotonic() - began), 4)
 
 
-def main() -> None:
-    options = harness.parser(__doc__, steps=100_000, nodes=1000, rounds=5, updates=20, seconds=30).parse_args()
+@harness.script(steps=100_000, nodes=1000, rounds=5, updates=20, seconds=30)
+def main(options: harness.Options) -> harness.Figures:
     folder = harness.scratch()
     fixture = Fixture(folder / "run", options.steps, options.nodes)
     fixture.write(0, 2000)
-    size_mib = round(fixture.run.metrics.stat().st_size / 2**20)
-    figures: dict[str, Any] = {"rounds": options.rounds, "metrics_mib": size_mib, "pages": []}
+    figures: dict[str, Any] = {"rounds": options.rounds, "pages": []}
     for number in range(options.rounds):
         with serving(folder, str(fixture.run.path)) as (address, pid), browser(folder) as page:
             page.size(1440)
@@ -77,8 +76,4 @@ def main() -> None:
                 page.open("about:blank")
                 time.sleep(5.0)
                 figures["cpu_alone"] = cores(pid, options.seconds, lambda: None)
-    harness.save("web_page", options, figures, ("starlette", "uvicorn"))
-
-
-if __name__ == "__main__":
-    main()
+    return figures

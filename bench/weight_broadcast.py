@@ -6,21 +6,19 @@ that a busy machine slows all of them alike:
 - broadcast: from the announcement to the last node's Staged, every bucket verified, against one flat gloo broadcast
   of the same bytes to as many processes (the floor) and a gloo broadcast per parameter; for large tensors and for many
   small ones, to `nodes` nodes and to one. Where there is a core for each process, each has its own;
-- join: from a node whose engine is ready to its weights being in use, while others have the version;
 - death: a node is killed or stopped in the middle of a broadcast; until every other node has the version.
- Short mode: --mib 32 --rounds 2.
+
+Short mode: --mib 32 --rounds 2.
 """
 
 import contextlib
 import os
 import statistics
 import time
-from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any
 
 import harness
-import psutil
 import torch
 
 from common.weights import packing
@@ -28,6 +26,7 @@ from common.weights.collectives import dist
 from common.weights.layout import Layout
 from common.weights.messages import Epoch
 from common.weights.transports.gloo import GlooGroup
+from launch.up.supervisor import pin
 from tests.integration.weights.plane_rig import Plane
 from tests.waiting import until
 
@@ -44,43 +43,34 @@ def model(tensors: int, total_bytes: int) -> Named:
     return [(f"layers.{i}.weight", torch.randn(size).bfloat16()) for i in range(tensors)]
 
 
-class Plain:
-    """A member of gloo broadcasts without anything of ours; the learner is rank 0."""
+def store_at(port: int) -> Any:
+    """Where the members of plain broadcasts meet; 0: a new one, which the learner has."""
+    return dist.TCPStore("127.0.0.1", port, is_master=port == 0, wait_for_workers=False)
 
-    def __init__(self, rank: int, nodes: int, port: int) -> None:
-        self.store: Any = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-        self.epoch = Epoch(1, rank, nodes + 1, 60.0, "gloo", f"127.0.0.1:{self.store.port}")
 
-    def through(self, parts: list[torch.Tensor]) -> tuple[float, float]:
-        """When all members were ready, and when this one had sent or received the last of `parts`; unix seconds."""
-        group = self.group
-        group.post(torch.zeros(1, dtype=torch.uint8), 60.0)()
-        began = time.time()
-        for part in parts:
-            group.post(part, 60.0)()
-        return began, time.time()
+def member(rank: int, nodes: int, store: Any) -> GlooGroup:
+    """A group without anything else of ours; it forms when all members ask for it. The learner is rank 0."""
+    return GlooGroup(Epoch(1, rank, nodes + 1, 60.0, "gloo", f"127.0.0.1:{store.port}"), store)
 
-    @cached_property
-    def group(self) -> GlooGroup:
-        """Forms when all members ask for it."""
-        return GlooGroup(self.epoch, self.store)
+
+def through(group: GlooGroup, parts: list[torch.Tensor]) -> tuple[float, float]:
+    """When all members were ready, and when this one had sent or received the last of `parts`; unix seconds."""
+    group.post(torch.zeros(1, dtype=torch.uint8), 60.0)()
+    began = time.time()
+    for part in parts:
+        group.post(part, 60.0)()
+    return began, time.time()
 
 
 def receiver(rank: int, nodes: int, port: int, size: int, pipe: Connection) -> None:
     """Takes part in plain broadcasts of parts of the sizes that come in, and says when each was through."""
     torch.set_num_threads(1)
-    # Used again, as the weight plane does: fresh pages cost more than a broadcast.
-    plain, memory = Plain(rank, nodes, port), packing.buffer(size)
+    memory = packing.buffer(size)  # used again, as the weight plane does: fresh pages cost more than a broadcast
     pipe.send(os.getpid())
+    group = member(rank, nodes, store_at(port))
     with contextlib.suppress(EOFError):
         while True:
-            pipe.send(plain.through(list(memory.split(pipe.recv()))))
-
-
-def keep_to(core: int, pid: int | None) -> None:
-    """Let the threads of a process, and those that they start, run on this core only."""
-    for thread in psutil.Process(pid).threads():
-        os.sched_setaffinity(thread.id, {core})
+            pipe.send(through(group, list(memory.split(pipe.recv()))))
 
 
 def broadcast(name: str, named: Named, nodes: int, rounds: int) -> dict[str, Any]:
@@ -88,14 +78,15 @@ def broadcast(name: str, named: Named, nodes: int, rounds: int) -> dict[str, Any
     layout = Layout.of([(n, "bfloat16", tuple(t.shape)) for n, t in named])
     flat = packing.pack(named, layout)
     each = [flat[e.offset : e.offset + e.size_bytes] for e in layout.entries]
-    plain, found = Plain(0, nodes, 0), list[dict[str, float]]()
-    pipes = [harness.spawned(receiver, i + 1, nodes, plain.store.port, len(flat)) for i in range(nodes)]
+    store, found = store_at(0), list[dict[str, float]]()
+    pipes = [harness.spawned(receiver, i + 1, nodes, store.port, len(flat)) for i in range(nodes)]
     pids = list(map(harness.received, pipes))
+    group = member(0, nodes, store)
 
     def plain_s(parts: list[torch.Tensor]) -> float:
         for pipe in pipes:
             pipe.send([len(part) for part in parts])
-        began, _ = plain.through(parts)
+        began, _ = through(group, parts)
         return max(harness.received(pipe)[1] for pipe in pipes) - began
 
     cores = sorted(os.sched_getaffinity(0))
@@ -104,7 +95,7 @@ def broadcast(name: str, named: Named, nodes: int, rounds: int) -> dict[str, Any
         ours, _, fleet = plane.fleet(*(f"n{i}" for i in range(nodes)), loads=False, **DEFAULTS)
         for i, core in enumerate(cores[: nodes + 1] if apart else ()):
             for pid in (fleet[i - 1].process.pid, pids[i - 1]) if i else (os.getpid(),):
-                keep_to(core, pid)
+                pin(pid, frozenset({core}))
         for version in range(1, rounds + 2):
             ours.publish(version, named, None)
             for node in fleet:
@@ -128,22 +119,6 @@ def broadcast(name: str, named: Named, nodes: int, rounds: int) -> dict[str, Any
         "over_flat": round(statistics.median(r["broadcast_s"] / r["flat_s"] for r in found), 3),
         "times_faster_than_per_parameter": round(median["per_parameter_s"] / median["broadcast_s"], 2),
     }
-
-
-def join(named: Named) -> dict[str, float]:
-    """Seconds from an engine that is ready to weights in use, served by the learner and by a peer."""
-    found = dict[str, float]()
-    with contextlib.closing(Plane()) as plane:
-        ours = plane.publisher(**DEFAULTS)
-        address = ours.start()
-        ours.publish(1, named, None)
-        until(lambda: ours.stats().published == 1, every_s=0.002)
-        for kind, transport in (("learner", "relay"), ("peer", "gloo")):  # all by the relay, as newcomers are served
-            (node,) = plane.following(address, kind, transport=transport, loads=False)
-            node.wait("active", version=1)
-            found[f"from_{kind}_s"] = node.events[-1]["time"] - node.events[0]["time"]  # type: ignore[operator]
-            until(lambda: ours.stats().version_active == 1, every_s=0.002)
-    return found
 
 
 def death(fault: str, named: Named) -> float:
@@ -172,7 +147,6 @@ def main(args: harness.Options) -> harness.Figures:
         for nodes in (args.nodes, 1)
         for name, named in (("large tensors", large), ("many small tensors", small))
     ]
-    result["join"] = {"bytes": args.mib << 20, **harness.medians([join(large) for _ in few], 4)}
     deaths = harness.in_turns(list(FAULTS), few, lambda fault, _: death(fault, large))
     result["death"] = [
         {"signal": fault, "others_have_it_s": round(statistics.median(found), 3), "worst_s": round(max(found), 3)}
