@@ -1,8 +1,9 @@
 """The network interface of this machine that others reach it by: the one that routes to the broker, unless told."""
 
+import datetime
 import os
 import socket
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -21,6 +22,16 @@ class Interface(NamedTuple):
         """Keep the collectives of this process, and of those that it starts, on it."""
         os.environ.update(GLOO_SOCKET_IFNAME=self.name, NCCL_SOCKET_IFNAME=self.name)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses without a name
+
+    def listen(self) -> Any:
+        """A torch TCPStore where ranks of several machines meet, on a free port; raises OSError."""
+        from common.weights.collectives import dist  # late: torch takes seconds, and a base installation has none
+
+        family, limit = socket.AF_INET6 if ":" in self.address else socket.AF_INET, datetime.timedelta(seconds=30)
+        with socket.create_server((self.address, 0), family=family, backlog=128) as listener:
+            port, options = listener.getsockname()[1], {"timeout": limit, "wait_for_workers": False}
+            # TCPStore binds every interface by itself; a listening socket handed over keeps it on this one.
+            return dist.TCPStore(self.address, port, is_master=True, master_listen_fd=listener.detach(), **options)
 
 
 def interface_for(broker: str, names: str | None = None) -> Interface:

@@ -26,7 +26,6 @@ from common.process.logs import log_end, log_path, setup_logging
 from common.process.run_dir import RunDir
 from common.process.versions import versions
 from launch.cluster.interface import Interface, interface_for
-from launch.cluster.rendezvous import Store
 from launch.cluster.shared_folder import SharedFolder
 from launch.up.roles import thread_environment, torchrun
 from launch.up.supervisor import Role, RoleSpec
@@ -52,7 +51,7 @@ def run_machine(config: Config, run: RunDir, address: str) -> int:
     logger.info("%s: the ranks use interface %s (%s)", host, interface.name, interface.address)
     interface.use()
     own = interface.address
-    store = Store(own)  # lives as long as this function runs
+    store = interface.listen()  # lives as long as this function runs
     endpoint = f"{bracketed(own)}:{store.port}"
     keys, name = config.broker.credentials, secrets.token_hex(8)
     access = Access(address=address, role="learner", deadline_s=ANSWER_S, retry_s=RETRY_S, credentials=keys)

@@ -17,7 +17,7 @@ from common.process.files import sync
 from launch.doctor.findings import Finding, fine, judged, problem, warning
 from launch.doctor.machine import Machine
 from launch.plan.job_plan import GIB, MIB, Plan
-from launch.up.core_pinning import SMALL_MACHINE_CORES, plan_cores
+from launch.up.devices import SMALL_MACHINE_CORES, plan_cores
 
 ROLE_BYTES = GIB  # a process that has imported torch and vLLM or Megatron, before any model
 SHM_OF_RANKS = 64 * MIB  # buffers between processes of one machine (NCCL, gloo)
