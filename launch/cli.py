@@ -21,50 +21,43 @@ CONFIG is a YAML file; key.path=value words after it override single keys, for e
 RUN is the folder of a run (run.dir), or the config file that names it. ADDRESS is its broker's, tcp://HOST:PORT.
 In the repository docs/README.md lists the pages, docs/config.md every key."""
 
-COMMANDS = {  # by name: handler, arguments of SHARED, and the text of --help
-    "up": ("launch.up.up:command", "CONFIG key=value --plain",
+COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text of --help
+    "up": ("up.up:command", "CONFIG key=value --plain",
         "broker, learner and nodes on this machine, one live view, one clean stop"),
-    "broker": ("launch.up.roles:broker", "CONFIG key=value",
-        "the broker of a job; with broker.store redis it may stand by"),
-    "learner": ("launch.up.roles:learner", "[CONFIG] key=value --credentials --join --join-timeout-s",
+    "broker": ("up.roles:broker", "CONFIG key=value", "the broker of a job; with broker.store redis it may stand by"),
+    "learner": ("up.roles:learner", "[CONFIG] key=value --credentials --join --join-timeout-s",
         "the learner of a job, or one of its machines (starts its ranks under torchrun)"),
-    "rollout": ("launch.up.roles:rollout", "[CONFIG] key=value --credentials --join --join-timeout-s",
-        "one rollout node"),
-    "sft": ("launch.up.roles:sft", "CONFIG key=value",
+    "rollout": ("up.roles:rollout", "[CONFIG] key=value --credentials --join --join-timeout-s", "one rollout node"),
+    "sft": ("up.roles:sft", "CONFIG key=value",
         "supervised warm start on the Megatron learner; the result is RUN/model"),
-    "plan": ("launch.plan.plan:command", "CONFIG key=value --json",
+    "plan": ("plan.plan:command", "CONFIG key=value --json",
         "layout, memory per GPU, batches, window and all checks; needs no GPU"),
-    "doctor": ("launch.doctor.doctor:command", "[CONFIG|RUN] key=value --json",
+    "doctor": ("doctor.doctor:command", "[CONFIG|RUN] key=value --json",
         "what this machine can run, what is missing for a config, and why a job stands still"),
-    "preflight": ("launch.cluster.preflight.preflight:command", "CONFIG key=value --json",
+    "preflight": ("cluster.preflight.preflight:command", "CONFIG key=value --json",
         "networks, versions, clocks and disks of a job's machines, before it starts; run it on each of them"),
-    "eval": ("launch.up.roles:evaluate", "RUN|CONFIG key=value --json",
+    "eval": ("up.roles:evaluate", "RUN|CONFIG key=value --json",
         "accuracy of a model on evaluation.datasets, greedy and sampled"),
-    "status": ("launch.observe.status:command", "RUN|ADDRESS --credentials --json",
+    "status": ("observe.status:command", "RUN|ADDRESS --credentials --json",
         "who is alive, on which version, waiting on what and since when"),
-    "top": ("launch.observe.status:top", "RUN|ADDRESS --credentials --plain", "the live view of a running job"),
-    "logs": ("launch.observe.logs:command", "RUN|ADDRESS --credentials",
-        "the end of a role's log, also from another machine"),
-    "transcripts": ("launch.observe.transcripts:command", "RUN --json",
+    "top": ("observe.status:top", "RUN|ADDRESS --credentials --plain", "the live view of a running job"),
+    "logs": ("observe.logs:command", "RUN|ADDRESS --credentials", "the end of a role's log, also from another machine"),
+    "transcripts": ("observe.transcripts:command", "RUN --json",
         "episodes that were trained on or failed, token by token; without --step and --task the newest ones"),
-    "stop": ("launch.up.stop:command", "RUN|ADDRESS --credentials",
-        "every role leaves; the same commands continue the job"),
-    "sinks": ("launch.sinks.process:command", "RUN",
-        "feed telemetry.sinks from the run's files, until the run has ended"),
-    "resume": ("launch.up.stop:resume", "RUN", "a job that a watch rule paused or stopped may continue"),
-    "report": ("launch.results.report:command", "RUN...",
+    "stop": ("up.stop:command", "RUN|ADDRESS --credentials", "every role leaves; the same commands continue the job"),
+    "sinks": ("sinks.process:command", "RUN", "feed telemetry.sinks from the run's files, until the run has ended"),
+    "resume": ("up.stop:resume", "RUN", "a job that a watch rule paused or stopped may continue"),
+    "report": ("results.report:command", "RUN...",
         "summary table, plots and a page of a run, or of several side by side"),
-    "ledger": ("launch.observe.ledger:command", "RUN|ADDRESS --credentials --json",
+    "ledger": ("observe.ledger:command", "RUN|ADDRESS --credentials --json",
         "what became of every task, also after the job ended"),
-    "web": ("launch.web.web:command", "RUN...", "a page in the browser that shows runs live; it changes nothing"),
-    "export": ("launch.results.export:command", "RUN", "a Hugging Face folder of the final model or of a checkpoint"),
-    "replay": ("launch.results.replay:command", "RUN key=value",
-        "train recorded steps of a run again, offline, and compare"),
-    "trace": ("launch.results.trace:command", "RUN", "the timeline of all processes as a file for ui.perfetto.dev"),
-    "slurm": ("launch.cluster.slurm.submit:command", "CONFIG|RUN key=value",
-        "broker, learner and fleet as jobs of Slurm"),
-    "scale": ("launch.cluster.slurm.scale:command", "RUN", "more or fewer nodes for a run on Slurm"),
-    "keys": ("launch.keys:command", "", "CURVE keys for broker.credentials; only ever adds to an existing folder"),
+    "web": ("web.web:command", "RUN...", "a page in the browser that shows runs live; it changes nothing"),
+    "export": ("results.export:command", "RUN", "a Hugging Face folder of the final model or of a checkpoint"),
+    "replay": ("results.replay:command", "RUN key=value", "train recorded steps of a run again, offline, and compare"),
+    "trace": ("results.trace:command", "RUN", "the timeline of all processes as a file for ui.perfetto.dev"),
+    "slurm": ("cluster.slurm.submit:command", "CONFIG|RUN key=value", "broker, learner and fleet as jobs of Slurm"),
+    "scale": ("cluster.slurm.scale:command", "RUN", "more or fewer nodes for a run on Slurm"),
+    "keys": ("keys:command", "", "CURVE keys for broker.credentials; only ever adds to an existing folder"),
 }  # fmt: skip
 RUN, EITHER = "a run's folder, or the config file that names it", "a run's folder, or a config file"
 SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
@@ -96,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     module, _, function = COMMANDS[args.command][0].partition(":")
     try:
-        return getattr(importlib.import_module(module), function)(args)
+        return getattr(importlib.import_module(f"launch.{module}"), function)(args)
     except SlipstreamError as error:
         why, code = str(error), error.exit_code
     except KeyboardInterrupt:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from common.config.loading import key_paths
-from common.config.schema import Config
+from common.config.schema import Config, SftLearnerConfig
 from launch.cli import COMMANDS
-from launch.dev.docs_reference import DOCS, config_page, metrics_page
+from launch.dev.docs_reference import DOCS, config_page, filled, metrics_page
 
 ROOT = Path(__file__).resolve().parents[3]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "configs/README.md")
@@ -65,3 +65,11 @@ def test_the_pages_of_keys_and_metrics_are_what_the_code_declares() -> None:
     advice = "run python -m launch.dev.docs_reference"
     assert (DOCS / "config.md").read_text() == config_page(), advice
     assert (DOCS / "metrics.md").read_text() == metrics_page(), advice
+    every = SftLearnerConfig().checkpoint
+    closing = f"\nIts checkpoints have the defaults `every: {every.every}` and `keep: {every.keep}`.\n"
+    assert closing in (DOCS / "config.md").read_text()
+
+
+def test_a_section_without_a_heading_in_its_page_is_noticed() -> None:
+    with pytest.raises(ValueError, match="no heading 'new' with a table"):
+        filled(DOCS / "config.md", "key | means", {"new": []})
