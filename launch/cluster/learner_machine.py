@@ -50,13 +50,12 @@ def run_machine(config: Config, run: RunDir, address: str) -> int:
     setup_logging("launcher", host, run.logs, config.telemetry.log_level)
     logger.info("%s: the ranks use interface %s (%s)", host, interface.name, interface.address)
     interface.use()
-    own = interface.address
+    own, keys = interface.address, config.broker.credentials
     store = interface.listen()  # lives as long as this function runs
-    endpoint = f"{bracketed(own)}:{store.port}"
-    keys, name = config.broker.credentials, secrets.token_hex(8)
+    endpoint, same = f"{bracketed(own)}:{store.port}", facts(config, interface)
     access = Access(address=address, role="learner", deadline_s=ANSWER_S, retry_s=RETRY_S, credentials=keys)
-    report = MachineReport(name, host, own, endpoint, facts(config, interface), wanted=config.learner.machines)
-    report = msgspec.structs.replace(report, max_restarts=config.run.max_restarts)
+    limits = {"wanted": config.learner.machines, "max_restarts": config.run.max_restarts}
+    report = MachineReport(secrets.token_hex(8), host, own, endpoint, same, **limits)
     with connect(access) as client, SharedFolder(run.checkpoints, report.machine) as shared:
         return Launcher(config, run, client, shared, report).run(address)
 

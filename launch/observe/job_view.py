@@ -95,7 +95,9 @@ def progress(config: Config, seen: Observation | None, tail: MetricsTail) -> Ren
     done, steps = _version(tail, seen), config.run.steps
     filled = round(BAR_WIDTH * min(1.0, done / steps))
     bar = "█" * filled + "░" * (BAR_WIDTH - filled)
-    rows = {config.run.name: f"step {done}/{steps}  {bar}  {_eta(done, steps, tail)}", **figures(config, seen, tail)}
+    step_s = tail.mean("step_s", LATEST)
+    left = "" if step_s is None else "finishing" if done >= steps else f"{duration((steps - done) * step_s)} left"
+    rows = {config.run.name: f"step {done}/{steps}  {bar}  {left}", **figures(config, seen, tail)}
     if "reward" in rows:
         rows["reward"] += f"  {sparkline(tail.series('reward_mean'))}"
     grid = Table.grid(Column(style="bold", no_wrap=True), Column(), padding=(0, 2))
@@ -209,10 +211,3 @@ def _state(state: str) -> Text:
 
 def _with_reason(state: str, waiting_on: str) -> str:
     return f"{state} ({waiting_on})" if waiting_on else state
-
-
-def _eta(done: int, steps: int, tail: MetricsTail) -> str:
-    step_s = tail.mean("step_s", LATEST)
-    if step_s is None:
-        return ""
-    return f"{duration((steps - done) * step_s)} left" if done < steps else "finishing"

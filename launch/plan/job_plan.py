@@ -127,14 +127,13 @@ def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: in
     A machine has `gpus_per_node` consecutive learner ranks; a node leases LOOKAHEAD_GROUPS beyond its concurrency.
     Every machine's link carries `link_gbit` Gb/s in each direction.
     """
-    learner, dtype = config.learner, config.model.dtype
+    learner, dtype, rl = config.learner, config.model.dtype, None
     sizes = Sizes.of(learner.world_size, learner.parallel)
     batch = batch_of(config, sizes)
-    rl = None
+    checkpoints = learner.checkpoint.keep + 1 + bool(learner.checkpoint.keep_best)
     if isinstance(config, Config):
-        window = window_of(config, model)
         publish = publish_of(config, model, gpus_per_node, link_gbit)
-        rl = RlPart(window, publish, engine_of(config, model), config.rollout.nodes)
+        rl = RlPart(window_of(config, model), publish, engine_of(config, model), config.rollout.nodes)
     return Plan(
         name=config.run.name,
         dtype=dtype,
@@ -146,9 +145,7 @@ def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: in
         groups=[*group_kinds(sizes, gpus_per_node, model.experts is not None)],
         stages=[*_stages(config, model, sizes, batch.microbatches)],
         batch=batch,
-        checkpoint=Checkpoint(
-            checkpoint_bytes(model, dtype), learner.checkpoint.keep + 1 + bool(learner.checkpoint.keep_best)
-        ),
+        checkpoint=Checkpoint(checkpoint_bytes(model, dtype), checkpoints),
         rl=rl,
     )
 

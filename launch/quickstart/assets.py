@@ -25,7 +25,8 @@ from launch.quickstart import problems as data
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-PAD, EOS, BOS, UNKNOWN = "<pad>", "<eos>", "<bos>", "<unk>"
+SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"}
+UNKNOWN = "<unk>"
 VOCABULARY = 128
 FORMAT = 1  # raise when what is built changes in a way that the presets do not show
 
@@ -67,7 +68,7 @@ PRESETS = {
 
 def alphabet() -> dict[str, int]:
     """Token to id: three special tokens, newline and printable ASCII, then fillers up to 128."""
-    tokens = [PAD, EOS, BOS, "\n", *map(chr, range(32, 127)), UNKNOWN]
+    tokens = [*SPECIAL.values(), "\n", *map(chr, range(32, 127)), UNKNOWN]
     tokens += [f"<|{i}|>" for i in range(len(tokens), VOCABULARY)]
     return {token: i for i, token in enumerate(tokens)}
 
@@ -80,14 +81,8 @@ def build_tokenizer() -> "PreTrainedTokenizerFast":
     core = Tokenizer(models.WordLevel(alphabet(), unk_token=UNKNOWN))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token=PAD,
-        eos_token=EOS,
-        bos_token=BOS,
-        unk_token=UNKNOWN,
-        clean_up_tokenization_spaces=False,
-    )
+    named = {**SPECIAL, "unk_token": UNKNOWN}
+    return PreTrainedTokenizerFast(tokenizer_object=core, **named, clean_up_tokenization_spaces=False)
 
 
 def build_model(shape: Mapping[str, Any], seed: int, folder: Path) -> None:
@@ -97,17 +92,10 @@ def build_model(shape: Mapping[str, Any], seed: int, folder: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    ids = alphabet()
-    config = Qwen3Config(
-        **shape,
-        vocab_size=VOCABULARY,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        pad_token_id=ids[PAD],
-        eos_token_id=ids[EOS],
-        bos_token_id=ids[BOS],
-        dtype="float32",
-    )
+    ids, rope = alphabet(), {"rope_type": "default", "rope_theta": 10000.0}
+    special = {f"{name}_id": ids[token] for name, token in SPECIAL.items()}
+    fixed = {"vocab_size": VOCABULARY, "rope_parameters": rope, "tie_word_embeddings": True, "dtype": "float32"}
+    config = Qwen3Config(**shape, **fixed, **special)
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config).float()
     model.generation_config.do_sample = True

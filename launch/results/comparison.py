@@ -26,7 +26,7 @@ class Panel:
     """Curves that share one pair of axes: all `metrics` of one run, or the first one of several runs."""
 
     title: str
-    metrics: Mapping[str, str]  # column: legend
+    metrics: Mapping[str, str]  # column: legend; none for evaluations
     logarithmic: bool = False
 
 
