@@ -163,18 +163,10 @@ def _stages(config: Config | SftConfig, model: Architecture, sizes: Sizes, micro
         optimizer = r.optimizer if memory.offload_optimizer else 0
         updating = r.parameters + r.gradients + r.optimizer
         training = updating - optimizer + a.layers + a.recomputed + a.output
-        yield Stage(
-            layers=[(layers.start, layers.stop) for layers in chunks[i]],
-            embedding=i == 0,
-            output=i == len(chunks) - 1,
-            resident=r,
-            activations=a,
-            training=training,
-            updating=updating,
-            waiting=updating - parameters - gradients - optimizer,
-            peak=max(training, updating),
-            host=parameters + optimizer + (r.parameters if reference else 0),
-        )
+        waiting = updating - parameters - gradients - optimizer
+        host = parameters + optimizer + (r.parameters if reference else 0)
+        layers, last = [(chunk.start, chunk.stop) for chunk in chunks[i]], i == len(chunks) - 1
+        yield Stage(layers, i == 0, last, r, a, training, updating, waiting, max(training, updating), host)
 
 
 def batch_of(config: Config | SftConfig, sizes: Sizes) -> Batch:

@@ -61,9 +61,8 @@ def _figure(draws: Sequence[Draw], legend: bool) -> Figure:
     for number, draw in enumerate(draws, start=1):
         draw(figure.add_subplot(rows, COLUMNS, number))
     if legend:
-        known = {
-            name: line for axes in figure.axes for line, name in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
+        legends = [axes.get_legend_handles_labels() for axes in figure.axes]
+        known = {name: line for both in legends for line, name in zip(*both, strict=True)}
         figure.legend(known.values(), known, loc="outside lower center", ncols=COLUMNS)
     return figure
 
@@ -86,11 +85,8 @@ def _panels(groups: list[list[Compared]], axis: str) -> Iterator[Draw]:
         first, *_ = panel.metrics
         sources = [(style, group, first) for style, group in zip(styles, groups, strict=True)]
         if alone:
-            sources = [
-                (_style(n, panel.metrics[each]), runs, each)
-                for n, each in enumerate(panel.metrics)
-                if each in runs[0].columns
-            ]
+            read = [name for name in panel.metrics if name in runs[0].columns]
+            sources = [(_style(n, panel.metrics[name]), runs, name) for n, name in enumerate(read)]
         found = [(style, curve) for style, group, each in sources if (curve := curve_of(group, axis, each))]
         if any(curve[1].any() for _, curve in found) or (found and first == "reward_mean"):
             bounded = alone and first == "staleness_mean" and isinstance(config, Config)

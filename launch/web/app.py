@@ -95,12 +95,8 @@ def make_app(views: Sequence[RunView], token: str | None) -> Starlette:
             return JSONResponse({"refused": str(error)}, 404 if isinstance(error, SlipstreamError) else 400)
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
-    routes = [
-        Route("/", page),
-        Mount("/static", StaticFiles(directory=FOLDER)),
-        Route("/api/events", events),
-        Route("/api/runs/{run:int}/{name}", table),
-    ]
+    static = Mount("/static", StaticFiles(directory=FOLDER))
+    routes = [Route("/", page), static, Route("/api/events", events), Route("/api/runs/{run:int}/{name}", table)]
     return Starlette(routes=routes, middleware=[Middleware(Guard, token=token)], lifespan=hub.running)
 
 
