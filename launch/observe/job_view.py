@@ -65,11 +65,8 @@ class Display:
 
 
 def render_live(config: Config, seen: Observation | None, tail: MetricsTail, notes: Sequence[str]) -> RenderableType:
-    parts: list[RenderableType] = [progress(config, seen, tail)]
-    parts.append(processes(seen) if seen else Text("waiting for the broker to answer", "yellow"))
-    parts.extend(stall_text.lines(seen) if seen else [])
-    parts.extend(Text(note, "dim") for note in notes)
-    return Group(*parts)
+    now = [processes(seen), *stall_text.lines(seen)] if seen else [Text("waiting for the broker to answer", "yellow")]
+    return Group(progress(config, seen, tail), *now, *(Text(note, "dim") for note in notes))
 
 
 def render_status(run: RunDir | None, seen: Observation, advice: Advice | None = None) -> RenderableType:

@@ -88,7 +88,7 @@ class Compared:
         rates = {"tokens_per_s": tokens, "tokens_generated_per_s": np.where(grown < 0, np.nan, grown)}
         stale = np.array([(line.get("tokens_by_age") or [1])[0] == 0 for line in tail.lines])  # so drift is included
         starts = np.diff(np.nan_to_num(column("incarnation")), prepend=-1.0) != 0
-        last = np.minimum(np.arange(size, len(samples) + size, size), len(samples)) - 1  # of each point
+        last = np.minimum(np.arange(size, len(samples) + size, size), len(samples)) - 1  # the last line of each point
         columns = {name: values[last] for name, values in axes.items()}
         for name in (name for panel in PANELS for name in list(panel.metrics)[: None if alone else 1]):
             values = column(name) if name not in rates else rates[name] / seconds

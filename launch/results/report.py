@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from broker.contract import WASTE_REASONS
 from common.config.schema import Config, SftConfig
 from common.errors import SlipstreamError, UsageError
 from common.process.run_dir import RunDir, differences, write_json
@@ -141,6 +142,7 @@ def summarise(run: RunDir, tail: MetricsTail, config: Config | None) -> Figures:
     if found := advice_for(tail.lines, config.staleness.max if config else 0):
         advice = {"text": found.text, "nodes": found.nodes or None}
         advice |= {"learner_idle_share": found.idle, "speedup": found.speedup}
+    kinds = [(unit, reason) for reason in WASTE_REASONS for unit in ("tokens", "seconds")]
     about = {"name": config.run.name if config else run.path.name, "steps": len(tail.lines), "seconds": seconds}
     summary: Figures = {
         "run": about | {"incarnations": int(last.get("incarnation", 0)) + 1},
@@ -155,7 +157,7 @@ def summarise(run: RunDir, tail: MetricsTail, config: Config | None) -> Figures:
         "tokens": {name: last.get(f"tokens_{name}_total") for name in ("generated", "trained", "wasted")}
         | {"trained_per_s": trained / seconds if seconds else None},
         "advice": advice,
-        "wasted": waste_view.of_report(last),
+        "wasted": {f"{unit}_{reason}": lost for unit, reason in kinds if (lost := last.get(f"{unit}_wasted_{reason}"))},
         "failed_samples": waste_view.summed(line.get("samples_failed_by_reason", {}) for line in tail.lines),
         "off_policy": {"ratio_max": max(tail.series("ratio_max"), default=None)}
         | {name: tail.mean(name) for name in OFF_POLICY}

@@ -1,6 +1,7 @@
 """slipstream stop RUN|ADDRESS: every role of a job leaves, as on SIGTERM; the same commands continue the job.
 
 The request is repeated until no role is left. So a broker that is killed and started again, or that stood by, gets it.
+
 slipstream resume RUN: a job that a watch rule paused or stopped may continue; docs/watch.md.
 """
 
