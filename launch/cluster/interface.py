@@ -43,10 +43,10 @@ def interface_for(broker: str, names: str | None = None) -> Interface:
     if names is not None:
         found = named(names)
         if is_loopback(found.address) and not is_loopback(host):
-            raise UsageError(
-                f"learner.interface: {found.name} of {socket.gethostname()} is its loopback interface, and the broker "
-                f"at {broker} is not; name one that the other machines reach"
+            loops = (
+                f"{found.name} of {socket.gethostname()} is its loopback interface, and the broker at {broker} is not"
             )
+            raise UsageError(f"learner.interface: {loops}; name one that the other machines reach")
         return found
     if not host:
         raise UsageError(f"broker.address: {broker} is on this machine only; several machines need tcp://HOST:PORT")
@@ -71,7 +71,5 @@ def named(names: str) -> Interface:
     for name in map(str.strip, names.split(",")):
         if found := [entry.address for kind in FAMILIES for entry in there.get(name, []) if entry.family == kind]:
             return Interface(name, found[0].partition("%")[0])
-    raise UsageError(
-        f"learner.interface: expected the name of an interface with an address, found {names!r}; "
-        f"{socket.gethostname()} has {', '.join(there)}"
-    )
+    expected, has = "the name of an interface with an address", f"{socket.gethostname()} has {', '.join(there)}"
+    raise UsageError(f"learner.interface: expected {expected}, found {names!r}; {has}")

@@ -38,7 +38,6 @@ class SharedFolder:
             if not absent or pause(POLL_S):
                 return
         hosts = ", ".join(member.host for member in absent)
-        raise UsageError(
-            f"learner.checkpoint.dir: {self._folder} on this machine is not the folder that {hosts} "
-            f"{'has' if len(absent) == 1 else 'have'} under that name; set it to one that all machines share"
-        )
+        theirs = f"the folder that {hosts} {'has' if len(absent) == 1 else 'have'} under that name"
+        where = f"{self._folder} on this machine is not {theirs}"
+        raise UsageError(f"learner.checkpoint.dir: {where}; set it to one that all machines share")

@@ -99,12 +99,10 @@ def assign(config: Config, environ: Mapping[str, str] = os.environ, root: Path =
         needed += count
     if needed > len(devices):
         bound = f" in {VISIBLE}={environ[VISIBLE]}" if VISIBLE in environ else ""
-        raise UsageError(
-            f"the job needs {needed} GPUs, found {len(devices)}{bound}; lower learner.world_size "
-            f"({config.learner.world_size}), rollout.nodes ({config.rollout.nodes}) or the GPUs of an engine, "
-            f"rollout.engine.tensor_parallel x pipeline_parallel ({config.rollout.engine.devices}). "
-            "`slipstream rollout --join` starts nodes on other machines"
-        )
+        lower = f"lower learner.world_size ({config.learner.world_size}), rollout.nodes ({config.rollout.nodes})"
+        engine = f"rollout.engine.tensor_parallel x pipeline_parallel ({config.rollout.engine.devices})"
+        lower += f" or the GPUs of an engine, {engine}. `slipstream rollout --join` starts nodes on other machines"
+        raise UsageError(f"the job needs {needed} GPUs, found {len(devices)}{bound}; {lower}")
     return places
 
 

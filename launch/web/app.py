@@ -34,11 +34,8 @@ class Hub:
     @contextlib.asynccontextmanager
     async def running(self, _: Starlette) -> AsyncIterator[None]:
         """Read until the server ends."""
-        loops = [
-            asyncio.create_task(self._repeat(work, pause_s))
-            for view in self.views
-            for work, pause_s in ((view.read, READ_S), (view.observe, OBSERVE_S))
-        ]
+        works = [pair for view in self.views for pair in ((view.read, READ_S), (view.observe, OBSERVE_S))]
+        loops = [asyncio.create_task(self._repeat(work, pause_s)) for work, pause_s in works]
         yield
         for loop in loops:
             loop.cancel()
