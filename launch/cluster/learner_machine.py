@@ -73,17 +73,11 @@ def facts(config: Config, interface: Interface) -> dict[str, str]:
 
 def rank_command(config: Config, run: RunDir, report: MachineReport, broker: str) -> list[str]:
     """torchrun with the ranks of this machine in the round of `report`."""
-    ranks, machines = config.learner.world_size // config.learner.machines, config.learner.machines
-    wait_s = int(max(config.learner.timeout_s, FENCE_S))
-    options = {
-        "nnodes": machines,
-        "nproc-per-node": ranks,
-        "rdzv-backend": "c10d",
-        "rdzv-endpoint": report.members[0].endpoint,
-        "rdzv-id": f"{config.run.name}-{report.round}",
-        "rdzv-conf": f"is_host=0,join_timeout={wait_s},read_timeout={wait_s}",
-        "local-addr": report.address,
-    }
+    machines, wait_s = config.learner.machines, int(max(config.learner.timeout_s, FENCE_S))
+    options = {"nnodes": machines, "nproc-per-node": config.learner.world_size // machines}
+    options |= {"local-addr": report.address, "rdzv-backend": "c10d", "rdzv-endpoint": report.members[0].endpoint}
+    options |= {"rdzv-id": f"{config.run.name}-{report.round}"}
+    options |= {"rdzv-conf": f"is_host=0,join_timeout={wait_s},read_timeout={wait_s}"}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return torchrun(run, words, ["--broker", broker, "--address", report.address])
 

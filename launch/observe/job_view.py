@@ -77,8 +77,7 @@ def render_status(run: RunDir | None, seen: Observation, advice: Advice | None =
     parts.append(processes(seen))
     if joined := newest(seen.status.nodes):
         parts.append(Text(f"newest node: {joined}", "dim"))
-    parts.append(stall_text.page(seen))
-    parts.append(waste_view.table(seen.status))
+    parts += [stall_text.page(seen), waste_view.table(seen.status)]
     if failed := waste_view.failed_samples(seen.status, run):
         by_size = ", ".join(f"{count:,} {reason}" for reason, count in Counter(failed).most_common())
         parts.append(Text(f"{sum(failed.values()):,} samples failed: {by_size}", "yellow"))

@@ -82,11 +82,8 @@ def as_json(run: RunDir | None, seen: Observation) -> dict[str, Any]:
         learner = NO_LEARNER | {"waiting_on": "a learner to start" if live else ""}
     else:
         last_seen_s = status.learner_last_seen_s
-        learner = msgspec.to_builtins(status.learner) | {
-            "state": seen.learner_state,
-            "since_s": status.learner.since_s + (last_seen_s if live else 0.0),
-            "last_seen_s": last_seen_s,
-        }
+        times = {"since_s": status.learner.since_s + (last_seen_s if live else 0.0), "last_seen_s": last_seen_s}
+        learner = msgspec.to_builtins(status.learner) | {"state": seen.learner_state, **times}
     broker = {name: value for name, value in msgspec.to_builtins(status).items() if name not in ELSEWHERE}
     return {
         "run": str(run.path.resolve()) if run else status.run.run_dir,
@@ -103,11 +100,6 @@ def as_json(run: RunDir | None, seen: Observation) -> dict[str, Any]:
 
 def _node(node: NodeStatus) -> dict[str, Any]:
     report = node.report
-    return msgspec.to_builtins(report) | {
-        "id": report.node_id,
-        "state": report.state if node.alive else "gone",
-        "leases": node.leases,
-        "since_s": report.since_s + node.last_seen_s,
-        "waste": waste_view.as_json(node.waste),
-        "last_seen_s": node.last_seen_s,
-    }
+    about = {"id": report.node_id, "state": report.state if node.alive else "gone", "leases": node.leases}
+    times = {"since_s": report.since_s + node.last_seen_s, "last_seen_s": node.last_seen_s}
+    return msgspec.to_builtins(report) | about | times | {"waste": waste_view.as_json(node.waste)}

@@ -123,15 +123,10 @@ def _attention(config: Document, traits: _Traits) -> Attention | LatentAttention
             rope_dim=_number(config, "qk_rope_head_dim"),
             value_dim=_number(config, "v_head_dim"),
         )
-    bias = _flag(config, "attention_bias")
-    return Attention(
-        heads=heads,
-        kv_heads=_number(config, "num_key_value_heads", heads, least=1),
-        head_dim=_number(config, "head_dim", _number(config, "hidden_size") // heads),
-        qk_norm=traits.qk_norm or _flag(config, "use_qk_norm"),
-        qkv_bias=traits.qkv_bias or bias,
-        output_bias=traits.output_bias and bias,
-    )
+    kv_heads = _number(config, "num_key_value_heads", heads, least=1)
+    head_dim = _number(config, "head_dim", _number(config, "hidden_size") // heads)
+    qk_norm, bias = traits.qk_norm or _flag(config, "use_qk_norm"), _flag(config, "attention_bias")
+    return Attention(heads, kv_heads, head_dim, qk_norm, traits.qkv_bias or bias, traits.output_bias and bias)
 
 
 def _experts(config: Document, traits: _Traits) -> Experts | None:

@@ -42,16 +42,9 @@ class Preset:
 
 def dense(hidden: int, intermediate: int, layers: int, heads: int, initializer_range: float) -> dict[str, Any]:
     """The shape of a dense Qwen3 with two query heads for each key-value head."""
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 2,
-        "head_dim": hidden // heads,
-        "max_position_embeddings": 1024,
-        "initializer_range": initializer_range,
-    }
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    attention = {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": hidden // heads}
+    return sizes | attention | {"max_position_embeddings": 1024, "initializer_range": initializer_range}
 
 
 PRESETS = {
