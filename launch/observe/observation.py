@@ -85,17 +85,12 @@ def as_json(run: RunDir | None, seen: Observation) -> dict[str, Any]:
         times = {"since_s": status.learner.since_s + (last_seen_s if live else 0.0), "last_seen_s": last_seen_s}
         learner = msgspec.to_builtins(status.learner) | {"state": seen.learner_state, **times}
     broker = {name: value for name, value in msgspec.to_builtins(status).items() if name not in ELSEWHERE}
-    return {
-        "run": str(run.path.resolve()) if run else status.run.run_dir,
-        "name": status.run.name,
-        "live": live,
-        "note": seen.note,
-        "learner": learner,
-        "broker": broker | {"max_bytes": status.run.max_bytes},
-        "waste": waste_view.as_json(waste_view.whole(status)),
-        "samples_failed": waste_view.failed_samples(status, run),
-        "nodes": [_node(node) for node in status.nodes],
-    }
+    folder = str(run.path.resolve()) if run else status.run.run_dir
+    about = {"run": folder, "name": status.run.name, "live": live, "note": seen.note, "learner": learner}
+    about["broker"] = broker | {"max_bytes": status.run.max_bytes}
+    lost = {"waste": waste_view.as_json(waste_view.whole(status))}
+    lost["samples_failed"] = waste_view.failed_samples(status, run)
+    return about | lost | {"nodes": [_node(node) for node in status.nodes]}
 
 
 def _node(node: NodeStatus) -> dict[str, Any]:

@@ -70,18 +70,11 @@ def warm_start(run: RunDir, config: SftConfig) -> dict[str, Any]:
         pid, live = record.pid, record.state == "running" and alive(record.pid)
         state = "training" if live else "gone" if record.state == "running" else record.state
         steps = record.policy_version if state in ("done", "drained") else steps
-    return {
-        "run": str(run.path.resolve()),
-        "name": config.run.name,
-        "kind": "sft",
-        "live": live,
-        "learner": {"pid": pid, "state": state, "policy_version": steps, "waiting_on": "", "since_s": 0.0},
-        "steps": config.run.steps,
-        "loss": tail.last.get("loss"),
-        "step_s": tail.mean("step_s", LATEST),
-        "tokens_trained": tail.total("tokens_trained"),
-        "model": (run.model / "config.json").is_file(),
-    }
+    learner = {"pid": pid, "state": state, "policy_version": steps, "waiting_on": "", "since_s": 0.0}
+    about = {"run": str(run.path.resolve()), "name": config.run.name, "kind": "sft", "live": live, "learner": learner}
+    about |= {"steps": config.run.steps, "model": (run.model / "config.json").is_file()}
+    figures = {"loss": tail.last.get("loss"), "step_s": tail.mean("step_s", LATEST)}
+    return about | figures | {"tokens_trained": tail.total("tokens_trained")}
 
 
 def sentence(status: dict[str, Any]) -> str:

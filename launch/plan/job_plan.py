@@ -134,20 +134,11 @@ def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: in
     if isinstance(config, Config):
         publish = publish_of(config, model, gpus_per_node, link_gbit)
         rl = RlPart(window_of(config, model), publish, engine_of(config, model), config.rollout.nodes)
-    return Plan(
-        name=config.run.name,
-        dtype=dtype,
-        model=model,
-        parameters=count(model),
-        active_parameters=count_active(model),
-        sizes=sizes,
-        gpus_per_node=gpus_per_node,
-        groups=[*group_kinds(sizes, gpus_per_node, model.experts is not None)],
-        stages=[*_stages(config, model, sizes, batch.microbatches)],
-        batch=batch,
-        checkpoint=Checkpoint(checkpoint_bytes(model, dtype), checkpoints),
-        rl=rl,
-    )
+    groups = [*group_kinds(sizes, gpus_per_node, model.experts is not None)]
+    stages = [*_stages(config, model, sizes, batch.microbatches)]
+    checkpoint = Checkpoint(checkpoint_bytes(model, dtype), checkpoints)
+    name, whole, active = config.run.name, count(model), count_active(model)
+    return Plan(name, dtype, model, whole, active, sizes, gpus_per_node, groups, stages, batch, checkpoint, rl)
 
 
 def _stages(config: Config | SftConfig, model: Architecture, sizes: Sizes, microbatches: int) -> Iterator[Stage]:
@@ -181,15 +172,9 @@ def batch_of(config: Config | SftConfig, sizes: Sizes) -> Batch:
     longest = -(-longest // multiple) * multiple
     fitting = (max(1, n * learner.micro_batch_tokens // longest) for n in (1, 4))
     full, short = (-(-sequences // (fit * sizes.data)) for fit in fitting)
-    return Batch(
-        sequences=sequences,
-        longest=longest,
-        tokens=sequences * longest,
-        tokens_per_rank=-(-sequences // sizes.data) * longest,
-        microbatches=full,
-        bubble=bubble(full, parallel.pipeline, parallel.virtual_pipeline),
-        bubble_short=bubble(short, parallel.pipeline, parallel.virtual_pipeline),
-    )
+    tokens, tokens_per_rank = sequences * longest, -(-sequences // sizes.data) * longest
+    bubbles = (bubble(n, parallel.pipeline, parallel.virtual_pipeline) for n in (full, short))
+    return Batch(sequences, longest, tokens, tokens_per_rank, full, *bubbles)
 
 
 def bubble(microbatches: int, pipeline: int, virtual: int) -> float:

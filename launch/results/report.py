@@ -137,22 +137,19 @@ def summarise(run: RunDir, tail: MetricsTail, config: Config | None) -> Figures:
     if not rewards:
         raise SlipstreamError(f"{run.metrics} is not that of an RL job: no line has a reward_mean")
     seconds = float(last["time_s"] - first["time_s"] + first.get("step_s", 0.0))  # restarts included
-    trained = sum(tail.series("tokens_trained"))
+    trained = tail.total("tokens_trained")
     advice: dict[str, Any] = {}
     if found := advice_for(tail.lines, config.staleness.max if config else 0):
         advice = {"text": found.text, "nodes": found.nodes or None}
         advice |= {"learner_idle_share": found.idle, "speedup": found.speedup}
+    staleness = {"mean": tail.mean("staleness_mean"), "max": max(tail.series("staleness_max"), default=None)}
+    staleness |= {"tokens_expired": tail.total("tokens_expired")}
     kinds = [(unit, reason) for reason in WASTE_REASONS for unit in ("tokens", "seconds")]
     about = {"name": config.run.name if config else run.path.name, "steps": len(tail.lines), "seconds": seconds}
     summary: Figures = {
         "run": about | {"incarnations": int(last.get("incarnation", 0)) + 1},
         "reward": {**ends(rewards), "best_step": max(rewards), "steps_to_0.9": first_above(rewards, 0.9)},
-        "staleness": {
-            "allowed": config.staleness.max if config else None,
-            "mean": tail.mean("staleness_mean"),
-            "max": max(tail.series("staleness_max"), default=None),
-            "tokens_expired": sum(tail.series("tokens_expired")),
-        },
+        "staleness": {"allowed": config.staleness.max if config else None, **staleness},
         "time_per_step_s": {name: tail.mean(metric) for name, metric in STEP_TIMES.items()},
         "tokens": {name: last.get(f"tokens_{name}_total") for name in ("generated", "trained", "wasted")}
         | {"trained_per_s": trained / seconds if seconds else None},

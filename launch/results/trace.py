@@ -195,7 +195,7 @@ class Trace:
 
     def _arrows(self) -> Iterator[tuple[str, Place, Place]]:
         """From an accepted group to each step that trained it, and from a publish to its flips."""
-        groups, versions = defaultdict[Any, list[Place]](list), dict[Any, Place]()
+        groups = defaultdict[Any, list[Place]](list)
         for told, place in self._ends["lease"]:
             if told.get("accepted"):
                 groups[told.get("serial")].append(place)
@@ -204,8 +204,7 @@ class Trace:
             for serial in serials(told):  # a task may be sampled again: the last lease that began before the step
                 before = [place for place in groups[serial] if place[0] <= step[0] + slack_s]
                 yield from [("trained", lease, step) for lease in sorted(before, key=lambda lease: lease[0])[-1:]]
-        for told, place in self._ends["publish"]:
-            versions[told.get("version"), told.get("incarnation")] = place
+        versions = {(told.get("version"), told.get("incarnation")): place for told, place in self._ends["publish"]}
         for told, flip in self._ends["flip"]:
             if (publish := versions.get((told.get("version"), told.get("incarnation")))) is not None:
                 yield "published", publish, flip
