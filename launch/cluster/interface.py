@@ -11,8 +11,6 @@ from common.config.network_checks import is_loopback, split_address
 from common.errors import UsageError
 from common.process.local_address import local_address
 
-FAMILIES = (socket.AF_INET, socket.AF_INET6)
-
 
 class Interface(NamedTuple):
     name: str
@@ -67,9 +65,9 @@ def routed(host: str, port: int = 1) -> Interface:
 
 def named(names: str) -> Interface:
     """The first of these interfaces that has an address. Raises UsageError, which lists those of this machine."""
-    there = psutil.net_if_addrs()
+    there, families = psutil.net_if_addrs(), (socket.AF_INET, socket.AF_INET6)
     for name in map(str.strip, names.split(",")):
-        if found := [entry.address for kind in FAMILIES for entry in there.get(name, []) if entry.family == kind]:
+        if found := [entry.address for kind in families for entry in there.get(name, []) if entry.family == kind]:
             return Interface(name, found[0].partition("%")[0])
     expected, has = "the name of an interface with an address", f"{socket.gethostname()} has {', '.join(there)}"
     raise UsageError(f"learner.interface: expected {expected}, found {names!r}; {has}")

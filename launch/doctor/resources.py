@@ -80,11 +80,9 @@ def check_shm(machine: Machine, config: Config | SftConfig | None) -> Finding:
     if isinstance(config, Config) and config.rollout.engine.tensor_parallel > 1:
         needed += config.rollout.nodes * SHM_OF_ENGINE
     why = "ranks and engine workers talk through it: they die with a bus error, or hang at their first collective"
-    return judged(
-        "shm",
-        f"/dev/shm has {machine.shm_bytes / MIB:,.0f} MiB" + (f", {needed / MIB:,.0f} needed" if needed else ""),
-        (needed > machine.shm_bytes, "problem", why, "docker run --shm-size=8g, or a tmpfs of that size at /dev/shm"),
-    )
+    what = f"/dev/shm has {machine.shm_bytes / MIB:,.0f} MiB" + (f", {needed / MIB:,.0f} needed" if needed else "")
+    fix = "docker run --shm-size=8g, or a tmpfs of that size at /dev/shm"
+    return judged("shm", what, (needed > machine.shm_bytes, "problem", why, fix))
 
 
 def check_open_files(machine: Machine, config: Config | SftConfig | None) -> Finding:

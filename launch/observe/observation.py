@@ -87,10 +87,9 @@ def as_json(run: RunDir | None, seen: Observation) -> dict[str, Any]:
     broker = {name: value for name, value in msgspec.to_builtins(status).items() if name not in ELSEWHERE}
     folder = str(run.path.resolve()) if run else status.run.run_dir
     about = {"run": folder, "name": status.run.name, "live": live, "note": seen.note, "learner": learner}
-    about["broker"] = broker | {"max_bytes": status.run.max_bytes}
-    lost = {"waste": waste_view.as_json(waste_view.whole(status))}
-    lost["samples_failed"] = waste_view.failed_samples(status, run)
-    return about | lost | {"nodes": [_node(node) for node in status.nodes]}
+    about |= {"broker": broker | {"max_bytes": status.run.max_bytes}, "nodes": [_node(node) for node in status.nodes]}
+    wasted, failed = waste_view.as_json(waste_view.whole(status)), waste_view.failed_samples(status, run)
+    return about | {"waste": wasted, "samples_failed": failed}
 
 
 def _node(node: NodeStatus) -> dict[str, Any]:

@@ -130,13 +130,13 @@ def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: in
     learner, dtype, rl = config.learner, config.model.dtype, None
     sizes = Sizes.of(learner.world_size, learner.parallel)
     batch = batch_of(config, sizes)
-    checkpoints = learner.checkpoint.keep + 1 + bool(learner.checkpoint.keep_best)
     if isinstance(config, Config):
         publish = publish_of(config, model, gpus_per_node, link_gbit)
         rl = RlPart(window_of(config, model), publish, engine_of(config, model), config.rollout.nodes)
     groups = [*group_kinds(sizes, gpus_per_node, model.experts is not None)]
     stages = [*_stages(config, model, sizes, batch.microbatches)]
-    checkpoint = Checkpoint(checkpoint_bytes(model, dtype), checkpoints)
+    kept = learner.checkpoint.keep + 1 + bool(learner.checkpoint.keep_best)
+    checkpoint = Checkpoint(checkpoint_bytes(model, dtype), kept)
     name, whole, active = config.run.name, count(model), count_active(model)
     return Plan(name, dtype, model, whole, active, sizes, gpus_per_node, groups, stages, batch, checkpoint, rl)
 

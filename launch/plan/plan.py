@@ -218,8 +218,8 @@ def _rollouts(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:
     yield "window", f"staleness {k}: at most {groups}, {size}; a node has up to {window.node_groups}"
     buckets = f"{publish.buckets:,} buckets of {config.weights.bucket_mib} MiB, {publish.tensors:,} tensors"
     limit = f"within {config.weights.timeout_s:g} s at {publish.bytes_per_s / 1e9:,.2f} GB/s"
-    every = _steps(config.weights.publish_every)
-    yield "publish", f"every {every}, {publish.bytes / GIB:,.1f} GiB in {buckets}; {limit}"
+    every = f"every {_steps(config.weights.publish_every)}, {publish.bytes / GIB:,.1f} GiB"
+    yield "publish", f"{every} in {buckets}; {limit}"
     about = "about" if config.weights.transport == "relay" else "at least"
     last = f"the last node has everything after {about} {publish.publish_s:,.1f} s"
     largest = f"the largest sends {publish.largest_source_bytes / GIB:,.1f} GiB"

@@ -113,16 +113,14 @@ def _publish(config: Config, rl: RlPart) -> Iterator[str]:
         sent = f"A publish of {publish.bytes / GIB:.0f} GiB over links of {publish.link_gbit:g} Gb/s"
         yield f"{sent} takes about {publish.publish_s:,.0f} s, more than {most}."
     if config.weights.buffers == "device":
-        yield (
-            f"For weights.buffers: device the lead rank keeps up to three versions of {publish.bytes / GIB:.0f} GiB in "
-            "its device's memory, and an engine without tensor parallelism one, beside what vLLM takes."
-        )
+        lead = f"the lead rank keeps up to three versions of {publish.bytes / GIB:.0f} GiB in its device's memory"
+        engine = "an engine without tensor parallelism one, beside what vLLM takes"
+        yield f"For weights.buffers: device {lead}, and {engine}."
     if publish.bytes > 64 * GIB and config.weights.buffers == "host":
-        yield (
-            f"Every node has a published version of {publish.bytes / GIB:.0f} GiB in host memory. In the learner "
-            f"{publish.largest_source_bytes / GIB:.1f} GiB of it are on the rank with the largest part, and "
-            f"{publish.largest_machine_bytes / GIB:.1f} GiB on the machine with the most."
-        )
+        rank = f"{publish.largest_source_bytes / GIB:.1f} GiB of it are on the rank with the largest part"
+        machine = f"{publish.largest_machine_bytes / GIB:.1f} GiB on the machine with the most"
+        node = f"Every node has a published version of {publish.bytes / GIB:.0f} GiB in host memory"
+        yield f"{node}. In the learner {rank}, and {machine}."
 
 
 def _engines(config: Config, rl: RlPart) -> Iterator[str]:

@@ -47,15 +47,12 @@ def dense(hidden: int, intermediate: int, layers: int, heads: int, initializer_r
     return sizes | attention | {"max_position_embeddings": 1024, "initializer_range": initializer_range}
 
 
+LONG_ADDITION = data.AdditionPlan(digits=34, median_digits=7.2, spread=0.8, clean=38400, sloppy=3200)
 PRESETS = {
     # 0.3 M parameters, answers of about 30 tokens
     "tiny": Preset(dense(128, 256, 2, 4, 0.044), data.AdditionPlan(), data.GuessingPlan()),
     # 5 M parameters, answers of 92 tokens on average and at most 384
-    "long": Preset(
-        dense(256, 1024, 5, 8, 0.03),
-        data.AdditionPlan(digits=34, median_digits=7.2, spread=0.8, clean=38400, sloppy=3200),
-        data.GuessingPlan(),
-    ),
+    "long": Preset(dense(256, 1024, 5, 8, 0.03), LONG_ADDITION, data.GuessingPlan()),
 }
 
 
@@ -74,8 +71,9 @@ def build_tokenizer() -> "PreTrainedTokenizerFast":
     core = Tokenizer(models.WordLevel(alphabet(), unk_token=UNKNOWN))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
-    named = {**SPECIAL, "unk_token": UNKNOWN}
-    return PreTrainedTokenizerFast(tokenizer_object=core, **named, clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, unk_token=UNKNOWN, clean_up_tokenization_spaces=False, **SPECIAL
+    )
 
 
 def build_model(shape: Mapping[str, Any], seed: int, folder: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from common.errors import UsageError
 from common.span_buffer import DRIFT
 from common.spans import Span, SpanBatch
-from launch.observe.line_tail import read_batches
+from launch.observe.metrics_tail import read_batches
 from launch.resolve_target import find_run
 
 KNOT_S = 1.0  # between two offsets of a clock that are used

@@ -9,7 +9,7 @@ import pytest
 from common.process.run_dir import RunDir
 from common.spans import Span, SpanBatch
 from launch.cli import main
-from launch.observe.line_tail import read_batches
+from launch.observe.metrics_tail import read_batches
 from tests.chrome_trace import ChromeTrace
 from tests.launch_rig import refusal
 
