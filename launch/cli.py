@@ -8,7 +8,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from common.errors import EXIT_FAILED, EXIT_USAGE, SlipstreamError
@@ -21,32 +21,60 @@ CONFIG is a YAML file; key.path=value words after it override single keys, for e
 RUN is the folder of a run (run.dir), or the config file that names it. ADDRESS is its broker's, tcp://HOST:PORT.
 In the repository docs/README.md lists the pages, docs/config.md every key."""
 
-HANDLERS = {
-    "up": "launch.up.up:command",
-    "broker": "launch.up.roles:broker",
-    "learner": "launch.up.roles:learner",
-    "rollout": "launch.up.roles:rollout",
-    "sft": "launch.up.roles:sft",
-    "plan": "launch.plan.plan:command",
-    "eval": "launch.up.roles:evaluate",
-    "doctor": "launch.doctor.doctor:command",
-    "preflight": "launch.cluster.preflight.preflight:command",
-    "status": "launch.observe.status:command",
-    "top": "launch.observe.status:top",
-    "sinks": "launch.sinks.process:command",
-    "report": "launch.results.report:command",
-    "ledger": "launch.observe.ledger:command",
-    "web": "launch.web.web:command",
-    "logs": "launch.observe.logs:command",
-    "transcripts": "launch.observe.transcripts:command",
-    "stop": "launch.up.stop:command",
-    "resume": "launch.up.resume:command",
-    "export": "launch.results.export:command",
-    "replay": "launch.results.replay:command",
-    "trace": "launch.results.trace:command",
-    "keys": "launch.keys:command",
-    "slurm": "launch.cluster.slurm.submit:command",
-    "scale": "launch.cluster.slurm.scale:command",
+COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text of --help
+    "up": ("up.up:command", "CONFIG key=value --plain",
+        "broker, learner and nodes on this machine, one live view, one clean stop"),
+    "broker": ("up.roles:broker", "CONFIG key=value", "the broker of a job; with broker.store redis it may stand by"),
+    "learner": ("up.roles:learner", "[CONFIG] key=value --credentials --join --join-timeout-s",
+        "the learner of a job, or one of its machines (starts its ranks under torchrun)"),
+    "rollout": ("up.roles:rollout", "[CONFIG] key=value --credentials --join --join-timeout-s", "one rollout node"),
+    "sft": ("up.roles:sft", "CONFIG key=value",
+        "supervised warm start on the Megatron learner; the result is RUN/model"),
+    "plan": ("plan.plan:command", "CONFIG key=value --json",
+        "layout, memory per GPU, batches, window and all checks; needs no GPU"),
+    "doctor": ("doctor.doctor:command", "[CONFIG|RUN] key=value --json",
+        "what this machine can run, what is missing for a config, and why a job stands still"),
+    "preflight": ("cluster.preflight.preflight:command", "CONFIG key=value --json",
+        "networks, versions, clocks and disks of a job's machines, before it starts; run it on each of them"),
+    "eval": ("up.roles:evaluate", "RUN|CONFIG key=value --json",
+        "accuracy of a model on evaluation.datasets, greedy and sampled"),
+    "status": ("observe.status:command", "RUN|ADDRESS --credentials --json",
+        "who is alive, on which version, waiting on what and since when"),
+    "top": ("observe.status:top", "RUN|ADDRESS --credentials --plain", "the live view of a running job"),
+    "logs": ("observe.logs:command", "RUN|ADDRESS --credentials", "the end of a role's log, also from another machine"),
+    "transcripts": ("observe.transcripts:command", "RUN --json",
+        "episodes that were trained on or failed, token by token; without --step and --task the newest ones"),
+    "stop": ("up.stop:command", "RUN|ADDRESS --credentials", "every role leaves; the same commands continue the job"),
+    "sinks": ("sinks.process:command", "RUN", "feed telemetry.sinks from the run's files, until the run has ended"),
+    "resume": ("up.stop:resume", "RUN", "a job that a watch rule paused or stopped may continue"),
+    "report": ("results.report:command", "RUN...",
+        "summary table, plots and a page of a run, or of several side by side"),
+    "ledger": ("observe.ledger:command", "RUN|ADDRESS --credentials --json",
+        "what became of every task, also after the job ended"),
+    "web": ("web.web:command", "RUN...", "a page in the browser that shows runs live; it changes nothing"),
+    "export": ("results.export:command", "RUN", "a Hugging Face folder of the final model or of a checkpoint"),
+    "replay": ("results.replay:command", "RUN key=value", "train recorded steps of a run again, offline, and compare"),
+    "trace": ("results.trace:command", "RUN", "the timeline of all processes as a file for ui.perfetto.dev"),
+    "slurm": ("cluster.slurm.submit:command", "CONFIG|RUN key=value", "broker, learner and fleet as jobs of Slurm"),
+    "scale": ("cluster.slurm.scale:command", "RUN", "more or fewer nodes for a run on Slurm"),
+    "keys": ("keys:command", "", "CURVE keys for broker.credentials; only ever adds to an existing folder"),
+}  # fmt: skip
+RUN, EITHER = "a run's folder, or the config file that names it", "a run's folder, or a config file"
+SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
+    "CONFIG": {"dest": "config", "metavar": "CONFIG", "help": "YAML file"},
+    "[CONFIG]": {"dest": "config", "metavar": "CONFIG", "nargs": "?", "help": "YAML file"},
+    "CONFIG|RUN": {"dest": "config", "metavar": "CONFIG|RUN", "help": EITHER},
+    "[CONFIG|RUN]": {"dest": "config", "metavar": "CONFIG|RUN", "nargs": "?", "help": EITHER},
+    "RUN|CONFIG": {"dest": "config", "metavar": "RUN|CONFIG", "help": EITHER},
+    "RUN": {"dest": "run", "metavar": "RUN", "help": RUN},
+    "RUN...": {"dest": "runs", "metavar": "RUN", "nargs": "+", "help": RUN},
+    "RUN|ADDRESS": {"dest": "run", "metavar": "RUN|ADDRESS", "help": "a run's folder, or its broker's address"},
+    "key=value": {"dest": "overrides", "metavar": "key=value", "nargs": "*", "default": (), "help": "override one key"},
+    "--credentials": {"metavar": "PATH", "help": "key folder or credential file (broker.credentials)"},
+    "--join": {"metavar": "ADDRESS", "help": "a running job's broker: tcp://HOST:PORT, or several with commas"},
+    "--join-timeout-s": {"metavar": "S", "type": float, "default": 30.0, "help": "seconds to wait for the broker (30)"},
+    "--json": {"action": "store_true", "help": "machine-readable"},
+    "--plain": {"action": "store_true", "help": "one line now and then instead of the live view"},
 }
 # packages that not every role has, and the environments of launch/setup.sh that have them
 PACKAGES = {
@@ -59,9 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `slipstream`; returns the exit code."""
     join_supervisor()
     args = parse(argv)
-    module, _, function = HANDLERS[args.command].partition(":")
+    module, _, function = COMMANDS[args.command][0].partition(":")
     try:
-        return getattr(importlib.import_module(module), function)(args)
+        return getattr(importlib.import_module(f"launch.{module}"), function)(args)
     except SlipstreamError as error:
         why, code = str(error), error.exit_code
     except KeyboardInterrupt:
@@ -104,10 +132,14 @@ def build_parser() -> argparse.ArgumentParser:
     looks = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="slipstream", description=DESCRIPTION, formatter_class=looks)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    _add_job_commands(commands)
-    _add_observing_commands(commands)
-    _add_slurm_commands(commands)
-    keys = _command(commands, "keys", "CURVE keys for broker.credentials; only ever adds to an existing folder")
+    made = {name: commands.add_parser(name, help=text, description=text) for name, (_, _, text) in COMMANDS.items()}
+    for name, (_, shared, _) in COMMANDS.items():
+        for word in shared.split():
+            made[name].add_argument(*[word] * word.startswith("--"), **SHARED[word])
+    _add_job_arguments(made)
+    _add_observing_arguments(made)
+    _add_slurm_arguments(made)
+    keys = made["keys"]
     keys.epilog = "docs/security.md says which file belongs where."
     keys.add_argument("dir", metavar="DIR", help="the key folder, made when it is missing")
     keys.add_argument("--nodes", type=int, default=0, metavar="N", help="credentials node-0 ... node-(N-1)")
@@ -116,115 +148,68 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-Commands = argparse._SubParsersAction  # type of add_subparsers(), which has no public name
-RUN_OR_CONFIG = "a run's folder, or a config file"
-SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
-    "config": {"metavar": "CONFIG", "help": "YAML file"},
-    "run": {"metavar": "RUN", "help": "a run's folder, or the config file that names it"},
-    "--credentials": {"metavar": "PATH", "help": "key folder or credential file (broker.credentials)"},
-    "overrides": {"metavar": "key=value", "nargs": "*", "default": (), "help": "override one key"},
-    "--join": {"metavar": "ADDRESS", "help": "a running job's broker: tcp://HOST:PORT, or several with commas"},
-    "--join-timeout-s": {"metavar": "S", "type": float, "default": 30.0, "help": "seconds to wait for the broker (30)"},
-    "--json": {"action": "store_true", "help": "machine-readable"},
-    "--plain": {"action": "store_true", "help": "one line now and then instead of the live view"},
-}
-
-
-def _command(commands: Commands, name: str, text: str, *shared: str, **config: str) -> argparse.ArgumentParser:
-    """A command with these arguments of SHARED; `config` changes the looks of its first one."""
-    parser = commands.add_parser(name, help=text, description=text)
-    for argument in shared:
-        parser.add_argument(argument, **SHARED[argument] | (config if argument in ("config", "run") else {}))
-    return parser
-
-
-def _add_job_commands(commands: Commands) -> None:
-    job = ("config", "overrides")
-    text = "broker, learner and nodes on this machine, one live view, one clean stop"
-    up = _command(commands, "up", text, *job, "--plain")
-    up.add_argument("--web", action="store_true", help="also serve the page of `slipstream web` on this machine")
-    _command(commands, "broker", "the broker of a job; with broker.store redis it may stand by", *job)
-    text = "the learner of a job, or one of its machines (starts its ranks under torchrun)"
-    joining = (*job, "--credentials", "--join", "--join-timeout-s")
-    _command(commands, "learner", text, *joining, nargs="?")
-    rollout = _command(commands, "rollout", "one rollout node", *joining, nargs="?")
+def _add_job_arguments(made: Mapping[str, argparse.ArgumentParser]) -> None:
+    made["up"].add_argument(
+        "--web", action="store_true", help="also serve the page of `slipstream web` on this machine"
+    )
+    rollout = made["rollout"]
     rollout.add_argument("--node-id", metavar="ID", help="name of this node, unique in the job (default: host-pid)")
     rollout.add_argument("--pool", choices=("eval",), help="take held-out problems only (docs/evaluation.md)")
-    _command(commands, "sft", "supervised warm start on the Megatron learner; the result is RUN/model", *job)
-    text = "layout, memory per GPU, batches, window and all checks; needs no GPU"
-    plan = _command(commands, "plan", text, *job, "--json")
+    plan = made["plan"]
     plan.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="ranks of one machine (8)")
     plan.add_argument("--link", type=float, default=100.0, metavar="GBIT", help="Gb/s of a machine's link (100)")
-    text = "what this machine can run, what is missing for a config, and why a job stands still"
-    doctor = _command(commands, "doctor", text, *job, "--json", metavar="CONFIG|RUN", nargs="?", help=RUN_OR_CONFIG)
     roles, text = ("cpu", "learner", "rollout", "base"), "whose packages (default: by what is here)"
-    doctor.add_argument("--role", choices=roles, help=text)
-    text = "networks, versions, clocks and disks of a job's machines, before it starts; run it on each of them"
-    preflight = _command(commands, "preflight", text, *job, "--json")
+    made["doctor"].add_argument("--role", choices=roles, help=text)
+    preflight = made["preflight"]
     preflight.add_argument("--meet", metavar="tcp://HOST:PORT", help="meeting place (default: broker.address)")
     preflight.add_argument("--machines", type=int, metavar="N", help="how many (default: Slurm's, or learner.machines)")
     preflight.add_argument("--wait-s", metavar="S", type=float, default=60.0, help="wait so long for all of them (60)")
     roles = ("learner", "rollout", "broker")
     preflight.add_argument("--role", choices=roles, default="learner", help="what runs on this machine (learner)")
-    text = "accuracy of a model on evaluation.datasets, greedy and sampled"
-    evaluate = _command(commands, "eval", text, *job, "--json", metavar="RUN|CONFIG", help=RUN_OR_CONFIG)
-    evaluate.add_argument("--model", metavar="DIR", help="Hugging Face folder (default: RUN/model)")
+    made["eval"].add_argument("--model", metavar="DIR", help="Hugging Face folder (default: RUN/model)")
 
 
-def _add_slurm_commands(commands: Commands) -> None:
-    text = "broker, learner and fleet as jobs of Slurm"
-    slurm = _command(commands, "slurm", text, "config", "overrides", metavar="CONFIG|RUN", help=RUN_OR_CONFIG)
+def _add_slurm_arguments(made: Mapping[str, argparse.ArgumentParser]) -> None:
+    slurm, scale = made["slurm"], made["scale"]
     slurm.add_argument("--dry-run", action="store_true", help="write and print the scripts, submit nothing")
     slurm.add_argument("--cancel", action="store_true", help="drain the run's jobs and end them")
     text = "an option of sbatch for broker, learner or fleet, or for all; empty to leave it out; repeatable"
     slurm.add_argument("--sbatch", action="append", default=[], metavar="[ROLE:]OPTION[=VALUE]", help=text)
-    scale = _command(commands, "scale", "more or fewer nodes for a run on Slurm", "run")
     how = scale.add_mutually_exclusive_group(required=True)
     how.add_argument("--rollouts", type=int, metavar="N", help="so many nodes; the newest ones leave first")
     how.add_argument("--follow-advice", metavar="MIN..MAX", help="as the advisor of `status` says, until the run ends")
 
 
-def _add_observing_commands(commands: Commands) -> None:
-    job, place = ("run", "--credentials"), {"metavar": "RUN|ADDRESS", "help": "a run's folder, or its broker's address"}
-    text = "who is alive, on which version, waiting on what and since when"
-    _command(commands, "status", text, *job, "--json", **place)
-    _command(commands, "top", "the live view of a running job", *job, "--plain", **place)
-    logs = _command(commands, "logs", "the end of a role's log, also from another machine", *job, **place)
+def _add_observing_arguments(made: Mapping[str, argparse.ArgumentParser]) -> None:
+    logs = made["logs"]
     logs.add_argument("role", metavar="ROLE", nargs="?", help="broker, learner, learner-RANK or a node id")
     logs.add_argument("--lines", type=int, default=50, metavar="N", help="the last N (50), at most 64 KiB")
-    text = "episodes that were trained on or failed, token by token; without --step and --task the newest ones"
-    transcripts = _command(commands, "transcripts", text, "run", "--json")
+    transcripts = made["transcripts"]
     transcripts.add_argument("--step", type=int, metavar="N", help="those that step N trained on")
     transcripts.add_argument("--task", type=int, metavar="S", help="those of the task with serial S")
     transcripts.add_argument("--worst", action="store_true", help="only the worst of each step, and failed ones")
     text = "background of the policy's tokens (version)"
     transcripts.add_argument("--color", choices=("version", "ratio"), default="version", help=text)
-    stop = _command(commands, "stop", "every role leaves; the same commands continue the job", *job, **place)
-    stop.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="how long to wait for them (600)")
-    sinks = _command(commands, "sinks", "feed telemetry.sinks from the run's files, until the run has ended", "run")
-    sinks.add_argument("--sink", action="append", metavar="NAME", help="instead of telemetry.sinks; repeatable")
-    text = "a job that a watch rule paused or stopped may continue"
-    _command(commands, "resume", text, "run")
-    report = _command(commands, "report", "summary table, plots and a page of a run, or of several side by side")
-    report.add_argument("runs", metavar="RUN", nargs="+", help="a run's folder, or the config file that names it")
-    report.add_argument("--out", metavar="DIR", help="folder for them (default: RUN/report; of several runs ./report)")
-    _command(commands, "ledger", "what became of every task, also after the job ended", *job, "--json", **place)
-    web = _command(commands, "web", "a page in the browser that shows runs live; it changes nothing")
-    web.add_argument("runs", metavar="RUN", nargs="+", help=SHARED["run"]["help"])
+    made["stop"].add_argument(
+        "--timeout-s", type=float, default=600.0, metavar="S", help="how long to wait for them (600)"
+    )
+    made["sinks"].add_argument("--sink", action="append", metavar="NAME", help="instead of telemetry.sinks; repeatable")
+    text = "folder for them (default: RUN/report; of several runs ./report)"
+    made["report"].add_argument("--out", metavar="DIR", help=text)
+    web = made["web"]
     web.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1); others need a token")
     web.add_argument("--port", type=int, default=8642, metavar="P", help="port (8642); 0 takes any")
     web.add_argument("--token-file", metavar="F", help="file with the token that every request then needs")
-    export = _command(commands, "export", "a Hugging Face folder of the final model or of a checkpoint", "run")
+    export = made["export"]
     export.add_argument("dir", metavar="DIR", help="new folder for the model")
     which = export.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N")
     which.add_argument("--best", action="store_true", help="the checkpoint that learner.checkpoint.keep_best keeps")
-    text = "train recorded steps of a run again, offline, and compare"
-    replay = _command(commands, "replay", text, "run", "overrides")
+    replay = made["replay"]
     replay.add_argument("--from", dest="first", type=int, default=0, metavar="STEP", help="from its checkpoint (0)")
     replay.add_argument("--to", dest="last", type=int, metavar="STEP", help="last step (default: the last recorded)")
     replay.add_argument("--out", metavar="DIR", help="new run folder (default: RUN/replays/N)")
-    trace = _command(commands, "trace", "the timeline of all processes as a file for ui.perfetto.dev", "run")
+    trace = made["trace"]
     trace.add_argument("--from", dest="first", type=int, metavar="STEP", help="first step (default: all)")
     trace.add_argument("--to", dest="last", type=int, metavar="STEP", help="last step (default: all)")
     trace.add_argument("--out", metavar="FILE", help="the file (default: RUN/trace.json)")

@@ -51,13 +51,16 @@ def make(folder: KeyFolder, nodes: Sequence[str]) -> list[Path]:
     try:
         folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.nodes.mkdir(exist_ok=True, mode=0o700)
-        server = _server(folder)
+        if not folder.server.exists():
+            if folder.allowed.exists():
+                hint = "put it back, or use a new folder"
+                raise UsageError(f"{folder.server} is missing beside {folder.allowed}; {hint}")
+            _write_new(folder.server, new_keys())
+        server = read_file(folder.server, Keys, "the broker's key pair")
         allowed = list(load_allowed(folder.path).values()) if folder.allowed.exists() else []
-        wanted: list[tuple[Role, str, Path]] = [
-            ("learner", "learner", folder.learner),
-            ("observer", "observer", folder.observer),
-            *(("node", name, folder.nodes / f"{name}.json") for name in dict.fromkeys(nodes)),
-        ]
+        wanted: list[tuple[Role, str, Path]] = [("learner", "learner", folder.learner)]
+        wanted += [("observer", "observer", folder.observer)]
+        wanted += [("node", name, folder.nodes / f"{name}.json") for name in dict.fromkeys(nodes)]
         made: list[Path] = []
         for role, name, file in wanted:
             if not any((identity.role, identity.name) == (role, name) for identity in allowed):
@@ -81,14 +84,6 @@ def revoke(folder: KeyFolder, name: str) -> None:
         raise UsageError(f"--revoke {name}: {folder.allowed} lists no node of that name (nodes: {known})")
     (folder.nodes / f"{name}.json").unlink(missing_ok=True)
     _write_allowed(folder, kept)
-
-
-def _server(folder: KeyFolder) -> Keys:
-    if not folder.server.exists():
-        if folder.allowed.exists():
-            raise UsageError(f"{folder.server} is missing beside {folder.allowed}; put it back, or use a new folder")
-        _write_new(folder.server, new_keys())
-    return read_file(folder.server, Keys, "the broker's key pair")
 
 
 def _credential(server: Keys, allowed: list[Identity], role: Role, name: str, file: Path) -> Identity:

@@ -159,10 +159,8 @@ def any_config_of(run: RunDir) -> Config | SftConfig | None:
 def check_same_job(config: Config, file: str, data: bytes, address: str) -> None:
     """Raise UsageError, naming the keys, when `config` computes something else than the job of the broker."""
     job = resolve_paths(joined_config(data, address, ()))
-    differing = [
-        f"{key} is {ours!r} in {file} and {theirs!r} there"
-        for key, theirs, ours in other_values(job, config, CHANGEABLE + OF_A_MACHINE)
-    ]
+    others = other_values(job, config, CHANGEABLE + OF_A_MACHINE)
+    differing = [f"{key} is {ours!r} in {file} and {theirs!r} there" for key, theirs, ours in others]
     if differing:
         raise UsageError(f"the broker at {address} serves another job: {'; '.join(differing[:3])}")
 

@@ -1,16 +1,15 @@
 """The network interface of this machine that others reach it by: the one that routes to the broker, unless told."""
 
+import datetime
 import os
 import socket
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
 from common.config.network_checks import is_loopback, split_address
 from common.errors import UsageError
 from common.process.local_address import local_address
-
-FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 class Interface(NamedTuple):
@@ -22,6 +21,16 @@ class Interface(NamedTuple):
         os.environ.update(GLOO_SOCKET_IFNAME=self.name, NCCL_SOCKET_IFNAME=self.name)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses without a name
 
+    def listen(self) -> Any:
+        """A torch TCPStore where ranks of several machines meet, on a free port; raises OSError."""
+        from common.weights.collectives import dist  # late: torch takes seconds, and a base installation has none
+
+        family, limit = socket.AF_INET6 if ":" in self.address else socket.AF_INET, datetime.timedelta(seconds=30)
+        with socket.create_server((self.address, 0), family=family, backlog=128) as listener:
+            port, options = listener.getsockname()[1], {"timeout": limit, "wait_for_workers": False}
+            # TCPStore binds every interface by itself; a listening socket handed over keeps it on this one.
+            return dist.TCPStore(self.address, port, is_master=True, master_listen_fd=listener.detach(), **options)
+
 
 def interface_for(broker: str, names: str | None = None) -> Interface:
     """The first of `names` (with commas between them) that this machine has; None: the one that routes to `broker`.
@@ -32,10 +41,10 @@ def interface_for(broker: str, names: str | None = None) -> Interface:
     if names is not None:
         found = named(names)
         if is_loopback(found.address) and not is_loopback(host):
-            raise UsageError(
-                f"learner.interface: {found.name} of {socket.gethostname()} is its loopback interface, and the broker "
-                f"at {broker} is not; name one that the other machines reach"
+            loops = (
+                f"{found.name} of {socket.gethostname()} is its loopback interface, and the broker at {broker} is not"
             )
+            raise UsageError(f"learner.interface: {loops}; name one that the other machines reach")
         return found
     if not host:
         raise UsageError(f"broker.address: {broker} is on this machine only; several machines need tcp://HOST:PORT")
@@ -56,11 +65,9 @@ def routed(host: str, port: int = 1) -> Interface:
 
 def named(names: str) -> Interface:
     """The first of these interfaces that has an address. Raises UsageError, which lists those of this machine."""
-    there = psutil.net_if_addrs()
+    there, families = psutil.net_if_addrs(), (socket.AF_INET, socket.AF_INET6)
     for name in map(str.strip, names.split(",")):
-        if found := [entry.address for kind in FAMILIES for entry in there.get(name, []) if entry.family == kind]:
+        if found := [entry.address for kind in families for entry in there.get(name, []) if entry.family == kind]:
             return Interface(name, found[0].partition("%")[0])
-    raise UsageError(
-        f"learner.interface: expected the name of an interface with an address, found {names!r}; "
-        f"{socket.gethostname()} has {', '.join(there)}"
-    )
+    expected, has = "the name of an interface with an address", f"{socket.gethostname()} has {', '.join(there)}"
+    raise UsageError(f"learner.interface: expected {expected}, found {names!r}; {has}")

@@ -5,17 +5,19 @@ reports. The torchrun processes of a round meet, by c10d, at the store of its fi
 the launcher kills its ranks and waits for the next one, which starts from the newest checkpoint.
 """
 
+import contextlib
 import logging
 import os
 import secrets
 import socket
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from broker.connect import Access, connect
-from broker.contract import Assembly, MachineReport
+from broker.contract import Assembly, MachineReport, Member
 from broker.delivery.learner_machines import FENCE_S, INTERFACE
 from broker.messaging.client_methods import LearnerBroker
 from common.config.schema import Config
@@ -26,8 +28,6 @@ from common.process.logs import log_end, log_path, setup_logging
 from common.process.run_dir import RunDir
 from common.process.versions import versions
 from launch.cluster.interface import Interface, interface_for
-from launch.cluster.rendezvous import Store
-from launch.cluster.shared_folder import SharedFolder
 from launch.up.roles import thread_environment, torchrun
 from launch.up.supervisor import Role, RoleSpec
 
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 REPORT_S = 1.0
 POLL_S = 0.1
+SHOWN_S, SEEK_S = 30.0, 0.5  # network file systems show a new file after seconds
 ANSWER_S, RETRY_S = 3.0, 1.0  # the deadline of a report, and the pause before it is repeated
 # May differ, as the patch level of Python may; a preflight says so. NCCL_DEBUG stands for NCCL_DEBUG_FILE, too.
 OWN_SETTINGS = ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG", "NCCL_TOPO_FILE")
@@ -51,13 +52,12 @@ def run_machine(config: Config, run: RunDir, address: str) -> int:
     setup_logging("launcher", host, run.logs, config.telemetry.log_level)
     logger.info("%s: the ranks use interface %s (%s)", host, interface.name, interface.address)
     interface.use()
-    own = interface.address
-    store = Store(own)  # lives as long as this function runs
-    endpoint = f"{bracketed(own)}:{store.port}"
-    keys, name = config.broker.credentials, secrets.token_hex(8)
+    own, keys = interface.address, config.broker.credentials
+    store = interface.listen()  # lives as long as this function runs
+    endpoint, same = f"{bracketed(own)}:{store.port}", facts(config, interface)
     access = Access(address=address, role="learner", deadline_s=ANSWER_S, retry_s=RETRY_S, credentials=keys)
-    report = MachineReport(name, host, own, endpoint, facts(config, interface), wanted=config.learner.machines)
-    report = msgspec.structs.replace(report, max_restarts=config.run.max_restarts)
+    limits = {"wanted": config.learner.machines, "max_restarts": config.run.max_restarts}
+    report = MachineReport(secrets.token_hex(8), host, own, endpoint, same, **limits)
     with connect(access) as client, SharedFolder(run.checkpoints, report.machine) as shared:
         return Launcher(config, run, client, shared, report).run(address)
 
@@ -75,19 +75,45 @@ def facts(config: Config, interface: Interface) -> dict[str, str]:
 
 def rank_command(config: Config, run: RunDir, report: MachineReport, broker: str) -> list[str]:
     """torchrun with the ranks of this machine in the round of `report`."""
-    ranks, machines = config.learner.world_size // config.learner.machines, config.learner.machines
-    wait_s = int(max(config.learner.timeout_s, FENCE_S))
-    options = {
-        "nnodes": machines,
-        "nproc-per-node": ranks,
-        "rdzv-backend": "c10d",
-        "rdzv-endpoint": report.members[0].endpoint,
-        "rdzv-id": f"{config.run.name}-{report.round}",
-        "rdzv-conf": f"is_host=0,join_timeout={wait_s},read_timeout={wait_s}",
-        "local-addr": report.address,
-    }
+    machines, wait_s = config.learner.machines, int(max(config.learner.timeout_s, FENCE_S))
+    options = {"nnodes": machines, "nproc-per-node": config.learner.world_size // machines}
+    options |= {"local-addr": report.address, "rdzv-backend": "c10d", "rdzv-endpoint": report.members[0].endpoint}
+    options |= {"rdzv-id": f"{config.run.name}-{report.round}"}
+    options |= {"rdzv-conf": f"is_host=0,join_timeout={wait_s},read_timeout={wait_s}"}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return torchrun(run, words, ["--broker", broker, "--address", report.address])
+
+
+class SharedFolder:
+    """Whether machines share a folder: each leaves a file, which the context removes, and looks for the others'."""
+
+    def __init__(self, folder: Path, machine: str) -> None:
+        self._folder, self._own = folder, folder / f".machine-{machine}"
+
+    def __enter__(self) -> "SharedFolder":
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._own.touch()
+        except OSError as error:
+            raise UsageError(f"learner.checkpoint.dir: {self._folder} cannot be written: {error.strerror}") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._own.unlink()
+
+    def check(self, members: Sequence[Member], pause: Callable[[float], bool]) -> None:
+        """Raise UsageError when the file of a member does not appear; `pause` sleeps and returns whether to give up."""
+        absent = list(members)
+        for _ in range(int(SHOWN_S / SEEK_S)):
+            with contextlib.suppress(OSError):  # a network file system may not answer for a while
+                absent = [member for member in absent if not (self._folder / f".machine-{member.machine}").exists()]
+            if not absent or pause(SEEK_S):
+                return
+        hosts = ", ".join(member.host for member in absent)
+        theirs = f"the folder that {hosts} {'has' if len(absent) == 1 else 'have'} under that name"
+        where = f"{self._folder} on this machine is not {theirs}"
+        raise UsageError(f"learner.checkpoint.dir: {where}; set it to one that all machines share")
 
 
 class Launcher:

@@ -41,36 +41,29 @@ def check_config_and_files(review: Review) -> Iterator[Finding]:
         yield from check_permissions(Path(config.broker.credentials))
 
 
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]  # the file of each tensor, by the tensor's name
+
+
 def check_model(folder: Path) -> Iterator[Finding]:
     """Every safetensors file is whole, and every one that the index names is there."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return  # said by the config's checks
-    found = [*_check_index(folder)]
+    found, index = list[Finding](), folder / INDEX
+    try:
+        names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values() if index.is_file() else ()
+        if missing := sorted(name for name in set(names) if not (folder / name).is_file()):
+            why = f"{INDEX} says that tensors are in them"
+            found.append(problem("model", f"{folder} lacks {few(missing)}", why, GET_AGAIN))
+    except (OSError, msgspec.DecodeError) as error:
+        found.append(problem("model", f"{index} cannot be read: {error}", "weights cannot be found by name", GET_AGAIN))
     if broken := [f"{file.name}: {reason}" for file in files if (reason := broken_weights(file))]:
         found.append(problem("model", few(broken), "a download that was cut off, most likely", GET_AGAIN))
     yield from found
     if not found:
         size = sum(file.stat().st_size for file in files) / (1 << 30)
         yield fine("model", f"{len(files)} file{'s' * (len(files) > 1)} of weights, {size:.2f} GiB, all whole")
-
-
-class _Index(msgspec.Struct, frozen=True):
-    weight_map: dict[str, str]  # the file of each tensor, by the tensor's name
-
-
-def _check_index(folder: Path) -> Iterator[Finding]:
-    """Every file that the index names is there."""
-    index = folder / INDEX
-    if not index.is_file():
-        return
-    try:
-        files = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
-    except (OSError, msgspec.DecodeError) as error:
-        yield problem("model", f"{index} cannot be read: {error}", "weights cannot be found by name", GET_AGAIN)
-        return
-    if missing := sorted(name for name in files if not (folder / name).is_file()):
-        yield problem("model", f"{folder} lacks {few(missing)}", f"{INDEX} says that tensors are in them", GET_AGAIN)
 
 
 class _Tensor(msgspec.Struct, frozen=True):

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from launch.up.core_pinning import available_cores
-from launch.up.devices import list_gpus, torch_cuda
+from launch.up.devices import available_cores, list_gpus, torch_cuda
 
 CLOCK_UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

@@ -17,7 +17,7 @@ from common.process.files import sync
 from launch.doctor.findings import Finding, fine, judged, problem, warning
 from launch.doctor.machine import Machine
 from launch.plan.job_plan import GIB, MIB, Plan
-from launch.up.core_pinning import SMALL_MACHINE_CORES, plan_cores
+from launch.up.devices import SMALL_MACHINE_CORES, plan_cores
 
 ROLE_BYTES = GIB  # a process that has imported torch and vLLM or Megatron, before any model
 SHM_OF_RANKS = 64 * MIB  # buffers between processes of one machine (NCCL, gloo)
@@ -80,11 +80,9 @@ def check_shm(machine: Machine, config: Config | SftConfig | None) -> Finding:
     if isinstance(config, Config) and config.rollout.engine.tensor_parallel > 1:
         needed += config.rollout.nodes * SHM_OF_ENGINE
     why = "ranks and engine workers talk through it: they die with a bus error, or hang at their first collective"
-    return judged(
-        "shm",
-        f"/dev/shm has {machine.shm_bytes / MIB:,.0f} MiB" + (f", {needed / MIB:,.0f} needed" if needed else ""),
-        (needed > machine.shm_bytes, "problem", why, "docker run --shm-size=8g, or a tmpfs of that size at /dev/shm"),
-    )
+    what = f"/dev/shm has {machine.shm_bytes / MIB:,.0f} MiB" + (f", {needed / MIB:,.0f} needed" if needed else "")
+    fix = "docker run --shm-size=8g, or a tmpfs of that size at /dev/shm"
+    return judged("shm", what, (needed > machine.shm_bytes, "problem", why, fix))
 
 
 def check_open_files(machine: Machine, config: Config | SftConfig | None) -> Finding:

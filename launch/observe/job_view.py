@@ -65,11 +65,8 @@ class Display:
 
 
 def render_live(config: Config, seen: Observation | None, tail: MetricsTail, notes: Sequence[str]) -> RenderableType:
-    parts: list[RenderableType] = [progress(config, seen, tail)]
-    parts.append(processes(seen) if seen else Text("waiting for the broker to answer", "yellow"))
-    parts.extend(stall_text.lines(seen) if seen else [])
-    parts.extend(Text(note, "dim") for note in notes)
-    return Group(*parts)
+    now = [processes(seen), *stall_text.lines(seen)] if seen else [Text("waiting for the broker to answer", "yellow")]
+    return Group(progress(config, seen, tail), *now, *(Text(note, "dim") for note in notes))
 
 
 def render_status(run: RunDir | None, seen: Observation, advice: Advice | None = None) -> RenderableType:
@@ -80,8 +77,7 @@ def render_status(run: RunDir | None, seen: Observation, advice: Advice | None =
     parts.append(processes(seen))
     if joined := newest(seen.status.nodes):
         parts.append(Text(f"newest node: {joined}", "dim"))
-    parts.append(stall_text.page(seen))
-    parts.append(waste_view.table(seen.status))
+    parts += [stall_text.page(seen), waste_view.table(seen.status)]
     if failed := waste_view.failed_samples(seen.status, run):
         by_size = ", ".join(f"{count:,} {reason}" for reason, count in Counter(failed).most_common())
         parts.append(Text(f"{sum(failed.values()):,} samples failed: {by_size}", "yellow"))
@@ -95,7 +91,9 @@ def progress(config: Config, seen: Observation | None, tail: MetricsTail) -> Ren
     done, steps = _version(tail, seen), config.run.steps
     filled = round(BAR_WIDTH * min(1.0, done / steps))
     bar = "█" * filled + "░" * (BAR_WIDTH - filled)
-    rows = {config.run.name: f"step {done}/{steps}  {bar}  {_eta(done, steps, tail)}", **figures(config, seen, tail)}
+    step_s = tail.mean("step_s", LATEST)
+    left = "" if step_s is None else "finishing" if done >= steps else f"{duration((steps - done) * step_s)} left"
+    rows = {config.run.name: f"step {done}/{steps}  {bar}  {left}", **figures(config, seen, tail)}
     if "reward" in rows:
         rows["reward"] += f"  {sparkline(tail.series('reward_mean'))}"
     grid = Table.grid(Column(style="bold", no_wrap=True), Column(), padding=(0, 2))
@@ -209,10 +207,3 @@ def _state(state: str) -> Text:
 
 def _with_reason(state: str, waiting_on: str) -> str:
     return f"{state} ({waiting_on})" if waiting_on else state
-
-
-def _eta(done: int, steps: int, tail: MetricsTail) -> str:
-    step_s = tail.mean("step_s", LATEST)
-    if step_s is None:
-        return ""
-    return f"{duration((steps - done) * step_s)} left" if done < steps else "finishing"

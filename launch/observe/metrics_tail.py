@@ -1,13 +1,59 @@
-"""Follow RUN/metrics.jsonl: only what was added is read again."""
+"""Follow RUN/metrics.jsonl and a run's other files of JSON lines while they are written; torn lines are left out."""
 
+import os
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from common.json_lines import lines_of
 from common.metrics import no_file
 from common.process.run_dir import RunDir
-from launch.observe.line_tail import LineTail
+from common.spans import SpanBatch
 
 LATEST = slice(-10, None)  # the steps whose mean stands for the present
+READ_BYTES = 1 << 24  # at once; a longer line is passed over
+
+
+class LineTail:
+    """The whole lines of a file that are JSON objects; only what was added is read again."""
+
+    def __init__(self, path: Path, offset: int = 0, inode: int = -1) -> None:
+        """`offset` and `inode`: where an earlier reader of this file was, its own fields."""
+        self.path, self.offset, self.inode = path, offset, inode
+
+    def read(self, limit: int = READ_BYTES) -> tuple[bool, list[dict[str, Any]]]:
+        """(whether the file was replaced, so that earlier lines are void; the new lines). Raises OSError.
+
+        At most `limit` bytes are read, and as many again while they have no such line. So there may be more lines when
+        some are returned. A file that does not exist has none.
+        """
+        try:
+            with self.path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                replaced = self.inode != -1 and (stat.st_ino != self.inode or stat.st_size < self.offset)
+                self.offset, self.inode = 0 if replaced else self.offset, stat.st_ino
+                while True:
+                    file.seek(self.offset)
+                    data = file.read(limit)
+                    whole = data[: data.rfind(b"\n") + 1] or (data if len(data) == limit else b"")
+                    self.offset += len(whole)
+                    lines = list(lines_of(whole, dict[str, Any]))
+                    if lines or not whole:
+                        return replaced, lines
+        except FileNotFoundError:
+            return False, []
+
+
+def read_batches(run: RunDir, since_s: float = 0.0) -> Iterator[SpanBatch]:
+    """The batches of every process in RUN/trace, in their order; files that are removed meanwhile are left out.
+
+    Files that were last written before `since_s`, Unix time, are left out, too.
+    """
+    for path in sorted(run.trace.glob("*.jsonl")):
+        with suppress(OSError):
+            if path.stat().st_mtime >= since_s:
+                yield from lines_of(path.read_bytes(), SpanBatch)
 
 
 class MetricsTail:
@@ -32,9 +78,7 @@ class MetricsTail:
 
     def update(self) -> None:
         """Read what is new. Raises UsageError when it is no file, or may not be read."""
-        if self._tail is None:
-            return
-        while True:
+        while self._tail is not None:
             try:
                 replaced, lines = self._tail.read()
             except OSError as error:

@@ -82,32 +82,18 @@ def as_json(run: RunDir | None, seen: Observation) -> dict[str, Any]:
         learner = NO_LEARNER | {"waiting_on": "a learner to start" if live else ""}
     else:
         last_seen_s = status.learner_last_seen_s
-        learner = msgspec.to_builtins(status.learner) | {
-            "state": seen.learner_state,
-            "since_s": status.learner.since_s + (last_seen_s if live else 0.0),
-            "last_seen_s": last_seen_s,
-        }
+        times = {"since_s": status.learner.since_s + (last_seen_s if live else 0.0), "last_seen_s": last_seen_s}
+        learner = msgspec.to_builtins(status.learner) | {"state": seen.learner_state, **times}
     broker = {name: value for name, value in msgspec.to_builtins(status).items() if name not in ELSEWHERE}
-    return {
-        "run": str(run.path.resolve()) if run else status.run.run_dir,
-        "name": status.run.name,
-        "live": live,
-        "note": seen.note,
-        "learner": learner,
-        "broker": broker | {"max_bytes": status.run.max_bytes},
-        "waste": waste_view.as_json(waste_view.whole(status)),
-        "samples_failed": waste_view.failed_samples(status, run),
-        "nodes": [_node(node) for node in status.nodes],
-    }
+    folder = str(run.path.resolve()) if run else status.run.run_dir
+    about = {"run": folder, "name": status.run.name, "live": live, "note": seen.note, "learner": learner}
+    about |= {"broker": broker | {"max_bytes": status.run.max_bytes}, "nodes": [_node(node) for node in status.nodes]}
+    wasted, failed = waste_view.as_json(waste_view.whole(status)), waste_view.failed_samples(status, run)
+    return about | {"waste": wasted, "samples_failed": failed}
 
 
 def _node(node: NodeStatus) -> dict[str, Any]:
     report = node.report
-    return msgspec.to_builtins(report) | {
-        "id": report.node_id,
-        "state": report.state if node.alive else "gone",
-        "leases": node.leases,
-        "since_s": report.since_s + node.last_seen_s,
-        "waste": waste_view.as_json(node.waste),
-        "last_seen_s": node.last_seen_s,
-    }
+    about = {"id": report.node_id, "state": report.state if node.alive else "gone", "leases": node.leases}
+    times = {"since_s": report.since_s + node.last_seen_s, "last_seen_s": node.last_seen_s}
+    return msgspec.to_builtins(report) | about | times | {"waste": waste_view.as_json(node.waste)}

@@ -65,24 +65,16 @@ def top(args: argparse.Namespace) -> int:
 def warm_start(run: RunDir, config: SftConfig) -> dict[str, Any]:
     """The status of a warm start from its files, as it has no broker; `learner` has the keys that an RL job's has."""
     tail, record = MetricsTail.of(run), read_record(run)
-    state, live, steps = "absent", False, len(tail.lines)
+    state, live, steps, pid = "absent", False, len(tail.lines), None
     if record is not None:
-        live = record.state == "running" and alive(record.pid)
+        pid, live = record.pid, record.state == "running" and alive(record.pid)
         state = "training" if live else "gone" if record.state == "running" else record.state
         steps = record.policy_version if state in ("done", "drained") else steps
-    pid = record.pid if record else None
-    return {
-        "run": str(run.path.resolve()),
-        "name": config.run.name,
-        "kind": "sft",
-        "live": live,
-        "learner": {"pid": pid, "state": state, "policy_version": steps, "waiting_on": "", "since_s": 0.0},
-        "steps": config.run.steps,
-        "loss": tail.last.get("loss"),
-        "step_s": tail.mean("step_s", LATEST),
-        "tokens_trained": sum(tail.series("tokens_trained")),
-        "model": (run.model / "config.json").is_file(),
-    }
+    learner = {"pid": pid, "state": state, "policy_version": steps, "waiting_on": "", "since_s": 0.0}
+    about = {"run": str(run.path.resolve()), "name": config.run.name, "kind": "sft", "live": live, "learner": learner}
+    about |= {"steps": config.run.steps, "model": (run.model / "config.json").is_file()}
+    figures = {"loss": tail.last.get("loss"), "step_s": tail.mean("step_s", LATEST)}
+    return about | figures | {"tokens_trained": tail.total("tokens_trained")}
 
 
 def sentence(status: dict[str, Any]) -> str:

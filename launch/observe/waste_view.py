@@ -5,7 +5,6 @@ The reasons are in docs/waste.md and docs/environments.md.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -59,13 +58,6 @@ def table(status: BrokerStatus) -> RenderableType:
         grid.add_row(name, *(_cell(wasted.get(reason, Waste())) for reason in shown))
     more = len(rows) - SHOWN_NODES - 1
     return Group(grid, Text(f"and {more} more; --json has all", "dim")) if more > 0 else grid
-
-
-def of_report(last: Mapping[str, Any]) -> dict[str, Any]:
-    """From a metrics line: what was lost by its end, {'tokens_lost': 120, 'seconds_lost': 60.5, ...}."""
-    names = [(unit, reason) for reason in WASTE_REASONS for unit in ("tokens", "seconds")]
-    found = {f"{unit}_{reason}": last.get(f"{unit}_wasted_{reason}") for unit, reason in names}
-    return {name: wasted for name, wasted in found.items() if wasted}
 
 
 def failed_samples(status: BrokerStatus, run: RunDir | None) -> dict[str, int]:

@@ -115,23 +115,13 @@ def read_architecture(config: Document) -> Architecture:
 def _attention(config: Document, traits: _Traits) -> Attention | LatentAttention:
     heads = _number(config, "num_attention_heads", least=1)
     if traits.latent:
-        return LatentAttention(
-            heads=heads,
-            q_rank=None if config.get("q_lora_rank") is None else _number(config, "q_lora_rank"),
-            kv_rank=_number(config, "kv_lora_rank"),
-            nope_dim=_number(config, "qk_nope_head_dim"),
-            rope_dim=_number(config, "qk_rope_head_dim"),
-            value_dim=_number(config, "v_head_dim"),
-        )
-    bias = _flag(config, "attention_bias")
-    return Attention(
-        heads=heads,
-        kv_heads=_number(config, "num_key_value_heads", heads, least=1),
-        head_dim=_number(config, "head_dim", _number(config, "hidden_size") // heads),
-        qk_norm=traits.qk_norm or _flag(config, "use_qk_norm"),
-        qkv_bias=traits.qkv_bias or bias,
-        output_bias=traits.output_bias and bias,
-    )
+        q_rank = None if config.get("q_lora_rank") is None else _number(config, "q_lora_rank")
+        others = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        return LatentAttention(heads, q_rank, *(_number(config, key) for key in others))
+    kv_heads = _number(config, "num_key_value_heads", heads, least=1)
+    head_dim = _number(config, "head_dim", _number(config, "hidden_size") // heads)
+    qk_norm, bias = traits.qk_norm or _flag(config, "use_qk_norm"), _flag(config, "attention_bias")
+    return Attention(heads, kv_heads, head_dim, qk_norm, traits.qkv_bias or bias, traits.output_bias and bias)
 
 
 def _experts(config: Document, traits: _Traits) -> Experts | None:
@@ -140,14 +130,9 @@ def _experts(config: Document, traits: _Traits) -> Experts | None:
         return None
     count, size = traits.experts
     ffn = _number(config, size)
-    return Experts(
-        count=_number(config, count if count in config else "num_local_experts"),
-        per_token=_number(config, "num_experts_per_tok"),
-        ffn=ffn,
-        shared_ffn=ffn * _number(config, "n_shared_experts", 0),
-        selection_bias=traits.selection_bias,
-        mixtral_names=count == "num_local_experts",
-    )
+    routed = _number(config, count if count in config else "num_local_experts")
+    per_token, shared_ffn = _number(config, "num_experts_per_tok"), ffn * _number(config, "n_shared_experts", 0)
+    return Experts(routed, per_token, ffn, shared_ffn, traits.selection_bias, count == "num_local_experts")
 
 
 def _number(config: Document, name: str, default: int | None = None, least: int = 0) -> int:

@@ -127,30 +127,18 @@ def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: in
     A machine has `gpus_per_node` consecutive learner ranks; a node leases LOOKAHEAD_GROUPS beyond its concurrency.
     Every machine's link carries `link_gbit` Gb/s in each direction.
     """
-    learner, dtype = config.learner, config.model.dtype
+    learner, dtype, rl = config.learner, config.model.dtype, None
     sizes = Sizes.of(learner.world_size, learner.parallel)
     batch = batch_of(config, sizes)
-    rl = None
     if isinstance(config, Config):
-        window = window_of(config, model)
         publish = publish_of(config, model, gpus_per_node, link_gbit)
-        rl = RlPart(window, publish, engine_of(config, model), config.rollout.nodes)
-    return Plan(
-        name=config.run.name,
-        dtype=dtype,
-        model=model,
-        parameters=count(model),
-        active_parameters=count_active(model),
-        sizes=sizes,
-        gpus_per_node=gpus_per_node,
-        groups=[*group_kinds(sizes, gpus_per_node, model.experts is not None)],
-        stages=[*_stages(config, model, sizes, batch.microbatches)],
-        batch=batch,
-        checkpoint=Checkpoint(
-            checkpoint_bytes(model, dtype), learner.checkpoint.keep + 1 + bool(learner.checkpoint.keep_best)
-        ),
-        rl=rl,
-    )
+        rl = RlPart(window_of(config, model), publish, engine_of(config, model), config.rollout.nodes)
+    groups = [*group_kinds(sizes, gpus_per_node, model.experts is not None)]
+    stages = [*_stages(config, model, sizes, batch.microbatches)]
+    kept = learner.checkpoint.keep + 1 + bool(learner.checkpoint.keep_best)
+    checkpoint = Checkpoint(checkpoint_bytes(model, dtype), kept)
+    name, whole, active = config.run.name, count(model), count_active(model)
+    return Plan(name, dtype, model, whole, active, sizes, gpus_per_node, groups, stages, batch, checkpoint, rl)
 
 
 def _stages(config: Config | SftConfig, model: Architecture, sizes: Sizes, microbatches: int) -> Iterator[Stage]:
@@ -166,18 +154,10 @@ def _stages(config: Config | SftConfig, model: Architecture, sizes: Sizes, micro
         optimizer = r.optimizer if memory.offload_optimizer else 0
         updating = r.parameters + r.gradients + r.optimizer
         training = updating - optimizer + a.layers + a.recomputed + a.output
-        yield Stage(
-            layers=[(layers.start, layers.stop) for layers in chunks[i]],
-            embedding=i == 0,
-            output=i == len(chunks) - 1,
-            resident=r,
-            activations=a,
-            training=training,
-            updating=updating,
-            waiting=updating - parameters - gradients - optimizer,
-            peak=max(training, updating),
-            host=parameters + optimizer + (r.parameters if reference else 0),
-        )
+        waiting = updating - parameters - gradients - optimizer
+        host = parameters + optimizer + (r.parameters if reference else 0)
+        layers, last = [(chunk.start, chunk.stop) for chunk in chunks[i]], i == len(chunks) - 1
+        yield Stage(layers, i == 0, last, r, a, training, updating, waiting, max(training, updating), host)
 
 
 def batch_of(config: Config | SftConfig, sizes: Sizes) -> Batch:
@@ -192,15 +172,9 @@ def batch_of(config: Config | SftConfig, sizes: Sizes) -> Batch:
     longest = -(-longest // multiple) * multiple
     fitting = (max(1, n * learner.micro_batch_tokens // longest) for n in (1, 4))
     full, short = (-(-sequences // (fit * sizes.data)) for fit in fitting)
-    return Batch(
-        sequences=sequences,
-        longest=longest,
-        tokens=sequences * longest,
-        tokens_per_rank=-(-sequences // sizes.data) * longest,
-        microbatches=full,
-        bubble=bubble(full, parallel.pipeline, parallel.virtual_pipeline),
-        bubble_short=bubble(short, parallel.pipeline, parallel.virtual_pipeline),
-    )
+    tokens, tokens_per_rank = sequences * longest, -(-sequences // sizes.data) * longest
+    bubbles = (bubble(n, parallel.pipeline, parallel.virtual_pipeline) for n in (full, short))
+    return Batch(sequences, longest, tokens, tokens_per_rank, full, *bubbles)
 
 
 def bubble(microbatches: int, pipeline: int, virtual: int) -> float:

@@ -43,14 +43,8 @@ def command(args: argparse.Namespace) -> int:
 
 def as_json(review: Review) -> dict[str, Any]:
     """Everything on the page and more (the members of every group); the keys are relied on by other programs."""
-    return {
-        "config": review.file,
-        "ok": not review.failed,
-        "failed": review.failed,
-        "before_launch": review.before_launch,
-        "remarks": review.remarks,
-        "plan": review.plan,
-    }
+    found = {name: getattr(review, name) for name in ("failed", "before_launch", "remarks", "plan")}
+    return {"config": review.file, "ok": not review.failed, **found}
 
 
 def page(review: Review) -> RenderableType:
@@ -201,52 +195,38 @@ def _step(config: Config | SftConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         groups, size = config.learner.groups_per_step, config.rollout.group_size
         made = f"{groups} groups x {size} samples = {batch.sequences} samples"
     yield "batch", f"{made}, at most {batch.longest:,} tokens each: {batch.tokens:,} per step at most"
-    yield (
-        "microbatches",
-        f"{batch.microbatches} of {learner.micro_batch_tokens:,} tokens on each of {plan.sizes.data} data-parallel "
-        f"ranks when all are that long; at most {batch.tokens_per_rank:,} tokens a rank",
-    )
+    each = f"{batch.microbatches} of {learner.micro_batch_tokens:,} tokens on each of {plan.sizes.data}"
+    most = f"at most {batch.tokens_per_rank:,} tokens a rank"
+    yield "microbatches", f"{each} data-parallel ranks when all are that long; {most}"
     if plan.sizes.pipeline > 1:
         short = f"{batch.bubble_short:.1%} when sequences are a quarter as long"
         yield "bubble", f"the pipeline idles {batch.bubble:.1%} of a step, {short}"
     steps = config.run.steps
     total = f"{steps * batch.sequences:,} sequences, at most {steps * batch.tokens / 1e9:,.2f} billion tokens"
     yield "run", f"{steps} steps: {total}"
-    checkpoint = plan.checkpoint
-    yield (
-        "checkpoints",
-        f"{checkpoint.bytes / GIB:,.1f} GiB each, every {_steps(learner.checkpoint.every)}; up to {checkpoint.kept} on "
-        f"the disk: {checkpoint.bytes * checkpoint.kept / GIB:,.0f} GiB",
-    )
+    size, kept = plan.checkpoint.bytes / GIB, plan.checkpoint.kept
+    disk = f"up to {kept} on the disk: {size * kept:,.0f} GiB"
+    yield "checkpoints", f"{size:,.1f} GiB each, every {_steps(learner.checkpoint.every)}; {disk}"
 
 
 def _rollouts(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:
     assert plan.rl is not None
     window, publish, engine = plan.rl.window, plan.rl.publish, plan.rl.engine
     k, settings = config.staleness.max, config.rollout.engine
-    yield (
-        "window",
-        f"staleness {k}: at most {config.learner.groups_per_step} x {k + 1} = {window.groups} groups outstanding, "
-        f"{window.samples:,} samples, {window.bytes / GIB:,.2f} GiB; a node has up to {window.node_groups}",
-    )
-    yield (
-        "publish",
-        f"every {_steps(config.weights.publish_every)}, {publish.bytes / GIB:,.1f} GiB in {publish.buckets:,} buckets "
-        f"of {config.weights.bucket_mib} MiB, {publish.tensors:,} tensors; within {config.weights.timeout_s:g} s at "
-        f"{publish.bytes_per_s / 1e9:,.2f} GB/s",
-    )
+    groups = f"{config.learner.groups_per_step} x {k + 1} = {window.groups} groups outstanding"
+    size = f"{window.samples:,} samples, {window.bytes / GIB:,.2f} GiB"
+    yield "window", f"staleness {k}: at most {groups}, {size}; a node has up to {window.node_groups}"
+    buckets = f"{publish.buckets:,} buckets of {config.weights.bucket_mib} MiB, {publish.tensors:,} tensors"
+    limit = f"within {config.weights.timeout_s:g} s at {publish.bytes_per_s / 1e9:,.2f} GB/s"
+    every = f"every {_steps(config.weights.publish_every)}, {publish.bytes / GIB:,.1f} GiB"
+    yield "publish", f"{every} in {buckets}; {limit}"
     about = "about" if config.weights.transport == "relay" else "at least"
-    yield (
-        "sources",
-        f"{publish.sources}, the largest sends {publish.largest_source_bytes / GIB:,.1f} GiB; with links of "
-        f"{publish.link_gbit:g} Gb/s the last node has everything after {about} {publish.publish_s:,.1f} s; the "
-        f"learner's fullest machine sends its share in {publish.send_s:,.1f} s",
-    )
+    last = f"the last node has everything after {about} {publish.publish_s:,.1f} s"
+    largest = f"the largest sends {publish.largest_source_bytes / GIB:,.1f} GiB"
+    share = f"the learner's fullest machine sends its share in {publish.send_s:,.1f} s"
+    yield "sources", f"{publish.sources}, {largest}; with links of {publish.link_gbit:g} Gb/s {last}; {share}"
     sizes = {name: engine.cache_tokens(size, settings.gpu_memory_utilization) for name, size in DEVICES.items()}
     sequences = [f"{tokens // settings.max_model_len:,} on {name}" for name, tokens in sizes.items()]
-    yield (
-        "engines",
-        f"{plan.rl.nodes} of {engine.devices} device{'s' if engine.devices > 1 else ''}: "
-        f"{engine.weight_bytes / GIB:,.1f} GiB of weights per device; cache for {' and '.join(sequences)} sequences of "
-        f"{settings.max_model_len:,} tokens",
-    )
+    devices = f"{plan.rl.nodes} of {engine.devices} device{'s' if engine.devices > 1 else ''}"
+    cache = f"cache for {' and '.join(sequences)} sequences of {settings.max_model_len:,} tokens"
+    yield "engines", f"{devices}: {engine.weight_bytes / GIB:,.1f} GiB of weights per device; {cache}"

@@ -64,19 +64,16 @@ def _pipeline(config: Config | SftConfig, plan: Plan) -> Iterator[str]:
     batch, parallel = plan.batch, config.learner.parallel
     if batch.bubble > BUBBLE:
         unit = "groups_per_step" if isinstance(config, Config) else "sequences_per_step"
-        yield (
-            f"With {batch.microbatches} microbatches per step the pipeline idles {batch.bubble:.0%} of the time; a "
-            f"larger learner.{unit}, a smaller micro_batch_tokens or learner.parallel.virtual_pipeline fills it."
-        )
+        idles = f"the pipeline idles {batch.bubble:.0%} of the time"
+        fix = f"a larger learner.{unit}, a smaller micro_batch_tokens or learner.parallel.virtual_pipeline fills it"
+        yield f"With {batch.microbatches} microbatches per step {idles}; {fix}."
     if parallel.pipeline == 1:
         return
     sizes = [sum(stage.resident.elements.values()) for stage in plan.stages]
     if max(sizes) > UNEVEN * min(sizes):
         heavy, light = sizes.index(max(sizes)), sizes.index(min(sizes))
-        yield (
-            f"Stage {heavy} has {max(sizes) / min(sizes):.2f} times the parameters of stage {light}; "
-            "learner.parallel.first_stage_layers and last_stage_layers move layers."
-        )
+        fix = "learner.parallel.first_stage_layers and last_stage_layers move layers"
+        yield f"Stage {heavy} has {max(sizes) / min(sizes):.2f} times the parameters of stage {light}; {fix}."
 
 
 def _experts(config: Config | SftConfig, plan: Plan) -> Iterator[str]:
@@ -84,10 +81,9 @@ def _experts(config: Config | SftConfig, plan: Plan) -> Iterator[str]:
     if experts is None:
         return
     here = experts.count // plan.sizes.expert
-    yield (
-        f"A rank has {here} of {experts.count} experts and computes {experts.per_token} times its own tokens when the "
-        "load is even; the experts' activations are counted so and grow with the imbalance."
-    )
+    load = f"computes {experts.per_token} times its own tokens when the load is even"
+    grows = "the experts' activations are counted so and grow with the imbalance"
+    yield f"A rank has {here} of {experts.count} experts and {load}; {grows}."
     if config.learner.moe.balance == "none" and not config.learner.moe.freeze_router:
         yield "Routers train without balancing; learner.moe.balance or freeze_router keeps the load even."
 
@@ -95,19 +91,17 @@ def _experts(config: Config | SftConfig, plan: Plan) -> Iterator[str]:
 def _clipping(loss: LossConfig) -> Iterator[str]:
     given = [name for name in ("clip_low", "clip_high", "clip_dual") if getattr(loss, name) is not None]
     if given and loss.proximal == "recompute":
-        yield (
-            f"learner.loss.{' and '.join(given)} never act{'s' * (len(given) == 1)}: a batch is one optimizer step, so "
-            "under proximal: recompute every ratio is 1. proximal: behavior bounds the change since the sampler."
-        )
+        why = "a batch is one optimizer step, so under proximal: recompute every ratio is 1"
+        never = f"learner.loss.{' and '.join(given)} never act{'s' * (len(given) == 1)}"
+        yield f"{never}: {why}. proximal: behavior bounds the change since the sampler."
 
 
 def _window(config: Config, rl: RlPart) -> Iterator[str]:
     window, broker = rl.window, config.broker
     if window.bytes > broker.max_bytes:
-        yield (
-            f"A full window of longest samples is {window.bytes / GIB:.1f} GiB, more than broker.max_bytes "
-            f"({broker.max_bytes / GIB:.1f} GiB): nodes would wait before the staleness bound makes them."
-        )
+        full, most = f"{window.bytes / GIB:.1f} GiB", f"broker.max_bytes ({broker.max_bytes / GIB:.1f} GiB)"
+        waits = "nodes would wait before the staleness bound makes them"
+        yield f"A full window of longest samples is {full}, more than {most}: {waits}."
     if window.group_bytes > broker.max_message_bytes:
         yield f"A group of longest samples is {window.group_bytes / GIB:.1f} GiB, more than broker.max_message_bytes."
 
@@ -115,22 +109,18 @@ def _window(config: Config, rl: RlPart) -> Iterator[str]:
 def _publish(config: Config, rl: RlPart) -> Iterator[str]:
     publish = rl.publish
     if publish.publish_s > config.weights.timeout_s:
-        yield (
-            f"A publish of {publish.bytes / GIB:.0f} GiB over links of {publish.link_gbit:g} Gb/s takes about "
-            f"{publish.publish_s:,.0f} s, more than weights.timeout_s ({config.weights.timeout_s:g} s); that needs "
-            f"{publish.bytes_per_s / 1e9:.1f} GB/s."
-        )
+        most = f"weights.timeout_s ({config.weights.timeout_s:g} s); that needs {publish.bytes_per_s / 1e9:.1f} GB/s"
+        sent = f"A publish of {publish.bytes / GIB:.0f} GiB over links of {publish.link_gbit:g} Gb/s"
+        yield f"{sent} takes about {publish.publish_s:,.0f} s, more than {most}."
     if config.weights.buffers == "device":
-        yield (
-            f"For weights.buffers: device the lead rank keeps up to three versions of {publish.bytes / GIB:.0f} GiB in "
-            "its device's memory, and an engine without tensor parallelism one, beside what vLLM takes."
-        )
+        lead = f"the lead rank keeps up to three versions of {publish.bytes / GIB:.0f} GiB in its device's memory"
+        engine = "an engine without tensor parallelism one, beside what vLLM takes"
+        yield f"For weights.buffers: device {lead}, and {engine}."
     if publish.bytes > 64 * GIB and config.weights.buffers == "host":
-        yield (
-            f"Every node has a published version of {publish.bytes / GIB:.0f} GiB in host memory. In the learner "
-            f"{publish.largest_source_bytes / GIB:.1f} GiB of it are on the rank with the largest part, and "
-            f"{publish.largest_machine_bytes / GIB:.1f} GiB on the machine with the most."
-        )
+        rank = f"{publish.largest_source_bytes / GIB:.1f} GiB of it are on the rank with the largest part"
+        machine = f"{publish.largest_machine_bytes / GIB:.1f} GiB on the machine with the most"
+        node = f"Every node has a published version of {publish.bytes / GIB:.0f} GiB in host memory"
+        yield f"{node}. In the learner {rank}, and {machine}."
 
 
 def _engines(config: Config, rl: RlPart) -> Iterator[str]:
@@ -138,8 +128,7 @@ def _engines(config: Config, rl: RlPart) -> Iterator[str]:
     for name, size in DEVICES.items():
         tokens = engine.cache_tokens(size, settings.gpu_memory_utilization)
         if tokens < settings.max_model_len:
-            yield (
-                f"An engine of {engine.devices} device{'s' if engine.devices > 1 else ''} has "
-                f"{engine.weight_bytes / GIB:.1f} GiB of weights per device, which leaves a GPU of {name} cache for "
-                f"{tokens:,} tokens; one sequence may need {settings.max_model_len:,}."
-            )
+            of = f"An engine of {engine.devices} device{'s' if engine.devices > 1 else ''}"
+            weights = f"{engine.weight_bytes / GIB:.1f} GiB of weights per device"
+            left = f"cache for {tokens:,} tokens; one sequence may need {settings.max_model_len:,}"
+            yield f"{of} has {weights}, which leaves a GPU of {name} {left}."

@@ -134,21 +134,15 @@ def _not_yet(config: Config | SftConfig, gpus_per_node: int) -> Iterator[str]:
     if isinstance(config, SftConfig) and nodes > 1:
         yield f"learner.world_size: {ranks} ranks are {nodes} machines of {gpus_per_node}; a warm start has one"
     elif isinstance(config, Config) and nodes > config.learner.machines:
-        yield (
-            f"learner.machines: {ranks} ranks need {nodes} machines of {gpus_per_node}, and learner.machines is "
-            f"{config.learner.machines}; docs/machines.md"
-        )
+        needed = f"{ranks} ranks need {nodes} machines of {gpus_per_node}"
+        yield f"learner.machines: {needed}, and learner.machines is {config.learner.machines}; docs/machines.md"
     if isinstance(config, Config) and config.learner.machines > 1:
         if any(is_loopback(split_address(address)[0]) for address in config.broker.addresses):
-            yield (
-                f"broker.address: the {config.learner.machines} machines of the learner do not reach a loopback "
-                "address; name one of the broker's machine, tcp://HOST:PORT"
-            )
+            machines = f"the {config.learner.machines} machines of the learner do not reach a loopback address"
+            yield f"broker.address: {machines}; name one of the broker's machine, tcp://HOST:PORT"
     elif isinstance(config, Config):
         devices = sum(config.device_shares.values())
         if devices > gpus_per_node and is_loopback(config.weights.address):
-            yield (
-                f"weights.address: {devices} devices of learner and rollout nodes are more than one "
-                f"machine of {gpus_per_node} has, and weights.address is a loopback address; another one "
-                "needs broker.credentials, and weights.transport: relay or weights.network: trusted"
-            )
+            why = f"{devices} devices of learner and rollout nodes are more than one machine of {gpus_per_node} has"
+            needs = "broker.credentials, and weights.transport: relay or weights.network: trusted"
+            yield f"weights.address: {why}, and weights.address is a loopback address; another one needs {needs}"

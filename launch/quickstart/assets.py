@@ -25,7 +25,8 @@ from launch.quickstart import problems as data
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-PAD, EOS, BOS, UNKNOWN = "<pad>", "<eos>", "<bos>", "<unk>"
+SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"}
+UNKNOWN = "<unk>"
 VOCABULARY = 128
 FORMAT = 1  # raise when what is built changes in a way that the presets do not show
 
@@ -41,33 +42,23 @@ class Preset:
 
 def dense(hidden: int, intermediate: int, layers: int, heads: int, initializer_range: float) -> dict[str, Any]:
     """The shape of a dense Qwen3 with two query heads for each key-value head."""
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 2,
-        "head_dim": hidden // heads,
-        "max_position_embeddings": 1024,
-        "initializer_range": initializer_range,
-    }
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    attention = {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": hidden // heads}
+    return sizes | attention | {"max_position_embeddings": 1024, "initializer_range": initializer_range}
 
 
+LONG_ADDITION = data.AdditionPlan(digits=34, median_digits=7.2, spread=0.8, clean=38400, sloppy=3200)
 PRESETS = {
     # 0.3 M parameters, answers of about 30 tokens
     "tiny": Preset(dense(128, 256, 2, 4, 0.044), data.AdditionPlan(), data.GuessingPlan()),
     # 5 M parameters, answers of 92 tokens on average and at most 384
-    "long": Preset(
-        dense(256, 1024, 5, 8, 0.03),
-        data.AdditionPlan(digits=34, median_digits=7.2, spread=0.8, clean=38400, sloppy=3200),
-        data.GuessingPlan(),
-    ),
+    "long": Preset(dense(256, 1024, 5, 8, 0.03), LONG_ADDITION, data.GuessingPlan()),
 }
 
 
 def alphabet() -> dict[str, int]:
     """Token to id: three special tokens, newline and printable ASCII, then fillers up to 128."""
-    tokens = [PAD, EOS, BOS, "\n", *map(chr, range(32, 127)), UNKNOWN]
+    tokens = [*SPECIAL.values(), "\n", *map(chr, range(32, 127)), UNKNOWN]
     tokens += [f"<|{i}|>" for i in range(len(tokens), VOCABULARY)]
     return {token: i for i, token in enumerate(tokens)}
 
@@ -81,12 +72,7 @@ def build_tokenizer() -> "PreTrainedTokenizerFast":
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token=PAD,
-        eos_token=EOS,
-        bos_token=BOS,
-        unk_token=UNKNOWN,
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=core, unk_token=UNKNOWN, clean_up_tokenization_spaces=False, **SPECIAL
     )
 
 
@@ -97,17 +83,10 @@ def build_model(shape: Mapping[str, Any], seed: int, folder: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    ids = alphabet()
-    config = Qwen3Config(
-        **shape,
-        vocab_size=VOCABULARY,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        pad_token_id=ids[PAD],
-        eos_token_id=ids[EOS],
-        bos_token_id=ids[BOS],
-        dtype="float32",
-    )
+    ids, rope = alphabet(), {"rope_type": "default", "rope_theta": 10000.0}
+    special = {f"{name}_id": ids[token] for name, token in SPECIAL.items()}
+    fixed = {"vocab_size": VOCABULARY, "rope_parameters": rope, "tie_word_embeddings": True, "dtype": "float32"}
+    config = Qwen3Config(**shape, **fixed, **special)
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config).float()
     model.generation_config.do_sample = True

@@ -26,7 +26,7 @@ class Panel:
     """Curves that share one pair of axes: all `metrics` of one run, or the first one of several runs."""
 
     title: str
-    metrics: Mapping[str, str]  # column: legend
+    metrics: Mapping[str, str]  # column: legend; none for evaluations
     logarithmic: bool = False
 
 
@@ -86,17 +86,13 @@ class Compared:
         totals = {"samples": samples, "tokens": tokens, "seconds": step_s}
         axes = {"steps": column("step") + 1} | {name: np.cumsum(values) for name, values in totals.items()}
         seconds, grown = np.where(step_s > 0, step_s, np.nan), np.diff(generated, prepend=np.nan)
-        rates = {
-            "tokens_per_s": tokens / seconds,
-            "tokens_generated_per_s": np.where(grown < 0, np.nan, grown) / seconds,
-        }
+        rates = {"tokens_per_s": tokens, "tokens_generated_per_s": np.where(grown < 0, np.nan, grown)}
         stale = np.array([(line.get("tokens_by_age") or [1])[0] == 0 for line in tail.lines])  # so drift is included
         starts = np.diff(np.nan_to_num(column("incarnation")), prepend=-1.0) != 0
-        columns = {name: values[size - 1 :: size] for name, values in axes.items()}
-        if len(tail.lines) % size:
-            columns = {name: np.append(values, axes[name][-1]) for name, values in columns.items()}
+        last = np.minimum(np.arange(size, len(samples) + size, size), len(samples)) - 1  # the last line of each point
+        columns = {name: values[last] for name, values in axes.items()}
         for name in (name for panel in PANELS for name in list(panel.metrics)[: None if alone else 1]):
-            values = column(name) if name not in rates else rates[name]
+            values = column(name) if name not in rates else rates[name] / seconds
             if name == "mismatch_abs_mean":
                 values = np.where(stale, np.nan, values)
             if name in TIMES and not starts.all():  # a learner's first step includes one-time work
@@ -150,11 +146,9 @@ def evaluated(group: Sequence[Compared], axis: str, dataset: str) -> Curve | Non
                 found.setdefault(line["policy_version"], []).append((at, line))
     points: list[tuple[float, ...]] = []
     for _, each in sorted(found.items()):
-        rewards = [line["mean_reward"] for _, line in each]
-        ends = list(rewards)
+        ends = rewards = [line["mean_reward"] for _, line in each]
         if len(each) == 1:  # an evaluation may lack its interval
-            ends += [
-                end for name in ("mean_reward_low", "mean_reward_high") if (end := each[0][1].get(name)) is not None
-            ]
+            interval = (each[0][1].get(f"mean_reward_{end}") for end in ("low", "high"))
+            ends = [*rewards, *(end for end in interval if end is not None)]
         points.append((float(np.mean([at for at, _ in each])), float(np.mean(rewards)), min(ends), max(ends)))
     return tuple(np.array(points).T) if points else None  # type: ignore[return-value]

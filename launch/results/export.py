@@ -23,7 +23,10 @@ def command(args: argparse.Namespace) -> int:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} exists and is not empty")
     if args.best:
-        args.step = best_step(run)
+        if (best := read_best(run.checkpoints)) is None:
+            hint = "learner.checkpoint.keep_best chooses one"
+            raise UsageError(f"{run.path} has no best checkpoint: {run.checkpoints / BEST_FILE} is not there; {hint}")
+        args.step = best.step
     if args.step is None and (run.model / "config.json").is_file():
         shutil.copytree(run.model, target, dirs_exist_ok=True)
         print(f"the final model of {run.path} is in {target}")
@@ -33,14 +36,6 @@ def command(args: argparse.Namespace) -> int:
     if code == EXIT_DONE:
         print(f"{checkpoint.name} of {run.path} is in {target}")
     return code
-
-
-def best_step(run: RunDir) -> int:
-    """The step of the best checkpoint; raises UsageError when no metric has chosen one."""
-    if (best := read_best(run.checkpoints)) is None:
-        hint = "learner.checkpoint.keep_best chooses one"
-        raise UsageError(f"{run.path} has no best checkpoint: {run.checkpoints / BEST_FILE} is not there; {hint}")
-    return best.step
 
 
 def find_checkpoint(run: RunDir, step: int | None) -> Path:

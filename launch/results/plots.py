@@ -64,9 +64,8 @@ def _figure(draws: Sequence[Draw], legend: bool, size: int) -> Figure:
         upto = "up to " * legend
         figure.suptitle(f"every point is the mean of {upto}{size} steps, or of a maximum the largest", size="medium")
     if legend:
-        known = {
-            name: line for axes in figure.axes for line, name in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
+        legends = [axes.get_legend_handles_labels() for axes in figure.axes]
+        known = {name: line for both in legends for line, name in zip(*both, strict=True)}
         figure.legend(known.values(), known, loc="outside lower center", ncols=COLUMNS)
     return figure
 
@@ -89,19 +88,17 @@ def _panels(groups: list[list[Compared]], axis: str) -> Iterator[Draw]:
         first, *_ = panel.metrics
         sources = [(style, group, first) for style, group in zip(styles, groups, strict=True)]
         if alone:
-            sources = [
-                (_style(n, panel.metrics[each]), runs, each)
-                for n, each in enumerate(panel.metrics)
-                if each in runs[0].columns
-            ]
+            read = [name for name in panel.metrics if name in runs[0].columns]
+            sources = [(_style(n, panel.metrics[name]), runs, name) for n, name in enumerate(read)]
         found = [(style, curve) for style, group, each in sources if (curve := curve_of(group, axis, each))]
         if any(curve[1].any() for _, curve in found) or (found and first == "reward_mean"):
             bounded = alone and first == "staleness_mean" and isinstance(config, Config)
-            yield partial(_draw_panel, panel, AXES[axis], found, alone, config.staleness.max if bounded else None)
+            yield partial(_draw, panel, AXES[axis], found, alone, config.staleness.max if bounded else None)
     for dataset in dict.fromkeys(line["dataset"] for run in runs for line in run.evaluations):
         curves = [evaluated(group, axis, dataset) for group in groups]
         if found := [(style, curve) for style, curve in zip(styles, curves, strict=True) if curve]:
-            yield partial(_draw, _plain(f"Evaluation on {dataset}: mean reward"), AXES[axis], found, True, alone)
+            panel = Panel(_plain(f"Evaluation on {dataset}: mean reward"), {})
+            yield partial(_draw, panel, AXES[axis], found, alone, None)
 
 
 def _plain(text: str) -> str:
@@ -109,19 +106,10 @@ def _plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _draw_panel(
+def _draw(
     panel: Panel, x_label: str, curves: list[tuple[Style, Curve]], alone: bool, bound: int | None, axes: Axes
 ) -> None:
-    _draw(panel.title, x_label, curves, False, alone, axes)
-    if bound is not None:
-        axes.axhline(bound, color=INK, linestyle=":", label="bound")
-    if alone:
-        axes.set_yscale("log" if panel.logarithmic else "linear")
-        axes.legend()
-
-
-def _draw(title: str, x_label: str, curves: list[tuple[Style, Curve]], bars: bool, alone: bool, axes: Axes) -> None:
-    """`bars`: the points are evaluations."""
+    bars = not panel.metrics  # the points are evaluations
     for (legend, colour, line), (x, y, low, high) in curves:
         smooth = len(curves) == 1 and alone and not bars and len(x) > SMOOTHING
         style = {"color": colour, "label": _plain(legend), "marker": "o" if bars or len(x) == 1 else "", "ms": 4}
@@ -133,5 +121,10 @@ def _draw(title: str, x_label: str, curves: list[tuple[Style, Curve]], bars: boo
             axes.errorbar(x, y, np.maximum([y - low, high - y], 0.0), color=colour, fmt="none", capsize=3)
         elif (high > low).any():
             axes.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
-    axes.set(title=title, xlabel=x_label)
+    axes.set(title=panel.title, xlabel=x_label)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if bound is not None:
+        axes.axhline(bound, color=INK, linestyle=":", label="bound")
+    if alone and not bars:
+        axes.set_yscale("log" if panel.logarithmic else "linear")
+        axes.legend()

@@ -166,10 +166,9 @@ def _last_step(recording: Recording, first: int, last: int | None, retain_steps:
         return end - 1 if last is None else last
     usable = [step for step in [0, *checkpoints] if step in recording.steps]
     hint = f"; --from {' or '.join(map(str, usable))} begins where both are there" if usable else ""
-    raise UsageError(
-        f"the groups of step {end} are not retained: the run's store has those of "
-        f"{f'steps {_listed(kept)}' if kept else 'no step'} (broker.retain_steps: {retain_steps} committed ones){hint}"
-    )
+    there = f"steps {_listed(kept)}" if kept else "no step"
+    there += f" (broker.retain_steps: {retain_steps} committed ones)"
+    raise UsageError(f"the groups of step {end} are not retained: the run's store has those of {there}{hint}")
 
 
 def _listed(steps: list[int]) -> str:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from broker.contract import WASTE_REASONS
 from common.config.schema import Config, SftConfig
 from common.errors import SlipstreamError, UsageError
 from common.process.run_dir import RunDir, differences, unwritable, write_json
@@ -24,13 +25,8 @@ from launch.observe.metrics_tail import LATEST, MetricsTail, ends
 from launch.resolve_target import any_config_of, find_run
 from launch.results.comparison import Compared, grouped
 
-STEP_TIMES = {
-    "step": "step_s",
-    "waiting_for_groups": "learner_idle_s",
-    "training": "train_s",
-    "publish": "publish_s",
-    "generation_stall": "generation_stall_s",
-}
+STEP_TIMES = {"step": "step_s", "waiting_for_groups": "learner_idle_s", "training": "train_s"}
+STEP_TIMES |= {"publish": "publish_s", "generation_stall": "generation_stall_s"}
 OFF_POLICY = (
     "ratio_p1", "ratio_p99", "effective_sample_fraction", "correction_clip_fraction", "correction_masked_fraction",
     "veto_fraction", "objective_clip_fraction", "mismatch_abs_mean",
@@ -45,10 +41,8 @@ def command(args: argparse.Namespace) -> int:
 
     Raises UsageError for warm starts beside jobs.
     """
-    found = {
-        run.path.resolve(): (word, run, any_config_of(run))
-        for word, run in ((word, find_run(word)) for word in args.runs)
-    }
+    named = ((word, find_run(word)) for word in args.runs)
+    found = {run.path.resolve(): (word, run, any_config_of(run)) for word, run in named}
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("plots need matplotlib, which the extra 'report' brings; launch/setup.sh cpu installs it")
     kinds = {isinstance(config, SftConfig): word for word, _, config in found.values()}
@@ -73,9 +67,8 @@ def command(args: argparse.Namespace) -> int:
         written = [write_page(folder / "report.html", ", ".join(summaries), notes, differing, rows, pictures), *files]
     except OSError as error:
         raise unwritable("--out", folder, error) from None
-    table = Table(
-        Column(no_wrap=True), *(Column(overflow="fold") for _ in runs), box=None, pad_edge=False, show_header=False
-    )
+    columns = [Column(no_wrap=True), *(Column(overflow="fold") for _ in runs)]
+    table = Table(*columns, box=None, pad_edge=False, show_header=False)
     for row in [*differing, [""], *rows]:
         table.add_row(*map(Text, row))
     Console().print(table, *notes, "written: " + ", ".join(map(str, written)), sep="\n", soft_wrap=True, markup=False)
@@ -90,11 +83,14 @@ def read(found: list[Named], alone: bool) -> tuple[list[Compared], dict[str, Fig
     notes: list[str] = []
     for (word, run, config), name in zip(found, names, strict=True):
         tail = MetricsTail.of(run)  # one at a time: a long run takes much memory
-        if not tail.lines and not alone:
+        if not tail.lines and alone:
+            raise SlipstreamError(f"{run.metrics} has no steps yet")
+        if not tail.lines:
             notes.append(f"{word} has no steps yet.")
             continue
         label = name if names.count(name) == 1 else f"{name} ({word})"
-        summaries[label] = summary_of(run, tail, config)
+        warm = isinstance(config, SftConfig)
+        summaries[label] = summarise_warm_start(config, tail) if warm else summarise(run, tail, config)
         runs.append(Compared.of(label, config, tail, alone))
         if runs[-1].size > 1:
             notes.append(f"{label}: every point is the mean of {runs[-1].size} steps, or of a maximum the largest.")
@@ -131,21 +127,11 @@ def difference_rows(configs: Mapping[str, Config | SftConfig | None]) -> list[li
 def summary_rows(summaries: Mapping[str, Figures]) -> list[list[str]]:
     """A head with the names of runs, and every figure of any summary with every run's value."""
     names = dict.fromkeys((section, name) for each in summaries.values() for section in each for name in each[section])
-    rows = [
-        [
-            f"{section}: {name}".replace("_", " "),
-            *(format_figure(each.get(section, {}).get(name)) for each in summaries.values()),
-        ]
-        for section, name in names
-    ]
-    return [["", *summaries], *rows]
-
-
-def summary_of(run: RunDir, tail: MetricsTail, config: Config | SftConfig | None) -> Figures:
-    """The summary of a job or of a warm start; raises SlipstreamError when there are no steps."""
-    if not tail.lines:
-        raise SlipstreamError(f"{run.metrics} has no steps yet")
-    return summarise_warm_start(config, tail) if isinstance(config, SftConfig) else summarise(run, tail, config)
+    rows = [["", *summaries]]
+    for section, name in names:
+        figures = [format_figure(each.get(section, {}).get(name)) for each in summaries.values()]
+        rows.append([f"{section}: {name}".replace("_", " "), *figures])
+    return rows
 
 
 def summarise(run: RunDir, tail: MetricsTail, config: Config | None) -> Figures:
@@ -154,30 +140,24 @@ def summarise(run: RunDir, tail: MetricsTail, config: Config | None) -> Figures:
     if not rewards:
         raise SlipstreamError(f"{run.metrics} is not that of an RL job: no line has a reward_mean")
     seconds = times[-1] - times[0] + (tail.lines[0].get("step_s") or 0.0) if times else None  # restarts included
-    trained = sum(tail.series("tokens_trained"))
+    trained = tail.total("tokens_trained")
     advice: dict[str, Any] = {}
     if found := advice_for(tail.lines, config.staleness.max if config else 0):
         advice = {"text": found.text, "nodes": found.nodes or None}
         advice |= {"learner_idle_share": found.idle, "speedup": found.speedup}
+    staleness = {"mean": tail.mean("staleness_mean"), "max": max(tail.series("staleness_max"), default=None)}
+    staleness |= {"tokens_expired": tail.total("tokens_expired")}
+    kinds = [(unit, reason) for reason in WASTE_REASONS for unit in ("tokens", "seconds")]
+    about = {"name": config.run.name if config else run.path.name, "steps": len(tail.lines), "seconds": seconds}
     summary: Figures = {
-        "run": {
-            "name": config.run.name if config else run.path.name,
-            "steps": len(tail.lines),
-            "seconds": seconds,
-            "incarnations": int(last.get("incarnation", 0)) + 1,
-        },
+        "run": about | {"incarnations": int(last.get("incarnation", 0)) + 1},
         "reward": {**ends(rewards), "best_step": max(rewards), "steps_to_0.9": first_above(rewards, 0.9)},
-        "staleness": {
-            "allowed": config.staleness.max if config else None,
-            "mean": tail.mean("staleness_mean"),
-            "max": max(tail.series("staleness_max"), default=None),
-            "tokens_expired": sum(tail.series("tokens_expired")),
-        },
+        "staleness": {"allowed": config.staleness.max if config else None, **staleness},
         "time_per_step_s": {name: tail.mean(metric) for name, metric in STEP_TIMES.items()},
         "tokens": {name: last.get(f"tokens_{name}_total") for name in ("generated", "trained", "wasted")}
         | {"trained_per_s": trained / seconds if seconds else None},
         "advice": advice,
-        "wasted": waste_view.of_report(last),
+        "wasted": {f"{unit}_{reason}": lost for unit, reason in kinds if (lost := last.get(f"{unit}_wasted_{reason}"))},
         "failed_samples": waste_view.summed(line.get("samples_failed_by_reason", {}) for line in tail.lines),
         "off_policy": {"ratio_max": max(tail.series("ratio_max"), default=None)}
         | {name: tail.mean(name) for name in OFF_POLICY}
@@ -195,16 +175,13 @@ def summarise_warm_start(config: SftConfig, tail: MetricsTail) -> Figures:
     validated = tail.series("validation_loss")
     losses, seconds = tail.series("loss"), sum(tail.series("step_s"))
     trained = sum(tail.series("tokens_trained"))
+    tokens = {"trained": trained, "processed": tail.total("sequence_tokens")}
     return {
         "run": {"name": config.run.name, "steps": len(tail.lines), "seconds": seconds},
         "loss": {**ends(losses), "lowest": min(losses, default=None)},
         **({"validation_loss": {"last": validated[-1], "lowest": min(validated)}} if validated else {}),
         "time_per_step_s": {"step": tail.mean("step_s")},
-        "tokens": {
-            "trained": trained,
-            "processed": sum(tail.series("sequence_tokens")),
-            "trained_per_s": trained / seconds if seconds else None,
-        },
+        "tokens": tokens | {"trained_per_s": trained / seconds if seconds else None},
     }
 
 
@@ -213,19 +190,13 @@ def mismatch_by_age(tail: MetricsTail) -> dict[str, float]:
     found = [[line.get(name) or [] for name in ("mismatch_by_age", "tokens_by_age")] for line in tail.lines]
     known = [both for both in found if all(len(values) == len(AGES) for values in both)]
     values, tokens = np.array(known, dtype=np.float64).reshape(-1, 2, len(AGES)).swapaxes(0, 1)
-    return {
-        age: float(total / count)
-        for age, total, count in zip(AGES, (values * tokens).sum(0), tokens.sum(0), strict=True)
-        if count
-    }
+    sums = zip(AGES, (values * tokens).sum(0), tokens.sum(0), strict=True)
+    return {age: float(total / count) for age, total, count in sums if count}
 
 
-def first_above(values: list[float], limit: float, window: int = 3) -> int | None:
-    """Steps until the mean of `window` successive values reaches `limit`; None when it never does."""
-    for end in range(window, len(values) + 1):
-        if sum(values[end - window : end]) / window >= limit:
-            return end
-    return None
+def first_above(values: list[float], limit: float) -> int | None:
+    """Steps until the mean of three successive values reaches `limit`; None when it never does."""
+    return next((end for end in range(3, len(values) + 1) if sum(values[end - 3 : end]) / 3 >= limit), None)
 
 
 def format_figure(value: object) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from common.errors import UsageError
 from common.span_buffer import DRIFT
 from common.spans import Span, SpanBatch
-from launch.observe.trace_files import read_batches
+from launch.observe.metrics_tail import read_batches
 from launch.resolve_target import find_run
 
 KNOT_S = 1.0  # between two offsets of a clock that are used
@@ -201,7 +201,7 @@ class Trace:
 
     def _arrows(self) -> Iterator[tuple[str, Place, Place]]:
         """From an accepted group to each step that trained it, and from a publish to its flips."""
-        groups, versions = defaultdict[Any, list[Place]](list), dict[Any, Place]()
+        groups = defaultdict[Any, list[Place]](list)
         for told, place in self._ends["lease"]:
             if told.get("accepted"):
                 groups[told.get("serial")].append(place)
@@ -210,8 +210,7 @@ class Trace:
             for serial in serials(told):  # a task may be sampled again: the last lease that began before the step
                 before = [place for place in groups[serial] if place[0] <= step[0] + slack_s]
                 yield from [("trained", lease, step) for lease in sorted(before, key=lambda lease: lease[0])[-1:]]
-        for told, place in self._ends["publish"]:
-            versions[told.get("version"), told.get("incarnation")] = place
+        versions = {(told.get("version"), told.get("incarnation")): place for told, place in self._ends["publish"]}
         for told, flip in self._ends["flip"]:
             if (publish := versions.get((told.get("version"), told.get("incarnation")))) is not None:
                 yield "published", publish, flip

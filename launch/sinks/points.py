@@ -47,30 +47,28 @@ class Cursor(msgspec.Struct):
 
     def take(self, lines: Sequence[dict[str, Any]]) -> list[Point]:
         """The points of lines that were not fed before; the same lines may come again in a replaced file."""
-        points: list[Point | None] = []
+        points: list[Point] = []
         for line in lines:
             with suppress(KeyError, TypeError, ValueError, OverflowError):  # not a line of a learner
                 kind = line.get("kind", "step")
-                points.append(self._step(line) if kind == "step" else self._evaluation(line))
-        return [point for point in points if point is not None]
+                points += self._step(line) if kind == "step" else self._evaluation(line)
+        return points
 
-    def _step(self, line: dict[str, Any]) -> Point | None:
+    def _step(self, line: dict[str, Any]) -> Iterator[Point]:
         step, time_s, values = line["step"], float(line.get("time_s", 0.0)), flat(line)
         start, again = float(line.get("incarnation", time_s)), step <= self.step
-        if again and start <= self.start:
-            return None
-        if again:
+        if again and start > self.start:
             self.evaluated = {name: min(version, step) for name, version in self.evaluated.items()}
-        self.step, self.start = step, start
-        return Point(step, time_s, values, again=again)
+        if not again or start > self.start:
+            self.step, self.start = step, start
+            yield Point(step, time_s, values, again=again)
 
-    def _evaluation(self, line: dict[str, Any]) -> Point | None:
+    def _evaluation(self, line: dict[str, Any]) -> Iterator[Point]:
         version, dataset = line["policy_version"], line["dataset"]
-        if version <= self.evaluated.get(dataset, -1):
-            return None
-        self.evaluated = self.evaluated | {dataset: version}
-        name = re.sub(r"[^\w.-]+", "_", dataset).strip("._")
-        return Point(version, line.get("time_s", 0.0), flat(line, f"evaluation/{name}"), dataset=name)
+        if version > self.evaluated.get(dataset, -1):
+            self.evaluated = self.evaluated | {dataset: version}
+            name = re.sub(r"[^\w.-]+", "_", dataset).strip("._")
+            yield Point(version, line.get("time_s", 0.0), flat(line, f"evaluation/{name}"), dataset=name)
 
 
 def leaves(values: dict[str, Any], separator: str) -> Iterator[tuple[str, Any]]:

@@ -26,7 +26,7 @@ from common.process.lifecycle import DrainFlag, alive
 from common.process.lock_file import only_one
 from common.process.logs import setup_logging
 from common.process.run_dir import RunDir, write_json
-from launch.observe.line_tail import LineTail
+from launch.observe.metrics_tail import LineTail
 from launch.resolve_target import find_run
 from launch.sinks import trackers
 from launch.sinks.points import Cursor, Job, Point

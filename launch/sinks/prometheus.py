@@ -21,7 +21,7 @@ from broker.contract import LEARNER_ENDED, LOST_AFTER_S, WASTE_REASONS, BrokerSt
 from common.config.schema import Config
 from common.errors import SlipstreamError
 from launch.observe import waste_view
-from launch.observe.line_tail import LineTail
+from launch.observe.metrics_tail import LineTail
 from launch.observe.observation import Observation, observe
 from launch.resolve_target import Target
 from launch.sinks.points import Cursor, Job, Point

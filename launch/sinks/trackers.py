@@ -18,7 +18,7 @@ class TensorBoard:
     """Event files in RUN/tensorboard; evaluations are a run of their own, because they come behind the steps."""
 
     def __init__(self, job: Job, cursor: Cursor) -> None:
-        self._folder = job.run.path / "tensorboard"
+        self._folders = [str(job.run.path / "tensorboard" / name) for name in ("", "evaluation")]
         self._open(cursor.step + 1)
 
     def _open(self, step: int) -> None:
@@ -26,7 +26,7 @@ class TensorBoard:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writers = [EventFileWriter(str(self._folder)), EventFileWriter(str(self._folder / "evaluation"))]
+        self._writers = [EventFileWriter(folder) for folder in self._folders]
         for writer, void_from in zip(self._writers, (step, step + 1), strict=True):
             writer.add_event(Event(session_log=SessionLog(status=SessionLog.START), step=void_from))
 
@@ -83,7 +83,7 @@ class Mlflow:
     def __init__(self, job: Job, cursor: Cursor) -> None:
         import mlflow
 
-        default = f"sqlite:///{job.run.path.resolve()}/mlflow.db"
+        self._mlflow, default = mlflow, f"sqlite:///{job.run.path.resolve()}/mlflow.db"
         mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI", default))
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
         same = mlflow.search_runs(filter_string=f"tags.`slipstream.id` = '{job.id}'", output_format="list")
@@ -94,16 +94,12 @@ class Mlflow:
         mlflow.log_params({key: str(value)[:500] for key, value in config if key not in kept})
 
     def write(self, points: Sequence[Point]) -> None:
-        import mlflow
-
         for point in points:  # a metric's primary key is all of it, so a database keeps a repeated point once
             values = {mlflow_name(name): value for name, value in point.values.items()}
-            mlflow.log_metrics(values, point.step, timestamp=int(point.time_s * 1000))
+            self._mlflow.log_metrics(values, point.step, timestamp=int(point.time_s * 1000))
 
     def close(self) -> None:
-        import mlflow
-
-        mlflow.end_run()
+        self._mlflow.end_run()
 
 
 def mlflow_name(name: str) -> str:
@@ -119,22 +115,18 @@ class Trackio:
         self._job = job
 
     def write(self, points: Sequence[Point]) -> None:
-        name = f"{self._job.config.run.name}-{self._job.id}"
-        self._log([point for point in points if not point.dataset], name)
-        self._log([point for point in points if point.dataset], f"{name}-evaluation")
-
-    def _log(self, points: Sequence[Point], name: str) -> None:
         import trackio
 
-        if not points:
-            return
         project, config = os.environ.get("TRACKIO_PROJECT", PROJECT), msgspec.to_builtins(self._job.config)
         options = {"resume": "allow", "embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
-        run = trackio.init(project, name, group=config["run"]["name"], config=config, **options)
-        for point in points:
-            if point.dataset or point.step >= run._next_step:  # it has the others, and takes them twice
-                run.log(point.values, step=point.step)
-        run.finish()
+        name = self._job.config.run.name
+        for kind in ("", "-evaluation"):
+            if of_kind := [point for point in points if bool(point.dataset) == bool(kind)]:
+                run = trackio.init(project, f"{name}-{self._job.id}{kind}", group=name, config=config, **options)
+                for point in of_kind:
+                    if kind or point.step >= run._next_step:  # it has the others, and takes them twice
+                        run.log(point.values, step=point.step)
+                run.finish()
 
     def close(self) -> None: ...
 

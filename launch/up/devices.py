@@ -1,6 +1,7 @@
-"""Which GPUs, and which Python environment, each role of a job on this machine gets; torch is never imported.
+"""Which GPUs, CPU cores and Python environment each role of a job on this machine gets; torch is never imported.
 
 Without a GPU, or where a role's environment has torch for the CPU, a role gets no devices, and nothing changes.
+On a small machine roles get cores of their own, so that generating and training do not push each other around.
 """
 
 import os
@@ -20,6 +21,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=uuid,name", "--format=csv,noheader")
 NVIDIA_SMI_S = 10.0
 ROOT = Path(__file__).resolve().parents[2]
+SMALL_MACHINE_CORES = 16  # with more, the operating system has room to choose
+Cores = frozenset[int] | None  # None: free to run anywhere
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,20 @@ class Place:
 
     python: str = sys.executable
     env: Mapping[str, str] = field(default_factory=dict)
+
+
+def available_cores() -> list[int]:
+    """Cores that this process may use, in order."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def plan_cores(cores: list[int], learner_threads: int, node_threads: list[int]) -> list[Cores]:
+    """Disjoint cores for the threads of all ranks, then of each node; None each unless all fit on a small machine."""
+    wanted = [learner_threads, *node_threads]
+    if not node_threads or sum(wanted) > len(cores) or len(cores) > SMALL_MACHINE_CORES:
+        return [None] * len(wanted)
+    free = iter(cores)
+    return [frozenset(islice(free, count)) for count in wanted]
 
 
 def list_gpus() -> list[tuple[str, str]]:
@@ -82,12 +99,10 @@ def assign(config: Config, environ: Mapping[str, str] = os.environ, root: Path =
         needed += count
     if needed > len(devices):
         bound = f" in {VISIBLE}={environ[VISIBLE]}" if VISIBLE in environ else ""
-        raise UsageError(
-            f"the job needs {needed} GPUs, found {len(devices)}{bound}; lower learner.world_size "
-            f"({config.learner.world_size}), rollout.nodes ({config.rollout.nodes}) or the GPUs of an engine, "
-            f"rollout.engine.tensor_parallel x pipeline_parallel ({config.rollout.engine.devices}). "
-            "`slipstream rollout --join` starts nodes on other machines"
-        )
+        lower = f"lower learner.world_size ({config.learner.world_size}), rollout.nodes ({config.rollout.nodes})"
+        engine = f"rollout.engine.tensor_parallel x pipeline_parallel ({config.rollout.engine.devices})"
+        lower += f" or the GPUs of an engine, {engine}. `slipstream rollout --join` starts nodes on other machines"
+        raise UsageError(f"the job needs {needed} GPUs, found {len(devices)}{bound}; {lower}")
     return places
 
 

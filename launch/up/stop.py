@@ -1,6 +1,8 @@
 """slipstream stop RUN|ADDRESS: every role of a job leaves, as on SIGTERM; the same commands continue the job.
 
 The request is repeated until no role is left. So a broker that is killed and started again, or that stood by, gets it.
+
+slipstream resume RUN: a job that a watch rule paused or stopped may continue; docs/watch.md.
 """
 
 import argparse
@@ -9,8 +11,10 @@ import time
 from broker.contract import BrokerStatus
 from common.errors import SlipstreamError, UsageError
 from common.process.lock_file import is_locked
+from common.process.run_dir import write_json
+from launch.observe.metrics_tail import MetricsTail
 from launch.observe.observation import ask
-from launch.resolve_target import Target, find_target, joined_config
+from launch.resolve_target import Target, find_run, find_target, joined_config
 
 ASK_EVERY_S = 0.3
 TAKEOVER_S = 15.0  # a standby broker leads within this time
@@ -44,3 +48,17 @@ def over(job: Target, last: BrokerStatus | None, silent_s: float) -> bool:
         return not job.broker()[0]
     alone = len(joined_config(last.run.config, last.address, ()).broker.addresses) == 1
     return not last.present and (alone or silent_s > TAKEOVER_S)
+
+
+def resume(args: argparse.Namespace) -> int:
+    """Say up to which step and evaluation rules have been answered. A paused learner looks about once a second."""
+    run = find_run(args.run)
+    tail = MetricsTail.of(run)
+    newest = {"step": tail.last, "evaluation": tail.evaluations[-1] if tail.evaluations else {}}
+    answered = {kind: line["step"] for kind, line in newest.items() if "step" in line}
+    if not answered:
+        raise UsageError(f"{run.path} has trained no step: no rule can have acted")
+    write_json(run.resume_json, answered)
+    upto = ", ".join(f"{kind} {number}" for kind, number in answered.items())
+    print(f"rules that acted up to {upto} no longer pause or stop {run.path}; start the job if it has ended")
+    return 0

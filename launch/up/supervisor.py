@@ -19,7 +19,7 @@ import psutil
 from common.errors import EXIT_HOPELESS, EXIT_USAGE, EXITS_FOR_GOOD, HopelessError, SlipstreamError, UsageError
 from common.process.lifecycle import SUPERVISOR_ENV
 from common.process.logs import last_lines
-from launch.up.core_pinning import Cores
+from launch.up.devices import Cores
 
 SCAN_EVERY_S = 1.0
 LOG_LINES_SHOWN = 15

@@ -26,8 +26,7 @@ from launch.observe.metrics_tail import LATEST, MetricsTail, mean
 from launch.observe.observation import observe
 from launch.resolve_target import Target, load_job, need_broker_library
 from launch.sinks.process import TOLD_S, check_packages
-from launch.up.core_pinning import available_cores, plan_cores
-from launch.up.devices import Place, assign, table
+from launch.up.devices import Place, assign, available_cores, plan_cores, table
 from launch.up.roles import role_command, thread_environment
 from launch.up.supervisor import Role, RoleSpec, Supervisor, describe_exit, end_error
 from learner.loop.run_files import read_record

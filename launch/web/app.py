@@ -34,11 +34,8 @@ class Hub:
     @contextlib.asynccontextmanager
     async def running(self, _: Starlette) -> AsyncIterator[None]:
         """Read until the server ends."""
-        loops = [
-            asyncio.create_task(self._repeat(work, pause_s))
-            for view in self.views
-            for work, pause_s in ((view.read, READ_S), (view.observe, OBSERVE_S))
-        ]
+        works = [pair for view in self.views for pair in ((view.read, READ_S), (view.observe, OBSERVE_S))]
+        loops = [asyncio.create_task(self._repeat(work, pause_s)) for work, pause_s in works]
         yield
         for loop in loops:
             loop.cancel()
@@ -95,12 +92,8 @@ def make_app(views: Sequence[RunView], token: str | None) -> Starlette:
             return JSONResponse({"refused": str(error)}, 404 if isinstance(error, SlipstreamError) else 400)
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
-    routes = [
-        Route("/", page),
-        Mount("/static", StaticFiles(directory=FOLDER)),
-        Route("/api/events", events),
-        Route("/api/runs/{run}/{name}", table),
-    ]
+    static = Mount("/static", StaticFiles(directory=FOLDER))
+    routes = [Route("/", page), static, Route("/api/events", events), Route("/api/runs/{run}/{name}", table)]
     return Starlette(routes=routes, middleware=[Middleware(Guard, token=token)], lifespan=hub.running)
 
 
@@ -109,7 +102,6 @@ def plain(view: RunView) -> str:
     state = view.state
     rows = {"steps": f"{state.get('steps', 0)} of {state.get('wanted')}", **state.get("figures", {})}
     rows |= {"watch rules": "; ".join((state.get("learner") or {}).get("alarms", []))}
-    rows |= {"who waits": "; ".join(stall["text"] for stall in state.get("stalls", []))}
-    rows |= {"note": state.get("note", "")}
+    rows |= {"who waits": "; ".join(stall["text"] for stall in state.get("stalls", [])), "note": state.get("note", "")}
     cells = "".join(f"<tr><th scope=row>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in rows.items() if v)
     return f"<table><caption>{escape(state['name'])}</caption>{cells}</table>"

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.observe.line_tail import LineTail
-from launch.observe.metrics_tail import MetricsTail
+from launch.observe.metrics_tail import LineTail, MetricsTail
 
 BUCKETS = 1024  # At most; when a run has more steps, two of them become one.
 RECENT, EVALUATIONS = 64, 1000

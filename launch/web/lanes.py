@@ -5,8 +5,7 @@ from collections import defaultdict, deque
 from typing import Any, NamedTuple
 
 from common.process.run_dir import RunDir
-from launch.observe.line_tail import LineTail
-from launch.observe.trace_files import read_batches
+from launch.observe.metrics_tail import LineTail, read_batches
 
 PIECES = 256  # kept of a process
 DEATHS = {"node_lost": "node", "leave": "node", "role_crashed": "role", "role_gave_up": "role", "role_killed": "role"}

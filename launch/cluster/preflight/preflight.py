@@ -86,10 +86,9 @@ def meeting_address(word: str, machines: int) -> str:
     host, port = split_address(address)
     if not host or is_wildcard(host) or (machines > 1 and (not port or is_loopback(host))):
         found = word if word == address else f"{word}, here {address}"
-        raise UsageError(
-            f"broker.address: expected tcp://HOST:PORT that all of {machines} machines can connect to, found {found}; "
-            "change it, or meet elsewhere with --meet tcp://HOST:PORT"
-        )
+        expected = f"tcp://HOST:PORT that all of {machines} machines can connect to"
+        hint = "change it, or meet elsewhere with --meet tcp://HOST:PORT"
+        raise UsageError(f"broker.address: expected {expected}, found {found}; {hint}")
     return address
 
 

@@ -13,7 +13,6 @@ from common.errors import SlipstreamError
 from launch.cluster.preflight.exchange import Exchange
 from launch.cluster.preflight.facts import Facts
 from launch.cluster.preflight.links import Link, measure
-from launch.cluster.rendezvous import Store
 
 LINK_S, LINKS_S, CANARY_S, SEEN_S, IMPORT_S, REDUCE_S = 8.0, 35.0, 8.0, 5.0, 35.0, 15.0
 BULK_S = (0.1, 0.4)  # bulk data of one link: with many machines, and with few
@@ -92,7 +91,7 @@ def _all_reduce(name: str, ranks: dict[str, Facts], exchange: Exchange) -> dict[
     first, store, result = next(iter(ranks)), None, ""
     if name in ranks:
         ranks[name].interface.use()
-        store = Store(ranks[name].interface.address) if name == first else None
+        store = ranks[name].interface.listen() if name == first else None
     port = exchange(store.port if store is not None else 0, int, IMPORT_S).get(first, 0)
     if name in ranks and not ranks.keys() & exchange.lost.keys():
         try:

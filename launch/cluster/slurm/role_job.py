@@ -90,8 +90,11 @@ class RoleJob:
     def _argv(self) -> list[str]:
         """The command with its addresses, once the broker answers. Raises HopelessError or UsageError without them."""
         text, deadline = "\0".join(self._command), time.monotonic() + BROKER_WAIT_S
-        if "{host}" in text:
-            text = text.replace("{host}", own_address())
+        if "{host}" in text:  # the interface that routes to the host where the run was submitted
+            host = os.environ["SLURM_SUBMIT_HOST"]
+            if is_loopback(own := routed(host).address):
+                raise UsageError(f"{host} has address {own} here; set broker.address and weights.address in the config")
+            text = text.replace("{host}", own)
         while "{broker}" in text and not self.flag.is_set:
             if time.monotonic() > deadline:
                 raise HopelessError(f"no broker of {self.run_dir.path} answered within {BROKER_WAIT_S:g} s")
@@ -133,18 +136,6 @@ class RoleJob:
         if self.role != "fleet" or (code != EXIT_DONE and not others):
             say(f"{self.role}: {'cancelled' if fate == CANCELLED else 'over'}; the run's other jobs end")
             end_run(self.run_dir, say, 0.0 if fate == CANCELLED else DRAIN_S)
-
-
-def own_address() -> str:
-    """The address of the interface that routes to the host where the run was submitted.
-
-    Raises UsageError when there is none, or when it is a loopback interface.
-    """
-    host = os.environ["SLURM_SUBMIT_HOST"]
-    address = routed(host).address
-    if is_loopback(address):
-        raise UsageError(f"{host} has address {address} here; set broker.address and weights.address in the config")
-    return address
 
 
 def say(text: str) -> None:

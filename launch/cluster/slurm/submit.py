@@ -144,15 +144,11 @@ def _script(config: Config, run: RunDir, role: str, options: Options) -> str:
     given = [(name, value) for name, value in options.items() if value != ""]
     own = ROOT / f".venv-{'rollout' if role == 'fleet' else 'learner'}" / "bin" / "python"
     python = shlex.quote(str(own) if own.exists() else sys.executable)
-    return SCRIPT.format(
-        role=role,
-        name=options["job-name"],
-        options="\n".join(f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in given),
-        path=shlex.quote(os.environ.get("PYTHONPATH", "")),
-        python=python,
-        run=shlex.quote(str(run.path)),
-        command=_command(config, role, f"{python} -m launch.cli {{}} {shlex.quote(str(run.config))}"),
-    )
+    lines = "\n".join(f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in given)
+    words = {"path": shlex.quote(os.environ.get("PYTHONPATH", "")), "run": shlex.quote(str(run.path))}
+    command = _command(config, role, f"{python} -m launch.cli {{}} {shlex.quote(str(run.config))}")
+    words |= {"name": options["job-name"], "role": role, "python": python}
+    return SCRIPT.format(**words, options=lines, command=command)
 
 
 def _options(config: Config, run: RunDir, role: str) -> Options:
@@ -165,16 +161,10 @@ def _options(config: Config, run: RunDir, role: str) -> Options:
         "fleet": {"nodes": 1, "cpus-per-task": rollout.threads + 1, "gpus-per-node": rollout.engine.devices},
     }
     log = f"{str(run.logs).replace('%', '%%')}/slurm-{role}-{'%A_%a' if role == 'fleet' else '%j'}.log"
-    return {
-        "job-name": re.sub(r"[^\w.-]+", "-", f"{config.run.name}-{role}"),
-        "ntasks-per-node": "1",
-        **{name: str(value) for name, value in sizes[role].items()},
-        "requeue": None,
-        "signal": "B:TERM@60",
-        "chdir": os.getcwd(),
-        "output": log,
-        "open-mode": "append",
-    }
+    name = re.sub(r"[^\w.-]+", "-", f"{config.run.name}-{role}")
+    size = {"ntasks-per-node": "1"} | {key: str(value) for key, value in sizes[role].items()}
+    how = {"requeue": None, "signal": "B:TERM@60", "chdir": os.getcwd(), "output": log, "open-mode": "append"}
+    return {"job-name": name, **size, **how}
 
 
 def _command(config: Config, role: str, slipstream: str) -> str:

@@ -14,7 +14,7 @@ from common.config.schema import TelemetryConfig
 from common.process.run_dir import RunDir
 from common.span_buffer import BATCH_BYTES
 from common.spans import Span, SpanBatch
-from launch.observe.trace_files import read_batches
+from launch.observe.metrics_tail import read_batches
 from tests.broker_rig import job, learner_report, new_state, node_report, run_info
 from tests.unit.broker.conftest import Running
 from tests.waiting import LIMIT_S

@@ -13,7 +13,7 @@ from common.segments import MOST_WAITING, SegmentWriter, segments
 from common.span_buffer import SpanBuffer
 from common.span_file import SpanFile
 from common.spans import Span, SpanBatch
-from launch.observe.trace_files import read_batches
+from launch.observe.metrics_tail import read_batches
 from tests.waiting import LIMIT_S, until
 
 

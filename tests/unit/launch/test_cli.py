@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from common.errors import EXIT_USAGE
-from launch.cli import HANDLERS, main, parse
+from launch.cli import COMMANDS, main, parse
 from tests.launch_rig import HEAVY, imported_by, refusal, run_cli
 from tests.redis_server import free_port
 from tests.waiting import LIMIT_S
@@ -137,7 +137,7 @@ def test_help_names_every_command(capsys):
         main(["--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    assert [command for command in HANDLERS if f"\n    {command}" not in out] == []
+    assert [command for command in COMMANDS if f"\n    {command}" not in out] == []
 
 
 @pytest.mark.parametrize(

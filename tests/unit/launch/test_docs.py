@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from common.config.loading import key_paths
-from common.config.schema import Config
-from launch.cli import HANDLERS
-from launch.dev.docs_reference import DOCS, config_page, metrics_page
+from common.config.schema import Config, SftLearnerConfig
+from launch.cli import COMMANDS
+from launch.dev.docs_reference import DOCS, config_page, filled, metrics_page
 
 ROOT = Path(__file__).resolve().parents[3]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "configs/README.md")
@@ -27,7 +27,7 @@ def test_every_link_file_and_command_that_a_page_names_is_there(page: Path) -> N
     scripts = re.findall(r"python (bench/\w+\.py)", text)
     assert [name for name in scripts if not (ROOT / name).exists()] == []
     named = re.findall(r"`slipstream (\w+)|^\s*slipstream (\w+)", text, re.MULTILINE)
-    assert {a or b for a, b in named} - set(HANDLERS) == set()
+    assert {a or b for a, b in named} - set(COMMANDS) == set()
 
 
 def test_the_index_has_every_page_and_the_pages_of_commands_and_configs_every_one() -> None:
@@ -36,7 +36,7 @@ def test_the_index_has_every_page_and_the_pages_of_commands_and_configs_every_on
     assert {page for page in pages if f"({page})" not in index} == {"README.md"}
     lines = (ROOT / "docs" / "commands.md").read_text().splitlines()
     table = "".join(line for line in lines if line.startswith("| `slipstream"))
-    assert [name for name in HANDLERS if not re.search(rf"\b{name}\b", table)] == []
+    assert [name for name in COMMANDS if not re.search(rf"\b{name}\b", table)] == []
     text = (ROOT / "configs" / "README.md").read_text()
     assert [path.stem for path in (ROOT / "configs").glob("*.yaml") if f"`{path.stem}`" not in text] == []
 
@@ -65,3 +65,11 @@ def test_the_pages_of_keys_and_metrics_are_what_the_code_declares() -> None:
     advice = "run python -m launch.dev.docs_reference"
     assert (DOCS / "config.md").read_text() == config_page(), advice
     assert (DOCS / "metrics.md").read_text() == metrics_page(), advice
+    every = SftLearnerConfig().checkpoint
+    closing = f"\nIts checkpoints have the defaults `every: {every.every}` and `keep: {every.keep}`.\n"
+    assert closing in (DOCS / "config.md").read_text()
+
+
+def test_a_section_without_a_heading_in_its_page_is_noticed() -> None:
+    with pytest.raises(ValueError, match="no heading 'new' with a table"):
+        filled(DOCS / "config.md", "key | means", {"new": []})

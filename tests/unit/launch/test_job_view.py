@@ -13,8 +13,7 @@ from common.process.run_dir import RunDir, write_json
 from launch.cli import main
 from launch.observe import stall_text, waste_view
 from launch.observe.job_view import BAR_WIDTH, plain_line, render_live, render_status, sparkline
-from launch.observe.line_tail import READ_BYTES
-from launch.observe.metrics_tail import MetricsTail, mean
+from launch.observe.metrics_tail import READ_BYTES, MetricsTail, mean
 from launch.observe.observation import Observation, as_json, observe
 from launch.observe.stall_text import duration
 from launch.resolve_target import Target

@@ -15,8 +15,7 @@ from broker.messaging.client_methods import LearnerBroker
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.process.run_dir import RunDir
 from launch.cluster import learner_machine as module
-from launch.cluster.learner_machine import ANSWER_S, REPORT_S, Launcher
-from launch.cluster.shared_folder import SharedFolder
+from launch.cluster.learner_machine import ANSWER_S, REPORT_S, Launcher, SharedFolder
 from tests.broker_rig import job
 
 TRAIN = Assembly(1, [Member("m1", "h1", "a", "a:1")], active=True)

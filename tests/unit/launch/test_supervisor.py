@@ -9,7 +9,7 @@ import pytest
 
 from common.process.lifecycle import alive
 from launch.up import supervisor as module
-from launch.up.core_pinning import plan_cores
+from launch.up.devices import plan_cores
 from launch.up.supervisor import RoleSpec, Supervisor, describe_exit
 from tests.waiting import until
 

@@ -11,7 +11,7 @@ import pytest
 from common.process.run_dir import RunDir
 from common.spans import Span, SpanBatch
 from launch.cli import main
-from launch.observe.trace_files import read_batches
+from launch.observe.metrics_tail import read_batches
 from launch.results.trace import Trace
 from tests.chrome_trace import ChromeTrace
 from tests.launch_rig import refusal
