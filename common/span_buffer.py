@@ -51,15 +51,13 @@ class SpanBuffer:
         """Unix seconds of this process's own clock."""
         return self._base + time.monotonic()
 
-    def add(
-        self, name: str, kind: str, began: float, ended: float | None = None, track: str = "", **args: Value
-    ) -> None:
-        """Record a span; `began` and `ended` (None: now) are seconds of time.monotonic, or of perf_counter on Linux."""
+    def add(self, name: str, kind: str, began: float, end: float | None = None, track: str = "", **args: Value) -> None:
+        """Record a span; `began` and `end` (None: now) are seconds of time.monotonic, or of perf_counter on Linux."""
         if not self._recording:
             return
         start = self._base + began  # no rounding: what ends when another begins must not overlap it
-        end = self._base + (time.monotonic() if ended is None else ended)
-        span = Span(name, kind, start, max(0.0, end - start), track, args)
+        duration_s = self._base + (time.monotonic() if end is None else end) - start
+        span = Span(name, kind, start, max(0.0, duration_s), track, args)
         waiting = self._details if kind in DETAILS else self._others
         with self._lock:
             self._dropped += len(waiting) == MOST_SPANS

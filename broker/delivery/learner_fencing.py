@@ -33,12 +33,8 @@ class LearnerRecord:
     def check_report(self, report: LearnerReport, now: float) -> None:
         """Raise BrokerError for the report of a learner that was replaced, or that would replace a living one."""
         current = self.report
-        if (
-            current is None
-            or report.incarnation != current.incarnation
-            or report.instance in self.replaced
-            or not self._is_other(report.instance)
-        ):
+        newcomer = report.instance not in self.replaced and self._is_other(report.instance)
+        if current is None or report.incarnation != current.incarnation or not newcomer:
             self.check(report.incarnation, report.instance)
         elif current.state not in LEARNER_ENDED and (silent_s := self.silent_s(now)) <= LOST_AFTER_S:
             raise BrokerError(

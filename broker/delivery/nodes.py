@@ -170,9 +170,8 @@ def same_process(a: NodeReport, b: NodeReport) -> bool:
 def add_waste(counts: dict[str, Waste], reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
     """Count what nodes report under `reason`, clipped to the limits of the wire, so that a status always decodes."""
     before = counts.get(reason, Waste())
-    counts[reason] = Waste(
-        min(before.tokens + max(0, tokens), TALLY_MAX), min(before.seconds + max(0.0, seconds), SECONDS_MAX)
-    )
+    tokens, seconds = before.tokens + max(0, tokens), before.seconds + max(0.0, seconds)
+    counts[reason] = Waste(min(tokens, TALLY_MAX), min(seconds, SECONDS_MAX))
 
 
 def merged_waste(parts: Iterable[Mapping[str, Waste]]) -> dict[str, Waste]:

@@ -119,8 +119,7 @@ class Captured(Compaction):
         self.seq, self.rewritten = seq, rewritten
         tasks = state.tasks
         self._tasks = [
-            (SavedTask(**{name: getattr(entry, name) for name in _SURVIVING}), entry.stored)
-            for entry in tasks.living.values()
+            (SavedTask(**{name: getattr(e, name) for name in _SURVIVING}), e.stored) for e in tasks.living.values()
         ]
         self._retained = {step: list(entries) for step, entries in tasks.retained.items()}
         self._finished = [tasks.history.get(serial) for serial in tasks.finished]

@@ -76,10 +76,9 @@ class Connection:
         Raises BrokerUnreachable, or BrokerError when the broker refuses the request or the payload is too large, or
         UsageError when it refuses the credential.
         """
-        if payload is not None and len(payload) > self._max_message_bytes:
-            raise BrokerError(
-                f"a group of {len(payload)} bytes exceeds broker.max_message_bytes ({self._max_message_bytes})"
-            )
+        most = self._max_message_bytes
+        if payload is not None and len(payload) > most:
+            raise BrokerError(f"a group of {len(payload)} bytes exceeds broker.max_message_bytes ({most})")
         frames = [wire.encode(request)] if payload is None else [wire.encode(request), payload]
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         try:

@@ -76,8 +76,7 @@ class Handlers:
                 served[key] = (lease, reply)
             elif node is not None and not in_pool:
                 refused_version = max(refused_version, node.version)
-                progress = self._state.evaluation.progress
-                if refused_version >= self._state.newest_version and not (progress and progress.pending):
+                if refused_version >= self._state.newest_version and not self._state.evaluation.pending:
                     break
         for key in served:
             self.parked.drop(key)
@@ -127,7 +126,7 @@ class Handlers:
     def undo(self, reply: wire.Reply) -> None:
         """Take back the leases of a reply that never arrived."""
         for lease in _all_of(Lease, reply):
-            entry = self._state.tasks.leased.get(lease.token) or self._state.evaluation.leased.get(lease.token)
+            entry = self._state.lease_of(lease.token)
             if entry is not None:
                 self._state.release(entry.node, [lease.token])
 

@@ -136,9 +136,8 @@ class Node:
     async def _lease(self, count: int) -> list[Lease]:
         """Ask the broker; a new policy version or a drain withdraws the question."""
         parts = self._parts
-        question = asyncio.ensure_future(
-            parts.broker.lease(parts.status.node_id, parts.feed.state.version, count, LEASE_WAIT_S)
-        )
+        asked = parts.broker.lease(parts.status.node_id, parts.feed.state.version, count, LEASE_WAIT_S)
+        question = asyncio.ensure_future(asked)
         interrupted = asyncio.ensure_future(self._interrupt.wait())
         try:
             await asyncio.wait({question, interrupted}, return_when=asyncio.FIRST_COMPLETED)

@@ -67,17 +67,15 @@ class FileStore(Store):
         torn = ""
         for number in reversed(_segments(self.path)):
             path = self._segment(number)
-            found = scan(_mapped(path), self.info.seed)
+            found, byte = scan(_mapped(path), self.info.seed), f"{path}: byte"
             if found.damaged:
-                raise StoreCorrupt(f"{path}: byte {found.end}", found.torn)
+                raise StoreCorrupt(f"{byte} {found.end}", found.torn)
             if not found.frames:
-                torn = torn or f"{path}: byte 0: {found.torn or 'empty'}"
+                torn = torn or f"{byte} 0: {found.torn or 'empty'}"
                 continue
             if found.torn:
-                torn = f"{path}: byte {found.end}: {found.torn}"
-            records = [
-                StoredRecord(f.seq, f.body, _location(number, f), f"{path}: byte {f.offset}") for f in found.frames
-            ]
+                torn = f"{byte} {found.end}: {found.torn}"
+            records = [StoredRecord(f.seq, f.body, _location(number, f), f"{byte} {f.offset}") for f in found.frames]
             return Loaded(records, torn)
         return Loaded([], torn)
 
