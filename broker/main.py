@@ -154,10 +154,9 @@ def refuse_second_broker(run_dir: Path, credentials: str | None = None) -> None:
         with connect(access) as client:
             status = client.status()
     except (UsageError, BrokerError) as error:  # a broker is there and has refused
-        raise UsageError(
-            f"run.dir: {run_dir} already has a broker ({who}), which does not talk to this one: {error}. Stop it "
-            f"first, or remove {run_dir / 'broker.json'} if that process is not a broker"
-        ) from error
+        why = f"already has a broker ({who}), which does not talk to this one: {error}"
+        hint = f"Stop it first, or remove {run_dir / 'broker.json'} if that process is not a broker"
+        raise UsageError(f"run.dir: {run_dir} {why}. {hint}") from error
     except BrokerUnreachable:
         logger.warning("broker.json names process %d, which does not answer; taking its place", known.pid)
         return

@@ -9,7 +9,7 @@ import zmq
 
 from broker.messaging.bind_address import bindable
 from common.errors import UsageError
-from common.security.credentials import Credential
+from common.security.credentials import KEY, MAKE, Credential
 from common.security.curve import HANDSHAKE_MS, CurveGate, Handshakes, secure_client
 
 logger = logging.getLogger(__name__)
@@ -101,10 +101,8 @@ def connect_dealer(
             secure_client(dealer, credential, credential.server_public)
         except zmq.ZMQError as error:
             dealer.close()
-            raise UsageError(
-                f"broker.credentials: the credential {credential.name!r} has a damaged key: expected Z85 text "
-                f"of 32 bytes ({error}); `slipstream keys DIR` makes a folder of keys"
-            ) from error
+            damaged = f"the credential {credential.name!r} has a damaged key: expected Z85 text of 32 bytes ({error})"
+            raise UsageError(f"{KEY}: {damaged}; {MAKE}") from error
     handshakes = Handshakes(dealer, f"the broker at {address}", credential)
     try:
         dealer.connect(address)

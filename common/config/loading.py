@@ -100,10 +100,9 @@ def load_resolved(path: Path) -> Config | SftConfig:
     broker = document.get("broker")
     backend = cast("Document", broker).pop("backend", "zeromq") if isinstance(broker, dict) else "zeromq"
     if backend == "redis":
-        raise UsageError(
-            f"{path}: this run was begun with broker.backend: redis, which this release cannot continue. Finish it "
-            "with the release that began it, or start another run.dir with broker.store: redis"
-        )
+        why = "this run was begun with broker.backend: redis, which this release cannot continue"
+        hint = "Finish it with the release that began it, or start another run.dir with broker.store: redis"
+        raise UsageError(f"{path}: {why}. {hint}")
     tasks = document.get("tasks")
     held_out = cast("Document", tasks).pop("eval_dataset", None) if isinstance(tasks, dict) else None
     if held_out is not None:  # the run was begun by an earlier release
