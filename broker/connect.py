@@ -6,7 +6,7 @@ import msgspec
 
 from broker.contract import BrokerStatus
 from broker.messaging.client_methods import LearnerBroker, NodeBroker
-from common.config.redis_address import is_redis
+from common.config.network_checks import is_redis
 from common.errors import BrokerUnreachable, UsageError
 from common.security.credentials import Role, curve_credentials, load_credential
 

@@ -12,11 +12,10 @@ from typing import Any
 from broker.connect import Access, connect
 from broker.contract import RunInfo
 from broker.diagnosis.broker_signs import BrokerSigns
-from broker.journal.failed_transcripts import failed_transcripts
 from broker.journal.recovery import open_memory
 from broker.journal.redis_store.keys import Leader
 from broker.journal.redis_store.leading import Leading
-from broker.journal.run_folder import RunFolder
+from broker.journal.run_folder import RunFolder, failed_transcripts
 from broker.journal.store import StoreFenced, StoreUnavailable
 from broker.messaging.bind_address import candidates
 from broker.server.server import BrokerServer
@@ -28,8 +27,7 @@ from common.process.lifecycle import raise_open_files
 from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
 from common.security.credentials import curve_credentials
-from common.span_buffer import SPANS
-from common.span_file import SpanFile
+from common.span_buffer import SPANS, SpanFile
 
 logger = logging.getLogger(__name__)
 

@@ -50,7 +50,7 @@ class OwnStatus:
         self, weights: WeightsState, counters: EngineCounters, leases: list[str], evaluation_tokens: int = 0
     ) -> None:
         """Current figures of engine, weights and leases; tokens sampled for held-out problems so far."""
-        generated = counters.tokens_generated  # of the same moment as `evaluation_tokens`: their difference never falls
+        generated = counters.tokens_generated  # both are of one moment, so their difference never falls
         evaluated = generated if self.pool else min(generated, evaluation_tokens)
         with self._lock:
             self._leases = leases
