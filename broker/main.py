@@ -112,8 +112,7 @@ def lead(
                 signs.tick(memory.state.status)
 
         limit, keys = config.broker.max_message_bytes, curve_credentials(config.broker.credentials)
-        quarantine = files.path / QUARANTINE
-        server = BrokerServer(memory.state, addresses, limit, tick, keys, quarantine, memory.journal)
+        server = BrokerServer(memory.state, addresses, limit, tick, keys, files.path / QUARANTINE, memory.journal)
         try:
             files.begin(memory, server.address)
         except BaseException:

@@ -55,8 +55,7 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
 
     def token_versions(self) -> np.ndarray:
         """[T] int64 policy version of every token; tokens before the first run get that run's version."""
-        n = len(self.tokens.data) // 4
-        out = np.zeros(n, dtype=np.int64)
+        out = np.zeros(len(self.tokens.data) // 4, dtype=np.int64)
         for i, run in enumerate(self.version_runs):
             out[(0 if i == 0 else run.start) :] = run.version
         return out
@@ -110,8 +109,7 @@ def _wrong(sample: Sample) -> str:
     previous = -1
     for run in sample.version_runs:
         if not previous < run.start < end:
-            starts = [run.start for run in sample.version_runs]
-            return f"version runs {starts} are not increasing within {n} tokens"
+            return f"version runs {[run.start for run in sample.version_runs]} are not increasing within {n} tokens"
         previous = run.start
     unversioned = sample.version_runs[0].start if sample.version_runs else n
     if mask.dtype == "uint8":

@@ -36,14 +36,12 @@ def refusal(state: DeliveryState, sender: Identity | None, request: wire.AnyRequ
     if sender is None:
         return "this key was revoked"
     if not isinstance(request, PERMITTED[sender.role]):
-        kind = type(request).__name__
-        return f"credential {sender.name!r} has the role {sender.role}, which may not send {kind}"
+        return f"credential {sender.name!r} has the role {sender.role}, which may not send {type(request).__name__}"
     node_id = request.node if isinstance(request, wire.NodeRequest) else None
     owner = state.owners.get(node_id or "")
     if node_id is None or owner == sender.public:
         return ""
-    joins = isinstance(request, wire.NodeReportRequest)
-    if owner is None or (joins and not state.fleet.alive(node_id)):
+    if owner is None or (isinstance(request, wire.NodeReportRequest) and not state.fleet.alive(node_id)):
         state.own(node_id, sender.public)
         return ""
     return f"node id {node_id!r} belongs to another credential; every node needs an id of its own"
@@ -57,11 +55,7 @@ class Gate:
     """
 
     def __init__(
-        self,
-        context: "zmq.Context[Any]",
-        state: DeliveryState,
-        credentials: str | None = None,
-        quarantine: Path | None = None,
+        self, context: zmq.Context[Any], state: DeliveryState, credentials: str | None, quarantine: Path | None
     ) -> None:
         self.refusals = Refusals(state, quarantine)
         self.curve: CurveGate | None = None

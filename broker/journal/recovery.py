@@ -139,8 +139,7 @@ def _former_events(path: Path) -> list[BrokerEvent]:
     if not path.exists():
         return []
     with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - EVENT_TAIL_BYTES))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - EVENT_TAIL_BYTES))
         found = list(lines_of(file.read(), BrokerEvent))  # the first may be cut, others are the supervisor's
     ordered = {event.index: event for event in found}
     return [ordered[index] for index in sorted(ordered)][-RING_EVENTS:]

@@ -161,8 +161,7 @@ class Connection:
         if not call.connected and (suspicion := socket.handshakes.suspicion()):
             return UsageError(suspicion)
         why = "is connected but does not answer" if call.connected else "cannot be connected to; is it running?"
-        where = ",".join(self._addresses)
-        return BrokerUnreachable(f"the broker at {where} {why} (waited {call.limit_s:.0f} s)")
+        return BrokerUnreachable(f"the broker at {','.join(self._addresses)} {why} (waited {call.limit_s:.0f} s)")
 
     def _was_closed(self) -> BrokerUnreachable:
         return BrokerUnreachable(f"the connection to the broker at {self.address} was closed")

@@ -36,8 +36,7 @@ class Handlers:
             return wire.Refused(id=request.id, reason=str(error)), []
         if value is NOT_YET:
             assert isinstance(request, wire.AskLease | wire.Take)
-            deadline = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
-            return None, self.parked.park(client, request, deadline)
+            return None, self.parked.park(client, request, time.monotonic() + min(request.wait_s, MAX_WAIT_S))
         displaced: list[AnyParked] = []
         if isinstance(request, wire.AskLease | wire.Take):
             self.parked.drop((client, request.id))  # a repetition that was answered at once

@@ -140,10 +140,8 @@ def weights_address_problems(config: Config) -> Iterator[Problem]:
         return
     hint = "a learner of several machines sends its weights over the network; " if several else ""
     if trusted:
-        hint += (
-            "the control socket needs keys on a trusted network, too: only the data of gloo and nccl is in the clear"
-        )
-        yield Problem("broker.credentials", "a folder of `slipstream keys DIR`", hint=hint)
+        why = "the control socket needs keys on a trusted network, too: only the data of gloo and nccl is in the clear"
+        yield Problem("broker.credentials", "a folder of `slipstream keys DIR`", hint=hint + why)
         return
     hint += f"{COLLECTIVES_ARE_OPEN}; the keys of `slipstream keys DIR` are needed for both as broker.credentials"
     if loopback:

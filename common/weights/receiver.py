@@ -294,8 +294,7 @@ class Receiver:
 
     def _apply(self, transfer: _Transfer, payload: torch.Tensor, flat: torch.Tensor) -> None:
         """Change the base in `flat` into the version; over the relay every source has a delta of its own."""
-        parts = transfer.publish.parts
-        streams = [payload[part.start : part.start + part.size] for part in parts] or [payload]
+        streams = [payload[part.start : part.start + part.size] for part in transfer.publish.parts] or [payload]
         for stream, where in zip(streams, transfer.layout.parts, strict=True):
             delta.apply(stream, flat[where], delta.BUCKET_BYTES)
 

@@ -80,7 +80,6 @@ class Node:
         self._wake()
 
     def on_heartbeat(self, reply: HeartbeatReply) -> None:
-        """React to the broker's answer."""
         if reply.stop:
             self.request_drain("slipstream stop")
         if not self._working:
@@ -205,9 +204,8 @@ class Node:
         parts.status.measure(weights, parts.counters(), self._groups.tokens, self._groups.evaluation_tokens)
         parts.status.work(episodes, oldest, parts.runner.slots.limit)
         if self._drain_reason is None:
-            leased, run = self._leased_before, self._run_info
-            told = explain(weights, self._learner, episodes, starting, leased, run, parts.status.pool)
-            parts.status.show(*told)
+            about = self._leased_before, self._run_info, parts.status.pool
+            parts.status.show(*explain(weights, self._learner, episodes, starting, *about))
         parts.status.turned()
 
     def _adjust(self, now: float) -> None:
