@@ -26,9 +26,8 @@ class LearnerRecord:
             by = "another process of the same incarnation"
         else:
             return
-        raise BrokerError(
-            f"learner incarnation {incarnation} was replaced by {by} (pid {current.pid}); this process must stop"
-        )
+        replaced = f"learner incarnation {incarnation} was replaced by {by} (pid {current.pid})"
+        raise BrokerError(f"{replaced}; this process must stop")
 
     def check_report(self, report: LearnerReport, now: float) -> None:
         """Raise BrokerError for the report of a learner that was replaced, or that would replace a living one."""

@@ -184,5 +184,4 @@ def merged_waste(parts: Iterable[Mapping[str, Waste]]) -> dict[str, Waste]:
 
 
 def wasted_tokens(counts: Mapping[str, Waste]) -> int:
-    """Tokens over all reasons."""
     return sum(waste.tokens for waste in counts.values())

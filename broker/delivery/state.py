@@ -54,7 +54,6 @@ class DeliveryState(Taking, Leasing):
         return self.evaluation.complete(node_id, token, result)
 
     def ledger(self) -> list[LedgerEntry]:
-        """Every task ever offered, ascending by serial."""
         return self.tasks.ledger()
 
     def events(self, after: int) -> list[BrokerEvent]:

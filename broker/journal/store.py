@@ -94,7 +94,6 @@ class Store(ABC):
     idle_s: float | None = None  # how often `idle` has to be called; None: never
 
     def listens_at(self, address: str) -> None:
-        """Remember where the broker listens."""
         self.address = address
 
     @abstractmethod

@@ -52,7 +52,6 @@ class Calls:
         self._wake_at(when)
 
     def close(self) -> None:
-        """No more reminders."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -100,7 +100,6 @@ def parse_redis(address: str) -> RedisAddress:
 
 
 def broker_problems(config: Config) -> Iterator[Problem]:
-    """Problems in the keys of the broker."""
     broker = config.broker
     yield from _broker_address(config)
     yield from _broker_store(config)

@@ -221,7 +221,6 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
 
     @property
     def devices(self) -> int:
-        """Devices of one engine."""
         return self.tensor_parallel * self.pipeline_parallel
 
 

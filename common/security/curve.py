@@ -110,7 +110,6 @@ class Gate:
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def close(self) -> None:
-        """End the thread."""
         self._authenticator.stop()
 
 

@@ -40,7 +40,6 @@ class Group(Protocol):
 
     def close(self) -> None:
         """Give up at once; any thread may call it, also while another one waits."""
-        ...
 
 
 GroupFactory = Callable[[Epoch, "Meeting"], Group]

@@ -55,7 +55,7 @@ def encode(old: torch.Tensor, new: torch.Tensor, bucket_bytes: int, threads: int
     step = _bucket_words(bucket_bytes)
     buckets = [slice(at, at + step) for at in range(0, len(after), step)]
     with ThreadPoolExecutor(threads, "encode-weights") as pool:
-        records = pool.map(lambda bucket: _encode_bucket(before[bucket], after[bucket]), buckets)
+        records = pool.map(_encode_bucket, [before[one] for one in buckets], [after[one] for one in buckets])
         stream = bytearray(b"".join(part for parts in records for part in parts))
     return torch.frombuffer(stream, dtype=torch.uint8) if stream else torch.zeros(0, dtype=torch.uint8)
 

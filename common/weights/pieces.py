@@ -117,7 +117,11 @@ def new_part(payload: torch.Tensor, start: int, size: int, piece: int, origin: s
     part = Part(secrets.token_hex(16), origin, start, size, piece, b"", key)
     shipment = Shipment(part, payload)
     with ThreadPoolExecutor(THREADS, "seal-weights") as pool:
-        digests = pool.map(lambda number: digest(shipment.sealed(number), secured), range(shipment.count))
+
+        def digest_of(number: int) -> bytes:
+            return digest(shipment.sealed(number), secured)
+
+        digests = pool.map(digest_of, range(shipment.count))
         return Part(part.name, origin, start, size, piece, b"".join(digests), key)
 
 

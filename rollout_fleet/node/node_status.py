@@ -46,12 +46,10 @@ class OwnStatus:
                 SPANS.state(state)
             self._report = replace(self._report, state=state, waiting_on=waiting_on)
 
-    def measure(
-        self, weights: WeightsState, counters: EngineCounters, leases: list[str], evaluation_tokens: int = 0
-    ) -> None:
-        """Current figures of engine, weights and leases; tokens sampled for held-out problems so far."""
+    def measure(self, weights: WeightsState, counters: EngineCounters, leases: list[str], evaluated: int = 0) -> None:
+        """Current figures of engine, weights and leases; `evaluated`: tokens sampled for held-out problems so far."""
         generated = counters.tokens_generated  # both are of one moment, so their difference never falls
-        evaluated = generated if self.pool else min(generated, evaluation_tokens)
+        evaluated = generated if self.pool else min(generated, evaluated)
         with self._lock:
             self._leases = leases
             self._report = replace(

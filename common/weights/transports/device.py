@@ -36,11 +36,9 @@ class Communicator(Protocol):
 
     def broadcast(self, buffer: torch.Tensor) -> None:
         """Rank 0's bytes into everyone's device `buffer` [n] uint8; on return the bytes are there."""
-        ...
 
     def abort(self) -> None:
         """Wake blocked calls and release the devices; may itself block."""
-        ...
 
 
 class DeviceGroup:

@@ -107,7 +107,6 @@ class RelayServer:
         self._router.wake()
 
     def close(self) -> None:
-        """Stop at once."""
         self._closing = True
         self._router.wake()
         self._thread.join(5)

@@ -55,7 +55,6 @@ def result_of(found: Any) -> StepResult:
 
 
 def action_of(found: dict[str, Any]) -> Action:
-    """An Action from its JSON."""
     calls = tuple(ToolCall(**call) for call in found["calls"])
     return Action(**{**found, "tokens": tuple(found["tokens"]), "calls": calls})
 
