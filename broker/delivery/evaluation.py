@@ -95,5 +95,4 @@ class EvaluationTable:
         return entry
 
     def tokens_of(self, node_id: str) -> list[str]:
-        """The leases of a node."""
         return [token for token, entry in self.leased.items() if entry.node == node_id]

@@ -57,7 +57,6 @@ class DeliveryState(Taking, Leasing):
         return self.tasks.ledger()
 
     def events(self, after: int) -> list[BrokerEvent]:
-        """Recent events with an index greater than `after`."""
         return self.event_log.after(after)
 
     def stop(self) -> BrokerStatus:

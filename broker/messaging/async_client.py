@@ -101,8 +101,6 @@ class Connection:
         self._calls.by_id[request.id] = call
         self._attempt(call)
 
-    # ---------------------------------------------------------------- leases of cancelled calls
-
     def _abandon(self, request: wire.AskLease, future: "asyncio.Future[Any]") -> None:
         if not future.done() or future.cancelled():
             self._unwanted[request.id] = request
@@ -126,8 +124,6 @@ class Connection:
         task = asyncio.get_running_loop().create_task(run())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-    # ---------------------------------------------------------------- requests on their way
 
     def _attempt(self, call: Call) -> None:
         """Send, and come back here when no answer came in time."""
@@ -165,8 +161,6 @@ class Connection:
 
     def _was_closed(self) -> BrokerUnreachable:
         return BrokerUnreachable(f"the connection to the broker at {self.address} was closed")
-
-    # ---------------------------------------------------------------- the socket
 
     def _connected(self) -> LoopSocket:
         if self._closed:

@@ -58,7 +58,6 @@ class LoopSocket:
         return True
 
     def read(self) -> None:
-        """Deliver what has arrived."""
         self._reading = False
         while not self._socket.closed and cast(int, self._socket.get(_EVENTS)) & _IN:  # cheaper than zmq.Again
             frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)  # large ones are views of ZeroMQ's own memory

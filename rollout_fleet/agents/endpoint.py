@@ -60,7 +60,6 @@ class Endpoint:
         self.base_url = ""
 
     async def open(self, conversation: Conversation) -> Session:
-        """Access for one episode."""
         async with self._starting:
             if self._runner is None:
                 await self._start()

@@ -87,7 +87,6 @@ class OwnStatus:
 
     @property
     def leases(self) -> list[str]:
-        """Tokens to renew."""
         with self._lock:
             return list(self._leases)
 

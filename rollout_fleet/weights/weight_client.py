@@ -282,7 +282,6 @@ class StagingReports:
         self._said: dict[int, tuple[Stall, float]] = {}  # by part: the last report, and when
 
     async def tell(self, status: StagingStatus) -> None:
-        """Report what is new in `status`."""
         new = {key: value for key, value in status.entries.items() if key not in self._entries}
         if new:
             self._entries |= new.keys()

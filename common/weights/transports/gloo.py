@@ -20,12 +20,8 @@ class GlooGroup:
     """ProcessGroupGloo of the epoch's members."""
 
     def __init__(self, epoch: Epoch, meeting: Meeting) -> None:
-        """Meet the others on the interface that leads to the learner; RuntimeError if late (`epoch.timeout_s`)."""
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = datetime.timedelta(seconds=epoch.timeout_s)
-        options._threads = 1
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(*host_and_port(epoch.reach)))]
-        self._group: Any = dist.ProcessGroupGloo(meeting, epoch.rank, epoch.world_size, options)
+        """Meet the other members; raises RuntimeError when not all come within `epoch.timeout_s`."""
+        self._group: Any = process_group(epoch, meeting)
         self._meeting = meeting  # the group's threads may ask it later
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
@@ -40,3 +36,12 @@ class GlooGroup:
         """Drop the group; its destructor takes tens of milliseconds, so a side thread runs it."""
         doomed, self._group = [self._group], None
         threading.Thread(target=doomed.clear, daemon=True, name="drop-gloo-group").start()
+
+
+def process_group(epoch: Epoch, meeting: Meeting) -> Any:
+    """A ProcessGroupGloo of the epoch's members, on the interface that leads to the learner; raises RuntimeError."""
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = datetime.timedelta(seconds=epoch.timeout_s)
+    options._threads = 1
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(*host_and_port(epoch.reach)))]
+    return dist.ProcessGroupGloo(meeting, epoch.rank, epoch.world_size, options)

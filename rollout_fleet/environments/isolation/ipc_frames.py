@@ -17,7 +17,6 @@ CHAR_BYTES = 8  # upper bound for the JSON of one character
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """One frame."""
     body = json.dumps(message, ensure_ascii=False, default=_plain).encode("utf-8", "surrogatepass")
     return len(body).to_bytes(HEAD_BYTES, "little") + body
 
