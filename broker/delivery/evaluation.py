@@ -86,12 +86,11 @@ class EvaluationTable:
         """Take a lease back. A problem that was lost as often as a task may fail counts as failed."""
         entry = self.leased.pop(token)
         entry.failures += 1
+        serial, n = entry.serial, entry.task.group_size
         if entry.failures < self._max_attempts:
-            insort(self.pending, entry.serial)
+            insort(self.pending, serial)
         else:
-            n = entry.task.group_size
-            failed = EvaluationResult(entry.serial, [0.0] * n, [0] * n, ["lost"] * n, [reason] * n)
-            self._results[entry.serial] = failed
+            self._results[serial] = EvaluationResult(serial, [0.0] * n, [0] * n, ["lost"] * n, [reason] * n)
         return entry
 
     def tokens_of(self, node_id: str) -> list[str]:

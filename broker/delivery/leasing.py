@@ -74,8 +74,7 @@ class Leasing(Tables):
         while len(leases) < most and self.evaluation.admits(node.version, in_pool):  # first: the fleet may wait for it
             entry = self.evaluation.lease(node_id, self.new_token())
             self.begin_lease(entry)
-            order = self.evaluation.order
-            leases.append(Lease(entry.task, entry.token, entry.failures + 1, self.run.lease_s, order))
+            leases.append(Lease(entry.task, entry.token, entry.failures + 1, self.run.lease_s, self.evaluation.order))
         most = 0 if in_pool else most
         while len(leases) < most and self._admits_oldest(node.version - self.first_step):
             token = self.new_token()

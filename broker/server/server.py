@@ -22,9 +22,8 @@ from broker.journal.journal import Journal
 from broker.messaging import wire
 from broker.messaging.bind_address import reachable
 from broker.messaging.sockets import bind_router, frame_limit
-from broker.server.answers import nothing
 from broker.server.durable_replies import Delayed, DelayedReplies
-from broker.server.handlers import Handlers
+from broker.server.handlers import Handlers, nothing
 from broker.server.long_polls import AnyParked
 from common.errors import BrokerError
 from common.process.wake import Wake

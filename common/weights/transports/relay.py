@@ -251,11 +251,9 @@ class Fetch:
 class Connection:
     """To one source, for the pieces from the first that is not there."""
 
-    def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, shipment: Shipment, password: str
-    ) -> None:
-        self._shipment, self._asked = shipment, shipment.arrived
-        self._window = min(WINDOW, max(8, WINDOW_BYTES // shipment.part.piece_bytes))
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, into: Shipment, password: str) -> None:
+        self._shipment, self._asked = into, into.arrived
+        self._window = min(WINDOW, max(8, WINDOW_BYTES // into.part.piece_bytes))
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, 2 * WINDOW)
