@@ -4,6 +4,7 @@ Schema rules: structs are keyed, fields are only ever appended and new ones have
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -106,12 +107,10 @@ def _wrong(sample: Sample) -> str:
     end = n or 1
     if sample.routed_experts is not None and sample.routed_experts.entries() % end:
         return f"{sample.routed_experts.entries()} routed experts do not divide by {n} tokens"
-    previous = -1
-    for run in sample.version_runs:
-        if not previous < run.start < end:
-            return f"version runs {[run.start for run in sample.version_runs]} are not increasing within {n} tokens"
-        previous = run.start
-    unversioned = sample.version_runs[0].start if sample.version_runs else n
+    starts = [run.start for run in sample.version_runs]
+    if any(before >= after for before, after in pairwise((-1, *starts, end))):
+        return f"version runs {starts} are not increasing within {n} tokens"
+    unversioned = starts[0] if starts else n
     if mask.dtype == "uint8":
         sampled = mask.data.count(0, 0, unversioned) != unversioned
     else:

@@ -155,7 +155,6 @@ class Fleet:
         return merged_waste([self.past_wasted, *(n.wasted for n in self.nodes.values())])
 
     def status(self, now: float) -> list[NodeStatus]:
-        """One line per node, by id."""
         return [
             NodeStatus(n.report, len(n.tokens), n.alive, last_seen_s=max(0.0, now - n.seen_at), waste=n.wasted)
             for _, n in sorted(self.nodes.items())

@@ -36,7 +36,6 @@ class GroupProgress:
 
     @property
     def finished(self) -> int:
-        """Episodes that ended."""
         return sum(episode.state == "done" for episode in self.episodes)
 
     @property
