@@ -37,14 +37,11 @@ def refusal(state: DeliveryState, sender: Identity | None, request: wire.AnyRequ
         return "this key was revoked"
     if not isinstance(request, PERMITTED[sender.role]):
         return f"credential {sender.name!r} has the role {sender.role}, which may not send {type(request).__name__}"
-    joins = isinstance(request, wire.NodeReportRequest)
-    if not joins and not isinstance(request, wire.NamedNodeRequest):
-        return ""  # it speaks for no node
-    node_id = request.report.node_id if joins else request.node_id
-    owner = state.owners.get(node_id)
-    if owner == sender.public:
+    node_id = request.node if isinstance(request, wire.NodeRequest) else None
+    owner = state.owners.get(node_id or "")
+    if node_id is None or owner == sender.public:
         return ""
-    if owner is None or (joins and not state.fleet.alive(node_id)):
+    if owner is None or (isinstance(request, wire.NodeReportRequest) and not state.fleet.alive(node_id)):
         state.own(node_id, sender.public)
         return ""
     return f"node id {node_id!r} belongs to another credential; every node needs an id of its own"

@@ -25,7 +25,6 @@ class BrokerClient(LearnerBroker):
 
     @property
     def address(self) -> str:
-        """The broker that this client uses now."""
         return self._connection.address
 
     def ask(self, request: wire.Request[R], wait_s: float = 0.0) -> R:

@@ -148,15 +148,26 @@ class Stop(Request[contract.BrokerStatus], frozen=True, kw_only=True, tag="stop"
 
 
 class NodeRequest(Request[R], Generic[R], frozen=True, kw_only=True):
-    pass
+    @property
+    def node(self) -> str | None:
+        """The node id that the request speaks for."""
+        return None
 
 
 class NodeReportRequest(NodeRequest[R], Generic[R], frozen=True, kw_only=True):
     report: contract.NodeReport
 
+    @property
+    def node(self) -> str | None:
+        return self.report.node_id
+
 
 class NamedNodeRequest(NodeRequest[R], Generic[R], frozen=True, kw_only=True):
     node_id: Name
+
+    @property
+    def node(self) -> str | None:
+        return self.node_id
 
 
 class Register(NodeReportRequest[contract.RunInfo], frozen=True, kw_only=True, tag="register"):

@@ -102,8 +102,6 @@ class Meeting(dist.Store):
             self._closed = True
             self._changed.notify_all()
 
-    # ---- torch's Store
-
     def set(self, key: str, value: bytes | str) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
         self.add_entries({key: data})
