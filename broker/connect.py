@@ -6,7 +6,7 @@ import msgspec
 
 from broker.contract import BrokerStatus
 from broker.messaging.client_methods import LearnerBroker, NodeBroker
-from common.config.redis_address import is_redis
+from common.config.network_checks import is_redis
 from common.errors import BrokerUnreachable, UsageError
 from common.security.credentials import Role, curve_credentials, load_credential
 
@@ -55,10 +55,9 @@ def ask_status(address: str, timeout_s: float, credentials: str | None = None) -
 def _options(access: Access) -> dict[str, Any]:
     for address in access.address.split(","):
         if is_redis(address):
-            raise UsageError(
-                f"broker address: {address} is a Redis server's. Give the broker's address, tcp://HOST:PORT; the "
-                "broker finds Redis by broker.store: redis and broker.redis in the job's config"
-            )
+            hint = "the broker finds Redis by broker.store: redis and broker.redis in the job's config"
+            given = f"{address} is a Redis server's. Give the broker's address, tcp://HOST:PORT"
+            raise UsageError(f"broker address: {given}; {hint}")
         if not address.startswith(("tcp://", "ipc://")):
             raise UsageError(f"broker address: expected tcp://HOST:PORT or ipc://PATH, found {address!r}")
     folder = curve_credentials(access.credentials)

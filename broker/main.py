@@ -12,11 +12,10 @@ from typing import Any
 from broker.connect import Access, connect
 from broker.contract import RunInfo
 from broker.diagnosis.broker_signs import BrokerSigns
-from broker.journal.failed_transcripts import failed_transcripts
 from broker.journal.recovery import open_memory
 from broker.journal.redis_store.keys import Leader
 from broker.journal.redis_store.leading import Leading
-from broker.journal.run_folder import RunFolder
+from broker.journal.run_folder import RunFolder, failed_transcripts
 from broker.journal.store import StoreFenced, StoreUnavailable
 from broker.messaging.bind_address import candidates
 from broker.server.server import BrokerServer
@@ -28,8 +27,7 @@ from common.process.lifecycle import raise_open_files
 from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
 from common.security.credentials import curve_credentials
-from common.span_buffer import SPANS
-from common.span_file import SpanFile
+from common.span_buffer import SPANS, SpanFile
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +112,7 @@ def lead(
                 signs.tick(memory.state.status)
 
         limit, keys = config.broker.max_message_bytes, curve_credentials(config.broker.credentials)
-        quarantine = files.path / QUARANTINE
-        server = BrokerServer(memory.state, addresses, limit, tick, keys, quarantine, memory.journal)
+        server = BrokerServer(memory.state, addresses, limit, tick, keys, files.path / QUARANTINE, memory.journal)
         try:
             files.begin(memory, server.address)
         except BaseException:
@@ -154,10 +151,9 @@ def refuse_second_broker(run_dir: Path, credentials: str | None = None) -> None:
         with connect(access) as client:
             status = client.status()
     except (UsageError, BrokerError) as error:  # a broker is there and has refused
-        raise UsageError(
-            f"run.dir: {run_dir} already has a broker ({who}), which does not talk to this one: {error}. Stop it "
-            f"first, or remove {run_dir / 'broker.json'} if that process is not a broker"
-        ) from error
+        why = f"already has a broker ({who}), which does not talk to this one: {error}"
+        hint = f"Stop it first, or remove {run_dir / 'broker.json'} if that process is not a broker"
+        raise UsageError(f"run.dir: {run_dir} {why}. {hint}") from error
     except BrokerUnreachable:
         logger.warning("broker.json names process %d, which does not answer; taking its place", known.pid)
         return

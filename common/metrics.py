@@ -69,9 +69,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     staleness_mean: Annotated[float, metric("step - version, per trained token", "steps")]
     staleness_max: Annotated[int, metric("largest over trained tokens", "steps", "max")]
     tokens_expired: Annotated[int, metric("left out of the loss because older than staleness.max", "tokens", "sum")]
-    tokens_expired_by_length_decile: Annotated[
-        list[int], metric("by sample length, shortest tenth first", "tokens", "sum")
-    ] = []
+    tokens_expired_by_length_decile: Annotated[list[int], metric("by length, shortest first", "tokens", "sum")] = []
     groups_regenerated: Annotated[int, metric("given back by this step to be generated again", "groups", "sum")] = 0
 
     groups: Annotated[int, metric("trained on", "groups", "sum")]

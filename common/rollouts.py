@@ -4,6 +4,7 @@ Schema rules: structs are keyed, fields are only ever appended and new ones have
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -55,8 +56,7 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
 
     def token_versions(self) -> np.ndarray:
         """[T] int64 policy version of every token; tokens before the first run get that run's version."""
-        n = len(self.tokens.data) // 4
-        out = np.zeros(n, dtype=np.int64)
+        out = np.zeros(len(self.tokens.data) // 4, dtype=np.int64)
         for i, run in enumerate(self.version_runs):
             out[(0 if i == 0 else run.start) :] = run.version
         return out
@@ -107,13 +107,10 @@ def _wrong(sample: Sample) -> str:
     end = n or 1
     if sample.routed_experts is not None and sample.routed_experts.entries() % end:
         return f"{sample.routed_experts.entries()} routed experts do not divide by {n} tokens"
-    previous = -1
-    for run in sample.version_runs:
-        if not previous < run.start < end:
-            starts = [run.start for run in sample.version_runs]
-            return f"version runs {starts} are not increasing within {n} tokens"
-        previous = run.start
-    unversioned = sample.version_runs[0].start if sample.version_runs else n
+    starts = [run.start for run in sample.version_runs]
+    if any(before >= after for before, after in pairwise((-1, *starts, end))):
+        return f"version runs {starts} are not increasing within {n} tokens"
+    unversioned = starts[0] if starts else n
     if mask.dtype == "uint8":
         sampled = mask.data.count(0, 0, unversioned) != unversioned
     else:

@@ -58,7 +58,6 @@ def segments(folder: Path, prefix: str) -> list[Path]:
 
 
 def number_of(segment: Path) -> int:
-    """The number of a segment."""
     return int(segment.stem.rpartition("-")[2])
 
 

@@ -6,9 +6,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from pathlib import Path
 
 import msgspec
 
+from common.segments import LineThread, SegmentWriter
 from common.spans import Span, SpanBatch, Value
 
 MOST_SPANS = 1 << 14  # that wait; likewise for DETAILS. The oldest give way, and are counted.
@@ -18,6 +22,10 @@ ALLOWED_BYTES = 2 * BATCH_BYTES  # a node saves up permission for so many
 PIECE_S = 10.0  # a longer state comes in pieces, so that a reader sees it early and a killed process loses little
 DRIFT = 5e-5  # seconds by which two clocks move apart in a second, at most
 DETAILS = ("microbatch", "stage", "episode", "environment", "engine")  # kinds that are sent after all others
+SHARES = {"learner": 0.25, "nodes": 0.75}  # by the prefix of the file, in telemetry.trace_mib
+INTERVAL_S = 1.0
+BATCHES = 8  # This process adds no more in an interval.
+CLOSE_S = 5.0  # for the last lines
 _check = msgspec.json.Decoder(Span).decode
 
 
@@ -51,15 +59,13 @@ class SpanBuffer:
         """Unix seconds of this process's own clock."""
         return self._base + time.monotonic()
 
-    def add(
-        self, name: str, kind: str, began: float, ended: float | None = None, track: str = "", **args: Value
-    ) -> None:
-        """Record a span; `began` and `ended` (None: now) are seconds of time.monotonic, or of perf_counter on Linux."""
+    def add(self, name: str, kind: str, began: float, end: float | None = None, track: str = "", **args: Value) -> None:
+        """Record a span; `began` and `end` (None: now) are seconds of time.monotonic, or of perf_counter on Linux."""
         if not self._recording:
             return
         start = self._base + began  # no rounding: what ends when another begins must not overlap it
-        end = self._base + (time.monotonic() if ended is None else ended)
-        span = Span(name, kind, start, max(0.0, end - start), track, args)
+        duration_s = self._base + (time.monotonic() if end is None else end) - start
+        span = Span(name, kind, start, max(0.0, duration_s), track, args)
         waiting = self._details if kind in DETAILS else self._others
         with self._lock:
             self._dropped += len(waiting) == MOST_SPANS
@@ -128,3 +134,35 @@ class SpanBuffer:
 
 
 SPANS = SpanBuffer()  # this process's own, as the root logger is for log records
+
+
+class SpanFile:
+    """RUN/trace: writes the spans of this process, and those that others sent to it, as SpanBatch lines in segments."""
+
+    def __init__(self, folder: Path, prefix: str, trace_mib: int, who: str) -> None:
+        """Begin to write; `prefix` is one of SHARES, `who` this process's name in the trace."""
+        writer = SegmentWriter(folder, prefix, int(trace_mib * SHARES[prefix] * (1 << 20)))
+        self._lines = LineThread("spans of RUN/trace", writer, lambda: _line, lambda lost: SPANS.lost(len(lost.spans)))
+        self._lines.start()
+        self.put = self._lines.put  # writes a batch soon
+        self._who, self._stopping = who, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what this process still has, for a bounded time."""
+        SPANS.close()
+        self._stopping.set()
+        self._thread.join(CLOSE_S)
+        self._lines.close()
+
+    def _run(self) -> None:
+        stopping = False
+        while not stopping:
+            stopping = self._stopping.wait(INTERVAL_S)
+            for own in islice(iter(partial(SPANS.batch, self._who, BATCH_BYTES), None), BATCHES):
+                self.put(own)
+
+
+def _line(batch: SpanBatch) -> bytes:
+    return msgspec.json.encode(batch) + b"\n"

@@ -13,8 +13,7 @@ import msgspec
 from broker.connect import ask_status
 from common.config.checks import C, Reader, check_config, downloaded, resolve_paths
 from common.config.loading import build_config, load_config, load_either, load_resolved
-from common.config.network_checks import fixed_address, split_address
-from common.config.redis_address import is_redis
+from common.config.network_checks import fixed_address, is_redis, split_address
 from common.config.schema import Config, SftConfig
 from common.errors import UsageError
 from common.json_lines import EventFile

@@ -26,8 +26,7 @@ from common.process.health import serving_health
 from common.process.lifecycle import leave, leaving_after, raise_open_files
 from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
-from common.span_buffer import SPANS
-from common.span_file import SpanFile
+from common.span_buffer import SPANS, SpanFile
 from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder, TrainerState
 from learner.loop.batch_source import BatchSource
 from learner.loop.run_files import RunFiles

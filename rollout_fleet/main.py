@@ -6,7 +6,6 @@ import itertools
 import logging
 import signal
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
 
 from broker.connect import Access, connect_node
@@ -58,9 +57,9 @@ async def _serve(config: Config, address: str, status: OwnStatus) -> int:
 
     require(config.weights.transport)
     node_id, host = status.node_id, EnvironmentHost()
-    telemetry, profiles = config.telemetry, None
-    if telemetry.profile_steps and node_id in telemetry.profile_nodes:
-        profiles = RunDir(config.run.dir).profiles
+    telemetry = config.telemetry
+    profiled = telemetry.profile_steps and node_id in telemetry.profile_nodes
+    profiles = RunDir(config.run.dir).profiles if profiled else None
     engine = Engine(config, seed=_seed(config, node_id), profiles=profiles)
     driver = build_driver(config, engine, host)  # a config error shows before anything is started
     access = Access(
@@ -89,9 +88,8 @@ async def _serve(config: Config, address: str, status: OwnStatus) -> int:
         feed = WeightClient(node_id, engine.weights, credential, transports, status.joining, status.pool)
         low, high = config.rollout.concurrency_bounds
         runner = GroupRunner(driver, high, status.sample_failed)
-        parts = NodeParts(broker, feed, runner, status, timeout, lambda: engine.counters, heartbeat.beat_now)
-        if telemetry.transcripts != "none":
-            parts = replace(parts, transcribe=FailedTranscripts(driver.renderer.text, node_id).line)
+        line = FailedTranscripts(driver.renderer.text, node_id).line if telemetry.transcripts != "none" else None
+        parts = NodeParts(broker, feed, runner, status, timeout, lambda: engine.counters, heartbeat.beat_now, line)
 
         def adaptive() -> AdaptiveLimit | None:
             return AdaptiveLimit(low, high, config.rollout.group_size, engine.holds) if low < high else None
@@ -108,7 +106,9 @@ async def _serve(config: Config, address: str, status: OwnStatus) -> int:
         if await _started(asyncio.create_task(engine.start()), node):
             status.joining.reached("engine")
             if profiles is not None:
-                stack.push_async_callback(_end, asyncio.create_task(record(engine, feed, telemetry, node_id)))
+                recording = asyncio.create_task(record(engine, feed, telemetry, node_id))
+                stack.push_async_callback(asyncio.wait, [recording])
+                stack.callback(recording.cancel)
         code = await node.run()
         logger.info("node %s is finished with code %d; the engine stops", node_id, code)
         return code
@@ -136,11 +136,6 @@ async def _leave(broker: NodeBroker, status: OwnStatus) -> None:
         logger.info("left the job")
     except SlipstreamError as error:
         logger.warning("could not tell the broker that this node leaves: %s", error)
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 async def _started(starting: asyncio.Task[None], node: Node) -> bool:

@@ -24,9 +24,8 @@ def register() -> None:
 
     if not vllm.__version__.startswith(TESTED):
         logger.warning("vLLM %s is untested; the patches here were read against %s*", vllm.__version__, TESTED)
-    WeightTransferEngineFactory.register_engine(
-        BACKEND, "rollout_fleet.weights.worker_extension", "SlipstreamTransferEngine"
-    )
+    module = "rollout_fleet.weights.worker_extension"
+    WeightTransferEngineFactory.register_engine(BACKEND, module, "SlipstreamTransferEngine")
     if current_platform.is_cpu():
         cpu_weights.keep_cpu_weights_live()
         cpu_routing.return_routed_experts_on_cpu()

@@ -12,7 +12,7 @@ from broker.contract import RunInfo
 from broker.delivery.state import DeliveryState
 from broker.messaging import wire
 from broker.messaging.client_methods import LearnerBroker, NodeBroker
-from broker.server.answers import NOT_YET, answer, nothing
+from broker.server.handlers import NOT_YET, answer, nothing
 
 POLL_S = 0.005
 

@@ -5,14 +5,13 @@ the missing ones again.
 """
 
 from bisect import insort
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import islice
 
 import msgspec
 
-from broker.contract import Evaluated, EvaluationProgress, Lease, RunInfo
-from broker.delivery.deadlines import Deadlines
+from broker.contract import Evaluated, EvaluationProgress
+from broker.delivery.task_table import Entry
 from common.errors import BrokerError
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import Task
@@ -22,34 +21,25 @@ ANSWER_BYTES = 1 << 20  # likewise, unless one result has more; every broker.max
 TEXT_CHARS = 1000  # Longer stop reasons and errors are cut.
 
 
-@dataclass(slots=True)
-class Problem:
-    """A held-out problem; its task's serial is its number in the round."""
-
-    task: Task
-    lost: int = 0  # leases
-    node: str = ""
-    leased_at: float = 0.0
-    deadline: float = 0.0
-
-
 class EvaluationTable:
-    """Problems of one round; a new order takes the place of the round before."""
+    """Problems of one round; a new order takes the place of the round before.
 
-    def __init__(self, run: RunInfo, clock: Callable[[], float], new_token: Callable[[], str]) -> None:
-        self._run, self._clock, self._new_token = run, clock, new_token
+    A task's serial is its problem's number in the round. The rules of leasing.py watch the leases' deadlines.
+    """
+
+    def __init__(self, max_attempts: int) -> None:
+        self._max_attempts = max_attempts
         self.begin(None, False)
 
     def begin(self, order: EvaluationOrder | None, shared: bool) -> None:
         """Forget the round before; `shared`: nodes of the training fleet may lease, too."""
         self.order, self._shared = order, shared
-        self._problems: dict[int, Problem] = {}  # whose results the learner has not stored
-        self._pending: list[int] = []
-        self.leased: dict[str, Problem] = {}  # by token
+        self._problems: dict[int, Entry] = {}  # whose results the learner has not stored
+        self.pending: list[int] = []
+        self.leased: dict[str, Entry] = {}  # by token
         self._results: dict[int, EvaluationResult] = {}  # that the learner has not stored yet
-        self._accepted: dict[str, str] = {}  # token -> node
+        self.accepted: dict[str, str] = {}  # token -> node
         self._stored = 0
-        self.deadlines: Deadlines[str] = Deadlines()
 
     @property
     def progress(self) -> EvaluationProgress | None:
@@ -57,7 +47,7 @@ class EvaluationTable:
         if self.order is None:
             return None
         finished = len(self._results) + self._stored
-        return EvaluationProgress(self.order.version, len(self._pending), len(self.leased), finished, self._shared)
+        return EvaluationProgress(self.order.version, len(self.pending), len(self.leased), finished, self._shared)
 
     def turn(self, tasks: Sequence[Task], stored: Sequence[int]) -> Evaluated:
         """Forget `stored` results, add those of `tasks` that are new; returns results that are not stored."""
@@ -67,8 +57,8 @@ class EvaluationTable:
                 self._stored += 1
         for task in tasks:
             if task.serial not in self._problems:
-                self._problems[task.serial] = Problem(task)
-                insort(self._pending, task.serial)
+                self._problems[task.serial] = Entry(task)
+                insort(self.pending, task.serial)
         answer, left = Evaluated(len(self._problems)), ANSWER_BYTES
         for result in islice(self._results.values(), MOST_RESULTS):
             left -= len(msgspec.msgpack.encode(result))
@@ -79,72 +69,46 @@ class EvaluationTable:
 
     def admits(self, version: int, in_pool: bool) -> bool:
         """Whether a node with this version may lease a problem now."""
-        now = self.order.version if self.order is not None and self._pending else None
+        now = self.order.version if self.order is not None and self.pending else None
         return version == now and (in_pool or self._shared)
 
-    def lease(self, node_id: str, version: int, in_pool: bool, most: int) -> list[Lease]:
-        """Lease up to `most` problems, the first ones."""
-        leases: list[Lease] = []
-        while len(leases) < most and self.admits(version, in_pool):
-            problem, token, now = self._problems[self._pending.pop(0)], self._new_token(), self._clock()
-            problem.node, problem.leased_at, problem.deadline = node_id, now, now + self._run.lease_s
-            self.leased[token] = problem
-            self.deadlines.add(token, problem.deadline)
-            leases.append(Lease(problem.task, token, problem.lost + 1, self._run.lease_s, self.order))
-        return leases
-
-    def renew(self, node_id: str, token: str) -> bool:
-        """A heartbeat names this token; returns whether it is, or was, the node's."""
-        if problem := self.leased_by(node_id, token):
-            problem.deadline = min(self._clock() + self._run.lease_s, problem.leased_at + self._run.max_lease_s)
-        return problem is not None or self._accepted.get(token) == node_id
+    def lease(self, node_id: str, token: str) -> Entry:
+        """Give the first pending problem to a node."""
+        entry = self.leased[token] = self._problems[self.pending.pop(0)]
+        entry.node, entry.token = node_id, token
+        return entry
 
     def complete(self, node_id: str, token: str, result: EvaluationResult) -> bool:
         """Take a result under a current token, once; a repetition is True, anything else False.
 
         Raises BrokerError when it has another number of episodes. Long texts are cut, so that an answer stays small.
         """
-        if (problem := self.leased_by(node_id, token)) is not None:
-            serial, n = problem.task.serial, problem.task.group_size
+        entry = self.leased.get(token)
+        if entry is not None and entry.node == node_id:
+            n = entry.task.group_size
             texts = [[text[:TEXT_CHARS] for text in column] for column in (result.stop_reasons, result.errors)]
             if any(len(column) != n for column in (result.rewards, result.lengths, *texts)):
-                raise BrokerError(f"the result of problem {serial} does not have {n} episodes")
-            self._end(token)
-            own = {"problem": serial, "stop_reasons": texts[0], "errors": texts[1], "node_id": node_id}
-            self._results[serial] = msgspec.structs.replace(result, **own)
-            self._accepted[token] = node_id
-        return self._accepted.get(token) == node_id
+                raise BrokerError(f"the result of problem {entry.serial} does not have {n} episodes")
+            del self.leased[token]
+            own = {"problem": entry.serial, "stop_reasons": texts[0], "errors": texts[1], "node_id": node_id}
+            self._results[entry.serial] = msgspec.structs.replace(result, **own)
+            self.accepted[token] = node_id
+        return self.accepted.get(token) == node_id
 
-    def give_back(self, node_id: str, token: str) -> bool:
-        """Return a lease without counting it; False when it is not the node's."""
-        if (problem := self.leased_by(node_id, token)) is not None:
-            insort(self._pending, self._end(token).task.serial)
-        return problem is not None
+    def give_back(self, token: str) -> None:
+        """Return a lease without counting it."""
+        insort(self.pending, self.leased.pop(token).serial)
 
-    def lose(self, token: str, reason: str) -> Problem:
+    def lose(self, token: str, reason: str) -> Entry:
         """Take a lease back. A problem that was lost as often as a task may fail counts as failed."""
-        problem = self._end(token)
-        problem.lost += 1
-        serial, n = problem.task.serial, problem.task.group_size
-        if problem.lost < self._run.max_attempts:
-            insort(self._pending, serial)
+        entry = self.leased.pop(token)
+        entry.failures += 1
+        serial, n = entry.serial, entry.task.group_size
+        if entry.failures < self._max_attempts:
+            insort(self.pending, serial)
         else:
             self._results[serial] = EvaluationResult(serial, [0.0] * n, [0] * n, ["lost"] * n, [reason] * n)
-        return problem
+        return entry
 
     def tokens_of(self, node_id: str) -> list[str]:
-        """The leases of a node."""
-        return [token for token, problem in self.leased.items() if problem.node == node_id]
-
-    def passed(self) -> list[str]:
-        """The leases past their deadline, once. `_end` discards the deadlines of others."""
-        return list(self.deadlines.passed(self._clock(), lambda token: self.leased[token].deadline))
-
-    def leased_by(self, node_id: str, token: str) -> Problem | None:
-        """The problem, if the node has this lease."""
-        problem = self.leased.get(token)
-        return problem if problem is not None and problem.node == node_id else None
-
-    def _end(self, token: str) -> Problem:
-        self.deadlines.discard(token)
-        return self.leased.pop(token)
+        return [token for token, entry in self.leased.items() if entry.node == node_id]

@@ -35,7 +35,6 @@ class EventLog:
         self._unwritten = 0
 
     def add(self, kind: str, **detail: str | int | float) -> None:
-        """Add an event of `kind`, which happened now."""
         event = BrokerEvent(self.next_index, self._wall_clock(), kind, detail)
         try:
             if self._unwritten:

@@ -26,25 +26,19 @@ class LearnerRecord:
             by = "another process of the same incarnation"
         else:
             return
-        raise BrokerError(
-            f"learner incarnation {incarnation} was replaced by {by} (pid {current.pid}); this process must stop"
-        )
+        replaced = f"learner incarnation {incarnation} was replaced by {by} (pid {current.pid})"
+        raise BrokerError(f"{replaced}; this process must stop")
 
     def check_report(self, report: LearnerReport, now: float) -> None:
         """Raise BrokerError for the report of a learner that was replaced, or that would replace a living one."""
         current = self.report
-        if (
-            current is None
-            or report.incarnation != current.incarnation
-            or report.instance in self.replaced
-            or not self._is_other(report.instance)
-        ):
+        newcomer = report.instance not in self.replaced and self._is_other(report.instance)
+        if current is None or report.incarnation != current.incarnation or not newcomer:
             self.check(report.incarnation, report.instance)
         elif current.state not in LEARNER_ENDED and (silent_s := self.silent_s(now)) <= LOST_AFTER_S:
-            raise BrokerError(
-                f"learner incarnation {report.incarnation} is alive already: process {current.pid}, {current.state}, "
-                f"seen {silent_s:.1f} s ago; stop it, or wait until it has been silent for {LOST_AFTER_S:.0f} s"
-            )
+            alive = f"process {current.pid}, {current.state}, seen {silent_s:.1f} s ago"
+            hint = f"stop it, or wait until it has been silent for {LOST_AFTER_S:.0f} s"
+            raise BrokerError(f"learner incarnation {report.incarnation} is alive already: {alive}; {hint}")
 
     def accept(self, report: LearnerReport) -> None:
         """Keep a report that passed `check_report`. An earlier instance of its incarnation is replaced for good."""

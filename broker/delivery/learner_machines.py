@@ -57,7 +57,9 @@ class LearnerMachines:
         `stopping`: after `slipstream stop` no round begins any more.
         """
         self.reports[report.machine], self.seen_at[report.machine] = report, now
-        self._adopt(report, now)
+        self.last_number = max(self.last_number, report.round)
+        if self.round is None and report.running and report.members:  # an earlier broker process formed it
+            self.round = Round(report.round, report.members, now)
         if self.round is not None and self.round.over:
             self.round.ended.add(report.machine)
         self._look_at_round(learner_state, now)
@@ -83,12 +85,6 @@ class LearnerMachines:
             rank = members.index(name) if report.running and name in members else -1
             found.append(MachineStatus(report.host, report.address, state, rank, now - self.seen_at[name]))
         return found
-
-    def _adopt(self, report: MachineReport, now: float) -> None:
-        """Learn of a round that an earlier broker process formed."""
-        self.last_number = max(self.last_number, report.round)
-        if self.round is None and report.running and report.members:
-            self.round = Round(report.round, report.members, now)
 
     def _look_at_round(self, learner_state: str, now: float) -> None:
         """End the round when it cannot continue, and the job when it is done or failed for good."""

@@ -70,7 +70,11 @@ class Leasing(Tables):
         in_pool = bool(node.report.pool)
         is_first = not node.has_leased
         most = max_groups if node.version >= 0 and not self.stopping else 0
-        leases = self.evaluation.lease(node_id, node.version, in_pool, most)  # first, because the fleet may wait for it
+        leases: list[Lease] = []
+        while len(leases) < most and self.evaluation.admits(node.version, in_pool):  # first: the fleet may wait for it
+            entry = self.evaluation.lease(node_id, self.new_token())
+            self.begin_lease(entry)
+            leases.append(Lease(entry.task, entry.token, entry.failures + 1, self.run.lease_s, self.evaluation.order))
         most = 0 if in_pool else most
         while len(leases) < most and self._admits_oldest(node.version - self.first_step):
             token = self.new_token()
@@ -126,12 +130,10 @@ class Leasing(Tables):
         self.logs.answer(node_id, log)
         lost: list[str] = []
         for token in tokens:
-            if self.evaluation.renew(node_id, token):
-                continue
             entry = self._leased_by(node_id, token)
             if entry is not None:
                 entry.deadline = min(self.clock() + self.run.lease_s, entry.leased_at + self.run.max_lease_s)
-            elif self.accepted.get(token) != node_id:
+            elif node_id not in (self.accepted.get(token), self.evaluation.accepted.get(token)):
                 lost.append(token)
         if spans is not None and self.run.trace and credible(spans, self.trace_clock()):
             self.trace(msgspec.structs.replace(spans, who=node_id))
@@ -155,7 +157,7 @@ class Leasing(Tables):
     def complete(self, node_id: str, token: str, meta: GroupMeta, payload: object, payload_bytes: int) -> bool:
         """Accept a group under a current token, once; a repetition of an accepted one is True, anything else False."""
         self._seen(node_id)
-        entry = self._leased_by(node_id, token)
+        entry = self._leased_by(node_id, token) if token in self.tasks.leased else None
         if entry is None and self.accepted.get(token) == node_id:
             return True
         if node_id in self.fleet.nodes:
@@ -175,21 +177,26 @@ class Leasing(Tables):
     ) -> None:
         """End a lease whose group could not be generated, after `tokens` and `seconds`; an old token is ignored."""
         self._seen(node_id)
-        if self.evaluation.leased_by(node_id, token) is not None:
-            return self._lose_problem(token, reason)
         entry = self._leased_by(node_id, token)
-        if entry is not None:
-            self.event_log.add("group_failed", serial=entry.serial, node=node_id, reason=reason)
-            self.fleet.waste_of(node_id, "failed", tokens, seconds)
-            if transcript and self.transcripts is not None:
-                self.transcripts.put((entry.serial, node_id, transcript))
-            self._lose(entry, reason)
+        if entry is None:
+            return
+        if token in self.evaluation.leased:
+            return self._lose_problem(token, reason)
+        self.event_log.add("group_failed", serial=entry.serial, node=node_id, reason=reason)
+        self.fleet.waste_of(node_id, "failed", tokens, seconds)
+        if transcript and self.transcripts is not None:
+            self.transcripts.put((entry.serial, node_id, transcript))
+        self._lose(entry, reason)
 
     def release(self, node_id: str, tokens: Sequence[str]) -> None:
         """Hand leases back without counting an attempt. Tokens that are not current are ignored."""
         self._seen(node_id)
         for token in tokens:
-            if not self.evaluation.give_back(node_id, token) and self._leased_by(node_id, token) is not None:
+            if self._leased_by(node_id, token) is None:
+                continue
+            if token in self.evaluation.leased:
+                self.evaluation.give_back(token)
+            else:
                 self.do(moves.HandedBack(token))
         self.lease_revision += 1
 
@@ -198,18 +205,19 @@ class Leasing(Tables):
         now = self.clock()
 
         def deadline(token: str) -> float | None:
-            entry = self.tasks.leased.get(token)
+            entry = self.lease_of(token)
             return entry.deadline if entry is not None else None
 
         for token in self.lease_deadlines.passed(now, deadline):
+            if (problem := self.evaluation.leased.get(token)) is not None:
+                self._lose_problem(token, f"lease of node {problem.node} expired")
+                continue
             entry = self.tasks.leased[token]
             if entry.deadline >= entry.leased_at + self.run.max_lease_s:  # the node lives but does not finish
                 limit = f"node {entry.node} held the lease for {self.run.max_lease_s:g} s (broker.max_lease_s)"
                 self._take_back(entry, f"{limit} and did not finish", "lease_overdue")
             else:
                 self._take_back(entry, f"lease of node {entry.node} expired")
-        for token in self.evaluation.passed():
-            self._lose_problem(token, f"lease of node {self.evaluation.leased[token].node} expired")
         dead, forgotten = self.fleet.expire(now)
         for node_id in dead:
             self.event_log.add("node_lost", node=node_id, silent_s=self.run.lease_s)
@@ -219,7 +227,7 @@ class Leasing(Tables):
 
     def _lose_problem(self, token: str, reason: str) -> None:
         problem = self.evaluation.lose(token, reason)
-        self.event_log.add("evaluation_lease_lost", problem=problem.task.serial, node=problem.node, reason=reason)
+        self.event_log.add("evaluation_lease_lost", problem=problem.serial, node=problem.node, reason=reason)
         self.lease_revision += 1
 
     def _take_back(self, entry: Entry, reason: str, kind: str = "lease_expired") -> None:
@@ -237,7 +245,7 @@ class Leasing(Tables):
         self.lease_revision += 1
 
     def _leased_by(self, node_id: str, token: str) -> Entry | None:
-        entry = self.tasks.leased.get(token)
+        entry = self.lease_of(token)
         return entry if entry is not None and entry.node == node_id else None
 
     def _note_version(self, node_id: str, version: int) -> None:

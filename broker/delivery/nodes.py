@@ -155,7 +155,6 @@ class Fleet:
         return merged_waste([self.past_wasted, *(n.wasted for n in self.nodes.values())])
 
     def status(self, now: float) -> list[NodeStatus]:
-        """One line per node, by id."""
         return [
             NodeStatus(n.report, len(n.tokens), n.alive, last_seen_s=max(0.0, now - n.seen_at), waste=n.wasted)
             for _, n in sorted(self.nodes.items())
@@ -170,9 +169,8 @@ def same_process(a: NodeReport, b: NodeReport) -> bool:
 def add_waste(counts: dict[str, Waste], reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
     """Count what nodes report under `reason`, clipped to the limits of the wire, so that a status always decodes."""
     before = counts.get(reason, Waste())
-    counts[reason] = Waste(
-        min(before.tokens + max(0, tokens), TALLY_MAX), min(before.seconds + max(0.0, seconds), SECONDS_MAX)
-    )
+    tokens, seconds = before.tokens + max(0, tokens), before.seconds + max(0.0, seconds)
+    counts[reason] = Waste(min(tokens, TALLY_MAX), min(seconds, SECONDS_MAX))
 
 
 def merged_waste(parts: Iterable[Mapping[str, Waste]]) -> dict[str, Waste]:
@@ -185,5 +183,4 @@ def merged_waste(parts: Iterable[Mapping[str, Waste]]) -> dict[str, Waste]:
 
 
 def wasted_tokens(counts: Mapping[str, Waste]) -> int:
-    """Tokens over all reasons."""
     return sum(waste.tokens for waste in counts.values())

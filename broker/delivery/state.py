@@ -6,7 +6,6 @@ they make in moves.py, and the data in tables.py.
 
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -39,12 +38,10 @@ class DeliveryState(Taking, Leasing):
 
     def next_deadline(self) -> float | None:
         """When `expire` may next have something to do, in monotonic seconds; None: never."""
-        watched = (self.lease_deadlines, self.fleet.deadlines, self.evaluation.deadlines)
-        return min((time for one in watched if (time := one.next()) is not None), default=None)
+        times = (self.lease_deadlines.next(), self.fleet.deadlines.next())
+        return min((time for time in times if time is not None), default=None)
 
-    def evaluate(
-        self, order: EvaluationOrder | None, tasks: Sequence[Task], stored: Sequence[int], shared: bool
-    ) -> Evaluated:
+    def evaluate(self, order: EvaluationOrder | None, tasks: list[Task], stored: list[int], shared: bool) -> Evaluated:
         """Begin, continue or (None) end the round of evaluation; see LearnerBroker.evaluate."""
         if order != self.evaluation.order:
             self.evaluation.begin(order, shared)
@@ -57,11 +54,9 @@ class DeliveryState(Taking, Leasing):
         return self.evaluation.complete(node_id, token, result)
 
     def ledger(self) -> list[LedgerEntry]:
-        """Every task ever offered, ascending by serial."""
         return self.tasks.ledger()
 
     def events(self, after: int) -> list[BrokerEvent]:
-        """Recent events with an index greater than `after`."""
         return self.event_log.after(after)
 
     def stop(self) -> BrokerStatus:

@@ -65,7 +65,7 @@ class Tables:
         self.fleet = Fleet(run.lease_s)
         self.learner = LearnerRecord()
         self.machines = LearnerMachines()
-        self.evaluation = EvaluationTable(run, clock, new_token)
+        self.evaluation = EvaluationTable(run.max_attempts)
         self.owners: dict[str, str] = {}  # public key of the credential that speaks for each node id
         self.accepted: OrderedDict[str, str] = OrderedDict()  # token -> node of the newest accepted results
         self.lease_deadlines: Deadlines[str] = Deadlines()
@@ -101,6 +101,10 @@ class Tables:
             node.tokens.discard(token)
         entry.token = entry.node = ""
         return entry
+
+    def lease_of(self, token: str) -> Entry | None:
+        """The task or held-out problem that is leased under this token."""
+        return self.tasks.leased.get(token) or self.evaluation.leased.get(token)
 
     def begin_lease(self, entry: Entry) -> None:
         now = self.clock()

@@ -23,7 +23,5 @@ def sentence(times: JoinTimes) -> str:
 def newest(nodes: Iterable[NodeStatus]) -> str:
     """The sentence of the newest living node that has handed in a group; '' when there is none."""
     joined = [node.report for node in nodes if node.alive and node.report.joined.delivered]
-    if not joined:
-        return ""
-    report = max(joined, key=lambda r: r.joined.started_s)
-    return f"{report.node_id} {sentence(report.joined)}"
+    report = max(joined, key=lambda r: r.joined.started_s, default=None)
+    return "" if report is None else f"{report.node_id} {sentence(report.joined)}"

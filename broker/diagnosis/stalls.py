@@ -48,9 +48,6 @@ def named(names: Iterable[str]) -> str:
     return " and ".join([", ".join(every[:-1]), every[-1]] if len(every) > 1 else every)
 
 
-# ---------------------------------------------------------------- the broker
-
-
 def _store(status: BrokerStatus) -> Iterator[Stall]:
     if status.store is not None and status.store.stuck:
         waits = f"the broker, which cannot write its store and acknowledges nothing until it can: {status.store.stuck}"
@@ -65,8 +62,6 @@ def _full(status: BrokerStatus) -> Iterator[Stall]:
     who = named(n.report.node_id for n in _alive(status)) or "nodes"
     yield Stall("full", who, f"room in the broker: {used} used, and more on its way", None, release)
 
-
-# ---------------------------------------------------------------- the learner
 
 ENDED = {  # state -> the one that waits, the end, the release
     "drained": ("nodes", "was told to stop and left at version {version}", "started again, it continues from there"),
@@ -179,9 +174,6 @@ def _broadcast(status: BrokerStatus) -> Iterator[Stall]:
         yield Stall("broadcast", f"version {version}", waits, since_s, release)
 
 
-# ---------------------------------------------------------------- nodes
-
-
 def _alive(status: BrokerStatus) -> list[NodeStatus]:
     return [node for node in status.nodes if node.alive]
 
@@ -239,8 +231,6 @@ def _window(status: BrokerStatus, learner: LearnerReport, version: int, on: str)
     release = f"step {learner.step} is trained and version {new + 1} published (the learner is {learner.state})"
     return "window", waits, release
 
-
-# ---------------------------------------------------------------- groups
 
 _ENDS = {
     "environment": "it answers, or rollout.sample_timeout_s ends the episode",

@@ -38,14 +38,12 @@ _ACKED_AT, _RECEIVED_AT = 120, 128  # tcpi_bytes_acked, tcpi_bytes_received in L
 class FloodGuard:
     """Watches the connections of one bound socket, in the socket's thread.
 
-    `resident` returns the bytes of this process's own memory; growth by `allowed_bytes` needs no explanation.
+    `memory` returns the bytes of this process's own memory; growth by `allowed_bytes` needs no explanation.
     """
 
-    def __init__(
-        self, router: "zmq.Socket[bytes]", allowed_bytes: int, resident: Callable[[], int] | None = None
-    ) -> None:
+    def __init__(self, router: zmq.Socket[bytes], allowed_bytes: int, memory: Callable[[], int] | None = None) -> None:
         self.connections: set[int] = set()  # file descriptors, as of the last tick
-        self._resident = resident or own_memory
+        self._resident = memory or own_memory
         self._limit = self._resident() + allowed_bytes
         self._since: float | None = None  # begin of an alert, monotonic seconds
         self._heard: set[int] = set()  # connections that completed a message during the alert

@@ -9,7 +9,6 @@ import zmq
 
 from broker.delivery.state import DeliveryState
 from broker.guard import flood_guard
-from broker.guard.authorization import refusal
 from broker.guard.flood_guard import FloodGuard
 from broker.guard.rejected_messages import Denied, Later, Refusals
 from broker.messaging import wire
@@ -20,6 +19,32 @@ ROLES = ("learner", "observer", "node", "broker")
 BYTES_A_SECOND = 256 << 20  # replies to all observers together
 BURST_BYTES = 512 << 20
 LEDGER_ENTRY_BYTES, NODE_BYTES, EVENTS_BYTES = 128, 1024, 1 << 20
+PERMITTED: dict[str, tuple[type[wire.Request[Any]], ...]] = {
+    "learner": (wire.LearnerRequest, wire.ObserverRequest, wire.Gather, wire.Stop),
+    "node": (wire.NodeRequest, wire.AskStatus),
+    "observer": (wire.ObserverRequest,),
+    "broker": (wire.ObserverRequest,),  # another broker process of the run, which asks whether this one is alive
+}
+
+
+def refusal(state: DeliveryState, sender: Identity | None, request: wire.AnyRequest) -> str:
+    """The reason for which `sender` may not send this request; '' when it may.
+
+    The first credential that names a node id owns it, so no node can read or end the leases of another one. Another
+    credential takes the id over only by registering after the node died. A restart of the broker keeps the owners.
+    """
+    if sender is None:
+        return "this key was revoked"
+    if not isinstance(request, PERMITTED[sender.role]):
+        return f"credential {sender.name!r} has the role {sender.role}, which may not send {type(request).__name__}"
+    node_id = request.node if isinstance(request, wire.NodeRequest) else None
+    owner = state.owners.get(node_id or "")
+    if node_id is None or owner == sender.public:
+        return ""
+    if owner is None or (isinstance(request, wire.NodeReportRequest) and not state.fleet.alive(node_id)):
+        state.own(node_id, sender.public)
+        return ""
+    return f"node id {node_id!r} belongs to another credential; every node needs an id of its own"
 
 
 class Gate:
@@ -30,11 +55,7 @@ class Gate:
     """
 
     def __init__(
-        self,
-        context: "zmq.Context[Any]",
-        state: DeliveryState,
-        credentials: str | None = None,
-        quarantine: Path | None = None,
+        self, context: zmq.Context[Any], state: DeliveryState, credentials: str | None, quarantine: Path | None
     ) -> None:
         self.refusals = Refusals(state, quarantine)
         self.curve: CurveGate | None = None

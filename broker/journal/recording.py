@@ -49,9 +49,8 @@ def open_recording(run_dir: RunDir, config: Config) -> Generator[Recording]:
     try:
         lock = lock_store(run_dir.store)
     except UsageError:
-        raise UsageError(
-            f"{run_dir.path} is running: a broker has {run_dir.store}; stop the job before it is replayed"
-        ) from None
+        why = f"is running: a broker has {run_dir.store}; stop the job before it is replayed"
+        raise UsageError(f"{run_dir.path} {why}") from None
     with lock:
         yield recorded(store, config.learner.groups_per_step)
 
@@ -72,10 +71,8 @@ def existing_file_store(run_dir: RunDir) -> FileStore:
     """The run's store, not locked; its broker may be running. Raises UsageError when there is none."""
     info = read_info(run_dir.store)
     if info is None:
-        raise UsageError(
-            f"{run_dir.store}: expected the store of a run, found none; groups are recorded when broker.durability is "
-            "fsync or everysec"
-        )
+        when = "groups are recorded when broker.durability is fsync or everysec"
+        raise UsageError(f"{run_dir.store}: expected the store of a run, found none; {when}")
     return FileStore(run_dir.store, info)
 
 

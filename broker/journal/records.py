@@ -118,10 +118,8 @@ class Captured(Compaction):
     def __init__(self, state: DeliveryState, seq: int, rewritten: Sequence[Record] | None = None) -> None:
         self.seq, self.rewritten = seq, rewritten
         tasks = state.tasks
-        self._tasks = [
-            (SavedTask(**{name: getattr(entry, name) for name in _SURVIVING}), entry.stored)
-            for entry in tasks.living.values()
-        ]
+        surviving = [{name: getattr(entry, name) for name in _SURVIVING} for entry in tasks.living.values()]
+        self._tasks = [(SavedTask(**f), e.stored) for f, e in zip(surviving, tasks.living.values(), strict=True)]
         self._retained = {step: list(entries) for step, entries in tasks.retained.items()}
         self._finished = [tasks.history.get(serial) for serial in tasks.finished]
         tasks.finished = []

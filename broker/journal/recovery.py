@@ -113,9 +113,8 @@ def rebuild(store: Store, state: DeliveryState) -> Recovered:
     snapshot = _decoded(first)
     if not isinstance(snapshot, records.Snapshot) or snapshot.schema != records.SCHEMA:
         what = f"schema {snapshot.schema}" if isinstance(snapshot, records.Snapshot) else type(snapshot).__name__
-        raise UsageError(
-            f"{first.where}: expected snapshot schema {records.SCHEMA}, found {what}; run the release that wrote it"
-        )
+        expected = f"expected snapshot schema {records.SCHEMA}"
+        raise UsageError(f"{first.where}: {expected}, found {what}; run the release that wrote it")
     records.restore(state, snapshot, store.read)
     for body in store.history(snapshot.history_bytes):
         for entry in records.decode_finished(body):
@@ -130,9 +129,8 @@ def _recovered(config: Config, run: RunInfo, store: Store, write_event: Callable
     assert config.broker.durability != "memory"
     journal = Journal(store, config.broker.durability)
     events = EventLog(write_event, earlier=_former_events(RunDir(config.run.dir).events))
-    state = DeliveryState(
-        run, events=events, recorder=journal, retain_steps=config.broker.retain_steps, store_id=store.store_id
-    )
+    steps, store_id = config.broker.retain_steps, store.store_id
+    state = DeliveryState(run, events=events, recorder=journal, retain_steps=steps, store_id=store_id)
     return Memory(state, journal, recover(journal, state).records > 0)
 
 
@@ -141,8 +139,7 @@ def _former_events(path: Path) -> list[BrokerEvent]:
     if not path.exists():
         return []
     with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - EVENT_TAIL_BYTES))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - EVENT_TAIL_BYTES))
         found = list(lines_of(file.read(), BrokerEvent))  # the first may be cut, others are the supervisor's
     ordered = {event.index: event for event in found}
     return [ordered[index] for index in sorted(ordered)][-RING_EVENTS:]
@@ -160,10 +157,8 @@ def _apply(state: DeliveryState, store: Store, record: StoredRecord) -> None:
             state.tasks.put_group(state.tasks.leased[move.token], stored, record.payload.length, stored)
         move.apply(state)
     except (LookupError, ValueError, AssertionError) as error:
-        name = type(move).__name__
-        raise StoreCorrupt(
-            record.where, f"record {record.seq} ({name}) does not fit the records before it: {error!r}"
-        ) from error
+        what = f"record {record.seq} ({type(move).__name__})"
+        raise StoreCorrupt(record.where, f"{what} does not fit the records before it: {error!r}") from error
 
 
 def _decoded(record: StoredRecord) -> records.AnyRecord:

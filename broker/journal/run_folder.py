@@ -1,4 +1,4 @@
-"""The leading broker's files in the run folder: broker.json, events.jsonl, ledger.json and status.json."""
+"""The leading broker's files in the run folder: broker.json, events, ledger, status and failed transcripts."""
 
 import logging
 import os
@@ -14,9 +14,12 @@ from broker.delivery.state import DeliveryState
 from broker.journal.recovery import Memory
 from broker.journal.redis_store.leading import Leading
 from broker.journal.store import StoreFenced
+from common.config.schema import TelemetryConfig
 from common.json_lines import LineFile
 from common.process.files import move_aside
 from common.process.run_dir import AtomicFile, BrokerFile, RunDir, write_atomic
+from common.segments import LineThread, SegmentWriter
+from common.transcripts import FAILED_BYTES, SentTranscript, Transcript
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +28,7 @@ STATUS_S = 5.0  # between two writings, but for commits
 STATUS_SHARE = 200  # writing takes at most one part of so many of the time
 PART_S = 0.02  # time for it in one turn of the broker's loop
 LINES = 500  # between two looks at the clock
+SPARE_BYTES = 4096  # the transcript that is written may be a little longer than the one that came
 
 
 class RunFolder:
@@ -160,3 +164,22 @@ class StatusFiles:
                 self._file.discard()
         self._file = None
         return True
+
+
+def failed_transcripts(run_dir: Path, telemetry: TelemetryConfig) -> LineThread[SentTranscript] | None:
+    """Checks and writes RUN/transcripts/failed-*, which nodes send with groups whose samples all failed.
+
+    It takes a quarter of the limit. None: telemetry.transcripts is off.
+    """
+    writer = SegmentWriter(RunDir(run_dir).transcripts, "failed", (telemetry.transcripts_mib << 20) // 4)
+    return LineThread("transcripts", writer, lambda: line_of) if telemetry.transcripts != "none" else None
+
+
+def line_of(sent: SentTranscript) -> bytes:
+    """The line, with what the broker knows better than the node; raises ValueError for what is no Transcript."""
+    serial, node_id, data = sent
+    own = {"serial": serial, "node_id": node_id, "time_s": time.time(), "why": ["failed"], "step": None}
+    line = msgspec.json.encode(msgspec.structs.replace(msgspec.json.decode(data, type=Transcript), **own)) + b"\n"
+    if len(line) > FAILED_BYTES + SPARE_BYTES:
+        raise ValueError(f"a transcript of {len(line)} bytes, the limit is {FAILED_BYTES}")
+    return line

@@ -13,6 +13,8 @@ import msgspec
 
 from common.errors import BrokerError, UsageError
 
+RESTORE = "Restore the file from a copy, or start another run from the last checkpoint"
+
 
 class Location(msgspec.Struct, frozen=True):
     """Where a payload lies."""
@@ -92,7 +94,6 @@ class Store(ABC):
     idle_s: float | None = None  # how often `idle` has to be called; None: never
 
     def listens_at(self, address: str) -> None:
-        """Remember where the broker listens."""
         self.address = address
 
     @abstractmethod
@@ -145,10 +146,7 @@ class StoreCorrupt(UsageError):
 
     def __init__(self, where: str, reason: str) -> None:
         self.where = where
-        super().__init__(
-            f"{where}: {reason}; what the broker had acknowledged is damaged there. Restore the "
-            "file from a copy, or start another run from the last checkpoint"
-        )
+        super().__init__(f"{where}: {reason}; what the broker had acknowledged is damaged there. {RESTORE}")
 
 
 class PayloadUnreadable(BrokerError):

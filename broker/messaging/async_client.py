@@ -1,7 +1,10 @@
 """The asynchronous client: many requests in flight on one connection, repeated until they are answered."""
 
 import asyncio
+import concurrent.futures
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import zmq
@@ -10,7 +13,6 @@ from broker.contract import Lease
 from broker.messaging import wire
 from broker.messaging.client_methods import LEASE_PIECE_S, NodeBroker
 from broker.messaging.loop_socket import LoopSocket
-from broker.messaging.pending_requests import AnyFuture, Call, Calls
 from broker.messaging.sockets import frame_limit
 from common.errors import BrokerError, BrokerUnreachable, SlipstreamError, UsageError
 from common.security.credentials import Credential
@@ -22,8 +24,70 @@ WAITING_PAUSE_S = 0.5  # before a request is repeated whose answer the broker ca
 NOT_CONNECTED_S = 2.0  # without a connection for this long, the next of several addresses is tried
 SILENT_S = 8.0  # likewise without any answer
 TURN_PAUSE_S = 0.2
+TIMER_STEP_S = 0.01  # reminders this close come together, so that many calls without an answer cost few timers
+NEVER = float("inf")
 
 R = TypeVar("R")
+AnyFuture = asyncio.Future[R] | concurrent.futures.Future[R]
+
+
+@dataclass(slots=True)
+class Call:
+    """A request under way: repeated until answered, or given up at `end` (event loop time)."""
+
+    request: wire.Request[Any]
+    frames: list[bytes]
+    limit_s: float
+    end: float
+    future: AnyFuture[Any]  # the answer
+    quiet_until: float = 0.0  # so long may the broker wait with the answer
+    remind_at: float = 0.0
+    connected: bool = False
+    sent_at: int = 0  # how often the connection had changed when the request was sent
+
+    @property
+    def id(self) -> int:
+        return self.request.id
+
+
+class Calls:
+    """Calls by id. `remind` is called for each that is still here at its `remind_at`.
+
+    Nearly every call is answered long before. A timer for each would cost more than its other bookkeeping.
+    """
+
+    def __init__(self, remind: Callable[[Call], None]) -> None:
+        self.by_id: dict[int, Call] = {}
+        self._remind = remind
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+
+    def remind_at(self, call: Call, when: float) -> None:
+        """Come back to `call` at event loop time `when`, unless it has left by then."""
+        call.remind_at = when
+        self._wake_at(when)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _wake_at(self, when: float) -> None:
+        if self._timer is None or when < self._timer_at:
+            self.close()
+            self._timer_at = when
+            self._timer = asyncio.get_running_loop().call_at(when, self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        for call in [c for c in self.by_id.values() if c.remind_at <= now]:
+            if call.id in self.by_id:
+                call.remind_at = NEVER
+                self._remind(call)
+        next_at = min((c.remind_at for c in self.by_id.values()), default=NEVER)
+        if next_at < NEVER:
+            self._wake_at(max(next_at, now + TIMER_STEP_S))
 
 
 class Connection:
@@ -76,10 +140,9 @@ class Connection:
         Raises BrokerUnreachable, or BrokerError when the broker refuses the request or the payload is too large, or
         UsageError when it refuses the credential.
         """
-        if payload is not None and len(payload) > self._max_message_bytes:
-            raise BrokerError(
-                f"a group of {len(payload)} bytes exceeds broker.max_message_bytes ({self._max_message_bytes})"
-            )
+        most = self._max_message_bytes
+        if payload is not None and len(payload) > most:
+            raise BrokerError(f"a group of {len(payload)} bytes exceeds broker.max_message_bytes ({most})")
         frames = [wire.encode(request)] if payload is None else [wire.encode(request), payload]
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         try:
@@ -101,8 +164,6 @@ class Connection:
         call = Call(request, frames, limit_s, now + limit_s, future, quiet_until=now + wait_s)
         self._calls.by_id[request.id] = call
         self._attempt(call)
-
-    # ---------------------------------------------------------------- leases of cancelled calls
 
     def _abandon(self, request: wire.AskLease, future: "asyncio.Future[Any]") -> None:
         if not future.done() or future.cancelled():
@@ -127,8 +188,6 @@ class Connection:
         task = asyncio.get_running_loop().create_task(run())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-    # ---------------------------------------------------------------- requests on their way
 
     def _attempt(self, call: Call) -> None:
         """Send, and come back here when no answer came in time."""
@@ -162,13 +221,10 @@ class Connection:
         if not call.connected and (suspicion := socket.handshakes.suspicion()):
             return UsageError(suspicion)
         why = "is connected but does not answer" if call.connected else "cannot be connected to; is it running?"
-        where = ",".join(self._addresses)
-        return BrokerUnreachable(f"the broker at {where} {why} (waited {call.limit_s:.0f} s)")
+        return BrokerUnreachable(f"the broker at {','.join(self._addresses)} {why} (waited {call.limit_s:.0f} s)")
 
     def _was_closed(self) -> BrokerUnreachable:
         return BrokerUnreachable(f"the connection to the broker at {self.address} was closed")
-
-    # ---------------------------------------------------------------- the socket
 
     def _connected(self) -> LoopSocket:
         if self._closed:

@@ -21,11 +21,9 @@ def bindable(address: str, authenticated: bool) -> str:
     except ValueError as error:
         raise UsageError(f"broker.address: {error}, found {address!r}") from None
     if host and not authenticated and not is_loopback(host):
-        raise UsageError(
-            f"broker.address: {address} reaches beyond this machine, and connections are not authenticated. "
-            "Make keys with `slipstream keys DIR` and set broker.credentials to DIR, or use a loopback address "
-            "such as tcp://127.0.0.1:0"
-        )
+        why = f"{address} reaches beyond this machine, and connections are not authenticated"
+        keys = "Make keys with `slipstream keys DIR` and set broker.credentials to DIR"
+        raise UsageError(f"broker.address: {why}. {keys}, or use a loopback address such as tcp://127.0.0.1:0")
     if not host or is_wildcard(host):
         return address
     try:

@@ -6,10 +6,7 @@ broker refuses it, and UsageError when the broker refuses the credential.
 
 import time
 from abc import ABC, abstractmethod
-from types import TracebackType
 from typing import Any, Self, TypeVar
-
-import msgspec
 
 from broker import contract
 from broker.contract import HeartbeatReply, LearnerReport, NodeReport
@@ -38,7 +35,7 @@ class ObserverBroker(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def status(self) -> contract.BrokerStatus:
@@ -194,9 +191,8 @@ class NodeBroker(ABC):
 
         `transcript`: JSON of a Transcript of its longest sample, at most FAILED_BYTES; best effort.
         """
-        reason = reason[: wire.MAX_REASON_CHARS]
-        lease = wire.Fail(node_id=node_id, token=token, reason=reason)
-        await self.ask(msgspec.structs.replace(lease, tokens=tokens, seconds=seconds, transcript=transcript))
+        cost: dict[str, Any] = {"tokens": tokens, "seconds": seconds, "transcript": transcript}
+        await self.ask(wire.Fail(node_id=node_id, token=token, reason=reason[: wire.MAX_REASON_CHARS], **cost))
 
     async def release(self, node_id: str, tokens: list[str]) -> None:
         """Return leases without counting an attempt (drain)."""

@@ -38,7 +38,6 @@ class LoopSocket:
         self._reading = False  # a read is due in this turn of the loop
 
     def close(self) -> None:
-        """No more messages."""
         self._loop.remove_reader(self._fileno)
         self.handshakes.close()
         self._socket.close(linger=0)
@@ -59,18 +58,7 @@ class LoopSocket:
         return True
 
     def read(self) -> None:
-        """Deliver what has arrived."""
         self._reading = False
         while not self._socket.closed and cast(int, self._socket.get(_EVENTS)) & _IN:  # cheaper than zmq.Again
-            self._on_message(received(self._socket))
-
-
-def received(socket: "zmq.Socket[bytes]") -> list[bytes]:
-    """The frames of the next message; large ones are views of ZeroMQ's own memory, which is theirs alone."""
-    frames: list[bytes] = []
-    more = True
-    while more:
-        frame = socket.recv(zmq.NOBLOCK, copy=False)
-        more = frame.more
-        frames.append(frame.bytes if len(frame) < VIEW_BYTES else cast(bytes, frame.buffer))
-    return frames
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)  # large ones are views of ZeroMQ's own memory
+            self._on_message([f.bytes if len(f) < VIEW_BYTES else cast(bytes, f.buffer) for f in frames])

@@ -9,10 +9,13 @@ import zmq
 
 from broker.messaging.bind_address import bindable
 from common.errors import UsageError
-from common.security.credentials import Credential
+from common.security.credentials import KEY, MAKE, Credential
 from common.security.curve import HANDSHAKE_MS, CurveGate, Handshakes, secure_client
 
 logger = logging.getLogger(__name__)
+
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
 
 COPY_BYTES = 256 << 10  # up to here copying a frame costs less than telling pyzmq's own thread when it was sent
 HEADER_BYTES_FLOOR = 1 << 20  # a header may always be this large
@@ -21,12 +24,12 @@ PROBES = 4  # the kernel sends so many in that time
 
 
 def bind_router(
-    context: zmq.Context[zmq.Socket[bytes]],
+    context: Context,
     addresses: Sequence[str],
     max_frame_bytes: int,
     curve: CurveGate | None = None,
     claim: Callable[[str], None] = lambda address: None,
-) -> zmq.Socket[bytes]:
+) -> Socket:
     """A ROUTER socket bound to the first of `addresses` that can be had; its real address is in LAST_ENDPOINT.
 
     Raises UsageError when each is not allowed (beyond loopback without `curve`), in use or cannot be bound. `claim`
@@ -59,9 +62,7 @@ def bind_router(
     raise UsageError("; ".join(refused))
 
 
-def _router(
-    context: zmq.Context[zmq.Socket[bytes]], max_frame_bytes: int, curve: CurveGate | None
-) -> zmq.Socket[bytes]:
+def _router(context: Context, max_frame_bytes: int, curve: CurveGate | None) -> Socket:
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer to a client that is gone raises
@@ -81,12 +82,8 @@ def _router(
 
 
 def connect_dealer(
-    context: zmq.Context[zmq.Socket[bytes]],
-    address: str,
-    identity: bytes,
-    max_frame_bytes: int,
-    credential: Credential | None = None,
-) -> tuple[zmq.Socket[bytes], Handshakes]:
+    context: Context, address: str, identity: bytes, max_frame_bytes: int, credential: Credential | None = None
+) -> tuple[Socket, Handshakes]:
     """A DEALER socket to the broker that queues nothing while there is no connection, and how connecting goes."""
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 0)
@@ -104,10 +101,8 @@ def connect_dealer(
             secure_client(dealer, credential, credential.server_public)
         except zmq.ZMQError as error:
             dealer.close()
-            raise UsageError(
-                f"broker.credentials: the credential {credential.name!r} has a damaged key: expected Z85 text "
-                f"of 32 bytes ({error}); `slipstream keys DIR` makes a folder of keys"
-            ) from error
+            damaged = f"the credential {credential.name!r} has a damaged key: expected Z85 text of 32 bytes ({error})"
+            raise UsageError(f"{KEY}: {damaged}; {MAKE}") from error
     handshakes = Handshakes(dealer, f"the broker at {address}", credential)
     try:
         dealer.connect(address)

@@ -25,11 +25,9 @@ class BrokerClient(LearnerBroker):
 
     @property
     def address(self) -> str:
-        """The broker that this client uses now."""
         return self._connection.address
 
     def ask(self, request: wire.Request[R], wait_s: float = 0.0) -> R:
-        """See Connection.ask."""
         answer: Future[R] = Future()
         frames = [wire.encode(request)]
         with self._closing:  # so that the loop does not end between the check and the call

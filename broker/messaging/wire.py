@@ -6,7 +6,7 @@ same request again with the same id, so requests are idempotent or remembered. W
 answer (`wait_s`), the request is sent again only when the connection has changed. Replies without payloads that a
 client gets at the same time come in one message, a Batch.
 
-`Request[R]` is answered with an R; its tag is the name of a rule in the delivery state (broker/server/answers.py).
+`Request[R]` is answered with an R; its tag is the name of a rule in the delivery state (broker/server/handlers.py).
 Structs are keyed; fields are only appended and have defaults. SCHEMA changes when an old reader would misread one.
 """
 

@@ -1,19 +1,26 @@
-"""Answers requests at once or lets them wait, and serves those that wait; no sockets."""
+"""Answers requests from the delivery state at once or lets them wait, and serves those that wait; no sockets.
+
+A request's tag is the name of the rule in the delivery state that answers it, and its own fields are the arguments.
+"""
 
 import itertools
 import time
 from collections.abc import Iterable
-from typing import TypeVar, cast
+from typing import Any, Final, TypeVar, cast, get_args
+
+import zmq
 
 from broker.contract import Lease, StoredGroup
 from broker.delivery.state import DeliveryState
 from broker.journal.store import PayloadLost, StoredPayload
 from broker.messaging import wire
-from broker.server.answers import NOT_YET, Payload, answer
 from broker.server.long_polls import AnyParked, Key, ParkingLot
 from common.errors import BrokerError
 
 MAX_WAIT_S = 60.0
+NOT_YET: Final = object()  # the answer of a request that waits for something to happen
+
+Payload = bytes | zmq.Frame
 
 T = TypeVar("T")
 
@@ -36,8 +43,7 @@ class Handlers:
             return wire.Refused(id=request.id, reason=str(error)), []
         if value is NOT_YET:
             assert isinstance(request, wire.AskLease | wire.Take)
-            deadline = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
-            return None, self.parked.park(client, request, deadline)
+            return None, self.parked.park(client, request, time.monotonic() + min(request.wait_s, MAX_WAIT_S))
         displaced: list[AnyParked] = []
         if isinstance(request, wire.AskLease | wire.Take):
             self.parked.drop((client, request.id))  # a repetition that was answered at once
@@ -76,8 +82,7 @@ class Handlers:
                 served[key] = (lease, reply)
             elif node is not None and not in_pool:
                 refused_version = max(refused_version, node.version)
-                progress = self._state.evaluation.progress
-                if refused_version >= self._state.newest_version and not (progress and progress.pending):
+                if refused_version >= self._state.newest_version and not self._state.evaluation.pending:
                     break
         for key in served:
             self.parked.drop(key)
@@ -127,7 +132,7 @@ class Handlers:
     def undo(self, reply: wire.Reply) -> None:
         """Take back the leases of a reply that never arrived."""
         for lease in _all_of(Lease, reply):
-            entry = self._state.tasks.leased.get(lease.token) or self._state.evaluation.leased.get(lease.token)
+            entry = self._state.lease_of(lease.token)
             if entry is not None:
                 self._state.release(entry.node, [lease.token])
 
@@ -137,3 +142,50 @@ def _all_of(kind: type[T], reply: wire.Reply) -> list[T]:
     value = wire.value_of(reply)
     found = cast("list[T]", value) if isinstance(value, list) else []
     return found if found and isinstance(found[0], kind) else []
+
+
+def rule(kind: type[wire.Request[Any]]) -> tuple[str, tuple[str, ...]]:
+    """The rule's name in DeliveryState, and the names of its arguments."""
+    of_sender = wire.LearnerRequest.__struct_fields__
+    return str(kind.__struct_config__.tag), tuple(name for name in kind.__struct_fields__ if name not in of_sender)
+
+
+_RULES = {kind: rule(kind) for kind in get_args(wire.AnyRequest)}
+
+
+def answer(state: DeliveryState, request: wire.AnyRequest, payload: Payload | None = None, again: bool = False) -> Any:
+    """The request's answer, or NOT_YET; `again`: it waits, and this is another look.
+
+    The groups of a take have their payloads as they are stored. Raises BrokerError when the request is refused.
+    """
+    match request:
+        case wire.AskLease():
+            if again and not state.fleet.alive(request.node_id):
+                return []
+            return state.lease(request.node_id, None if again else request.version, request.max_groups) or NOT_YET
+        case wire.Complete():
+            assert payload is not None
+            return state.complete(request.node_id, request.token, request.meta, payload, len(payload))
+        case wire.Cancel():
+            return None  # the state knows nothing of requests that wait
+        case wire.LearnerRequest():  # only a new request is a sign of life
+            check = state.learner.check if again else state.check_learner
+            check(request.incarnation, request.instance)
+            if isinstance(request, wire.Take):
+                return _take(state, request)
+        case _:
+            pass
+    name, arguments = _RULES[type(request)]
+    return getattr(state, name)(*[getattr(request, argument) for argument in arguments])
+
+
+def nothing(request: wire.AnyRequest) -> Any:
+    """The answer of a request that has waited in vain."""
+    return [] if isinstance(request, wire.AskLease) else None
+
+
+def _take(state: DeliveryState, request: wire.Take) -> Any:
+    taken = state.take(request.step, request.count, request.in_order)
+    if taken is None:
+        return NOT_YET
+    return [StoredGroup(e.serial, e.nodes[-1], e.meta, cast(bytes, e.payload)) for e in taken if e.meta is not None]

@@ -74,7 +74,6 @@ class ParkingLot:
         return lease
 
     def of_node(self, node_id: str) -> list[Key]:
-        """Lease requests parked for a node."""
         return list(self._by_node.get(node_id, ()))
 
     def overdue(self, now: float) -> list[AnyParked]:

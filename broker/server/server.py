@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
 import zmq
 
@@ -21,11 +22,9 @@ from broker.journal.journal import Journal
 from broker.messaging import wire
 from broker.messaging.bind_address import reachable
 from broker.messaging.sockets import bind_router, frame_limit
-from broker.server.answers import nothing
 from broker.server.durable_replies import Delayed, DelayedReplies
-from broker.server.handlers import Handlers
+from broker.server.handlers import Handlers, nothing
 from broker.server.long_polls import AnyParked
-from broker.server.reply_batches import Outbox
 from common.errors import BrokerError
 from common.process.wake import Wake
 from common.security.credentials import Identity
@@ -38,7 +37,42 @@ MOST_REMEMBERED = 4096  # replies
 TICK_S = 1.0
 FLUSH_MS = 1000  # for the last replies at the end
 LINGER_S = 2.0  # a job that is being stopped: for `slipstream stop`, which asks several times a second who is left
+FLAGS, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # plain numbers: operators of enums are slow
 HOLD_FRAME_BYTES = 16 << 10  # smaller payloads are copied out of ZeroMQ's receive buffer, which they would pin
+
+
+class Outbox:
+    """Sends without ever waiting. `undelivered` is told of every reply whose client is gone (ROUTER_MANDATORY).
+
+    Replies without payload to one client go together in one message, which costs more than what is in it.
+    """
+
+    def __init__(self, router: "zmq.Socket[bytes]", undelivered: Callable[[bytes, wire.Reply], None]) -> None:
+        self._router, self._undelivered = router, undelivered
+        self._waiting: dict[bytes, list[wire.Reply]] = {}
+
+    def put(self, client: bytes, reply: wire.Reply, payloads: "list[bytes | zmq.Frame] | None" = None) -> None:
+        """With payloads: sent at once. Without: at the next `flush`."""
+        if payloads:
+            self._send(client, [reply], payloads)
+        else:
+            self._waiting.setdefault(client, []).append(reply)
+
+    def flush(self) -> None:
+        while self._waiting:
+            self._send(*self._waiting.popitem(), [])
+
+    def _send(self, client: bytes, replies: list[wire.Reply], payloads: "list[bytes | zmq.Frame]") -> None:
+        batch = wire.Batch(id=-1, replies=cast(list[wire.SingleReply], replies))
+        header = wire.encode(replies[0] if len(replies) == 1 else batch)
+        try:
+            self._router.send(client, MORE)
+            self._router.send(header, MORE if payloads else FLAGS)
+            for i, payload in enumerate(payloads, 1):
+                self._router.send(payload, MORE if i < len(payloads) else FLAGS, copy=False)
+        except zmq.ZMQError:
+            for reply in replies:
+                self._undelivered(client, reply)
 
 
 class BrokerServer:

@@ -139,8 +139,13 @@ def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
     yield from weights_address_problems(config)
     if "tasks.dataset" in read:
         yield from buffers_problems(config)
-    if shape is not None and moe.replay_routing:
-        yield from _routing_bytes(config, shape)
+    if shape is not None and moe.replay_routing:  # a group's routing must fit into the message that brings it
+        layers, chosen = shape.layers, shape.chosen_experts
+        longest, size = config.rollout.engine.max_model_len, config.rollout.group_size
+        needed = 2 * size * longest * layers * chosen
+        if needed > config.broker.max_message_bytes:
+            hint = f"learner.moe.replay_routing: {size} samples x {longest} tokens x {layers} layers x {chosen} experts"
+            yield Problem("broker.max_message_bytes", f"more than {needed} for the routing of a group", hint=hint)
 
 
 def _keep_best(config: Config | SftConfig) -> Iterator[Problem]:
@@ -266,13 +271,3 @@ def _rollout(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
         yield Problem("rollout.engine.expert_parallel", "false, since the model has no experts")
     if shape is not None and shape.heads % engine.tensor_parallel:
         yield Problem("rollout.engine.tensor_parallel", f"a divisor of the model's {shape.heads} attention heads")
-
-
-def _routing_bytes(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """A group's routing must fit into the message that brings it."""
-    layers, chosen = shape.layers, shape.chosen_experts
-    longest, size = config.rollout.engine.max_model_len, config.rollout.group_size
-    needed = 2 * size * longest * layers * chosen
-    if needed > config.broker.max_message_bytes:
-        hint = f"learner.moe.replay_routing: {size} samples x {longest} tokens x {layers} layers x {chosen} experts"
-        yield Problem("broker.max_message_bytes", f"more than {needed} for the routing of a group", hint=hint)

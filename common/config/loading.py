@@ -51,14 +51,21 @@ def load_config(path: Path, overrides: Sequence[str] = (), schema: type[S] = Con
         UsageError: the file cannot be read or an override is not `key=value`.
         ConfigError: names file and line (or '<override>'), key path, what was expected and found, the nearest key.
     """
-    return _load(path, _read(path), overrides, schema)
+    text = _read(path)
+    document = strict_yaml.parse_mapping(text, str(path))
+    try:
+        return build_config(document, str(path), overrides, schema)
+    except ConfigError as error:
+        if error.file == OVERRIDE:
+            raise
+        line = strict_yaml.line_of(text, error.key)
+        raise ConfigError(error.file, error.key, error.expected, error.found, error.hint, line) from None
 
 
 def load_either(path: Path, overrides: Sequence[str] = ()) -> Config | SftConfig:
     """Load an RL or a warm-start config, whichever `path` contains. Raises as `load_config`."""
-    text = _read(path)
-    sft = _looks_like_sft(strict_yaml.parse_mapping(text, str(path)))
-    return _load(path, text, overrides, SftConfig if sft else Config)
+    sft = _looks_like_sft(strict_yaml.parse_mapping(_read(path), str(path)))
+    return load_config(path, overrides, SftConfig if sft else Config)
 
 
 def build_config(document: Document, file: str, overrides: Sequence[str] = (), schema: type[S] = Config) -> S:
@@ -100,10 +107,9 @@ def load_resolved(path: Path) -> Config | SftConfig:
     broker = document.get("broker")
     backend = cast("Document", broker).pop("backend", "zeromq") if isinstance(broker, dict) else "zeromq"
     if backend == "redis":
-        raise UsageError(
-            f"{path}: this run was begun with broker.backend: redis, which this release cannot continue. Finish it "
-            "with the release that began it, or start another run.dir with broker.store: redis"
-        )
+        why = "this run was begun with broker.backend: redis, which this release cannot continue"
+        hint = "Finish it with the release that began it, or start another run.dir with broker.store: redis"
+        raise UsageError(f"{path}: {why}. {hint}")
     tasks = document.get("tasks")
     held_out = cast("Document", tasks).pop("eval_dataset", None) if isinstance(tasks, dict) else None
     if held_out is not None:  # the run was begun by an earlier release
@@ -161,17 +167,6 @@ def _read(path: Path) -> str:
         raise UsageError(f"{path} is a folder; expected a config file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"config file {path} cannot be read: {error}") from None
-
-
-def _load(path: Path, text: str, overrides: Sequence[str], schema: type[S]) -> S:
-    document = strict_yaml.parse_mapping(text, str(path))
-    try:
-        return build_config(document, str(path), overrides, schema)
-    except ConfigError as error:
-        if error.file == OVERRIDE:
-            raise
-        line = strict_yaml.line_of(text, error.key)
-        raise ConfigError(error.file, error.key, error.expected, error.found, error.hint, line) from None
 
 
 def _looks_like_sft(document: Document) -> bool:

@@ -2,14 +2,19 @@
 
 import ipaddress
 from collections.abc import Iterator
-from urllib.parse import urlsplit
+from typing import Literal
+from urllib.parse import parse_qs, unquote, urlsplit
 
-from common.config.redis_address import is_redis, parse_redis
+import msgspec
+
 from common.config.schema import Config
 from common.errors import Problem
 from common.security.credentials import check_credentials, curve_credentials
 
 LEASE_HEARTBEATS = 3
+SCHEMES = ("redis://", "rediss://", "unix://")
+FORMS = "redis://HOST:PORT[/DB], rediss://HOST:PORT[/DB] (TLS) or unix:///PATH[?db=DB]"
+DEFAULT_PORT = 6379
 COLLECTIVES_ARE_OPEN = (
     "gloo and nccl have no authentication: set weights.transport: relay, "
     "or weights.network: trusted on a private network"
@@ -57,8 +62,44 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+class RedisAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """A Redis server's address: `host` and `port` over TCP, or `path` of a socket file. None has a password."""
+
+    scheme: Literal["redis", "rediss", "unix"]
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    db: int = 0
+
+
+def is_redis(address: str) -> bool:
+    """Whether the address has one of the Redis schemes."""
+    return address.startswith(SCHEMES)
+
+
+def parse_redis(address: str) -> RedisAddress:
+    """Raises ValueError, saying what was expected, when `address` is none."""
+    parts = urlsplit(address)
+    try:
+        port = parts.port
+        query = parse_qs(parts.query, strict_parsing=True) if parts.query else {}
+    except ValueError:
+        raise ValueError(f"expected {FORMS}") from None
+    if parts.username is not None or parts.password is not None or "password" in query:
+        raise ValueError(f"expected {FORMS} without user or password: those are read from broker.credentials")
+    if parts.scheme == "unix":
+        db = query.pop("db", ["0"])[-1]
+        if not query and not parts.netloc and len(parts.path) > 1 and db.isdigit() and not parts.fragment:
+            return RedisAddress(scheme="unix", path=unquote(parts.path), db=int(db))
+        raise ValueError(f"expected {FORMS}")
+    db = parts.path.strip("/") or "0"
+    if parts.scheme not in ("redis", "rediss") or not parts.hostname or not db.isdigit() or query or parts.fragment:
+        raise ValueError(f"expected {FORMS}")
+    scheme = "redis" if parts.scheme == "redis" else "rediss"
+    return RedisAddress(scheme=scheme, host=parts.hostname, port=port or DEFAULT_PORT, db=int(db))
+
+
 def broker_problems(config: Config) -> Iterator[Problem]:
-    """Problems in the keys of the broker."""
     broker = config.broker
     yield from _broker_address(config)
     yield from _broker_store(config)
@@ -98,10 +139,8 @@ def weights_address_problems(config: Config) -> Iterator[Problem]:
         return
     hint = "a learner of several machines sends its weights over the network; " if several else ""
     if trusted:
-        hint += (
-            "the control socket needs keys on a trusted network, too: only the data of gloo and nccl is in the clear"
-        )
-        yield Problem("broker.credentials", "a folder of `slipstream keys DIR`", hint=hint)
+        why = "the control socket needs keys on a trusted network, too: only the data of gloo and nccl is in the clear"
+        yield Problem("broker.credentials", "a folder of `slipstream keys DIR`", hint=hint + why)
         return
     hint += f"{COLLECTIVES_ARE_OPEN}; the keys of `slipstream keys DIR` are needed for both as broker.credentials"
     if loopback:

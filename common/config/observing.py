@@ -5,17 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from common.config.types import (
-    Fraction,
-    Natural,
-    NonNegativeFloat,
-    Number,
-    Positive,
-    PositiveFloat,
-    Seconds,
-    Strict,
-    Text,
-)
+from common.config.types import Fraction, Natural, NonNegative, Number, Positive, PositiveFloat, Seconds, Strict, Text
 
 Sink = Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus"]
 
@@ -41,7 +31,7 @@ class EvaluationConfig(Strict, frozen=True, kw_only=True):
     every: Natural = 0  # Steps between two evaluations while the job trains; 0: none. docs/evaluation.md.
     datasets: list[Text] = []  # Held-out problems, named like tasks.dataset; of `slipstream eval`, too.
     samples: Positive = 1  # Episodes per problem. Raise it for pass@k.
-    temperature: NonNegativeFloat | None = None  # Sampling temperature; 0 is greedy. Unset, rollout.temperature.
+    temperature: NonNegative | None = None  # Sampling temperature; 0 is greedy. Unset, rollout.temperature.
     # pool uses only nodes of `slipstream rollout --pool eval`. shared uses the training fleet, which waits meanwhile.
     fleet: Literal["pool", "shared"] = "pool"
 

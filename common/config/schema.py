@@ -15,7 +15,7 @@ from common.config.types import (
     CollectiveSeconds,
     Fraction,
     Natural,
-    NonNegativeFloat,
+    NonNegative,
     Positive,
     PositiveFloat,
     Scalar,
@@ -102,8 +102,8 @@ class OptimizerConfig(Strict, frozen=True, kw_only=True):
     beta1: Fraction = 0.9  # Adam's decay of the mean gradient.
     beta2: Fraction = 0.95  # Adam's decay of the mean squared gradient.
     eps: PositiveFloat = 1e-8  # Adam adds it to the root of the mean squared gradient.
-    weight_decay: NonNegativeFloat = 0.0  # Decoupled weight decay. Norms and biases have none.
-    grad_clip: NonNegativeFloat = 1.0  # Largest norm of all gradients together; 0 turns clipping off.
+    weight_decay: NonNegative = 0.0  # Decoupled weight decay. Norms and biases have none.
+    grad_clip: NonNegative = 1.0  # Largest norm of all gradients together; 0 turns clipping off.
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # Shape of the learning rate after the warm-up.
     warmup_steps: Natural = 0  # Steps over which the learning rate rises linearly from 0.
     decay_steps: Natural = 0  # Step at which the schedule ends; 0 means run.steps.
@@ -134,10 +134,10 @@ class LossConfig(Strict, frozen=True, kw_only=True):
     correction_normalize: bool = False  # Divides the weights by their mean over the batch.
     correction_veto: PositiveFloat | None = None  # A sample with a token whose weight is below this leaves the loss.
     # Weight of the KL divergence from the reference model; 0 loads no reference.
-    kl_coefficient: NonNegativeFloat = 0.0
+    kl_coefficient: NonNegative = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # Estimator of that divergence.
     reference: Text | None = None  # The reference model, named like model.path. Unset, it is model.path.
-    entropy_coefficient: NonNegativeFloat = 0.0  # Weight of the entropy bonus.
+    entropy_coefficient: NonNegative = 0.0  # Weight of the entropy bonus.
     # How the loss of tokens is averaged; docs/algorithms.md.
     reduction: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
 
@@ -154,7 +154,7 @@ class MemoryConfig(Strict, frozen=True, kw_only=True):
 class MoeConfig(Strict, frozen=True, kw_only=True):
     freeze_router: bool = False  # Does not train the routers.
     balance: Literal["none", "aux_loss", "bias"] = "none"  # How the load of the experts is balanced.
-    balance_rate: NonNegativeFloat = 1e-3  # Coefficient of aux_loss, or step of the experts' bias.
+    balance_rate: NonNegative = 1e-3  # Coefficient of aux_loss, or step of the experts' bias.
     replay_routing: bool = False  # Trains each token with the experts that the engine chose for it.
 
 
@@ -221,7 +221,6 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
 
     @property
     def devices(self) -> int:
-        """Devices of one engine."""
         return self.tensor_parallel * self.pipeline_parallel
 
 

@@ -9,15 +9,9 @@ from typing import cast
 from common.errors import Problem
 
 SUPPORTED = (
-    "DeepseekV3ForCausalLM",
-    "Glm4MoeForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
+    "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM",
+    "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
+)  # fmt: skip
 
 
 def architecture_problems(value: Callable[[str], object]) -> Iterator[Problem]:

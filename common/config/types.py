@@ -17,7 +17,7 @@ Seconds = Annotated[float, Meta(gt=0, le=1e9)]  # more than a billion overflows 
 CollectiveSeconds = Annotated[float, Meta(ge=10, le=1e9)]  # ticks between ranks and calls to the broker must fit in
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 PositiveFloat = Annotated[float, Meta(gt=0, le=MOST_FLOAT)]
-NonNegativeFloat = Annotated[float, Meta(ge=0, le=MOST_FLOAT)]
+NonNegative = Annotated[float, Meta(ge=0, le=MOST_FLOAT)]
 Text = Annotated[str, Meta(min_length=1)]
 Scalar = str | Integer | Number | bool
 AddressSpace = Annotated[int, Meta(ge=32, le=MOST_INTEGER)]  # MiB; a Python process does not start with 24

@@ -27,10 +27,8 @@ def find_broker(config: Config, run: RunDir, wait_s: float) -> str:
         return found
     if (file := run.broker()) is not None:
         return file.address
-    raise BrokerUnreachable(
-        f"no broker wrote {run.broker_json} within {wait_s:.0f} s; is `slipstream broker CONFIG` running? "
-        "A node reaches the broker of another machine with --join tcp://HOST:PORT"
-    )
+    hint = "is `slipstream broker CONFIG` running? A node reaches another machine's broker with --join tcp://HOST:PORT"
+    raise BrokerUnreachable(f"no broker wrote {run.broker_json} within {wait_s:.0f} s; {hint}")
 
 
 def running_broker(run: RunDir) -> str | None:

@@ -17,6 +17,8 @@ import msgspec
 from common.config.loading import dump_yaml, load_resolved
 from common.config.schema import Config, SftConfig
 from common.errors import SlipstreamError, UsageError
+from common.json_lines import LineFile, lines_of
+from common.metrics import no_file
 from common.process import files
 from common.process.files import pretty_json
 from common.process.lifecycle import alive
@@ -215,6 +217,28 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644, *, sync: bool = Tru
 def write_json(path: Path, value: object) -> None:
     """Atomically write anything that msgspec encodes, indented for people."""
     write_atomic(path, pretty_json(value))
+
+
+class MetricsWriter(LineFile):
+    """The writer of RUN/metrics.jsonl, one JSON line per step."""
+
+    def __init__(self, path: Path, keep_before_step: int = 0) -> None:
+        """Open for appending; lines of steps >= `keep_before_step` are removed first, as is a torn last line.
+
+        A learner that resumes from step s writes its lines from s again, so the file has one per step. Lines of a
+        `kind` are about a version, and those of version s stay.
+        Raises UsageError when `path` is a folder, or may not be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            data = path.read_bytes() if path.exists() else b""
+            lines = lines_of(data, dict[str, Any])
+            kept = [x for x in lines if x.get("step", keep_before_step + 1) < keep_before_step + ("kind" in x)]
+            if (text := b"".join(msgspec.json.encode(line) + b"\n" for line in kept)) != data:
+                write_atomic(path, text)
+            super().__init__(path)
+        except (IsADirectoryError, PermissionError) as error:
+            raise no_file(path, error) from None
 
 
 def source_revision() -> tuple[str | None, bool]:

@@ -121,17 +121,15 @@ def load_credential(path: str | Path, role: Role, name: str = "") -> Credential:
         keys = load_server(path)
         return Credential(role, role, keys.public, keys.secret, keys.public, keys.public)
     if not Path(path).exists():
-        raise UsageError(
-            f"{KEY}: expected a key folder or a credential's file, found {path}, which does not exist; {MAKE}"
-        )
+        expected = "expected a key folder or a credential's file"
+        raise UsageError(f"{KEY}: {expected}, found {path}, which does not exist; {MAKE}")
     file = _credential_file(Path(path), role, name)
     _warn_if_open(file)
     found = read_file(file, Credential, f"the credential of {_a(role)}")
     if found.role != role and role != "observer":
-        raise UsageError(
-            f"{KEY}: {file} is the credential of {_a(found.role)}, expected that of {_a(role)}; "
-            "every role has a file of its own in the folder of `slipstream keys`"
-        )
+        differs = f"is the credential of {_a(found.role)}, expected that of {_a(role)}"
+        hint = "every role has a file of its own in the folder of `slipstream keys`"
+        raise UsageError(f"{KEY}: {file} {differs}; {hint}")
     return found
 
 

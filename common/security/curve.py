@@ -110,7 +110,6 @@ class Gate:
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def close(self) -> None:
-        """End the thread."""
         self._authenticator.stop()
 
 
@@ -216,10 +215,8 @@ class Handshakes:
             self.proven()
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             name = f"of {who.role} {who.name!r}" if who is not None else "of this client"
-            self._refusal = (
-                f"{self._server} refused this key: the credential {name} is not in its list of allowed keys; "
-                "`slipstream keys DIR` adds one"
-            )
+            why = f"the credential {name} is not in its list of allowed keys; `slipstream keys DIR` adds one"
+            self._refusal = f"{self._server} refused this key: {why}"
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # ZeroMQ does not try again after this
             self._refusal = self._mismatch(value)
         elif event == _FAILED and not self._proven:
@@ -235,16 +232,13 @@ class Handshakes:
         who, forwards = self._credential, "or it only forwards connections to something that is down"
         if who is None:
             return f"{self._mismatch(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)}, {forwards}"
-        return (
-            f"{self._server} refused this key: it has no keys, or another one than the credential of {who.role} "
-            f"{who.name!r} names (are both from one key folder?), {forwards}"
-        )
+        other = f"another one than the credential of {who.role} {who.name!r} names (are both from one key folder?)"
+        return f"{self._server} refused this key: it has no keys, or {other}, {forwards}"
 
     def _mismatch(self, value: int) -> str:
         if value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
             return f"{self._server} does not speak the same protocol (ZMTP error {value:#x}); is it a broker?"
         if self._credential is None:
-            return (
-                f"{self._server} asks for a key and this client has none; set broker.credentials, or --credentials DIR"
-            )
+            hint = "set broker.credentials, or --credentials DIR"
+            return f"{self._server} asks for a key and this client has none; {hint}"
         return f"{self._server} has no keys and this client wants proof; both sides need broker.credentials"

@@ -40,7 +40,6 @@ class Group(Protocol):
 
     def close(self) -> None:
         """Give up at once; any thread may call it, also while another one waits."""
-        ...
 
 
 GroupFactory = Callable[[Epoch, "Meeting"], Group]
@@ -102,8 +101,6 @@ class Meeting(dist.Store):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-    # ---- torch's Store
 
     def set(self, key: str, value: bytes | str) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)

@@ -53,12 +53,9 @@ def encode(old: torch.Tensor, new: torch.Tensor, bucket_bytes: int, threads: int
         raise ValueError(f"a delta from {old.numel()} to {new.numel()} bytes; both must follow one layout")
     before, after = _words(old), _words(new)
     step = _bucket_words(bucket_bytes)
-
-    def record(at: int) -> list[bytes]:
-        return _encode_bucket(before[at : at + step], after[at : at + step])
-
+    buckets = [slice(at, at + step) for at in range(0, len(after), step)]
     with ThreadPoolExecutor(threads, "encode-weights") as pool:
-        records = pool.map(record, range(0, len(after), step))
+        records = pool.map(_encode_bucket, [before[one] for one in buckets], [after[one] for one in buckets])
         stream = bytearray(b"".join(part for parts in records for part in parts))
     return torch.frombuffer(stream, dtype=torch.uint8) if stream else torch.zeros(0, dtype=torch.uint8)
 

@@ -68,9 +68,8 @@ class _Transfer:
         return self.epoch.transport == "relay"
 
     def status(self, state: State, receive_s: float = 0.0, error: str = "", share: float = 0.0) -> StagingStatus:
-        return StagingStatus(
-            state, self.publish.incarnation, self.publish.version, receive_s, error, share, self.epoch.epoch
-        )
+        version = self.publish.incarnation, self.publish.version
+        return StagingStatus(state, *version, receive_s, error, share, self.epoch.epoch)
 
     def give_up(self) -> None:
         """Let its threads end; any thread may call it."""
@@ -295,8 +294,7 @@ class Receiver:
 
     def _apply(self, transfer: _Transfer, payload: torch.Tensor, flat: torch.Tensor) -> None:
         """Change the base in `flat` into the version; over the relay every source has a delta of its own."""
-        parts = transfer.publish.parts
-        streams = [payload[part.start : part.start + part.size] for part in parts] or [payload]
+        streams = [payload[part.start : part.start + part.size] for part in transfer.publish.parts] or [payload]
         for stream, where in zip(streams, transfer.layout.parts, strict=True):
             delta.apply(stream, flat[where], delta.BUCKET_BYTES)
 
@@ -326,15 +324,11 @@ class Receiver:
 
 
 def receive_buckets(
-    group: Group,
-    flat: torch.Tensor,
-    publish: Publish,
-    note_share: Callable[[float], None] = lambda share: None,
-    kind: str = XXH3,
+    group: Group, flat: torch.Tensor, publish: Publish, note: Callable[[float], None] = lambda _: None, kind: str = XXH3
 ) -> None:
     """All buckets of `publish` into `flat` [payload_bytes] uint8, verified against its checksums, which are of `kind`.
 
-    `note_share` is called after every bucket with the share of them that arrived, 0 to 1. Raises as `in_turn`, and
+    `note` is called after every bucket with the share of them that arrived, 0 to 1. Raises as `in_turn`, and
     ValueError, which names the bucket, when other bytes arrived than were sent.
     """
     checksums, count = publish.bucket_checksums, -(-len(flat) // publish.bucket_bytes)
@@ -345,6 +339,6 @@ def receive_buckets(
     for i, (bucket, expected) in enumerate(zip(arriving, checksums, strict=True)):
         if packing.checksum(bucket, kind) != expected:
             bad.append(i)  # receive to the end, because the other members of the group still do
-        note_share((i + 1) / count)
+        note((i + 1) / count)
     if bad:
         raise ValueError(f"checksum mismatch in bucket {', '.join(map(str, bad))} of {count}")

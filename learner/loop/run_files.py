@@ -13,8 +13,7 @@ from common.errors import UsageError
 from common.evaluation import dataset_names
 from common.json_lines import EventFile, lines_of, read_jsonl
 from common.metrics import EvaluationMetrics
-from common.process.metrics_file import MetricsWriter
-from common.process.run_dir import RunDir, write_json
+from common.process.run_dir import MetricsWriter, RunDir, write_json
 from learner.checkpoint.best import Best
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
 

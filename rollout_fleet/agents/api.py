@@ -150,7 +150,6 @@ def identity(message: Message) -> tuple[str, str, str]:
 
 
 def answer_body(answer: Answer, request: Request, name: str) -> dict[str, Any]:
-    """The body that answers a request."""
     choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason}
     if isinstance(request, ChatRequest):
         choice["message"] = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}

@@ -115,8 +115,7 @@ class Conversation:
             return TokenRecord(), self._renderer.encode(self._renderer.conversation(messages, request.tools)), words
         new = messages[len(before.words) :]
         end = before.record.tokens[before.length - 1] if before.ended else None
-        text = self._renderer.continuation(new, end, request.tools)
-        return before.path(), self._renderer.encode(text), words
+        return before.path(), self._renderer.encode(self._renderer.continuation(new, end, request.tools)), words
 
     def _completion(self, prompt: str | list[int]) -> tuple[TokenRecord, list[int], Words]:
         def known(turn: Turn) -> str | list[int]:

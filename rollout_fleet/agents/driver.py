@@ -37,7 +37,6 @@ class AgentDriver(EpisodeDriver):
         return _AgentEpisode(session, partial(self.stage.call, problem, seed, group_seed, **access))
 
     async def close(self) -> None:
-        """Stop the endpoint."""
         await self._endpoint.close()
 
 

@@ -60,14 +60,12 @@ class Endpoint:
         self.base_url = ""
 
     async def open(self, conversation: Conversation) -> Session:
-        """Access for one episode."""
         async with self._starting:
             if self._runner is None:
                 await self._start()
         return Session(self, conversation)
 
     async def close(self) -> None:
-        """Stop serving."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -81,8 +79,7 @@ class Endpoint:
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        port = self._runner.addresses[0][1]
-        self.base_url = f"http://127.0.0.1:{port}/v1"
+        self.base_url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
         logger.info("agents find the policy at %s", self.base_url)
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -57,9 +57,7 @@ def stat_logger(counters: EngineCounters, flips: Flips) -> Any:
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             self._clock = StepClock(batch=vllm_config.scheduler_config.max_num_batched_tokens, flips=flips)
 
-        def record(
-            self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
-        ) -> None:
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
             if scheduler_stats is None:
                 return
             running = int(scheduler_stats.num_running_reqs)

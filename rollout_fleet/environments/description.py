@@ -59,7 +59,6 @@ def check_environment(tasks: "TasksConfig", file: str = "config", libraries: boo
 
 
 def _described(name: str, found: Any) -> Description:
-    """The description by the class itself."""
     path, limits = registry.BUILT_IN.get(name, name), getattr(found, "LIMITS", Limits())
     modules = path.partition(":")[0], *getattr(found, "PRELOAD", ())
     shares_seed, several_turns = registry.takes_group_seed(found), registry.plays_several_turns(found)

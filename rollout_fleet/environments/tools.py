@@ -44,7 +44,6 @@ class ToolEnvironment:
         return self._chat(self.messages)
 
     async def step(self, action: Action) -> StepResult:
-        """Run the calls of a turn, or judge it."""
         if not action.ended:
             return self._end(0.0)
         if action.malformed:

@@ -64,7 +64,6 @@ class Progress:
     track: str = "episodes"  # for its spans
 
     def at(self, state: str) -> None:
-        """Enter a state."""
         before, since, self.state, self.since = self.state, self.since, state, time.monotonic()
         if before in ("engine", "environment"):
             SPANS.add(before, before, since, self.since, self.track, turn=self.turns)

@@ -36,7 +36,6 @@ class GroupProgress:
 
     @property
     def finished(self) -> int:
-        """Episodes that ended."""
         return sum(episode.state == "done" for episode in self.episodes)
 
     @property
@@ -82,14 +81,12 @@ class RolledOut:
 
 
 class GroupRunner:
-    """Runs groups concurrently; episodes start in the order in which their groups came, `concurrency` at a time."""
+    """Runs groups concurrently; episodes start in the order in which their groups came, `slots` at a time."""
 
-    def __init__(
-        self, driver: EpisodeDriver, concurrency: int, on_failure: Callable[[str], None] = lambda reason: None
-    ) -> None:
+    def __init__(self, driver: EpisodeDriver, slots: int, on_failure: Callable[[str], None] = lambda _: None) -> None:
         """`on_failure` hears the stop reason of every sample that failed."""
         self._driver, self._on_failure = driver, on_failure
-        self.slots = Slots(concurrency)
+        self.slots = Slots(slots)
         self.on_episode_end: Callable[[], None] = lambda: None
         self.episodes_running = 0
 

@@ -7,7 +7,6 @@ tokens are an exact prefix of the next prompt, even if the template would change
 
 import json
 import operator
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -23,9 +22,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
-    def decode(
-        self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
-    ) -> str: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
 
     # those of chat models have `chat_template` and `apply_chat_template` too
 
@@ -73,7 +70,7 @@ class Renderer:
             raise ValueError("the chat template does not show what the assistant said exactly once")
         return after if end_token is None else after.removeprefix(self.text([end_token]))
 
-    def text(self, tokens: Sequence[int]) -> str:
+    def text(self, tokens: list[int]) -> str:
         """Tokens as text, special ones included."""
         return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 

@@ -28,7 +28,6 @@ class BrokerTimeout:
         self._silent_since: float | None = None
 
     def answered(self) -> None:
-        """The broker answered."""
         with self._lock:
             self._silent_since = None
 

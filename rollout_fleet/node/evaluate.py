@@ -73,8 +73,7 @@ async def evaluate(
     sampler: Sampler, config: Config, problems: list[dict[str, Any]], greedy: bool, host: EnvironmentHost
 ) -> list[Sample]:
     """One episode per problem, `rollout.concurrency` at a time, in the order of `problems`."""
-    sampling = Sampling(temperature=0.0) if greedy else None
-    driver = build_driver(config, sampler, host, sampling)
+    driver = build_driver(config, sampler, host, Sampling(temperature=0.0) if greedy else None)
     slots = asyncio.Semaphore(config.rollout.concurrency_bounds[1])
 
     async def one(index: int, problem: dict[str, Any]) -> Sample:

@@ -80,7 +80,6 @@ class Node:
         self._wake()
 
     def on_heartbeat(self, reply: HeartbeatReply) -> None:
-        """React to the broker's answer."""
         if reply.stop:
             self.request_drain("slipstream stop")
         if not self._working:
@@ -136,9 +135,8 @@ class Node:
     async def _lease(self, count: int) -> list[Lease]:
         """Ask the broker; a new policy version or a drain withdraws the question."""
         parts = self._parts
-        question = asyncio.ensure_future(
-            parts.broker.lease(parts.status.node_id, parts.feed.state.version, count, LEASE_WAIT_S)
-        )
+        asked = parts.broker.lease(parts.status.node_id, parts.feed.state.version, count, LEASE_WAIT_S)
+        question = asyncio.ensure_future(asked)
         interrupted = asyncio.ensure_future(self._interrupt.wait())
         try:
             await asyncio.wait({question, interrupted}, return_when=asyncio.FIRST_COMPLETED)
@@ -206,9 +204,8 @@ class Node:
         parts.status.measure(weights, parts.counters(), self._groups.tokens, self._groups.evaluation_tokens)
         parts.status.work(episodes, oldest, parts.runner.slots.limit)
         if self._drain_reason is None:
-            leased, run = self._leased_before, self._run_info
-            told = explain(weights, self._learner, episodes, starting, leased, run, parts.status.pool)
-            parts.status.show(*told)
+            about = self._leased_before, self._run_info, parts.status.pool
+            parts.status.show(*explain(weights, self._learner, episodes, starting, *about))
         parts.status.turned()
 
     def _adjust(self, now: float) -> None:

@@ -50,11 +50,9 @@ class _Running:
 class RunningGroups:
     """Rolls out leased tasks and hands them in. Belongs to one event loop."""
 
-    def __init__(
-        self, parts: NodeParts, on_end: Callable[[], None], on_failure: Callable[[SlipstreamError], None]
-    ) -> None:
-        """`on_end` is called when a group ends for any reason, `on_failure` when the engine or the broker failed."""
-        self._parts, self._on_end, self._on_failure = parts, on_end, on_failure
+    def __init__(self, parts: NodeParts, on_end: Callable[[], None], fail: Callable[[SlipstreamError], None]) -> None:
+        """`on_end` is called when a group ends for any reason, `fail` when the engine or the broker failed."""
+        self._parts, self._on_end, self._fail, self._node_id = parts, on_end, fail, parts.status.node_id
         self._running: dict[str, _Running] = {}
         self._evaluated_tokens = 0  # sampled for held-out problems that ended
 
@@ -81,7 +79,6 @@ class RunningGroups:
         return sum(r.lease.task.group_size - r.progress.finished for r in groups)
 
     def start(self, lease: Lease) -> None:
-        """Begin to work on a lease."""
         progress = GroupProgress(lease.task, evaluation=lease.evaluation)
         task = asyncio.create_task(self._work(lease, progress), name=f"group {lease.task.serial}")
         self._running[lease.token] = _Running(lease, progress, task)
@@ -105,7 +102,7 @@ class RunningGroups:
             return
         logger.info("releasing %d leases", len(groups))
         try:
-            await self._parts.broker.release(self._parts.status.node_id, [r.lease.token for r in groups])
+            await self._parts.broker.release(self._node_id, [r.lease.token for r in groups])
         except SlipstreamError as error:
             logger.warning("leases run out by themselves: %s", error)
 
@@ -126,7 +123,8 @@ class RunningGroups:
             done = await self._parts.runner.run(progress) if self._fits(lease.evaluation) else None
             self._running[lease.token].handing_in = True
             if done is None or not self._fits(lease.evaluation):
-                await self._return(lease)
+                await self._parts.timeout.repeat(lambda: self._parts.broker.release(self._node_id, [lease.token]))
+                await asyncio.sleep(RETRY_S)  # the broker may not know the version yet, and would lease it again
             else:
                 hand_in = self._hand_in if lease.evaluation is None else self._hand_in_evaluation
                 accepted = await hand_in(lease, done)
@@ -135,7 +133,7 @@ class RunningGroups:
                 self._parts.status.cancelled(progress.sampled_tokens, 0.0 if progress.lost else progress.seconds())
             if isinstance(error, asyncio.CancelledError):
                 raise
-            self._on_failure(error)
+            self._fail(error)
         finally:
             self._running.pop(lease.token, None)
             facts = {**progress.facts, "attempt": lease.attempt, "accepted": int(accepted)}
@@ -145,10 +143,10 @@ class RunningGroups:
 
     async def _hand_in(self, lease: Lease, done: RolledOut) -> bool:
         """Whether the broker accepted the group."""
-        parts, node_id = self._parts, self._parts.status.node_id
+        parts = self._parts
         if done.failure is not None:
             return await self._give_up(lease, done, done.failure)
-        work = node_id, lease.token, done.meta, encode_group(done.group)
+        work = self._node_id, lease.token, done.meta, encode_group(done.group)
         try:
             accepted = await parts.timeout.repeat(lambda: parts.broker.complete(*work))
         except BrokerError as error:
@@ -166,34 +164,25 @@ class RunningGroups:
         weights = self._parts.feed.state
         return order is None or (weights.version, weights.incarnation) == (order.version, order.incarnation)
 
-    async def _return(self, lease: Lease) -> None:
-        """Hand a problem back: the engine's weights are others than the round's."""
-        broker, node_id = self._parts.broker, self._parts.status.node_id
-        await self._parts.timeout.repeat(lambda: broker.release(node_id, [lease.token]))
-        await asyncio.sleep(RETRY_S)  # the broker may not know the version yet, and would lease it again
-
     async def _hand_in_evaluation(self, lease: Lease, done: RolledOut) -> bool:
         """Whether the broker accepted the samples of a held-out problem."""
-        broker, result = self._parts.broker, result_of(done, self._parts.status.node_id)
-        send = lambda: broker.complete_evaluation(result.node_id, lease.token, result)  # noqa: E731
+        broker, work = self._parts.broker, (self._node_id, lease.token, result_of(done, self._node_id))
         try:
-            accepted = await self._parts.timeout.repeat(send)
+            accepted = await self._parts.timeout.repeat(lambda: broker.complete_evaluation(*work))
         except BrokerError as error:
             return await self._give_up(lease, done, str(error))
         if not accepted:
-            logger.warning("the samples of held-out problem %d came too late and were refused", result.problem)
+            logger.warning("the samples of held-out problem %d came too late and were refused", lease.task.serial)
         return accepted
 
     async def _give_up(self, lease: Lease, done: RolledOut, reason: str) -> bool:
         """Tell the broker that a group failed, and its cost; it counts as an attempt."""
         logger.warning("task %d failed: %s", lease.task.serial, reason)
-        tokens, seconds = done.meta.sampled_tokens, max(0.0, done.meta.generation_s)
-        broker, node_id = self._parts.broker, self._parts.status.node_id
-        transcript = b""
-        if self._parts.transcribe is not None and done.failure is not None:
-            transcript = await asyncio.to_thread(self._parts.transcribe, done.group)
-        work = node_id, lease.token, reason, tokens, seconds, transcript
-        await self._parts.timeout.repeat(lambda: broker.fail(*work))
+        parts, transcript = self._parts, b""
+        if parts.transcribe is not None and done.failure is not None:
+            transcript = await asyncio.to_thread(parts.transcribe, done.group)
+        cost = done.meta.sampled_tokens, max(0.0, done.meta.generation_s)
+        await parts.timeout.repeat(lambda: parts.broker.fail(self._node_id, lease.token, reason, *cost, transcript))
         return False
 
 

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import zmq
@@ -22,17 +23,19 @@ from common.security.curve import Handshakes, secure_client
 from common.span_buffer import SPANS
 from common.weights import messages
 from common.weights.messages import Canary, Publish
+from common.weights.receiver import StagingStatus
 from common.weights.transports.nccl import shared_versions
+from common.weights.transports.relay import Stall
 from rollout_fleet.episode.sampler_protocol import WeightsState
 from rollout_fleet.join_timing import JoinTimer
 from rollout_fleet.weights.engine_weights import EngineWeights, ProofFailed, StagingFailed
-from rollout_fleet.weights.staging_reports import StagingReports
 
 logger = logging.getLogger(__name__)
 
 MAX_LEARNER_MESSAGE_BYTES = 256 << 20  # a layout of a large mixture-of-experts model takes tens of MB
 REJOIN_AFTER_S = 15.0  # without any message from the learner, which pings once a second
 EJECTED_PAUSE_S = 0.5
+AGAIN_S = 1.0  # between two reports that a part stands still
 
 Job = tuple[messages.LearnerMessage, bytes]  # a message, and the same as it came: the target decodes it itself
 
@@ -268,3 +271,25 @@ class WeightClient:
         async with self._changed:
             self.state = replace(self.state, **changes)  # type: ignore[arg-type]
             self._changed.notify_all()
+
+
+class StagingReports:
+    """Tells the learner while a version arrives: where its group can be met, and which parts stand still."""
+
+    def __init__(self, node_id: str, send: Callable[[messages.NodeMessage], Awaitable[None]]) -> None:
+        self._node_id, self._send = node_id, send
+        self._entries: set[str] = set()
+        self._said: dict[int, tuple[Stall, float]] = {}  # by part: the last report, and when
+
+    async def tell(self, status: StagingStatus) -> None:
+        new = {key: value for key, value in status.entries.items() if key not in self._entries}
+        if new:
+            self._entries |= new.keys()
+            await self._send(messages.Meet(status.epoch, new))
+        now = time.monotonic()
+        for part, stall in status.stalls.items():
+            said = self._said.get(part)
+            if said is None or said[0] != stall or now - said[1] >= AGAIN_S:
+                self._said[part] = stall, now
+                at = status.epoch, part, stall.source, stall.pieces
+                await self._send(messages.Stalled(self._node_id, *at, stall.reason[:1000]))

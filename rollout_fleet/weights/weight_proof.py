@@ -100,7 +100,6 @@ def _shard(
 def _live(model: Any, layout: Layout) -> Iterator[tuple[Entry, torch.Tensor]]:
     """(entry, the live parameter or part of a fused one) in layout order, cut and padded as the engine does."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    packed = getattr(model, "packed_modules_mapping", {})
     # vLLM's names of the stand-ins for what another pipeline stage has
     missing = [f"{name}." for name, module in model.named_modules() if type(module).__name__ == "PPMissingLayer"]
     for entry in layout.entries:
@@ -110,7 +109,7 @@ def _live(model: Any, layout: Layout) -> Iterator[tuple[Entry, torch.Tensor]]:
         if found is _ELSEWHERE:
             continue
         if found is None:
-            found = _part_of_fused(model, parameters, packed, entry.name)
+            found = _part_of_fused(model, parameters, entry.name)
         yield entry, found.data
 
 
@@ -143,13 +142,11 @@ def _expert(model: Any, parameters: dict[str, torch.Tensor], entry: Entry) -> to
     return None if start is None else stacked["w13"][number, start : start + min(half, entry.shape[0])]
 
 
-def _part_of_fused(
-    model: Any, parameters: dict[str, torch.Tensor], packed: dict[str, list[str]], name: str
-) -> torch.Tensor:
+def _part_of_fused(model: Any, parameters: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """The rows of a fused projection that `name` (…q_proj.weight) was loaded into."""
     prefix, _, kind = name.rpartition(".")
     parent, _, leaf = prefix.rpartition(".")
-    for fused, parts in packed.items():
+    for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
         target = f"{parent}.{fused}.{kind}"
         if leaf in parts and target in parameters:
             sizes = model.get_submodule(f"{parent}.{fused}").output_partition_sizes

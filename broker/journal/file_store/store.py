@@ -15,6 +15,7 @@ import msgspec
 from broker.journal.file_store.frames import HEAD_BYTES, Buffer, Frame, checksum, head, read_frame, scan
 from broker.journal.file_store.segment_file import STAGE_BYTES, SegmentFile
 from broker.journal.store import (
+    RESTORE,
     Compaction,
     Loaded,
     Location,
@@ -67,17 +68,15 @@ class FileStore(Store):
         torn = ""
         for number in reversed(_segments(self.path)):
             path = self._segment(number)
-            found = scan(_mapped(path), self.info.seed)
+            found, byte = scan(_mapped(path), self.info.seed), f"{path}: byte"
             if found.damaged:
-                raise StoreCorrupt(f"{path}: byte {found.end}", found.torn)
+                raise StoreCorrupt(f"{byte} {found.end}", found.torn)
             if not found.frames:
-                torn = torn or f"{path}: byte 0: {found.torn or 'empty'}"
+                torn = torn or f"{byte} 0: {found.torn or 'empty'}"
                 continue
             if found.torn:
-                torn = f"{path}: byte {found.end}: {found.torn}"
-            records = [
-                StoredRecord(f.seq, f.body, _location(number, f), f"{path}: byte {f.offset}") for f in found.frames
-            ]
+                torn = f"{byte} {found.end}: {found.torn}"
+            records = [StoredRecord(f.seq, f.body, _location(number, f), f"{byte} {f.offset}") for f in found.frames]
             return Loaded(records, torn)
         return Loaded([], torn)
 
@@ -101,10 +100,8 @@ class FileStore(Store):
         except OSError as error:
             raise PayloadUnreadable(f"{path}: byte {location.offset}: a group cannot be read: {error}") from error
         if len(data) != location.length or checksum(data, self.info.seed) != location.checksum:
-            raise PayloadUnreadable(
-                f"{path}: byte {location.offset}: the stored group of {location.length} bytes is damaged. "
-                "Restore the file from a copy, or start another run from the last checkpoint"
-            )
+            what = f"byte {location.offset}: the stored group of {location.length} bytes is damaged"
+            raise PayloadUnreadable(f"{path}: {what}. {RESTORE}")
         return data
 
     def append(self, batch: Sequence[Record], *, synced: int, sync: bool) -> None:
@@ -234,10 +231,8 @@ def lock_store(path: Path) -> IO[str]:
         path.mkdir(parents=True, exist_ok=True)
         return take_lock(path / "lock")
     except AlreadyLocked as error:
-        raise UsageError(
-            f"{path}: this run already has a broker: process {error.holder} writes its store; stop it first, "
-            "or choose another run.dir"
-        ) from None
+        why = f"this run already has a broker: process {error.holder} writes its store"
+        raise UsageError(f"{path}: {why}; stop it first, or choose another run.dir") from None
     except OSError as error:
         raise UsageError(f"{path}: the store cannot be locked: {error}") from error
 
@@ -249,10 +244,8 @@ def read_info(folder: Path) -> StoreInfo | None:
         info = msgspec.json.decode(path.read_bytes(), type=StoreInfo)
     except FileNotFoundError:
         if _segments(folder):  # whose checksums cannot be checked without it: they would pass for empty ones
-            raise UsageError(
-                f"{path}: missing, and {folder} has a store; put the file back from a copy, or move the "
-                "folder away to start with an empty store"
-            ) from None
+            hint = "put the file back from a copy, or move the folder away to start with an empty store"
+            raise UsageError(f"{path}: missing, and {folder} has a store; {hint}") from None
         return None
     except (OSError, msgspec.DecodeError) as error:
         raise UsageError(f"{path}: expected the identity of a store, found: {error}") from error

@@ -31,11 +31,9 @@ def check_server(client: Any, name: str, durability: str, doubt: Doubt = logger.
         settings = _settings(client, info, doubt)
     version = tuple(int(x) for x in re.findall(r"\d+", info.get("redis_version", ""))[:2])
     if version < OLDEST:
-        found = info.get("redis_version", "unknown")
-        raise UsageError(
-            f"broker.redis: the Redis server at {name} has version {found}, expected {OLDEST[0]}.{OLDEST[1]} or "
-            "later; upgrade it, or use broker.store: file"
-        )
+        differs = f"version {info.get('redis_version', 'unknown')}, expected {OLDEST[0]}.{OLDEST[1]} or later"
+        hint = "upgrade it, or use broker.store: file"
+        raise UsageError(f"broker.redis: the Redis server at {name} has {differs}; {hint}")
     if info.get("role") not in (None, "master"):
         raise UsageError(f"broker.redis: {name} is a replica, expected the primary; name that one")
     for setting, expected in {**EVICTION, **NEEDED[durability]}.items():
@@ -45,10 +43,9 @@ def check_server(client: Any, name: str, durability: str, doubt: Doubt = logger.
         if found is None:
             doubt(f"{setting} of the Redis server at {name} cannot be seen; it must be {best}: {why}")
         elif found not in expected:
-            raise UsageError(
-                f"the Redis server at {name} has {setting} {found}, expected {' or '.join(expected)}, because {why}; "
-                f"set `{setting} {best}` in redis.conf, or `redis-cli CONFIG SET {setting} {best}` and CONFIG REWRITE"
-            )
+            hint = f"set `{setting} {best}` in redis.conf, or `redis-cli CONFIG SET {setting} {best}`"
+            differs = f"{setting} {found}, expected {' or '.join(expected)}, because {why}"
+            raise UsageError(f"the Redis server at {name} has {differs}; {hint} and CONFIG REWRITE")
 
 
 def _settings(client: Any, info: dict[str, str], doubt: Doubt) -> dict[str, str]:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.journal.store import StoreUnavailable
-from common.config.network_checks import is_loopback
-from common.config.redis_address import parse_redis
+from common.config.network_checks import is_loopback, parse_redis
 from common.errors import BrokerError, UsageError
 
 TIMEOUT_S = 5.0  # for one connection attempt, one write and one read

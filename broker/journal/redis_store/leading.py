@@ -122,10 +122,8 @@ class Leading:
         """The run's store, to read it. Raises UsageError when there is none or a broker leads; also as `asking`."""
         store, leader = RedisStore(self.term), self.term.leader()
         if leader is not None:
-            raise UsageError(
-                f"{self.term.run_dir} is running: the broker of {leader.address} leads; stop the job before it is "
-                "replayed"
-            )
+            why = f"is running: the broker of {leader.address} leads; stop the job before it is replayed"
+            raise UsageError(f"{self.term.run_dir} {why}")
         if store.is_new or store.store_id != self.seen.store:
             raise UsageError(f"{self._file}: expected the store of a run in Redis at {self.server}, found none")
         return store

@@ -78,10 +78,8 @@ class Term:
         if status == b"fenced":
             self.ends = 0.0
             other = msgspec.json.decode(leader, type=Leader)
-            raise StoreFenced(
-                f"the broker of {other.address} (process {other.pid} on {other.host}) leads in term {term}; "
-                f"this one led in term {self.number}"
-            )
+            leads = f"the broker of {other.address} (process {other.pid} on {other.host}) leads in term {term}"
+            raise StoreFenced(f"{leads}; this one led in term {self.number}")
         if status == b"behind":
             raise StoreBehind(f"Redis at {self.name} ends with record {seq.decode()} of term {term}")
 

@@ -36,11 +36,9 @@ class Communicator(Protocol):
 
     def broadcast(self, buffer: torch.Tensor) -> None:
         """Rank 0's bytes into everyone's device `buffer` [n] uint8; on return the bytes are there."""
-        ...
 
     def abort(self) -> None:
         """Wake blocked calls and release the devices; may itself block."""
-        ...
 
 
 class DeviceGroup:
@@ -112,17 +110,14 @@ class DeviceGroup:
 
     def _work(self) -> None:
         with own_stream(self._device):
-            self._run_calls()
-
-    def _run_calls(self) -> None:
-        while (item := self._calls.get()) is not None:
-            call, done = item
-            try:
-                call()
-            except Exception as error:  # the library's errors are raised where the call is waited for
-                done.set_exception(error if isinstance(error, RuntimeError) else RuntimeError(str(error)))
-            else:
-                done.set_result(None)
+            while (item := self._calls.get()) is not None:
+                call, done = item
+                try:
+                    call()
+                except Exception as error:  # the library's errors are raised where the call is waited for
+                    done.set_exception(error if isinstance(error, RuntimeError) else RuntimeError(str(error)))
+                else:
+                    done.set_result(None)
 
     def _abort(self) -> None:
         try:

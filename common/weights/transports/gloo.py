@@ -25,7 +25,6 @@ class GlooGroup:
         self._meeting = meeting  # the group's threads may ask it later
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
-        """As `Group.post`."""
         group = self._group
         if group is None:
             raise RuntimeError("the group was closed")

@@ -52,10 +52,8 @@ def loaded_version() -> str:
 
 def mismatch(node: Mapping[str, str]) -> str:
     """The shared versions that a node has otherwise than this process, both named; '' if none."""
-    ours = shared_versions().items()
-    other = [
-        f"{name} {node.get(name) or 'none'}, and the learner {v or 'none'}" for name, v in ours if node.get(name) != v
-    ]
+    ours = {name: version for name, version in shared_versions().items() if node.get(name) != version}
+    other = [f"{name} {node.get(name) or 'none'}, and the learner {ours[name] or 'none'}" for name in ours]
     return f"weights.transport is nccl; this node has {'; '.join(other)}" if other else ""
 
 

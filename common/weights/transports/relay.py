@@ -107,7 +107,6 @@ class RelayServer:
         self._router.wake()
 
     def close(self) -> None:
-        """Stop at once."""
         self._closing = True
         self._router.wake()
         self._thread.join(5)
@@ -115,7 +114,9 @@ class RelayServer:
     def _serve(self) -> None:
         try:
             while not self._closing:
-                self._router.wait(self._look_ms())
+                full, self._full = self._full, False
+                look_s = FULL_S if full else UNKNOWN_S / 10  # without a request there is nothing to look at
+                self._router.wait(int(1000 * look_s) if self._clients else None)
                 with contextlib.suppress(zmq.Again):
                     for _ in range(4 * WINDOW):
                         self._read(*self._router.socket.recv_multipart(zmq.NOBLOCK, copy=False))
@@ -125,11 +126,6 @@ class RelayServer:
             logger.exception("the relay of weights stopped; nodes fetch elsewhere")
         finally:
             self._router.close()
-
-    def _look_ms(self) -> int | None:
-        """How long nothing needs to be done unless a request or a piece comes."""
-        full, self._full = self._full, False
-        return int(1000 * (FULL_S if full else UNKNOWN_S / 10)) if self._clients else None
 
     def _read(self, identity: zmq.Frame, *frames: zmq.Frame) -> None:
         connection = identity.bytes
@@ -248,18 +244,16 @@ class Fetch:
             except (ValueError, zmq.ZMQError) as error:
                 failed = str(error)
             if self._routes == route:
-                silent = now - heard > STALL_S
-                self.stall = Stall(source, shipment.arrived, failed) if failed or silent else None
+                stands_still = failed or now - heard > STALL_S
+                self.stall = Stall(source, shipment.arrived, failed) if stands_still else None
 
 
 class Connection:
     """To one source, for the pieces from the first that is not there."""
 
-    def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, shipment: Shipment, password: str
-    ) -> None:
-        self._shipment, self._asked = shipment, shipment.arrived
-        self._window = min(WINDOW, max(8, WINDOW_BYTES // shipment.part.piece_bytes))
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, into: Shipment, password: str) -> None:
+        self._shipment, self._asked = into, into.arrived
+        self._window = min(WINDOW, max(8, WINDOW_BYTES // into.part.piece_bytes))
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, 2 * WINDOW)

@@ -71,8 +71,7 @@ class GymnasiumText:
         if not named:
             self._malformed += 1
             return StepResult(Chat((("user", self._rules),)), done=False)
-        played = self._first + self._names.index(named[-1])
-        observation, reward, terminated, truncated, _ = self._game.step(played)
+        observation, reward, terminated, truncated, _ = self._game.step(self._first + self._names.index(named[-1]))
         shown, done = Chat((("user", self._text(observation)),)), bool(terminated or truncated)
         return StepResult(shown, float(reward), done, {"malformed": self._malformed})
 

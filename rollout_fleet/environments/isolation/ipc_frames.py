@@ -17,7 +17,6 @@ CHAR_BYTES = 8  # upper bound for the JSON of one character
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """One frame."""
     body = json.dumps(message, ensure_ascii=False, default=_plain).encode("utf-8", "surrogatepass")
     return len(body).to_bytes(HEAD_BYTES, "little") + body
 
@@ -55,7 +54,6 @@ def result_of(found: Any) -> StepResult:
 
 
 def action_of(found: dict[str, Any]) -> Action:
-    """An Action from its JSON."""
     calls = tuple(ToolCall(**call) for call in found["calls"])
     return Action(**{**found, "tokens": tuple(found["tokens"]), "calls": calls})
 

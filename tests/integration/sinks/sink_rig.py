@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from common.metrics import StepMetrics
-from common.process.metrics_file import MetricsWriter
-from common.process.run_dir import RunDir, write_json
+from common.process.run_dir import MetricsWriter, RunDir, write_json
 from launch.sinks.points import Cursor
 from tests.launch_rig import ROOT, config_of, prepared
 from tests.waiting import until

@@ -7,7 +7,7 @@ import pytest
 
 from broker.delivery.state import DeliveryState
 from broker.messaging import wire
-from broker.server.answers import rule
+from broker.server.handlers import rule
 
 MORE = {wire.AskLease, wire.Take, wire.Complete, wire.Cancel}  # these wait, bring a payload, or have no rule
 

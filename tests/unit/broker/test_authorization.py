@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from broker.contract import LearnerReport, MachineReport
-from broker.guard.authorization import PERMITTED, refusal
+from broker.guard.request_guard import PERMITTED, refusal
 from broker.messaging import wire
 from broker.server.server import BrokerServer
 from common.evaluation import EvaluationOrder, EvaluationResult

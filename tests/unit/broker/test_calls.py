@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 
 from broker.messaging import wire
-from broker.messaging.pending_requests import Call, Calls
+from broker.messaging.async_client import Call, Calls
 from tests.waiting import until_async
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from broker.delivery.state import DeliveryState
-from broker.journal.failed_transcripts import failed_transcripts
+from broker.journal.run_folder import failed_transcripts
 from broker.messaging import wire
 from broker.messaging.async_client import AsyncBrokerClient
 from common.config.schema import TelemetryConfig

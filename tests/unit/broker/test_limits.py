@@ -177,7 +177,7 @@ def test_what_others_ask_does_not_hold_up_the_learner(monkeypatch: pytest.Monkey
     monkeypatch.setattr(request_guard, "BURST_BYTES", BUDGET)
     monkeypatch.setattr(request_guard, "BYTES_A_SECOND", 1)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    gate = Gate(context, new_state())
+    gate = Gate(context, new_state(), None, None)
     request = wire.AskEvents(id=1, after=-1)
     for _ in range(3):
         gate.check(Identity("k", "observer", "observer"), request)

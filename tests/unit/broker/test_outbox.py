@@ -7,7 +7,7 @@ import zmq
 
 from broker.contract import StoredGroup
 from broker.messaging import wire
-from broker.server.reply_batches import Outbox
+from broker.server.server import Outbox
 from tests.broker_rig import META
 
 

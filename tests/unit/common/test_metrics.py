@@ -8,7 +8,7 @@ import pytest
 from common.errors import UsageError
 from common.json_lines import read_jsonl
 from common.metrics import EvaluationMetrics, SftMetrics, StepMetrics, declarations, read_metrics
-from common.process.metrics_file import MetricsWriter
+from common.process.run_dir import MetricsWriter
 from tests.unit.broker.durable_rig import full_disk
 
 # other programs rely on these

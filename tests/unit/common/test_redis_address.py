@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.config.redis_address import RedisAddress, is_redis, parse_redis
+from common.config.network_checks import RedisAddress, is_redis, parse_redis
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from common import span_file
+from common import span_buffer
 from common.process.run_dir import RunDir
 from common.segments import MOST_WAITING, SegmentWriter, segments
-from common.span_buffer import SpanBuffer
-from common.span_file import SpanFile
+from common.span_buffer import SpanBuffer, SpanFile
 from common.spans import Span, SpanBatch
 from launch.observe.metrics_tail import read_batches
 from tests.waiting import LIMIT_S, until
@@ -21,8 +20,8 @@ from tests.waiting import LIMIT_S, until
 def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpanBuffer]:
     """This process's spans, and a writer that does not wait between two looks."""
     buffer = SpanBuffer()
-    monkeypatch.setattr(span_file, "SPANS", buffer)
-    monkeypatch.setattr(span_file, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(span_buffer, "SPANS", buffer)
+    monkeypatch.setattr(span_buffer, "INTERVAL_S", 0.01)
     buffer.open(reference=True)
     yield buffer
 
@@ -75,7 +74,7 @@ def test_lines_that_cannot_be_written_are_counted_and_the_reason_is_logged_once(
 def test_more_than_may_wait_is_lost_and_counted(
     tmp_path: Path, spans: SpanBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(span_file, "INTERVAL_S", 1e6)
+    monkeypatch.setattr(span_buffer, "INTERVAL_S", 1e6)
     gate, began, write = threading.Event(), threading.Event(), SegmentWriter.write
 
     def slow(writer: SegmentWriter, lines: bytes) -> None:

@@ -71,11 +71,11 @@ def test_a_node_of_the_pool_waits_for_versions_and_its_tokens_are_no_training_to
 
 def test_a_node_of_the_fleet_counts_tokens_of_held_out_problems_apart(status: OwnStatus) -> None:
     counters = EngineCounters(tokens_generated=70)
-    status.measure(HELD, counters, [], evaluation_tokens=30)
+    status.measure(HELD, counters, [], evaluated=30)
     assert (status.report().tokens_generated, status.report().evaluation_tokens) == (40, 30)
     counters.tokens_generated = 100  # a held-out call ended, and the next measurement counts it
     assert status.report().tokens_generated == 40
-    status.measure(HELD, counters, [], evaluation_tokens=60)
+    status.measure(HELD, counters, [], evaluated=60)
     assert (status.report().tokens_generated, status.report().evaluation_tokens) == (40, 60)
 
 

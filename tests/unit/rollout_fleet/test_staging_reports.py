@@ -9,8 +9,8 @@ import pytest
 from common.weights.messages import Meet, Stalled
 from common.weights.receiver import StagingStatus
 from common.weights.transports.relay import Stall
-from rollout_fleet.weights import staging_reports
-from rollout_fleet.weights.staging_reports import AGAIN_S, StagingReports
+from rollout_fleet.weights import weight_client
+from rollout_fleet.weights.weight_client import AGAIN_S, StagingReports
 
 HERE, THERE = Stall("tcp://a:7", 3, ""), Stall("tcp://b:7", 3, "refused")
 
@@ -21,7 +21,7 @@ class Said:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.messages = 0.0, list[Any]()
         self.reports = StagingReports("n", self.send)
-        monkeypatch.setattr(staging_reports, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(weight_client, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     async def send(self, message: Any) -> None:
         self.messages.append(message)
