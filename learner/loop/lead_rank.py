@@ -66,7 +66,7 @@ class Lead(RolloutSource):
         self.broker, self.publisher, self.reporter = broker, publisher, reporter
         self.tasks, self.files = tasks, files
         self.stop_requested = stop_requested
-        self.evaluations: Evaluations | None = None
+        self.evaluations = Evaluations(config, broker, publisher, files) if config.evaluation.every else None
         self._watch = Watcher(config, files, publisher, reporter.update)
         files.commit = lambda step: self.broker.commit(step)
         files.recorded = self._watch.see
@@ -243,7 +243,6 @@ class Lead(RolloutSource):
     def line(self, step: Step) -> StepMetrics:
         """The step's metrics line, with broker, nodes and weight plane as of now."""
         self._status = status = self.broker.status()
-        regenerated, self._regenerated = self._regenerated, 0
         absent = set(self.config.telemetry.profile_nodes) - {n.report.node_id for n in status.nodes if n.alive}
         if absent and step.batch.step in self.config.telemetry.profile_steps:
             self.files.events.add("profile_nodes_absent", step=step.batch.step, nodes=", ".join(sorted(absent)))
@@ -252,11 +251,15 @@ class Lead(RolloutSource):
             nodes, self._ejections = published.ejections - self._ejections, published.ejections
             self.files.events.add("ejection", step=step.batch.step, nodes=nodes)
         self.reporter.update(waste=step.totals.waste())
-        stall_s = self._stalls.advance(status)
         self._watch.trained = step.batch, self._groups
-        line = step_metrics(step, self.files.incarnation, status, published, regenerated, stall_s)
-        dropped = self._transcripts.dropped + status.transcripts_dropped
-        return msgspec.structs.replace(line, transcripts_dropped_total=dropped)
+        regenerated, self._regenerated = self._regenerated, 0
+        return step_metrics(
+            *(step, status, published),
+            incarnation=self.files.incarnation,
+            groups_regenerated=regenerated,
+            generation_stall_s=self._stalls.advance(status),
+            transcripts_dropped_total=self._transcripts.dropped + status.transcripts_dropped,
+        )
 
     def stream_state(self) -> StreamState:
         return self.tasks.state()
@@ -274,8 +277,8 @@ class Lead(RolloutSource):
         for item in items(batch, self._groups, self._nodes, self._chosen, logprobs):
             self._transcripts.put(item)
 
-    def _canary_owed(self) -> bool:
-        return self.publisher.stats().canary_owed
+    def _canary_owed(self) -> bytes:
+        return b"+" if self.publisher.stats().canary_owed else b"-"
 
     def _lead(self) -> bytes:
         return msgspec.msgpack.encode(self.publisher.lead)
@@ -286,8 +289,8 @@ class Lead(RolloutSource):
         logger.info("every version comes in %d parts, each from the rank that has it", len(parts))
 
     def _hand_over(self, version: int, canary: Canary | None) -> None:
-        receipt = self.publisher.publish(version, self._tensors(), canary)
-        self.files.events.add("publish", version=receipt.version, bytes=receipt.payload_bytes)
+        size = self.publisher.publish(version, self._tensors(), canary)
+        self.files.events.add("publish", version=version, bytes=size)
         if self.evaluations is not None:
             self.evaluations.published(version)
 
@@ -324,23 +327,15 @@ def prepare_lead(
         credentials=config.broker.credentials,
         deadline_s=min(BROKER_WAIT_S, config.learner.timeout_s / 2),  # the other ranks wait in a collective meanwhile
     )
-    several = config.learner.machines > 1
+    several, known = config.learner.machines > 1, -1
+    if several:  # a learner on another machine may have left its record with the broker
+        with connect(access) as client:
+            known = before.incarnation if (before := client.status().learner) else -1
     reporter = Reporter(lambda: connect(access), None if several else run_dir.logs)
-    known = _newest_incarnation(access) if several else -1
     state = files.start(source.digest, reporter.take_over, known)
     reporter.set("starting", "loading the model", policy_version=state.policy_version)
     credentials = curve_credentials(config.broker.credentials)
     weights = msgspec.structs.replace(config.weights, address=address or config.weights.address)
     publisher = WeightPublisher(state.incarnation, config.model.dtype, weights, credentials)
     tasks = TaskStream(source, state.tasks)
-    lead = Lead(config, connect(access), publisher, tasks, files, reporter, stop_requested)
-    if config.evaluation.every:
-        lead.evaluations = Evaluations(config, lead.broker, publisher, files)
-    return lead, state
-
-
-def _newest_incarnation(access: Access) -> int:
-    """That the broker knows; -1 for none. A learner on another machine may have left its record there."""
-    with connect(access) as client:
-        before = client.status().learner
-    return before.incarnation if before is not None else -1
+    return Lead(config, connect(access), publisher, tasks, files, reporter, stop_requested), state

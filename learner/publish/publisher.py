@@ -2,9 +2,7 @@
 
 import logging
 import threading
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -21,15 +19,6 @@ from learner.publish.other_sources import Lead
 from learner.publish.snapshot import Deltas, Named, Snapshot, SnapshotMaker
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PublishReceipt:
-    """A version was copied into the flat buffer; the parameters may change again."""
-
-    version: int
-    payload_bytes: int  # size of the flat buffer
-    snapshot_s: float  # that `publish` took in the training loop, the wait for an earlier publish included
 
 
 class WeightPublisher:
@@ -78,15 +67,15 @@ class WeightPublisher:
         assert self._control is not None, "used before start"
         return Lead(self._control.address, self._incarnation, self._control.password)
 
-    def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> PublishReceipt:
-        """Copy `named` (Hugging Face name, full tensor) into the flat buffer, return, and send in the background.
+    def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> int:
+        """Copy `named` (Hugging Face name, full tensor) into the flat buffer, and send it in the background.
 
-        After `share` these are the tensors of the first part. It consumes `named` to its end, because every rank must
-        take part in producing it. Without `weights.overlap` it also waits until the version is active on every node, at
-        most `timeout_s`. Raises ValueError when names or shapes differ from the first version's.
+        Returns the size of the version in bytes; the parameters may change again. After `share` these are the tensors
+        of the first part. It consumes `named` to its end, because every rank must take part in producing it.
+        Without `weights.overlap` it also waits until the version is active on every node, at most `timeout_s`. Raises
+        ValueError when names or shapes differ from the first version's.
         """
         assert self._control is not None, "publish before start"
-        started = time.perf_counter()
         if self._sealing is not None:
             self._sealing.join()  # versions are offered in order; hashing and encoding are far shorter than a step
         snapshot = self._maker.make(version, named, canary)
@@ -97,7 +86,7 @@ class WeightPublisher:
             timeout_s = self._weights.timeout_s
             if not self._control.figures.wait_settled(self._published, version, timeout_s):
                 logger.warning("version %d is not active on every node after %g s; continuing", version, timeout_s)
-        return PublishReceipt(version, snapshot.layout.total_bytes, time.perf_counter() - started)
+        return snapshot.layout.total_bytes
 
     def hold(self, reason: str) -> None:
         """Let the nodes keep the newest version that `publish` got so far, until `release(reason)`; see Targets.
