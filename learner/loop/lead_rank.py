@@ -31,10 +31,9 @@ from learner.loop.batch_source import Command, Drain, Fail, Train, Wait
 from learner.loop.evaluation import Evaluations
 from learner.loop.rollout_source import RolloutSource
 from learner.loop.run_files import RunFiles
-from learner.loop.start_checks import check_not_behind, check_not_forgotten
 from learner.loop.status_reporter import Reporter
 from learner.loop.step_metrics import StallMeter, Step, step_metrics
-from learner.loop.tasks import TaskSource, TaskStream
+from learner.loop.tasks import TaskSource, TaskStream, check_not_behind
 from learner.loop.transcripts import Logprobs, items, transcript_thread
 from learner.loop.watcher import Watcher
 from learner.publish.publisher import WeightPublisher
@@ -66,7 +65,7 @@ class Lead(RolloutSource):
         self.broker, self.publisher, self.reporter = broker, publisher, reporter
         self.tasks, self.files = tasks, files
         self.stop_requested = stop_requested
-        self.evaluations = Evaluations(config, broker, publisher, files) if config.evaluation.every else None
+        self.evaluations: Evaluations | None = None
         self._watch = Watcher(config, files, publisher, reporter.update)
         files.commit = lambda step: self.broker.commit(step)
         files.recorded = self._watch.see
@@ -104,7 +103,7 @@ class Lead(RolloutSource):
         if version > 0:
             self.broker.commit(version - 1)  # the last learner may have been killed just before it
         if attached.committed_step < version - 1:
-            check_not_forgotten(version, self.tasks.consumed, self.broker.ledger())
+            self.tasks.check_known(version, self.broker.ledger())
         if self.config.learner.dynamic_sampling:
             found = self.broker.ledger()
             self._filtered_before = Counter(e.step for e in found if e.filtered and e.state == "taken")
@@ -338,4 +337,7 @@ def prepare_lead(
     weights = msgspec.structs.replace(config.weights, address=address or config.weights.address)
     publisher = WeightPublisher(state.incarnation, config.model.dtype, weights, credentials)
     tasks = TaskStream(source, state.tasks)
-    return Lead(config, connect(access), publisher, tasks, files, reporter, stop_requested), state
+    lead = Lead(config, connect(access), publisher, tasks, files, reporter, stop_requested)
+    if config.evaluation.every:
+        lead.evaluations = Evaluations(config, lead.broker, publisher, files)
+    return lead, state

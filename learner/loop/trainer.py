@@ -34,7 +34,7 @@ from common.errors import HopelessError, SlipstreamError
 from common.process.health import LifeSigns
 from common.process.run_dir import RunDir
 from common.span_buffer import SPANS
-from learner.backend_protocol import Backend, StepResult
+from learner.backend_protocol import NOTHING_TRAINED, Backend, StepResult
 from learner.batch.batch import TrainingBatch
 from learner.batch.packing import build, plan
 from learner.checkpoint.folder import TrainerState
@@ -45,7 +45,6 @@ from learner.loop.run_files import RunFiles
 from learner.loop.step_metrics import Step, Times, Totals, check_finite
 
 UNTRAINED_STEPS = 3  # steps in a row in which every sample failed, before the run stops
-NOTHING_TRAINED = StepResult(loss=0.0, loss_tokens=0, grad_norm=0.0, lr=0.0, sums={}, maxima={})
 
 
 class Trainer:

@@ -97,8 +97,10 @@ class MegatronBackend:
         if model.verify:
             verify.check_weights(self.model_path, hf_config, dtype, self.schedule.logprobs)
         self.exporter = Exporter(built)
-        self.reference = Reference.of(model, learner, built, self.chunks)
+        self.part_layout = self.exporter.part.layout
+        self.reference = Reference(model, learner, built, self.chunks)
         self.checkpoints = Writer(self.chunks, self.optimizer, layout)
+        self.checkpoint_done = self.checkpoints.done
         self.offload = Offload(learner.memory, self.chunks, self.optimizer)
         if self.rank == 0:
             logger.info(
@@ -137,11 +139,7 @@ class MegatronBackend:
     def export_part(self) -> Iterator[tuple[str, Tensor]]:
         """As `export`. Ranks of one tensor-parallel group advance together: one that pauses delays the others."""
         with self._whole():
-            yield from self.exporter.part()
-
-    def part_layout(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Found by converting meta tensors: it moves no weights, needs no other rank, and may precede any export."""
-        return self.exporter.part_layout()
+            yield from self.exporter.part.tensors()
 
     def save_hf(self, path: Path) -> None:
         with self._whole():
@@ -150,9 +148,6 @@ class MegatronBackend:
     def start_checkpoint(self, path: Path) -> None:
         with self._whole(), self.offload.optimizer():
             self.checkpoints.start(path)
-
-    def checkpoint_done(self, wait: bool) -> bool:
-        return self.checkpoints.done(wait)
 
     def load_checkpoint(self, path: Path) -> None:
         with self._whole(), self.offload.optimizer():
