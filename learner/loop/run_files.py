@@ -118,6 +118,13 @@ class RunFiles:
                 self.checkpoints.best.note(line)
             self._prune()  # the last learner may have been killed between a line and the choice
 
+    def note(self, kind: str, **detail: object) -> None:
+        """Add an event; training continues when that fails."""
+        try:
+            self.events.add(kind, **detail)
+        except OSError as error:
+            logger.error("events.jsonl cannot be written: %s", error)
+
     def record(self, line: msgspec.Struct) -> None:
         """Append a line: StepMetrics, SftMetrics, or one with a `kind`, which may decide which checkpoint is best."""
         assert self._metrics is not None

@@ -64,7 +64,7 @@ class Trainer:
         self.state, self.files = state, files
         self.version = state.policy_version
         self.totals = Totals(state.tokens_trained_total, state.tokens_wasted_total, state.tokens_masked_total)
-        self._checkpoints = Checkpointer(backend, config.learner.checkpoint.asynchronous, files, self.version)
+        self._checkpoints = Checkpointer(backend, files, self.version)
         self._profiler = StepProfiler(config.telemetry, backend.rank, run_dir.profiles)
         self._untrained = 0
         self._times = Times()
@@ -163,9 +163,7 @@ class Trainer:
             if self.files is not None:
                 changed = {"policy_version": self.version, "tasks": self.source.stream_state(), **vars(self.totals)}
                 state = msgspec.structs.replace(self.state, **changed)
-            self._checkpoints.start(self.version, state)
-            if wait:
-                self._checkpoints.poll(wait=True)
+            self._checkpoints.start(self.version, state, wait or not self.config.learner.checkpoint.asynchronous)
 
     def _report(self, state: str, waiting_on: str) -> None:
         self.source.report(state, waiting_on, self.version)

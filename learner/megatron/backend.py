@@ -66,14 +66,9 @@ class MegatronBackend:
     ) -> None:
         """Join the world, build the model and load its weights. Collective.
 
-        Raises UsageError, naming the folder, the layout or the model that cannot be used.
-
-        Args:
-            model: Hugging Face folder, and the dtype of the parameters; main gradients and optimizer states are
-                float32.
-            learner: the sections parallel, optimizer, memory and moe, and the limit of every collective.
-            total_steps: the step at which the schedule ends, unless the optimizer's decay_steps names another.
-            seed: seed of Megatron's random generators.
+        Main gradients and optimizer states are float32, whatever the model's dtype is. `total_steps`: the step at which
+        the schedule ends, unless the optimizer's decay_steps names another. `seed` is that of Megatron's random
+        generators. Raises UsageError, naming the folder, the layout or the model that cannot be used.
         """
         self.model_path, layout, dtype = Path(model.path), learner.parallel, DTYPES[model.dtype]
         for problem in world_problems(parallel.world_size(), layout):
