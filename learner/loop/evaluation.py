@@ -99,10 +99,8 @@ class Evaluations:
             logger.exception("version %d cannot be evaluated", now.order.version)
             reason = f"{type(error).__name__}: {error}"
         if reason:
-            finished, problems = len(now.results), len(self._problems)
-            self._files.note(
-                "evaluation_abandoned", version=now.order.version, finished=finished, problems=problems, reason=reason
-            )
+            counts = {"finished": len(now.results), "problems": len(self._problems)}
+            self._files.note("evaluation_abandoned", version=now.order.version, **counts, reason=reason)
             self._close()
         now = self._round
         return f"version {now.order.version}: {len(now.results)} of {len(self._problems)} problems" if now else ""

@@ -136,8 +136,8 @@ class TaskStream:
             raise UsageError(
                 f"the checkpoint of step {version} was trained on {len(again)} groups that the broker does not know as "
                 f"taken (the first is task {again[0].serial}, {again[0].state}). Its store lost the newest moves, as "
-                "in a power cut with broker.durability: everysec, or was put back from a copy. They would be trained on "
-                "twice. Move RUN/store away (with broker.store: redis the run's keys and RUN/redis.json, "
+                "in a power cut with broker.durability: everysec, or was put back from a copy. They would be trained "
+                "on twice. Move RUN/store away (with broker.store: redis the run's keys and RUN/redis.json, "
                 "docs/redis.md) and start again: what the checkpoint has not consumed is then generated anew"
             )
 

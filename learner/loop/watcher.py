@@ -106,9 +106,8 @@ class Watcher:
         if rule.do != "run":
             return
         if firing.rule in self._commands and self._commands[firing.rule].is_alive():
-            self._files.note(
-                "watch_command_skipped", rule=firing.rule, step=firing.step, reason="the last one still runs"
-            )
+            reason = "the last one still runs"
+            self._files.note("watch_command_skipped", rule=firing.rule, step=firing.step, reason=reason)
             return
         self._commands[firing.rule] = Thread(target=run_command, args=(rule, firing, self._run), daemon=True)
         self._commands[firing.rule].start()
