@@ -83,12 +83,12 @@ class RunFiles:
             state = self._newest(dataset_digest)  # until then a living learner may have completed a checkpoint
         for name in self.checkpoints.remove_incomplete():
             self.events.add("incomplete_checkpoint_removed", name=name)
-        path = self.checkpoints.path(state.policy_version) if state.policy_version else ""
+        step = state.policy_version
+        path = self.checkpoints.path(step) if step else ""
         digest = hashlib.sha256(msgspec.json.encode(self._config)).hexdigest()[:16]
         if path and state.config_digest != digest:
             logger.warning("the config changed since %s was written", path)
-        write_record(self._run_dir, self.incarnation, "running", state.policy_version)
-        step = state.policy_version
+        write_record(self._run_dir, self.incarnation, "running", step)
         self.events.add("learner_started", incarnation=self.incarnation, step=step, checkpoint=str(path))
         return msgspec.structs.replace(state, incarnation=self.incarnation, config_digest=digest)
 

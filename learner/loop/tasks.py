@@ -124,14 +124,9 @@ class TaskStream:
 
     def check_known(self, version: int, ledger: Sequence[LedgerEntry]) -> None:
         """Refuse a broker that would hand out groups which the checkpoint of `version` was trained on, or filtered."""
-        consumed = range(self._state.next_serial)
-        again = [
-            entry
-            for entry in ledger
-            if entry.state not in ("committed", "dead")
-            and entry.serial in consumed
-            and entry.serial not in self._state.outstanding
-        ]
+        offered, outstanding = range(self._state.next_serial), self._state.outstanding
+        consumed = [entry for entry in ledger if entry.serial in offered and entry.serial not in outstanding]
+        again = [entry for entry in consumed if entry.state not in ("committed", "dead")]
         if again:
             raise UsageError(
                 f"the checkpoint of step {version} was trained on {len(again)} groups that the broker does not know as "

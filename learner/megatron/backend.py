@@ -110,11 +110,10 @@ class MegatronBackend:
         """Raises SlipstreamError when the gradient norm is not finite; the weights are unchanged."""
         with self.offload.parameters(), self.offload.gradients():
             self.optimizer.zero_grad()
-            totals = self.schedule.train(microbatches, loss, temperature, entropy)
+            result = self.schedule.train(microbatches, loss, temperature, entropy)
             with self.offload.optimizer():
                 norm, rate = self.optimizer.step()
-        mean = totals.loss_sum / totals.denominator if totals.denominator > 0 else 0.0
-        return StepResult(mean, totals.loss_tokens, norm, rate, totals.sums, totals.maxima)
+        return replace(result, grad_norm=norm, lr=rate)
 
     def logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         with self.offload.parameters():
