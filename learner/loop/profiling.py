@@ -26,10 +26,7 @@ class StepProfiler:
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
         """The context in which this step belongs. After a failure, which is logged, no step is recorded."""
-        if step not in self._steps:
-            yield
-            return
-        profiler = self._tried(self._start)
+        profiler = self._tried(self._start) if step in self._steps else None
         with record_function(f"step {step}"):
             yield
         if profiler is not None:

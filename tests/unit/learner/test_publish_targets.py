@@ -10,7 +10,7 @@ def current(targets: Targets) -> int | None:
 
 def test_without_a_hold_the_newest_version_goes_out() -> None:
     targets = Targets()
-    assert (current(targets), set(targets.snapshots), targets.reasons) == (None, set(), ())
+    assert (current(targets), set(targets.snapshots), tuple(targets.holds)) == (None, set(), ())
     targets.add([snapshot_of(1), snapshot_of(2)])
     assert (current(targets), set(targets.snapshots)) == (2, {2})
 
@@ -20,11 +20,11 @@ def test_a_hold_keeps_newer_versions_back_and_the_newest_of_them_goes_out_at_its
     targets.add([snapshot_of(1)])
     targets.hold("watch", 2)
     targets.add([snapshot_of(2), snapshot_of(3), snapshot_of(4)])
-    assert (current(targets), set(targets.snapshots), targets.reasons) == (2, {2, 4}, ("watch",))
+    assert (current(targets), set(targets.snapshots), tuple(targets.holds)) == (2, {2, 4}, ("watch",))
     targets.release("another")
     assert current(targets) == 2
     targets.release("watch")
-    assert (current(targets), set(targets.snapshots), targets.reasons) == (4, {4}, ())
+    assert (current(targets), set(targets.snapshots), tuple(targets.holds)) == (4, {4}, ())
 
 
 def test_several_holds_last_until_the_last_one_ends() -> None:
@@ -35,7 +35,7 @@ def test_several_holds_last_until_the_last_one_ends() -> None:
     targets.add([snapshot_of(6)])
     assert current(targets) == 5
     targets.release("watch")
-    assert (current(targets), targets.reasons) == (6, ("evaluation",))
+    assert (current(targets), tuple(targets.holds)) == (6, ("evaluation",))
     targets.add([snapshot_of(7)])
     targets.hold("evaluation", 7)
     assert current(targets) == 6, "the hold that was there counts"
