@@ -81,7 +81,8 @@ class PublishControl:
                     self._handle(identity, message)
                 for snapshot in self.sources.whole(self.targets.wanted):
                     self.figures.offered(snapshot)
-                    self.targets.add([snapshot] if snapshot.whole else [])
+                    if snapshot.whole:
+                        self.targets.add(snapshot)
                 self._tick(time.perf_counter())
                 self._settle()
                 self._start_attempts()

@@ -209,20 +209,18 @@ class Targets:
         """Drop a reason. Without any other the newest version goes out; those before it are skipped."""
         self.holds.pop(reason, None)
         if self._waiting is not None:
-            self.add([self._waiting])
+            self.add(self._waiting)
 
     def evaluate(self, versions: tuple[int, ...]) -> None:
         """Keep these versions; the pool gets the first one. A version may come later."""
         self._kept = {version: s for version, s in self.snapshots.items() if version in versions}
         self.wanted = versions
 
-    def add(self, snapshots: Iterable[Snapshot]) -> None:
-        """New versions, in order."""
-        newest = min(self.holds.values(), default=None)
-        for snapshot in snapshots:
-            if newest is None or snapshot.version <= newest:
-                self.current, self._waiting = snapshot, None
-            else:
-                self._waiting = snapshot
-            if snapshot.version in self.wanted:
-                self._kept[snapshot.version] = snapshot
+    def add(self, snapshot: Snapshot) -> None:
+        """A new version; they come in order."""
+        if snapshot.version <= min(self.holds.values(), default=snapshot.version):
+            self.current, self._waiting = snapshot, None
+        else:
+            self._waiting = snapshot
+        if snapshot.version in self.wanted:
+            self._kept[snapshot.version] = snapshot
