@@ -69,6 +69,9 @@ class StepResult:
     maxima: dict[str, float]
 
 
+NOTHING_TRAINED = StepResult(loss=0.0, loss_tokens=0, grad_norm=0.0, lr=0.0, sums={}, maxima={})
+
+
 class Backend(Protocol):
     """A model with its optimizer, spread over the ranks of torch.distributed's world."""
 

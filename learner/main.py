@@ -134,10 +134,5 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Exit code of one rank; errors are logged."""
-    return guard(run, arguments)
-
-
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    leave(guard(run, sys.argv[1:]))

@@ -138,15 +138,12 @@ def _check_routing(sample: Sample, index: int, shape: RoutingShape) -> None:
 
 def expired_groups(groups: Sequence[Group], step: int, max_staleness: int) -> list[int]:
     """Serials of the groups with any sampled token older than `max_staleness` at `step`."""
-    return [
-        group.serial
-        for group in groups
-        if any(
-            (expired(step, s.token_versions(), max_staleness) & (s.loss_mask.numpy() > 0)).any()
-            for s in group.samples
-            if s.error is None
-        )
-    ]
+
+    def stale(sample: Sample) -> bool:
+        too_old = expired(step, sample.token_versions(), max_staleness)
+        return bool((too_old & (sample.loss_mask.numpy() > 0)).any())
+
+    return [group.serial for group in groups if any(stale(s) for s in group.samples if s.error is None)]
 
 
 def assemble(groups: Sequence[Group], step: int, config: Config, routing: RoutingShape | None = None) -> TrainingBatch:

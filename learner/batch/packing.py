@@ -73,14 +73,9 @@ def plan(
     The longest document goes first, into the cheapest microbatch with room (Graham's LPT rule). There are more
     microbatches when none has room. They are dealt out so that the ranks' totals are close. Unless the bound turns a
     document away from the cheapest microbatch, ranks differ by no more than the most expensive document. Without a
-    hidden size that never happens. With fewer documents than microbatches some are empty.
-
-    Args:
-        documents: at least 2 tokens each.
-        ranks: data-parallel size.
-        micro_batch_tokens: bound on the places of one microbatch; raises UsageError when a document is longer.
-        multiple: the places of a document are rounded up to it; Backend.document_multiple.
-        hidden_size: gives the cost of attention; 0 balances by places alone.
+    `hidden_size` attention costs nothing, and that never happens. With fewer documents than microbatches some are
+    empty. `multiple` is Backend.document_multiple. Raises UsageError when a document has more places than
+    `micro_batch_tokens`, the bound of a microbatch.
     """
     places = counted_places(np.array([document.places for document in documents], dtype=np.int64), multiple)
     if len(places) and places.max() > micro_batch_tokens:

@@ -84,9 +84,7 @@ class Best:
         if before is not None and before.metric == self._key and before.step in versions:
             known.setdefault(before.step, before.value)
         newest = max(self._values, default=-1)
-        due = [
-            version for version in versions if self._evaluated and version > newest and not version % self._evaluated
-        ]
+        due = [v for v in versions if self._evaluated and v > newest and v % self._evaluated == 0]
         if len(due) > MOST_WAITING:
             logger.warning("%d checkpoints wait for %s; the oldest are removed", len(due), self._name)
         chosen = set(due[-MOST_WAITING:])

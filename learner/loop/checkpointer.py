@@ -17,24 +17,24 @@ from learner.loop.run_files import RunFiles
 class Checkpointer:
     """One rank's view of the checkpoint that is being written. Every method is collective."""
 
-    def __init__(self, backend: Backend, asynchronous: bool, files: RunFiles | None, version: int) -> None:
-        """`files` are given on the lead rank; without `asynchronous`, `start` waits; the loop starts at `version`."""
-        self._backend, self._asynchronous, self._files = backend, asynchronous, files
+    def __init__(self, backend: Backend, files: RunFiles | None, version: int) -> None:
+        """`files` are given on the lead rank; the loop starts at `version`."""
+        self._backend, self._files = backend, files
         self._started = version
         self._writing = False
         self._state: TrainerState | None = None  # belongs to the one being written; on the lead rank only
 
-    def start(self, version: int, state: TrainerState | None) -> None:
-        """Begin the checkpoint of `version`, unless there is one; `state` is the loop's, on the lead rank.
+    def start(self, version: int, state: TrainerState | None, wait: bool) -> None:
+        """Begin the checkpoint of `version`, unless there is one; with `wait` it is complete on return.
 
-        Raises SlipstreamError when this checkpoint or the last one cannot be written.
+        `state` is the loop's, on the lead rank. Raises SlipstreamError when this checkpoint or the last one
+        cannot be written.
         """
-        if version == self._started:
-            return
-        self.poll(wait=True)
-        self._backend.start_checkpoint(self._begin(version))
-        self._started, self._writing, self._state = version, True, state
-        if not self._asynchronous:
+        if version != self._started:
+            self.poll(wait=True)
+            self._backend.start_checkpoint(self._begin(version))
+            self._started, self._writing, self._state = version, True, state
+        if wait:
             self.poll(wait=True)
 
     def poll(self, wait: bool = False) -> None:

@@ -77,7 +77,7 @@ class Evaluations:
         if self._round is None:
             return self._open(version)
         if self._next >= 0:
-            self._event("skipped", self._next, reason="a later version takes its place")
+            self._files.note("evaluation_skipped", version=self._next, reason="a later version takes its place")
         self._next = version
         self._keep()
 
@@ -101,8 +101,8 @@ class Evaluations:
             logger.exception("version %d cannot be evaluated", now.order.version)
             reason = f"{type(error).__name__}: {error}"
         if reason:
-            finished, problems = len(now.results), len(self._problems)
-            self._event("abandoned", now.order.version, finished=finished, problems=problems, reason=reason)
+            counts = {"finished": len(now.results), "problems": len(self._problems)}
+            self._files.note("evaluation_abandoned", version=now.order.version, **counts, reason=reason)
             self._close()
         now = self._round
         return f"version {now.order.version}: {len(now.results)} of {len(self._problems)} problems" if now else ""
@@ -167,7 +167,7 @@ class Evaluations:
             if (done := (now.order.version, name)) not in self._files.evaluated:
                 self._files.record(summary(now.order, name, [now.results[number] for number in numbers], held_s))
                 self._files.evaluated.add(done)
-        self._event("finished", now.order.version)
+        self._files.note("evaluation_finished", version=now.order.version)
         self._close()
 
     def _close(self) -> None:
@@ -176,17 +176,13 @@ class Evaluations:
         if self._shared:
             self._publisher.release(HOLD)
             if 0 <= version < self._newest:
-                self._event("skipped", version, reason="the fleet goes on with a newer version")
+                self._files.note("evaluation_skipped", version=version, reason="the fleet goes on with a newer version")
                 version = -1
         if version >= 0:
             return self._open(version)
         self._keep()
         with contextlib.suppress(BrokerError):
             self._broker.evaluate(None, [], [])
-
-    def _event(self, what: str, version: int, **detail: object) -> None:
-        with contextlib.suppress(OSError):
-            self._files.events.add(f"evaluation_{what}", version=version, **detail)
 
     def _task(self, number: int) -> Task:
         seed = int(np.random.SeedSequence([self._seed, number, 2]).generate_state(1)[0]) >> 1

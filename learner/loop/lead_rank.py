@@ -31,10 +31,9 @@ from learner.loop.batch_source import Command, Drain, Fail, Train, Wait
 from learner.loop.evaluation import Evaluations
 from learner.loop.rollout_source import RolloutSource
 from learner.loop.run_files import RunFiles
-from learner.loop.start_checks import check_not_behind, check_not_forgotten
 from learner.loop.status_reporter import Reporter
 from learner.loop.step_metrics import StallMeter, Step, step_metrics
-from learner.loop.tasks import TaskSource, TaskStream
+from learner.loop.tasks import TaskSource, TaskStream, check_not_behind
 from learner.loop.transcripts import Logprobs, items, transcript_thread
 from learner.loop.watcher import Watcher
 from learner.publish.publisher import WeightPublisher
@@ -104,7 +103,7 @@ class Lead(RolloutSource):
         if version > 0:
             self.broker.commit(version - 1)  # the last learner may have been killed just before it
         if attached.committed_step < version - 1:
-            check_not_forgotten(version, self.tasks.consumed, self.broker.ledger())
+            self.tasks.check_known(version, self.broker.ledger())
         if self.config.learner.dynamic_sampling:
             found = self.broker.ledger()
             self._filtered_before = Counter(e.step for e in found if e.filtered and e.state == "taken")
@@ -243,7 +242,6 @@ class Lead(RolloutSource):
     def line(self, step: Step) -> StepMetrics:
         """The step's metrics line, with broker, nodes and weight plane as of now."""
         self._status = status = self.broker.status()
-        regenerated, self._regenerated = self._regenerated, 0
         absent = set(self.config.telemetry.profile_nodes) - {n.report.node_id for n in status.nodes if n.alive}
         if absent and step.batch.step in self.config.telemetry.profile_steps:
             self.files.events.add("profile_nodes_absent", step=step.batch.step, nodes=", ".join(sorted(absent)))
@@ -252,11 +250,15 @@ class Lead(RolloutSource):
             nodes, self._ejections = published.ejections - self._ejections, published.ejections
             self.files.events.add("ejection", step=step.batch.step, nodes=nodes)
         self.reporter.update(waste=step.totals.waste())
-        stall_s = self._stalls.advance(status)
         self._watch.trained = step.batch, self._groups
-        line = step_metrics(step, self.files.incarnation, status, published, regenerated, stall_s)
-        dropped = self._transcripts.dropped + status.transcripts_dropped
-        return msgspec.structs.replace(line, transcripts_dropped_total=dropped)
+        regenerated, self._regenerated = self._regenerated, 0
+        return step_metrics(
+            *(step, status, published),
+            incarnation=self.files.incarnation,
+            groups_regenerated=regenerated,
+            generation_stall_s=self._stalls.advance(status),
+            transcripts_dropped_total=self._transcripts.dropped + status.transcripts_dropped,
+        )
 
     def stream_state(self) -> StreamState:
         return self.tasks.state()
@@ -274,8 +276,8 @@ class Lead(RolloutSource):
         for item in items(batch, self._groups, self._nodes, self._chosen, logprobs):
             self._transcripts.put(item)
 
-    def _canary_owed(self) -> bool:
-        return self.publisher.stats().canary_owed
+    def _canary_owed(self) -> bytes:
+        return b"+" if self.publisher.stats().canary_owed else b"-"
 
     def _lead(self) -> bytes:
         return msgspec.msgpack.encode(self.publisher.lead)
@@ -286,8 +288,8 @@ class Lead(RolloutSource):
         logger.info("every version comes in %d parts, each from the rank that has it", len(parts))
 
     def _hand_over(self, version: int, canary: Canary | None) -> None:
-        receipt = self.publisher.publish(version, self._tensors(), canary)
-        self.files.events.add("publish", version=receipt.version, bytes=receipt.payload_bytes)
+        size = self.publisher.publish(version, self._tensors(), canary)
+        self.files.events.add("publish", version=version, bytes=size)
         if self.evaluations is not None:
             self.evaluations.published(version)
 
@@ -324,9 +326,11 @@ def prepare_lead(
         credentials=config.broker.credentials,
         deadline_s=min(BROKER_WAIT_S, config.learner.timeout_s / 2),  # the other ranks wait in a collective meanwhile
     )
-    several = config.learner.machines > 1
+    several, known = config.learner.machines > 1, -1
+    if several:  # a learner on another machine may have left its record with the broker
+        with connect(access) as client:
+            known = before.incarnation if (before := client.status().learner) else -1
     reporter = Reporter(lambda: connect(access), None if several else run_dir.logs)
-    known = _newest_incarnation(access) if several else -1
     state = files.start(source.digest, reporter.take_over, known)
     reporter.set("starting", "loading the model", policy_version=state.policy_version)
     credentials = curve_credentials(config.broker.credentials)
@@ -337,10 +341,3 @@ def prepare_lead(
     if config.evaluation.every:
         lead.evaluations = Evaluations(config, lead.broker, publisher, files)
     return lead, state
-
-
-def _newest_incarnation(access: Access) -> int:
-    """That the broker knows; -1 for none. A learner on another machine may have left its record there."""
-    with connect(access) as client:
-        before = client.status().learner
-    return before.incarnation if before is not None else -1

@@ -6,6 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.profiler import profile, record_function
+
 from common.config.observing import TelemetryConfig
 
 logger = logging.getLogger(__name__)
@@ -23,12 +26,7 @@ class StepProfiler:
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
         """The context in which this step belongs. After a failure, which is logged, no step is recorded."""
-        if step not in self._steps:
-            yield
-            return
-        from torch.profiler import record_function
-
-        profiler = self._tried(self._start)
+        profiler = self._tried(self._start) if step in self._steps else None
         with record_function(f"step {step}"):
             yield
         if profiler is not None:
@@ -41,20 +39,16 @@ class StepProfiler:
             self._steps.clear()
             logger.warning("the profiler failed; this rank records no more steps", exc_info=True)
 
-    def _start(self) -> Any:
-        import torch
-
+    def _start(self) -> profile:
         self._folder.mkdir(parents=True, exist_ok=True)
         if torch.cuda.is_available():
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_ENTRIES)
-        profiler = torch.profiler.profile(record_shapes=True, profile_memory=True)  # CUDA is included where it exists
+        profiler = profile(record_shapes=True, profile_memory=True)  # CUDA is included where it exists
         profiler.start()
         return profiler
 
 
-def _write(profiler: Any, name: str) -> None:
-    import torch
-
+def _write(profiler: profile, name: str) -> None:
     cuda = torch.cuda.is_available()
     try:
         profiler.stop()

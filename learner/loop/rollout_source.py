@@ -124,8 +124,8 @@ class RolloutSource(BatchSource):
         told = msgspec.msgpack.decode(lead, type=Lead)
         self._remote = RemoteSource(number, parts, told, self.config.model.dtype, weights, keys)
 
-    def _canary_owed(self) -> bool | None:
-        """Whether a node has missed the newest canary; only the lead rank knows."""
+    def _canary_owed(self) -> bytes | None:
+        """b"+" if a node has missed the newest canary; only the lead rank knows."""
         return None
 
     def _publish(self, version: int) -> None:
@@ -133,10 +133,7 @@ class RolloutSource(BatchSource):
         self.report("publishing", "the copy of the weights", version)
         every = self.config.weights.canary_every
         due = self._published == 0 or (every > 0 and self._published % every == 0)
-        if not due:
-            owed = self._canary_owed()
-            told = None if owed is None else b"+" if owed else b"-"
-            due = self.backend.broadcast_bytes(told) == b"+"
+        due = due or self.backend.broadcast_bytes(self._canary_owed()) == b"+"
         self._published += 1
         self._hand_over(version, self._canary() if due else None)
 

@@ -82,12 +82,12 @@ class RunFiles:
             state = self._newest(dataset_digest)  # until then a living learner may have completed a checkpoint
         for name in self.checkpoints.remove_incomplete():
             self.events.add("incomplete_checkpoint_removed", name=name)
-        path = self.checkpoints.path(state.policy_version) if state.policy_version else ""
+        step = state.policy_version
+        path = self.checkpoints.path(step) if step else ""
         digest = hashlib.sha256(msgspec.json.encode(self._config)).hexdigest()[:16]
         if path and state.config_digest != digest:
             logger.warning("the config changed since %s was written", path)
-        write_record(self._run_dir, self.incarnation, "running", state.policy_version)
-        step = state.policy_version
+        write_record(self._run_dir, self.incarnation, "running", step)
         self.events.add("learner_started", incarnation=self.incarnation, step=step, checkpoint=str(path))
         return msgspec.structs.replace(state, incarnation=self.incarnation, config_digest=digest)
 
@@ -116,6 +116,13 @@ class RunFiles:
             for line in read_jsonl(self._run_dir.metrics):
                 self.checkpoints.best.note(line)
             self._prune()  # the last learner may have been killed between a line and the choice
+
+    def note(self, kind: str, **detail: object) -> None:
+        """Add an event; training continues when that fails."""
+        try:
+            self.events.add(kind, **detail)
+        except OSError as error:
+            logger.error("events.jsonl cannot be written: %s", error)
 
     def record(self, line: msgspec.Struct) -> None:
         """Append a line: StepMetrics, SftMetrics, or one with a `kind`, which may decide which checkpoint is best."""

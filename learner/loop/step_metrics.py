@@ -133,37 +133,24 @@ class Step:
     elapsed_s: float  # since the loop began
 
 
-def step_metrics(
-    done: Step,
-    incarnation: int,
-    broker: BrokerStatus,
-    publisher: PublishStats,
-    groups_regenerated: int,
-    generation_stall_s: float,
-) -> StepMetrics:
-    """The metrics line of a step, with broker and publisher as they are at its end."""
+def step_metrics(done: Step, broker: BrokerStatus, publisher: PublishStats, **others: Any) -> StepMetrics:
+    """The metrics line of a step, with broker and publisher as they are at its end; `others`: further fields of it."""
     step, result, statistics = done.batch.step, done.result, done.batch.statistics
     samples = statistics.samples - statistics.samples_failed
     wasted = merged_waste((broker.waste, done.totals.waste()))
     reports = [node.report for node in broker.nodes if node.alive and not node.report.pool]
-    figures = loss_figures(result) | vars(statistics) | vars(publisher) | vars(done.times) | vars(done.totals)
+    figures = loss_figures(result) | others
+    for part in (result, statistics, publisher, done, done.times, done.totals):
+        figures |= vars(part)
     for reason, spent in wasted.items():
         figures |= {f"tokens_wasted_{reason}": spent.tokens, f"seconds_wasted_{reason}": spent.seconds}
     figures |= {
         "step": step,
         "policy_version": step + 1,
         "time_s": time.time(),
-        "elapsed_s": done.elapsed_s,
-        "incarnation": incarnation,
-        "loss": result.loss,
-        "grad_norm": result.grad_norm,
-        "lr": result.lr,
         "advantage_zero_fraction": statistics.groups_without_signal
         / max(statistics.groups + statistics.groups_filtered, 1),
-        "groups_regenerated": groups_regenerated,
         "truncated_fraction": statistics.samples_truncated / max(samples, 1),
-        "microbatches": done.microbatches,
-        "generation_stall_s": generation_stall_s,
         "tokens_generated_total": broker.tokens_generated_total,
         "tokens_wasted_total": wasted_tokens(wasted),
         "groups_ready": broker.groups_ready,

@@ -10,12 +10,14 @@ that were offered and never consumed, so each position is still consumed once.
 import copy
 import functools
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from broker.contract import Attached
+from broker.contract import Attached, LedgerEntry
+from common.errors import UsageError
 from common.json_lines import dataset_rows
 from common.rollouts import Task
 from learner.checkpoint.folder import StreamState
@@ -54,6 +56,17 @@ class TaskSource:
         epoch, row = self._order.row(position)
         seed = int(np.random.SeedSequence([self._seed, position, 1]).generate_state(1)[0]) >> 1
         return Task(position, self._rows[row], seed, self._group_size, epoch)
+
+
+def check_not_behind(version: int, committed_step: int) -> None:
+    """Refuse a checkpoint of `version` that lacks steps which the broker has committed; -1 for none."""
+    if committed_step >= version:
+        first = f"its checkpoint is of step {version}" if version else "it has no checkpoint"
+        raise UsageError(
+            f"the learner would train step {version} next ({first}). The broker has committed steps up to "
+            f"{committed_step}: the groups of steps {version} to {committed_step} are gone. Put a checkpoint of step "
+            f"{committed_step + 1} back into RUN/checkpoints, or start anew in another run.dir"
+        )
 
 
 class TaskStream:
@@ -109,9 +122,19 @@ class TaskStream:
         for serial in serials:
             self._state.outstanding.pop(serial, None)
 
-    def consumed(self, serial: int) -> bool:
-        """Whether a step has trained on it, or filtered it."""
-        return serial < self._state.next_serial and serial not in self._state.outstanding
+    def check_known(self, version: int, ledger: Sequence[LedgerEntry]) -> None:
+        """Refuse a broker that would hand out groups which the checkpoint of `version` was trained on, or filtered."""
+        offered, outstanding = range(self._state.next_serial), self._state.outstanding
+        consumed = [entry for entry in ledger if entry.serial in offered and entry.serial not in outstanding]
+        again = [entry for entry in consumed if entry.state not in ("committed", "dead")]
+        if again:
+            raise UsageError(
+                f"the checkpoint of step {version} was trained on {len(again)} groups that the broker does not know as "
+                f"taken (the first is task {again[0].serial}, {again[0].state}). Its store lost the newest moves, as "
+                "in a power cut with broker.durability: everysec, or was put back from a copy. They would be trained "
+                "on twice. Move RUN/store away (with broker.store: redis the run's keys and RUN/redis.json, "
+                "docs/redis.md) and start again: what the checkpoint has not consumed is then generated anew"
+            )
 
     def state(self) -> StreamState:
         return copy.deepcopy(self._state)

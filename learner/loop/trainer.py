@@ -34,7 +34,7 @@ from common.errors import HopelessError, SlipstreamError
 from common.process.health import LifeSigns
 from common.process.run_dir import RunDir
 from common.span_buffer import SPANS
-from learner.backend_protocol import Backend, StepResult
+from learner.backend_protocol import NOTHING_TRAINED, Backend, StepResult
 from learner.batch.batch import TrainingBatch
 from learner.batch.packing import build, plan
 from learner.checkpoint.folder import TrainerState
@@ -45,7 +45,6 @@ from learner.loop.run_files import RunFiles
 from learner.loop.step_metrics import Step, Times, Totals, check_finite
 
 UNTRAINED_STEPS = 3  # steps in a row in which every sample failed, before the run stops
-NOTHING_TRAINED = StepResult(loss=0.0, loss_tokens=0, grad_norm=0.0, lr=0.0, sums={}, maxima={})
 
 
 class Trainer:
@@ -65,7 +64,7 @@ class Trainer:
         self.state, self.files = state, files
         self.version = state.policy_version
         self.totals = Totals(state.tokens_trained_total, state.tokens_wasted_total, state.tokens_masked_total)
-        self._checkpoints = Checkpointer(backend, config.learner.checkpoint.asynchronous, files, self.version)
+        self._checkpoints = Checkpointer(backend, files, self.version)
         self._profiler = StepProfiler(config.telemetry, backend.rank, run_dir.profiles)
         self._untrained = 0
         self._times = Times()
@@ -164,9 +163,7 @@ class Trainer:
             if self.files is not None:
                 changed = {"policy_version": self.version, "tasks": self.source.stream_state(), **vars(self.totals)}
                 state = msgspec.structs.replace(self.state, **changed)
-            self._checkpoints.start(self.version, state)
-            if wait:
-                self._checkpoints.poll(wait=True)
+            self._checkpoints.start(self.version, state, wait or not self.config.learner.checkpoint.asynchronous)
 
     def _report(self, state: str, waiting_on: str) -> None:
         self.source.report(state, waiting_on, self.version)

@@ -17,14 +17,13 @@ import numpy as np
 
 from common.config.observing import WatchRule
 from common.rollouts import Group, Sample
-from learner.backend_protocol import StepResult
+from learner.backend_protocol import NOTHING_TRAINED
 from learner.batch.batch import TRUNCATED, TrainingBatch
 from learner.loop.step_metrics import loss_figures
 
 MEDIAN_OF = 50  # values before the one that is judged
 FEWEST = 10  # values before, without which nothing counts as a spike
-NOTHING = StepResult(loss=0.0, loss_tokens=0, grad_norm=0.0, lr=0.0, sums={}, maxima={})
-OF_TRAINED = {"loss", "grad_norm", "staleness_mean", *loss_figures(NOTHING)}  # 0 in a step that trains no token
+OF_TRAINED = {"loss", "grad_norm", "staleness_mean", *loss_figures(NOTHING_TRAINED)}  # 0 in a step that trains no token
 SHOWN = 5  # groups with the largest contributions, from what the lead rank has of each sample
 # From |advantage|, log-probabilities and staleness of a sample's trained tokens; docs/watch.md says what it means.
 OF_TOKENS: dict[str, Callable[[float, np.ndarray, np.ndarray], float]] = {

@@ -71,7 +71,7 @@ class Watcher:
                 if state.firing is not None and state.firing is not firing:
                     self._act(state.rule, state.firing)
                 elif firing is not None and state.firing is None:
-                    self._note("watch_well", rule=state.name, step=told["step"])
+                    self._files.note("watch_well", rule=state.name, step=told["step"])
         except Exception:
             logger.exception("watch rules")
         self.trained = None
@@ -85,7 +85,7 @@ class Watcher:
             elif not text:
                 self._publisher.release(REASON)
             self.paused = text
-            self._note("publishing_paused" if text else "publishing_resumed", reason=text)
+            self._files.note("publishing_paused" if text else "publishing_resumed", reason=text)
         self._tell(alarms=[state.firing.text for state in self._states if state.firing][:ALARMS], paused=self.paused)
 
     def close(self) -> None:
@@ -110,20 +110,15 @@ class Watcher:
             first = max(begun, *(step for step in self._files.checkpoints.steps() if step <= last), 0)
             replay = f"slipstream replay {self._run.path} --from {first} --to {last}"
         causes = largest(rule.metric, *self.trained) if rule.upper and self.trained else []
-        self._note("watch", **msgspec.structs.asdict(firing), groups=causes, replay=replay)
+        self._files.note("watch", **msgspec.structs.asdict(firing), groups=causes, replay=replay)
         if rule.do != "run":
             return
         if firing.rule in self._commands and self._commands[firing.rule].is_alive():
-            self._note("watch_command_skipped", rule=firing.rule, step=firing.step, reason="the last one still runs")
+            reason = "the last one still runs"
+            self._files.note("watch_command_skipped", rule=firing.rule, step=firing.step, reason=reason)
             return
         self._commands[firing.rule] = Thread(target=run_command, args=(rule, firing, self._run), daemon=True)
         self._commands[firing.rule].start()
-
-    def _note(self, kind: str, **detail: object) -> None:
-        try:
-            self._files.events.add(kind, **detail)
-        except OSError as error:
-            logger.error("events.jsonl cannot be written: %s", error)
 
 
 def resumed_step(run: RunDir, kind: str) -> int:

@@ -66,14 +66,9 @@ class MegatronBackend:
     ) -> None:
         """Join the world, build the model and load its weights. Collective.
 
-        Raises UsageError, naming the folder, the layout or the model that cannot be used.
-
-        Args:
-            model: Hugging Face folder, and the dtype of the parameters; main gradients and optimizer states are
-                float32.
-            learner: the sections parallel, optimizer, memory and moe, and the limit of every collective.
-            total_steps: the step at which the schedule ends, unless the optimizer's decay_steps names another.
-            seed: seed of Megatron's random generators.
+        Main gradients and optimizer states are float32, whatever the model's dtype is. `total_steps`: the step at which
+        the schedule ends, unless the optimizer's decay_steps names another. `seed` is that of Megatron's random
+        generators. Raises UsageError, naming the folder, the layout or the model that cannot be used.
         """
         self.model_path, layout, dtype = Path(model.path), learner.parallel, DTYPES[model.dtype]
         for problem in world_problems(parallel.world_size(), layout):
@@ -97,8 +92,10 @@ class MegatronBackend:
         if model.verify:
             verify.check_weights(self.model_path, hf_config, dtype, self.schedule.logprobs)
         self.exporter = Exporter(built)
-        self.reference = Reference.of(model, learner, built, self.chunks)
+        self.part_layout = self.exporter.part.layout
+        self.reference = Reference(model, learner, built, self.chunks)
         self.checkpoints = Writer(self.chunks, self.optimizer, layout)
+        self.checkpoint_done = self.checkpoints.done
         self.offload = Offload(learner.memory, self.chunks, self.optimizer)
         if self.rank == 0:
             logger.info(
@@ -113,11 +110,10 @@ class MegatronBackend:
         """Raises SlipstreamError when the gradient norm is not finite; the weights are unchanged."""
         with self.offload.parameters(), self.offload.gradients():
             self.optimizer.zero_grad()
-            totals = self.schedule.train(microbatches, loss, temperature, entropy)
+            result = self.schedule.train(microbatches, loss, temperature, entropy)
             with self.offload.optimizer():
                 norm, rate = self.optimizer.step()
-        mean = totals.loss_sum / totals.denominator if totals.denominator > 0 else 0.0
-        return StepResult(mean, totals.loss_tokens, norm, rate, totals.sums, totals.maxima)
+        return replace(result, grad_norm=norm, lr=rate)
 
     def logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         with self.offload.parameters():
@@ -137,11 +133,7 @@ class MegatronBackend:
     def export_part(self) -> Iterator[tuple[str, Tensor]]:
         """As `export`. Ranks of one tensor-parallel group advance together: one that pauses delays the others."""
         with self._whole():
-            yield from self.exporter.part()
-
-    def part_layout(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Found by converting meta tensors: it moves no weights, needs no other rank, and may precede any export."""
-        return self.exporter.part_layout()
+            yield from self.exporter.part.tensors()
 
     def save_hf(self, path: Path) -> None:
         with self._whole():
@@ -150,9 +142,6 @@ class MegatronBackend:
     def start_checkpoint(self, path: Path) -> None:
         with self._whole(), self.offload.optimizer():
             self.checkpoints.start(path)
-
-    def checkpoint_done(self, wait: bool) -> bool:
-        return self.checkpoints.done(wait)
 
     def load_checkpoint(self, path: Path) -> None:
         with self._whole(), self.offload.optimizer():

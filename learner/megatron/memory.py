@@ -126,22 +126,19 @@ def _own(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[Tensor]:
 class Reference:
     """The reference's weights, read when they are first needed."""
 
-    def __init__(self, path: Path, model: Model, chunks: list[Any]) -> None:
-        """`path` has a model of the shape of `model`, the policy; `chunks` are its data-parallel wrappers."""
-        self.path, self.model, self.chunks = path, model, chunks
-        self._elsewhere: list[Tensor] | None = None  # the reference's weights, or the policy's while `in_place`
-
-    @classmethod
-    def of(
-        cls, config: ModelConfig, learner: LearnerConfig | SftLearnerConfig, model: Model, chunks: list[Any]
-    ) -> "Reference":
+    def __init__(
+        self, config: ModelConfig, learner: LearnerConfig | SftLearnerConfig, model: Model, chunks: list[Any]
+    ) -> None:
         """The reference is in learner.loss.reference, or it is the model that training starts from.
 
-        Raises UsageError when the folder has a model of another shape, before anything is sampled.
+        `model` is the policy, `chunks` are its data-parallel wrappers. Raises UsageError when the folder has a model of
+        another shape, before anything is sampled.
         """
         named = learner.loss.reference if isinstance(learner, LearnerConfig) else None
+        self.path, self.model, self.chunks = Path(named or config.path), model, chunks
+        self._elsewhere: list[Tensor] | None = None  # the reference's weights, or the policy's while `in_place`
         if named is None:
-            return cls(Path(config.path), model, chunks)
+            return
         found, expected = hf_folder.read_config(Path(named)).to_dict(), model.hf_config.to_dict()
         keys = sorted((found.keys() | expected.keys()) - _IRRELEVANT)
         pairs = [(key, found.get(key), expected.get(key)) for key in keys]
@@ -150,7 +147,6 @@ class Reference:
             raise UsageError(
                 f"learner.loss.reference: {named} is not a model of the policy's shape: {', '.join(different[:3])}"
             )
-        return cls(Path(named), model, chunks)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -120,12 +120,7 @@ class Router(TopKRouter):
         return self if self.replaying else None
 
     def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: Any = None,
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: Any
     ) -> tuple[Tensor, Tensor]:
         """([tokens, topk] scores, [tokens, topk] int64 experts): the replayed ones, or the best where unknown."""
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)

@@ -128,9 +128,6 @@ def _broadcast(data: bytes | None, source: int, group: dist.ProcessGroup | None,
     dist.broadcast(size, source, group=group)
     if not int(size):
         return b""
-    if mine:
-        buffer = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(where)
-    else:
-        buffer = torch.empty(int(size), dtype=torch.uint8, device=where)
+    buffer = torch.frombuffer(bytearray(mine or int(size)), dtype=torch.uint8).to(where)
     dist.broadcast(buffer, source, group=group)
     return mine or buffer.cpu().numpy().tobytes()

@@ -18,22 +18,11 @@ from torch import Tensor
 
 from common.config.schema import ParallelConfig
 from common.span_buffer import SPANS
-from learner.backend_protocol import LossFunction, LossOutput, Microbatch
+from learner.backend_protocol import NOTHING_TRAINED, LossFunction, LossOutput, Microbatch, StepResult
 from learner.megatron import parallel
 from learner.megatron.logprobs import logprobs_and_entropy
 from learner.megatron.moe import Experts
 from learner.megatron.pack_layout import PackPart
-
-
-@dataclass(frozen=True)
-class Totals:
-    """One step's sums over all microbatches of all data-parallel ranks; the same on every rank."""
-
-    loss_sum: float
-    loss_tokens: int
-    denominator: float
-    sums: dict[str, Any]  # float, or a list of them for a vector
-    maxima: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -119,10 +108,13 @@ class Schedule:
             sequence=config.sequence_parallel,
         )
 
-    def train(self, microbatches: list[Microbatch], loss: LossFunction, temperature: float, entropy: bool) -> Totals:
+    def train(
+        self, microbatches: list[Microbatch], loss: LossFunction, temperature: float, entropy: bool
+    ) -> StepResult:
         """Forward and backward; leaves gradients of (sum of losses / sum of denominators) in the chunks. Collective.
 
-        `microbatches` are this data-parallel rank's, equally many on every one.
+        `microbatches` are this data-parallel rank's, equally many on every one. The result has neither gradient norm
+        nor learning rate, which the optimizer knows.
         """
 
         def loss_of(hidden: Tensor, item: _Packed) -> tuple[Tensor, LossOutput]:
@@ -140,12 +132,12 @@ class Schedule:
         encoded: bytes | None = None
         if mpu.is_pipeline_last_stage(ignore_virtual=True):
             encoded = msgspec.msgpack.encode(self._reduce(reports))  # JSON has neither NaN nor inf
-        totals = msgspec.msgpack.decode(parallel.broadcast_from_last_stage(encoded), type=Totals)
-        totals = replace(totals, sums=totals.sums | self.experts.figures())
-        if totals.denominator != totals.loss_tokens and totals.denominator > 0:
+        told = parallel.broadcast_from_last_stage(encoded)
+        result, denominator = msgspec.msgpack.decode(told, type=tuple[StepResult, float])
+        if denominator != result.loss_tokens and denominator > 0:
             for chunk in self.chunks:  # Megatron has divided by the tokens
-                chunk.scale_gradients(totals.loss_tokens / totals.denominator)
-        return totals
+                chunk.scale_gradients(result.loss_tokens / denominator)
+        return replace(result, sums=result.sums | self.experts.figures())
 
     @torch.no_grad()
     def logprobs(self, microbatches: list[Microbatch], temperature: float) -> list[Tensor]:
@@ -227,8 +219,8 @@ class Schedule:
             tokens = sum(packed[number % len(packed)].part.lengths)
             SPANS.add(f"{name} {number}", "microbatch", began, ended, "loop", tokens=tokens)
 
-    def _reduce(self, reports: list[tuple[LossOutput, Tensor]]) -> Totals:
-        """The sums over all microbatches of all data-parallel ranks."""
+    def _reduce(self, reports: list[tuple[LossOutput, Tensor]]) -> tuple[StepResult, float]:
+        """(result, denominator) of all microbatches of all data-parallel ranks."""
 
         def joined(values: Iterable[Tensor]) -> Tensor:
             return torch.cat([x.detach().double().reshape(-1) for x in values])
@@ -252,10 +244,11 @@ class Schedule:
         loss_sum, tokens, denominator = sums[:3].tolist()
         parts = sums[3:].split([value.numel() for value in first.sums.values()])
         named = zip(first.sums.items(), parts, strict=True)
-        return Totals(
-            loss_sum,
-            round(tokens),
-            denominator,
-            {name: part.tolist() if value.dim() else part.item() for (name, value), part in named},
-            dict(zip(first.maxima, [] if maxima is None else maxima.tolist(), strict=True)),
+        result = replace(
+            NOTHING_TRAINED,
+            loss=loss_sum / denominator if denominator > 0 else 0.0,
+            loss_tokens=round(tokens),
+            sums={name: part.tolist() if value.dim() else part.item() for (name, value), part in named},
+            maxima=dict(zip(first.maxima, [] if maxima is None else maxima.tolist(), strict=True)),
         )
+        return result, denominator

@@ -10,7 +10,9 @@
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import Concatenate, ParamSpec
 
 from common.config.schema import WeightsConfig
 from common.weights import messages
@@ -24,12 +26,13 @@ from learner.publish.chains import Chains
 from learner.publish.control_socket import Endpoint
 from learner.publish.figures import Figures
 from learner.publish.other_sources import OtherSources
-from learner.publish.receiver_state import Action, Event, Receiver, State, split, step
+from learner.publish.receiver_state import Action, Receiver, State, Step
 from learner.publish.snapshot import Snapshot, Targets
 
 logger = logging.getLogger(__name__)
 
 BUSY_PING_S, IDLE_PING_S = 0.25, 1.0
+P = ParamSpec("P")
 
 
 class PublishControl:
@@ -78,7 +81,8 @@ class PublishControl:
                     self._handle(identity, message)
                 for snapshot in self.sources.whole(self.targets.wanted):
                     self.figures.offered(snapshot)
-                    self.targets.add([snapshot] if snapshot.whole else [])
+                    if snapshot.whole:
+                        self.targets.add(snapshot)
                 self._tick(time.perf_counter())
                 self._settle()
                 self._start_attempts()
@@ -110,7 +114,7 @@ class PublishControl:
         elif isinstance(message, messages.SourceMessage):
             self.sources.hear(identity, message, self.targets.snapshots.get(message.version))
         elif identity in self._receivers:
-            self._feed(identity, message)
+            self._feed(identity, receiver_state.hear, message, time.perf_counter())
             if isinstance(message, messages.Stalled):
                 self._chains.stalled(identity, message, time.perf_counter())
             elif isinstance(message, messages.Meet):
@@ -119,7 +123,7 @@ class PublishControl:
             self._endpoint.send(identity, messages.Eject("not a member; join again"))
 
     def _join(self, identity: bytes, message: messages.Join) -> None:
-        self._feed(identity, receiver_state.Lost("it joined anew", ejected=False))
+        self._feed(identity, receiver_state.drop, "it joined anew", ejected=False)
         if self._transport == "nccl" and "nccl" in message.transports and (why := mismatch(message.versions)):
             logger.error("node %s may not join: %s", message.node_id, why)
             self._endpoint.send(identity, messages.Eject(why, final=True))
@@ -142,21 +146,23 @@ class PublishControl:
         for identity, receiver in list(self._receivers.items()):
             if current is not None and receiver.welcomed is None:
                 welcome = messages.Welcome(self._incarnation, current.layout, self._reach, self.password)
-                self._feed(identity, receiver_state.Greet(welcome))
-            self._feed(identity, receiver_state.Tick(self._timeout_s))
+                self._feed(identity, receiver_state.greet, welcome, now)
+            self._feed(identity, receiver_state.tick, self._timeout_s, now)
         self._chains.tick(now)
         if now - self._pinged >= (BUSY_PING_S if self._attempts else IDLE_PING_S):
             self._pinged = now
             for identity in list(self._receivers):
                 if not self._endpoint.send(identity, messages.Ping()):
-                    self._feed(identity, receiver_state.Lost("its connection closed"))
+                    self._feed(identity, receiver_state.drop, "its connection closed")
 
-    def _feed(self, identity: bytes, event: Event) -> None:
-        """Let a receiver take its step, then carry out the actions of it."""
+    def _feed(
+        self, identity: bytes, event: Callable[Concatenate[Receiver, P], Step], *args: P.args, **options: P.kwargs
+    ) -> None:
+        """Let a receiver take the step of an event, then carry out the actions of it."""
         before = self._receivers.get(identity)
         if before is None:
             return
-        after, actions = step(before, event, time.perf_counter())
+        after, actions = event(before, *args, **options)
         if after.state is State.GONE:
             del self._receivers[identity]
             self._chains.leave(identity)
@@ -204,7 +210,7 @@ class PublishControl:
         if not attempt.failed:
             attempt.failed = True
             for identity in self._members(attempt):
-                self._feed(identity, receiver_state.AttemptFailed())
+                self._feed(identity, receiver_state.doubt)
 
     # ---- attempts
 
@@ -221,7 +227,7 @@ class PublishControl:
                 for identity in members:
                     if attempt.relayed:
                         self._chains.leave(identity, failed=True)
-                    self._feed(identity, receiver_state.Release(self.figures.now.published))
+                    self._feed(identity, receiver_state.release, self.figures.now.published)
                 attempt.broadcast.abandon()
             if not self._members(attempt) and (attempt.done or attempt.failed):
                 self._attempts.remove(attempt)
@@ -238,7 +244,7 @@ class PublishControl:
         fleet = [r for r in everyone if not r.pool]
         ready = [r for r in fleet if r.awaits(current.version)]
         published = self.figures.now.published
-        together, relayed, probation = split(ready, fleet, self._transport, published, current.version)
+        together, relayed, probation = receiver_state.split(ready, fleet, self._transport, published, current.version)
         self._start_fetches(current, relayed)
         if (evaluated := self.targets.evaluated) is not None:
             self._start_fetches(evaluated, [r for r in everyone if r.pool and r.awaits(evaluated.version)])
@@ -253,7 +259,7 @@ class PublishControl:
         attempt.probation = probation.identity if probation is not None else None
         self._attempts.append(attempt)
         for rank, identity in enumerate(identities, start=1):
-            self._feed(identity, receiver_state.Begin(attempt, rank if group is None else 0))
+            self._feed(identity, receiver_state.begin, attempt, rank if group is None else 0)
         post = self.post
         if group is None:
             attempt.broadcast.meeting = Meeting(
@@ -279,4 +285,4 @@ class PublishControl:
         attempt = new_attempt(snapshot, payload, epoch, [receiver.identity], self._incarnation, sources)
         attempt.newcomers = not receiver.settled or bool(receiver.pool)
         self._attempts.append(attempt)
-        self._feed(receiver.identity, receiver_state.Begin(attempt, epoch.rank))
+        self._feed(receiver.identity, receiver_state.begin, attempt, epoch.rank)

@@ -81,7 +81,7 @@ class Figures:
             fatal=fatal,
             canary_owed=any(r.version >= self._canary_version > r.canary_version for r in live),
             undelivered=undelivered(receivers, targets),
-            held=targets.reasons,
+            held=tuple(targets.holds),
         )
         self._trace(targets.current)
 

@@ -1,6 +1,7 @@
 """The other ranks of the learner that send parts of their own, as the lead's control thread sees them."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection
 
@@ -64,20 +65,18 @@ class OtherSources:
         None goes before a `wanted` version that is not whole.
         """
         missing = [s.version for s in self._waiting if len(self._offered.get(s.version, {})) < self.count]
-        first = min((version for version in missing if version in wanted), default=None)
-        for number in reversed(range(len(self._waiting))):
-            version = self._waiting[number].version
-            if version not in missing and (first is None or version < first):
-                found, self._waiting = self._waiting[: number + 1], self._waiting[number + 1 :]
-                for snapshot in found:
-                    offered = self._offered.get(snapshot.version, {})
-                    snapshot.whole = len(offered) >= self.count
-                    if snapshot.whole and self.count:
-                        snapshot.add_parts([one for _, one in sorted(offered.items())])
-                return found
-        if self._waiting:
+        first = min((version for version in missing if version in wanted), default=math.inf)
+        ends = [n for n, s in enumerate(self._waiting, 1) if s.version not in missing and s.version < first]
+        if self._waiting and not ends:
             self._warn(self._waiting[0])
-        return []
+        end = ends[-1] if ends else 0
+        found, self._waiting = self._waiting[:end], self._waiting[end:]
+        for snapshot in found:
+            offered = self._offered.get(snapshot.version, {})
+            snapshot.whole = len(offered) >= self.count
+            if snapshot.whole and self.count:
+                snapshot.add_parts([one for _, one in sorted(offered.items())])
+        return found
 
     def _warn(self, snapshot: Snapshot) -> None:
         """Say once which sources have not offered their part."""

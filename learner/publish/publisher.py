@@ -2,9 +2,7 @@
 
 import logging
 import threading
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -21,15 +19,6 @@ from learner.publish.other_sources import Lead
 from learner.publish.snapshot import Deltas, Named, Snapshot, SnapshotMaker
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PublishReceipt:
-    """A version was copied into the flat buffer; the parameters may change again."""
-
-    version: int
-    payload_bytes: int  # size of the flat buffer
-    snapshot_s: float  # that `publish` took in the training loop, the wait for an earlier publish included
 
 
 class WeightPublisher:
@@ -66,59 +55,58 @@ class WeightPublisher:
         self._thread.start()
         return self._control.address
 
+    @property
+    def _plane(self) -> PublishControl:
+        assert self._control is not None, "used before start"
+        return self._control
+
     def share(self, parts: list[Named]) -> None:
         """Send the first of `parts` only, (name, shape) of tensors source by source; the others send theirs."""
-        assert self._control is not None, "share before start"
         self._maker.share(parts, 0)
-        self._control.sources.count = len(parts) - 1
+        self._plane.sources.count = len(parts) - 1
 
     @property
     def lead(self) -> Lead:
         """The address, incarnation and password that the other sources need."""
-        assert self._control is not None, "used before start"
-        return Lead(self._control.address, self._incarnation, self._control.password)
+        return Lead(self._plane.address, self._incarnation, self._plane.password)
 
-    def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> PublishReceipt:
-        """Copy `named` (Hugging Face name, full tensor) into the flat buffer, return, and send in the background.
+    def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> int:
+        """Copy `named` (Hugging Face name, full tensor) into the flat buffer, and send it in the background.
 
-        After `share` these are the tensors of the first part. It consumes `named` to its end, because every rank must
-        take part in producing it. Without `weights.overlap` it also waits until the version is active on every node, at
-        most `timeout_s`. Raises ValueError when names or shapes differ from the first version's.
+        Returns the size of the version in bytes; the parameters may change again. After `share` these are the tensors
+        of the first part. It consumes `named` to its end, because every rank must take part in producing it.
+        Without `weights.overlap` it also waits until the version is active on every node, at most `timeout_s`. Raises
+        ValueError when names or shapes differ from the first version's.
         """
-        assert self._control is not None, "publish before start"
-        started = time.perf_counter()
         if self._sealing is not None:
             self._sealing.join()  # versions are offered in order; hashing and encoding are far shorter than a step
         snapshot = self._maker.make(version, named, canary)
-        self._sealing = threading.Thread(target=self._seal, args=(snapshot, self._control), name="seal-weights")
+        self._sealing = threading.Thread(target=self._seal, args=(snapshot, self._plane), name="seal-weights")
         self._sealing.start()
         self._published, self._version = self._published + 1, version
         if not self._weights.overlap:
             timeout_s = self._weights.timeout_s
-            if not self._control.figures.wait_settled(self._published, version, timeout_s):
+            if not self._plane.figures.wait_settled(self._published, version, timeout_s):
                 logger.warning("version %d is not active on every node after %g s; continuing", version, timeout_s)
-        return PublishReceipt(version, snapshot.layout.total_bytes, time.perf_counter() - started)
+        return snapshot.layout.total_bytes
 
     def hold(self, reason: str) -> None:
         """Let the nodes keep the newest version that `publish` got so far, until `release(reason)`; see Targets.
 
         Call it from the thread that publishes. Several reasons may overlap.
         """
-        assert self._control is not None, "hold before start"
-        self._control.post(partial(self._control.targets.hold, reason, self._version))
+        self._plane.post(partial(self._plane.targets.hold, reason, self._version))
 
     def release(self, reason: str) -> None:
         """Send the newest version, unless another reason remains."""
-        assert self._control is not None, "release before start"
-        self._control.post(partial(self._control.targets.release, reason))
+        self._plane.post(partial(self._plane.targets.release, reason))
 
     def evaluate(self, *versions: int) -> None:
         """Keep a copy of each of these versions, and give the first one to the nodes of the pool.
 
         A version is the one that `publish` got last, or is in the list of the call before.
         """
-        assert self._control is not None, "evaluate before start"
-        self._control.post(partial(self._control.targets.evaluate, versions))
+        self._plane.post(partial(self._plane.targets.evaluate, versions))
 
     def stats(self) -> PublishStats:
         """Figures so far; cheap, callable from any thread."""

@@ -1,6 +1,8 @@
-"""One receiver of the weight plane as a state machine: `step` maps an event to the next state and to actions.
+"""One receiver of the weight plane as a state machine: a function per event gives the next state, and actions.
 
-`split` says which way a version takes to which receiver: the broadcast of a group, or a fetch over the relay.
+Events are `hear`, `greet`, `begin`, `doubt`, `release`, `tick` and `drop`. One that means nothing in the receiver's
+state changes nothing. `split` says which way a version takes to which receiver: a broadcast or a fetch by relay.
+
 Nothing here has a socket, a thread or a clock. learner/publish/control.py feeds the events and carries out the actions.
 docs/weights.md shows the states.
 """
@@ -93,43 +95,6 @@ class Receiver:
         return self.address is not None or (self.welcomed is not None and now > self.welcomed + LISTEN_WAIT_S)
 
 
-class Greet(msgspec.Struct, frozen=True):
-    """The layout is known."""
-
-    welcome: messages.Welcome
-
-
-class Begin(msgspec.Struct, frozen=True):
-    """An attempt starts. `rank` is that in a new group; 0 when the group exists already."""
-
-    attempt: Attempt
-    rank: int = 0
-
-
-class AttemptFailed(msgspec.Struct, frozen=True):
-    """Some member of the receiver's attempt failed, or the sender did."""
-
-
-class Release(msgspec.Struct, frozen=True):
-    """All members of the failed attempt have answered or are gone."""
-
-    published: int  # publishes so far
-
-
-class Tick(msgspec.Struct, frozen=True):
-    timeout_s: float  # weights.timeout_s
-
-
-class Lost(msgspec.Struct, frozen=True):
-    """The connection has ended, or a new one replaces it."""
-
-    why: str
-    ejected: bool = True
-
-
-Event = messages.NodeMessage | Greet | Begin | AttemptFailed | Release | Tick | Lost
-
-
 class Send(msgspec.Struct, frozen=True):
     message: messages.LearnerMessage
 
@@ -159,41 +124,25 @@ Action = Send | Fail | NoteStaged | NoteActive | Drop
 Step = tuple[Receiver, tuple[Action, ...]]
 
 
-def step(receiver: Receiver, event: Event, now: float) -> Step:
-    """The receiver after `event`, and what must be done. Events that mean nothing in its state change nothing."""
-    if isinstance(event, messages.NodeMessage):
-        state = State.ANSWERED if receiver.state is State.DOUBTED else receiver.state
-        return _message(replace(receiver, heard=now, state=state), event)
-    match event:
-        case Greet():
-            return replace(receiver, welcomed=now), (Send(event.welcome),)
-        case Begin():
-            return _begin(receiver, event)
-        case AttemptFailed() if receiver.state is State.STAGING:
-            return replace(receiver, state=State.DOUBTED), ()
-        case Release() if receiver.state is State.ANSWERED:
-            return _release(receiver, event.published)
-        case Tick():
-            return _tick(receiver, now, event.timeout_s)
-        case Lost():
-            return _drop(receiver, event.why, event.ejected)
-        case _:
-            return receiver, ()
+def greet(receiver: Receiver, welcome: messages.Welcome, now: float) -> Step:
+    """The layout is known."""
+    return replace(receiver, welcomed=now), (Send(welcome),)
 
 
-def _begin(receiver: Receiver, event: Begin) -> Step:
-    attempt, actions = event.attempt, list[Action]()
-    if event.rank:
-        actions.append(Send(msgspec.structs.replace(attempt.epoch, rank=event.rank)))
-    actions.append(Send(attempt.publish))
+def begin(receiver: Receiver, attempt: Attempt, rank: int = 0) -> Step:
+    """An attempt starts. `rank` is that in a new group; 0 when the group exists already."""
+    epoch = (Send(msgspec.structs.replace(attempt.epoch, rank=rank)),) if rank else ()
     # The staging buffer may be half written from here on, so it is no base of a delta.
-    return replace(receiver, state=State.STAGING, attempt=attempt, base=-1), tuple(actions)
+    return replace(receiver, state=State.STAGING, attempt=attempt, base=-1), (*epoch, Send(attempt.publish))
 
 
-def _message(receiver: Receiver, message: messages.NodeMessage) -> Step:
+def hear(receiver: Receiver, message: messages.NodeMessage, now: float) -> Step:
+    """A message of the node; any is a sign of life."""
+    state = State.ANSWERED if receiver.state is State.DOUBTED else receiver.state
+    receiver = replace(receiver, heard=now, state=state)
     match message:
         case messages.Leave():
-            return _drop(receiver, "it left", ejected=False)
+            return drop(receiver, "it left", ejected=False)
         case messages.Listening():
             return replace(receiver, address=message.address if _usable(message.address) else ""), ()
         case messages.Staged() if attempt := _answered(receiver, message):
@@ -246,15 +195,24 @@ def _active(receiver: Receiver, message: messages.Active) -> Step:
     return runs, (NoteActive(difference),)
 
 
-def _release(receiver: Receiver, published: int) -> Step:
-    """Count the failed attempt, unless another member was on trial in it."""
+def doubt(receiver: Receiver) -> Step:
+    """Some member of the receiver's attempt failed, or the sender did."""
+    return replace(receiver, state=State.DOUBTED) if receiver.state is State.STAGING else receiver, ()
+
+
+def release(receiver: Receiver, published: int) -> Step:
+    """All members of the failed attempt have answered or are gone; `published`: publishes so far.
+
+    The attempt counts, unless another member was on trial in it.
+    """
     attempt, route = receiver.attempt, receiver.route
-    assert attempt is not None
+    if attempt is None or receiver.state is not State.ANSWERED:
+        return receiver, ()
     if attempt.probation is None:
         route = route.failed(attempt.version)
         if route.failures >= MAX_ATTEMPTS:
             if attempt.relayed or "relay" not in receiver.transports:
-                return _drop(receiver, f"version {attempt.version} failed {route.failures} times", ejected=True)
+                return drop(receiver, f"version {attempt.version} failed {route.failures} times")
             route = route.to_relay(published)
     elif attempt.probation == receiver.identity:
         route = route.to_relay(published)
@@ -262,26 +220,28 @@ def _release(receiver: Receiver, published: int) -> Step:
     return replace(receiver, state=state, route=route, attempt=None), ()
 
 
-def _tick(receiver: Receiver, now: float, timeout_s: float) -> Step:
+def tick(receiver: Receiver, timeout_s: float, now: float) -> Step:
+    """Time passes; `timeout_s`: weights.timeout_s."""
     silent_s, attempt, state = now - receiver.heard, receiver.attempt, receiver.state
     if silent_s > max(timeout_s, IDLE_SILENCE_S):
-        return _drop(receiver, f"silent for {silent_s:.1f} s", ejected=True)
+        return drop(receiver, f"silent for {silent_s:.1f} s")
     if attempt is None:
         return receiver, ()
     # Nodes answer pings at once, also while weights flow. Pings are rarer before the attempt.
     silent = now - max(receiver.heard, attempt.started) > silence_bound(timeout_s)
     if state is State.FLIPPING:
         if now > attempt.deadline + timeout_s:
-            return _drop(receiver, f"version {attempt.version} was never active", ejected=True)
+            return drop(receiver, f"version {attempt.version} was never active")
         return receiver, (Fail(f"node {receiver.node_id} is silent"),) if silent and not attempt.failed else ()
     if silent and state is not State.ANSWERED:
-        return _drop(receiver, f"silent while version {attempt.version} was sent", ejected=True)
+        return drop(receiver, f"silent while version {attempt.version} was sent")
     if state is State.STAGING and now > attempt.deadline:
         return replace(receiver, state=State.DOUBTED), (Fail(f"node {receiver.node_id} did not stage it in time"),)
     return receiver, ()
 
 
-def _drop(receiver: Receiver, why: str, ejected: bool) -> Step:
+def drop(receiver: Receiver, why: str, ejected: bool = True) -> Step:
+    """The node is no receiver any more: the connection has ended, or a new one replaces it, or it is `ejected`."""
     return replace(receiver, state=State.GONE, attempt=None), (Drop(why, ejected),)
 
 

@@ -56,7 +56,6 @@ class RemoteSource:
         self._server = RelayServer(weights.address, lead.password)
         self._snapshots: dict[int, Snapshot] = {}
         self._served: dict[tuple[int, int], Shipment] = {}  # by version and base
-        self._offerings: dict[int, Offering] = {}  # by version
         self._copied: queue.SimpleQueue[Snapshot] = queue.SimpleQueue()
         self._wake = Wake()
         self._error = ""
@@ -97,13 +96,16 @@ class RemoteSource:
             while not self._closing:
                 if time.monotonic() - said > OFFER_S:
                     said = time.monotonic()
-                    for offering in self._offerings.values():
-                        self._say(offering)
+                    for snapshot in self._snapshots.values():
+                        self._offer(snapshot)
                 if self._socket in dict(poller.poll(LOOK_MS)):
                     self._obey(messages.decode_from_learner(self._socket.recv()))
                 self._wake.drain()
                 while not self._copied.empty():
-                    self._offer(self._copied.get())
+                    snapshot = self._copied.get()
+                    self._deltas.seal(snapshot, self._bucket_bytes)
+                    self._snapshots[snapshot.version] = snapshot
+                    self._offer(snapshot)
         except Exception as error:
             logger.exception("source %d of weights stopped", self._number)
             self._error = f"source {self._number} of weights stopped: {error!r}"
@@ -114,12 +116,8 @@ class RemoteSource:
             self._context.term()
 
     def _offer(self, snapshot: Snapshot) -> None:
-        self._deltas.seal(snapshot, self._bucket_bytes)
-        self._snapshots[snapshot.version] = snapshot
         sizes = {base: delta.flat.numel() for base, delta in snapshot.deltas.items()} | {-1: snapshot.flat.numel()}
-        said = Offering(self._number, self._incarnation, snapshot.version, snapshot.checksum, sizes)
-        self._offerings[snapshot.version] = said
-        self._say(said)
+        self._say(Offering(self._number, self._incarnation, snapshot.version, snapshot.checksum, sizes))
 
     def _say(self, message: messages.SourceMessage) -> None:
         with contextlib.suppress(zmq.Again):  # the lead reads nothing; it hears of it later
@@ -133,7 +131,7 @@ class RemoteSource:
             self._say(Sealed(self._number, self._incarnation, *key, self._served[key].part))
         elif isinstance(message, Keep):
             for version in [v for v in self._snapshots if v < max(message.versions) and v not in message.versions]:
-                del self._snapshots[version], self._offerings[version]
+                del self._snapshots[version]
                 for key in [key for key in self._served if key[0] == version]:
                     self._server.withdraw(self._served.pop(key))
         elif isinstance(message, messages.Eject):

@@ -186,7 +186,7 @@ class Targets:
     def __init__(self) -> None:
         self.current: Snapshot | None = None  # the fleet's
         self._waiting: Snapshot | None = None  # the newest version that has to wait
-        self._holds: dict[str, int] = {}  # by reason: the newest version that may go out
+        self.holds: dict[str, int] = {}  # by reason: the newest version that may go out
         self.wanted: tuple[int, ...] = ()  # versions to evaluate, in this order
         self._kept: dict[int, Snapshot] = {}  # those of them that have come
 
@@ -196,11 +196,6 @@ class Targets:
         return self._kept.get(self.wanted[0]) if self.wanted else None
 
     @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why newer versions wait, () when none has to."""
-        return tuple(self._holds)
-
-    @property
     def snapshots(self) -> dict[int, Snapshot]:
         """The versions that nodes get, now or later."""
         found = (self.current, self._waiting, *self._kept.values())
@@ -208,26 +203,24 @@ class Targets:
 
     def hold(self, reason: str, version: int) -> None:
         """Keep versions newer than `version` back, until `release` with the same reason."""
-        self._holds.setdefault(reason, version)
+        self.holds.setdefault(reason, version)
 
     def release(self, reason: str) -> None:
         """Drop a reason. Without any other the newest version goes out; those before it are skipped."""
-        self._holds.pop(reason, None)
+        self.holds.pop(reason, None)
         if self._waiting is not None:
-            self.add([self._waiting])
+            self.add(self._waiting)
 
     def evaluate(self, versions: tuple[int, ...]) -> None:
         """Keep these versions; the pool gets the first one. A version may come later."""
         self._kept = {version: s for version, s in self.snapshots.items() if version in versions}
         self.wanted = versions
 
-    def add(self, snapshots: Iterable[Snapshot]) -> None:
-        """New versions, in order."""
-        newest = min(self._holds.values(), default=None)
-        for snapshot in snapshots:
-            if newest is None or snapshot.version <= newest:
-                self.current, self._waiting = snapshot, None
-            else:
-                self._waiting = snapshot
-            if snapshot.version in self.wanted:
-                self._kept[snapshot.version] = snapshot
+    def add(self, snapshot: Snapshot) -> None:
+        """A new version; they come in order."""
+        if snapshot.version <= min(self.holds.values(), default=snapshot.version):
+            self.current, self._waiting = snapshot, None
+        else:
+            self._waiting = snapshot
+        if snapshot.version in self.wanted:
+            self._kept[snapshot.version] = snapshot

@@ -7,7 +7,7 @@ but the last. The pieces are tokenised one by one, as in an episode.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -59,7 +59,7 @@ class ChatTemplate:
     def check(self, chat: Chat, name: str) -> None:
         """Whether the template takes this conversation, without tokenising it."""
         if self._marked(chat, name):
-            self._render(chat, chat.messages, name)
+            self._apply(chat, chat.messages, name)
         else:
             self._segments(chat, name)
 
@@ -101,14 +101,14 @@ class ChatTemplate:
 
     def _segments(self, chat: Chat, name: str) -> list[tuple[str, Literal[0, 1]]]:
         """The conversation's text in pieces, 1 where the assistant adds it."""
-        whole = self._render(chat, chat.messages, name)
+        whole = self._apply(chat, chat.messages, name)
         segments: list[tuple[str, Literal[0, 1]]] = []
         done = 0
         for number, message in enumerate(chat.messages):
             if message["role"] != ASSISTANT:
                 continue
-            before = self._render(chat, chat.messages[:number], name, add_generation_prompt=True)
-            after = self._render(chat, chat.messages[: number + 1], name)
+            before = self._apply(chat, chat.messages[:number], name, add_generation_prompt=True)
+            after = self._apply(chat, chat.messages[: number + 1], name)
             if not (len(before) >= done and after.startswith(before) and whole.startswith(after)):
                 raise UsageError(
                     f"{name}: the chat template writes message {number + 1} otherwise when it is asked for, or when "
@@ -128,15 +128,13 @@ class ChatTemplate:
                 "rows as prompt and completion"
             ) from None
 
-    def _render(self, chat: Chat, messages: Iterable[dict[str, object]], name: str, **options: bool) -> str:
-        return self._apply(chat, messages, name, tokenize=False, **options)
-
-    def _apply(self, chat: Chat, messages: Iterable[dict[str, object]], name: str, **options: bool) -> Any:
-        given = list(messages)
-        if not given:
+    def _apply(
+        self, chat: Chat, messages: list[dict[str, object]], name: str, tokenize: bool = False, **options: bool
+    ) -> Any:
+        if not messages:
             raise UsageError(f"{name}: the assistant speaks first; the chat template cannot ask for that")
         try:
-            return self._tokenizer.apply_chat_template(given, tools=chat.tools, **options)
+            return self._tokenizer.apply_chat_template(messages, tools=chat.tools, tokenize=tokenize, **options)
         except Exception as error:  # templates raise what they like
             reason = str(error).strip().split("\n")[0]
             raise UsageError(f"{name}: the chat template refuses it: {reason}") from None

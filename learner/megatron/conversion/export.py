@@ -23,8 +23,7 @@ class Exporter:
     """Streams the current weights in Hugging Face terms; every rank's parameters must be gathered."""
 
     def __init__(self, model: Model) -> None:
-        self.model, part = model, PartExporter(model)
-        self.part, self.part_layout = part.tensors, part.layout
+        self.model, self.part = model, PartExporter(model)
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -31,21 +31,13 @@ _CUDA_ONLY = (
 
 @dataclass
 class Model:
-    """One rank's share of the model.
+    """One rank's share of the model."""
 
-    Attributes:
-        chunks: GPTModel, one per virtual pipeline stage.
-        config: Megatron's TransformerConfig (the provider), shared by the chunks.
-        bridge: conversion to and from Hugging Face.
-        hf_config: the source's configuration.
-        tasks: the bridge's conversion tasks, planned once; they refer to the chunks' parameters.
-    """
-
-    chunks: list[torch.nn.Module]
-    config: Any
-    bridge: AutoBridge
-    hf_config: Any
-    tasks: list[Any]
+    chunks: list[torch.nn.Module]  # GPTModel, one per virtual pipeline stage
+    config: Any  # Megatron's TransformerConfig (the provider), shared by the chunks
+    bridge: AutoBridge  # conversion to and from Hugging Face
+    hf_config: Any  # the source's configuration
+    tasks: list[Any]  # the bridge's conversion tasks, planned once; they refer to the chunks' parameters
 
 
 def build(

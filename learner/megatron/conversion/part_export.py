@@ -39,7 +39,10 @@ class PartExporter:
         return self._run(self._tasks)
 
     def layout(self) -> list[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of this rank's part; the bridge converts tensors without memory, so no rank waits."""
+        """(name, shape) of this rank's part, as learner.backend_protocol.Backend.part_layout; may precede any export.
+
+        The bridge converts tensors without memory: no weights move and no rank waits.
+        """
         leading = [task for task in self._tasks if _leads(task)]
         empty = [replace(task, param_weight=torch.empty_like(task.param_weight, device="meta")) for task in leading]
         return [(name, tuple(tensor.shape)) for name, tensor in self._run(empty)]

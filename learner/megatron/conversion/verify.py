@@ -35,8 +35,6 @@ SHARE = 0.9
 FLOOR_CPU, FLOOR_CUDA = 1e-3, 5e-2  # smallest limits in nats; CUDA multiplies float32 as TF32 in other kernels
 ROUNDING = 4.0  # times the error that Hugging Face itself makes in the model's dtype
 
-LogProbs = Callable[[list[Microbatch], float], list[Tensor]]
-
 
 class _Expected(msgspec.Struct):
     logprobs: list[float]  # Hugging Face's
@@ -68,7 +66,7 @@ def check_translation(path: Path, config: Any, dtype: torch.dtype, layout: Paral
     _judge(path, config, "a miniature of it", found, expected)
 
 
-def check_weights(path: Path, config: Any, dtype: torch.dtype, logprobs: LogProbs) -> None:
+def check_weights(path: Path, config: Any, dtype: torch.dtype, logprobs: Callable[..., list[Tensor]]) -> None:
     """Compare the loaded model itself if its folder has at most SMALL_BYTES of weights. Collective; raises UsageError.
 
     `logprobs` is learner.backend_protocol.Backend.logprobs of the loaded model.

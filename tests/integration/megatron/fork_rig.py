@@ -28,6 +28,7 @@ from torch import Tensor
 
 from common.config.schema import ParallelConfig
 from common.process.lifecycle import die_with_parent, leave
+from learner.rank_process import guard
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -217,7 +218,7 @@ def _run_learner(arguments: list[str], answer: Callable[[Any], None]) -> int:
     if pid == 0:
         die_with_parent()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        leave(importlib.import_module("learner.main").main(arguments))
+        leave(guard(importlib.import_module("learner.main").run, arguments))
     answer(pid)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 

@@ -60,7 +60,7 @@ def job_recompute(folder: Path, spec: dict[str, Any]) -> None:
         for kind in ("buffers", "expert_parallel_buffers"):
             for j, buffer in enumerate(getattr(chunk, kind)):
                 tensors[f"gradient{backend.rank}.{i}.{kind}.{j}"] = buffer.grad_data.clone()
-    fork_rig.write(folder / spec["name"], backend.rank, tensors, {"loss": totals.loss_sum, "calls": calls})
+    fork_rig.write(folder / spec["name"], backend.rank, tensors, {"loss": totals.loss, "calls": calls})
 
 
 def job_offload(folder: Path, spec: dict[str, Any]) -> None:

@@ -85,7 +85,7 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
         totals = backend.schedule.train(mine, policy_loss(config, MAX_TOKENS), TEMPERATURE, entropy=True)
         found = {f"gradient.{n}": x for n, x in tiny_models.gradients(backend).items()}
         figures = dict(sums=totals.sums, maxima=totals.maxima)
-        result = {"loss": totals.loss_sum / totals.denominator, "tokens": totals.loss_tokens, **figures}
+        result = {"loss": totals.loss, "tokens": totals.loss_tokens, **figures}
         fork_rig.write(folder / spec["name"] / name, backend.rank, found, result)
 
 

@@ -60,7 +60,7 @@ def job_sft(folder: Path, spec: dict[str, Any]) -> None:
     held_out = {"held_out": split.held_out_rows, "validation": validation.loss()}
     totals = backend.schedule.train(packed, cross_entropy, 1.0, entropy=False)
     result = {
-        "loss": totals.loss_sum / totals.denominator,
+        "loss": totals.loss,
         "tokens": totals.loss_tokens,
         "packs": len(packed),
     } | held_out

@@ -15,7 +15,7 @@ from common.config.schema import WeightsConfig
 from common.weights.collectives import GroupFactory
 from common.weights.messages import Canary
 from common.weights.transports.registry import open_group
-from learner.publish.publisher import PublishReceipt, WeightPublisher
+from learner.publish.publisher import WeightPublisher
 from tests import forked
 from tests.integration.weights import weight_plane_node
 from tests.waiting import LIMIT_S, until
@@ -107,13 +107,11 @@ class Plane:
                 thread.join(LIMIT_S)
 
 
-def spread(
-    publisher: WeightPublisher, version: int, *nodes: NodeProcess, canary: Canary | None = None
-) -> PublishReceipt:
-    """Publish the version's weights and see every node run them."""
-    receipt = publisher.publish(version, weights(version), canary)
+def spread(publisher: WeightPublisher, version: int, *nodes: NodeProcess, canary: Canary | None = None) -> int:
+    """Publish the version's weights and see every node run them; the size of the version in bytes."""
+    size = publisher.publish(version, weights(version), canary)
     running(version, *nodes)
-    return receipt
+    return size
 
 
 def running(version: int, *nodes: NodeProcess) -> None:

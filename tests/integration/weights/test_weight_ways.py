@@ -115,7 +115,9 @@ def test_a_node_that_no_collective_reaches_gets_the_relay_and_is_not_ejected(pla
 def test_without_overlap_a_publish_returns_when_every_node_runs_the_version(plane: Plane) -> None:
     publisher = plane.publisher(overlap=False, timeout_s=8.0)
     address = publisher.start()
-    assert publisher.publish(0, weights(0), None).snapshot_s < 4, "nobody is there to wait for"
+    began = time.perf_counter()
+    publisher.publish(0, weights(0), None)
+    assert time.perf_counter() - began < 4, "nobody is there to wait for"
     running(0, *plane.following(address, "n0", "n1"))
     for version in (1, 2):
         publisher.publish(version, weights(version), None)

@@ -30,7 +30,6 @@ from learner.loop.status_reporter import Reporter
 from learner.loop.tasks import TaskSource, TaskStream
 from learner.loop.trainer import Trainer
 from learner.publish.figures import PublishStats
-from learner.publish.publisher import PublishReceipt
 from tests.memory_broker import MemoryBroker, MemoryLearner
 
 VOCAB = 12
@@ -161,13 +160,13 @@ class RecordingPublisher:
         if not self.holds and self.versions:
             self.seen = self.versions[-1]
 
-    def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> PublishReceipt:
+    def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> int:
         self.tables[version] = dict(named)["table"].clone()
         self.versions.append(version)
         self._let_out()
         if canary is not None:
             self.canaries[version] = canary
-        return PublishReceipt(version, self.tables[version].nbytes, 0.0)
+        return self.tables[version].nbytes
 
     def evaluate(self, *versions: int) -> None:
         self.evaluated = versions

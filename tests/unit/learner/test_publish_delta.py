@@ -8,7 +8,7 @@ from common.weights import delta, packing
 from common.weights.layout import Layout
 from common.weights.messages import Active, Epoch, Pong, Staged
 from learner.publish.attempt import Attempt, new_attempt
-from learner.publish.receiver_state import AttemptFailed, Begin, Release, step
+from learner.publish.receiver_state import begin, doubt, hear, release
 from learner.publish.snapshot import Deltas, Payload, Snapshot, SnapshotMaker
 from tests.unit.learner.receivers import settled
 
@@ -60,17 +60,15 @@ def test_a_node_whose_buffer_was_written_gets_the_next_version_whole_though_it_r
     second = versions.next(2, sent=False)
     assert second.payload_for({node.base}).base_version == 1
     third = versions.next(3)
-    node, _ = step(node, Begin(attempt(second, second.deltas[1]), LAYOUT), 0.0)
-    for event in (AttemptFailed(), Pong("n0"), Release(2)):  # version 3 comes before the next attempt
-        node, _ = step(node, event, 0.0)
+    node, _ = begin(node, attempt(second, second.deltas[1]))
+    node, _ = doubt(node)
+    node, _ = hear(node, Pong("n0"), 0.0)
+    node, _ = release(node, 2)  # version 3 comes before the next attempt
     assert (node.version, node.attempt, 1 in third.deltas) == (1, None, True)
     assert third.payload_for({node.base}) is third.full
-    for event in (
-        Begin(attempt(third, third.full), LAYOUT),
-        Staged("n0", 0, 3, 0.1, 1),
-        Active("n0", 0, 3, 0.1, third.checksum),
-    ):
-        node, _ = step(node, event, 0.0)
+    node, _ = begin(node, attempt(third, third.full))
+    for message in (Staged("n0", 0, 3, 0.1, 1), Active("n0", 0, 3, 0.1, third.checksum)):
+        node, _ = hear(node, message, 0.0)
     assert versions.next(4).payload_for({node.base}).base_version == 3
 
 

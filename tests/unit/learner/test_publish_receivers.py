@@ -1,5 +1,6 @@
 """Receivers of the weight plane: which event leads to which state, which way a version takes, and the figures."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
@@ -17,30 +18,29 @@ from learner.publish.receiver_state import (
     READY,
     RETURN_AFTER,
     Action,
-    AttemptFailed,
-    Begin,
     Drop,
-    Event,
     Fail,
-    Greet,
-    Lost,
     NoteActive,
     NoteStaged,
     Receiver,
-    Release,
     Route,
     Send,
     State,
-    Tick,
+    Step,
+    begin,
+    doubt,
+    drop,
+    greet,
+    hear,
+    release,
     split,
-    step,
+    tick,
 )
 from learner.publish.snapshot import Snapshot, Targets
 from tests.unit.learner.receivers import attempt_at, newcomer, settled, snapshot_of
 
 S = State
 TIMEOUT_S, NOW = 8.0, 1.0  # so a node is silent after 2 s during an attempt
-TICK = Tick(TIMEOUT_S)
 SNAPSHOT = snapshot_of(4)
 BROADCAST = attempt_at(SNAPSHOT, "a", "b", epoch=7)
 FETCH = attempt_at(SNAPSHOT, "a", epoch=8, transport="relay")
@@ -63,35 +63,62 @@ def dropped(why: str, ejected: bool = True) -> tuple[Action, ...]:
     return (Drop(why, ejected),)
 
 
+Event = Callable[[Receiver, float], Step]  # gets the time too
+
+
+def told(message: messages.NodeMessage) -> Event:
+    return lambda receiver, now: hear(receiver, message, now)
+
+
+def known(receiver: Receiver, now: float) -> Step:
+    return greet(receiver, WELCOME, now)
+
+
+def time_passes(receiver: Receiver, now: float) -> Step:
+    return tick(receiver, TIMEOUT_S, now)
+
+
+def attempt_fails(receiver: Receiver, now: float) -> Step:
+    return doubt(receiver)
+
+
+def released(receiver: Receiver, now: float) -> Step:
+    return release(receiver, 9)
+
+
+def closes(receiver: Receiver, now: float) -> Step:
+    return drop(receiver, "it closed")
+
+
 TABLE: list[tuple[str, Receiver, Event, float, State, tuple[Action, ...]]] = [
-    ("a version is staged", at(S.STAGING), STAGED, NOW, S.FLIPPING, (NoteStaged(), ACTIVATE)),
-    ("it is staged after all", at(S.DOUBTED), STAGED, NOW, S.FLIPPING, (NoteStaged(), ACTIVATE)),
-    ("also while others are waited for", at(S.ANSWERED), STAGED, NOW, S.FLIPPING, (NoteStaged(), ACTIVATE)),
-    ("the flip is proven", at(S.FLIPPING), ACTIVE, NOW, S.IDLE, (NoteActive(None),)),
-    ("an attempt fails", at(S.STAGING), AttemptFailed(), NOW, S.DOUBTED, ()),
-    ("who staged is not concerned", at(S.FLIPPING), AttemptFailed(), NOW, S.FLIPPING, ()),
-    ("a sign of life is enough", at(S.DOUBTED), messages.Pong("a"), NOW, S.ANSWERED, ()),
-    ("a node rejects what came", at(S.STAGING), REJECTED, NOW, S.ANSWERED, (Fail("a bucket is wrong"),)),
-    ("the layout is known", at(S.JOINING), Greet(WELCOME), NOW, S.JOINING, (Send(WELCOME),)),
-    ("it says where it serves", at(S.STAGING), messages.Listening("a", "tcp://b:7"), NOW, S.STAGING, ()),
-    ("it waits for another source", at(S.STAGING, FETCH), STALLED, NOW, S.STAGING, ()),
-    ("time is left", at(S.STAGING, heard=7.0), TICK, 7.9, S.STAGING, ()),
-    ("time is up", at(S.STAGING, heard=7.0), TICK, 8.1, S.DOUBTED, (Fail("node a did not stage it in time"),)),
-    ("silence during an attempt", at(S.STAGING), TICK, 2.1, S.GONE, dropped("silent while version 4 was sent")),
-    ("silence after a failure", at(S.DOUBTED), TICK, 2.1, S.GONE, dropped("silent while version 4 was sent")),
-    ("silence before it does not count", at(S.STAGING, heard=-3.0), TICK, 1.9, S.STAGING, ()),
-    ("silence in a flip", at(S.FLIPPING), TICK, 2.1, S.FLIPPING, (Fail("node a is silent"),)),
-    ("a flip has time", at(S.FLIPPING, heard=15.0), TICK, 15.9, S.FLIPPING, ()),
-    ("but ends", at(S.FLIPPING, heard=15.0), TICK, 16.1, S.GONE, dropped("version 4 was never active")),
-    ("an idle node may be silent", at(S.IDLE), TICK, 7.9, S.IDLE, ()),
-    ("for so long", at(S.IDLE), TICK, 8.5, S.GONE, dropped("silent for 8.5 s")),
-    ("a newcomer likewise", at(S.JOINING), TICK, 8.5, S.GONE, dropped("silent for 8.5 s")),
-    ("a connection closes", at(S.STAGING), Lost("it closed"), NOW, S.GONE, dropped("it closed")),
-    ("a failed group releases", at(S.ANSWERED), Release(9), NOW, S.IDLE, ()),
-    ("but not who flips", at(S.FLIPPING), Release(9), NOW, S.FLIPPING, ()),
-    ("an answer to an earlier attempt", at(S.STAGING, FETCH), STAGED, NOW, S.STAGING, ()),
-    ("a rejection of an earlier attempt", at(S.STAGING, FETCH), REJECTED, NOW, S.STAGING, ()),
-    ("active without a flip", at(S.STAGING), ACTIVE, NOW, S.STAGING, ()),
+    ("a version is staged", at(S.STAGING), told(STAGED), NOW, S.FLIPPING, (NoteStaged(), ACTIVATE)),
+    ("it is staged after all", at(S.DOUBTED), told(STAGED), NOW, S.FLIPPING, (NoteStaged(), ACTIVATE)),
+    ("also while others are waited for", at(S.ANSWERED), told(STAGED), NOW, S.FLIPPING, (NoteStaged(), ACTIVATE)),
+    ("the flip is proven", at(S.FLIPPING), told(ACTIVE), NOW, S.IDLE, (NoteActive(None),)),
+    ("an attempt fails", at(S.STAGING), attempt_fails, NOW, S.DOUBTED, ()),
+    ("who staged is not concerned", at(S.FLIPPING), attempt_fails, NOW, S.FLIPPING, ()),
+    ("a sign of life is enough", at(S.DOUBTED), told(messages.Pong("a")), NOW, S.ANSWERED, ()),
+    ("a node rejects what came", at(S.STAGING), told(REJECTED), NOW, S.ANSWERED, (Fail("a bucket is wrong"),)),
+    ("the layout is known", at(S.JOINING), known, NOW, S.JOINING, (Send(WELCOME),)),
+    ("it says where it serves", at(S.STAGING), told(messages.Listening("a", "tcp://b:7")), NOW, S.STAGING, ()),
+    ("it waits for another source", at(S.STAGING, FETCH), told(STALLED), NOW, S.STAGING, ()),
+    ("time is left", at(S.STAGING, heard=7.0), time_passes, 7.9, S.STAGING, ()),
+    ("time is up", at(S.STAGING, heard=7.0), time_passes, 8.1, S.DOUBTED, (Fail("node a did not stage it in time"),)),
+    ("silence during an attempt", at(S.STAGING), time_passes, 2.1, S.GONE, dropped("silent while version 4 was sent")),
+    ("silence after a failure", at(S.DOUBTED), time_passes, 2.1, S.GONE, dropped("silent while version 4 was sent")),
+    ("silence before it does not count", at(S.STAGING, heard=-3.0), time_passes, 1.9, S.STAGING, ()),
+    ("silence in a flip", at(S.FLIPPING), time_passes, 2.1, S.FLIPPING, (Fail("node a is silent"),)),
+    ("a flip has time", at(S.FLIPPING, heard=15.0), time_passes, 15.9, S.FLIPPING, ()),
+    ("but ends", at(S.FLIPPING, heard=15.0), time_passes, 16.1, S.GONE, dropped("version 4 was never active")),
+    ("an idle node may be silent", at(S.IDLE), time_passes, 7.9, S.IDLE, ()),
+    ("for so long", at(S.IDLE), time_passes, 8.5, S.GONE, dropped("silent for 8.5 s")),
+    ("a newcomer likewise", at(S.JOINING), time_passes, 8.5, S.GONE, dropped("silent for 8.5 s")),
+    ("a connection closes", at(S.STAGING), closes, NOW, S.GONE, dropped("it closed")),
+    ("a failed group releases", at(S.ANSWERED), released, NOW, S.IDLE, ()),
+    ("but not who flips", at(S.FLIPPING), released, NOW, S.FLIPPING, ()),
+    ("an answer to an earlier attempt", at(S.STAGING, FETCH), told(STAGED), NOW, S.STAGING, ()),
+    ("a rejection of an earlier attempt", at(S.STAGING, FETCH), told(REJECTED), NOW, S.STAGING, ()),
+    ("active without a flip", at(S.STAGING), told(ACTIVE), NOW, S.STAGING, ()),
 ]  # fmt: skip
 
 
@@ -101,25 +128,25 @@ TABLE: list[tuple[str, Receiver, Event, float, State, tuple[Action, ...]]] = [
 def test_an_event_leads_to_its_state_and_actions(
     receiver: Receiver, event: Event, now: float, state: State, actions: tuple[Action, ...]
 ) -> None:
-    after, found = step(receiver, event, now)
+    after, found = event(receiver, now)
     assert (after.state, found) == (state, actions)
     assert (after.attempt is None) == (state in READY | {S.GONE, S.EXCLUDED})
 
 
 @pytest.mark.parametrize("state", [s for s in S if s is not S.GONE])
 def test_in_every_state_a_message_counts_a_node_can_leave_and_one_whose_proof_failed_is_excluded(state: State) -> None:
-    assert step(at(state), messages.Pong("a"), 5.0)[0].heard == 5.0, "every message is a sign of life"
-    left, actions = step(at(state), messages.Leave("a"), NOW)
+    assert hear(at(state), messages.Pong("a"), 5.0)[0].heard == 5.0, "every message is a sign of life"
+    left, actions = hear(at(state), messages.Leave("a"), NOW)
     assert (left.state, actions) == (S.GONE, dropped("it left", ejected=False))
-    excluded, actions = step(at(state), PROOF_FAILED, NOW)
+    excluded, actions = hear(at(state), PROOF_FAILED, NOW)
     assert (excluded.state, excluded.reason, excluded.attempt, actions) == (S.EXCLUDED, "the proof failed", None, ())
 
 
 def test_an_attempt_begins_with_what_the_node_lacks() -> None:
-    first, actions = step(at(S.JOINING), Begin(BROADCAST, rank=2), NOW)
+    first, actions = begin(at(S.JOINING), BROADCAST, rank=2)
     assert (first.state, first.attempt) == (S.STAGING, BROADCAST)
     assert actions == (Send(msgspec.structs.replace(BROADCAST.epoch, rank=2)), Send(BROADCAST.publish))
-    again, actions = step(at(S.IDLE), Begin(BROADCAST), NOW)
+    again, actions = begin(at(S.IDLE), BROADCAST)
     assert actions == (Send(BROADCAST.publish),), "it is in the group"
     assert (again.version, again.base) == (3, -1), "its staging buffer may be half written from here on"
 
@@ -137,22 +164,22 @@ NOWHERE = [
 
 
 def test_a_node_that_was_told_the_layout_says_where_it_serves_or_has_a_moment_to() -> None:
-    greeted, _ = step(newcomer("a"), Greet(WELCOME), 5.0)
+    greeted, _ = greet(newcomer("a"), WELCOME, 5.0)
     assert greeted.welcomed == 5.0 and not newcomer("a").listens(99.0)
     assert not greeted.listens(5.0 + LISTEN_WAIT_S) and greeted.listens(5.1 + LISTEN_WAIT_S)
-    for told in USABLE + NOWHERE:
-        heard, _ = step(greeted, messages.Listening("a", told), 5.0)
-        assert heard.listens(5.0) and heard.address == (told if told in USABLE else "")
+    for address in USABLE + NOWHERE:
+        heard, _ = hear(greeted, messages.Listening("a", address), 5.0)
+        assert heard.listens(5.0) and heard.address == (address if address in USABLE else "")
 
 
 def test_an_active_node_is_settled_with_a_base_and_excluded_if_it_runs_other_weights_than_were_sent() -> None:
     flipping = replace(newcomer("a"), state=S.FLIPPING, attempt=BROADCAST, route=Route(2, 4))
-    after, actions = step(flipping, msgspec.structs.replace(ACTIVE, canary_max_difference=0.25), NOW)
+    after, actions = hear(flipping, msgspec.structs.replace(ACTIVE, canary_max_difference=0.25), NOW)
     assert (after.settled, after.version, after.base, after.canary_version) == (True, 4, 4, 4)
     assert after.route.failures == 0 and actions == (NoteActive(0.25),)
-    after, _ = step(flipping, messages.Active("a", 0, 4, 0.1, "other"), NOW)
+    after, _ = hear(flipping, messages.Active("a", 0, 4, 0.1, "other"), NOW)
     assert after.state is S.EXCLUDED and "other weights" in after.reason
-    assert step(after, TICK, 1.0) == (after, ())
+    assert tick(after, TIMEOUT_S, 1.0) == (after, ())
 
 
 def failures(receiver: Receiver, attempt: Attempt, published: int = 10) -> list[tuple[Receiver, tuple[Action, ...]]]:
@@ -160,7 +187,7 @@ def failures(receiver: Receiver, attempt: Attempt, published: int = 10) -> list[
     found: list[tuple[Receiver, tuple[Action, ...]]] = []
     for _ in range(MAX_ATTEMPTS):
         answered = replace(receiver, state=S.ANSWERED, attempt=attempt)
-        found.append(step(answered, Release(published), NOW))
+        found.append(release(answered, published))
         receiver = found[-1][0]
     return found
 
