@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from bench.run_fixture import Fixture
 from broker.contract import LedgerEntry
 from common.process.run_dir import RunDir, write_json
 from common.segments import SegmentWriter
 from common.transcripts import Transcript, Turn
 from tests.chromium import Page, browser, serving
 from tests.launch_rig import LEARNER, node_status, status_of
+from tests.run_fixture import Fixture
 
 EVIL = "<script>document.title='broken in'</script><img src=x onerror=\"document.title='broken in'\">"
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from bench.run_fixture import Fixture
 from broker.contract import Delivery, LearnerReport
 from common.errors import SlipstreamError
 from common.process.run_dir import RunDir, write_json
@@ -25,6 +24,7 @@ from launch.web.curves import BUCKETS, NAMES, Curves
 from launch.web.lanes import PIECES, Lanes
 from launch.web.run_view import Cursor, RunView, _stall
 from tests.launch_rig import LEARNER, living_broker, node_status, refusal, status_of, write_broker
+from tests.run_fixture import Fixture
 
 TOKEN = "a-token-of-the-test"
 FIRST = slice(9)

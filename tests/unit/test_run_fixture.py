@@ -5,7 +5,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from run_fixture import Fixture
 
 from broker.contract import BrokerEvent, BrokerStatus, LedgerEntry
 from broker.diagnosis.stalls import explain
@@ -16,6 +15,7 @@ from common.process.run_dir import RunDir
 from common.segments import segments
 from common.spans import SpanBatch
 from common.transcripts import Transcript
+from tests.run_fixture import Fixture
 
 
 @pytest.fixture(scope="module")
