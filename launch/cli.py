@@ -30,6 +30,7 @@ HANDLERS = {
     "plan": "launch.plan.plan:command",
     "eval": "launch.up.roles:evaluate",
     "doctor": "launch.doctor.doctor:command",
+    "selftest": "launch.selftest.selftest:command",
     "preflight": "launch.cluster.preflight.preflight:command",
     "status": "launch.observe.status:command",
     "top": "launch.observe.status:top",
@@ -142,6 +143,8 @@ def _add_job_commands(commands: Commands) -> None:
     job = ("config", "overrides")
     text = "broker, learner and nodes on this machine, one live view, one clean stop"
     up = _command(commands, "up", text, *job, "--plain")
+    text = "every role may use every GPU, for example the only one; engines then need rollout.engine.kv_cache_mib"
+    up.add_argument("--share-gpus", action="store_true", help=text)
     up.add_argument("--web", action="store_true", help="also serve the page of `slipstream web` on this machine")
     _command(commands, "broker", "the broker of a job; with broker.store redis it may stand by", *job)
     text = "the learner of a job, or one of its machines (starts its ranks under torchrun)"
@@ -166,6 +169,11 @@ def _add_job_commands(commands: Commands) -> None:
     preflight.add_argument("--wait-s", metavar="S", type=float, default=60.0, help="wait so long for all of them (60)")
     roles = ("learner", "rollout", "broker")
     preflight.add_argument("--role", choices=roles, default="learner", help="what runs on this machine (learner)")
+    text = "prove learner, weights and engine on this machine's devices, with the repository's tests"
+    selftest = _command(commands, "selftest", text, "--json")
+    selftest.add_argument("--only", action="append", metavar="ITEM", help="this item; repeatable")
+    text = "end after M (10); a CPU gets ten times that"
+    selftest.add_argument("--minutes", type=float, default=10.0, metavar="M", help=text)
     text = "accuracy of a model on evaluation.datasets, greedy and sampled"
     evaluate = _command(commands, "eval", text, *job, "--json", metavar="RUN|CONFIG", help=RUN_OR_CONFIG)
     evaluate.add_argument("--model", metavar="DIR", help="Hugging Face folder (default: RUN/model)")

@@ -29,7 +29,7 @@ SAVED = {"tied-one", "tied-tp2-sp", "tied-pp2-vpp2", "moe-tp2-sp-ep2"}
 VERIFIED = {*SAVED, "tied-cp2", "moe-tp2-sp-pp2-cp2-ep2-etp2"}
 TOLERANCE = 1e-5 * LOOSE
 
-Record = Callable[[str, object], None]  # a figure of the test, for whoever reads its results
+Record = Callable[[str, object], None]  # pytest writes the figure into the results
 
 every = pytest.mark.parametrize("layout", LAYOUTS, ids=[layout.name for layout in LAYOUTS])
 
@@ -235,6 +235,18 @@ def test_saved_folder_has_the_trained_weights_and_the_sources_other_files(folder
     assert weights.keys() == load_file(source / "model.safetensors").keys()
     same(weights, found_of(folder, name).section("trained"))
     assert not list((folder / "saved").glob(".*"))
+
+
+@pytest.mark.skipif(CUDA, reason="on CUDA all ranks are spawned")
+def test_ranks_that_are_spawned_find_what_forked_ones_find(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    layout = [layout for layout in LAYOUTS if layout.name in ("tied-one", "tied-dp2")][-1]
+    spec = layout.spec | {"ranks": layout.ranks}
+    groups = group(tiny_models.job_models, [{"kinds": [layout.kind]}]), group(job_layout, [spec])
+    spawned = Outcome(fork_rig.run(tmp_path_factory, *groups, spawn=True) / layout.name)
+    assert spawned.ranks == found_of(folder, layout.name).ranks
+    same(spawned.tensors, found_of(folder, layout.name).tensors)
 
 
 def test_what_is_proven_is_written_down(folder: Path, record_property: Record) -> None:
