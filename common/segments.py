@@ -33,6 +33,7 @@ class SegmentWriter:
         """Append whole lines, b'\\n' at their end; raises OSError, for example on a full disk."""
         if self._path is None or self._size + len(lines) > self._limit // SEGMENTS > 0 < self._size:
             self._path, self._size = self._next(), 0
+        self._folder.mkdir(parents=True, exist_ok=True)  # also when it was removed meanwhile
         torn, self._torn = self._torn, True
         with self._path.open("ab") as file:
             file.write(b"\n" * torn + lines)
@@ -41,7 +42,6 @@ class SegmentWriter:
 
     def _next(self) -> Path:
         """The path of a new segment; the oldest ones are removed until one more fits."""
-        self._folder.mkdir(parents=True, exist_ok=True)
         known = segments(self._folder, self._prefix)
         sizes = [path.stat().st_size for path in known]
         total = sum(sizes) + self._limit // SEGMENTS

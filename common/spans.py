@@ -8,6 +8,8 @@ from msgspec import Meta
 from common.wire_types import Finite, Name, Seconds, Tally, Text
 
 Value = Text | int | Finite
+MOST_BYTES = 256 << 10  # a batch of another process as JSON; honest ones are shorter
+FAR_S = 1e9  # Clocks may be wrong, but not by more.
 
 
 class Span(msgspec.Struct, frozen=True, gc=False):
@@ -30,3 +32,12 @@ class SpanBatch(msgspec.Struct, frozen=True, kw_only=True):
     error_s: Seconds = 0.0
     dropped: Tally = 0  # spans of this process lost so far, because nothing may wait for them
     spans: Annotated[list[Span], Meta(max_length=1 << 13)] = []
+
+
+def credible(batch: SpanBatch, now_s: float) -> bool:
+    """Whether a batch that another process sent has a bounded size, and is of about `now_s`, Unix seconds.
+
+    Large ones would fill the memory of a writer that is behind, and one odd time makes a whole timeline unreadable.
+    """
+    near = (abs(s.start_s + batch.offset_s - now_s) < FAR_S > s.duration_s for s in batch.spans)
+    return batch.error_s < FAR_S and all(near) and len(msgspec.json.encode(batch)) <= MOST_BYTES

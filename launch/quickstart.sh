@@ -1,21 +1,25 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained model and its plots, on a machine without a GPU:
-#   launch/quickstart.sh [key=value ...]      overrides of configs/quickstart.yaml, for example run.seed=2 staleness.max=0
+#   launch/quickstart.sh [--web] [key=value ...]
+# --web also serves the page of the job. The others override keys of configs/quickstart.yaml: run.seed=2 staleness.max=0.
 # Running it again continues where it stopped; a finished run is not repeated. Another run.seed gets folders of its own;
 # anything else that changes what is computed needs a run.dir=... of its own too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-seed=1 run=""
+seed=1 run="" web="" words=()
 for word in "$@"; do
   case "$word" in
+    --web) web=--web; continue ;;
     run.seed=*) seed="${word#run.seed=}" ;;
     run.dir=*) run="${word#run.dir=}" ;;
-    -h|--help) sed -n '2,5s/^# \{0,1\}//p' launch/quickstart.sh; exit 0 ;;
+    -h|--help) sed -n '2,6s/^# \{0,1\}//p' launch/quickstart.sh; exit 0 ;;
     *=*) ;;
-    *) echo "quickstart: expected key=value, found '$word'" >&2; exit 2 ;;
+    *) echo "quickstart: expected --web or key=value, found '$word'" >&2; exit 2 ;;
   esac
+  words+=("$word")
 done
+set -- "${words[@]}"
 case "$seed" in ''|*[!0-9]*) echo "quickstart: run.seed: expected an integer >= 0, found '$seed'" >&2; exit 2 ;; esac
 suffix=""
 [ "$seed" = 1 ] || suffix="-seed$seed"
@@ -52,7 +56,8 @@ else
     "run.seed=$seed" "run.dir=$sft" "model.path=$assets/model" "tasks.dataset=$assets/addition/sft.jsonl"
   need_model "$sft" "warm start"
 fi
-step "reinforcement learning: broker, Megatron learner and vLLM node" slipstream up configs/quickstart.yaml "${overrides[@]}"
+step "reinforcement learning: broker, Megatron learner and vLLM node" slipstream up configs/quickstart.yaml $web \
+  "${overrides[@]}"
 need_model "$run" job
 step "accuracy on held-out problems" slipstream eval "$run"
 step "report" slipstream report "$run"

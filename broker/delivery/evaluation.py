@@ -13,10 +13,13 @@ import msgspec
 
 from broker.contract import Evaluated, EvaluationProgress, Lease, RunInfo
 from broker.delivery.deadlines import Deadlines
+from common.errors import BrokerError
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import Task
 
 MOST_RESULTS = 256  # in one answer
+ANSWER_BYTES = 1 << 20  # likewise, unless one result has more; every broker.max_message_bytes lets it pass
+TEXT_CHARS = 1000  # Longer stop reasons and errors are cut.
 
 
 @dataclass(slots=True)
@@ -66,7 +69,13 @@ class EvaluationTable:
             if task.serial not in self._problems:
                 self._problems[task.serial] = Problem(task)
                 insort(self._pending, task.serial)
-        return Evaluated(len(self._problems), list(islice(self._results.values(), MOST_RESULTS)))
+        answer, left = Evaluated(len(self._problems)), ANSWER_BYTES
+        for result in islice(self._results.values(), MOST_RESULTS):
+            left -= len(msgspec.msgpack.encode(result))
+            if left < 0 and answer.results:
+                break
+            answer.results.append(result)
+        return answer
 
     def admits(self, version: int, in_pool: bool) -> bool:
         """Whether a node with this version may lease a problem now."""
@@ -91,10 +100,18 @@ class EvaluationTable:
         return problem is not None or self._accepted.get(token) == node_id
 
     def complete(self, node_id: str, token: str, result: EvaluationResult) -> bool:
-        """Take a result under a current token, once; a repetition is True, anything else False."""
-        if self.leased_by(node_id, token) is not None:
-            serial = self._end(token).task.serial
-            self._results[serial] = msgspec.structs.replace(result, problem=serial)
+        """Take a result under a current token, once; a repetition is True, anything else False.
+
+        Raises BrokerError when it has another number of episodes. Long texts are cut, so that an answer stays small.
+        """
+        if (problem := self.leased_by(node_id, token)) is not None:
+            serial, n = problem.task.serial, problem.task.group_size
+            texts = [[text[:TEXT_CHARS] for text in column] for column in (result.stop_reasons, result.errors)]
+            if any(len(column) != n for column in (result.rewards, result.lengths, *texts)):
+                raise BrokerError(f"the result of problem {serial} does not have {n} episodes")
+            self._end(token)
+            own = {"problem": serial, "stop_reasons": texts[0], "errors": texts[1], "node_id": node_id}
+            self._results[serial] = msgspec.structs.replace(result, **own)
             self._accepted[token] = node_id
         return self._accepted.get(token) == node_id
 

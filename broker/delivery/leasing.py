@@ -12,7 +12,7 @@ from broker.delivery.tables import Tables
 from broker.delivery.task_table import DEAD, Entry
 from common.errors import BrokerError
 from common.rollouts import GroupMeta
-from common.spans import SpanBatch
+from common.spans import SpanBatch, credible
 from common.staleness import may_lease
 
 ALONE = 4  # times tasks.max_attempts: so often must one node fail a task to kill it while others work
@@ -133,7 +133,7 @@ class Leasing(Tables):
                 entry.deadline = min(self.clock() + self.run.lease_s, entry.leased_at + self.run.max_lease_s)
             elif self.accepted.get(token) != node_id:
                 lost.append(token)
-        if spans is not None and self.run.trace:
+        if spans is not None and self.run.trace and credible(spans, self.trace_clock()):
             self.trace(msgspec.structs.replace(spans, who=node_id))
         return self._heartbeat_reply(node, lost)
 

@@ -24,7 +24,7 @@ from common.errors import ConfigError, Problem, UsageError
 from common.evaluation import dataset_names, pass_ks
 from common.hub import SCHEME, TOKENIZER_FILES, absolute, local_copy
 from common.json_lines import dataset_files, dataset_rows
-from common.metrics import SftMetrics, StepMetrics, numbers
+from common.metrics import EvaluationMetrics, SftMetrics, StepMetrics, numbers
 
 LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
 MODEL_HINT = (
@@ -205,6 +205,13 @@ def _evaluation(config: Config, read: set[str]) -> Iterator[Problem]:
     if told.every % publish_every:
         hint = "only a published version reaches the nodes"
         yield Problem("evaluation.every", f"a multiple of weights.publish_every ({publish_every})", hint=hint)
+    figures = [*numbers(EvaluationMetrics), "mean_reward_low", "mean_reward_high"]
+    known = [f"evaluation/{name}/{each}" for name in dataset_names(told.datasets) for each in figures]
+    for number, rule in enumerate(config.watch if told.every else ()):
+        if rule.metric.startswith("evaluation/") and rule.metric not in known:
+            near = nearest(rule.metric, known)
+            hint = f"did you mean '{near}'?" if near else "docs/watch.md has the names"
+            yield Problem(f"watch[{number}].metric", "a number of this run's evaluations", rule.metric, hint)
     if told.temperature is not None and 0 < told.temperature < LOWEST_TEMPERATURE:
         yield Problem("evaluation.temperature", f"0 (greedy), or at least {LOWEST_TEMPERATURE}")
 

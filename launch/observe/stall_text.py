@@ -42,8 +42,9 @@ def stalls_of(seen: Observation) -> list[Stall]:
 def sentence(stall: Stall) -> str:
     """'node-0 waits for weights, since 3.0 s; until: version 4 reaches it'."""
     several = " and " in stall.who or stall.who == "nodes"
+    who = f"{stall.who}," if ", which " in stall.who else stall.who
     since = f", since {duration(stall.since_s)}" if stall.since_s is not None else ""
-    return f"{stall.who} wait{'' if several else 's'} for {stall.waits_for}{since}; until: {stall.release}"
+    return f"{who} wait{'' if several else 's'} for {stall.waits_for}{since}; until: {stall.release}"
 
 
 def page(seen: Observation) -> RenderableType:

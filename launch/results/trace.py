@@ -54,7 +54,7 @@ def command(args: argparse.Namespace) -> int:
     print(f"{path}: {steps}, {trace.count} spans of {len(processes)} processes, {trace.arrows} arrows")
     print(f"Every clock is within {1e3 * error_s:.3g} ms of the broker's. Open the file in https://ui.perfetto.dev")
     if dropped := sum(process.dropped for process in processes):
-        print(f"{dropped} spans were dropped during the run")
+        print(f"{dropped} spans were dropped during the run, those of episodes and their turns first")
     return 0
 
 

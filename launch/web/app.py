@@ -108,6 +108,7 @@ def plain(view: RunView) -> str:
     """The newest figures as HTML without a script."""
     state = view.state
     rows = {"steps": f"{state.get('steps', 0)} of {state.get('wanted')}", **state.get("figures", {})}
+    rows |= {"watch rules": "; ".join((state.get("learner") or {}).get("alarms", []))}
     rows |= {"who waits": "; ".join(stall["text"] for stall in state.get("stalls", []))}
     rows |= {"note": state.get("note", "")}
     cells = "".join(f"<tr><th scope=row>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in rows.items() if v)

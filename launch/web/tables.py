@@ -12,6 +12,7 @@ from launch.observe.transcripts import read
 from launch.web.run_view import RunView
 
 ROWS = 200  # A page has at most so many.
+SEARCHED = 2000  # newest transcripts, when a word is to be found in them
 TOKENS = 20_000  # A transcript is cut to so many.
 PER_TOKEN = ("tokens", "pieces", "logprobs", "ratios", "trained")
 Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
@@ -61,10 +62,14 @@ def tasks(view: RunView, query: Query) -> dict[str, Any]:
 
 
 def transcripts(view: RunView, query: Query) -> dict[str, Any]:
-    """One line for each transcript, the newest first."""
-    found = islice(read(view.run, query.step, query.task), min(query.limit, ROWS))
-    rows = [msgspec.to_builtins(msgspec.structs.replace(transcript, turns=[])) for transcript in found]
-    return {"total": len(rows), "rows": rows}
+    """One line for each transcript, the newest first, and whether there are `more`; `filter` is a reason to keep it."""
+    found = read(view.run, query.step, query.task)
+    if query.filter:
+        found = (transcript for transcript in islice(found, SEARCHED) if query.filter in " ".join(transcript.why))
+    shown = query.page
+    lines = [msgspec.structs.replace(transcript, turns=[]) for transcript in islice(found, shown.start, shown.stop + 1)]
+    rows = msgspec.to_builtins(lines[: shown.stop - shown.start])
+    return {"total": shown.start + len(rows), "more": len(lines) > len(rows), "rows": rows}
 
 
 def transcript(view: RunView, query: Query) -> dict[str, Any]:

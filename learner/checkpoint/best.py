@@ -77,7 +77,7 @@ class Best:
     def choose(self, folder: Path, versions: Iterable[int]) -> set[int]:
         """The versions that must stay: the best one, which best.json then names, and those that may become it.
 
-        The newest of equal ones is the best. Raises OSError.
+        The newest of equal ones is the best. While best.json cannot be written, the one that it names stays, too.
         """
         versions, before = sorted(versions), read_best(folder)
         known = {version: value for version in versions if (value := self.value(version)) is not None}
@@ -89,11 +89,17 @@ class Best:
         ]
         if len(due) > MOST_WAITING:
             logger.warning("%d checkpoints wait for %s; the oldest are removed", len(due), self._name)
-        if not known:
-            (folder / BEST_FILE).unlink(missing_ok=True)
-            return set(due[-MOST_WAITING:])
-        best = max(known, key=lambda version: (self._sign * known[version], version))
-        if (record := BestRecord(best, self._key, known[best])) != before:
-            write_json(folder / BEST_FILE, record)
-            logger.info("the best checkpoint is that of step %d, %s %.6g", best, self._name, known[best])
-        return {best, *due[-MOST_WAITING:]}
+        chosen = set(due[-MOST_WAITING:])
+        try:
+            if not known:
+                (folder / BEST_FILE).unlink(missing_ok=True)
+                return chosen
+            best = max(known, key=lambda version: (self._sign * known[version], version))
+            chosen.add(best)
+            if (record := BestRecord(best, self._key, known[best])) != before:
+                write_json(folder / BEST_FILE, record)
+                logger.info("the best checkpoint is that of step %d, %s %.6g", best, self._name, known[best])
+        except OSError as error:  # a full disk: the checkpoints that are removed make room
+            logger.warning("%s cannot be written: %s", BEST_FILE, error)
+            chosen |= {before.step} if before is not None else set[int]()
+        return chosen

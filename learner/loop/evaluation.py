@@ -95,7 +95,9 @@ class Evaluations:
                 self._finish(now)
             elif time.monotonic() - now.heard > self._limit_s and (waited_for or self._shared or self._next >= 0):
                 reason = f"no result for {self._limit_s:g} s"
-        except (BrokerError, OSError) as error:
+        except Exception as error:  # such as a full disk, or rewards whose squares are no floats
+            if isinstance(error, SlipstreamError) and not isinstance(error, BrokerError):
+                raise
             logger.exception("version %d cannot be evaluated", now.order.version)
             reason = f"{type(error).__name__}: {error}"
         if reason:

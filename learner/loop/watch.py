@@ -58,6 +58,11 @@ class Firing(msgspec.Struct, frozen=True, kw_only=True):
     do: str
     text: str
 
+    @property
+    def kind(self) -> str:
+        """Which lines it judges: step, or evaluation, whose `step` is the version."""
+        return "evaluation" if self.metric.startswith("evaluation/") else "step"
+
 
 class RuleState:
     """One rule and what it remembers."""

@@ -5,7 +5,9 @@ A failure of it is logged, and training continues.
 
 import logging
 import os
+import select
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from threading import Thread
@@ -28,7 +30,8 @@ REASON = "watch"  # among the publisher's
 ALARMS = 64  # that a report may have
 OUTPUT_BYTES = 1 << 16  # reach RUN/logs/watch.log from one command
 LOG_BYTES = 1 << 22  # a longer log begins anew
-LAST_COMMANDS_S = 10.0  # at the end of the learner, for a command's last output
+LAST_COMMANDS_S = 10.0  # at the end of the learner, for the last output of all commands
+SPARE_S = 1.0  # after a command's time limit, for its last output
 
 
 class Watcher:
@@ -87,20 +90,25 @@ class Watcher:
 
     def close(self) -> None:
         """Wait a little for the output of commands that still run."""
+        end = time.monotonic() + LAST_COMMANDS_S
         for command in self._commands.values():
-            command.join(LAST_COMMANDS_S)
+            command.join(max(0.0, end - time.monotonic()))
 
     def _acting(self, do: str) -> str:
         """The sentence of a rule that acts and that `slipstream resume` has not answered; '' for none."""
-        firings = [state.firing for state in self._states if state.firing is not None and state.rule.do == do]
-        resumed = resumed_step(self._run) if firings else -1
-        return next((firing.text for firing in firings if firing.step > resumed), "")
+        for state in self._states:
+            firing = state.firing if state.rule.do == do else None
+            if firing is not None and firing.step > resumed_step(self._run, firing.kind):
+                return firing.text
+        return ""
 
     def _act(self, rule: WatchRule, firing: Firing) -> None:
         logger.warning("%s (do: %s)", firing.text, rule.do)
-        begun = firing.step // self._every * self._every  # is perhaps still being written
-        first = max(begun, *(step for step in self._files.checkpoints.steps() if step <= firing.step), 0)
-        replay = f"slipstream replay {self._run.path} --from {first} --to {firing.step}"
+        last, replay = firing.step - (firing.kind == "evaluation"), ""  # the step that made an evaluated version
+        if last >= 0:
+            begun = last // self._every * self._every  # is perhaps still being written
+            first = max(begun, *(step for step in self._files.checkpoints.steps() if step <= last), 0)
+            replay = f"slipstream replay {self._run.path} --from {first} --to {last}"
         causes = largest(rule.metric, *self.trained) if rule.upper and self.trained else []
         self._note("watch", **msgspec.structs.asdict(firing), groups=causes, replay=replay)
         if rule.do != "run":
@@ -118,18 +126,19 @@ class Watcher:
             logger.error("events.jsonl cannot be written: %s", error)
 
 
-def resumed_step(run: RunDir) -> int:
-    """The last step that `slipstream resume` was told of; -1 for none."""
+def resumed_step(run: RunDir, kind: str) -> int:
+    """The last line of this kind, step or evaluation, that `slipstream resume` was told of; -1 for none."""
     try:
-        return msgspec.json.decode(run.resume_json.read_bytes(), type=dict[str, int])["step"]
-    except (OSError, ValueError, KeyError):
+        return msgspec.json.decode(run.resume_json.read_bytes(), type=dict[str, int]).get(kind, -1)
+    except (OSError, ValueError):
         return -1
 
 
 def run_command(rule: WatchRule, firing: Firing, run: RunDir) -> None:
     """Run the command to its end, with the facts as JSON on its standard input and as SLIPSTREAM_WATCH_* variables.
 
-    GNU timeout ends it with its process group, also when the learner is killed meanwhile.
+    GNU timeout ends it with its process group, also when the learner is killed meanwhile. Its output may be longer in
+    the hands of a process that it left behind; that is not waited for.
     """
     facts = {**msgspec.structs.asdict(firing), "run": str(run.path)}
     env = os.environ | {f"SLIPSTREAM_WATCH_{name.upper()}": str(value) for name, value in facts.items()}
@@ -140,12 +149,14 @@ def run_command(rule: WatchRule, firing: Firing, run: RunDir) -> None:
             assert child.stdin is not None and child.stdout is not None
             with suppress(BrokenPipeError), child.stdin:
                 child.stdin.write(msgspec.json.encode(facts))
-            output = child.stdout.read(OUTPUT_BYTES)
-            while child.stdout.read(OUTPUT_BYTES):
-                pass  # more than that is dropped
+            output, end = b"", time.monotonic() + rule.timeout_s + SPARE_S
+            while (left := end - time.monotonic()) > 0 and select.select([child.stdout], [], [], left)[0]:
+                if not (part := os.read(child.stdout.fileno(), OUTPUT_BYTES)):
+                    break
+                output = (output + part)[:OUTPUT_BYTES]  # more than that is dropped
         with log.open("wb" if log.exists() and log.stat().st_size > LOG_BYTES else "ab") as file:
             file.write(f"{firing.text}: {rule.command}: exit code {child.returncode}\n".encode() + output)
         with closing(EventFile(run.events, "learner")) as events:
             events.add("watch_command", rule=firing.rule, step=firing.step, exit_code=child.returncode)
-    except OSError as error:  # a full disk, or no timeout on this machine
+    except (OSError, ValueError) as error:  # a full disk, no timeout on this machine, or words that none can have
         logger.error("%s: the command %s: %s", firing.rule, rule.command[0], error)

@@ -176,7 +176,11 @@ class RunningGroups:
         """Whether the broker accepted the samples of a held-out problem."""
         broker, result = self._parts.broker, result_of(done, self._parts.status.node_id)
         send = lambda: broker.complete_evaluation(result.node_id, lease.token, result)  # noqa: E731
-        if not (accepted := await self._parts.timeout.repeat(send)):
+        try:
+            accepted = await self._parts.timeout.repeat(send)
+        except BrokerError as error:
+            return await self._give_up(lease, done, str(error))
+        if not accepted:
             logger.warning("the samples of held-out problem %d came too late and were refused", result.problem)
         return accepted
 

@@ -1,7 +1,10 @@
 """Evaluation: held-out problems beside the tasks of the steps, over every store."""
 
 import msgspec
+import pytest
 
+from broker.delivery.evaluation import ANSWER_BYTES, TEXT_CHARS
+from common.errors import BrokerError
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import Task
 from tests.broker_rig import node_report
@@ -140,3 +143,36 @@ def test_many_problems_are_offered_in_parts(backend: Backend) -> None:
     for lease in leases:
         assert complete(backend, lease)
     assert sorted(finished(backend)) == [0, 1, 2]
+
+
+def test_results_of_nodes_are_bounded_so_that_every_answer_reaches_the_learner(backend: Backend) -> None:
+    join(backend)
+    tasks = [msgspec.structs.replace(task, group_size=64) for task in problems(*range(8))]
+    backend.learner.evaluate(ORDER, tasks, [])
+    long = msgspec.structs.replace(
+        result(0, "another"),
+        rewards=[0.0] * 64,
+        lengths=[0] * 64,
+        stop_reasons=["x"] * 64,
+        errors=["\U0001f600" * 1500] * 64,
+    )
+    for lease in backend.lease(8, "e0", version=1):
+        assert backend.run(backend.node.complete_evaluation("e0", lease.token, long))
+    found: list[EvaluationResult] = []
+    while len(found) < 8:
+        answer = backend.learner.evaluate(ORDER, [], [one.problem for one in found])
+        assert answer.results and len(msgspec.msgpack.encode(answer.results)) <= ANSWER_BYTES + 9
+        found += answer.results
+    assert sorted(one.problem for one in found) == list(range(8))
+    assert {(one.node_id, len(one.errors[0])) for one in found} == {("e0", TEXT_CHARS)}
+
+
+@pytest.mark.parametrize("column", ["rewards", "lengths", "stop_reasons", "errors"])
+def test_a_result_with_another_number_of_episodes_is_refused_and_can_be_failed(backend: Backend, column: str) -> None:
+    begin(backend, 1)
+    [lease] = backend.lease(1, "e0", version=1)
+    odd = msgspec.structs.replace(result(0), **{column: getattr(result(0), column) * 2})
+    with pytest.raises(BrokerError, match="problem 0 does not have 2 episodes"):
+        backend.run(backend.node.complete_evaluation("e0", lease.token, odd))
+    backend.run(backend.node.fail("e0", lease.token, "refused"))
+    assert [le.attempt for le in backend.lease(1, "e0", version=1)] == [2]

@@ -15,7 +15,7 @@ from common.process.run_dir import RunDir, write_json
 from common.segments import SegmentWriter
 from common.transcripts import Transcript, Turn
 from tests.chromium import Page, browser, serving
-from tests.launch_rig import node_status, status_of
+from tests.launch_rig import LEARNER, node_status, status_of
 
 EVIL = "<script>document.title='broken in'</script><img src=x onerror=\"document.title='broken in'\">"
 
@@ -71,6 +71,16 @@ def test_the_page_starts_and_a_line_that_is_written_changes_it_without_a_reload(
     assert page.get("globalThis.same") is True
     state = page.get("document.getElementById('link').textContent")
     assert state == "live"
+
+
+def test_the_overview_shows_the_newest_states_of_the_first_processes(page, address):
+    page.open(address)
+    page.until("document.querySelector('.overview .lanes canvas').ariaLabel.includes('learner')")
+    legend = page.get("document.querySelector('.overview p.legend').innerText")
+    assert "training" in legend and "publishing" not in legend, "only states that are there"
+    page.click(".overview .bar-top a")
+    page.until("location.hash === '#timeline/0'")
+    page.has("1 to 40 of 61")
 
 
 def test_values_appear_under_the_pointer_and_under_the_arrow_keys(page, address):
@@ -145,7 +155,7 @@ def test_text_of_a_run_is_never_html(page, tmp_path):
     run = RunDir(tmp_path / EVIL.replace("/", "∕"))
     run.path.mkdir()
     node = node_status(EVIL, alive=True, state=EVIL, waiting_on=EVIL, host=EVIL)
-    write_json(run.status_json, status_of(node))
+    write_json(run.status_json, status_of(node, learner=msgspec.structs.replace(LEARNER, alarms=[EVIL])))
     write_json(run.ledger_json, [LedgerEntry(7, "dead", 1, [EVIL], None, None, None, None, EVIL)])
     line = {"step": 0, "reward_mean": 0.5, "samples_failed_by_reason": {EVIL: 1}}
     evaluation = {"kind": "evaluation", "policy_version": 1, "mean_reward": 0.7, "dataset": EVIL}
@@ -161,6 +171,8 @@ def test_text_of_a_run_is_never_html(page, tmp_path):
             page.open(f"{address}#{tab}")
             page.has("<img src=x onerror=")
             assert page.get("document.images.length + document.querySelectorAll('main script').length") == 0
+            if tab == "overview":  # a watch rule's sentence comes first
+                assert page.get("document.querySelector('.waits li.urgent').textContent") == EVIL
         assert page.get("document.querySelectorAll('pre')[0].textContent") == EVIL + "</pre>"
         assert page.get("document.querySelectorAll('pre')[1].textContent") == EVIL
         page.open("about:blank")

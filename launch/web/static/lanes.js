@@ -3,24 +3,28 @@
 import { duration, h, number } from "./dom.js";
 import { load, stateCell } from "./tables.js";
 
-const LIMIT = 40, ROW = 22, LEFT = 150, TOP = 4, AXIS = 26;
-const SPANS = [60, 300, 600, 3600, 21600, 86400];
-const STATES = ["training", "generating", "publishing", "flipping", "waiting", "joining", "environments", "checkpointing", "starting", "dead"];
+const LIMIT = 40, BRIEF = 8, ROW = 22, LEFT = 150, TOP = 4, AXIS = 26;
+const SPANS = [60, 120, 300, 600, 3600, 21600, 86400];
+const STATES = ["training", "generating", "publishing", "flipping", "waiting", "joining", "environments", "checkpointing", "evaluating", "starting", "leading", "draining", "done", "dead"];
 
 export class Lanes {
-  constructor() {
+  /** brief: the first processes and the last two minutes, without controls, as a card of the overview. */
+  constructor(brief = false) {
     this.offset = 0;
+    this.limit = brief ? BRIEF : LIMIT;
     this.input = h("input", { type: "search", placeholder: "process  ( / )", "aria-label": "Filter processes", oninput: () => this.refilter() });
-    this.span = h("select", { "aria-label": "Time", onchange: () => this.load() }, SPANS.map((span) => h("option", { value: span, selected: span === 300 }, `last ${duration(span)}`)));
+    this.span = h("select", { "aria-label": "Time", onchange: () => this.load() }, SPANS.map((span) => h("option", { value: span, selected: span === (brief ? 120 : 300) }, `last ${duration(span)}`)));
     this.count = h("span", { class: "quiet", role: "status" });
-    this.back = h("button", { type: "button", onclick: () => this.turn(-LIMIT) }, "back");
-    this.next = h("button", { type: "button", onclick: () => this.turn(LIMIT) }, "next");
+    this.back = h("button", { type: "button", onclick: () => this.turn(-this.limit) }, "back");
+    this.next = h("button", { type: "button", onclick: () => this.turn(this.limit) }, "next");
     this.canvas = h("canvas", { role: "img", tabindex: "0" });
     this.tip = h("div", { class: "tip", hidden: true });
-    this.legend = h("p", { class: "legend" }, STATES.map((state) => stateCell(state)));
+    this.legend = h("p", { class: "legend" });
+    this.all = h("a", {}, "show all");
     this.empty = h("p", { class: "quiet" });
-    this.plot = h("div", { class: "plot lanes" }, this.canvas, this.tip);
-    this.root = h("section", { class: "card" }, h("div", { class: "bar-top" }, h("h2", {}, "Timeline"), this.input, this.span, this.count, this.back, this.next), this.legend, this.empty, this.plot);
+    this.plot = h("div", { class: "lanes" }, this.canvas, this.tip);
+    const controls = brief ? [h("span", { class: "unit" }, `last ${duration(120)}`), this.all] : [this.input, this.span, this.count, this.back, this.next];
+    this.root = h("section", { class: `card ${brief ? "wide" : ""}` }, h("div", { class: "bar-top" }, h("h2", {}, "Timeline"), controls), this.legend, this.empty, this.plot);
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
     this.canvas.addEventListener("pointerleave", () => (this.tip.hidden = true));
     new ResizeObserver(() => this.found && this.draw()).observe(this.plot);
@@ -29,6 +33,7 @@ export class Lanes {
   show(run, find) {
     if (run !== this.run || find !== this.input.value) this.offset = 0;
     this.run = run;
+    this.all.href = `#timeline/${run.index}`;
     this.input.value = find;
     return this.load();
   }
@@ -44,7 +49,7 @@ export class Lanes {
   }
 
   async load() {
-    const words = new URLSearchParams({ offset: this.offset, limit: LIMIT, filter: this.input.value.trim(), seconds: this.span.value });
+    const words = new URLSearchParams({ offset: this.offset, limit: this.limit, filter: this.input.value.trim(), seconds: this.span.value });
     const asked = (this.asked = `api/runs/${this.run.index}/lanes?${words}`);
     const found = await load(asked);
     if (asked !== this.asked) return;
@@ -53,10 +58,12 @@ export class Lanes {
     this.plot.hidden = !this.found;
     if (!this.found) return;
     const { total, rows } = found;
-    this.back.hidden = this.next.hidden = total <= LIMIT;
+    this.back.hidden = this.next.hidden = total <= this.limit;
     this.back.disabled = this.offset === 0;
     this.next.disabled = this.offset + rows.length >= total;
     this.count.textContent = `${number(this.offset + 1)} to ${number(this.offset + rows.length)} of ${number(total)}`;
+    const states = new Set(rows.flatMap(({ pieces }) => pieces.map(([, , state]) => state)));
+    this.legend.replaceChildren(...STATES.filter((state) => states.has(state)).map((state) => stateCell(state)));
     this.draw();
   }
 

@@ -78,7 +78,7 @@ function theme(wanted) {
   const dark = wanted ? wanted === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   document.documentElement.dataset.theme = dark ? "dark" : "light";
   element("theme").textContent = dark ? "light" : "dark";
-  if (shown === "timeline") views.timeline.found && views.timeline.draw();
+  for (const lanes of [views.timeline, views.overview.lanes]) if (lanes.found) lanes.draw();
 }
 
 function turnTheme() {

@@ -2,6 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { bytes, duration, h, number, table } from "./dom.js";
+import { Lanes } from "./lanes.js";
 
 const AGES = ["0", "1", "2", "3–4", "5–8", "9 and more"];
 const OLDEST = [0, 1, 2, 4, 8, Infinity]; // of each class
@@ -27,17 +28,25 @@ const CHARTS = [
   { title: "Samples cut at a limit", unit: "share", zero: true, lines: [{ metric: "truncated_fraction", label: "share" }] },
 ];
 
+const LANES_MS = 4000; // between two looks at the trace
+
 export class Overview {
   constructor() {
     this.charts = CHARTS.map((spec) => new Chart(spec));
     this.waits = h("section", { class: "card waits wide", "aria-live": "polite" });
     this.facts = h("div", { class: "facts" });
-    this.root = h("div", { class: "overview" }, this.waits, this.charts[0].root, this.facts, this.charts.slice(1).map((chart) => chart.root));
+    this.lanes = new Lanes(true);
+    this.root = h("div", { class: "overview" }, this.waits, this.charts[0].root, this.lanes.root, this.facts, this.charts.slice(1).map((chart) => chart.root));
   }
 
   draw(runs, { curves, state }) {
     if (curves || state) this.charts.forEach((chart) => chart.draw(runs));
     if (!state) return;
+    this.lanes.root.hidden = runs.length > 1;
+    if (runs.length === 1 && performance.now() - (this.lanesAt ?? -LANES_MS) > LANES_MS) {
+      this.lanesAt = performance.now();
+      this.lanes.show(runs[0], "");
+    }
     this.waits.replaceChildren(h("h2", {}, "Who waits for whom"), ...runs.map((run) => waits(run, runs.length > 1)));
     this.facts.replaceChildren(...runs.map((run) => facts(run, runs.length > 1)));
     this.facts.classList.toggle("several", runs.length > 1);
@@ -50,6 +59,7 @@ function waits(run, several) {
   const { stalls = [], note, learner, live } = run.state;
   const lines = stalls.map((stall) => h("li", { class: stall.urgent ? "urgent" : "" }, h("span", { class: "text" }, stall.text), " ",
     h("a", { href: `#${stall.tab}/${run.index}/${encodeURIComponent(stall.find)}` }, stall.find ? `show ${stall.find}` : `show ${stall.tab}`)));
+  for (const alarm of learner?.alarms ?? []) lines.unshift(h("li", { class: "urgent" }, alarm)); // watch rules
   if (note) lines.unshift(h("li", { class: "quiet" }, note));
   if (!lines.length) lines.push(h("li", { class: "quiet" }, live ? `The learner is ${learner?.state}. No wait is long enough to name.` : "Nothing is known yet."));
   return h("div", {}, several ? title(run) : "", h("ul", {}, lines));

@@ -6,7 +6,7 @@ const LIMIT = 50;
 const when = (time_s) => new Date(time_s * 1000).toLocaleTimeString("en-GB");
 
 export class Table {
-  /** view: title, api, columns [[name, class]], row(item, run) -> [cells], link(item, run), states, hint. */
+  /** view: title, api, columns [[name, class]], row(item, run) -> [cells], link(item, run), states, hint, query(text). */
   constructor(view) {
     this.view = view;
     this.offset = 0;
@@ -43,7 +43,7 @@ export class Table {
   }
 
   async load() {
-    const words = new URLSearchParams({ offset: this.offset, limit: this.view.limit ?? LIMIT });
+    const words = new URLSearchParams({ offset: this.offset, limit: LIMIT });
     const text = this.input.value.trim();
     for (const [name, value] of Object.entries(this.view.query ? this.view.query(text) : { filter: text })) words.set(name, value);
     if (this.select?.value) words.set("state", this.select.value);
@@ -55,11 +55,11 @@ export class Table {
       this.body.replaceChildren(h("p", { class: "quiet" }, found.refused));
       return;
     }
-    const { total, rows } = found;
-    this.back.hidden = this.next.hidden = total <= rows.length;
+    const { total, rows, more } = found; // "more": the server has not counted those behind
+    this.back.hidden = this.next.hidden = total <= rows.length && !more;
     this.back.disabled = this.offset === 0;
-    this.next.disabled = this.offset + rows.length >= total;
-    this.count.textContent = rows.length < total ? `${number(this.offset + 1)} to ${number(this.offset + rows.length)} of ${number(total)}` : `${number(total)} in all`;
+    this.next.disabled = !more && this.offset + rows.length >= total;
+    this.count.textContent = more ? `${number(this.offset + 1)} to ${number(total)}, and more` : rows.length < total ? `${number(this.offset + 1)} to ${number(this.offset + rows.length)} of ${number(total)}` : `${number(total)} in all`;
     this.rows = rows;
     const chosen = this.body.querySelector("tr[aria-selected=true]")?.dataset.key;
     const made = rows.map((item) => {
@@ -106,19 +106,21 @@ export const makeNodes = () => new Table({
   row: (node) => [node.id, stateCell(node.state), number(node.policy_version), duration(node.since_s), number(node.leases), number(Math.round(node.tokens_per_s)), `${number(node.episodes_running)}${node.concurrency ? ` of ${number(node.concurrency)}` : ""}`, node.host, node.waiting_on],
 });
 
+const versions = ({ version_min: low, version_max: high }) => (low === null ? "–" : low === high ? String(low) : `${low}–${high}`);
+
 export const makeTasks = () => new Table({
   title: "Tasks", api: "tasks", hint: "serial, node, reason or step:N  ( / )", empty: "No such task.",
   states: ["pending", "leased", "ready", "taken", "committed", "dead", "filtered"],
   columns: [["task", "right"], ["state"], ["step", "right"], ["versions", "right"], ["attempts", "right"], ["reward", "right"], ["nodes"], ["reason"]],
   key: (task) => task.serial,
   link: (task, run) => `#transcript/${run.index}/${task.serial}`,
-  row: (task) => [String(task.serial), stateCell(task.state + (task.filtered ? ", filtered" : "")), task.step ?? "–", task.version_min === null ? "–" : `${task.version_min}–${task.version_max}`, number(task.attempts), number(task.reward_mean), task.nodes.join(", "), task.reason],
+  row: (task) => [String(task.serial), stateCell(task.state + (task.filtered ? ", filtered" : "")), task.step ?? "–", versions(task), number(task.attempts), number(task.reward_mean), task.nodes.join(", "), task.reason],
 });
 
 export const makeTranscripts = () => new Table({
-  title: "Transcripts", api: "transcripts", hint: "step  ( / )", empty: "No transcript is kept; telemetry.transcripts says which are.", limit: 100,
-  query: (text) => (/^\d+$/.test(text) ? { step: text } : {}),
-  columns: [["task", "right"], ["sample", "right"], ["step", "right"], ["why"], ["reward", "right"], ["advantage", "right"], ["tokens", "right"], ["stop"], ["node"], ["time"]],
+  title: "Transcripts", api: "transcripts", hint: "step, best, worst, failed  ( / )", empty: "No transcript is kept; telemetry.transcripts says which are.",
+  query: (text) => (/^\d+$/.test(text) ? { step: text } : { filter: text }),
+  columns: [["task", "right"], ["sample", "right"], ["step", "right"], ["kept as"], ["reward", "right"], ["advantage", "right"], ["tokens", "right"], ["stop"], ["node"], ["time"]],
   key: (t) => `${t.serial} ${t.sample} ${t.step}`,
   link: (t, run) => `#transcript/${run.index}/${t.serial}/${t.sample}/${t.step ?? ""}`,
   row: (t) => [String(t.serial), String(t.sample), t.step ?? "–", t.why.join(", "), number(t.reward), number(t.advantage), number(t.sampled_tokens), t.error || t.stop_reason, t.node_id, when(t.time_s)],

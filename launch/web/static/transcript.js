@@ -23,11 +23,12 @@ export class TranscriptView {
     const listed = await load(`api/runs/${run.index}/transcripts?task=${encodeURIComponent(task)}&limit=64`);
     if (asked !== this.asked) return;
     const rows = listed.rows ?? [];
+    this.choice.hidden = !rows.length;
     const first = sample === undefined || sample === "" ? rows[0] : rows.find((t) => String(t.sample) === sample && (step === "" || step === undefined || String(t.step) === step));
     this.samples.replaceChildren(...rows.map((t) => h("a", { href: `#transcript/${run.index}/${t.serial}/${t.sample}/${t.step ?? ""}`, "aria-current": t === first ? "true" : null }, `sample ${t.sample}, ${t.why.join(" ")}, reward ${number(t.reward)}`)));
     if (!first) {
       this.found = null;
-      this.body.replaceChildren(h("p", { class: "quiet" }, listed.refused ?? "No transcript of this task is kept; telemetry.transcripts says which are."));
+      this.body.replaceChildren(h("p", { class: "quiet" }, listed.refused ?? "No transcript of this task is kept; telemetry.transcripts says which are. ", listed.refused ? "" : h("a", { href: `#transcripts/${run.index}` }, "show those that are kept")));
       return;
     }
     const words = new URLSearchParams({ task: first.serial, sample: first.sample, ...(first.step === null ? {} : { step: first.step }) });

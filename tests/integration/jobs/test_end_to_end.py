@@ -21,6 +21,7 @@ from launch.results.replay import plan_replay
 from learner.loss.advantages import ADVANTAGES
 from tests.integration.jobs.job_rig import (
     GROUPS,
+    STALENESS,
     Command,
     assert_trained_exactly_once,
     descendants,
@@ -79,6 +80,36 @@ def assert_transcripts(run_dir: Path, assets: Path, steps: int) -> None:
     fresh = [(x, t.step) for t in found for turn in t.turns if turn.version_runs == [(0, t.step)] for x in turn.ratios]
     assert fresh and all(0.9 < ratio < 1.1 for ratio, _ in fresh), "only arithmetic differs"
     assert metrics(run_dir)[-1]["transcripts_dropped_total"] == 0
+
+
+def assert_paused_and_resumed(run_dir: Path, first: int, up: Command) -> None:
+    """A rule acts at step `first`: nodes get no later version until `slipstream resume`; then training goes on."""
+    rule, version = f"watch[0]: incarnation was 1, above 0 at step {first}", first + 1
+
+    def node_versions(shown: dict[str, Any]) -> list[int]:
+        return [node["policy_version"] for node in shown["nodes"] if node["state"] != "gone"]
+
+    def told(kind: str) -> list[str]:
+        return [event["detail"]["reason"] for event in events(run_dir) if event["kind"] == kind]
+
+    def waits() -> dict[str, Any]:
+        """The status once the learner has used up the window of the nodes' version."""
+        shown = status(run_dir)
+        reached = shown["learner"]["policy_version"] == version + STALENESS + 1
+        reason = f"publishing is paused, `slipstream resume` ends that: {rule}"
+        return shown if reached and reason in shown["learner"]["waiting_on"] else {}
+
+    assert until("the pause", lambda: told("publishing_paused"), up) == [rule]
+    shown = until("the end of the window", waits, up)
+    assert (shown["learner"]["state"], node_versions(shown)) == ("waiting", [version])
+    assert f"the end of a pause in publishing: {rule}" in [stall["waits_for"] for stall in shown["stalls"]]
+    assert rule in " ".join(slipstream("status", str(run_dir)).split())
+    assert node_versions(status(run_dir)) == [version], "nothing was published meanwhile"
+    assert f"rules that acted up to step {version + STALENESS} no longer" in slipstream("resume", str(run_dir))
+    until("steps after the pause", lambda: len(metrics(run_dir)) >= version + 6, up)
+    until("newer versions on the node", lambda: min(node_versions(status(run_dir)), default=0) > version + 2, up)
+    assert (told("publishing_paused"), told("publishing_resumed")) == ([rule], [""])
+    assert "publishing is paused" not in status(run_dir)["learner"]["waiting_on"]
 
 
 def test_a_job_on_redis_survives_kills_of_the_server_node_broker_and_learner(assets, redis, tmp_path):
@@ -159,9 +190,9 @@ def test_an_interrupted_job_goes_on_and_one_killed_whole_loses_nothing(assets, t
     assert not [entry for entry in ledger(run_dir) if entry["state"] == "leased"]
     assert [entry["state"] for entry in ledger(run_dir)].count("committed") == done * GROUPS
 
-    often = "learner.checkpoint.every=1"
-    with Command(tmp_path, "second", "up", str(config), often) as up:
-        until("steps after the stop", lambda: len(metrics(run_dir)) >= done + 2, up)
+    often, pause = "learner.checkpoint.every=1", "watch=[{metric: incarnation, above: 0, do: pause}]"
+    with Command(tmp_path, "second", "up", str(config), often, pause) as up:
+        assert_paused_and_resumed(run_dir, done, up)
         kill(status(run_dir)["broker"]["pid"])
         reached = len(metrics(run_dir))
         until("steps after the broker's death", lambda: len(metrics(run_dir)) > reached + 3, up)
@@ -178,7 +209,8 @@ def test_an_interrupted_job_goes_on_and_one_killed_whole_loses_nothing(assets, t
         assert "stopped by watch[0]: incarnation was 2, above 1 at step" in up.output()
     assert_trained_exactly_once(run_dir, len(metrics(run_dir)))
     stopped_at = len(metrics(run_dir)) - 1  # by the third one at its first step; the fourth one refused to train
-    (found,) = [event["detail"] for event in events(run_dir) if event["kind"] == "watch"]
+    paused, found = [event["detail"] for event in events(run_dir) if event["kind"] == "watch"]
+    assert (paused["step"], paused["do"]) == (done, "pause")
     assert (found["rule"], found["step"], found["value"], found["do"]) == ("watch[0]", stopped_at, 2.0, "stop")
     assert (run_dir / "checkpoints" / f"step-{stopped_at + 1:06d}").is_dir()
     learner = status(run_dir)["learner"]

@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from broker.contract import LearnerReport, NodeStatus
 from broker.messaging.sync_client import BrokerClient
 from common.config.schema import WeightsConfig
+from common.process.run_dir import RunDir
 from common.rollouts import Sample, Task, decode_group
+from launch.observe.transcripts import read
 from launch.quickstart.assets import build
 from learner.publish.publisher import WeightPublisher
 from tests.integration.jobs.job_rig import Command, descendants, survivors, until
@@ -251,6 +253,13 @@ def test_environments_that_raise_or_hang_fail_their_groups_and_not_the_node(job:
     assert "timeout" in entries[1].reason and "10 s" in entries[1].reason
     status = job.status()
     assert status is not None and status.alive and status.waste["failed"].tokens > 0
+    run = RunDir(job.folder / "run")
+    for number, why in enumerate(("fault on purpose", "10 s")):
+        told = job.until(lambda serial=first + number: (t := list(read(run, task=serial))) and len(t) == 2 and t)
+        assert all((t.node_id, t.why, why in t.error) == ("n0", ["failed"], True) for t in told), "of both attempts"
+    for turn in (t.turns[1] for t in read(run, task=first)):
+        assert turn.author == "policy" and turn.tokens
+        assert turn.text == "".join(turn.pieces) == job.tokenizer.decode(turn.tokens)
 
 
 def test_the_engine_was_profiled_while_it_had_a_chosen_version(job: Job) -> None:

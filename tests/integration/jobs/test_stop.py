@@ -5,8 +5,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from common.process.run_dir import RunDir
 from common.security.credentials import KeyFolder
 from launch.keys import make
+from launch.observe.transcripts import read
 from tests.integration.jobs.job_rig import (
     GROUPS,
     Command,
@@ -45,6 +47,9 @@ def test_a_job_over_several_run_folders_is_stopped_through_its_address_and_conti
             learner = start("learner", "learner", config)
             until("steps", lambda done=done: len(metrics(run_dir)) >= done + 3, broker, node, learner)
             if time == "first":
+                until("a transcript", lambda: list(read(RunDir(run_dir))), broker, node, learner)
+                assert {transcript.node_id for transcript in read(RunDir(run_dir))} == {"far"}
+                assert not RunDir(far).transcripts.exists(), "its text came over the wire"
                 asked = [address, "--credentials", str(keys.observer)]
                 seen = json.loads(slipstream("status", *asked, "--json"))
                 assert seen["run"] == str(run_dir) and [n["id"] for n in seen["nodes"]] == ["far"]

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import EXIT_HOPELESS
 from learner.batch.dynamic_sampling import carries_signal
 from tests.device import CUDA
-from tests.integration.jobs.job_rig import until
+from tests.integration.jobs.job_rig import Process, slipstream, until
 from tests.integration.learner.learner_rig import GROUP_SIZE, GROUPS, STEPS, VOCABULARY, Job, assert_delivered_once
 from tests.integration.learner.recorded_node import recorded_group
+from tests.redis_server import free_port
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +122,39 @@ def test_two_ranks_killed_with_9_filter_the_same_groups_again(tmp_path: Path, mo
     filtered = Counter(step for _, step, is_filtered in expected if is_filtered)
     assert [line.groups_filtered for line in job.lines()] == [filtered[step] for step in range(STEPS)]
     assert {line.groups for line in job.lines()} == {GROUPS}
+
+
+def test_a_rule_on_a_metric_of_the_lead_stops_both_ranks_alike_and_their_checkpoint_goes_on(
+    tmp_path: Path, model: Path
+) -> None:
+    job = Job(tmp_path / "job", model, {"world_size": 2, "parallel": {"tensor": 2}}, {"every": 100})
+    with job.config.open("a") as config:
+        config.write("watch: [{metric: nodes_live, above: 0, steps: 3, do: stop}]\n")  # only the lead asks the broker
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with job.served() as client, contextlib.ExitStack() as running:
+        ranks = [
+            running.enter_context(
+                Process(job.folder / f"rank-{rank}.log", job.words(1), RANK=str(rank), LOCAL_RANK=str(rank), **world)
+            )
+            for rank in range(2)
+        ]
+        assert [rank.wait() for rank in ranks] == [EXIT_HOPELESS] * 2, ranks[0].output() + ranks[1].output()
+        reason = "stopped by watch[0]: nodes_live was 1, above 0, for 3 steps at step 2; `slipstream resume "
+        for rank in ranks:
+            assert reason in rank.output()
+        (checkpoint,) = job.run.checkpoints.iterdir()
+        assert checkpoint.name == "step-000003" and (checkpoint / "model" / "metadata.json").is_file()
+        learner = client.status().learner
+        assert learner.state == "failed" and learner.waiting_on.startswith(reason)
+        assert client.status().groups_committed == 3 * GROUPS
+        with job.learner(ranks=2) as again:
+            assert again.wait() == EXIT_HOPELESS, again.output()
+        assert len(job.lines()) == 3, "it refused to train"
+        slipstream("resume", str(job.run.path))
+        with job.learner(ranks=2) as last:
+            assert last.wait() == 0, last.output()
+        assert_delivered_once(client.ledger())
+    job.assert_every_step_once()
 
 
 def test_a_lead_that_cannot_begin_ends_the_ranks_that_wait_for_it(tmp_path: Path, model: Path) -> None:

@@ -175,6 +175,15 @@ def test_every_query_of_dashboard_and_alerts_has_data_and_no_alert_fires(fleet: 
 
 
 @pytest.mark.slow
+def test_series_of_processes_have_the_labels_of_node_role_and_host(fleet: Fleet) -> None:
+    fleet.report(2, 1)
+    for labels in ('node="n1",role="rollout",host="host"', 'node="learner",role="learner",host="head"'):
+        query = f'slipstream_policy_version{{run="demo",{labels}}}'
+        until(lambda query=query: fleet.has_data(query), query, every_s=0.3)
+    until(lambda: fleet.has_data('slipstream_node_up{node="broker",role="broker"} == 1'), every_s=0.3)
+
+
+@pytest.mark.slow
 def test_a_node_that_left_has_no_series_any_more(fleet: Fleet) -> None:
     ask(fleet.socket, wire.Register(report=node_report("n2")))
     until(lambda: 'node="n2"' in fleet.scraped())

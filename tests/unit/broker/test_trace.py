@@ -1,6 +1,7 @@
 """The nodes' spans at the broker: how many may come, what is kept of them, and the clock in its answers."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ from broker.messaging import wire
 from broker.messaging.async_client import AsyncBrokerClient
 from common.config.schema import TelemetryConfig
 from common.process.run_dir import RunDir
+from common.span_buffer import BATCH_BYTES
 from common.spans import Span, SpanBatch
 from launch.observe.trace_files import read_batches
 from tests.broker_rig import job, learner_report, new_state, node_report, run_info
@@ -91,6 +93,28 @@ def test_without_a_trace_the_broker_neither_allows_nor_keeps_spans_and_leaves_th
         assert (answer is not None and answer.time_s > 1.7e9) == bool(expected)
     assert kept[0].who == "n1", "a node speaks for itself only"
     assert msgspec.structs.replace(kept[0], who="n0") == BATCH
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"spans": [FLIP] * 3000},
+        {"spans": [msgspec.structs.replace(FLIP, name="x" * 65_000)] * 5},
+        {"spans": [FLIP, msgspec.structs.replace(FLIP, start_s=-1e300)]},
+        {"spans": [msgspec.structs.replace(FLIP, duration_s=1e15)]},
+        {"offset_s": 1e300},
+        {"error_s": 1e15},
+    ],
+)
+def test_a_nodes_large_batches_and_absurd_clocks_are_not_kept_and_cost_it_no_lease(bad: dict[str, Any]) -> None:
+    kept: list[SpanBatch] = []
+    state = new_state(TRACED)
+    state.trace = kept.append
+    assert state.heartbeat(node_report("n1"), [], None, msgspec.structs.replace(BATCH, **bad)) is not None
+    assert not kept
+    full = msgspec.structs.replace(BATCH, spans=[FLIP] * (BATCH_BYTES // len(msgspec.json.encode(FLIP)) + 1))
+    state.heartbeat(node_report("n1"), [], None, full)
+    assert len(kept) == 1, "the largest batch of an honest node"
 
 
 async def test_spans_that_come_with_a_heartbeat_are_in_the_run_folder_with_those_of_the_broker(

@@ -5,13 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.contract import Lease, StoredGroup
+from broker.contract import Evaluated, GroupWork, HeartbeatReply, LearnerReport, Lease, NodeReport, StoredGroup
 from broker.messaging import wire
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import Task
 from tests.broker_rig import META
 from tests.unit.broker.test_authorization import REQUESTS
 
+ZERO = b"\xcb" + bytes(8)
+HALF = b"\xcb\x3f\xe0" + bytes(6)
 EXAMPLES = [request for request, _ in REQUESTS]
 
 
@@ -85,10 +87,9 @@ def test_random_bytes_raise_nothing_but_wire_errors(data: bytes, payloads: int) 
 def test_golden_bytes_of_evaluation_do_not_change() -> None:
     order = EvaluationOrder(3, 1, 0.5)
     offer = wire.Evaluate(id=7, order=order, stored=[2])
-    half = b"\xcb?\xe0\x00\x00\x00\x00\x00\x00"
     golden = (
         b"\x89\xa4type\xa8evaluate\xa2id\x07\xa6schema\x02\xabincarnation\xc0\xa8instance\xa0\xa5order\x83\xa7version\x03"
-        b"\xabincarnation\x01\xabtemperature" + half + b"\xa5tasks\x90\xa6stored\x91\x02\xa6shared\xc2"
+        b"\xabincarnation\x01\xabtemperature" + HALF + b"\xa5tasks\x90\xa6stored\x91\x02\xa6shared\xc2"
     )
     assert (wire.encode(offer), wire.decode_request(golden, 0)) == (golden, offer)
     result = EvaluationResult(2, [0.5], [5], ["stop"], [""], "e0", 3, 3, 0.5, 0.5)
@@ -96,9 +97,9 @@ def test_golden_bytes_of_evaluation_do_not_change() -> None:
     golden = (
         b"\x86\xa4type\xb3complete_evaluation\xa2id\x08\xa6schema\x02\xa7node_id\xa2e0\xa5token\xa1t\xa6result\x8a\xa7problem"
         b"\x02\xa7rewards\x91"
-        + half
+        + HALF
         + b"\xa7lengths\x91\x05\xacstop_reasons\x91\xa4stop\xa6errors\x91\xa0\xa7node_id\xa2e0"
-        b"\xabversion_min\x03\xabversion_max\x03\xa9started_s" + half + b"\xa7seconds" + half
+        b"\xabversion_min\x03\xabversion_max\x03\xa9started_s" + HALF + b"\xa7seconds" + HALF
     )
     assert (wire.encode(complete), wire.decode_request(golden, 0)) == (golden, complete)
 
@@ -110,3 +111,87 @@ def test_a_lease_of_an_earlier_release_is_one_of_training() -> None:
     assert lease == Lease(Task(0, b"{}", 1, 2), "t", 1, 30.0, None)
     golden = msgspec.msgpack.encode(lease)
     assert golden.endswith(b"\xaaevaluation\xc0")
+
+
+def test_golden_bytes_of_a_learners_report_do_not_change_and_one_without_alarms_is_read() -> None:
+    head = b"\x88\xa4type\xa6report\xa2id\x07\xa6schema\x02\xabincarnation\xc0\xa8instance\xa0\xa6report"
+    former = (
+        b"\xa3pid\x05\xabincarnation\x01\xa5state\xa7waiting\xaepolicy_version\x03\xaawaiting_on\xa0\xa7since_s"
+        + ZERO
+        + b"\xafweights_address\xa0\xa4step\x00\xa8instance\xa0\xa5waste\x80\xaegroups_missing\x00\xaadeliveries\x90"
+        b"\xb2deliveries_waiting\x00\xa4host\xa1h"
+    )
+    tail = b"\xa3log\xc0\xa8log_rank\xff"
+    report = LearnerReport(5, 1, "waiting", 3, host="h", alarms=["loss"], paused="loss")
+    request = wire.Report(id=7, report=report)
+    golden = head + b"\xde\x00\x10" + former + b"\xa6alarms\x91\xa4loss\xa6paused\xa4loss" + tail
+    assert (wire.encode(request), wire.decode_request(golden, 0)) == (golden, request)
+    earlier = wire.Report(id=7, report=msgspec.structs.replace(report, alarms=[], paused=""))
+    assert wire.decode_request(head + b"\x8e" + former + tail, 0) == earlier
+
+
+def test_golden_bytes_of_a_nodes_report_do_not_change_and_one_of_before_evaluation_is_read() -> None:
+    head = b"\x87\xa4type\xa9heartbeat\xa2id\x07\xa6schema\x02\xa6report\xde\x00"
+    first = (
+        b"\xa7node_id\xa2e0\xa3pid\x01\xa4host\xa1h\xa5state\xaagenerating\xaepolicy_version\x03\xaawaiting_on\xa0\xa7since_s"
+        + ZERO
+        + b"\xb0tokens_generated\x00\xadtokens_wasted\x00\xactokens_per_s"
+        + ZERO
+        + b"\xb0episodes_running\x00\xb2generation_stall_s"
+        + ZERO
+        + b"\xa5flips\x00\xb5canary_max_difference"
+        + ZERO
+        + b"\xa5waste\x80\xa6groups\x91"
+    )
+    group = (
+        b"\xa6serial\x04\xa7samples\x02\xa8finished\x00\xa5age_s"
+        + ZERO
+        + b"\xa6tokens\x00\xa5turns\x00\xaeepisode_tokens\x00\xa5state\xa6queued\xa7state_s"
+        + ZERO
+    )
+    last = (
+        b"\xabconcurrency\x00\xaekv_cache_usage"
+        + ZERO
+        + b"\xabpreemptions\x00\xafprefix_hit_rate"
+        + ZERO
+        + b"\xaesamples_failed\x80\xa6joined\x87"
+    )
+    for name in (b"\xa9started_s", b"\xaaregistered", b"\xa6engine", b"\xa6staged", b"\xa6active", b"\xa6leased"):
+        last += name + ZERO
+    last += b"\xa9delivered" + ZERO
+    tail = b"\xa6tokens\x90\xa3log\xc0"
+    work = GroupWork(4, 2, evaluates=3)
+    report = NodeReport("e0", 1, "h", "generating", 3, groups=[work], pool="eval", evaluation_tokens=9)
+    request = wire.Heartbeat(id=7, report=report, tokens=[])
+    new = b"\xa4pool\xa4eval\xb1evaluation_tokens\x09"
+    golden = head + b"\x18" + first + b"\x8a" + group + b"\xa9evaluates\x03" + last + new + tail + b"\xa5spans\xc0"
+    assert (wire.encode(request), wire.decode_request(golden, 0)) == (golden, request)
+    former = head.replace(b"\x87", b"\x86", 1) + b"\x16" + first + b"\x89" + group + last + tail
+    report = msgspec.structs.replace(report, groups=[GroupWork(4, 2)], pool="", evaluation_tokens=0)
+    assert wire.decode_request(former, 0) == msgspec.structs.replace(request, report=report)
+
+
+def test_golden_bytes_of_answers_do_not_change_and_those_of_an_earlier_release_are_read() -> None:
+    def read(request: wire.AnyRequest, golden: bytes) -> object:
+        reply = wire.decode_reply(golden)
+        assert isinstance(reply, wire.Answer)
+        return request.read(reply.value, ())
+
+    head = b"\x84\xa4type\xa6answer\xa2id\x07\xa6schema\x02\xa5value"
+    heartbeat = wire.Heartbeat(id=7, report=NodeReport("e0", 1, "h", "generating", 3), tokens=[])
+    former = b"\xa4lost\x90\xafweights_address\xa0\xb3learner_incarnation\x00\xa5drain\xc2\xa4stop\xc2\xa8log_rank\xff"
+    golden = head + b"\x88" + former + b"\xa6time_s" + HALF + b"\xaaspan_bytes\x09"
+    reply = HeartbeatReply(time_s=0.5, span_bytes=9)
+    assert wire.encode(wire.Answer(id=7, value=reply)) == golden
+    assert (read(heartbeat, golden), read(heartbeat, head + b"\x86" + former)) == (reply, HeartbeatReply())
+
+    result = EvaluationResult(2, [0.5], [5], ["stop"], [""], "e0", 3, 3, 0.5, 0.5)
+    golden = (
+        head
+        + b"\x82\xa5known\x01\xa7results\x91\x8a\xa7problem\x02\xa7rewards\x91"
+        + HALF
+        + b"\xa7lengths\x91\x05\xacstop_reasons\x91\xa4stop\xa6errors\x91\xa0\xa7node_id\xa2e0\xabversion_min\x03"
+        b"\xabversion_max\x03\xa9started_s" + HALF + b"\xa7seconds" + HALF
+    )
+    assert wire.encode(wire.Answer(id=7, value=Evaluated(1, [result]))) == golden
+    assert read(wire.Evaluate(id=7, order=None), golden) == Evaluated(1, [result])

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,16 @@ def test_a_line_that_was_cut_by_a_full_disk_does_not_spoil_the_next(tmp_path, mo
     (only,) = segments(tmp_path, "steps")
     found = only.read_bytes().splitlines()
     assert found[0] == b'{"a":1}' and found[-1] == b'{"a":3}'
+
+
+def test_a_folder_that_is_removed_meanwhile_is_made_again(tmp_path: Path) -> None:
+    writer = SegmentWriter(tmp_path / "a", "steps", LIMIT)
+    writer.write(b"before\n")
+    shutil.rmtree(tmp_path / "a")
+    for _ in range(2):
+        writer.write(b"after\n")
+    (only,) = segments(tmp_path / "a", "steps")
+    assert only.read_bytes() == b"after\n" * 2
 
 
 # ---------------------------------------------------------------- the thread

@@ -127,6 +127,8 @@ def test_small_formats_and_sentences_that_agree_with_who_waits():
     said = "node-0 waits for weights, since 3.0 s; until: they come"
     assert stall_text.sentence(Stall("k", "node-0", "weights", 3.0, "they come")) == said
     assert stall_text.sentence(Stall("k", "a and b", "room", None, "x")) == "a and b wait for room; until: x"
+    late = Stall("straggler", "task 3, which later ones have overtaken", "the engine", None, "x")
+    assert stall_text.sentence(late) == "task 3, which later ones have overtaken, waits for the engine; until: x"
 
 
 # ---------------------------------------------------------------- stalls in words

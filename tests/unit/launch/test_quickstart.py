@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import string
+import subprocess
 from itertools import islice
 from pathlib import Path
 
@@ -192,6 +193,16 @@ def test_the_quickstart_asks_before_it_makes_anything_and_what_is_made_later_may
     assert asked < script.index("launch.quickstart.assets --out")
     assert check_overrides([config]) == EXIT_DONE
     assert check_overrides([config, "staleness.max=0", "run.seed=2"]) == EXIT_DONE
+
+
+def test_the_quickstart_takes_the_page_beside_overrides(tmp_path: Path) -> None:
+    script = str(ROOT / "launch" / "quickstart.sh")
+    refused = subprocess.run([script, "--web", "run.seed=one"], capture_output=True, text=True)
+    assert refused.returncode == EXIT_USAGE and "run.seed: expected an integer >= 0, found 'one'" in refused.stderr
+    other = subprocess.run([script, "--page"], capture_output=True, text=True)
+    assert other.returncode == EXIT_USAGE and "expected --web or key=value, found '--page'" in other.stderr
+    told = subprocess.run([script, "--web", "--help"], capture_output=True, text=True).stdout
+    assert "[--web] [key=value ...]" in told and "folders of its own" not in told.splitlines()[0]
 
 
 @pytest.mark.parametrize(

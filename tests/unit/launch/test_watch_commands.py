@@ -110,4 +110,11 @@ def test_nothing_can_be_resumed_before_the_first_step(tmp_path: Path, capsys) ->
     run.metrics.write_text('{"step": 6}\n{"step": 7}\n{"kind": "evaluation"}\n')
     assert main(["resume", str(run.path)]) == 0
     assert json.loads(run.resume_json.read_text()) == {"step": 7}
+    run.metrics.write_text('{"kind": "evaluation", "step": 0}\n')
+    assert main(["resume", str(run.path)]) == 0
+    assert json.loads(run.resume_json.read_text()) == {"evaluation": 0}
+    run.metrics.write_text('{"step": 6}\n{"kind": "evaluation", "step": 4}\n{"step": 7}\n')
+    assert main(["resume", str(run.path)]) == 0
+    assert json.loads(run.resume_json.read_text()) == {"step": 7, "evaluation": 4}
+    assert "rules that acted up to step 7, evaluation 4 no longer" in capsys.readouterr().out
     assert "neither the folder of a run" in refusal(capsys, "resume", str(tmp_path / "nowhere"))

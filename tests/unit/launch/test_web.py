@@ -24,7 +24,7 @@ from launch.web.app import Hub, make_app
 from launch.web.curves import BUCKETS, NAMES, Curves
 from launch.web.lanes import PIECES, Lanes
 from launch.web.run_view import Cursor, RunView, _stall
-from tests.launch_rig import living_broker, node_status, refusal, status_of, write_broker
+from tests.launch_rig import LEARNER, living_broker, node_status, refusal, status_of, write_broker
 
 TOKEN = "a-token-of-the-test"
 FIRST = slice(9)
@@ -259,6 +259,20 @@ def test_a_task_leads_to_its_transcript(recorded):
     assert page.get("/api/runs/0/transcript?task=x&sample=8").status_code == 400
 
 
+def test_transcripts_are_found_by_why_they_are_kept_and_cut_into_pages(recorded):
+    page = client(recorded)
+    everything = page.get("/api/runs/0/transcripts?limit=200").json()
+    assert everything["more"] is False
+    first = page.get("/api/runs/0/transcripts?limit=3").json()
+    second = page.get("/api/runs/0/transcripts?limit=3&offset=3").json()
+    assert first["rows"] + second["rows"] == everything["rows"][:6]
+    assert (first["total"], first["more"], second["total"]) == (3, True, 6)
+    worst = page.get("/api/runs/0/transcripts?filter=worst&limit=200").json()["rows"]
+    assert worst == [row for row in everything["rows"] if "worst" in row["why"]]
+    assert page.get("/api/runs/0/transcripts?filter=share").json()["rows"]
+    assert page.get("/api/runs/0/transcripts?filter=nothing").json() == {"total": 0, "more": False, "rows": []}
+
+
 def test_a_browser_gets_everything_once_and_then_what_is_new(tmp_path):
     fixture = Fixture(tmp_path / "run", 10)
     fixture.write(0, 4)
@@ -302,6 +316,13 @@ def test_the_page_without_a_script_has_the_newest_figures_escaped(tmp_path):
     assert "<noscript>" in text and "of 2 allowed" in text and "last known status" in text
     text = client(RunDir(tmp_path / EVIL.replace("/", ""))).get("/").text
     assert "<img" not in text and text.count("<script") == 1 and "&lt;script&gt;" in text
+
+
+def test_the_table_without_javascript_has_the_sentences_of_watch_rules(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    write_json(run.status_json, status_of(learner=msgspec.structs.replace(LEARNER, alarms=["watch[0]: low <now>"])))
+    assert "<th scope=row>watch rules</th><td>watch[0]: low &lt;now&gt;</td>" in client(run).get("/").text
 
 
 # ---------------------------------------------------------------- bounded memory

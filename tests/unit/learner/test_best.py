@@ -12,6 +12,7 @@ from common.config.checks import check_config
 from common.config.loading import build_config
 from common.config.schema import Config, SftConfig
 from common.errors import ConfigError
+from learner.checkpoint import best as module
 from learner.checkpoint.best import MOST_WAITING, Best, read_best
 from learner.checkpoint.folder import CheckpointFolder, read_checkpoint
 from tests.unit.learner.loop_fakes import MakeWorld, World
@@ -98,6 +99,27 @@ def test_the_best_stays_besides_the_newest_and_gives_way_to_a_better_one(tmp_pat
         assert read_best(tmp_path).step == kept[0]
     assert folder.newest()[1].policy_version == 10
     assert json.loads((tmp_path / "best.json").read_text()) == {"step": 10, "metric": "reward_mean", "value": 0.9}
+
+
+def test_a_full_disk_keeps_the_old_choice_and_the_others_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    best = best_of(config_of("reward_mean"), {1: 0.9, 3: 0.1, 5: 1.0})
+    folder = CheckpointFolder(tmp_path, 1, best)
+    for version in (2, 4):
+        write(folder, version)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_json", full)
+    for version in (6, 8):
+        write(folder, version)
+    assert list(folder.steps()) == [2, 6, 8], "the one that best.json names, the best and the newest"
+    assert read_best(tmp_path).step == 2 and "best.json cannot be written" in caplog.text
+    monkeypatch.undo()
+    folder.prune()
+    assert list(folder.steps()) == [6, 8] and read_best(tmp_path).step == 6
 
 
 def test_where_less_is_better_the_least_stays(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,19 @@ import msgspec
 import pytest
 
 from broker.contract import Lease
-from common.errors import SlipstreamError
-from common.evaluation import EvaluationResult
+from common.config.observing import WatchRule
+from common.config.schema import Config
+from common.errors import HopelessError, SlipstreamError
+from common.evaluation import EvaluationResult, dataset_names
 from common.json_lines import lines_of, read_jsonl
 from common.metrics import EvaluationMetrics, StepMetrics, read_metrics
+from launch.cli import main
 from learner.loop import evaluation as module
+from learner.loop.batch_source import Wait
 from learner.loop.evaluation import Evaluations
 from tests.broker_rig import node_report
 from tests.memory_broker import MemoryBroker
-from tests.unit.learner.loop_fakes import MakeWorld, World, evaluated
+from tests.unit.learner.loop_fakes import MakeWorld, World, evaluated, world
 
 COUNTS = {"easy": 3, "hard": 2}
 
@@ -286,6 +291,63 @@ def test_trouble_with_an_evaluation_does_not_stop_the_training(
     assert world.run() == "done"
     assert [line.step for line in read_metrics(world.run_dir.metrics, StepMetrics)] == [0, 1, 2, 3]
     assert ("evaluation_abandoned" in world.event_kinds()) == isinstance(error, OSError)
+
+
+def at_once(world: World) -> World:
+    """A fleet that evaluates a version before it samples for the next step."""
+    watching(world, Pool(world))
+    look, gather = world.lead.evaluations.turn, world.lead._gather
+
+    def whole(waited_for: bool = False) -> str:
+        while look(waited_for):
+            pass
+        return ""
+
+    world.lead.evaluations.turn = whole
+    world.lead._gather = lambda step: Wait() if world.lead._watch.stopped else gather(step)
+    return world
+
+
+@pytest.mark.parametrize(("steps", "version"), [(1, 0), (2, 2)])
+def test_a_rule_on_an_evaluation_stops_the_run_until_it_is_resumed_and_names_the_step_that_made_the_version(
+    make_config: Callable[..., Config], told: dict[str, Any], steps: int, version: int
+) -> None:
+    metric = f"evaluation/{dataset_names(told['datasets'])[0]}/mean_reward"
+    rule = WatchRule(metric=metric, below=0.9, steps=steps, do="stop")
+    config = make_config(run={"steps": 4}, evaluation=told, learner={"checkpoint": {"every": 1}})
+    config = msgspec.structs.replace(config, watch=[rule])
+    stopped = world(config)
+    with pytest.raises(HopelessError, match=rf"stopped by watch\[0\]: {metric} was 0.5, below 0.9.* at step {version}"):
+        at_once(stopped).run()
+    assert len(stopped.lines()) == version, "the evaluation was quicker than the next step"
+    again = stopped.restart()
+    with pytest.raises(HopelessError, match=r"stopped by watch\[0\]"):
+        at_once(again).run()
+    assert main(["resume", str(config.run.dir)]) == 0
+    last = again.restart()
+    assert at_once(last).run() == "done"
+    assert [line.step for line in last.lines()] == list(range(4))
+    (found,) = [entry["detail"] for entry in read_jsonl(last.run_dir.events) if entry["kind"] == "watch"]
+    made = f"slipstream replay {config.run.dir} --from {version - 1} --to {version - 1}"
+    assert found["replay"] == (made if version else ""), "no step made version 0"
+
+
+@pytest.mark.parametrize("reward", [1e200, 1e300])
+def test_rewards_that_no_mean_can_take_end_the_round_and_not_the_training(
+    make_world: MakeWorld, told: dict[str, Any], reward: float
+) -> None:
+    world = make_world(run={"steps": 2}, evaluation=told)
+    pool, honest = Pool(world), Pool.result
+
+    def result(lease: Lease, version: int) -> EvaluationResult:
+        found = honest(pool, lease, version)
+        return found if version else msgspec.structs.replace(found, rewards=[reward * (1 + lease.task.serial)] * 2)
+
+    pool.result = result
+    assert watching(world, pool).run() == "done"
+    [gone] = [entry["detail"] for entry in read_jsonl(world.run_dir.events) if entry["kind"] == "evaluation_abandoned"]
+    assert (gone["version"], gone["finished"]) == (0, 5) and "OverflowError" in gone["reason"]
+    assert {line.policy_version for line in lines(world)} == {2}, "the next round is not spoiled"
 
 
 def test_a_run_without_evaluation_waits_for_none(make_world: MakeWorld) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from common.json_lines import read_jsonl
 from tests.unit.learner.loop_fakes import MakeWorld, World
@@ -36,6 +37,19 @@ def test_the_trace_of_a_chosen_step_has_the_operations_of_this_step(make_world: 
     plain = make_world(run={"steps": 5, "dir": f"{world.trainer.run_dir.path}-plain"})
     assert plain.run() == "done"
     np.testing.assert_array_equal(world.final_table(), plain.final_table())
+
+
+def test_with_cuda_a_chosen_step_leaves_a_snapshot_of_the_memory_and_the_history_ends_with_it(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+    memory = torch.cuda.memory
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(memory, "_record_memory_history", lambda enabled="all", max_entries=0: calls.append(enabled))
+    monkeypatch.setattr(memory, "_dump_snapshot", calls.append)
+    world = make_world(run={"steps": 3}, telemetry={"profile_steps": [1]})
+    assert world.run() == "done"
+    assert calls == ["all", f"{world.trainer.run_dir.profiles}/learner-0-step-1-memory.pickle", None]
 
 
 @pytest.mark.parametrize("telemetry", [{}, {"profile_steps": [1], "profile_ranks": [], "profile_nodes": []}])

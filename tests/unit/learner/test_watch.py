@@ -6,13 +6,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
+from common.config.checks import check_config
+from common.config.loading import build_config
 from common.config.observing import WatchRule
+from common.config.schema import Config
+from common.errors import ConfigError
 from common.rollouts import Group, Sample, VersionRun
 from common.wire_types import Array
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.batch.packing import Document
 from learner.loop.watch import FEWEST, LIKE, MEDIAN_OF, OF_SAMPLES, OF_TOKENS, RuleState, largest, value_of
+from tests.launch_rig import ROOT
+from tests.unit.learner.conftest import BASE
+from tests.unit.learner.test_best import config_of, evaluating
 
 NAN, INF = math.nan, math.inf
 
@@ -88,6 +96,24 @@ def test_the_sentence_has_value_limit_and_step(watched: WatchRule, series: list[
     assert state.firing is not None
     assert state.firing.text == text
     assert (state.firing.value is None) == math.isnan(series[-1])
+
+
+def test_the_rules_of_the_page_are_valid_and_each_acts_when_its_metric_goes_astray() -> None:
+    page = (ROOT / "docs" / "watch.md").read_text()
+    block = page[page.index("    watch:\n") :].partition("\n\n")[0]
+    config = build_config(BASE | yaml.safe_load(block), "docs/watch.md", schema=Config)
+    series = {
+        "reward_mean": ([1.0] * 20 + [0.0] * 20, 30),  # 9 of the last 20 are still 1
+        "entropy": ([0.5, 0.01, 0.5] + [0.01] * 6, 7),
+        "effective_sample_fraction": ([0.9, 0.2, 0.9] + [0.2] * 6, 7),
+        "mismatch_abs_mean": ([0.01, 0.2, 0.01] + [0.2] * 4, 5),
+        "truncated_fraction": ([0.1, 0.9, 0.1] + [0.9] * 12, 12),
+        "grad_norm": ([1.0] * FEWEST + [9.0, 11.0], FEWEST + 1),
+    }
+    assert {rule.metric: acts(rule, *series[rule.metric][0]) for rule in config.watch} == {
+        metric: [step] for metric, (_, step) in series.items()
+    }
+    assert {rule.do for rule in config.watch} == {"stop", "pause", "warn", "run"}
 
 
 def test_a_state_rebuilt_from_the_lines_at_any_step_continues_as_if_never_killed() -> None:
@@ -203,3 +229,13 @@ def test_every_metric_with_a_contribution_exists() -> None:
     from common.metrics import StepMetrics
 
     assert (OF_TOKENS.keys() | OF_SAMPLES.keys() | LIKE.keys()) - set(StepMetrics.__struct_fields__) == set()
+
+
+@pytest.mark.parametrize("metric", ["evaluation/data-held-uot/mean_reward", "evaluation/data-held-out/mean_rewrad"])
+def test_a_rule_on_an_evaluation_that_the_run_does_not_have_is_refused_with_the_nearest_name(metric: str) -> None:
+    told = {"watch": [{"metric": "loss", "above": 1}, {"metric": metric, "below": 0.5}], **evaluating()}
+    said = r"watch\[1\]\.metric: .*; did you mean 'evaluation/data-held-out/mean_reward'\?"
+    with pytest.raises(ConfigError, match=said):
+        check_config(config_of("reward_mean", **told), "job.yaml", "broker")
+    told["watch"][1]["metric"] = "evaluation/data-held-out/mean_reward_low"
+    check_config(config_of("reward_mean", **told), "job.yaml", "broker")

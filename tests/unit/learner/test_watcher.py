@@ -1,8 +1,11 @@
 """Watch rules act on a run: warnings, pauses, stops and commands, also over a restart of the learner."""
 
+import dataclasses
 import json
 import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ from common.config.schema import Config
 from common.errors import EXIT_HOPELESS, HopelessError
 from common.json_lines import read_jsonl
 from launch.cli import main, parse
+from learner.backend_protocol import StepResult
+from learner.loop import watcher as module
 from learner.loop.watcher import run_command
 from tests.unit.learner.loop_fakes import World, world
 from tests.waiting import until
@@ -68,6 +73,31 @@ def test_a_warning_has_value_limit_sentence_groups_and_the_command_that_replays_
     assert replay == ["slipstream", "replay", str(later.run_dir.path), "--from", "4", "--to", "5"]
     words = parse(replay[1:])
     assert (words.command, words.first, words.last) == ("replay", 4, 5)
+
+
+def test_a_spike_of_the_gradient_norm_names_the_groups_of_its_step_and_the_replay_of_it(watched) -> None:
+    made = watched(
+        WatchRule(metric="grad_norm", spikes=10.0),
+        run={"steps": 14},
+        learner={"checkpoint": {"every": 5, "asynchronous": False}},
+    )
+    train_step = made.backend.train_step
+
+    def spiking(*arguments: Any) -> StepResult:
+        result = train_step(*arguments)
+        return dataclasses.replace(result, grad_norm=1e3 if made.trainer.version == 12 else 1.0)
+
+    made.backend.train_step = spiking
+    assert made.run() == "done"
+    (found,) = events(made, "watch")
+    assert (
+        found["text"] == "watch[0]: grad_norm was 1000, above 10 (10 times the median of the steps before) at step 12"
+    )
+    trained = {entry.serial for entry in made.broker.ledger() if entry.step == 12}
+    assert {one["serial"] for one in found["groups"]} <= trained
+    contributions = [one["contribution"] for one in found["groups"]]
+    assert contributions and contributions == sorted(contributions, reverse=True)
+    assert found["replay"] == f"slipstream replay {made.run_dir.path} --from 10 --to 12"
 
 
 def test_an_alarm_ends_when_the_metric_is_well_again(watched) -> None:
@@ -164,6 +194,33 @@ def test_a_pause_survives_a_restart_of_the_learner(watched) -> None:
     waits(again, 2, lambda: main(["resume", str(made.run_dir.path)]))
     assert again.run() == "done"
     assert again.publisher.holds == set()
+
+
+class EvaluationLine(msgspec.Struct, tag_field="kind", tag="evaluation"):
+    step: int
+    mean_reward: float
+    dataset: str = "held-out"
+
+
+def test_a_pause_for_an_evaluation_of_the_newest_version_can_be_resumed_and_a_later_one_pauses_again(watched) -> None:
+    made = watched(
+        WatchRule(metric="evaluation/held-out/mean_reward", below=0.5, do="pause"),
+        WatchRule(metric="reward_mean", below=-1.0, do="pause"),
+    )
+    made.trainer.run()
+    watch, last = made.lead._watch, made.lines()[-1]
+    line = EvaluationLine(made.trainer.version, 0.25)
+    made.lead.files.record(line)
+    assert line.step == last.step + 1 and "mean_reward was 0.25" in watch.paused
+    assert main(["resume", str(made.run_dir.path)]) == 0
+    watch.turn()
+    assert watch.paused == ""
+    watch.see(msgspec.structs.replace(last, step=last.step + 1, reward_mean=-2.0))
+    assert "reward_mean was -2" in watch.paused, "that step came after the answer"
+    watch.see(msgspec.structs.replace(last, step=last.step + 2))
+    for version, reward in ((9, 0.75), (10, 0.25)):
+        watch.see(EvaluationLine(version, reward))
+    assert "at step 10" in watch.paused
 
 
 # ---------------------------------------------------------------- stop
@@ -290,3 +347,25 @@ def test_a_command_that_does_not_exist_or_talks_too_much_costs_a_line_of_the_log
     made.run_dir.logs.mkdir()
     (tmp_path / "away" / "watch.log").rename(made.run_dir.logs / "watch.log")
     assert (made.run_dir.logs / "watch.log").stat().st_size < 70_000
+
+
+def test_a_process_that_a_command_leaves_behind_is_not_waited_for(watched, tmp_path: Path) -> None:
+    words = ["sh", "-c", f"sleep 3000 & echo $! > {tmp_path}/pid; echo told"]
+    made = watched(from_step(0, do="run", command=words, timeout_s=0.5), run={"steps": 1})
+    made.run_dir.logs.mkdir()
+    try:
+        made.run()
+        until(lambda: events(made, "watch_command"))
+        assert (made.run_dir.logs / "watch.log").read_text().endswith("exit code 0\ntold\n")
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
+def test_the_end_of_a_learner_waits_for_all_commands_together(watched, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "LAST_COMMANDS_S", 0.5)
+    made = watched(*[from_step(0, do="run", command=["sleep", "9"], timeout_s=10.0)] * 6, run={"steps": 1})
+    made.run_dir.logs.mkdir()
+    made.trainer.run()
+    began = time.monotonic()
+    made.lead._watch.close()
+    assert time.monotonic() - began < 2.5, "six times the wait would be 3 s"

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from common.errors import BrokerError
 from common.evaluation import EvaluationOrder, EvaluationResult
 from rollout_fleet.episode.driver import Sampling
 from rollout_fleet.node import running_groups
@@ -69,6 +70,29 @@ async def test_samples_that_fail_are_results() -> None:
         [found] = results(site)
         assert found.rewards == [0.0, 0.0] and all("too long" in error for error in found.errors)
         assert (found.version_min, found.lengths) == (-1, [0, 0])
+
+
+class Refusing:
+    """A client whose broker refuses results, as it does for a reward beyond the wire's limits."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def complete_evaluation(self, *_: object) -> bool:
+        raise BrokerError("does not decode: expected float <= 1e300")
+
+
+async def test_a_refused_result_costs_attempts_of_its_problem_and_not_the_node() -> None:
+    async with Site(wrap=Refusing) as site:
+        site.learner.evaluate(ORDER, [addition_task(0)], [], True)
+        site.attach(tasks=1)
+        await until_async(lambda: results(site) and site.states() == ["ready"])
+        [found] = results(site)
+        assert found.stop_reasons == ["lost"] * 2 and "1e300" in found.errors[0]
+        assert not site.running.done(), "it goes on with the training's tasks"
 
 
 @pytest.mark.parametrize("changes", [{"incarnation": 1}, {"version": 1}])
