@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a GPU machine without network needs, as one archive: bench/gpu_pack.sh learner|all FILE.tar [PYTHON]
+# Pack everything that a GPU machine without network needs: bench/gpu_pack.sh learner|all FILE.tar [PYTHON]
 #   learner  for a machine that has torch, transformers and pytest: Megatron and the rest, a few MB
 #   all      everything that learner and fleet need beside Python and the driver, several GB
 # PYTHON is that machine's version (default 3.12). There, in an empty folder:
