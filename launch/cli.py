@@ -34,6 +34,8 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
         "layout, memory per GPU, batches, window and all checks; needs no GPU"),
     "doctor": ("doctor.doctor:command", "[CONFIG|RUN] key=value --json",
         "what this machine can run, what is missing for a config, and why a job stands still"),
+    "selftest": ("selftest.selftest:command", "--json",
+        "prove learner, weights and engine on this machine's devices, with the repository's tests"),
     "preflight": ("cluster.preflight.preflight:command", "CONFIG key=value --json",
         "networks, versions, clocks and disks of a job's machines, before it starts; run it on each of them"),
     "eval": ("up.roles:evaluate", "RUN|CONFIG key=value --json",
@@ -149,9 +151,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_job_arguments(made: Mapping[str, argparse.ArgumentParser]) -> None:
-    made["up"].add_argument(
-        "--web", action="store_true", help="also serve the page of `slipstream web` on this machine"
-    )
+    up, selftest = made["up"], made["selftest"]
+    up.add_argument("--web", action="store_true", help="also serve the page of `slipstream web` on this machine")
+    text = "every role may use every GPU, for example the only one; engines then need rollout.engine.kv_cache_mib"
+    up.add_argument("--share-gpus", action="store_true", help=text)
     rollout = made["rollout"]
     rollout.add_argument("--node-id", metavar="ID", help="name of this node, unique in the job (default: host-pid)")
     rollout.add_argument("--pool", choices=("eval",), help="take held-out problems only (docs/evaluation.md)")
@@ -166,6 +169,9 @@ def _add_job_arguments(made: Mapping[str, argparse.ArgumentParser]) -> None:
     preflight.add_argument("--wait-s", metavar="S", type=float, default=60.0, help="wait so long for all of them (60)")
     roles = ("learner", "rollout", "broker")
     preflight.add_argument("--role", choices=roles, default="learner", help="what runs on this machine (learner)")
+    selftest.add_argument("--only", action="append", metavar="ITEM", help="this item; repeatable")
+    text = "end after M (10); a CPU gets ten times that"
+    selftest.add_argument("--minutes", type=float, default=10.0, metavar="M", help=text)
     made["eval"].add_argument("--model", metavar="DIR", help="Hugging Face folder (default: RUN/model)")
 
 

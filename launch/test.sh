@@ -2,8 +2,9 @@
 # The checks of CI: launch/test.sh [fast] [pytest arguments]
 #   (nothing)  lint, types, import contracts, words, the bare base install, every test, and Megatron against Hugging Face
 #              again in an environment with the learner's pins
+#   gpu        `slipstream selftest` with this machine's environments; nothing is installed
 #   fast       lint, types, import contracts, words and the tests that are not marked slow; at most two minutes after set-up
-# Arguments choose other tests; the checks still run. Both forms set the environment up first.
+# Arguments choose other tests; the checks still run. But for gpu, the environment is set up first.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,6 +24,13 @@ chromium() {  # the browser that draws the page in tests/integration/test_web_pa
   fi
   apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends -y chromium
 }
+
+if [ "${1:-}" = gpu ]; then
+  shift
+  for python in .venv-learner/bin/python .venv/bin/python python3; do
+    command -v "$python" >/dev/null && exec "$python" -m launch.cli selftest "$@"
+  done
+fi
 
 fast=""
 [ "${1:-}" != fast ] || { fast=yes; shift; }

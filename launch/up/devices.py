@@ -82,8 +82,20 @@ def torch_cuda(prefix: Path | None = None) -> str | None:
     return found[1] if found else None
 
 
-def assign(config: Config, environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> dict[str, Place]:
-    """The place of each role that has one of its own; {} without a GPU. Raises UsageError when there are too few."""
+def interpreter(role: str, root: Path = ROOT) -> tuple[Path | None, str]:
+    """(environment, Python) of `learner` or `rollout`; (None, this process's) where the role has none of its own."""
+    prefix = root / f".venv-{role}"
+    python = prefix / "bin" / "python"
+    return (prefix, str(python)) if python.exists() else (None, sys.executable)
+
+
+def assign(
+    config: Config, environ: Mapping[str, str] = os.environ, root: Path = ROOT, share: bool = False
+) -> dict[str, Place]:
+    """The place of each role that has one of its own; {} without a GPU. Raises UsageError when there are too few.
+
+    With `share` every role gets all GPUs. Its processes use the first ones.
+    """
     gpus = list_gpus()
     devices = visible_devices(gpus, environ.get(VISIBLE))
     if not devices:
@@ -91,17 +103,17 @@ def assign(config: Config, environ: Mapping[str, str] = os.environ, root: Path =
     places: dict[str, Place] = {}
     needed, free = 0, iter(devices)
     for role, count in config.device_shares.items():
-        prefix = root / f".venv-{'learner' if role == 'learner' else 'rollout'}"
-        python = prefix / "bin" / "python"
-        prefix, interpreter = (prefix, str(python)) if python.exists() else (None, sys.executable)
+        prefix, python = interpreter("learner" if role == "learner" else "rollout", root)
         count = count if torch_cuda(prefix) else 0
-        places[role] = Place(interpreter, {VISIBLE: ",".join(islice(free, count))} if count else {})
-        needed += count
+        own = devices if share else islice(free, count)
+        places[role] = Place(python, {VISIBLE: ",".join(own)} if count else {})
+        needed = max(needed, count) if share else needed + count
     if needed > len(devices):
         bound = f" in {VISIBLE}={environ[VISIBLE]}" if VISIBLE in environ else ""
         lower = f"lower learner.world_size ({config.learner.world_size}), rollout.nodes ({config.rollout.nodes})"
         engine = f"rollout.engine.tensor_parallel x pipeline_parallel ({config.rollout.engine.devices})"
-        lower += f" or the GPUs of an engine, {engine}. `slipstream rollout --join` starts nodes on other machines"
+        lower += f" or the GPUs of an engine, {engine}. With --share-gpus all roles use the same ones. "
+        lower += "`slipstream rollout --join` starts nodes on other machines"
         raise UsageError(f"the job needs {needed} GPUs, found {len(devices)}{bound}; {lower}")
     return places
 

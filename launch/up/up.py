@@ -56,7 +56,7 @@ def command(args: argparse.Namespace) -> int:
             return EXIT_DONE
         if (address := running_broker(run)) is not None:
             raise UsageError(f"{run.path}: a broker already runs at {address}; stop that job first")
-        places = assign(config)
+        places = assign(config, share=args.share_gpus)
         run.prepare(config)
         for stale in (run.broker_json, run.status_json):
             stale.unlink(missing_ok=True)

@@ -1,9 +1,10 @@
 """The contract of every weight transport, between real processes.
 
 'device' is what NCCL runs through: transports/device.py. Here the library is gloo, and the device is the CPU.
-With 'device from host memory' the buckets are elsewhere.
+With 'device from host memory' the buckets are elsewhere. 'nccl' is there where CUDA is.
 """
 
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ from msgspec import structs
 
 from common.weights.collectives import bucket_timeout
 from common.weights.messages import Publish, Reroute, Serve
+from tests.contract.transport_receiver import NCCL
 from tests.contract.transport_rig import Child, Sender, layout_of, payload
+from tests.device import sharing
 from tests.waiting import LIMIT_S
 
 SIZE = 1_000_000 // 64 * 64
@@ -22,8 +25,9 @@ TIMEOUT_S = 8.0
 SLACK_S = 60.0  # a slow machine with a busy neighbour takes so much longer
 
 
-@pytest.fixture(params=["gloo", "device", "device from host memory", "relay", "sealed relay"])
+@pytest.fixture(params=["gloo", "device", "device from host memory", "relay", "sealed relay", *NCCL])
 def sender(request: pytest.FixtureRequest) -> Iterator[Sender]:
+    os.environ |= sharing("sender")
     made = Sender(request.param, TIMEOUT_S)
     yield made
     made.close()

@@ -22,8 +22,10 @@ from common.weights.receiver import Receiver
 from common.weights.transports.device import DeviceGroup
 from common.weights.transports.gloo import process_group
 from common.weights.transports.registry import open_group
+from tests import device
 
 CLOSE = b"close"
+NCCL = ["nccl"] if device.CUDA else []  # all members share a GPU; their buckets are in host memory
 DEVICES = {"device": torch.device("cpu"), "device from host memory": torch.device("cpu", 0)}  # buckets are on the first
 
 
@@ -111,6 +113,7 @@ def cut_off() -> None:
 def main(commands: Connection, fault: str = "", at: int = -1) -> None:
     """Encoded messages of the learner come in; JSON of every outcome, and new entries of stores, go out."""
     torch.set_num_threads(1)
+    os.environ |= device.sharing(os.getpid())
     FaultyGroup.fault, FaultyGroup.at = fault, at
     count_pieces(FaultyGroup)
     receiver = Receiver(FaultyGroup, device=DEVICES["device"])

@@ -18,11 +18,12 @@ from common.errors import UsageError
 from learner.megatron import moe
 from learner.megatron.conversion import bridge_fixes, hf_folder
 from learner.megatron.conversion import mixtral_bridge as _mixtral_bridge  # noqa: F401  (registers itself)
+from learner.megatron.cpu import compat
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# Fused kernels of Apex and Transformer Engine, and allocations by CUDA graphs: all of them need the GPU.
-_CUDA_ONLY = (
+# Fused kernels of Apex and Transformer Engine.
+_FUSED_ONLY = (
     *("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion", "cross_entropy_loss_fusion"),
     *("gradient_accumulation_fusion", "masked_softmax_fusion", "moe_permute_fusion", "moe_router_fusion"),
     *("persist_layer_norm", "moe_shared_expert_overlap"),
@@ -147,10 +148,10 @@ def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig, reco
         # batched p2p mixes messages between the same two ranks; the send buffer must outlive an asynchronous send
         provider.overlap_p2p_comm, provider.batch_p2p_comm = True, False
         provider.deallocate_pipeline_outputs = False
-    if not on_cuda:
-        for name in _CUDA_ONLY:
+    if not compat.fused():
+        for name in _FUSED_ONLY:
             if hasattr(provider, name):
                 setattr(provider, name, False)
     spec = provider.transformer_layer_spec
     if isinstance(spec, functools.partial) and "use_transformer_engine" in spec.keywords:
-        spec.keywords["use_transformer_engine"] = True  # cpu_layers stands in for it
+        spec.keywords["use_transformer_engine"] = True  # layers.py may stand in for it

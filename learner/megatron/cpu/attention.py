@@ -39,8 +39,18 @@ class AttentionPlan:
     context parallelism this rank has the queries of two chunks of each document (pack_layout.py), and all keys.
     """
 
-    def __init__(self, lengths: list[int], contexts: int = 1, rank: int = 0, window: int | None = None) -> None:
-        """`lengths` of the documents are over all context ranks; `window` tokens to the left are seen (None: all)."""
+    def __init__(
+        self,
+        lengths: list[int],
+        contexts: int = 1,
+        rank: int = 0,
+        window: int | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """`lengths` of the documents are over all context ranks; `window` tokens to the left are seen (None: all).
+
+        Computed on the CPU, and kept on `device`.
+        """
         grouped: dict[int, list[tuple[int, int]]] = {}
         at = 0
         for n in lengths:
@@ -68,9 +78,10 @@ class AttentionPlan:
                 seen = seen[:, None]
             rows = torch.arange(base, base + queries.numel()).view_as(queries)
             order[queries[real]] = rows[real]
-            self.groups.append(_Group(queries.flatten(), keys.flatten(), len(documents), seen))
+            moved = (queries.flatten().to(device), keys.flatten().to(device))
+            self.groups.append(_Group(*moved, len(documents), None if seen is None else seen.to(device)))
             base += queries.numel()
-        self.order = order
+        self.order = order.to(device)
 
     @staticmethod
     def of(packed: PackedSeqParams, contexts: int, rank: int, window: int | None) -> "AttentionPlan":
@@ -78,7 +89,8 @@ class AttentionPlan:
         plans = packed.__dict__.setdefault("_attention_plans", {})
         if window not in plans:
             bounds = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-            plans[window] = AttentionPlan((bounds[1:] - bounds[:-1]).tolist(), contexts, rank, window)
+            lengths = (bounds[1:] - bounds[:-1]).tolist()
+            plans[window] = AttentionPlan(lengths, contexts, rank, window, bounds.device)
         return plans[window]
 
 

@@ -1,18 +1,21 @@
-"""Patches that let Megatron-Core and Megatron-Bridge run without CUDA (gloo, plain torch).
+"""Patches that let Megatron-Core and Megatron-Bridge run without Transformer Engine, and without CUDA (gloo).
 
-`enable()` comes before the first import of megatron and does nothing where CUDA is present. transformers shares torch,
-so torch itself is left alone. One import hook gives modules under `megatron.` a view of torch in which the CPU stands
-for the missing device. The layers are in layers.py and attention.py.
+`enable()` comes before the first import of megatron and does nothing where both are present. Without Transformer Engine
+the layers of layers.py and attention.py take its place, on any device. transformers shares torch, so torch itself is
+left alone. Without CUDA one import hook gives modules under `megatron.` a view of torch in which the CPU stands for the
+missing device.
 """
 
 import contextlib
 import importlib.machinery
 import importlib.metadata
 import logging
+import os
 import sys
 import types
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -35,27 +38,44 @@ _UNUSED = {
     ),
 }
 
+PLAIN = "SLIPSTREAM_PLAIN_LAYERS"  # any value: do without Transformer Engine, though it is installed
+
 _view: types.ModuleType = torch
+_patches: dict[str, Callable[[types.ModuleType], None]] = {}
+
+
+def fused() -> bool:
+    """Whether Transformer Engine and its kernels are used; else the layers of this folder are."""
+    return torch.cuda.is_available() and find_spec("transformer_engine") is not None and not os.environ.get(PLAIN)
 
 
 def enable() -> None:
-    """Prepare this process for megatron without CUDA; repeated calls do nothing.
+    """Prepare this process for megatron on what it has; repeated calls do nothing.
 
     Raises UsageError as `check_versions`, and RuntimeError when megatron was imported before.
     """
+    if not fused() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        prepare(torch.cuda.is_available())
+
+
+def prepare(cuda: bool) -> None:
+    """`enable` without Transformer Engine, with or without CUDA."""
     global _view
-    if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        return
     if any(name.startswith("megatron.") for name in sys.modules):
         raise RuntimeError("compat.enable() must come before the first import of megatron")
     check_versions()
-    _view = _torch_view()
+    _patches.update(_ON_EVERY_DEVICE)
+    if find_spec("transformer_engine") is not None:
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # megatron's modules do not find it
     for module, names in _UNUSED.items():
         sys.modules[module] = _View(types.ModuleType(module), **{name: type(name, (), {}) for name in names})
     sys.meta_path.insert(0, _Finder())
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
-    _patch_tensor_type()
+    if not cuda:
+        _view = _torch_view()
+        _patches.update(_ON_CPU)
+        torch.Tensor.cuda = lambda self, *args, **kwargs: self
+        torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+        _patch_tensor_type()
     # megatron reports the missing CUDA kernels once per module
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
     logging.getLogger("megatron.bridge.utils.fusions").setLevel(logging.ERROR)
@@ -73,7 +93,7 @@ def check_versions() -> None:
             raise UsageError(f"{package} is not installed; `bash launch/setup.sh cpu` builds the environment") from None
         if found != verified:
             raise UsageError(
-                f"without CUDA the learner needs {package} {verified}, found {found}: "
+                f"without Transformer Engine the learner needs {package} {verified}, found {found}: "
                 "its patches in learner/megatron/cpu/compat.py are verified for that version only"
             )
 
@@ -176,7 +196,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
             module.torch = _view
         if module.__dict__.get("dist") is dist:
             module.dist = _view.distributed
-        if patch := _PATCHES.get(module.__name__):
+        if patch := _patches.get(module.__name__):
             patch(module)
 
 
@@ -194,9 +214,14 @@ def _patch_random(module: types.ModuleType) -> None:
     module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
 
-def _patch_moe_utils(module: types.ModuleType) -> None:
-    """Without TE it uses te_general_gemm undefined; on CPU it hands split sizes over as tensors."""
+def _patch_moe_gemm(module: types.ModuleType) -> None:
+    """Without TE it uses te_general_gemm undefined."""
     module.te_general_gemm = None
+
+
+def _patch_moe_utils(module: types.ModuleType) -> None:
+    """On CPU it hands split sizes over as tensors."""
+    _patch_moe_gemm(module)
     module.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
@@ -238,9 +263,12 @@ def _patch_distrib_optimizer(module: types.ModuleType) -> None:
     cls._set_main_param_and_optimizer_states = set_main_param_and_optimizer_states
 
 
-_PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
-    "megatron.core.jit": lambda module: module.disable_jit_fuser(),  # torch.compile would take minutes for nothing
+_ON_EVERY_DEVICE: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.optimizer.distrib_optimizer": _patch_distrib_optimizer,
+    "megatron.core.transformer.moe.moe_utils": _patch_moe_gemm,
+}
+_ON_CPU: dict[str, Callable[[types.ModuleType], None]] = {
+    "megatron.core.jit": lambda module: module.disable_jit_fuser(),  # torch.compile would take minutes for nothing
     "megatron.core.tensor_parallel.random": _patch_random,
     "megatron.core.transformer.moe.moe_utils": _patch_moe_utils,
 }

@@ -1,6 +1,6 @@
-"""Layer building blocks for CPU with the module structure and parameter names of Transformer Engine's.
+"""Layer building blocks of plain torch with the module structure and parameter names of Transformer Engine's.
 
-So default layer specs, the bridge's parameter mappings and distributed checkpoints are the same on CPU and GPU.
+So default layer specs, the bridge's parameter mappings and distributed checkpoints are the same with and without it.
 """
 
 from collections.abc import Callable
@@ -141,7 +141,7 @@ DuplicatedLinear.__name__ = "TELinear"
 LayerNormColumnParallelLinear.__name__ = "TELayerNormColumnParallelLinear"
 
 
-class CpuSpecProvider(LocalSpecProvider):
+class PlainSpecProvider(LocalSpecProvider):
     """Answers megatron-core's layer specs in Transformer Engine's place."""
 
     def linear(self) -> type:
@@ -171,7 +171,7 @@ def register() -> None:
     from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
     from megatron.core.transformer import multi_latent_attention, transformer_block
 
-    gpt_layer_specs.TESpecProvider = moe_module_specs.TESpecProvider = CpuSpecProvider
+    gpt_layer_specs.TESpecProvider = moe_module_specs.TESpecProvider = PlainSpecProvider
     gpt_layer_specs.TENorm = Norm
     transformer_block.LayerNormImpl = Norm
     multi_latent_attention.TELinear = DuplicatedLinear

@@ -2,7 +2,7 @@
 
 A test gives `run` groups of specs, each with a job, a function of its module that every rank runs; jobs assert nothing.
 Every spec gets a new world, of its `ranks` or of the fewest that its `parallel` needs. All files of a worker share the
-process that forks.
+process that forks. With CUDA, which does not survive a fork, it starts a new Python for each rank.
 """
 
 import atexit
@@ -29,6 +29,7 @@ from torch import Tensor
 from common.config.schema import ParallelConfig
 from common.process.lifecycle import die_with_parent, leave
 from learner.rank_process import guard
+from tests import device
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,21 +43,21 @@ def group(job: Job, specs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"module": job.__module__, "job": job.__name__, "specs": specs}
 
 
-def run(factory: pytest.TempPathFactory, *groups: dict[str, Any]) -> Path:
+def run(factory: pytest.TempPathFactory, *groups: dict[str, Any], spawn: bool = device.CUDA) -> Path:
     """A new folder in which the worlds ran one after another; if one of them fails, the test fails with its logs."""
     folder = factory.mktemp("worlds")
     for name in ("models", "saved", "checkpoints"):
         (folder / name).mkdir()
-    _order({"folder": str(folder), "groups": groups})
-    if failed := _answer():
+    _order({"folder": str(folder), "groups": groups}, spawn)
+    if failed := _answer(spawn):
         logs = [f"{log.name}: {log.read_text()[-3000:]}" for log in sorted(folder.glob("*.log"))]
         pytest.fail("\n".join([failed, *logs]), pytrace=False)
     return folder
 
 
 @functools.cache
-def _server() -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "tests.integration.megatron.fork_rig"]
+def _server(spawn: bool) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "tests.integration.megatron.fork_rig", *["--spawn"] * spawn]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     server = subprocess.Popen(command, env=environment, cwd=ROOT, text=True, **pipes)
@@ -81,14 +82,14 @@ def learner_ended() -> int:
     return _answer()
 
 
-def _order(order: dict[str, Any]) -> None:
-    server = _server()
+def _order(order: dict[str, Any], spawn: bool = device.CUDA) -> None:
+    server = _server(spawn)
     server.stdin.write(json.dumps(order) + "\n")
     server.stdin.flush()
 
 
-def _answer() -> Any:
-    server = _server()
+def _answer(spawn: bool = device.CUDA) -> Any:
+    server = _server(spawn)
     answer = server.stdout.readline()
     assert answer, f"the process that forks the ranks ended with {server.wait(LIMIT_S)}"
     return json.loads(answer)
@@ -147,26 +148,22 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float,
     return max(errors, key=lambda error: (math.isnan(error[0]), error))
 
 
-def _join(bound: socket.socket, rank: int, ranks: int) -> None:
+def _run_rank(job: Job, folder: Path, spec: dict[str, Any], log: Path, bound: socket.socket, world: tuple) -> None:
     """Join the world whose rank 0 serves the store at a socket that is bound already, so that no port is lost."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    port = bound.getsockname()[1]
-    fd = {"master_listen_fd": bound.detach()} if rank == 0 else {}
-    store = torch.distributed.TCPStore("127.0.0.1", port, ranks, rank == 0, **fd)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-
-
-def _fork_rank(job: Job, folder: Path, spec: dict[str, Any], log: Path, bound: socket.socket, world: tuple) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
+    status, (rank, ranks) = 1, world
     try:
         die_with_parent()
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        _join(bound, *world)
+        os.environ |= device.rank_environment(rank, ranks, torch.cuda.device_count())
+        port = bound.getsockname()[1]
+        fd = {"master_listen_fd": bound.detach()} if rank == 0 else {}
+        store = torch.distributed.TCPStore("127.0.0.1", port, ranks, rank == 0, **fd)
+        if device.CUDA:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "nccl" if device.CUDA else "gloo"
+        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=ranks)
         job(folder, spec)
         torch.distributed.barrier()
         status = 0
@@ -178,14 +175,35 @@ def _fork_rank(job: Job, folder: Path, spec: dict[str, Any], log: Path, bound: s
         os._exit(status)
 
 
-def _run_world(job: Job, folder: Path, spec: dict[str, Any], name: str) -> str:
+def _start_rank(spawn: bool, job: Job, spec: dict[str, Any], *rest: Any) -> int:
+    folder, log, bound, world = rest
+    if spawn:
+        words = json.dumps([job.__module__, job.__name__, str(folder), spec, str(log), bound.fileno(), world])
+        command = [sys.executable, "-m", "tests.integration.megatron.fork_rig", "--rank", words]
+        return subprocess.Popen(command, pass_fds=[bound.fileno()]).pid
+    if pid := os.fork():
+        return pid
+    _run_rank(job, folder, spec, log, bound, world)
+    return 0
+
+
+def _spawned_rank(words: str) -> None:
+    module, name, folder, spec, log, fd, world = json.loads(words)
+    import learner.megatron.backend  # noqa: F401  (before any other import of megatron)
+
+    job = getattr(importlib.import_module(module), name)
+    _run_rank(job, Path(folder), spec, Path(log), socket.socket(fileno=fd), tuple(world))
+
+
+def _run_world(job: Job, folder: Path, spec: dict[str, Any], name: str, spawn: bool) -> str:
     """The reason of a failure; a failed rank ends the others."""
     layout = ParallelConfig(**spec.get("parallel", {}))
     ranks = spec.get("ranks") or max(layout.model_ranks, layout.pipeline * layout.expert * layout.expert_tensor)
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         logs = [folder / f"{name}-{ranks}-{rank}.log" for rank in range(ranks)]
-        running = {_fork_rank(job, folder, spec, log, bound, (rank, ranks)) for rank, log in enumerate(logs)}
+        started = ((log, bound, (rank, ranks)) for rank, log in enumerate(logs))
+        running = {_start_rank(spawn, job, spec, folder, *rest) for rest in started}
     failed, end = "", time.monotonic() + WORLD_S
     while running and not failed:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -202,18 +220,22 @@ def _run_world(job: Job, folder: Path, spec: dict[str, Any], name: str) -> str:
     return failed
 
 
-def _run_worlds(order: dict[str, Any]) -> str:
+def _run_worlds(order: dict[str, Any], spawn: bool) -> str:
     """The reason of the failure in the first world that failed."""
     for group in order["groups"]:
         job = getattr(importlib.import_module(group["module"]), group["job"])
         for spec in group["specs"]:
-            if failed := _run_world(job, Path(order["folder"]), spec, group["job"]):
+            if failed := _run_world(job, Path(order["folder"]), spec, group["job"], spawn):
                 return failed
     return ""
 
 
-def _run_learner(arguments: list[str], answer: Callable[[Any], None]) -> int:
+def _run_learner(arguments: list[str], answer: Callable[[Any], None], spawn: bool) -> int:
     """The exit code; `answer` gets the process id first."""
+    if spawn:
+        learner = subprocess.Popen([sys.executable, "-m", "learner.main", *arguments], stdin=subprocess.DEVNULL)
+        answer(learner.pid)
+        return learner.wait()
     pid = os.fork()
     if pid == 0:
         die_with_parent()
@@ -223,14 +245,15 @@ def _run_learner(arguments: list[str], answer: Callable[[Any], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def serve() -> None:
-    """Fork worlds and learners as the lines of standard input say; each answer is a line of JSON."""
-    torch.set_num_threads(1)
+def serve(spawn: bool) -> None:
+    """Start worlds and learners as the lines of standard input say; each answer is a line of JSON."""
     die_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    import learner.main
-    import learner.megatron.backend  # noqa: F401
+    if not spawn:
+        torch.set_num_threads(1)
+        import learner.main
+        import learner.megatron.backend  # noqa: F401
 
     def answer(found: Any) -> None:
         answers.write(json.dumps(found) + "\n")
@@ -239,10 +262,14 @@ def serve() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         try:
-            answer(_run_learner(order["learner"], answer) if "learner" in order else _run_worlds(order))
+            is_learner = "learner" in order
+            answer(_run_learner(order["learner"], answer, spawn) if is_learner else _run_worlds(order, spawn))
         except Exception:
             answer(traceback.format_exc())
 
 
 if __name__ == "__main__":
-    serve()
+    if sys.argv[1:2] == ["--rank"]:
+        _spawned_rank(sys.argv[2])
+    else:
+        serve(spawn="--spawn" in sys.argv)

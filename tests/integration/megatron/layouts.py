@@ -5,6 +5,7 @@ from typing import Any
 
 from common.config.parallel_layout import layers_per_stage
 from common.config.schema import ParallelConfig
+from tests.device import RANKS
 
 LAYERS = 4  # every model of the suite has so many
 MODELS = {
@@ -76,7 +77,7 @@ TP2, PP2, CP2, EP2, ETP2 = ({name: 2} for name in ("tensor", "pipeline", "contex
 VPP2 = PP2 | {"virtual_pipeline": 2}
 
 # A layout of two kinds of parallelism proves both of them: what is in another row adds no row of its own.
-LAYOUTS = (
+_ALL = (
     *(Layout(1, kind) for kind in ("tied", "untied", "moe")),
     *_layouts(2, "tied", {}, TP2, TP2 | {"sequence": False}, PP2, VPP2, CP2),
     *_layouts(2, "untied", PP2 | {"last_stage_layers": 3}),
@@ -88,3 +89,4 @@ LAYOUTS = (
     *_layouts(8, "tied", TP2 | PP2 | CP2),
     *_layouts(8, "moe", TP2 | PP2 | EP2 | {"first_stage_layers": 3}, TP2 | PP2 | CP2 | EP2 | ETP2),
 )
+LAYOUTS = tuple(layout for layout in _ALL if layout.ranks <= RANKS)

@@ -1,4 +1,4 @@
-"""Real Megatron over gloo against plain Hugging Face transformers, at every layout, in float32.
+"""Real Megatron against plain Hugging Face transformers on the CPU, at every layout, in float32.
 
 The proven figures are also written as rows of JSON to the file that SLIPSTREAM_LAYOUTS names (bench/layouts.py makes
 docs/layouts.md of it).
@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from learner.backend_protocol import StepResult
+from tests.device import CUDA, LOOSE, RANKS
 from tests.integration.megatron import fork_rig, tiny_models
 from tests.integration.megatron.fork_rig import Outcome, group, same, worst
 from tests.integration.megatron.layouts import LAYOUTS, MODELS, Layout
@@ -25,7 +27,9 @@ from tests.integration.megatron.tiny_models import STEPS, TEMPERATURE, exported,
 BF16 = {"name": "bf16", "kind": "tied", "dtype": "bfloat16", "save": True}
 SAVED = {"tied-one", "tied-tp2-sp", "tied-pp2-vpp2", "moe-tp2-sp-ep2"}
 VERIFIED = {*SAVED, "tied-cp2", "moe-tp2-sp-pp2-cp2-ep2-etp2"}
-TOLERANCE = 1e-5
+TOLERANCE = 1e-5 * LOOSE
+
+Record = Callable[[str, object], None]  # pytest writes the figure into the results
 
 every = pytest.mark.parametrize("layout", LAYOUTS, ids=[layout.name for layout in LAYOUTS])
 
@@ -63,7 +67,7 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
     gradients = {f"gradient.{n}": t for n, t in tiny_models.gradients(backend).items()}
     tensors |= gradients if backend.rank == 0 else {}
     result |= dict(loss=totals.loss, tokens=totals.loss_tokens, sums=totals.sums, maxima=totals.maxima)
-    first = step_and_back(backend) if spec.get("dtype") is None else None
+    first = step_and_back(backend) if spec.get("dtype") is None and not CUDA else None
     steps = []
     for number in range(STEPS):
         steps.append(tiny_models.step(backend, number))
@@ -82,7 +86,7 @@ def digest(tensors: dict[str, Tensor]) -> str:
     """The hash of every bit of the tensors, in their order."""
     found = hashlib.sha256()
     for tensor in tensors.values():
-        found.update(tensor.detach().contiguous().view(torch.uint8).numpy())
+        found.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy())
     return found.hexdigest()
 
 
@@ -131,7 +135,7 @@ def gradient_error(folder: Path, layout: Layout) -> float:
 @every
 def test_logprobs_and_every_gradient_equal_hugging_face(folder: Path, layout: Layout) -> None:
     found, expected = outcome(folder, layout)
-    same(found.section("logprobs"), expected.section("logprobs"), atol=2e-5)
+    same(found.section("logprobs"), expected.section("logprobs"), atol=2e-5 * LOOSE)
     gradient_error(folder, layout)
 
 
@@ -140,7 +144,7 @@ def test_a_single_microbatch_runs_under_every_layout(folder: Path, layout: Layou
     """The canary's case: fewer microbatches than pipeline stages."""
     found, expected = outcome(folder, layout)
     lone = found.section("lone")
-    same(lone, {rank: expected.section("logprobs")[rank] for rank in lone}, atol=2e-5)
+    same(lone, {rank: expected.section("logprobs")[rank] for rank in lone}, atol=2e-5 * LOOSE)
     given = {rank["data_parallel_rank"]: rank["lone_given"] for rank in found.ranks}
     assert len(given) == layout.data
     assert {rank["lone_tokens"] for rank in found.ranks} == {sum(given.values())}
@@ -152,12 +156,12 @@ def test_every_rank_reports_the_loss_and_norm_of_the_global_batch(folder: Path, 
     (reference,) = expected.ranks
     for rank in found.ranks:
         assert rank["tokens"] == reference["tokens"]
-        assert rank["loss"] == pytest.approx(reference["loss"], rel=1e-5)
-        assert rank["sums"]["entropy"] == pytest.approx(reference["entropy"], rel=1e-5)
-        assert rank["maxima"]["highest"] == pytest.approx(reference["highest"], rel=1e-4)
+        assert rank["loss"] == pytest.approx(reference["loss"], rel=1e-5 * LOOSE)
+        assert rank["sums"]["entropy"] == pytest.approx(reference["entropy"], rel=1e-5 * LOOSE)
+        assert rank["maxima"]["highest"] == pytest.approx(reference["highest"], rel=1e-4 * LOOSE)
         loss, norm, rate = rank["steps"][0]
-        assert loss == pytest.approx(reference["loss"], rel=1e-5)
-        assert norm == pytest.approx(reference["norm"], rel=1e-5)
+        assert loss == pytest.approx(reference["loss"], rel=1e-5 * LOOSE)
+        assert norm == pytest.approx(reference["norm"], rel=1e-5 * LOOSE)
         assert rate == pytest.approx(0.5e-3)
         assert rank["steps"] == found.ranks[0]["steps"]
 
@@ -169,6 +173,7 @@ def test_steps_equal_torch_adamw_with_clipping(folder: Path, layout: Layout) -> 
     assert len({rank["trained"] for rank in found.ranks}) == 1
 
 
+@pytest.mark.skipif(CUDA, reason="kernels of CUDA add in any order")
 @every
 def test_a_step_repeats_bitwise_from_the_same_state(folder: Path, layout: Layout) -> None:
     found, _ = outcome(folder, layout)
@@ -199,14 +204,14 @@ def test_pads_leave_no_gradient_in_their_embedding(folder: Path, layout: Layout)
 def test_data_parallel_ranks_have_the_gradient_of_one(folder: Path, kind: str) -> None:
     alone = {"context": 1, "tensor": 1, "pipeline": 1}
     alike = [x for x in LAYOUTS if x.kind == kind and not set(x.parallel) & set(alone) and x.data == x.ranks]
-    assert {layout.data for layout in alike} >= {1, 2, 4}
+    assert {layout.data for layout in alike} >= {size for size in (1, 2, 4) if size <= RANKS}
     norms = [found_of(folder, layout.name).ranks[0]["steps"][0][1] for layout in alike]
-    assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-6)
+    assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-6 * LOOSE)
     one, *others = (found_of(folder, layout.name).section("gradient") for layout in alike)
-    assert max(worst(other, one) for other in others) < (4e-6, "")
+    assert max((worst(other, one) for other in others), default=(0.0, "")) < (4e-6 * LOOSE, "")
 
 
-def test_bfloat16_trains_close_to_float32(folder: Path) -> None:
+def test_bfloat16_trains_close_to_float32(folder: Path, record_property: Record) -> None:
     exact, rounded = found_of(folder, "tied-one"), found_of(folder, "bf16")
     assert rounded.section("weight")["model.norm.weight"].dtype == torch.bfloat16
     for (loss, norm, _), (loss16, norm16, _) in zip(exact.ranks[0]["steps"], rounded.ranks[0]["steps"], strict=True):
@@ -217,9 +222,10 @@ def test_bfloat16_trains_close_to_float32(folder: Path) -> None:
         for name, gradient in exact.section("gradient").items()
     ]
     assert min(cosines) > 0.98
+    record_property("least cosine of a bfloat16 gradient", f"{min(cosines):.4f}")
 
 
-@pytest.mark.parametrize("name", [*sorted(SAVED), "bf16"])
+@pytest.mark.parametrize("name", [*(x.name for x in LAYOUTS if x.name in SAVED), "bf16"])
 def test_saved_folder_has_the_trained_weights_and_the_sources_other_files(folder: Path, name: str) -> None:
     source, saved = folder / "models" / ("moe" if name.startswith("moe") else "tied"), folder / "saved" / name
     assert {f.name for f in saved.iterdir()} == {f.name for f in source.iterdir()}
@@ -231,11 +237,26 @@ def test_saved_folder_has_the_trained_weights_and_the_sources_other_files(folder
     assert not list((folder / "saved").glob(".*"))
 
 
-def test_what_is_proven_is_written_down(folder: Path) -> None:
+@pytest.mark.skipif(CUDA, reason="on CUDA all ranks are spawned")
+def test_ranks_that_are_spawned_find_what_forked_ones_find(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    layout = [layout for layout in LAYOUTS if layout.name in ("tied-one", "tied-dp2")][-1]
+    spec = layout.spec | {"ranks": layout.ranks}
+    groups = group(tiny_models.job_models, [{"kinds": [layout.kind]}]), group(job_layout, [spec])
+    spawned = Outcome(fork_rig.run(tmp_path_factory, *groups, spawn=True) / layout.name)
+    assert spawned.ranks == found_of(folder, layout.name).ranks
+    same(spawned.tensors, found_of(folder, layout.name).tensors)
+
+
+def test_what_is_proven_is_written_down(folder: Path, record_property: Record) -> None:
     rows = []
-    for layout in LAYOUTS:
-        error = gradient_error(folder, layout)
-        assert all(rank["repeats"] for rank in found_of(folder, layout.name).ranks)
-        rows.append(layout.cells | {"worst gradient error": f"{error:.1e}", "repeatable": "yes"})
+    errors = [gradient_error(folder, layout) for layout in LAYOUTS]
+    for layout, error in zip(LAYOUTS, errors, strict=True):
+        repeats = all(rank.get("repeats", False) for rank in found_of(folder, layout.name).ranks)
+        assert repeats or CUDA
+        rows.append(layout.cells | {"worst gradient error": f"{error:.1e}", "repeatable": "yes" if repeats else "no"})
     file = Path(os.environ.get("SLIPSTREAM_LAYOUTS") or folder / "layouts.json")
     file.write_text(json.dumps(rows, indent=1) + "\n")
+    record_property("layouts", len(rows))
+    record_property("worst gradient error", f"{max(errors):.1e}")

@@ -14,6 +14,7 @@ from launch.up import devices
 from launch.up.devices import Place, assign, table
 from launch.up.supervisor import RoleSpec, Supervisor
 from launch.up.up import role_specs
+from tests.device import rank_environment
 from tests.launch_rig import ROOT, prepared, refusal, write_job
 from tests.waiting import until
 
@@ -115,3 +116,21 @@ def test_a_restarted_role_keeps_its_devices(tmp_path: Path) -> None:
     supervisor.start(RoleSpec("node-0", command, tmp_path / "log", env, max_restarts=1))
     until(lambda: bool(supervisor.poll()), "the role gave up")
     assert told.read_text().split() == ["4,5", "4,5"]
+
+
+def test_roles_may_share_the_only_gpu(machine: Path, tmp_path: Path) -> None:
+    config, alone = job(tmp_path, "learner.world_size=1"), {"CUDA_VISIBLE_DEVICES": "3"}
+    with pytest.raises(UsageError, match="With --share-gpus all roles use the same ones"):
+        assign(config, alone, machine)
+    places = assign(config, alone, machine, share=True)
+    assert {place.env["CUDA_VISIBLE_DEVICES"] for place in places.values()} == {"3"}
+    assert places["learner"].python == str(machine / ".venv-learner/bin/python")
+    with pytest.raises(UsageError, match="the job needs 2 GPUs, found 1"):
+        assign(job(tmp_path, "learner.world_size=2"), alone, machine, share=True)
+
+
+def test_ranks_of_tests_share_the_gpus_that_there_are() -> None:
+    found = [rank_environment(rank, 4, 2) for rank in range(4)]
+    assert [one["LOCAL_RANK"] for one in found] == ["0", "1", "0", "1"]
+    assert len({one["NCCL_HOSTID"] for one in found}) == 4
+    assert "NCCL_HOSTID" not in rank_environment(1, 2, 2) | rank_environment(1, 2, 0)

@@ -21,8 +21,9 @@ from transformers import Qwen3Config
 
 from common.config.schema import LearnerConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from common.errors import SlipstreamError, UsageError
+from learner.megatron import checkpoint, memory, parallel
 from learner.megatron.backend import MegatronBackend
-from learner.megatron.conversion import bridge_fixes
+from learner.megatron.conversion import bridge_fixes, model, verify
 from learner.megatron.cpu.attention import SDPACoreAttention
 from learner.megatron.optimizer import learning_rate
 
@@ -148,3 +149,63 @@ def test_another_version_of_megatron_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(compat.VERIFIED, "megatron-core", "0.15.0")
     with pytest.raises(UsageError, match=r"needs megatron-core 0\.15\.0, found 0\.16\.1"):
         compat.check_versions()
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The device's door: torch says that there is CUDA, and the list gets what is asked of the device."""
+    asked: list[str] = []
+    answers = {"set_device": None, "synchronize": None, "empty_cache": None, "get_rng_state": torch.zeros(3)}
+
+    def answered(name: str, answer: Any, *args: object) -> Any:
+        asked.append(" ".join([name, *map(str, args)]))
+        return answer
+
+    for name, answer in answers.items():
+        monkeypatch.setattr(
+            torch.cuda, name, lambda *args, n=name, a=answer: asked.append(" ".join([n, *map(str, args)])) or a
+        )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return asked
+
+
+def test_with_cuda_a_rank_joins_over_nccl_on_its_own_device(cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("RANK", "3")
+
+    def joins(backend: str, **_: Any) -> None:
+        raise SlipstreamError(f"{backend}, {parallel.device()}")
+
+    monkeypatch.setattr(parallel.dist, "init_process_group", joins)
+    with pytest.raises(SlipstreamError, match="nccl, cuda:3"):
+        parallel.initialize(ParallelConfig(), 1, 10.0)
+    assert cuda == ["set_device cuda:3"]
+
+
+@pytest.mark.parametrize("engine", [True, False])
+def test_with_cuda_weights_are_made_there_and_kernels_are_fused_only_by_transformer_engine(
+    cuda: list[str], monkeypatch: pytest.MonkeyPatch, engine: bool
+) -> None:
+    monkeypatch.setattr(compat, "find_spec", lambda name: object() if engine else None)
+    provider = SimpleNamespace(apply_rope_fusion=True, gradient_accumulation_fusion=True, transformer_layer_spec=None)
+    model._configure(provider, torch.bfloat16, ParallelConfig(), "none")
+    assert (provider.use_cpu_initialization, provider.bf16) == (False, True)
+    assert (provider.apply_rope_fusion, provider.gradient_accumulation_fusion) == (engine, engine)
+
+
+def test_with_cuda_a_checkpoint_has_the_devices_generator(cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("get_rank", "get_world_size"):
+        monkeypatch.setattr(checkpoint.dist, name, lambda: 1)
+    assert checkpoint._random_state().data["cuda"].tolist() == [0, 0, 0]
+
+
+def test_with_cuda_offloaded_memory_is_given_back_and_swaps_end_before_they_return(cuda: list[str]) -> None:
+    ours, theirs = torch.zeros(4), torch.ones(4)
+    memory._exchange([ours], [theirs])
+    assert (ours.sum(), theirs.sum(), cuda) == (4, 0, ["synchronize"])
+
+
+def test_with_cuda_the_forward_check_allows_for_tf32(cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    same = SimpleNamespace(config=SimpleNamespace(vocab_size=8))
+    monkeypatch.setattr(verify, "_logprobs", lambda model, batch: torch.zeros(4))
+    assert verify._expected(same, torch.float32).limit == verify.FLOOR_CUDA

@@ -1,11 +1,12 @@
 """Runs megatron_process.py, the unit tests that need Megatron, in a process of its own.
 
-The CPU mode patches torch.Tensor and the import system for the life of a process, which no other test should see.
+The patches of torch.Tensor and the import system last as long as the process, and no other test should see them.
 """
 
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 from tests.waiting import LIMIT_S
@@ -14,8 +15,47 @@ INSIDE = Path(__file__).with_name("megatron_process.py")
 ROOT = Path(__file__).resolve().parents[3]
 
 
+# A machine with CUDA, with Transformer Engine installed but not wanted, up to the first call of a device.
+ON_CUDA = """
+import torch
+from learner.megatron.cpu import compat
+
+cuda = torch.Tensor.cuda, torch.nn.Module.cuda, torch.Tensor.type
+torch.cuda.is_available = lambda: True
+assert compat.fused()
+compat.os.environ[compat.PLAIN] = "1"
+assert not compat.fused()
+torch.cuda.is_available = lambda: False  # megatron's modules would ask the device
+compat.prepare(cuda=True)
+assert (torch.Tensor.cuda, torch.nn.Module.cuda, torch.Tensor.type) == cuda
+import megatron.core.parallel_state as mpu
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, distrib_optimizer
+from megatron.core.transformer.moe import moe_utils
+from learner.megatron.cpu.layers import PlainSpecProvider
+from learner.megatron.conversion import model
+
+assert mpu.torch is torch and mpu.torch.cuda.current_device is torch.cuda.current_device
+assert gpt_layer_specs.TESpecProvider is PlainSpecProvider and not gpt_layer_specs.HAVE_TE
+assert USING_PYTORCH_OPTIMIZER and moe_utils.te_general_gemm is None
+assert distrib_optimizer.DistributedOptimizer.load_state_dict.__module__ == compat.__name__
+assert moe_utils.maybe_move_tensor_to_cpu.__module__ == moe_utils.__name__
+"""
+
+
 def test_the_parts_that_need_megatron() -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", str(INSIDE)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=2 * LIMIT_S)
+    _run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", str(INSIDE))
+
+
+def test_with_cuda_the_plain_layers_take_the_place_of_transformer_engine(tmp_path: Path) -> None:
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('it was imported')")
+    _run("-W", "ignore", "-c", ON_CUDA, PYTHONPATH=f"{ROOT}:{tmp_path}")
+
+
+def _run(*words: str, **environment: str) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
+    run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, timeout=2 * LIMIT_S)
+    done = run([sys.executable, *words], env=environment)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -1,0 +1,179 @@
+"""slipstream selftest: the repository's tests on this machine's devices, with their figures.
+
+Without a GPU the tests run on the CPU, and what needs a GPU does not apply. Other versions than the pinned ones are
+reported, and used. Exit codes: 0 nothing failed, 1 something failed or was not reached, 2 bad usage.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+from xml.etree import ElementTree
+
+import msgspec
+import psutil
+from rich.console import Console
+from rich.text import Text
+
+from common.config.loading import nearest
+from common.errors import EXIT_DONE, EXIT_FAILED, UsageError
+from common.process.versions import versions
+from launch.doctor import packages
+from launch.doctor.machine import Machine, look
+from launch.selftest.items import Item, items
+from launch.up.devices import ROOT, interpreter
+
+CPU_SLOWER = 10.0
+END_S = 30.0  # for an item's processes to end
+FIND = "import sys; from importlib.util import find_spec as f; print(', '.join(n for n in sys.argv[1:] if not f(n)))"
+MOST_CHARACTERS = 2000  # A failed test's report is cut to its end.
+SIGNS = {"passed": ("✓", "green"), "failed": ("✗", "red"), "not applicable": ("-", "yellow")}
+State = Literal["passed", "failed", "not applicable"]
+
+
+class Result(msgspec.Struct):
+    """The outcome of one item."""
+
+    name: str
+    title: str
+    state: State
+    why: str = ""  # the reason, unless it passed
+    seconds: float = 0.0
+    tests: dict[str, int] = {}  # passed, failed, skipped
+    skipped: dict[str, int] = {}  # by reason
+    figures: dict[str, str] = {}
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run the items, each in a process of its own, and show each as it ends."""
+    if not (ROOT / "tests").is_dir() or not (ROOT / "requirements").is_dir():
+        raise UsageError(f"the selftest runs the repository's tests, and {ROOT} is no checkout; run it in a clone")
+    machine = look()
+    known = {item.name: item for item in items(machine)}
+    for name in args.only or ():
+        if name not in known:
+            near = nearest(name, known)
+            raise UsageError(f"--only: expected {', '.join(known)}, found {name}" + f"; nearest: {near}" * bool(near))
+    if args.minutes <= 0:
+        raise UsageError(f"--minutes: expected a positive number, found {args.minutes:g}")
+    end, console = time.monotonic() + args.minutes * 60 * slower(machine), Console(stderr=args.json)
+    results = [environment(machine)]
+    show(console, results[0])
+    for name in args.only or known:
+        results.append(run(known[name], machine, end - time.monotonic()))
+        show(console, results[-1])
+    failed = [result.name for result in results if result.state == "failed"]
+    if args.json:
+        print(msgspec.json.encode({"passed": not failed, "items": results}).decode())
+    console.print(f"selftest: {', '.join(failed) or 'nothing'} failed")
+    return EXIT_FAILED if failed else EXIT_DONE
+
+
+def slower(machine: Machine) -> float:
+    """Limits are for a GPU; a CPU is slower."""
+    return 1.0 if machine.gpus else CPU_SLOWER
+
+
+def environment(machine: Machine) -> Result:
+    """Versions of each role's environment beside the pinned ones, and the devices. It never fails."""
+    figures = {"devices": ", ".join(machine.gpus) or f"no GPU, {machine.cores} cores"}
+    for role in ("learner", "rollout"):
+        prefix, python = interpreter(role)
+        own = role if machine.gpus else "cpu"
+        pins = {name.removesuffix("-cpu"): version for name, version in packages.pins_of(own).items()}
+        sites = list(prefix.glob("lib/python3*/site-packages")) if prefix else [None]
+        found = versions(sites[0] if sites else None)
+        other = {n: f" (pinned: {pins[n]})" for n, v in found.items() if pins.get(n, v) not in (v, v.split("+")[0])}
+        said = (f"{name} {version}{other.get(name, '')}" for name, version in found.items() if version)
+        figures[f"{role} ({python.removeprefix(f'{ROOT}{os.sep}')})"] = ", ".join(said)
+    return Result("environment", "devices and versions", "passed", figures=figures)
+
+
+def run(item: Item, machine: Machine, left_s: float) -> Result:
+    """Run one item within `left_s`, and its own limit."""
+    _, python = interpreter(item.role)
+    result = Result(item.name, item.title, "not applicable")
+    missing = subprocess.run(
+        [python, "-c", FIND, *item.packages], capture_output=True, text=True, cwd=ROOT
+    ).stdout.strip()
+    limit_s = min(item.limit_s * slower(machine), left_s)
+    if item.cuda and not machine.gpus:
+        result.why = "no GPU"
+    elif missing:
+        result.why = f"{python} has no {missing}"
+    elif limit_s <= 0:
+        result.state, result.why = "failed", "no time was left (--minutes)"
+    else:
+        with tempfile.TemporaryDirectory(prefix="slipstream-selftest-") as folder:
+            began = time.monotonic()
+            ended = _pytest(item, python, Path(folder), limit_s)
+            result.seconds = round(time.monotonic() - began, 1)
+            _read(result, Path(folder), ended, limit_s)
+    return result
+
+
+def _pytest(item: Item, python: str, folder: Path, limit_s: float) -> int | None:
+    """Run the tests; pytest's exit code, or None when they were ended after `limit_s`."""
+    files = [f"--junitxml={folder / 'results.xml'}", f"--basetemp={folder / 'tests'}"]
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1", *files, *item.tests]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **item.env}
+    with (folder / "output").open("wb") as log:
+        output = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        child = psutil.Popen(command, cwd=ROOT, env=env, **output, process_group=0)
+        try:
+            return child.wait(limit_s)
+        except psutil.TimeoutExpired:
+            return None
+        finally:
+            _end(child)
+
+
+def _end(child: psutil.Popen) -> None:
+    """End tests that still run, with every process that they started."""
+    if not child.is_running():
+        return
+    started = child.children(recursive=True)
+    child.send_signal(signal.SIGINT)  # pytest then ends its fixtures
+    with suppress(psutil.TimeoutExpired):
+        child.wait(END_S)
+    for process in (child, *started):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs([child, *started], END_S)
+
+
+def _read(result: Result, folder: Path, ended: int | None, limit_s: float) -> None:
+    """Fill in what the tests left."""
+    file, tests, reports = folder / "results.xml", Counter[str](), list[str]()
+    skipped = Counter[str]()
+    for case in ElementTree.parse(file).iter("testcase") if file.exists() else ():
+        bad = [part for part in case if part.tag in ("failure", "error")]
+        skips = [part.get("message", "") for part in case if part.tag == "skipped"]
+        tests["failed" if bad else "skipped" if skips else "passed"] += 1
+        skipped.update(skips)
+        reports += [f"{case.get('name')}: {(part.text or '')[-MOST_CHARACTERS:]}" for part in bad]
+        result.figures |= {one.get("name", ""): one.get("value", "") for one in case.iter("property")}
+    result.tests, result.skipped = dict(tests), dict(skipped)
+    result.state = "passed" if ended == 0 and tests["passed"] else "failed"
+    if result.state == "failed":
+        output = (folder / "output").read_text(errors="replace")[-MOST_CHARACTERS:]
+        late = f"ended after {limit_s:.0f} s\n" if ended is None else ""
+        result.why = late + (reports[0] if reports else output)
+
+
+def show(console: Console, result: Result) -> None:
+    """The item in a line, with its figures, and the reason of anything but a success below."""
+    sign, colour = SIGNS[result.state]
+    counts = ", ".join(f"{n} {what}" for what, n in result.tests.items() if n)
+    told = f"{result.title}: {result.state}" + f" ({counts}, {result.seconds:.0f} s)" * bool(counts)
+    console.print(Text.assemble((f"{sign} {result.name}: ", colour), told), soft_wrap=True)
+    lines = [f"{name}: {value}" for name, value in result.figures.items()]
+    lines += [f"skipped {n}: {why}" for why, n in result.skipped.items()]
+    for line in [*lines, *result.why.splitlines()]:
+        console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
