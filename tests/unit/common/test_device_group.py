@@ -3,6 +3,8 @@
 import os
 import threading
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from common.errors import UsageError
 from common.weights.collectives import Meeting
 from common.weights.messages import Epoch
 from common.weights.transports import nccl, registry
-from common.weights.transports.device import DeviceGroup
+from common.weights.transports.device import DeviceGroup, own_stream
 from tests.waiting import LIMIT_S
 
 CPU = torch.device("cpu")
@@ -159,3 +161,31 @@ def test_nccls_communicator_leaves_the_environment_as_it_was(monkeypatch: pytest
         nccl.NcclCommunicator(EPOCH, MEETING, CPU).abort()
         assert os.environ.get(nccl.HANDLING) == before
     assert seen == ["0", "aborted", "0", "aborted"]
+
+
+def test_a_broadcast_over_nccl_returns_when_the_devices_stream_has_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class ProcessGroup:
+        class Options:
+            _timeout = None
+
+        def __init__(self, *_: object) -> None: ...
+
+        def broadcast(self, buffers: list[torch.Tensor], options: object) -> SimpleNamespace:
+            return SimpleNamespace(wait=lambda: asked.append(f"wait for {len(buffers[0])}"))
+
+    stream = SimpleNamespace(synchronize=lambda: asked.append("synchronize"))
+    monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", ProcessGroup, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.append(f"set {device}"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    device = torch.device("cuda", 1)
+    nccl.NcclCommunicator(EPOCH, MEETING, device).broadcast(torch.zeros(5, dtype=torch.uint8))
+    assert asked == ["set cuda:1", "wait for 5", "synchronize"]
+
+
+def test_a_thread_of_a_cuda_group_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream on {device}")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(stream))
+    with own_stream(torch.device("cuda", 2)) as stream:
+        assert stream == "stream on cuda:2"

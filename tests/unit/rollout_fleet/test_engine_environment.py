@@ -1,0 +1,50 @@
+"""The engine on a GPU: it sets nothing that only a CPU needs, and a flip waits for the device."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
+from common.weights import packing
+from common.weights.layout import Layout
+from rollout_fleet.engine.engine import _prepare_environment
+
+CPU_ONLY = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE")
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_what_a_cpu_needs_is_not_set_for_a_gpu(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
+    engine = EngineConfig(max_model_len=64, kv_cache_mib=16, eager=True)
+    config = Config(
+        run=RunConfig(name="test", dir="run", steps=1),
+        model=ModelConfig(path="model"),
+        tasks=TasksConfig(environment="none", dataset="none"),
+        rollout=RolloutConfig(engine=engine, threads=3),
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in CPU_ONLY}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    assert _prepare_environment(config) is not cuda
+    assert environment["OMP_NUM_THREADS"] == "3" and environment["HF_HUB_OFFLINE"] == "1"
+    assert [name in environment for name in CPU_ONLY] == [not cuda] * 3
+
+
+def test_on_a_gpu_a_flip_ends_when_the_device_has_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollout_fleet.weights.worker_extension import SlipstreamTransferEngine, SlipstreamUpdateInfo
+
+    asked: list[str] = []
+    layout = Layout.of([("w", "float32", (2,))])
+    flat = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    engine = object.__new__(SlipstreamTransferEngine)
+    agree = lambda error: asked.append(f"agree {error}")  # noqa: E731
+    engine.ranks = SimpleNamespace(take=lambda *version: flat, agree=agree, size=1, receives=False)
+    engine.receiver = SimpleNamespace(layout=layout)
+    engine.model = SimpleNamespace(load_weights=lambda tensors: asked.append(", ".join(n for n, _ in tensors)))
+    stream = SimpleNamespace(synchronize=lambda: asked.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(packing, "view", lambda flat, layout: [("w", flat)])
+    engine.receive_weights(SlipstreamUpdateInfo(1, 2))
+    assert asked == ["w", "synchronize", "agree None"]
