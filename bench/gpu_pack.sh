@@ -27,7 +27,6 @@ done > "$pack/pins.txt"
 if [ "$kind" = all ]; then  # Transformer Engine is compiled on the machine itself
   cat requirements/rollout.txt > "$pack/pins.txt"
   grep -E '^(megatron|omegaconf|antlr4|einops)' requirements/learner.txt requirements/cpu.txt -h | sort -u >> "$pack/pins.txt"
-  grep -E '^(iniconfig|pluggy|pytest|hypothesis|sortedcontainers)==' requirements/cpu.txt >> "$pack/pins.txt"
 fi
 platforms=(--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform any)
 python3 -m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: --python-version "$version" \

@@ -62,10 +62,9 @@ if [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -c "import ${modules%% *}
   [ "$free_gib" -ge "$need_gib" ] || fail "$free_gib GiB free under $venv; the $role environment needs $need_gib"
 fi
 
-if [ -n "$cpu" ]; then  # every pin but those of CUDA, torch's as its CPU build; and pytest
+if [ -n "$cpu" ]; then  # every pin but those of CUDA, torch's as its CPU build
   requirements="$venv/requirements.txt"
   sed -E '/^(nvidia|transformer-engine)/d; s/^torch==.*/&+cpu/' requirements/learner*.txt > "$requirements"
-  grep -E '^(iniconfig|pluggy|pytest)==' requirements/cpu.txt >> "$requirements"
   no_deps=""
 fi
 torch_pin="$(grep -E '^torch==' "$requirements" || true)"
