@@ -180,7 +180,8 @@ def _start_rank(spawn: bool, job: Job, spec: dict[str, Any], *rest: Any) -> int:
     if spawn:
         words = json.dumps([job.__module__, job.__name__, str(folder), spec, str(log), bound.fileno(), world])
         command = [sys.executable, "-m", "tests.integration.megatron.fork_rig", "--rank", words]
-        return subprocess.Popen(command, pass_fds=[bound.fileno()]).pid
+        bound.set_inheritable(True)
+        return os.posix_spawn(sys.executable, command, os.environ)  # a Popen that is dropped may reap the rank itself
     if pid := os.fork():
         return pid
     _run_rank(job, folder, spec, log, bound, world)
