@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 ALIVE_CHECK_S = 5.0
 QUARANTINE = "quarantine"
+OWN_ADDRESS_S = 3.0  # half of what makes a leader replaceable
 
 
 def run_broker(config: Config, config_json: bytes) -> int:
@@ -112,7 +113,9 @@ def lead(
                 signs.tick(memory.state.status)
 
         limit, keys = config.broker.max_message_bytes, curve_credentials(config.broker.credentials)
-        server = BrokerServer(memory.state, addresses, limit, tick, keys, files.path / QUARANTINE, memory.journal)
+        # Another broker that looks for an address may have bound the one of `leading` for a moment.
+        parts = memory.state, addresses, limit, tick, keys, files.path / QUARANTINE, memory.journal
+        server = BrokerServer(*parts, bind_wait_s=OWN_ADDRESS_S if leading is not None else 0.0)
         try:
             files.begin(memory, server.address)
         except BaseException:

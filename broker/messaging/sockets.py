@@ -3,6 +3,7 @@
 import errno
 import logging
 import socket as posix_socket
+import time
 from collections.abc import Callable, Sequence
 
 import zmq
@@ -29,37 +30,50 @@ def bind_router(
     max_frame_bytes: int,
     curve: CurveGate | None = None,
     claim: Callable[[str], None] = lambda address: None,
+    wait_s: float = 0.0,
 ) -> Socket:
     """A ROUTER socket bound to the first of `addresses` that can be had; its real address is in LAST_ENDPOINT.
 
-    Raises UsageError when each is not allowed (beyond loopback without `curve`), in use or cannot be bound. `claim`
-    raises it too, called with an address that was bound, when it is another process's all the same.
+    Raises UsageError when each is not allowed (beyond loopback without `curve`), in use or cannot be bound; they are
+    tried again for `wait_s`. `claim` raises it too, called with an address that was bound, when it is another process's
+    all the same.
     """
-    refused: list[str] = []
-    for address in addresses:
-        try:
-            where = bindable(address, curve is not None)
-            if address.startswith("ipc://") and _ipc_in_use(address.removeprefix("ipc://")):
-                raise _in_use(address)  # ZeroMQ itself would take a living broker's path over
-            router = _router(context, max_frame_bytes, curve)
+    end = time.monotonic() + wait_s
+    while True:
+        refused: list[str] = []
+        for address in addresses:
             try:
-                router.setsockopt(zmq.IPV6, int("[" in where))
-                router.bind(where)
-                claim(address)
-            except BaseException as error:  # a socket that stays open would keep its context from ending
-                router.close()
-                if not isinstance(error, zmq.ZMQError):
-                    raise
-                if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
-                    raise _in_use(address) from error
-                raise UsageError(f"broker.address: cannot listen on {address}: {error}") from error
-        except UsageError as error:
-            refused.append(str(error))
-            continue
-        if refused and address.endswith(":0"):
-            logger.warning("%s; taking another port, which running nodes and learners do not know", refused[-1])
-        return router
-    raise UsageError("; ".join(refused))
+                router = _bound(context, address, max_frame_bytes, curve, claim)
+            except UsageError as error:
+                refused.append(str(error))
+                continue
+            if refused and address.endswith(":0"):
+                logger.warning("%s; taking another port, which running nodes and learners do not know", refused[-1])
+            return router
+        if time.monotonic() >= end:
+            raise UsageError("; ".join(refused))
+        time.sleep(0.05)
+
+
+def _bound(
+    context: Context, address: str, max_frame_bytes: int, curve: CurveGate | None, claim: Callable[[str], None]
+) -> Socket:
+    where = bindable(address, curve is not None)
+    if address.startswith("ipc://") and _ipc_in_use(address.removeprefix("ipc://")):
+        raise _in_use(address)  # ZeroMQ itself would take a living broker's path over
+    router = _router(context, max_frame_bytes, curve)
+    try:
+        router.setsockopt(zmq.IPV6, int("[" in where))
+        router.bind(where)
+        claim(address)
+    except BaseException as error:  # a socket that stays open would keep its context from ending
+        router.close()
+        if not isinstance(error, zmq.ZMQError):
+            raise
+        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+            raise _in_use(address) from error
+        raise UsageError(f"broker.address: cannot listen on {address}: {error}") from error
+    return router
 
 
 def _router(context: Context, max_frame_bytes: int, curve: CurveGate | None) -> Socket:

@@ -90,6 +90,7 @@ class BrokerServer:
         credentials: str | None = None,  # Key folder; clients must then prove a key of it.
         quarantine: Path | None = None,  # Folder for the first messages that do not decode.
         journal: Journal | None = None,  # None: nothing outlives this process, and no reply waits.
+        bind_wait_s: float = 0.0,  # Seconds in which an address in use is tried again.
     ) -> None:
         self._state = state
         self._max_message_bytes = max_message_bytes
@@ -99,7 +100,8 @@ class BrokerServer:
             undo.callback(self._context.term)
             self._gate = Gate(self._context, state, credentials, quarantine)
             undo.callback(self._gate.close)
-            self._router = bind_router(self._context, addresses, frame_limit(max_message_bytes), self._gate.curve)
+            limit, curve = frame_limit(max_message_bytes), self._gate.curve
+            self._router = bind_router(self._context, addresses, limit, curve, wait_s=bind_wait_s)
             undo.pop_all()
         self._gate.watch(self._router, max_message_bytes)
         self.address = reachable(self._router.getsockopt_string(zmq.LAST_ENDPOINT))

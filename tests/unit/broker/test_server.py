@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket as posix_socket
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import pytest
 import zmq
 
 from broker.contract import LearnerReport, Lease
-from broker.messaging import wire
+from broker.messaging import sockets, wire
 from broker.messaging.async_client import AsyncBrokerClient
 from broker.messaging.sockets import PING_S, SILENT_S
 from broker.messaging.sync_client import BrokerClient
@@ -230,6 +231,20 @@ def test_two_brokers_at_one_address_is_a_usage_error_that_says_what_to_do(addres
         assert error.value.exit_code == 2
         with BrokerClient(server.address, deadline_s=LIMIT_S) as observer:
             assert observer.status().address == server.address
+
+
+def test_a_leader_gets_its_address_though_another_broker_tried_it_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, sleep = threading.Event(), time.sleep
+    monkeypatch.setattr(sockets.time, "sleep", lambda seconds: tried.set() or sleep(seconds))
+    with zmq.Context() as context, ThreadPoolExecutor(1) as pool:
+        other = sockets.bind_router(context, ["tcp://127.0.0.1:0"], 1 << 20)
+        address = other.getsockopt_string(zmq.LAST_ENDPOINT)
+        leader = pool.submit(BrokerServer, new_state(), [address], MAX_MESSAGE_BYTES, bind_wait_s=LIMIT_S)
+        assert tried.wait(LIMIT_S), "the leader asks again"
+        other.close()
+        server = leader.result(LIMIT_S)
+        assert server.address == address
+        server.close()
 
 
 BEYOND = ("tcp://0.0.0.0:0", "tcp://*:5555", "tcp://10.0.0.1:5555", "tcp://example.org:1")
