@@ -1,5 +1,6 @@
 """Manifests of launch/cluster/kubernetes fit the API's schemas, each other, commands, config and image."""
 
+import os
 import re
 import shutil
 import signal
@@ -262,3 +263,13 @@ def test_a_drained_learner_is_no_finished_one(then: str, drained: int, told: boo
         if told:
             process.send_signal(signal.SIGTERM)
         assert process.wait(LIMIT_S) == code
+
+
+def test_the_code_of_a_learner_that_ends_between_a_signal_and_the_look_at_it_is_not_lost() -> None:
+    slow = '() { [ "$1" != -0 ] || sleep 0.5; builtin kill "$@"; }'  # the role has ended before the look
+    command = ["bash", FOLDER / "until_done.sh", sys.executable, "-c", ROLE.format(drained=2, then="signal.pause()")]
+    environment = os.environ | {"BASH_FUNC_kill%%": slow}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None and until(process.stdout.readline)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 2
