@@ -15,6 +15,7 @@ from broker.diagnosis.broker_signs import BrokerSigns
 from broker.journal.recovery import open_memory
 from broker.journal.redis_store.keys import Leader
 from broker.journal.redis_store.leading import Leading
+from broker.journal.redis_store.term import TERM_S
 from broker.journal.run_folder import RunFolder, failed_transcripts
 from broker.journal.store import StoreFenced, StoreUnavailable
 from broker.messaging.bind_address import candidates
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 ALIVE_CHECK_S = 5.0
 QUARANTINE = "quarantine"
-OWN_ADDRESS_S = 3.0  # half of what makes a leader replaceable
+OWN_ADDRESS_S = TERM_S / 2  # a leader must renew its term soon
 
 
 def run_broker(config: Config, config_json: bytes) -> int:
