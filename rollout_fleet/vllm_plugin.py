@@ -2,6 +2,7 @@
 
 import logging
 import multiprocessing
+import multiprocessing.util
 from functools import cache
 
 from common.process.lifecycle import die_with_parent
@@ -9,7 +10,7 @@ from common.process.lifecycle import die_with_parent
 logger = logging.getLogger(__name__)
 
 BACKEND = "slipstream"  # name in vLLM's weight transfer registry
-TESTED = ("0.32.", "0.33.")  # the versions that the patches were read against
+TESTED = "0.32."  # the versions that the patches were read against
 ENGINE_PROCESSES = ("EngineCore", "VllmWorker")  # names that vLLM gives to the processes it starts
 
 
@@ -20,7 +21,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from rollout_fleet.vllm_patches import cpu_routing, cpu_weights, finished_outputs, flip
+    from rollout_fleet.vllm_patches import cpu_routing, cpu_weights
 
     if not vllm.__version__.startswith(TESTED):
         logger.warning("vLLM %s is untested; the patches here were read against %s*", vllm.__version__, TESTED)
@@ -29,8 +30,22 @@ def register() -> None:
     if current_platform.is_cpu():
         cpu_weights.keep_cpu_weights_live()
         cpu_routing.return_routed_experts_on_cpu()
-    is_child = multiprocessing.parent_process() is not None  # not a program that imports vLLM
+    # A forked child inherits that vLLM has loaded its plugins and that this function has run: neither runs again.
+    multiprocessing.util.register_after_fork(register, lambda _: _prepare_engine_process())
+    _prepare_engine_process()
+
+
+def _prepare_engine_process() -> None:
+    """Nothing in a program that only imports vLLM."""
+    is_child = multiprocessing.parent_process() is not None
     if is_child and multiprocessing.current_process().name.startswith(ENGINE_PROCESSES):
         die_with_parent()
-        flip.flip_in_one_call()
-        finished_outputs.send_only_finished_outputs()
+        _patch_engine()
+
+
+@cache  # a forked worker inherits the patches of its engine, and must not apply them twice
+def _patch_engine() -> None:
+    from rollout_fleet.vllm_patches import finished_outputs, flip
+
+    flip.flip_in_one_call()
+    finished_outputs.send_only_finished_outputs()

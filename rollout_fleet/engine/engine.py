@@ -226,6 +226,10 @@ def _prepare_environment(config: Config) -> bool:
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # vLLM forks by default. A forked child cannot use CUDA once its parent has asked the driver for devices, as the
+    # question below does without NVML.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import torch
 
     if torch.cuda.is_available():

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -88,12 +89,34 @@ def worst(got: list[float], expected: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(got, expected, strict=True))
 
 
+@contextmanager
+def platform_as_on_cuda() -> Iterator[None]:
+    """Within, vLLM's CPU platform forces neither spawn nor synchronous scheduling: vLLM's own choices stay."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    forcing, name = CpuPlatform.__dict__["check_and_update_config"], "VLLM_WORKER_MULTIPROC_METHOD"
+
+    def update(platform: Any, config: Any) -> None:
+        chosen, method = config.scheduler_config.async_scheduling, os.environ.get(name)
+        forcing.__func__(platform, config)
+        config.scheduler_config.async_scheduling = chosen
+        del os.environ[name]
+        os.environ.update({} if method is None else {name: method})
+
+    CpuPlatform.check_and_update_config = classmethod(update)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        CpuPlatform.check_and_update_config = forcing
+
+
 class RigEngine(Engine):
     """The engine whose worker can also be told to damage what it loads."""
 
+    extension = "engine_rig_extension.DamagingExtension"
+
     def _arguments(self, on_cpu: bool) -> dict[str, Any]:
-        extension = "tests.integration.engine_rig_extension.DamagingExtension"
-        return {**super()._arguments(on_cpu), "worker_extension_cls": extension}
+        return {**super()._arguments(on_cpu), "worker_extension_cls": f"tests.integration.{self.extension}"}
 
     @contextmanager
     def stopping_at(self, *tokens: int) -> Iterator[None]:
@@ -132,6 +155,16 @@ class RigEngine(Engine):
         assert llm is None or llm.engine_core.resources.ctx.closed, "vLLM would leave it to the garbage collector"
 
 
+class CudaScheduleEngine(RigEngine):
+    """The same, started and scheduled as on CUDA."""
+
+    extension = "cuda_schedule_extension.CudaScheduleExtension"
+
+    def _create(self) -> Any:
+        with platform_as_on_cuda():
+            return super()._create()
+
+
 class Rig:
     """`engine`: keys of rollout.engine."""
 
@@ -140,6 +173,7 @@ class Rig:
         folder: Path,
         make: Callable[[int], Any] = make_model,
         moe: MoeConfig | None = None,
+        kind: type[RigEngine] = RigEngine,
         **engine: Any,
     ) -> None:
         first = make(0)
@@ -159,7 +193,7 @@ class Rig:
             0, "float32", WeightsConfig(timeout_s=60.0, encoding="delta", anchor_every=0), bucket_bytes=16 << 10
         )
         self.address = self.publisher.start()
-        self.engine = RigEngine(self.config)
+        self.engine = kind(self.config)
         self.make, self.models = make, {}
         self.run(self.engine.start(), 2 * LIMIT_S)
         self.client = self.run(self._client())

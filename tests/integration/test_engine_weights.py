@@ -1,6 +1,8 @@
 """The real vLLM engine, fed over the real weight plane, against Hugging Face in float32; and an agent that talks to it.
 
-One engine serves the whole file; tests run in order and the last one breaks it.
+One engine serves the whole file, and then another one, which starts and schedules as on CUDA: spawned although its
+platform does not force that, with vLLM's asynchronous scheduler and two batches in flight. Tests run in order and the
+last one breaks the engine.
 """
 
 import asyncio
@@ -25,18 +27,33 @@ from rollout_fleet.episode.sampler_protocol import Generation
 from rollout_fleet.weights import engine_weights
 from rollout_fleet.weights.engine_weights import Flip, ProofFailed, StagingFailed, Watch
 from rollout_fleet.weights.weight_client import WeightClient
-from tests.integration.engine_rig import TOLERANCE, Rig, exported, logprobs, make_model, prompt, worst
+from tests.integration.engine_rig import (
+    TOLERANCE,
+    CudaScheduleEngine,
+    Rig,
+    RigEngine,
+    exported,
+    logprobs,
+    make_model,
+    prompt,
+    worst,
+)
 from tests.integration.weights.weight_plane_node import BufferTarget
 from tests.waiting import until, until_async
 
 REQUESTS, TOKENS = 24, 400
 
 
-@pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    made = Rig(tmp_path_factory.mktemp("engine"))
+@pytest.fixture(scope="module", params=[RigEngine, CudaScheduleEngine], ids=["", "as on CUDA"])
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    made = Rig(tmp_path_factory.mktemp("engine"), kind=request.param)
     yield made
     made.close()
+
+
+def batches_in_flight(rig: Rig) -> bool:
+    """Whether this engine schedules as on CUDA."""
+    return isinstance(rig.engine, CudaScheduleEngine)
 
 
 def boundary(generation: Generation, old: int, new: int) -> int:
