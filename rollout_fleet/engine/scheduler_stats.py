@@ -69,7 +69,8 @@ def stat_logger(counters: EngineCounters, flips: Flips) -> Any:
             counters.preemptions += int(back.preempted_requests)
             counters.tokens_recomputed += recomputed
             counters.recompute_s += self._clock.step(running, recomputed)
-            counters.tokens_sampled += running + finished  # a step is a token for every request in it
+            # A step is a token for every request in it. With batches in flight a request counts from the step before.
+            counters.tokens_sampled += running + finished
 
         def log_engine_initialized(self) -> None:
             pass

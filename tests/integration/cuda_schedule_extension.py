@@ -5,11 +5,9 @@ A CPU has done everything by the time that it is asked.
 """
 
 import contextlib
-import os
 from typing import Any
 
 import torch
-from vllm.v1.engine.core import EngineCore
 
 from tests.integration.engine_rig_extension import DamagingExtension
 
@@ -30,12 +28,6 @@ class Done:
     def wait_stream(self, _: Any) -> None: ...
 
 
-def told(engine: Any, *names: str) -> tuple[str, int, list[str | None]]:
-    """Name of the scheduler, batches in flight between two steps, and what this process has under these variables."""
-    return type(engine.scheduler).__name__, len(engine.batch_queue), [os.environ.get(name) for name in names]
-
-
 for name in ("Event", "Stream", "current_stream"):
     setattr(torch.cuda, name, Done)
 torch.cuda.stream = contextlib.nullcontext  # type: ignore[assignment]
-EngineCore.slipstream_told = told  # type: ignore[attr-defined]

@@ -134,6 +134,10 @@ class RigEngine(Engine):
     async def damage_next_bucket(self, number: int) -> None:
         await self._llm.collective_rpc("damage_next_bucket", args=(number,))
 
+    async def told(self, *names: str) -> tuple[str, int, list[str | None]]:
+        """Name of the scheduler, batches in flight, and what the engine's process has under these variables."""
+        return tuple(await self._llm.engine_core.call_utility_async("slipstream_told", list(names)))
+
     @property
     def llm(self) -> Any:
         """vLLM's own engine."""

@@ -63,6 +63,12 @@ def boundary(generation: Generation, old: int, new: int) -> int:
     return generation.version_runs[1].start
 
 
+def test_an_engine_is_spawned_and_asks_nvml_for_devices_whatever_its_platform_forces(rig: Rig) -> None:
+    scheduler, _, variables = rig.run(rig.engine.told("VLLM_WORKER_MULTIPROC_METHOD", "PYTORCH_NVML_BASED_CUDA_CHECK"))
+    assert variables == ["spawn", "1"]
+    assert scheduler == ("AsyncScheduler" if batches_in_flight(rig) else "Scheduler")
+
+
 def test_nothing_is_sampled_before_weights_came(rig: Rig) -> None:
     with pytest.raises(SlipstreamError, match="no weights yet"):
         rig.run(rig.engine.generate([5, 6], 4))
@@ -70,6 +76,25 @@ def test_nothing_is_sampled_before_weights_came(rig: Rig) -> None:
 
 def test_the_first_version_is_proven_and_its_canary_agrees(rig: Rig) -> None:
     rig.put_first()
+
+
+def test_the_engine_itself_refuses_a_flip_among_batches_in_flight(rig: Rig) -> None:
+    """EngineWeights pauses such an engine first. One without a queue has nothing in flight between two steps."""
+
+    async def asked() -> tuple[int, Generation]:
+        task = asyncio.create_task(rig.engine.generate(prompt(0), TOKENS))
+        await rig.sampling(1)
+        _, in_flight, _ = await rig.engine.told()
+        if in_flight:
+            with pytest.raises(Exception, match="batches are in flight: pause generation"):
+                await rig.engine.llm.engine_core.call_utility_async("slipstream_flip", 0, 2, False)
+        return in_flight, await task
+
+    with rig.engine.stopping_at():
+        in_flight, generated = rig.run(asked())
+    assert in_flight == batches_in_flight(rig)
+    assert [run.version for run in generated.version_runs] == [1]
+    assert worst(generated.logprobs, logprobs(rig.models[1], prompt(0) + generated.tokens)[11:]) < TOLERANCE
 
 
 class Newcomer(BufferTarget):
@@ -210,7 +235,8 @@ def test_preempted_requests_sampled_tokens_and_the_use_of_the_cache_are_counted_
 
     with rig.engine.stopping_at():
         rig.run(pressed())
-    assert 64 * 128 < sampled[0] < sampled[1] == sum(TOKENS - i for i in range(64))
+    early = sampled[1] - sum(TOKENS - i for i in range(64))
+    assert 64 * 128 < sampled[0] < sampled[1] and 0 <= early <= 64 * batches_in_flight(rig)
     assert counters.tokens_recomputed >= 128 * counters.preemptions
     assert counters.recompute_s != 0  # negative where a busy machine made the usual steps the slow ones
 

@@ -13,6 +13,8 @@ from rollout_fleet.engine.engine import _prepare_environment
 
 CPU_ONLY = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE")
 
+UNSET = (*CPU_ONLY, "VLLM_WORKER_MULTIPROC_METHOD", "PYTORCH_NVML_BASED_CUDA_CHECK")
+
 
 @pytest.mark.parametrize("cuda", [True, False])
 def test_what_a_cpu_needs_is_not_set_for_a_gpu(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
@@ -23,12 +25,20 @@ def test_what_a_cpu_needs_is_not_set_for_a_gpu(monkeypatch: pytest.MonkeyPatch, 
         tasks=TasksConfig(environment="none", dataset="none"),
         rollout=RolloutConfig(engine=engine, threads=3),
     )
-    environment = {name: value for name, value in os.environ.items() if name not in CPU_ONLY}
+    environment = {name: value for name, value in os.environ.items() if name not in UNSET}
     monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    asked: list[str | None] = []
+
+    def available() -> bool:
+        asked.append(environment.get("PYTORCH_NVML_BASED_CUDA_CHECK"))
+        return cuda
+
+    monkeypatch.setattr(torch.cuda, "is_available", available)
     assert _prepare_environment(config) is not cuda
     assert environment["OMP_NUM_THREADS"] == "3" and environment["HF_HUB_OFFLINE"] == "1"
     assert [name in environment for name in CPU_ONLY] == [not cuda] * 3
+    assert asked == ["1"], "otherwise the question makes CUDA unusable in a forked child"
+    assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
 def test_on_a_gpu_a_flip_ends_when_the_device_has_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
