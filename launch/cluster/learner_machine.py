@@ -28,7 +28,7 @@ from common.process.logs import log_end, log_path, setup_logging
 from common.process.run_dir import RunDir
 from common.process.versions import versions
 from launch.cluster.interface import Interface, interface_for
-from launch.up.roles import thread_environment, torchrun
+from launch.up.roles import learner_environment, need_learner_packages, torchrun
 from launch.up.supervisor import Role, RoleSpec
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ def run_machine(config: Config, run: RunDir, address: str) -> int:
 
     Raises UsageError when the machines do not fit together, HopelessError when too few of them come.
     """
+    need_learner_packages()
     interface = interface_for(address, config.learner.interface)
     run.prepare(config)
     host = socket.gethostname()
@@ -210,7 +211,7 @@ class Launcher:
         self._logs_before = self._log_sizes()
         log = log_path(self._run.logs, "torchrun", self._report.host)
         command = rank_command(self._config, self._run, self._report, broker)
-        self._ranks = Role(RoleSpec("ranks", command, log, thread_environment(self._config.learner.threads)))
+        self._ranks = Role(RoleSpec("ranks", command, log, learner_environment(self._config)))
 
     def _rest(self, flag: DrainFlag) -> None:
         """Wait until the next report is due, or something has happened."""

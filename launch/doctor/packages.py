@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from common.config.schema import Config, SftConfig
-from common.process.versions import versions
+from common.process.versions import INSTALL_BRIDGE, versions
 from launch.doctor.findings import Finding, fine, judged, problem, warning
 from launch.doctor.machine import Machine
 
@@ -59,7 +59,8 @@ def check_packages(machine: Machine, role: str, pins: Mapping[str, str]) -> Iter
     other = [f"{name} {v} (pinned: {pins[name]})" for name, v in plain.items() if pins.get(name, v) != v]
     if missing:
         why = f"the role {role} cannot start without"
-        yield problem("packages", f"not installed: {', '.join(missing)}", why, setup)
+        alone = f"; beside the extra learner: {INSTALL_BRIDGE}" if "megatron-bridge" in missing else ""
+        yield problem("packages", f"not installed: {', '.join(missing)}", why, setup + alone)
     if other:
         why = "other versions than the pinned ones were not tested; some of them give wrong numbers without an error"
         yield warning("packages", "; ".join(other), why, f"{setup} builds an environment from the pins")
@@ -69,6 +70,13 @@ def check_packages(machine: Machine, role: str, pins: Mapping[str, str]) -> Iter
     if broken := [name for name in BREAKS_CPU if role == "cpu" and name in machine.packages]:
         why = "their builds do not fit torch's CPU build: `import transformers` dies with an operator that is missing"
         yield problem("packages", f"installed: {', '.join(broken)}", why, f"pip uninstall {' '.join(broken)}")
+
+
+def check_bridge(machine: Machine) -> Iterator[Finding]:
+    """The extra `learner` alone does not start a learner."""
+    if "megatron-core" in machine.packages and "megatron-bridge" not in machine.packages:
+        why = "the learner cannot start without, and no extra can bring it"
+        yield problem("packages", "not installed: megatron-bridge", why, INSTALL_BRIDGE)
 
 
 def check_environments(checkout: Path = REQUIREMENTS.parent) -> Iterator[Finding]:

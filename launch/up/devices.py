@@ -8,7 +8,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import islice
@@ -18,7 +19,7 @@ from common.config.schema import Config
 from common.errors import UsageError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-NVIDIA_SMI = ("nvidia-smi", "--query-gpu=uuid,name", "--format=csv,noheader")
+HOST_ID = "NCCL_HOSTID"
 NVIDIA_SMI_S = 10.0
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_MACHINE_CORES = 16  # with more, the operating system has room to choose
@@ -49,12 +50,22 @@ def plan_cores(cores: list[int], learner_threads: int, node_threads: list[int]) 
 
 def list_gpus() -> list[tuple[str, str]]:
     """(UUID, name) of the GPUs of this machine, in nvidia-smi's order; [] where there is no driver."""
-    try:
-        done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [line.partition(",") for line in done.stdout.splitlines() if line.strip()]
+    rows = [line.partition(",") for line in _nvidia_smi("uuid,name")]
     return [(uuid.strip(), name.strip()) for uuid, _, name in rows]
+
+
+def compute_capability() -> float:
+    """Of this machine's first GPU: 9.0 of Hopper, 10.0 of Blackwell; 0 where there is none."""
+    with suppress(ValueError):
+        return float(next(_nvidia_smi("compute_cap"), "0"))
+    return 0.0
+
+
+def _nvidia_smi(fields: str) -> Iterator[str]:
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True)
+        yield from filter(str.strip, done.stdout.splitlines())
 
 
 def visible_devices(gpus: Sequence[tuple[str, str]], visible: str | None) -> list[str]:
@@ -94,19 +105,26 @@ def assign(
 ) -> dict[str, Place]:
     """The place of each role that has one of its own; {} without a GPU. Raises UsageError when there are too few.
 
-    With `share` every role gets all GPUs. Its processes use the first ones.
+    With `share` every role gets all GPUs. Its processes use the first ones. NCCL takes that for a mistake on one host,
+    so each role pretends to have a host of its own where the caller has set NCCL_HOSTID.
     """
     gpus = list_gpus()
     devices = visible_devices(gpus, environ.get(VISIBLE))
     if not devices:
         return {}
+    if share and config.weights.transport == "nccl" and HOST_ID not in environ:
+        fix = f"set weights.transport=gloo; or set {HOST_ID} to any name, NCCL_SOCKET_IFNAME=lo and NCCL_IB_DISABLE=1"
+        raise UsageError(f"--share-gpus: NCCL refuses two processes on one GPU; {fix}")
     places: dict[str, Place] = {}
     needed, free = 0, iter(devices)
     for role, count in config.device_shares.items():
         prefix, python = interpreter("learner" if role == "learner" else "rollout", root)
         count = count if torch_cuda(prefix) else 0
         own = devices if share else islice(free, count)
-        places[role] = Place(python, {VISIBLE: ",".join(own)} if count else {})
+        env = {VISIBLE: ",".join(own)} if count else {}
+        if count and share and HOST_ID in environ:
+            env[HOST_ID] = f"{environ[HOST_ID]}-{role}"
+        places[role] = Place(python, env)
         needed = max(needed, count) if share else needed + count
     if needed > len(devices):
         bound = f" in {VISIBLE}={environ[VISIBLE]}" if VISIBLE in environ else ""

