@@ -55,7 +55,7 @@ def list_gpus() -> list[tuple[str, str]]:
 
 
 def compute_capability() -> float:
-    """Of this machine's first GPU: 9.0 of Hopper, 10.0 of Blackwell; 0 where there is none."""
+    """The first GPU's: Hopper has 9.0, Blackwell 10.0; 0 where there is no GPU."""
     with suppress(ValueError):
         return float(next(_nvidia_smi("compute_cap"), "0"))
     return 0.0
@@ -105,8 +105,8 @@ def assign(
 ) -> dict[str, Place]:
     """The place of each role that has one of its own; {} without a GPU. Raises UsageError when there are too few.
 
-    With `share` every role gets all GPUs. Its processes use the first ones. NCCL takes that for a mistake on one host,
-    so each role pretends to have a host of its own where the caller has set NCCL_HOSTID.
+    With `share` every role gets all GPUs. Its processes use the first ones. NCCL takes that for a mistake on one host.
+    Where the caller has set NCCL_HOSTID, each role pretends to have a host of its own.
     """
     gpus = list_gpus()
     devices = visible_devices(gpus, environ.get(VISIBLE))

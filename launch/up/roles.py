@@ -170,8 +170,8 @@ def learner_environment(config: Config | SftConfig, environ: Mapping[str, str] =
     """Variables of the ranks that their libraries read once, at import or at the first call of CUDA."""
     found = thread_environment(config.learner.threads)
     found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts
-    # Up to Hopper one queue keeps a communication ahead of the product that it overlaps (layers.py of
-    # megatron.core.tensor_parallel); Blackwell wants many (PerfEnvPlugin in run_plugins.py of megatron.bridge.recipes).
+    # Up to Hopper one queue keeps a communication ahead of the product that it overlaps: layers.py of
+    # megatron.core.tensor_parallel. Blackwell wants many: PerfEnvPlugin in run_plugins.py of megatron.bridge.recipes.
     parallel, capability = config.learner.parallel, compute_capability()
     split = parallel.tensor * parallel.context
     if QUEUES not in environ and 0 < capability < BLACKWELL and split > 1:

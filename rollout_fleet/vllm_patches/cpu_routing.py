@@ -11,7 +11,7 @@ from rollout_fleet.vllm_patches.compat import require
 def return_routed_experts_on_cpu() -> None:
     """enable_return_routed_experts also with the model runner that the CPU has.
 
-    vLLM 0.32-0.33 serves it only in its second model runner, which needs triton. That one's connector needs two things
+    vLLM 0.32 serves it only in its second model runner, which needs triton. That one's connector needs two things
     from a runner: the requests of the batch, and the progress of each.
     """
     from vllm.config import VllmConfig

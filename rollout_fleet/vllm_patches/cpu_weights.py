@@ -1,6 +1,6 @@
 """On the CPU, layers compute with their parameters and not with packed copies of them.
 
-vLLM 0.32-0.33 pads and prepacks weights (for oneDNN, AMX or its experts) in place of the parameters. A later
+vLLM 0.32 pads and prepacks weights (for oneDNN, AMX or its experts) in place of the parameters. A later
 load_weights then raises or writes rows of one layout into another, and weights cannot be read back. With tied
 embeddings lm_head silently keeps the old packed weights. Reading the parameters costs little, and makes updates in
 place, checksums and the proof after a flip possible.

@@ -10,7 +10,7 @@ from rollout_fleet.vllm_patches.compat import require
 def send_only_finished_outputs() -> None:
     """The engine process hands over a request when it ends, not token by token, if only its end was asked for.
 
-    vLLM 0.32-0.33 sends every sampled token to the front process, which with output_kind=FINAL_ONLY drops all but the
+    vLLM 0.32 sends every sampled token to the front process, which with output_kind=FINAL_ONLY drops all but the
     last: 15 us of CPU per token. A flip first sends the delayed outputs, under the version that sampled them.
     """
     from vllm.v1.engine.core import EngineCore, EngineCoreProc

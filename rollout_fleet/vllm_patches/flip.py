@@ -24,7 +24,7 @@ def flip_in_one_call() -> None:
     Separate calls would each wait for an engine step, the pause too (vLLM's pause_generation also sleeps 20 ms).
     Without the pause a token could be sampled between the new weights and the new label. One utility call runs in the
     engine's loop between two steps, so labels are exact by construction. There a request is salted, too: vLLM
-    0.32-0.33 hashes its blocks in the thread that reads the socket.
+    0.32 hashes its blocks in the thread that reads the socket.
     """
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.request import Request

@@ -13,7 +13,7 @@ from tests.integration.engine_rig_extension import DamagingExtension
 
 
 class CudaScheduleExtension(DamagingExtension):
-    """What the other one does."""
+    """Damages as the other one does."""
 
 
 class Done:

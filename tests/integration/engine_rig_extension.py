@@ -34,7 +34,7 @@ class DamagingExtension(WorkerExtension):
         model.load_weights = damaged
 
     def allocate_stage_input(self) -> None:
-        """Do what vLLM's dummy run does. vLLM 0.33 skips that run on a CPU with `eager`, and fails at a request."""
+        """Do what vLLM's dummy run does. vLLM 0.32 skips that run on a CPU with `eager`, and fails at a request."""
         runner: Any = self.model_runner
         make = runner.get_model().make_empty_intermediate_tensors
         runner.intermediate_tensors = make(runner.max_num_tokens, runner.model_config.dtype, runner.device)

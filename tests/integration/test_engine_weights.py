@@ -1,8 +1,8 @@
 """The real vLLM engine, fed over the real weight plane, against Hugging Face in float32; and an agent that talks to it.
 
-One engine serves the whole file, and then another one, which starts and schedules as on CUDA: spawned although its
-platform does not force that, with vLLM's asynchronous scheduler and two batches in flight. Tests run in order and the
-last one breaks the engine.
+One engine serves the whole file, then another one, which starts and schedules as on CUDA. Its platform does not force
+spawn, and it has vLLM's asynchronous scheduler with two batches in flight. Tests run in order and the last one breaks
+the engine.
 """
 
 import asyncio

