@@ -194,6 +194,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _host_copy(contents: Tensor) -> Tensor:
+    """Takes as many bytes as `contents`, because launch/up/roles.py sets PYTORCH_ALLOC_CONF for the ranks."""
     return torch.empty(contents.shape, dtype=torch.uint8, pin_memory=contents.is_cuda).copy_(contents)
 
 
