@@ -244,6 +244,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     joined: JoinTimes = JoinTimes()
     pool: Text = ""  # eval: it takes held-out problems only
     evaluation_tokens: Tally = 0  # sampled for held-out problems; `tokens_generated` is without them
+    instance: Text = ""  # random, one per process: a restarted container has the host and the pid of its predecessor
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):

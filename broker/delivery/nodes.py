@@ -163,7 +163,7 @@ class Fleet:
 
 def same_process(a: NodeReport, b: NodeReport) -> bool:
     """Whether two reports come from one process."""
-    return (a.host, a.pid) == (b.host, b.pid)
+    return (a.host, a.pid, a.instance) == (b.host, b.pid, b.instance)
 
 
 def add_waste(counts: dict[str, Waste], reason: str, tokens: int = 0, seconds: float = 0.0) -> None:

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from common.config.schema import SftConfig
 from common.errors import SlipstreamError
-from common.process.lifecycle import alive
 from common.process.run_dir import RunDir
 from launch.observe import stall_text
 from launch.observe.advisor import advice_for
@@ -67,7 +66,7 @@ def warm_start(run: RunDir, config: SftConfig) -> dict[str, Any]:
     tail, record = MetricsTail.of(run), read_record(run)
     state, live, steps, pid = "absent", False, len(tail.lines), None
     if record is not None:
-        pid, live = record.pid, record.state == "running" and alive(record.pid)
+        pid, live = record.pid, record.state == "running" and record.runs_here
         state = "training" if live else "gone" if record.state == "running" else record.state
         steps = record.policy_version if state in ("done", "drained") else steps
     learner = {"pid": pid, "state": state, "policy_version": steps, "waiting_on": "", "since_s": 0.0}

@@ -150,6 +150,19 @@ def test_one_bad_node_kills_no_task_while_another_one_works(backend: Backend, ba
     assert backend.states() == {0: "ready"}
 
 
+def test_a_container_that_starts_again_with_the_host_and_the_pid_of_its_predecessor_has_not_its_leases(
+    backend: Backend,
+) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join("pod", instance="first")
+    [lease] = backend.lease(1, "pod")
+    backend.join("pod", instance="first")
+    assert backend.states() == {0: "leased"}, "the same process registers with a new broker"
+    backend.join("pod", instance="second")
+    assert backend.states() == {0: "pending"}
+    assert not backend.complete(lease, "pod")
+
+
 def test_a_task_that_no_other_node_takes_up_dies_of_one_in_the_end(backend: Backend) -> None:
     backend.learner.offer(tasks(0))
     backend.join("bad")
