@@ -33,6 +33,7 @@ from learner.loop.run_files import read_record
 
 BROKER_START_S = 30.0
 NODES_LEAVE_S = 30.0  # after the job is done, before they are told to
+NODES_WITHOUT_BROKER_S = 3.0  # after the job is done nodes have nothing to save
 DRAIN_S = 330.0  # a node's episodes in flight, or a learner's step and checkpoint
 BROKER_END_S = 30.0
 BESIDE = ("sinks", "web")  # the job continues without them
@@ -193,17 +194,27 @@ class Job:
 
     def _stop(self, done: bool) -> None:
         """Learner and nodes together, then the broker; whatever does not end in time is killed."""
-        self.supervisor.stopping = True
-        deadline = time.monotonic() + (NODES_LEAVE_S if done else 0.0)
-        while time.monotonic() < deadline and any(self.supervisor.roles[name].running for name in self._nodes):
-            self.supervisor.poll()  # the broker has told them that the job is done
-            self._show()
-            time.sleep(POLL_S)
-        self.supervisor.stop([*self._nodes, "learner"], DRAIN_S)
+        told = not done or self._await_nodes()
+        self.supervisor.stop([*self._nodes, "learner"], DRAIN_S if told else NODES_WITHOUT_BROKER_S)
         self._show_at = 0.0
         self._show()  # the last look while the broker still answers
         self.supervisor.stop(["broker"], BROKER_END_S)
         self.supervisor.stop(BESIDE, TOLD_S + BESIDE_LEAVE_S)
+
+    def _await_nodes(self) -> bool:
+        """Wait until the broker has told the nodes that the job is done; False when it is gone for good.
+
+        If it dies before they have left, it is started again.
+        """
+        self.supervisor.restarts = ("broker",)
+        broker, deadline = self.supervisor.roles["broker"], time.monotonic() + NODES_LEAVE_S
+        while time.monotonic() < deadline and any(self.supervisor.roles[name].running for name in self._nodes):
+            self.supervisor.poll()
+            if not broker.running and broker.restart_at is None:
+                return False
+            self._show()
+            time.sleep(POLL_S)
+        return True
 
     def _summary(self, done: bool) -> str:
         steps = self.config.run.steps if done else int(self.tail.last.get("policy_version", 0))

@@ -13,6 +13,7 @@ from common.process.run_dir import write_json
 from launch.up.supervisor import Role, RoleSpec
 from launch.up.up import Job, finished, role_specs
 from tests.launch_rig import write_broker
+from tests.waiting import until
 
 
 def test_a_failure_is_said_before_the_others_are_stopped_also_with_a_full_disk(
@@ -59,6 +60,31 @@ def test_a_job_whose_broker_or_learner_was_told_to_stop_ends_well(config, run, m
     said = capsys.readouterr().out
     assert f"the {first} was told to stop; stopping the job" in said and "stopped; the same command" in said
     assert {role.exit_code for name, role in job.supervisor.roles.items() if name != first} == {-15}
+
+
+@pytest.mark.parametrize("restarts", [3, 0])
+def test_a_broker_that_dies_when_the_job_is_done_is_started_again_or_nobody_waits_for_it(
+    config, run, monkeypatch, tmp_path, restarts
+) -> None:
+    """Nodes learn from the broker that the job is done. Here they wait for the file that the second broker writes."""
+    write_broker(run)
+    write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": 10})
+    job = Job(config, run, {})
+    second, done = tmp_path / "second", tmp_path / "done"
+    first_broker = f"until [ -e {done} ]; do sleep 0.05; done; touch {second}; kill -9 $$"
+    words = {
+        "broker": f"if [ -e {second} ]; then touch {tmp_path}/told; exec sleep 600; else {first_broker}; fi",
+        "learner": f"touch {done}",
+        "node-0": f"until [ -e {tmp_path}/told ]; do sleep 0.05; done",
+    }
+    job._specs = [dataclasses.replace(s, argv=["sh", "-c", words[s.name]], max_restarts=restarts) for s in job._specs]
+    monkeypatch.setattr(DrainFlag, "install", lambda on_second: DrainFlag())
+    monkeypatch.setattr(
+        job, "_watch", lambda flag: until(second.exists)
+    )  # the learner was seen to end before the broker
+    assert job.run(plain=True) == 0
+    assert job.supervisor.roles["node-0"].exit_code == (0 if restarts else -15)
+    assert job.supervisor.roles["broker"].restarts == (1 if restarts else 0)
 
 
 LOOK = """
