@@ -408,11 +408,21 @@ def test_a_lane_keeps_the_newest_states_and_shows_deaths_and_clocks_of_other_mac
     assert lanes.page("learner", FIRST, 60)["rows"] == []
 
 
+def test_a_node_that_left_in_good_order_is_told_from_one_that_died(tmp_path):
+    fixture = Fixture(tmp_path / "run", 40)
+    fixture.write(0, 40)
+    ends = [("leave", "node-0000"), ("node_lost", "node-0001")]
+    lines = [{"kind": kind, "detail": {"node": node}, "time_s": 2e9, "index": 1} for kind, node in ends]
+    fixture.run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = {row["who"]: row["pieces"][-1].state for row in Lanes(fixture.run).page("node-", FIRST, 1e9)["rows"]}
+    assert (rows["node-0000"], rows["node-0001"]) == ("left", "dead")
+
+
 def test_no_state_is_missing_where_spans_of_a_process_overlap(recorded):
     lanes = Lanes(recorded)
     for _ in range(2):
         for row in lanes.page("", FIRST, 1e9)["rows"]:
-            states = [piece.state for piece in row["pieces"] if piece.state != "dead"]
+            states = [piece.state for piece in row["pieces"] if piece.state not in ("dead", "left")]
             assert len(states) == 2 * 40, row["who"]
 
 
