@@ -11,7 +11,7 @@ from common.errors import UsageError
 from common.json_lines import dataset_files, dataset_rows
 from common.security.credentials import KeyFolder
 from launch.doctor.findings import Finding, few, fine, problem, warning
-from launch.plan.review import TOO_FEW_TURNS, TOO_FEW_TURNS_WHY, Review
+from launch.plan.review import Review
 from rollout_fleet.environments.description import PYTHON_KEY
 
 ENVIRONMENT_KEYS = ("tasks.environment", "tasks.options", PYTHON_KEY)
@@ -33,8 +33,6 @@ def check_config_and_files(review: Review) -> Iterator[Finding]:
         yield problem(check, f"{file}: {key}: found {found}", f"expected {expected}", fix)
     if not refused:
         yield fine("config", f"{file} passes the checks of a launch")
-    if review.too_few_turns:
-        yield warning("environment", TOO_FEW_TURNS, TOO_FEW_TURNS_WHY, "a larger rollout.max_turns")
     yield from check_model(Path(config.model.path))
     yield from check_dataset("tasks.dataset", Path(config.tasks.dataset), config)
     if isinstance(config, Config) and config.broker.credentials is not None:

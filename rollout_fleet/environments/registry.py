@@ -3,14 +3,12 @@
 Imports neither torch nor vllm, so that config checks may use it.
 """
 
-import ast
 import difflib
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
-import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,21 +83,6 @@ def is_agent(environment: object) -> bool:
 
 def takes_group_seed(environment: Any) -> bool:
     return "group_seed" in inspect.signature(environment).parameters
-
-
-def plays_several_turns(environment: object) -> bool:
-    """Whether the source of an environment's class has a `done` other than True; False where it does not show it."""
-    for kind in inspect.getmro(environment) if inspect.isclass(environment) else ():
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-        except (OSError, TypeError, SyntaxError):  # a class without Python source
-            continue
-        for call in ast.walk(tree):
-            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("StepResult"):
-                done = [*call.args[2:3], *(word.value for word in call.keywords if word.arg == "done")]
-                if done and not (isinstance(done[0], ast.Constant) and done[0].value is True):
-                    return True
-    return False
 
 
 def _check_shape(found: object, name: str, file: str) -> None:

@@ -168,7 +168,7 @@ class _EnvironmentEpisode:
                 return StopReason.LENGTH
             if result.done:
                 return StopReason.STOP if record.turns == 1 else StopReason.ENVIRONMENT_DONE
-            if record.turns >= budget.max_turns:
+            if budget.max_turns is not None and record.turns >= budget.max_turns:
                 return StopReason.TURN_LIMIT
             ids = self._ids(result.observation, generation.tokens[-1])
 

@@ -170,7 +170,6 @@ def ports(limit: int) -> Machine:
     return machine(open_files=limit)
 
 
-GUESSING = {"environment": "number_guessing"}
 CASES = [  # level, words of the one finding on it or '' for none, a check of a config
     ("problem", "3.9.1, expected 3.11 to 3.13", lambda c: packages.check_python(machine(python=(3, 9, 1)))),
     ("problem", "not installed: vllm", lambda c: packages.check_packages(GOOD, "rollout", {})),
@@ -194,8 +193,6 @@ CASES = [  # level, words of the one finding on it or '' for none, a check of a 
     ("problem", NOWHERE, lambda c: network.check_redis(of(c, "broker", redis=f"redis://{NOWHERE}/0"))),
     ("problem", "tasks.dataset: found /nowhere", lambda c: files(of(c, "tasks", dataset="/nowhere.jsonl"))),
     ("problem", "environment", lambda c: files(of(c, "tasks", environment="no_such"))),
-    ("warning", "plays several turns", lambda c: files(of(c, "tasks", **GUESSING))),
-    ("warning", "", lambda c: files(of(of(c, "tasks", **GUESSING), "rollout", max_turns=5))),
     ("warning", "", lambda c: files(c)),
 ]
 

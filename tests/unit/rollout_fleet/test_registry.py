@@ -14,7 +14,7 @@ from rollout_fleet.driver_factory import build_driver
 from rollout_fleet.environments import description
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.description import check_environment
-from rollout_fleet.environments.registry import BUILT_IN, check_libraries, plays_several_turns, resolve
+from rollout_fleet.environments.registry import BUILT_IN, check_libraries, resolve
 from tests.unit.rollout_fleet.chat_tokenizers import qwen
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, new_host, say
 from tests.waiting import LIMIT_S
@@ -116,11 +116,6 @@ def test_resolving_imports_neither_torch_nor_vllm() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_the_source_shows_whether_an_environment_plays_several_turns() -> None:
-    several = {"number_guessing", "python_tool", "frozen_lake", "gymnasium", "openenv"}
-    assert {name for name in BUILT_IN if plays_several_turns(resolve(name))} == several
 
 
 # ---------------------------------------------------------------- under another interpreter
