@@ -17,7 +17,7 @@ from common.hub import SCHEME, local_copy
 from launch.plan.architecture import UnknownArchitecture, read_architecture
 from launch.plan.job_plan import Plan, make_plan
 from launch.plan.remarks import remarks
-from rollout_fleet.environments.description import PYTHON_KEY, check_environment
+from rollout_fleet.environments.description import PYTHON_KEY, Description, check_environment
 
 GPUS_PER_NODE = 8
 LINK_GBIT = 100.0  # Gb/s of a machine's link
@@ -39,6 +39,7 @@ class Review:
     not_yet: list[str] = field(default_factory=list)  # parts that this version cannot launch by itself
     remarks: list[str] = field(default_factory=list)  # sentences on what no check refuses
     no_plan: str = ""  # the reason why the model cannot be planned
+    environment: Description | None = None  # None when it is refused, or the config has none
 
     @property
     def failed(self) -> list[str]:
@@ -86,7 +87,7 @@ def review(
             made.missing.append(problem)
     if isinstance(config, Config) and PYTHON_KEY not in [key for key, *_ in made.refused]:
         try:
-            check_environment(config.tasks, file, libraries)
+            made.environment = check_environment(config.tasks, file, libraries)
         except ConfigError as error:
             made.refused.append(Problem(error.key, error.expected, error.found, error.hint))
     learner = config.learner
