@@ -117,7 +117,7 @@ def test_options_that_do_not_fit_are_told_the_nearest(
 def test_a_function_that_judges_gets_the_environment_around_it_which_works_as_it_is_told(
     user_folder: Path, function: str
 ) -> None:
-    with pytest.raises(ConfigError, match="an environment class, or an agent .*, which is a function") as caught:
+    with pytest.raises(ConfigError, match=r"an environment class, or an agent .*, which is a function") as caught:
         resolve(f"my_environments:{function}", {})
     explained, _, source = (caught.value.hint or "").partition("\n\n")
     assert "an environment gives the prompt of a dataset row and judges the policy's answer" in explained
