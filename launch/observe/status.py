@@ -18,6 +18,7 @@ from launch.observe.advisor import advice_for
 from launch.observe.job_view import open_display, render_status
 from launch.observe.metrics_tail import LATEST, MetricsTail
 from launch.observe.observation import as_json, observe
+from launch.observe.outcome import outcome_of
 from launch.resolve_target import config_of, find_target, joined_config
 from learner.loop.run_files import read_record
 
@@ -30,13 +31,16 @@ def command(args: argparse.Namespace) -> int:
         status = warm_start(run, warm)
         print(json.dumps(status) if args.json else sentence(status))
         return 0
-    seen = observe(job)
-    advice = advice_for(MetricsTail.of(run).lines, seen.status.run.max_staleness)
+    seen, tail, config = observe(job), MetricsTail.of(run), config_of(run) if run else None
+    reached = outcome_of(run, config, tail) if run and config else None
+    finished = reached if reached is not None and reached.finished else None
+    advice = advice_for(tail.lines, seen.status.run.max_staleness)
     if args.json:
         found = {**as_json(run, seen), "stalls": msgspec.to_builtins(stall_text.stalls_of(seen))}
+        found["finished"] = msgspec.to_builtins(finished)
         print(json.dumps({**found, "advice": asdict(advice) if advice else None}))
         return 0
-    Console().print(render_status(run, seen, advice))
+    Console().print(render_status(run, seen, advice, finished))
     return 0
 
 
@@ -84,7 +88,7 @@ def sentence(status: dict[str, Any]) -> str:
     if loss is not None:
         text += f", loss {loss:.4f}, {status['step_s']:.3f} s per step"
     if status["model"]:
-        text += "; the model is written"
+        text += f"; the model is in {RunDir(status['run']).model}"
     elif learner["state"] in ("gone", "drained", "failed"):
         text += "; the same command continues from its newest checkpoint"
     return text

@@ -54,6 +54,10 @@ def test_one_that_never_began_is_absent_and_one_that_ended_says_how(run, capsys,
     write_record(run, 0, state, version)
     found = json_of(capsys, "status", str(run.path))
     assert (found["live"], found["learner"]["state"], found["learner"]["policy_version"]) == (False, state, version)
+    run.model.mkdir()
+    (run.model / "config.json").touch()
+    assert main(["status", str(run.path)]) == 0
+    assert f"; the model is in {run.model}" in capsys.readouterr().out
 
 
 def test_the_report_has_losses_and_tokens(run):
