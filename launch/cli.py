@@ -63,7 +63,7 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
     "scale": ("cluster.slurm.scale:command", "RUN", "more or fewer nodes for a run on Slurm"),
     "keys": ("keys:command", "", "CURVE keys for broker.credentials; only ever adds to an existing folder"),
 }  # fmt: skip
-GROUPS = {  # of the commands, in --help
+GROUPS = {  # by the order of --help
     "train": "up sft eval replay export resume stop",
     "look": "status top web logs transcripts report ledger trace sinks",
     "check": "plan doctor selftest preflight",

@@ -49,7 +49,7 @@ def build_stage(config: Config, found: Description, host: EnvironmentHost) -> St
 
 
 async def first_observation(config: Config, found: Description, problem: dict[str, Any]) -> Observation:
-    """What the environment of a dataset row says first, where and within the limits of an episode of the job.
+    """The first observation of a dataset row, made where an episode would run and within its limits.
 
     Raises EpisodeFailed with the reason why a sample would fail, StageFailed when no environment can be started.
     """

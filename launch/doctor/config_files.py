@@ -23,7 +23,7 @@ INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100 << 20
 LFS = b"version https://git-lfs"
 READ_BYTES = 64 << 20  # the part of a dataset that is read
-ROW_CHARS = 300  # of a row that are shown
+ROW_CHARS = 300  # a longer row is cut where it is shown
 GET_AGAIN = "get it again: `hf download NAME --local-dir FOLDER`"
 
 

@@ -1,4 +1,4 @@
-"""What a run has reached: steps, reward, held-out accuracy, and where its model and its report are."""
+"""The outcome of a run: steps, reward, held-out accuracy, and where its model and its report are."""
 
 from contextlib import suppress
 
@@ -40,14 +40,14 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class _Measured(msgspec.Struct):
-    """What is needed of RUN/eval.json."""
+    """The part of RUN/eval.json that is shown."""
 
     greedy_accuracy: float
     sampled_accuracy: float
 
 
 def outcome_of(run: RunDir, config: Config, tail: MetricsTail) -> Outcome:
-    """What the run's files say, with the metrics that `tail` has read."""
+    """The outcome by the run's files, with the metrics that `tail` has read."""
     record, folder, report = read_record(run), run.model / "config.json", run.report / "report.html"
     steps, reward = int(tail.last.get("policy_version", 0)), ends(tail.series("reward_mean"))
     if record is None or record.state != "done" or record.policy_version < config.run.steps or not folder.is_file():
@@ -57,7 +57,7 @@ def outcome_of(run: RunDir, config: Config, tail: MetricsTail) -> Outcome:
     with suppress(OSError, ValueError):
         path = run.path / "eval.json"
         measured = msgspec.json.decode(path.read_bytes(), type=_Measured)
-        if path.stat().st_mtime >= folder.stat().st_mtime:  # of this model
+        if path.stat().st_mtime >= folder.stat().st_mtime:  # it measured this model
             held_out = {"greedy": measured.greedy_accuracy, "sampled": measured.sampled_accuracy}
     places = str(run.model), str(report) if report.is_file() else ""
     return Outcome(record.policy_version, config.run.steps, reward, held_out, *places)

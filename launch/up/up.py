@@ -72,7 +72,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def next_command(run: RunDir) -> str:
-    """What a person may want to do with a run that has ended."""
+    """A line with the command that a person may want next."""
     return f"next: `slipstream web {run.path}` shows the run in a browser"
 
 

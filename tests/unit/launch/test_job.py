@@ -216,7 +216,7 @@ def test_up_on_a_finished_run_says_what_it_has_reached_and_the_next_command(tmp_
 
 
 def finish(run, steps: int) -> None:
-    """What a job leaves that has done `steps` steps."""
+    """Write the files that a job of `steps` steps leaves."""
     lines = [{"step": n, "policy_version": n + 1, "reward_mean": n / 10} for n in range(steps)]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": steps})
