@@ -97,7 +97,7 @@ def birth_of(pid: int) -> str:
 def start_ticks(pid: int) -> int | None:
     """When a living process started, in clock ticks since the machine started; None: it is gone, or no Linux.
 
-    The id of a thread other than a process's first is nobody's.
+    A thread id is no process id, except that of a process's first thread.
     """
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:

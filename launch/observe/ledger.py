@@ -37,8 +37,8 @@ def command(args: argparse.Namespace) -> int:
 def observe_ledger(job: Target) -> list[LedgerEntry]:
     """The run's delivery ledger, over all its brokers; raises SlipstreamError when there is none.
 
-    The newest broker's part comes from itself while it runs, else from its store, else from RUN/ledger.json, which a
-    broker that was killed wrote some seconds before.
+    The newest broker's part comes from itself while it runs, else from its store. Without a store it is in
+    RUN/ledger.json, which is some seconds old when the broker was killed.
     Those of earlier brokers are in RUN/ledger-1.json, ledger-2.json and so on, oldest first, not at an ADDRESS.
     """
     former: list[list[LedgerEntry]] = []

@@ -8,7 +8,7 @@ from common.process.run_dir import RunDir
 from launch.observe.metrics_tail import LineTail, read_batches
 
 PIECES = 256  # kept of a process
-# what an event says of the process that its field names
+# kind of an event: the field that names a process, and the state that follows
 ENDS = {
     "leave": ("node", "left"), "node_lost": ("node", "dead"),
     "role_crashed": ("role", "dead"), "role_gave_up": ("role", "dead"), "role_killed": ("role", "dead"),

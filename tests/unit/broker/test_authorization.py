@@ -91,7 +91,7 @@ def test_the_reference_names_every_request_and_those_of_a_node_name_the_node_tha
 
 @pytest.mark.parametrize(("node_id", "of"), [("a", "a"), ("a:41_3", "a"), ("a.b", "a.b"), ("a.b:a:x", "a.b")])
 def test_a_node_id_belongs_to_the_credential_whose_name_it_begins_with(node_id: str, of: str) -> None:
-    """Whoever comes first: a stranger that registered a node's id before it would keep the node out."""
+    """The order does not count: a stranger that registers a node's id first cannot keep the node out."""
     for name in ("a", "a.b", "b"):
         sender = Identity("A" * 40, "node", name)
         lease = wire.AskLease(id=1, node_id=node_id, version=0, max_groups=1, wait_s=0)
