@@ -73,14 +73,18 @@ def prepared(file: str, overrides: list[str]) -> tuple[Config, RunDir]:
         hint = f"the jobs run on several hosts; {COLLECTIVES_ARE_OPEN}"
         raise ConfigError(file, "weights.transport", "relay", config.weights.transport, hint)
     keys = KeyFolder(config.broker.credentials or Path(config.run.dir) / "keys")
-    if not keys.path.is_file() and not keys.server.exists():
+    no_keys = not keys.path.is_file() and not keys.server.exists()
+    config = resolve_paths(load_config(Path(file), [*overrides, f"broker.credentials={keys.path}"]))
+    asked = max(config.learner.world_size // config.learner.machines, config.rollout.engine.devices)
+    found = review(config, file, gpus_per_node=asked, libraries=False)  # Slurm itself knows the largest host
+    for problem in (*found.refused, *found.missing):
+        if not (no_keys and problem.key == "broker.credentials"):
+            raise ConfigError(file, *problem)
+    run = RunDir.of(config)
+    run.check_agrees(config)
+    if no_keys:
         make(keys, [NODE_KEY])
         print(f"made keys in {keys.path}")
-    config = resolve_paths(load_config(Path(file), [*overrides, f"broker.credentials={keys.path}"]))
-    found = review(config, file, libraries=False)
-    for problem in (*found.refused, *found.missing):
-        raise ConfigError(file, *problem)
-    run = RunDir.of(config)
     run.prepare(config)
     return config, run
 
