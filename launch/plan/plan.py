@@ -155,7 +155,7 @@ def _runs(stages: Sequence[Stage], key: Callable[[Stage], object]) -> Iterator[t
 
 
 def _shared(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:
-    """The smallest GPU that holds a rank and all engines at once; --share-gpus puts both on the first ones."""
+    """The smallest GPU with room for a rank and all engines; --share-gpus puts both on the first ones."""
     share = config.rollout.nodes * config.rollout.engine.gpu_memory_utilization
     for name, size in DEVICES.items():
         if config.weights.transport != "nccl" and fits(plan.fullest.peak + share * size, size):

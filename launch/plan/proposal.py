@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from common.config.checks import problems
 from common.config.parallel_layout import ModelShape, model_problems, world_problems
-from common.config.schema import Config, ParallelConfig, SftConfig
+from common.config.schema import Config, SftConfig
 from launch.plan.job_plan import Plan, stages_of
 from launch.plan.memory import ADAM_BYTES, DEVICES, GRADIENT_BYTES, ITEM_BYTES, MAIN_BYTES, fits
 
@@ -76,13 +76,12 @@ def _layouts(config: C, shape: ModelShape, gpus_per_node: int) -> Iterator[C]:
     recompute, offload = {memory.recompute, "full"}, {memory.offload_optimizer, True}
     memories = [replace(memory, recompute=r, offload_optimizer=o) for r, o in product(recompute, offload)]
     weights = {config.weights, replace(config.weights, buffers="host")} if isinstance(config, Config) else {None}
-    sizes = [[n for n in range(1, most + 1) if whole % n == 0] for whole, most in (
-        (world, gpus_per_node), (world, world), (world, MOST_CONTEXT), (shape.experts or 1, world)
-    )]  # fmt: skip
+    most = ((world, gpus_per_node), (world, world), (world, MOST_CONTEXT), (shape.experts or 1, world))
+    sizes = [[n for n in range(1, limit + 1) if whole % n == 0] for whole, limit in most]
+    even = replace(given, virtual_pipeline=1, first_stage_layers=None, last_stage_layers=None)
     for tensor, pipeline, context, expert in product(*sizes):
-        ends: dict[str, Any] = {"virtual_pipeline": 1, "first_stage_layers": None, "last_stage_layers": None}
-        ends = {"pipeline": pipeline} | ends if pipeline != given.pipeline else {}
-        parallel = replace(given, tensor=tensor, context=context, expert=expert, **ends)
+        stages = given if pipeline == given.pipeline else replace(even, pipeline=pipeline)
+        parallel = replace(stages, tensor=tensor, context=context, expert=expert)
         if [*world_problems(world, parallel), *model_problems(shape, parallel)]:
             continue
         for memory, sent in product(memories, weights):
@@ -92,12 +91,13 @@ def _layouts(config: C, shape: ModelShape, gpus_per_node: int) -> Iterator[C]:
 
 def _effort(given: Config | SftConfig, tried: Config | SftConfig) -> tuple[int, ...]:
     """How much a candidate changes and costs; the least is proposed."""
-    before, after = given.learner, tried.learner
-    measures = sum(getattr(before.memory, name) != getattr(after.memory, name) for name in before.memory.__struct_fields__)
-    old, new = before.parallel, after.parallel
+    before, after = given.learner.memory, tried.learner.memory
+    again = before.recompute != after.recompute  # costs more than moving the optimizer's states once a step
+    measures = again + (before.offload_optimizer != after.offload_optimizer)
+    old, new = given.learner.parallel, tried.learner.parallel
     axes = sum(getattr(old, name) != getattr(new, name) for name in ("tensor", "pipeline", "context", "expert"))
     host = isinstance(given, Config) and isinstance(tried, Config) and given.weights != tried.weights
-    return measures, axes, new.model_ranks, new.pipeline, new.context, new.expert, host
+    return measures, again, axes, new.model_ranks, new.pipeline, new.context, new.expert, host
 
 
 def _differences(before: dict[str, Any], after: dict[str, Any], at: str = "") -> Iterator[str]:

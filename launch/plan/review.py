@@ -86,7 +86,8 @@ def review(
             made.no_plan = str(error)
             made.refused.append(problem)
             return made
-        made.missing.append(problem._replace(hint=f"planned from {path}/config.json"))
+        made.missing.append(problem)
+        made.remarks.append(f"The hub's model is not here; its shape is the one in {path}/config.json.")
     model = msgspec.structs.replace(config.model, path=str(path))
     made.config = config = msgspec.structs.replace(config, model=model)
     for problem in problems(config):
@@ -126,7 +127,7 @@ def _add_plan(made: Review, folder: Path, gpus_per_node: int, link_gbit: float) 
     plan = made.plan = make_plan(config, read_architecture(document), gpus_per_node, link_gbit)
     if not all(fits(plan.fullest.peak, size) for size in DEVICES.values()):
         made.proposal = propose(config, plan, shape)
-    made.remarks = remarks(config, plan, made.proposal)
+    made.remarks += remarks(config, plan, made.proposal)
     if plan.rl is not None and (weights := plan.rl.engine.weight_bytes) > LARGEST_GPU:
         found = f"{weights / GIB:.0f} GiB of weights per device, more than any GPU has"
         made.refused.append(Problem("rollout.engine.tensor_parallel", "more devices per engine", found))
@@ -157,7 +158,7 @@ def machine_problems(config: Config | SftConfig, gpus_per_node: int) -> Iterator
         expected = f"at least {-(-world // gpus_per_node)} for {world} ranks; docs/machines.md"
         yield Problem("learner.machines", expected, f"{machines}", hint)
     if isinstance(config, Config) and (engine := config.rollout.engine).devices > gpus_per_node:
-        expected = f"tensor_parallel x pipeline_parallel of at most {gpus_per_node}, the GPUs of an engine's one machine"
+        expected = f"tensor_parallel x pipeline_parallel of at most {gpus_per_node}, the GPUs of its machine"
         found = f"{engine.tensor_parallel} x {engine.pipeline_parallel} = {engine.devices}"
         yield Problem("rollout.engine.tensor_parallel", expected, found, hint)
 
@@ -166,7 +167,7 @@ def _not_yet(config: Config | SftConfig, gpus_per_node: int) -> Iterator[str]:
     """Parts that this version cannot launch by itself."""
     ranks = config.learner.world_size
     nodes = -(-ranks // gpus_per_node)
-    if isinstance(config, SftConfig) and nodes > 1:
+    if getattr(config.learner, "machines", None) is None and nodes > 1:
         yield f"learner.world_size: {ranks} ranks are {nodes} machines of {gpus_per_node}; a warm start has one"
     if isinstance(config, Config) and config.learner.machines > 1:
         if any(is_loopback(split_address(address)[0]) for address in config.broker.addresses):
