@@ -32,14 +32,12 @@ def propose(config: C, plan: Plan, shape: ModelShape) -> Proposal | None:
     """
     known = {problem.key for problem in problems(config)}
     version_bytes = plan.rl.publish.bytes if plan.rl is not None else 0
-    all_bytes = plan.parameters * (ITEM_BYTES[plan.dtype] + GRADIENT_BYTES + ADAM_BYTES + MAIN_BYTES[plan.dtype])
     for name, size in DEVICES.items():
         if fits(plan.fullest.peak, size):
             continue
         for sized in _sizes(config, plan.gpus_per_node):
-            if not fits(all_bytes // sized.learner.world_size, size):
-                continue  # even with everything sharded
-            for tried in sorted(_layouts(sized, shape, plan.gpus_per_node), key=partial(_effort, config)):
+            layouts = [c for c in _layouts(sized, shape, plan.gpus_per_node) if fits(_least_bytes(c, plan), size)]
+            for tried in sorted(layouts, key=partial(_effort, config)):
                 needed = max(stage.peak for stage in stages_of(tried, plan.model, version_bytes))
                 if fits(needed, size) and {problem.key for problem in problems(tried)} <= known:
                     before, after = msgspec.to_builtins(config), msgspec.to_builtins(tried)
@@ -87,6 +85,16 @@ def _layouts(config: C, shape: ModelShape, gpus_per_node: int) -> Iterator[C]:
         for memory, sent in product(memories, weights):
             changed = replace(config, learner=replace(learner, parallel=parallel, memory=memory))
             yield changed if sent is None else replace(changed, weights=sent)
+
+
+def _least_bytes(tried: Config | SftConfig, plan: Plan) -> float:
+    """What a rank of the average stage needs without any activations: far sooner counted than all stages."""
+    learner, parallel, experts = tried.learner, tried.learner.parallel, 0
+    if (e := plan.model.experts) is not None:
+        experts = 3 * plan.model.hidden * e.ffn * e.count * sum(plan.model.moe_layers)
+    here = experts / (parallel.expert * parallel.expert_tensor) + (plan.parameters - experts) / parallel.tensor
+    whole = here / parallel.pipeline * (ITEM_BYTES[plan.dtype] + GRADIENT_BYTES)
+    return whole + plan.parameters / learner.world_size * (ADAM_BYTES + MAIN_BYTES[plan.dtype])
 
 
 def _effort(given: Config | SftConfig, tried: Config | SftConfig) -> tuple[int, ...]:
