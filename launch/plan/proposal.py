@@ -88,7 +88,7 @@ def _layouts(config: C, shape: ModelShape, gpus_per_node: int) -> Iterator[C]:
 
 
 def _least_bytes(tried: Config | SftConfig, plan: Plan) -> float:
-    """What a rank of the average stage needs without any activations: far sooner counted than all stages."""
+    """A rank of the average stage without activations needs as much; it is counted far sooner than all stages."""
     learner, parallel, experts = tried.learner, tried.learner.parallel, 0
     if (e := plan.model.experts) is not None:
         experts = 3 * plan.model.hidden * e.ffn * e.count * sum(plan.model.moe_layers)

@@ -19,13 +19,11 @@ from launch.plan.job_plan import GIB, Plan, make_plan
 from launch.plan.memory import DEVICES, fits
 from launch.plan.proposal import Proposal, propose
 from launch.plan.remarks import remarks
-from rollout_fleet.environments.description import PYTHON_KEY, check_environment
+from rollout_fleet.environments.description import PYTHON_KEY, Description, check_environment
 
 GPUS_PER_NODE = 8
 LARGEST_GPU = 288e9  # bytes
 LINK_GBIT = 100.0  # Gb/s of a machine's link
-TOO_FEW_TURNS = "rollout.max_turns is 1, and the environment plays several turns"
-TOO_FEW_TURNS_WHY = "every episode ends after its first turn, and later rewards are never seen"
 
 # The config checks say with these words that only files of the model are missing, or a dataset.
 MODEL = "a Hugging Face model folder"
@@ -45,7 +43,7 @@ class Review:
     proposal: Proposal | None = None  # where the layout does not fit every GPU
     remarks: list[str] = field(default_factory=list)  # sentences on what no check refuses
     no_plan: str = ""  # the reason why the model cannot be planned
-    too_few_turns: bool = False  # the environment plays several turns and rollout.max_turns is 1
+    environment: Description | None = None  # None when it is refused, or the config has none
 
     @property
     def failed(self) -> list[str]:
@@ -99,19 +97,15 @@ def review(
     made.refused += machine_problems(config, gpus_per_node)
     if isinstance(config, Config) and PYTHON_KEY not in [key for key, *_ in made.refused]:
         try:
-            environment = check_environment(config.tasks, file, libraries)
+            made.environment = check_environment(config.tasks, file, libraries)
         except ConfigError as error:
             made.refused.append(Problem(error.key, error.expected, error.found, error.hint))
-        else:
-            made.too_few_turns = environment.several_turns and config.rollout.max_turns == 1
     try:
         _add_plan(made, path, gpus_per_node, link_gbit)
     except UnknownArchitecture as error:
         made.no_plan = f"model.path: {path}/config.json: {error}"
     except UsageError as error:
         made.no_plan = str(error)
-    if made.too_few_turns:
-        made.remarks.append(f"{TOO_FEW_TURNS}: {TOO_FEW_TURNS_WHY}.")
     return made
 
 

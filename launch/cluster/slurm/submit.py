@@ -20,9 +20,10 @@ from common.process.run_dir import RunDir, write_atomic, write_json
 from common.security.credentials import KeyFolder
 from launch.cluster.slurm.jobs import Jobs, end_run, jobs_file, read_jobs, slurm, tasks_of
 from launch.keys import make
+from launch.observe.metrics_tail import MetricsTail
+from launch.observe.outcome import outcome_of
 from launch.plan.review import review
 from launch.resolve_target import find_run
-from launch.up.up import finished
 
 NODE_KEY = "fleet"  # the credential that all nodes share
 ROLES = ("broker", "learner", "fleet")
@@ -51,8 +52,9 @@ def command(args: argparse.Namespace) -> int:
     if not args.dry_run:
         slurm("sbatch", "--version")
     config, run = prepared(args.config, args.overrides)
-    if not args.dry_run and (done := finished(run, config)):
-        print(done)
+    reached = outcome_of(run, config, MetricsTail.of(run))
+    if not args.dry_run and reached.finished:
+        print(f"{run.path} is finished: {reached.of} steps{reached.words()}")
         return EXIT_DONE
     if not args.dry_run and (tasks := tasks_of(read_jobs(run).ids)):
         ids = " ".join(task.id for task in tasks)
