@@ -24,7 +24,7 @@ from launch.doctor.findings import Finding
 from launch.doctor.machine import Machine, look
 from launch.doctor.network import check_network
 from launch.doctor.run_state import check_run
-from launch.plan.review import review
+from launch.plan.review import GPUS_PER_NODE, review
 from launch.resolve_target import config_file
 
 SIGNS = {"problem": ("✗", "red"), "warning": ("!", "yellow"), "fine": ("✓", "green")}
@@ -49,7 +49,8 @@ def command(args: argparse.Namespace) -> int:
 
 def examine(machine: Machine, role: str, config: Config | SftConfig | None, file: str) -> Iterable[Finding]:
     """Every finding: the machine, with the packages of `role`; then the config named `file`; then its run."""
-    reviewed = None if config is None else review(config, file)
+    gpus = max(len(machine.gpus), GPUS_PER_NODE)
+    reviewed = None if config is None else review(config, file, gpus)
     plan = None if reviewed is None else reviewed.plan
     yield packages.check_python(machine)
     yield from packages.check_packages(machine, role, packages.pins_of(role))

@@ -5,6 +5,7 @@ A step, the window, a published version, a checkpoint, the memory of an engine a
 
 from collections import Counter
 from collections.abc import Iterator
+from math import inf
 
 import msgspec
 
@@ -21,6 +22,7 @@ GIB, MIB = 1 << 30, 1 << 20
 WIRE_BYTES_PER_TOKEN = 4 + 1 + 4  # token int32, loss mask uint8, log-probability float32 (common.rollouts.Sample)
 ROUTED_BYTES = 2  # int16 per MoE layer and chosen expert
 MAIN_PARAMETER_BYTES = 4  # saved with the optimizer, whatever the model's dtype
+DEVICE_VERSIONS = 3  # published versions that the lead rank keeps in device memory at most
 DEPTH_SHARE = 64  # as in common.weights.pieces, which needs torch
 
 
@@ -68,10 +70,12 @@ class Engine(msgspec.Struct, frozen=True):
     devices: int
     weight_bytes: int
     cache_bytes_per_token: float  # keys and values
+    cache_bytes: float  # at most; infinite unless rollout.engine.kv_cache_mib is set
 
     def cache_tokens(self, device_bytes: float, utilization: float) -> int:
         """Tokens whose keys and values fit beside the weights; 0 when the weights do not fit."""
-        return max(0, int((device_bytes * utilization - self.weight_bytes) / self.cache_bytes_per_token))
+        room = min(self.cache_bytes, device_bytes * utilization - self.weight_bytes)
+        return max(0, int(room / self.cache_bytes_per_token))
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -82,6 +86,7 @@ class Stage(msgspec.Struct, frozen=True):
     output: bool
     resident: Resident
     activations: Activations
+    versions: int  # published ones with weights.buffers: device, on the stage of the lead rank
     training: int  # at the peak of forward and backward
     updating: int  # during the optimizer step
     waiting: int  # between steps
@@ -129,35 +134,38 @@ def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: in
     """
     learner, dtype, rl = config.learner, config.model.dtype, None
     sizes = Sizes.of(learner.world_size, learner.parallel)
-    batch = batch_of(config, sizes)
     if isinstance(config, Config):
         publish = publish_of(config, model, gpus_per_node, link_gbit)
         rl = RlPart(window_of(config, model), publish, engine_of(config, model), config.rollout.nodes)
     groups = [*group_kinds(sizes, gpus_per_node, model.experts is not None)]
-    stages = [*_stages(config, model, sizes, batch.microbatches)]
+    stages = [*stages_of(config, model, rl.publish.bytes if rl is not None else 0)]
     kept = learner.checkpoint.keep + 1 + bool(learner.checkpoint.keep_best)
     checkpoint = Checkpoint(checkpoint_bytes(model, dtype), kept)
-    name, whole, active = config.run.name, count(model), count_active(model)
+    batch, name, whole, active = batch_of(config, sizes), config.run.name, count(model), count_active(model)
     return Plan(name, dtype, model, whole, active, sizes, gpus_per_node, groups, stages, batch, checkpoint, rl)
 
 
-def _stages(config: Config | SftConfig, model: Architecture, sizes: Sizes, microbatches: int) -> Iterator[Stage]:
+def stages_of(config: Config | SftConfig, model: Architecture, version_bytes: int) -> Iterator[Stage]:
+    """The ranks of each pipeline stage, when a published version has `version_bytes`."""
     learner, dtype = config.learner, config.model.dtype
     parallel, memory = learner.parallel, learner.memory
-    chunks = stage_chunks(model.layers, parallel)
+    sizes, chunks = Sizes.of(learner.world_size, parallel), stage_chunks(model.layers, parallel)
+    microbatches = batch_of(config, sizes).microbatches
     tokens, item = learner.micro_batch_tokens, ITEM_BYTES[dtype]
     flowing = activations(model, parallel, memory, tokens, microbatches, item)
+    on_device = isinstance(config, Config) and config.weights.buffers == "device"
     reference = isinstance(config, Config) and config.learner.loss.kl_coefficient > 0
     for i, (r, a) in enumerate(zip(resident(model, parallel, sizes, dtype), flowing, strict=True)):
         parameters = r.parameters if memory.offload_parameters else 0
         gradients = r.gradients if memory.offload_gradients else 0
         optimizer = r.optimizer if memory.offload_optimizer else 0
-        updating = r.parameters + r.gradients + r.optimizer
+        versions = DEVICE_VERSIONS * version_bytes if on_device and i == 0 else 0
+        updating = r.parameters + r.gradients + r.optimizer + versions
         training = updating - optimizer + a.layers + a.recomputed + a.output
         waiting = updating - parameters - gradients - optimizer
         host = parameters + optimizer + (r.parameters if reference else 0)
         layers, last = [(chunk.start, chunk.stop) for chunk in chunks[i]], i == len(chunks) - 1
-        yield Stage(layers, i == 0, last, r, a, training, updating, waiting, max(training, updating), host)
+        yield Stage(layers, i == 0, last, r, a, versions, training, updating, waiting, max(training, updating), host)
 
 
 def batch_of(config: Config | SftConfig, sizes: Sizes) -> Batch:
@@ -256,4 +264,5 @@ def engine_of(config: Config, model: Architecture) -> Engine:
     else:
         per_layer = a.kv_rank + a.rope_dim  # the compressed form, whole on every device
     layers = -(-model.layers // settings.pipeline_parallel)
-    return Engine(devices, count(model) * item // devices, per_layer * layers * item)
+    cache = settings.kv_cache_mib * MIB if settings.kv_cache_mib is not None else inf
+    return Engine(devices, count(model) * item // devices, per_layer * layers * item, cache)

@@ -26,7 +26,14 @@ ADAM_BYTES = 8  # two float32 states
 MAIN_BYTES = {"float32": 0, "bfloat16": 4}  # float32 copy of a shard; float32 parameters are their own
 PARAMETER_ALIGNMENT = 64  # elements; ParamAndGradBuffer starts every parameter at a multiple of it
 BUCKET_ALIGNMENT = 128  # elements; and ends a bucket at a multiple of it and of the number of shards
+# H100, H200 and B200 as the driver reports them
+DEVICES = {"80 GB": 79.6 * (1 << 30), "141 GB": 139.8 * (1 << 30), "192 GB": 179.1 * (1 << 30)}
+HEADROOM = 0.10  # left for the CUDA context, communication buffers and fragmentation
 CHUNK_ELEMENTS = 1 << 26  # logits that a GPU computes at once (learner.megatron.logprobs)
+
+
+def fits(needed: float, device: float) -> bool:
+    return needed <= device * (1 - HEADROOM)
 
 
 class Resident(msgspec.Struct, frozen=True):

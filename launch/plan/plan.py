@@ -20,12 +20,15 @@ from common.config.schema import Config, SftConfig
 from common.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from launch.plan.architecture import Attention
 from launch.plan.job_plan import GIB, Plan, Stage
+from launch.plan.memory import DEVICES, HEADROOM, fits
 from launch.plan.parameters import KINDS
-from launch.plan.remarks import DEVICES, HEADROOM, fits
 from launch.plan.review import Review, make_review
 
 WIDTH = 118
-MEMORY = ("parameters", "gradients", "optimizer", "activations", "output", "training", "update", "waiting", "host")
+MEMORY = (
+    *("parameters", "gradients", "optimizer", "activations", "output", "versions"),
+    *("training", "update", "waiting", "host"),
+)
 
 
 def command(args: argparse.Namespace) -> int:
@@ -43,7 +46,7 @@ def command(args: argparse.Namespace) -> int:
 
 def as_json(review: Review) -> dict[str, Any]:
     """Everything on the page and more (the members of every group); the keys are relied on by other programs."""
-    found = {name: getattr(review, name) for name in ("failed", "before_launch", "remarks", "plan")}
+    found = {name: getattr(review, name) for name in ("failed", "before_launch", "remarks", "proposal", "plan")}
     return {"config": review.file, "ok": not review.failed, **found}
 
 
@@ -70,6 +73,7 @@ def page(review: Review) -> RenderableType:
         if sum(config.device_shares.values()) <= plan.gpus_per_node:
             free = map(str, count())
             devices = [(role, " ".join(islice(free, n))) for role, n in config.device_shares.items()]
+            devices += _shared(config, plan)
             bodies["GPUs that `slipstream up` gives to each role"] = _facts(devices)
     for title, body in bodies.items():
         parts += (Text(), Text(title, "bold"), body)
@@ -150,6 +154,16 @@ def _runs(stages: Sequence[Stage], key: Callable[[Stage], object]) -> Iterator[t
         yield f"{first}-{between[-1]}" if between else str(first), list(same)
 
 
+def _shared(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:
+    """The smallest GPU with room for a rank and all engines; --share-gpus puts both on the first ones."""
+    share = config.rollout.nodes * config.rollout.engine.gpu_memory_utilization
+    for name, size in DEVICES.items():
+        if config.weights.transport != "nccl" and fits(plan.fullest.peak + share * size, size):
+            sizes = f"{plan.fullest.peak / GIB:.1f} GiB of the learner and {share * size / GIB:.1f} GiB of engines"
+            yield "all", f"the same, with --share-gpus: {sizes} fit one GPU of {name}"
+            return
+
+
 def _parameters(stages: Sequence[Stage]) -> Table:
     shown = [kind for kind in KINDS if any(stage.resident.elements[kind] for stage in stages)]
     table = _table(("stage", "layers", "with", *shown, "in all"), ("stage", "layers", "with"))
@@ -183,7 +197,7 @@ def _memory(plan: Plan) -> RenderableType:
 
 def _memory_row(stage: Stage) -> list[str]:
     r, a = stage.resident, stage.activations
-    sizes = [r.parameters, r.gradients, r.optimizer, a.layers + a.recomputed, a.output]
+    sizes = [r.parameters, r.gradients, r.optimizer, a.layers + a.recomputed, a.output, stage.versions]
     sizes += [stage.training, stage.updating, stage.waiting, stage.host]
     return [*(f"{n / GIB:.1f}" for n in sizes), f"{a.in_flight:g}"]
 

@@ -5,25 +5,21 @@ from collections.abc import Iterator
 from common.config.passthrough import passthrough_warnings
 from common.config.schema import Config, LossConfig, SftConfig
 from launch.plan.job_plan import GIB, Plan, RlPart
+from launch.plan.memory import DEVICES, HEADROOM, fits
+from launch.plan.proposal import Proposal
 
-DEVICES = {"80 GB": 79.6 * GIB, "141 GB": 139.8 * GIB}  # H100 and H200 as the driver reports them
-HEADROOM = 0.10  # left for the CUDA context, communication buffers and fragmentation
 BUBBLE = 0.15
 UNEVEN = 1.15
 
 
-def remarks(config: Config | SftConfig, plan: Plan) -> list[str]:
+def remarks(config: Config | SftConfig, plan: Plan, proposal: Proposal | None) -> list[str]:
     """In the order of the page: groups, memory, pipeline, loss, window, weight plane, engines."""
-    out = [*_groups(plan), *_memory(config, plan), *_pipeline(config, plan), *_experts(config, plan)]
+    out = [*_groups(plan), *_memory(config, plan, proposal), *_pipeline(config, plan), *_experts(config, plan)]
     out += passthrough_warnings(config)
     if isinstance(config, Config) and plan.rl is not None:
         out += [*_clipping(config.learner.loss), *_window(config, plan.rl)]
         out += [*_publish(config, plan.rl), *_engines(config, plan.rl)]
     return out
-
-
-def fits(needed: int, device: float) -> bool:
-    return needed <= device * (1 - HEADROOM)
 
 
 def _groups(plan: Plan) -> Iterator[str]:
@@ -41,19 +37,18 @@ def _groups(plan: Plan) -> Iterator[str]:
         yield "Data x context parallelism is 1: nothing shards the optimizer states of the dense parameters."
 
 
-def _memory(config: Config | SftConfig, plan: Plan) -> Iterator[str]:
+def _memory(config: Config | SftConfig, plan: Plan, proposal: Proposal | None) -> Iterator[str]:
     memory, stage = config.learner.memory, plan.fullest
     if too_small := [name for name, size in DEVICES.items() if not fits(stage.peak, size)]:
-        advice: list[str] = []
-        if not memory.offload_optimizer and fits(stage.training - stage.resident.optimizer, DEVICES["80 GB"]):
-            advice.append("learner.memory.offload_optimizer")
-        if memory.recompute != "full" and stage.activations.layers > stage.peak / 10:
-            advice.append("learner.memory.recompute: full")
-        advice.append("more ranks")
+        advice = "No layout of these GPUs that was tried does; the job needs more machines, or a smaller model."
+        if proposal is not None:
+            advice = f"With {' '.join(proposal.overrides)} it needs {proposal.peak / GIB:.1f} GiB and fits"
+            advice += f" one of {proposal.device}."
         peak = f"{stage.peak / GIB:.1f} GiB with {HEADROOM:.0%} left free"
-        yield f"The fullest rank does not fit a GPU of {' or '.join(too_small)} ({peak}); {', or '.join(advice)}."
-    if host := sum(s.host for s in plan.stages) / len(plan.stages) * plan.gpus_per_node:
-        yield f"Offloading takes about {host / GIB:.0f} GiB of host memory on a node of {plan.gpus_per_node} ranks."
+        yield f"The fullest rank does not fit a GPU of {' or '.join(too_small)} ({peak}). {advice}"
+    ranks = min(plan.sizes.world, plan.gpus_per_node)
+    if host := sum(s.host for s in plan.stages) / len(plan.stages) * ranks:
+        yield f"Offloading takes about {host / GIB:.0f} GiB of host memory on a node of {ranks} ranks."
     if memory.recompute == "selective":
         yield "Selective recomputation drops the attention matrix; flash attention never keeps it, so little is saved."
     if not config.learner.parallel.sequence and config.learner.parallel.tensor > 1:

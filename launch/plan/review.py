@@ -15,11 +15,14 @@ from common.config.schema import Config, SftConfig
 from common.errors import ConfigError, Problem, UsageError
 from common.hub import SCHEME, local_copy
 from launch.plan.architecture import UnknownArchitecture, read_architecture
-from launch.plan.job_plan import Plan, make_plan
+from launch.plan.job_plan import GIB, Plan, make_plan
+from launch.plan.memory import DEVICES, fits
+from launch.plan.proposal import Proposal, propose
 from launch.plan.remarks import remarks
 from rollout_fleet.environments.description import PYTHON_KEY, Description, check_environment
 
 GPUS_PER_NODE = 8
+LARGEST_GPU = 288e9  # bytes
 LINK_GBIT = 100.0  # Gb/s of a machine's link
 
 # The config checks say with these words that only files of the model are missing, or a dataset.
@@ -37,6 +40,7 @@ class Review:
     refused: list[Problem] = field(default_factory=list)  # even when every file is in its place
     missing: list[Problem] = field(default_factory=list)  # files that have to be brought along
     not_yet: list[str] = field(default_factory=list)  # parts that this version cannot launch by itself
+    proposal: Proposal | None = None  # where the layout does not fit every GPU
     remarks: list[str] = field(default_factory=list)  # sentences on what no check refuses
     no_plan: str = ""  # the reason why the model cannot be planned
     environment: Description | None = None  # None when it is refused, or the config has none
@@ -74,9 +78,14 @@ def review(
     try:  # only config.json is needed of the model, also where it is in the hub
         path = Path(local_copy("model.path", name, only_config=True))
     except UsageError as error:
-        made.no_plan = str(error)
-        made.refused.append(Problem("model.path", "a model of the hub", made.no_plan.removeprefix("model.path: ")))
-        return made
+        path = Path(file).parent / "models" / name.rpartition("/")[2].partition("@")[0]
+        problem = Problem("model.path", "a model of the hub", str(error).removeprefix("model.path: "))
+        if not (path / "config.json").is_file():
+            made.no_plan = str(error)
+            made.refused.append(problem)
+            return made
+        made.missing.append(problem)
+        made.remarks.append(f"The hub's model is not here; its shape is the one in {path}/config.json.")
     model = msgspec.structs.replace(config.model, path=str(path))
     made.config = config = msgspec.structs.replace(config, model=model)
     for problem in problems(config):
@@ -85,23 +94,37 @@ def review(
             made.refused.append(problem)
         elif not (problem.key == "model.path" and name.startswith(SCHEME)):  # a launch downloads them
             made.missing.append(problem)
+    made.refused += machine_problems(config, gpus_per_node)
     if isinstance(config, Config) and PYTHON_KEY not in [key for key, *_ in made.refused]:
         try:
             made.environment = check_environment(config.tasks, file, libraries)
         except ConfigError as error:
             made.refused.append(Problem(error.key, error.expected, error.found, error.hint))
-    learner = config.learner
     try:
-        document = read_model(path)
-        shape = ModelShape.of(document.get)
-        if not [*world_problems(learner.world_size, learner.parallel), *model_problems(shape, learner.parallel)]:
-            made.plan = make_plan(config, read_architecture(document), gpus_per_node, link_gbit)
-            made.remarks = remarks(config, made.plan)
+        _add_plan(made, path, gpus_per_node, link_gbit)
     except UnknownArchitecture as error:
         made.no_plan = f"model.path: {path}/config.json: {error}"
     except UsageError as error:
         made.no_plan = str(error)
     return made
+
+
+def _add_plan(made: Review, folder: Path, gpus_per_node: int, link_gbit: float) -> None:
+    """The plan, what follows from it alone, and remarks; nothing where the layout does not fit the model.
+
+    Raises UnknownArchitecture, and UsageError as `read_model`.
+    """
+    config, parallel, document = made.config, made.config.learner.parallel, read_model(folder)
+    shape = ModelShape.of(document.get)
+    if [*world_problems(config.learner.world_size, parallel), *model_problems(shape, parallel)]:
+        return
+    plan = made.plan = make_plan(config, read_architecture(document), gpus_per_node, link_gbit)
+    if not all(fits(plan.fullest.peak, size) for size in DEVICES.values()):
+        made.proposal = propose(config, plan, shape)
+    made.remarks += remarks(config, plan, made.proposal)
+    if plan.rl is not None and (weights := plan.rl.engine.weight_bytes) > LARGEST_GPU:
+        found = f"{weights / GIB:.0f} GiB of weights per device, more than any GPU has"
+        made.refused.append(Problem("rollout.engine.tensor_parallel", "more devices per engine", found))
 
 
 def read_model(folder: Path) -> dict[str, object]:
@@ -121,15 +144,25 @@ def describe(problem: Problem) -> str:
     return str(problem).replace(f"{Path.cwd()}{os.sep}", "")
 
 
+def machine_problems(config: Config | SftConfig, gpus_per_node: int) -> Iterator[Problem]:
+    """Parts of a job that do not fit on machines of so many GPUs."""
+    world, machines = config.learner.world_size, getattr(config.learner, "machines", None)
+    hint = f"machines of {gpus_per_node} GPUs are assumed; --gpus-per-node of `slipstream plan` says otherwise"
+    if machines is not None and world > machines * gpus_per_node:
+        expected = f"at least {-(-world // gpus_per_node)} for {world} ranks; docs/machines.md"
+        yield Problem("learner.machines", expected, f"{machines}", hint)
+    if isinstance(config, Config) and (engine := config.rollout.engine).devices > gpus_per_node:
+        expected = f"tensor_parallel x pipeline_parallel of at most {gpus_per_node}, the GPUs of its machine"
+        found = f"{engine.tensor_parallel} x {engine.pipeline_parallel} = {engine.devices}"
+        yield Problem("rollout.engine.tensor_parallel", expected, found, hint)
+
+
 def _not_yet(config: Config | SftConfig, gpus_per_node: int) -> Iterator[str]:
     """Parts that this version cannot launch by itself."""
     ranks = config.learner.world_size
     nodes = -(-ranks // gpus_per_node)
-    if isinstance(config, SftConfig) and nodes > 1:
+    if getattr(config.learner, "machines", None) is None and nodes > 1:
         yield f"learner.world_size: {ranks} ranks are {nodes} machines of {gpus_per_node}; a warm start has one"
-    elif isinstance(config, Config) and nodes > config.learner.machines:
-        needed = f"{ranks} ranks need {nodes} machines of {gpus_per_node}"
-        yield f"learner.machines: {needed}, and learner.machines is {config.learner.machines}; docs/machines.md"
     if isinstance(config, Config) and config.learner.machines > 1:
         if any(is_loopback(split_address(address)[0]) for address in config.broker.addresses):
             machines = f"the {config.learner.machines} machines of the learner do not reach a loopback address"

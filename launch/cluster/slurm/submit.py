@@ -20,9 +20,10 @@ from common.process.run_dir import RunDir, write_atomic, write_json
 from common.security.credentials import KeyFolder
 from launch.cluster.slurm.jobs import Jobs, end_run, jobs_file, read_jobs, slurm, tasks_of
 from launch.keys import make
+from launch.observe.metrics_tail import MetricsTail
+from launch.observe.outcome import outcome_of
 from launch.plan.review import review
 from launch.resolve_target import find_run
-from launch.up.up import finished
 
 NODE_KEY = "fleet"  # the credential that all nodes share
 ROLES = ("broker", "learner", "fleet")
@@ -51,8 +52,9 @@ def command(args: argparse.Namespace) -> int:
     if not args.dry_run:
         slurm("sbatch", "--version")
     config, run = prepared(args.config, args.overrides)
-    if not args.dry_run and (done := finished(run, config)):
-        print(done)
+    reached = outcome_of(run, config, MetricsTail.of(run))
+    if not args.dry_run and reached.finished:
+        print(f"{run.path} is finished: {reached.of} steps{reached.words()}")
         return EXIT_DONE
     if not args.dry_run and (tasks := tasks_of(read_jobs(run).ids)):
         ids = " ".join(task.id for task in tasks)
@@ -73,14 +75,18 @@ def prepared(file: str, overrides: list[str]) -> tuple[Config, RunDir]:
         hint = f"the jobs run on several hosts; {COLLECTIVES_ARE_OPEN}"
         raise ConfigError(file, "weights.transport", "relay", config.weights.transport, hint)
     keys = KeyFolder(config.broker.credentials or Path(config.run.dir) / "keys")
-    if not keys.path.is_file() and not keys.server.exists():
+    no_keys = not keys.path.is_file() and not keys.server.exists()
+    config = resolve_paths(load_config(Path(file), [*overrides, f"broker.credentials={keys.path}"]))
+    asked = max(config.learner.world_size // config.learner.machines, config.rollout.engine.devices)
+    found = review(config, file, gpus_per_node=asked, libraries=False)  # Slurm itself knows the largest host
+    for problem in (*found.refused, *found.missing):
+        if not (no_keys and problem.key == "broker.credentials"):
+            raise ConfigError(file, *problem)
+    run = RunDir.of(config)
+    run.check_agrees(config)
+    if no_keys:
         make(keys, [NODE_KEY])
         print(f"made keys in {keys.path}")
-    config = resolve_paths(load_config(Path(file), [*overrides, f"broker.credentials={keys.path}"]))
-    found = review(config, file, libraries=False)
-    for problem in (*found.refused, *found.missing):
-        raise ConfigError(file, *problem)
-    run = RunDir.of(config)
     run.prepare(config)
     return config, run
 

@@ -171,8 +171,12 @@ def test_a_plan_downloads_config_json_only_and_says_when_it_cannot(hub: StandIn,
     made = json.loads(plan("one").stdout)
     assert bodies(hub) == {CONFIG: 1}
     assert (made["ok"], made["before_launch"], made["plan"]["parameters"]) == (True, [], 596_049_920)
+    made = json.loads(plan("two", HF_ENDPOINT=NOWHERE).stdout)
+    assert (made["ok"], made["plan"]["parameters"]) == (True, 596_049_920)
+    assert "Connection refused" in made["before_launch"][0] and "configs/models/Qwen3-0.6B/" in made["remarks"][0]
+    words.append("model.path=Qwen/Tiny")
     done = plan("two", HF_ENDPOINT=NOWHERE)
     assert done.returncode == 2 and "Connection refused" in done.stderr and f"(HF_ENDPOINT is {NOWHERE}" in done.stderr
-    words[3] = "doctor"
+    words[3:] = ["doctor", *words[4:-1]]
     problems = [one["what"] for one in json.loads(plan("two", HF_HUB_OFFLINE="1").stdout) if one["level"] == "problem"]
     assert any("model.path: found no folder Qwen/Qwen3-0.6B exists here" in what for what in problems), problems

@@ -214,6 +214,14 @@ def test_what_is_wrong_is_a_finding_with_its_words_and_what_is_right_is_none(con
     assert len(findings) == bool(said) and all(said in str(finding) for finding in findings), findings
 
 
+def test_an_engine_that_spans_machines_is_a_problem_unless_this_machine_has_its_gpus(config: Config) -> None:
+    config = of(config, "rollout", engine=msgspec.structs.replace(config.rollout.engine, tensor_parallel=16))
+    spans = only(f for f in doctor.examine(GOOD, "cpu", config, "job.yaml") if f.check == "config")
+    assert "rollout.engine.tensor_parallel: found 16 x 1 = 16" in spans.what
+    large = machine(gpus=("H200",) * 16)
+    assert found(f for f in doctor.examine(large, "cpu", config, "job.yaml") if f.check == "config") == []
+
+
 # ---------------------------------------------------------------- the environment
 
 GAMES = """

@@ -7,14 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from common.config.schema import Config
 from common.errors import UsageError
 from launch.cli import main
+from launch.plan.job_plan import GIB
+from launch.plan.memory import DEVICES, fits
 from launch.plan.plan import WIDTH, as_json, command, page
 from launch.plan.review import make_review
 from tests.launch_rig import ROOT, refusal, text_of
 
 NAMED = {
     "qwen3-0.6b-gsm8k": dict(world=4, tensor=1, pipeline=1, context=1, expert=1),
+    "qwen3-0.6b-1gpu": dict(world=1, tensor=1, pipeline=1, context=1, expert=1),
+    "qwen3-1.7b-1gpu": dict(world=1, tensor=1, pipeline=1, context=1, expert=1),
+    "qwen3-4b-2gpu": dict(world=1, tensor=1, pipeline=1, context=1, expert=1),
+    "qwen3-8b-3gpu": dict(world=2, tensor=2, pipeline=1, context=1, expert=1),
     "llama-3.1-70b": dict(world=16, tensor=8, pipeline=2, context=1, expert=1),
     "llama-3.1-405b": dict(world=256, tensor=8, pipeline=16, context=2, expert=1),
     "deepseek-v3": dict(world=512, tensor=1, pipeline=16, context=1, expert=32),
@@ -25,6 +32,16 @@ TUNED = ("deepseek-v3", "qwen3-235b-a22b", "mixtral-8x7b")
 CLIPS = ["learner.loss.clip_low=0.2", "learner.loss.clip_dual=3"]
 QWEN = "Qwen/Qwen3-0.6B"
 DATA = ["tasks.dataset=data/gsm8k/train.jsonl", "evaluation.datasets=[data/gsm8k/test.jsonl]"]
+LARGER = [  # a config, another model for it, a part of what is proposed
+    ("qwen3-0.6b-gsm8k", "Qwen3-4B", ["weights.buffers=host"]),
+    ("qwen3-0.6b-gsm8k", "Qwen3-8B", ["learner.parallel.tensor=2", "weights.buffers=host"]),
+    ("qwen3-0.6b-1gpu", "Qwen3-8B", ["learner.world_size=2"]),
+    ("qwen3-1.7b-1gpu", "Qwen3-4B", ["learner.memory.offload_optimizer=true"]),
+    ("llama-3.1-70b", "Llama-3.1-70B", ["learner.world_size=32", "learner.machines=4"]),
+    ("qwen3-235b-a22b", "Qwen3-235B-A22B", ["learner.parallel.expert=8"]),
+    ("qwen3-235b-a22b-sft", "Qwen3-235B-A22B", ["learner.parallel.expert=8"]),
+    ("mixtral-8x7b", "Qwen3-235B-A22B", ["learner.machines=8"]),
+]
 ALL = [*NAMED, *(f"{name}-sft" for name in TUNED)]
 
 
@@ -36,7 +53,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             target = tmp_path / file.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, target)
-    shutil.copytree(tmp_path / "configs" / "models" / "Qwen3-0.6B", tmp_path / QWEN)  # a folder wins over the hub
+    for size in ("0.6B", "1.7B", "4B", "8B"):  # a folder wins over the hub
+        shutil.copytree(tmp_path / "configs" / "models" / f"Qwen3-{size}", tmp_path / "Qwen" / f"Qwen3-{size}")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -55,6 +73,79 @@ def test_every_named_config_passes_its_checks_and_fits(here: Path, name: str) ->
     assert layers == list(range(review.plan.model.layers)), "uneven stages have every layer once"
     for kind in review.plan.groups:
         assert sorted(rank for group in kind.groups for rank in group) == list(range(layout["world"])), kind.name
+
+
+def test_every_config_passes_with_a_model_in_its_place(here: Path) -> None:
+    files = sorted(Path("configs").glob("*.yaml"))
+    assert {file.stem for file in files} >= set(ALL)
+    for file in files:
+        assert make_review(str(file), [] if file.stem in ALL else [f"model.path={QWEN}"]).failed == [], file
+
+
+def test_the_configs_of_one_model_each_have_the_fewest_80_gb_cards_and_nccl_where_it_may_be(here: Path) -> None:
+    for name in ("qwen3-0.6b-1gpu", "qwen3-1.7b-1gpu", "qwen3-4b-2gpu", "qwen3-8b-3gpu"):
+        review = make_review(f"configs/{name}.yaml", [])
+        config, plan, cards = review.config, review.plan, int(name[-4])
+        assert isinstance(config, Config) and plan is not None and plan.rl is not None
+        engine, settings, card = plan.rl.engine, config.rollout.engine, DEVICES["80 GB"]
+        assert fits(plan.fullest.peak, card)
+        assert engine.cache_tokens(card, settings.gpu_memory_utilization) > 100 * settings.max_model_len
+        said = " ".join(text_of(page(review), WIDTH).split())
+        assert ("with --share-gpus" in said and "fit one GPU of 80 GB" in said) == (cards == 1)
+        if cards > 1:
+            assert sum(config.device_shares.values()) == cards
+            assert config.weights.transport == "nccl"
+            least = plan.parameters * 18 + engine.weight_bytes  # sharded perfectly, and nothing else
+            assert not fits(least / (cards - 1), card), "they fit fewer"
+    first = make_review("configs/qwen3-0.6b-gsm8k.yaml", []).config
+    assert isinstance(first, Config) and (first.weights.transport, first.weights.buffers) == ("nccl", "device")
+
+
+@pytest.mark.parametrize(("name", "model", "words"), LARGER)
+def test_a_layout_that_does_not_fit_gets_a_proposal_that_does(
+    here: Path, name: str, model: str, words: list[str]
+) -> None:
+    given = [f"model.path=configs/models/{model}"]
+    before = make_review(f"configs/{name}.yaml", given)
+    assert before.plan is not None and before.proposal is not None
+    proposed = before.proposal
+    assert set(words) <= set(proposed.overrides), proposed
+    said = next(line for line in before.remarks if "does not fit a GPU of" in line)
+    assert f"With {' '.join(proposed.overrides)} it needs {proposed.peak / GIB:.1f} GiB and fits" in said
+    after = make_review(f"configs/{name}.yaml", [*given, *proposed.overrides])
+    assert after.plan is not None and after.plan.fullest.peak == proposed.peak < before.plan.fullest.peak
+    assert fits(proposed.peak, DEVICES[proposed.device])
+    assert not fits(before.plan.fullest.peak, DEVICES[proposed.device])
+    assert after.failed == before.failed == []
+
+
+def test_where_no_layout_fits_the_page_says_so(here: Path) -> None:
+    review = make_review("configs/qwen3-0.6b-gsm8k.yaml", ["model.path=configs/models/Llama-3.1-70B"])
+    assert review.proposal is None
+    assert any("No layout of these GPUs that was tried does" in line for line in review.remarks)
+
+
+def test_versions_in_device_memory_count_on_the_lead_and_offloading_on_the_ranks_that_there_are(here: Path) -> None:
+    device, host = (make_review("configs/qwen3-0.6b-gsm8k.yaml", [f"weights.buffers={b}"]) for b in ("device", "host"))
+    assert device.plan is not None and host.plan is not None and host.plan.rl is not None
+    assert device.plan.fullest.peak - host.plan.fullest.peak == 3 * host.plan.rl.publish.bytes
+    remarks = make_review("configs/qwen3-4b-2gpu.yaml", []).remarks
+    assert any("takes about 45 GiB of host memory on a node of 1 ranks" in line for line in remarks)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rollout.engine.tensor_parallel=16"], "at most 8, the GPUs of its machine, found 16 x 1 = 16"),
+        (["learner.machines=32"], "learner.machines: expected at least 64 for 512 ranks"),
+        (["rollout.engine.tensor_parallel=4"], "312 GiB of weights per device, more than any GPU has"),
+    ],
+)
+def test_what_no_machine_of_eight_gpus_can_start_is_refused(here: Path, capsys, words: list[str], said: str) -> None:
+    assert main(["plan", "configs/deepseek-v3.yaml", *words]) == 2
+    assert said in " ".join(capsys.readouterr().out.split())
+    if "more than any" not in said:
+        assert make_review("configs/deepseek-v3.yaml", words, gpus_per_node=16).failed == []
 
 
 def test_all_failing_checks_are_listed_and_the_exit_code_is_2(here: Path, capsys) -> None:

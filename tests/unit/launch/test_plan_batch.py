@@ -187,5 +187,7 @@ def test_a_publish_is_the_weights_in_their_dtype_and_an_engine_has_its_share_of_
     assert found.cache_bytes_per_token == 2 * 4 * 128 * 28 * 2  # keys and values, 4 of 8 heads, 28 layers, 2 bytes
     assert found.cache_tokens(80e9, 0.9) == int((72e9 - 596_049_920) / found.cache_bytes_per_token)
     assert found.cache_tokens(0.5e9, 0.9) == 0
+    bounded = msgspec.structs.replace(found, cache_bytes=2**30)
+    assert bounded.cache_tokens(80e9, 0.9) == int(2**30 / found.cache_bytes_per_token)
     latent = engine_of(job(), architecture("DeepSeek-V3"))
     assert latent.cache_bytes_per_token == (512 + 64) * 61 * 2

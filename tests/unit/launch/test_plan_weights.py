@@ -14,6 +14,9 @@ from tests.launch_rig import MODELS, architecture
 
 PUBLISHED = {  # billions of parameters, active ones as the model cards and reports state them
     "Qwen3-0.6B": (0.596, 0.596),
+    "Qwen3-1.7B": (1.721, 1.721),
+    "Qwen3-4B": (4.022, 4.022),
+    "Qwen3-8B": (8.191, 8.191),
     "Llama-3.1-70B": (70.55, 70.55),
     "Llama-3.1-405B": (405.85, 405.85),
     "DeepSeek-V3": (671.03, 37),

@@ -76,6 +76,19 @@ def test_weights_that_stay_on_one_machine_are_refused(tmp_path: Path, capsys: py
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("case", ["check", "other run"])
+def test_a_refused_dry_run_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    job = str(write_job(tmp_path, **RELAY))
+    if case == "check":
+        assert "rollout.group_size" in refusal(capsys, "slurm", job, "rollout.group_size=1", "--dry-run")
+        assert not (tmp_path / "run").exists()
+        return
+    prepared(job_of(tmp_path, **RELAY))
+    before = sorted((tmp_path / "run").rglob("*"))
+    assert "learner.optimizer.lr" in refusal(capsys, "slurm", job, "learner.optimizer.lr=0.5", "--dry-run")
+    assert sorted((tmp_path / "run").rglob("*")) == before
+
+
 @pytest.mark.parametrize("transport", ["gloo", "nccl"])
 def test_on_a_trusted_network_collectives_may_carry_weights_and_keys_are_made_all_the_same(
     tmp_path: Path, transport: str
