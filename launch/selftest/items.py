@@ -9,6 +9,7 @@ PARITY = "tests/integration/megatron/test_megatron_parity.py"
 RESUME = "tests/integration/learner/test_resume.py"
 # read by tests/device.py, learner/megatron/cpu/compat.py and the test of the quickstart
 RANKS, PLAIN, STEPS = "SLIPSTREAM_TEST_RANKS", "SLIPSTREAM_PLAIN_LAYERS", "SLIPSTREAM_TEST_STEPS"
+PACE = "SLIPSTREAM_TEST_PACE"
 FEWEST_RANKS, MOST_RANKS = 2, 8  # Layouts have so many ranks, which share a GPU where there are fewer.
 
 
@@ -22,7 +23,8 @@ class Item:
     packages: tuple[str, ...]  # top-level modules
     role: str = "learner"
     env: Mapping[str, str] = field(default_factory=dict)
-    limit_s: float = 180.0  # on a GPU
+    limit_s: float = 180.0  # on a GPU, without its sums
+    sums: int = 0  # collectives one after another, which are slow where ranks share a GPU
     cuda: bool = False  # it says nothing on a CPU
 
 
