@@ -78,7 +78,8 @@ def command(args: argparse.Namespace) -> int:
     if args.minutes <= 0:
         raise UsageError(f"--minutes: expected a positive number, found {args.minutes:g}")
     pace, console = measure(machine), Console(stderr=args.json)
-    end = time.monotonic() + args.minutes * 60 * pace.slower
+    sums_s = sum(known[name].sums for name in args.only or known) * pace.sum_s
+    end = time.monotonic() + args.minutes * 60 * pace.slower + sums_s
     results = [environment(machine)]
     results[0].figures |= {"pace": pace.told} if pace.told else {}
     show(console, results[0])
