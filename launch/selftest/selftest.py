@@ -59,7 +59,7 @@ class Pace:
     slower: float  # than the device that the limits are for
     sum_s: float = 0.0  # that one collective takes
     told: str = ""
-    measured: str = ""  # what tests/device.py has found, as it says it
+    measured: str = ""  # the line that tests/device.py has printed
 
     def limit_s(self, item: Item) -> float:
         return item.limit_s * self.slower + item.sums * self.sum_s

@@ -1,7 +1,7 @@
 """Broadcasts between devices: every library call has a deadline, and host memory passes through a device's.
 
-What a library of device collectives has begun may never end when a member is gone. So one thread of the group makes all
-calls and asks again and again whether they are through. At the deadline the caller continues, and the thread aborts the
+A collective between devices may never end when a member is gone. So one thread of the group makes all calls, and asks
+the library again and again whether it is through. At the deadline the caller continues, and the thread aborts the
 communicator, also one that is still forming, which frees the devices of the survivors. The contract suite runs all of
 it over gloo, with the CPU as the device.
 """

@@ -1,4 +1,4 @@
-"""Cases that share the processes of a world, one of which fails."""
+"""Cases that share the processes of a world, and one that fails."""
 
 import os
 from pathlib import Path

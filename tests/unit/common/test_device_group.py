@@ -154,7 +154,7 @@ class FakeNccl:
     """The functions of libnccl.so.2 that are used. Like NCCL it listens in a thread of its own for the members."""
 
     def __init__(self, states: list[int], init: int = nccl.IN_PROGRESS) -> None:
-        self.states, self.init = states, init  # what is pending or failed, call by call; the last one stays
+        self.states, self.init = states, init  # the answers of ncclCommGetAsyncError; the last one stays
         self.asked: list[str] = []
         self.listening: list[threading.Thread] = []
 
