@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 from xml.etree import ElementTree
@@ -26,10 +27,11 @@ from common.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from common.process.versions import versions
 from launch.doctor import packages
 from launch.doctor.machine import Machine, look
-from launch.selftest.items import Item, items
+from launch.selftest.items import PACE, Item, items
 from launch.up.devices import ROOT, interpreter
 
 CPU_SLOWER = 10.0
+JOINED_S = 15.0  # Limits are for a GPU on which two processes meet within this time.
 END_S = 30.0  # for an item's processes to end
 FIND = "import sys; from importlib.util import find_spec as f; print(', '.join(n for n in sys.argv[1:] if not f(n)))"
 MOST_CHARACTERS = 2000  # A failed test's report is cut to its end.
@@ -50,6 +52,19 @@ class Result(msgspec.Struct):
     figures: dict[str, str] = {}
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How slow the devices are, from which limits follow."""
+
+    slower: float  # than the device that the limits are for
+    sum_s: float = 0.0  # that one collective takes
+    told: str = ""
+    measured: str = ""  # the line that tests/device.py has printed
+
+    def limit_s(self, item: Item) -> float:
+        return item.limit_s * self.slower + item.sums * self.sum_s
+
+
 def command(args: argparse.Namespace) -> int:
     """Run the items, each in a process of its own, and show each as it ends."""
     if not (ROOT / "tests").is_dir() or not (ROOT / "requirements").is_dir():
@@ -62,11 +77,14 @@ def command(args: argparse.Namespace) -> int:
             raise UsageError(f"--only: expected {', '.join(known)}, found {name}" + f"; nearest: {near}" * bool(near))
     if args.minutes <= 0:
         raise UsageError(f"--minutes: expected a positive number, found {args.minutes:g}")
-    end, console = time.monotonic() + args.minutes * 60 * slower(machine), Console(stderr=args.json)
+    pace, console = measure(machine), Console(stderr=args.json)
+    sums_s = sum(known[name].sums for name in args.only or known) * pace.sum_s
+    end = time.monotonic() + args.minutes * 60 * pace.slower + sums_s
     results = [environment(machine)]
+    results[0].figures |= {"pace": pace.told} if pace.told else {}
     show(console, results[0])
     for name in args.only or known:
-        results.append(run(known[name], machine, end - time.monotonic()))
+        results.append(run(known[name], machine, pace, end - time.monotonic()))
         show(console, results[-1])
     failed = [result.name for result in results if result.state == "failed"]
     if args.json:
@@ -75,9 +93,20 @@ def command(args: argparse.Namespace) -> int:
     return EXIT_FAILED if failed else EXIT_DONE
 
 
-def slower(machine: Machine) -> float:
-    """Limits are for a GPU; a CPU is slower."""
-    return 1.0 if machine.gpus else CPU_SLOWER
+def measure(machine: Machine) -> Pace:
+    """Let two processes meet on the machine's GPUs; a CPU has a pace of its own."""
+    if not machine.gpus:
+        return Pace(CPU_SLOWER)
+    _, python = interpreter("learner")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    probe = subprocess.run([python, "-m", "tests.device"], cwd=ROOT, env=env, capture_output=True, text=True)
+    said = [*probe.stderr.splitlines(), *probe.stdout.splitlines()][-1:]
+    if probe.returncode or not said:
+        return Pace(1.0, told=f"unknown, for two processes did not meet on the GPU: {''.join(said)}")
+    found = msgspec.json.decode(said[0], type=dict[str, float])
+    joined_s, sum_s = found["joined_s"], found["reduced_s"]
+    told = f"two new processes meet in {joined_s:.1f} s, a sum takes {sum_s * 1000:.2f} ms"
+    return Pace(max(1.0, joined_s / JOINED_S), sum_s, told, said[0])
 
 
 def environment(machine: Machine) -> Result:
@@ -95,14 +124,14 @@ def environment(machine: Machine) -> Result:
     return Result("environment", "devices and versions", "passed", figures=figures)
 
 
-def run(item: Item, machine: Machine, left_s: float) -> Result:
+def run(item: Item, machine: Machine, pace: Pace, left_s: float) -> Result:
     """Run one item within `left_s`, and its own limit."""
     _, python = interpreter(item.role)
     result = Result(item.name, item.title, "not applicable")
     missing = subprocess.run(
         [python, "-c", FIND, *item.packages], capture_output=True, text=True, cwd=ROOT
     ).stdout.strip()
-    limit_s = min(item.limit_s * slower(machine), left_s)
+    limit_s = min(pace.limit_s(item), left_s)
     if item.cuda and not machine.gpus:
         result.why = "no GPU"
     elif missing:
@@ -112,17 +141,22 @@ def run(item: Item, machine: Machine, left_s: float) -> Result:
     else:
         with tempfile.TemporaryDirectory(prefix="slipstream-selftest-") as folder:
             began = time.monotonic()
-            ended = _pytest(item, python, Path(folder), limit_s)
+            ended = _pytest(item, python, Path(folder), limit_s, pace)
             result.seconds = round(time.monotonic() - began, 1)
             _read(result, Path(folder), ended, limit_s)
     return result
 
 
-def _pytest(item: Item, python: str, folder: Path, limit_s: float) -> int | None:
-    """Run the tests; pytest's exit code, or None when they were ended after `limit_s`."""
+def _pytest(item: Item, python: str, folder: Path, limit_s: float, pace: Pace) -> int | None:
+    """Run the tests; pytest's exit code, or None when they were ended after `limit_s`.
+
+    A warning of other versions than the pinned ones is no failure.
+    """
     files = [f"--junitxml={folder / 'results.xml'}", f"--basetemp={folder / 'tests'}"]
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1", *files, *item.tests]
+    options = ["-q", "-W", "default", "-p", "no:cacheprovider", "-o", "junit_family=xunit1"]
+    command = [python, "-m", "pytest", *options, *files, *item.tests]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **item.env}
+    env |= {PACE: pace.measured} if pace.measured else {}
     with (folder / "output").open("wb") as log:
         output = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         child = psutil.Popen(command, cwd=ROOT, env=env, **output, process_group=0)

@@ -16,12 +16,14 @@ from common.weights.collectives import bucket_timeout
 from common.weights.messages import Publish, Reroute, Serve
 from tests.contract.transport_receiver import NCCL
 from tests.contract.transport_rig import Child, Sender, layout_of, payload
-from tests.device import sharing
+from tests.device import CUDA, pace, sharing
 from tests.waiting import LIMIT_S
 
 SIZE = 1_000_000 // 64 * 64
 BUCKET = 65_537  # neither a multiple of an element nor of a cache line
-TIMEOUT_S = 8.0
+# Over NCCL four processes make their contexts on one device first.
+TIMEOUT_S = max(8.0, 4 * pace().joined_s) if CUDA else 8.0
+SHORT_S = TIMEOUT_S / 8
 SLACK_S = 60.0  # a slow machine with a busy neighbour takes so much longer
 
 
@@ -115,7 +117,7 @@ def test_one_who_comes_late_is_waited_for(sender: Sender, nodes: list[Child]) ->
 
 def test_one_who_never_comes_is_an_error_within_the_deadline(sender: Sender, nodes: list[Child]) -> None:
     flat = payload(SIZE, 6)
-    sender.timeout_s = 1.0
+    sender.timeout_s = SHORT_S
     if sender.server is not None:  # for a relay the one who never comes is the source
         sender.fetch(nodes[0], sender.announce([], flat, BUCKET), "tcp://127.0.0.1:9")
     else:
@@ -123,10 +125,10 @@ def test_one_who_never_comes_is_an_error_within_the_deadline(sender: Sender, nod
         sender.announce(nodes[:1], flat, BUCKET)
     began = time.monotonic()
     error = sender.send(flat, BUCKET)
-    assert time.monotonic() - began < 1.0 + SLACK_S
+    assert time.monotonic() - began < SHORT_S + SLACK_S
     assert error or sender.server is not None
     said = nodes[0].hear()
-    assert said["event"] == "failed" and time.monotonic() - began < 2.0 + SLACK_S, said
+    assert said["event"] == "failed" and time.monotonic() - began < 2 * SHORT_S + SLACK_S, said
 
 
 def test_what_is_not_what_was_announced_is_refused_and_the_bucket_named(sender: Sender, nodes: list[Child]) -> None:

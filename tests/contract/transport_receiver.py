@@ -30,13 +30,20 @@ DEVICES = {"device": torch.device("cpu"), "device from host memory": torch.devic
 
 
 class GlooCommunicator:
-    """A library like NCCL, over gloo: its calls block until a timeout far beyond every deadline."""
+    """A library like NCCL, over gloo: what it begins ends at a timeout far beyond every deadline."""
 
     def __init__(self, epoch: Epoch, meeting: Meeting) -> None:
         self._group = process_group(epoch, meeting)
+        self._work: Any = None
 
     def broadcast(self, buffer: torch.Tensor) -> None:
-        self._group.broadcast(buffer, 0).wait()
+        self._work = self._group.broadcast(buffer, 0)
+
+    def pending(self) -> bool:
+        if self._work is None or not self._work.is_completed():
+            return self._work is not None
+        self._work.wait()
+        return False
 
     def abort(self) -> None:
         del self._group

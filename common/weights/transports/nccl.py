@@ -1,33 +1,72 @@
-"""Broadcasts over NCCL between the devices of learner and nodes, through torch's process group.
+"""Broadcasts over NCCL between the devices of learner and nodes, with communicators that never block.
 
 Not vLLM's NCCL weight-transfer engine: that one receives into the live parameters while generation stands still, and
-knows neither a deadline nor a version. Here buckets are staged and verified first, as with every transport.
+knows neither a deadline nor a version. Here buckets are staged and verified first, as with every transport. Not torch's
+process group either: it waits for a group to form under the lock that its abort needs.
 """
 
 import ctypes
-import datetime
+import functools
 import os
+import socket
+import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from common.errors import UsageError
 from common.process.versions import versions
-from common.weights.collectives import Meeting, dist, from_root
+from common.weights.collectives import ROOT, Meeting, dist
 from common.weights.messages import Epoch
 from common.weights.transports.device import DeviceGroup
 
-NEVER = datetime.timedelta(days=1)  # torch's own watchdog would end the process; the deadlines here are DeviceGroup's
-HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # "0": an error of one communicator is not the end of the process
+# From nccl.h. A config of version 2.14, the first with `blocking`, is one that every later library reads.
+IN_PROGRESS, UINT8, MAGIC, CONFIG_VERSION = 7, 1, 0xCAFEBEEF, 21400
+PORT_AT = 10  # in a unique id: 8 bytes of a random number, then a sockaddr
+KEY = "nccl"  # of the unique id, in the store where the members meet
+
+
+class UniqueId(ctypes.Structure):
+    """ncclUniqueId: where rank 0 waits for the others."""
+
+    _fields_ = [("internal", ctypes.c_char * 128)]
+
+
+class CommunicatorConfig(ctypes.Structure):
+    """The first fields of ncclConfig_t."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t), ("magic", ctypes.c_uint), ("version", ctypes.c_uint), ("blocking", ctypes.c_int)
+    ]  # fmt: skip
+
+
+@functools.cache
+def library() -> Any:
+    """The NCCL that torch has loaded; raises UsageError for a torch without one, or with one inside."""
+    try:
+        found = ctypes.CDLL("libnccl.so.2")
+    except OSError:
+        raise UsageError(
+            "weights.transport: nccl needs a torch that brings NCCL as a library of its own, libnccl.so.2; "
+            "this one does not; use gloo"
+        ) from None
+    number, pointer = ctypes.c_int, ctypes.c_void_p
+    config = ctypes.POINTER(CommunicatorConfig)
+    found.ncclCommInitRankConfig.argtypes = [ctypes.POINTER(pointer), number, UniqueId, number, config]
+    found.ncclBroadcast.argtypes = [pointer, pointer, ctypes.c_size_t, number, number, pointer, pointer]
+    found.ncclCommGetAsyncError.argtypes = [pointer, ctypes.POINTER(number)]
+    found.ncclCommAbort.argtypes = found.ncclGetLastError.argtypes = [pointer]
+    found.ncclGetErrorString.restype = found.ncclGetLastError.restype = ctypes.c_char_p
+    return found
 
 
 def require_device() -> None:
-    """Raises UsageError when this machine has no device for NCCL."""
+    """Raises UsageError when this machine has no device for NCCL, or no NCCL."""
     if not torch.cuda.is_available():
         raise UsageError("weights.transport: nccl needs a CUDA device on learner and nodes; found none; use gloo")
-    if not hasattr(dist, "ProcessGroupNCCL"):
-        raise UsageError("weights.transport: nccl needs a torch that is built with NCCL; this one is not; use gloo")
+    library()
 
 
 def shared_versions() -> dict[str, str]:
@@ -36,7 +75,7 @@ def shared_versions() -> dict[str, str]:
 
 
 def loaded_version() -> str:
-    """Version of the NCCL library in this process; '' for a torch without NCCL.
+    """Version of the NCCL library in this process; '' without one.
 
     torch.cuda.nccl.version() is the version that torch was compiled with, whatever library was loaded.
     """
@@ -44,9 +83,9 @@ def loaded_version() -> str:
         return ""
     code = ctypes.c_int()
     try:
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(code))  # torch has loaded it already
-    except OSError:  # a torch that has NCCL inside
-        return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore
+        library().ncclGetVersion(ctypes.byref(code))
+    except UsageError:
+        return ""
     return f"{code.value // 10000}.{code.value // 100 % 100}.{code.value % 100}"
 
 
@@ -73,7 +112,7 @@ def remember_device() -> torch.device:
 
 
 class NcclGroup(DeviceGroup):
-    """ProcessGroupNCCL of the epoch's members, on the remembered CUDA device, else on the current one."""
+    """A communicator of the epoch's members, on the remembered CUDA device, else on the current one."""
 
     def __init__(self, epoch: Epoch, meeting: Meeting) -> None:
         """Meet the other members; raises UsageError without a CUDA device, RuntimeError when someone does not come."""
@@ -83,26 +122,77 @@ class NcclGroup(DeviceGroup):
 
 
 class NcclCommunicator:
-    """A Communicator; used by DeviceGroup's thread, `abort` by another."""
+    """A Communicator of NCCL's nonblocking kind; one thread uses it."""
 
     def __init__(self, epoch: Epoch, meeting: Meeting, device: torch.device) -> None:
         torch.cuda.set_device(device)  # the current device is a thread's own
-        self._meeting = meeting  # the group's threads may ask it later
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = NEVER
-        before = os.environ.get(HANDLING)
-        os.environ[HANDLING] = "0"  # read when a group is made, and by this one only
+        self._nccl = library()
+        self._communicator = ctypes.c_void_p()
+        self._listener: socket.socket | None = None
+        self._done: Any = None  # an event behind what was begun
         try:
-            self._group: Any = dist.ProcessGroupNCCL(meeting, epoch.rank, epoch.world_size, options)
-        finally:
-            if before is None:
-                del os.environ[HANDLING]
-            else:
-                os.environ[HANDLING] = before
+            unique = self._mint(meeting) if epoch.rank == ROOT else UniqueId.from_buffer_copy(meeting.get(KEY))
+            config = CommunicatorConfig(CommunicatorConfig.blocking.offset + 4, MAGIC, CONFIG_VERSION, blocking=0)
+            made, asked = ctypes.byref(self._communicator), ctypes.byref(config)
+            self._check(self._nccl.ncclCommInitRankConfig(made, epoch.world_size, unique, epoch.rank, asked))
+        except BaseException:
+            self.abort()
+            raise
 
     def broadcast(self, buffer: torch.Tensor) -> None:
-        self._group.broadcast([buffer], from_root()).wait()
-        torch.cuda.current_stream().synchronize()
+        at, stream = buffer.data_ptr(), torch.cuda.current_stream().cuda_stream
+        self._done = None
+        self._check(self._nccl.ncclBroadcast(at, at, buffer.numel(), UINT8, ROOT, self._communicator, stream))
+
+    def pending(self) -> bool:
+        state = ctypes.c_int()
+        self._check(self._nccl.ncclCommGetAsyncError(self._communicator, ctypes.byref(state)))
+        self._check(state.value)
+        if state.value == IN_PROGRESS:
+            return True
+        if self._done is None:  # only now is all of it in the stream
+            self._done = torch.cuda.current_stream().record_event()
+            self._stop_listening()
+        return not self._done.query()
 
     def abort(self) -> None:
-        self._group.abort()
+        self._stop_listening()
+        self._nccl.ncclCommAbort(self._communicator)
+        self._communicator = ctypes.c_void_p()
+
+    def _mint(self, meeting: Meeting) -> UniqueId:
+        """A new unique id, which the others get. NCCL then listens in a thread until every member has come."""
+        unique = UniqueId()
+        self._check(self._nccl.ncclGetUniqueId(ctypes.byref(unique)))
+        self._listener = listener(struct.unpack_from(">H", unique, PORT_AT)[0])
+        meeting.set(KEY, bytes(unique))
+        return unique
+
+    def _stop_listening(self) -> None:
+        """End NCCL's listening thread, which nothing in NCCL ends when a member never comes."""
+        if self._listener is not None:
+            with self._listener, suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener = None
+
+    def _check(self, code: int) -> None:
+        if code not in (0, IN_PROGRESS):
+            said = [self._nccl.ncclGetErrorString(code), self._nccl.ncclGetLastError(None)]
+            raise RuntimeError(f"NCCL: {'; '.join(text.decode(errors='replace') for text in said if text)}")
+
+
+def listener(port: int) -> socket.socket | None:
+    """A second handle of the socket with which this process listens at `port`."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile
+            copy = os.dup(int(name))
+            try:
+                found = socket.socket(fileno=copy)
+            except OSError:  # no socket
+                os.close(copy)
+                continue
+            inet = found.family in (socket.AF_INET, socket.AF_INET6)
+            if inet and found.getsockname()[1] == port and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return found
+            found.close()
+    return None

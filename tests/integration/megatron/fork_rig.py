@@ -1,13 +1,16 @@
 """Worlds of ranks, and learners, forked from one process that has imported Megatron once, which costs seconds of CPU.
 
 A test gives `run` groups of specs, each with a job, a function of its module that every rank runs; jobs assert nothing.
-Every spec gets a new world, of its `ranks` or of the fewest that its `parallel` needs. All files of a worker share the
-process that forks. With CUDA, which does not survive a fork, it starts a new Python for each rank.
+Every spec gets a new world, of its `ranks` or of the fewest that its `parallel` needs. Neighbours of `shared` groups
+that need as many ranks share the processes of one world, and each makes its own process group there. All files of a
+worker share the process that forks. With CUDA, which does not survive a fork, it starts a new Python for each rank.
 """
 
 import atexit
 import functools
+import gc
 import importlib
+import itertools
 import json
 import math
 import os
@@ -33,14 +36,18 @@ from tests import device
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[3]
-WORLD_S = 2 * LIMIT_S  # for one world; the largest need some seconds
+CASE_S = 2 * LIMIT_S  # for one spec; the largest need some seconds
 
 Job = Callable[[Path, dict[str, Any]], None]
+Case = tuple[str, str, dict[str, Any], bool]  # module and name of a job, its spec, whether it shares processes
 
 
-def group(job: Job, specs: list[dict[str, Any]]) -> dict[str, Any]:
-    """For each of `specs` one world that runs `job` on it."""
-    return {"module": job.__module__, "job": job.__name__, "specs": specs}
+def group(job: Job, specs: list[dict[str, Any]], shared: bool = False) -> dict[str, Any]:
+    """Let a world run `job` on each of `specs`.
+
+    A spec with a name that fails in a `shared` group is a failure of its Outcome; others run on, in new processes.
+    """
+    return {"module": job.__module__, "job": job.__name__, "specs": specs, "shared": shared}
 
 
 def run(factory: pytest.TempPathFactory, *groups: dict[str, Any], spawn: bool = device.CUDA) -> Path:
@@ -50,9 +57,12 @@ def run(factory: pytest.TempPathFactory, *groups: dict[str, Any], spawn: bool = 
         (folder / name).mkdir()
     _order({"folder": str(folder), "groups": groups}, spawn)
     if failed := _answer(spawn):
-        logs = [f"{log.name}: {log.read_text()[-3000:]}" for log in sorted(folder.glob("*.log"))]
-        pytest.fail("\n".join([failed, *logs]), pytrace=False)
+        pytest.fail(_with_logs(failed, folder), pytrace=False)
     return folder
+
+
+def _with_logs(failed: str, folder: Path) -> str:
+    return "\n".join([failed, *(f"{log.name}: {log.read_text()[-3000:]}" for log in sorted(folder.glob("*.log")))])
 
 
 @functools.cache
@@ -106,6 +116,8 @@ class Outcome:
     """The files of the ranks of one spec; `tensors` has those of all ranks."""
 
     def __init__(self, path: Path) -> None:
+        if (failed := path.parent / f"{path.name}.failed").exists():
+            pytest.fail(failed.read_text(), pytrace=False)
         assert path.is_dir(), path
         files = sorted(path.glob("*.json"))
         self.ranks = [json.loads(file.read_text()) for file in files]
@@ -148,7 +160,7 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float,
     return max(errors, key=lambda error: (math.isnan(error[0]), error))
 
 
-def _run_rank(job: Job, folder: Path, spec: dict[str, Any], log: Path, bound: socket.socket, world: tuple) -> None:
+def _run_rank(cases: list[Case], folder: Path, log: Path, bound: socket.socket, world: tuple[int, int]) -> None:
     """Join the world whose rank 0 serves the store at a socket that is bound already, so that no port is lost."""
     status, (rank, ranks) = 1, world
     try:
@@ -163,9 +175,15 @@ def _run_rank(job: Job, folder: Path, spec: dict[str, Any], log: Path, bound: so
         if device.CUDA:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "nccl" if device.CUDA else "gloo"
-        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=ranks)
-        job(folder, spec)
-        torch.distributed.barrier()
+        for number, (module, job, spec, _) in enumerate(cases):
+            if number:
+                _leave_groups()
+            own = torch.distributed.PrefixStore(str(number), store)
+            torch.distributed.init_process_group(backend, store=own, rank=rank, world_size=ranks)
+            getattr(importlib.import_module(module), job)(folder, spec)
+            torch.distributed.barrier()
+            if rank == 0:
+                _progress(folder).write_text(str(number + 1))
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -175,59 +193,92 @@ def _run_rank(job: Job, folder: Path, spec: dict[str, Any], log: Path, bound: so
         os._exit(status)
 
 
-def _start_rank(spawn: bool, job: Job, spec: dict[str, Any], *rest: Any) -> int:
-    folder, log, bound, world = rest
+def _leave_groups() -> None:
+    """Leave nothing of a case in its process for the next one."""
+    from learner.megatron import parallel
+
+    parallel.shutdown()
+    gc.collect()
+    if device.CUDA:
+        torch.cuda.empty_cache()
+
+
+def _progress(folder: Path) -> Path:
+    """The number of cases that are through in the world that runs."""
+    return folder / "progress"
+
+
+def _start_rank(spawn: bool, cases: list[Case], folder: Path, log: Path, bound: socket.socket, world: tuple) -> int:
     if spawn:
-        words = json.dumps([job.__module__, job.__name__, str(folder), spec, str(log), bound.fileno(), world])
+        words = json.dumps([cases, str(folder), str(log), bound.fileno(), world])
         command = [sys.executable, "-m", "tests.integration.megatron.fork_rig", "--rank", words]
         bound.set_inheritable(True)
         return os.posix_spawn(sys.executable, command, os.environ)  # a Popen that is dropped may reap the rank itself
+    for module, *_ in cases:
+        importlib.import_module(module)
     if pid := os.fork():
         return pid
-    _run_rank(job, folder, spec, log, bound, world)
+    _run_rank(cases, folder, log, bound, world)
     return 0
 
 
 def _spawned_rank(words: str) -> None:
-    module, name, folder, spec, log, fd, world = json.loads(words)
+    cases, folder, log, fd, world = json.loads(words)
     import learner.megatron.backend  # noqa: F401  (before any other import of megatron)
 
-    job = getattr(importlib.import_module(module), name)
-    _run_rank(job, Path(folder), spec, Path(log), socket.socket(fileno=fd), tuple(world))
+    _run_rank(cases, Path(folder), Path(log), socket.socket(fileno=fd), tuple(world))
 
 
-def _run_world(job: Job, folder: Path, spec: dict[str, Any], name: str, spawn: bool) -> str:
-    """The reason of a failure; a failed rank ends the others."""
+def _ranks_of(spec: dict[str, Any]) -> int:
     layout = ParallelConfig(**spec.get("parallel", {}))
-    ranks = spec.get("ranks") or max(layout.model_ranks, layout.pipeline * layout.expert * layout.expert_tensor)
+    return spec.get("ranks") or max(layout.model_ranks, layout.pipeline * layout.expert * layout.expert_tensor)
+
+
+def _run_world(cases: list[Case], ranks: int, folder: Path, spawn: bool) -> tuple[str, int]:
+    """The reason of a failure, and how many cases were through; a failed rank ends the others."""
+    name, done = cases[0][1], 0
+    _progress(folder).write_text("0")
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         logs = [folder / f"{name}-{ranks}-{rank}.log" for rank in range(ranks)]
-        started = ((log, bound, (rank, ranks)) for rank, log in enumerate(logs))
-        running = {_start_rank(spawn, job, spec, folder, *rest) for rest in started}
-    failed, end = "", time.monotonic() + WORLD_S
+        running = {_start_rank(spawn, cases, folder, log, bound, (rank, ranks)) for rank, log in enumerate(logs)}
+    failed, end = "", time.monotonic() + CASE_S
     while running and not failed:
         pid, status = os.waitpid(-1, os.WNOHANG)
+        if (through := int(_progress(folder).read_text() or done)) != done:
+            done, end = through, time.monotonic() + CASE_S
         if pid:
             running.discard(pid)
-            failed = f"{name} {spec}: a rank ended with {os.waitstatus_to_exitcode(status)}" if status else ""
+            failed = f"a rank ended with {os.waitstatus_to_exitcode(status)}" if status else ""
         elif time.monotonic() > end:
-            failed = f"{name} {spec}: {len(running)} of {ranks} ranks still run after {WORLD_S:g} s"
+            failed = f"{len(running)} of {ranks} ranks still run after {CASE_S:g} s"
         else:
             time.sleep(0.005)
     for pid in running:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return failed
+    done = min(done, len(cases) - 1)
+    return failed and f"{cases[done][1]} {cases[done][2]}: {failed}", done
 
 
 def _run_worlds(order: dict[str, Any], spawn: bool) -> str:
     """The reason of the failure in the first world that failed."""
-    for group in order["groups"]:
-        job = getattr(importlib.import_module(group["module"]), group["job"])
-        for spec in group["specs"]:
-            if failed := _run_world(job, Path(order["folder"]), spec, group["job"], spawn):
+    folder = Path(order["folder"])
+    cases: list[Case] = [
+        (group["module"], group["job"], spec, group["shared"]) for group in order["groups"] for spec in group["specs"]
+    ]
+    apart = ((shared or number, _ranks_of(spec)) for number, (_, _, spec, shared) in enumerate(cases, start=2))
+    for (_, ranks), found in itertools.groupby(zip(apart, cases, strict=True), key=lambda one: one[0]):
+        world = [case for _, case in found]
+        while world:
+            failed, done = _run_world(world, ranks, folder, spawn)
+            if not failed:
+                break
+            _, _, spec, shared = world[done]
+            if not shared or "name" not in spec:
                 return failed
+            (folder / f"{spec['name']}.failed").write_text(_with_logs(failed, folder))
+            world = world[done + 1 :]
     return ""
 
 

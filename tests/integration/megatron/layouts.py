@@ -1,10 +1,12 @@
 """The parallel layouts that test_megatron_parity.py proves; docs/layouts.md must list the same ones."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.config.parallel_layout import layers_per_stage
 from common.config.schema import ParallelConfig
+from learner.megatron.cpu.compat import fused
 from tests.device import RANKS
 
 LAYERS = 4  # every model of the suite has so many
@@ -23,6 +25,7 @@ class Layout:
     ranks: int
     kind: str
     parallel: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
 
     @property
     def config(self) -> ParallelConfig:
@@ -34,7 +37,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """Unique, from the sizes: moe-tp2-sp-pp2-ep2-dp2."""
+        """Unique, from the sizes and the type: moe-tp2-sp-pp2-ep2-dp2."""
         config = self.config
         sizes = {"tp": config.tensor, "pp": config.pipeline, "vpp": config.virtual_pipeline, "cp": config.context}
         sizes |= {"ep": config.expert, "etp": config.expert_tensor, "dp": self.data}
@@ -42,7 +45,8 @@ class Layout:
         parts = [f"{name}{n}" for name, n in sizes.items() if n > 1]
         if config.sequence_parallel:
             parts.insert(1, "sp")
-        return "-".join([self.kind, *(parts or ["one"])])
+        rounded = ["bf16"] if self.dtype == "bfloat16" else []
+        return "-".join([self.kind, *(parts or ["one"]), *rounded])
 
     @property
     def cells(self) -> dict[str, str]:
@@ -66,7 +70,7 @@ class Layout:
     @property
     def spec(self) -> dict[str, Any]:
         """The job that the worker runs."""
-        return {"name": self.name, "kind": self.kind, "parallel": self.parallel}
+        return {"name": self.name, "kind": self.kind, "parallel": self.parallel, "dtype": self.dtype}
 
 
 def _layouts(ranks: int, kind: str, *parallel: dict[str, Any]) -> tuple[Layout, ...]:
@@ -89,4 +93,11 @@ _ALL = (
     *_layouts(8, "tied", TP2 | PP2 | CP2),
     *_layouts(8, "moe", TP2 | PP2 | EP2 | {"first_stage_layers": 3}, TP2 | PP2 | CP2 | EP2 | ETP2),
 )
-LAYOUTS = tuple(layout for layout in _ALL if layout.ranks <= RANKS)
+
+
+def computed(layouts: Iterable[Layout], fused: bool) -> tuple[Layout, ...]:
+    """Transformer Engine has no attention for float32 under context parallelism; there it computes in bfloat16."""
+    return tuple(replace(x, dtype="bfloat16") if fused and x.config.context > 1 else x for x in layouts)
+
+
+LAYOUTS = computed((layout for layout in _ALL if layout.ranks <= RANKS), fused())

@@ -1,5 +1,7 @@
 """Real Megatron against plain Hugging Face transformers on the CPU, at every layout, in float32.
 
+A layout that computes in bfloat16 is compared with the same float32 model, with the tolerances of bfloat16.
+
 The proven figures are also written as rows of JSON to the file that SLIPSTREAM_LAYOUTS names (bench/layouts.py makes
 docs/layouts.md of it).
 """
@@ -8,7 +10,9 @@ import functools
 import hashlib
 import json
 import os
+import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +24,34 @@ from torch import Tensor
 from learner.backend_protocol import StepResult
 from tests.device import CUDA, LOOSE, RANKS
 from tests.integration.megatron import fork_rig, tiny_models
-from tests.integration.megatron.fork_rig import Outcome, group, same, worst
-from tests.integration.megatron.layouts import LAYOUTS, MODELS, Layout
+from tests.integration.megatron.fork_rig import Outcome, group, relative, same, worst
+from tests.integration.megatron.layouts import LAYOUTS, MODELS, Layout, computed
 from tests.integration.megatron.tiny_models import STEPS, TEMPERATURE, exported, microbatches, policy_loss
 
 BF16 = {"name": "bf16", "kind": "tied", "dtype": "bfloat16", "save": True}
 SAVED = {"tied-one", "tied-tp2-sp", "tied-pp2-vpp2", "moe-tp2-sp-ep2"}
 VERIFIED = {*SAVED, "tied-cp2", "moe-tp2-sp-pp2-cp2-ep2-etp2"}
-TOLERANCE = 1e-5 * LOOSE
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    logprobs: float
+    gradient: float  # relative, of each parameter's norm
+    figures: float  # relative
+    highest: float  # relative
+
+
+FLOAT32 = Tolerance(logprobs=2e-5 * LOOSE, gradient=1e-5 * LOOSE, figures=1e-5 * LOOSE, highest=1e-4 * LOOSE)
+BFLOAT16 = Tolerance(logprobs=0.8, gradient=0.25, figures=0.03, highest=0.1)
+ROUTED = Tolerance(logprobs=4.0, gradient=0.4, figures=0.06, highest=0.2)  # rounding sends some tokens to other experts
+
+# One layout that only Transformer Engine computes in bfloat16 is tried so everywhere.
+ROUNDED = [x for x in computed(LAYOUTS, fused=True) if x.name == "tied-cp2-bf16" and x not in LAYOUTS]
+TRIED = (*LAYOUTS, *ROUNDED)
 
 Record = Callable[[str, object], None]  # pytest writes the figure into the results
 
-every = pytest.mark.parametrize("layout", LAYOUTS, ids=[layout.name for layout in LAYOUTS])
+every = pytest.mark.parametrize("layout", TRIED, ids=[layout.name for layout in TRIED])
 
 
 def job_reference(folder: Path, spec: dict[str, Any]) -> None:
@@ -67,7 +87,7 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
     gradients = {f"gradient.{n}": t for n, t in tiny_models.gradients(backend).items()}
     tensors |= gradients if backend.rank == 0 else {}
     result |= dict(loss=totals.loss, tokens=totals.loss_tokens, sums=totals.sums, maxima=totals.maxima)
-    first = step_and_back(backend) if spec.get("dtype") is None and not CUDA else None
+    first = step_and_back(backend) if spec["dtype"] == "float32" and not CUDA else None
     steps = []
     for number in range(STEPS):
         steps.append(tiny_models.step(backend, number))
@@ -108,10 +128,10 @@ def step_and_back(backend: Any) -> tuple[StepResult, str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, what Hugging Face makes of them, and what every layout makes of them."""
-    specs = [x.spec | {"save": x.name in SAVED, "verify": x.name in VERIFIED, "ranks": x.ranks} for x in LAYOUTS]
-    return fork_rig.run(
-        tmp_path_factory, group(job_reference, [{"kind": kind} for kind in MODELS]), group(job_layout, [BF16, *specs])
-    )
+    specs = [x.spec | {"save": x.name in SAVED, "verify": x.name in VERIFIED, "ranks": x.ranks} for x in TRIED]
+    references = [{"kind": kind} for kind in MODELS]
+    groups = group(job_reference, references, shared=True), group(job_layout, [BF16, *specs], shared=True)
+    return fork_rig.run(tmp_path_factory, *groups)
 
 
 @functools.cache
@@ -123,19 +143,31 @@ def outcome(folder: Path, layout: Layout) -> tuple[Outcome, Outcome]:
     return found_of(folder, layout.name), found_of(folder, f"reference/{layout.kind}")
 
 
+def tolerance(layout: Layout) -> Tolerance:
+    return FLOAT32 if layout.dtype == "float32" else ROUTED if layout.kind == "moe" else BFLOAT16
+
+
 def gradient_error(folder: Path, layout: Layout) -> float:
-    """The largest relative error of a parameter's gradient."""
-    found, expected = outcome(folder, layout)
-    assert found.section("gradient").keys() == expected.section("gradient").keys()
-    error, name = worst(found.section("gradient"), expected.section("gradient"))
-    assert error < TOLERANCE, name
+    """The largest relative error of a parameter's gradient; the median where tokens go to other experts."""
+    found, expected = (one.section("gradient") for one in outcome(folder, layout))
+    assert found.keys() == expected.keys()
+    error, name = worst(found, expected)
+    if tolerance(layout) is ROUTED:
+        error = statistics.median(relative(found[name], gradient) for name, gradient in expected.items())
+    assert error < tolerance(layout).gradient, name
     return error
+
+
+def test_layouts_with_context_parallelism_and_no_others_are_rounded_under_transformer_engine() -> None:
+    found = [(layout.dtype, layout.config.context > 1) for layout in computed(LAYOUTS, fused=True)]
+    assert set(found) <= {("bfloat16", True), ("float32", False)}
+    assert computed(LAYOUTS, fused=False) == LAYOUTS
 
 
 @every
 def test_logprobs_and_every_gradient_equal_hugging_face(folder: Path, layout: Layout) -> None:
     found, expected = outcome(folder, layout)
-    same(found.section("logprobs"), expected.section("logprobs"), atol=2e-5 * LOOSE)
+    same(found.section("logprobs"), expected.section("logprobs"), atol=tolerance(layout).logprobs)
     gradient_error(folder, layout)
 
 
@@ -144,7 +176,7 @@ def test_a_single_microbatch_runs_under_every_layout(folder: Path, layout: Layou
     """The canary's case: fewer microbatches than pipeline stages."""
     found, expected = outcome(folder, layout)
     lone = found.section("lone")
-    same(lone, {rank: expected.section("logprobs")[rank] for rank in lone}, atol=2e-5 * LOOSE)
+    same(lone, {rank: expected.section("logprobs")[rank] for rank in lone}, atol=tolerance(layout).logprobs)
     given = {rank["data_parallel_rank"]: rank["lone_given"] for rank in found.ranks}
     assert len(given) == layout.data
     assert {rank["lone_tokens"] for rank in found.ranks} == {sum(given.values())}
@@ -153,15 +185,15 @@ def test_a_single_microbatch_runs_under_every_layout(folder: Path, layout: Layou
 @every
 def test_every_rank_reports_the_loss_and_norm_of_the_global_batch(folder: Path, layout: Layout) -> None:
     found, expected = outcome(folder, layout)
-    (reference,) = expected.ranks
+    (reference,), allowed = expected.ranks, tolerance(layout)
     for rank in found.ranks:
         assert rank["tokens"] == reference["tokens"]
-        assert rank["loss"] == pytest.approx(reference["loss"], rel=1e-5 * LOOSE)
-        assert rank["sums"]["entropy"] == pytest.approx(reference["entropy"], rel=1e-5 * LOOSE)
-        assert rank["maxima"]["highest"] == pytest.approx(reference["highest"], rel=1e-4 * LOOSE)
+        assert rank["loss"] == pytest.approx(reference["loss"], rel=allowed.figures)
+        assert rank["sums"]["entropy"] == pytest.approx(reference["entropy"], rel=allowed.figures)
+        assert rank["maxima"]["highest"] == pytest.approx(reference["highest"], rel=allowed.highest)
         loss, norm, rate = rank["steps"][0]
-        assert loss == pytest.approx(reference["loss"], rel=1e-5 * LOOSE)
-        assert norm == pytest.approx(reference["norm"], rel=1e-5 * LOOSE)
+        assert loss == pytest.approx(reference["loss"], rel=allowed.figures)
+        assert norm == pytest.approx(reference["norm"], rel=allowed.figures)
         assert rate == pytest.approx(0.5e-3)
         assert rank["steps"] == found.ranks[0]["steps"]
 
@@ -169,12 +201,18 @@ def test_every_rank_reports_the_loss_and_norm_of_the_global_batch(folder: Path, 
 @every
 def test_steps_equal_torch_adamw_with_clipping(folder: Path, layout: Layout) -> None:
     found, expected = outcome(folder, layout)
-    tiny_models.check_update(expected.section("weight"), found.section("trained"), expected.section("trained"))
+    if layout.dtype == "float32":
+        tiny_models.check_update(expected.section("weight"), found.section("trained"), expected.section("trained"))
+    else:  # rounding moves a weight as far as the steps do
+        assert worst(found.section("trained"), expected.section("trained")) < (0.01, "")
     assert len({rank["trained"] for rank in found.ranks}) == 1
 
 
+EXACT = [x for x in TRIED if x.dtype == "float32"]
+
+
 @pytest.mark.skipif(CUDA, reason="kernels of CUDA add in any order")
-@every
+@pytest.mark.parametrize("layout", EXACT, ids=[layout.name for layout in EXACT])
 def test_a_step_repeats_bitwise_from_the_same_state(folder: Path, layout: Layout) -> None:
     found, _ = outcome(folder, layout)
     assert [rank["repeats"] for rank in found.ranks] == [True] * layout.ranks
@@ -183,7 +221,8 @@ def test_a_step_repeats_bitwise_from_the_same_state(folder: Path, layout: Layout
 @every
 def test_export_gives_the_loaded_weights_back_on_every_rank(folder: Path, layout: Layout) -> None:
     found, expected = outcome(folder, layout)
-    same(found.section("weight"), expected.section("weight"))
+    dtype = getattr(torch, layout.dtype)
+    same(found.section("weight"), {name: weight.to(dtype) for name, weight in expected.section("weight").items()})
     first = found.ranks[0]
     for rank in found.ranks:
         assert (rank["order"], rank["exported"]) == (first["order"], first["exported"])
@@ -241,12 +280,13 @@ def test_saved_folder_has_the_trained_weights_and_the_sources_other_files(folder
 def test_ranks_that_are_spawned_find_what_forked_ones_find(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    layout = [layout for layout in LAYOUTS if layout.name in ("tied-one", "tied-dp2")][-1]
-    spec = layout.spec | {"ranks": layout.ranks}
-    groups = group(tiny_models.job_models, [{"kinds": [layout.kind]}]), group(job_layout, [spec])
-    spawned = Outcome(fork_rig.run(tmp_path_factory, *groups, spawn=True) / layout.name)
-    assert spawned.ranks == found_of(folder, layout.name).ranks
-    same(spawned.tensors, found_of(folder, layout.name).tensors)
+    names = [x.name for x in LAYOUTS if x.kind == "tied" and x.ranks == min(2, RANKS)][:2]
+    specs = [x.spec | {"ranks": x.ranks} for x in LAYOUTS if x.name in names]
+    groups = group(tiny_models.job_models, [{"kinds": ["tied"]}]), group(job_layout, specs, shared=True)
+    spawned = fork_rig.run(tmp_path_factory, *groups, spawn=True)
+    for name in names:
+        assert Outcome(spawned / name).ranks == found_of(folder, name).ranks
+        same(Outcome(spawned / name).tensors, found_of(folder, name).tensors)
 
 
 def test_what_is_proven_is_written_down(folder: Path, record_property: Record) -> None:
@@ -259,4 +299,7 @@ def test_what_is_proven_is_written_down(folder: Path, record_property: Record) -
     file = Path(os.environ.get("SLIPSTREAM_LAYOUTS") or folder / "layouts.json")
     file.write_text(json.dumps(rows, indent=1) + "\n")
     record_property("layouts", len(rows))
-    record_property("worst gradient error", f"{max(errors):.1e}")
+    exact = [error for layout, error in zip(LAYOUTS, errors, strict=True) if layout.dtype == "float32"]
+    rounded = [gradient_error(folder, layout) for layout in TRIED if layout.dtype == "bfloat16"]
+    record_property("worst gradient error", f"{max(exact):.1e}")
+    record_property("worst gradient error in bfloat16", f"{max(rounded, default=0):.1e}")

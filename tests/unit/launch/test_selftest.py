@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +12,15 @@ import pytest
 from launch.cli import main
 from launch.doctor.machine import Machine, look
 from launch.selftest import selftest
-from launch.selftest.items import Item, items
+from launch.selftest.items import PACE, Item, items
 from launch.up.devices import ROOT
 from tests.waiting import until
 
 TESTS = """
-import os, subprocess, sys, time
+import os, subprocess, sys, time, warnings
 import pytest
+
+warnings.warn("of a library that is newer than the pinned one", DeprecationWarning)
 
 def test_good(record_property):
     record_property("gain", 1.5)
@@ -28,6 +31,9 @@ def test_bad():
 
 @pytest.mark.skip(reason="the moon is full")
 def test_none(): ...
+
+def test_pace(record_property):
+    record_property("pace", os.environ["SLIPSTREAM_TEST_PACE"])
 
 def test_hangs():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
@@ -41,6 +47,7 @@ def choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Items of these names, each the test of that name."""
     file = tmp_path / "test_made.py"
     file.write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")  # as in the repository
     made = Item("", "made", (), ("json",), env={"WORD": "own", "PIDS": str(tmp_path / "pids")}, limit_s=60)
 
     def choose(*names: str, **changes: object) -> None:
@@ -129,3 +136,25 @@ def test_the_tests_exist_and_layouts_use_the_gpus(gpus: int, ranks: str) -> None
     assert found["layouts"].env == {"SLIPSTREAM_TEST_RANKS": ranks}
     assert found["weights"].tests[1:] == (("-k", "nccl") if gpus else ())
     assert sum(item.limit_s for item in found.values()) < 1500
+
+
+def test_limits_follow_from_the_pace_of_the_device(choose, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = replace(look(), gpus=("NVIDIA H200",))
+    monkeypatch.setattr(selftest, "interpreter", lambda role: (None, sys.executable))
+    found = selftest.measure(machine)  # here the CPU stands for the device
+    assert json.loads(found.measured)["joined_s"] > 0 and "two new processes meet in " in found.told
+    monkeypatch.setenv(PACE, json.dumps({"joined_s": 3 * selftest.JOINED_S, "reduced_s": 0.01}))
+    slow = selftest.measure(machine)
+    assert slow.limit_s(Item("", "", (), (), limit_s=100, sums=5000)) == pytest.approx(350)
+    monkeypatch.setattr(selftest, "interpreter", lambda role: (None, "false"))
+    unknown = selftest.measure(machine)
+    assert unknown.slower == 1.0 and unknown.told.startswith("unknown")
+    assert selftest.measure(replace(machine, gpus=())).slower == selftest.CPU_SLOWER
+
+
+def test_the_tests_of_an_item_know_the_pace(choose) -> None:
+    choose("good")
+    (item,) = selftest.items(look())
+    made = replace(item, tests=(item.tests[0].replace("good", "pace"),), limit_s=600)
+    result = selftest.run(made, look(), selftest.Pace(1.0, measured="12"), 600)
+    assert (result.state, result.figures) == ("passed", {"pace": "12"})
