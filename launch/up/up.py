@@ -55,9 +55,8 @@ def command(args: argparse.Namespace) -> int:
     check_packages(config.telemetry.sinks)
     with ExitStack() as lock:
         lock.enter_context(only_one(run.path / "up.lock", "runs this job with `slipstream up`"))
-        reached = outcome_of(run, config, MetricsTail.of(run))
-        if reached.finished:
-            print(f"{run.path} is finished: {reached.of} steps{reached.words()}", next_command(run), sep="\n")
+        if done := finished(run, config):
+            print(done)
             return EXIT_DONE
         if (address := running_broker(run)) is not None:
             raise UsageError(f"{run.path}: a broker already runs at {address}; stop that job first")
@@ -69,6 +68,13 @@ def command(args: argparse.Namespace) -> int:
             print("GPUs of each role:", *table(places), sep="\n", flush=True)
         job = Job(config, run, places, args.web)
         return job.run(args.plain, None if args.no_stay else lock.close)
+
+
+def finished(run: RunDir, config: Config) -> str:
+    """Says what a run that has done all its steps has reached, and the next command; '' while it has not."""
+    reached = outcome_of(run, config, MetricsTail.of(run))
+    text = f"{run.path} is finished: {reached.of} steps{reached.words()}\n{next_command(run)}"
+    return text if reached.finished else ""
 
 
 def next_command(run: RunDir) -> str:
