@@ -21,6 +21,8 @@ States of a task: pending -> leased(node, deadline) -> ready -> taken(step) -> c
   `fail` under a current token tells. `filtered`, `regenerated`: `sampled_tokens` and `generation_s` of the group, once.
   A node that comes again under its id goes on counting; what nodes that left had lost stays in the totals.
 - A store (what a broker remembers, in memory or on a disk) has a random `store_id` from its making to its end.
+- A learner repeats how far the log went when it was last told something. A broker whose log does not go so far, or is
+  another one, refuses every request of that learner until it attaches again.
 """
 
 from typing import Annotated
@@ -145,6 +147,16 @@ class LearnerReport(msgspec.Struct, frozen=True):
     host: Text = ""  # the lead rank's machine
     alarms: Annotated[list[Text], Meta(max_length=64)] = []  # sentences of watch rules whose metric is not well
     paused: Text = ""  # the sentence of the rule that keeps new versions from the nodes
+
+
+class LogPosition(msgspec.Struct, frozen=True, gc=False):
+    """How far the log went: the `seq`-th record, written by the broker whose start is called `opening`.
+
+    The number alone would not do: a broker that starts with an older copy of the log soon has as many records again.
+    """
+
+    opening: Text  # random per start of a broker
+    seq: Tally
 
 
 class Attached(msgspec.Struct, frozen=True):

@@ -74,6 +74,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", rename=_RENAMED):
     accepted_bytes: int = 0
     owners: dict[str, str] = {}
     freed_earlier: int = 0
+    openings: dict[str, int] = {}
 
 
 class FinishedTasks(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -136,6 +137,7 @@ class Captured(Compaction):
             marks=Marks(state.first_step, state.committed_step),
             statistics=Statistics.of(state),
             owners=dict(state.owners),
+            openings=dict(state.openings),
         )
 
     def finished(self) -> bytes | None:
@@ -179,6 +181,7 @@ def restore(state: DeliveryState, snapshot: Snapshot, read: Callable[[Location],
             tasks.retained[step].append(entry)
     state.accepted.update(snapshot.accepted)
     state.owners.update(snapshot.owners)
+    state.openings = snapshot.openings
     state.learner.report, state.learner.replaced = snapshot.learner, set(snapshot.replaced_learners)
     state.learner.job_ended = snapshot.job_ended
     snapshot.marks.apply(state)
