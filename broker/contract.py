@@ -32,6 +32,7 @@ from msgspec import Meta
 
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import GroupMeta, Task
+from common.staleness import Window
 from common.wire_types import Finite, Name, Seconds, StepNumber, Tally, Text, Version
 
 LOST_AFTER_S = 10.0  # a learner unseen for longer is lost; it reports about once a second
@@ -322,6 +323,7 @@ class BrokerStatus(msgspec.Struct, frozen=True):
     transcripts_dropped: int = 0  # they came with failed groups, and were not written
     evaluation: EvaluationProgress | None = None  # None: no version is being evaluated
     evaluation_tokens_total: int = 0  # sampled for held-out problems by all nodes that are there
+    window: Window | None = None  # None: from a broker of an earlier release
 
     @property
     def present(self) -> list[str]:

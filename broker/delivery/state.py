@@ -114,5 +114,6 @@ class DeliveryState(Taking, Leasing):
             stopping=self.stopping,
             transcripts_dropped=self.transcripts.dropped if self.transcripts is not None else 0,
             evaluation=self.evaluation.progress,
+            window=self.window,
             evaluation_tokens_total=sum(node.report.evaluation_tokens for node in self.fleet.nodes.values()),
         )

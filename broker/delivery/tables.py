@@ -20,6 +20,7 @@ from broker.delivery.task_table import Entry, Stored, TaskTable
 from common.segments import LineThread
 from common.span_buffer import SPANS
 from common.spans import SpanBatch
+from common.staleness import Window
 from common.transcripts import SentTranscript
 
 TOKEN_BYTES = 8
@@ -107,6 +108,12 @@ class Tables:
     @property
     def position(self) -> LogPosition:
         return LogPosition(next(reversed(self.openings)), self.recorder.seq)
+
+    @property
+    def window(self) -> Window:
+        """Which tasks may be leased, as of now."""
+        run, tasks = self.run, self.tasks
+        return Window(run.groups_per_step, run.max_staleness, self.first_step, tasks.freed_earlier, tuple(tasks.freed))
 
     def end_lease(self, token: str) -> Entry:
         """Take a lease from its node; returns the task, which is in no state until the caller gives it one."""

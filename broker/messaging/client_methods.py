@@ -1,8 +1,8 @@
 """The calls of the delivery contract, one class per role. A transport adds `ask`, which carries a request.
 
 Every call raises BrokerUnreachable when no answer comes within the client's deadline. It raises BrokerError when the
-broker refuses it, and UsageError when the broker refuses the credential. Those of an attached learner raise StoreChanged
-when the broker's store lacks what the learner was told.
+broker refuses it, and UsageError when the broker refuses the credential. A call of an attached learner raises
+StoreChanged when the broker's store lacks what the learner was told.
 """
 
 import time

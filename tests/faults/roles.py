@@ -141,7 +141,7 @@ async def node(o: NodeOptions) -> int:
         runner = GroupRunner(driver, o.concurrency)
         handing_in = Repeating(client, 2 * run.lease_s) if o.repeats else client
         parts = NodeParts(handing_in, feed, runner, status, timeout, EngineCounters, heartbeat.beat_now)  # type: ignore[arg-type]
-        loop = Node(parts, run, drain_s=0.5)
+        loop = Node(parts, drain_s=0.5)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, loop.request_drain, "SIGTERM", True)
         heartbeat.start(loop.on_heartbeat, loop.fail)
         try:

@@ -12,8 +12,8 @@ from common.config.schema import WeightsConfig
 from common.weights import messages, packing
 from common.weights.messages import Keep, Offering, Part, Seal, Sealed
 from learner.publish import other_sources
-from learner.publish.other_sources import OtherSources
 from learner.publish.other_sources import Lead as LeadAddress
+from learner.publish.other_sources import OtherSources
 from learner.publish.remote_source import RemoteSource
 from learner.publish.snapshot import Snapshot, SnapshotMaker
 from tests.waiting import LIMIT_S, until
