@@ -120,16 +120,11 @@ class TaskStream:
 
         Raises SlipstreamError when the learner must resume from its checkpoint instead.
         """
-        if attached.store_id == self._state.store_id:
+        if attached.next_serial or attached.store_id == self._state.store_id:
             raise SlipstreamError(
-                f"the broker's store {attached.store_id} has lost moves that it had acknowledged, as in a power cut "
-                "with broker.durability: everysec, or was put back from a copy. It may give out groups again that "
+                f"the broker's store {attached.store_id} lacks moves that a broker had acknowledged, as after a power "
+                "cut with broker.durability: everysec, or was put back from a copy. It may give out groups again that "
                 "were trained on since the last checkpoint; the learner has to resume from there"
-            )
-        if attached.next_serial:
-            raise SlipstreamError(
-                f"the broker has another store, {attached.store_id}, which knows {attached.next_serial} tasks "
-                "already; the learner has to resume from its checkpoint"
             )
         self.attach(attached)
 
