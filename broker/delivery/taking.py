@@ -77,8 +77,8 @@ class Taking(Tables):
         ends = [*list(self.openings.values())[1:], self.recorder.seq]
         if position.seq > dict(zip(self.openings, ends, strict=True)).get(position.opening, -1):
             raise StoreChanged(
-                f"the broker's store {self.store_id} lacks what this learner was told, up to record {position.seq} of "
-                f"the broker's start {position.opening}: it is another store, or an older state of the same one"
+                f"the broker's store {self.store_id} lacks what this learner was told: records up to {position.seq} "
+                f"of the start {position.opening}. It is another store, or an older state of the same one"
             )
 
     def offer(self, tasks: Sequence[Task]) -> int:

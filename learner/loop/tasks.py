@@ -4,8 +4,8 @@ The dataset numbers its tasks 0, 1, 2, ... (positions). Position n is row `order
 and the order follows from (run.seed, epoch) alone. The broker numbers the tasks that it is offered likewise (serials).
 They are the same as long as the broker remembers the run. A broker that starts with an empty store counts from 0
 again, and its store has another id than the checkpoint names. The learner then offers first the positions that were
-offered and never consumed, so each position is still consumed once. A learner that meets such a broker while it lives
-makes a checkpoint before it offers anything, because the order of these offers follows from the checkpoint.
+offered and never consumed, so each position is still consumed once. A learner may meet such a broker while it lives.
+Then it makes a checkpoint before it offers anything, because the order of these offers follows from the checkpoint.
 """
 
 import copy
@@ -122,9 +122,9 @@ class TaskStream:
         """
         if attached.next_serial or attached.store_id == self._state.store_id:
             raise SlipstreamError(
-                f"the broker's store {attached.store_id} lacks moves that a broker had acknowledged, as after a power "
-                "cut with broker.durability: everysec, or was put back from a copy. It may give out groups again that "
-                "were trained on since the last checkpoint; the learner has to resume from there"
+                f"the broker's store {attached.store_id} lacks moves that a broker had acknowledged. This follows a "
+                "power cut with broker.durability: everysec, or an older copy was put back. It may give out groups "
+                "again that were trained on since the last checkpoint; the learner has to resume from there"
             )
         self.attach(attached)
 
@@ -144,8 +144,8 @@ class TaskStream:
         """A step trains on these. Raises SlipstreamError when an earlier one did."""
         if again := [serial for serial in serials if serial not in self._state.outstanding]:
             raise SlipstreamError(
-                f"the broker gave out {len(again)} groups that an earlier step was trained on (the first is task "
-                f"{again[0]}); the learner has to resume from its checkpoint"
+                f"the broker gave out {len(again)} groups that an earlier step was trained on, first task {again[0]}; "
+                "the learner has to resume from its checkpoint"
             )
         for serial in serials:
             del self._state.outstanding[serial]

@@ -51,7 +51,7 @@ class SegmentFile:
                 offset += end
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._handle, max(begun, self._end))  # what is written over stays
+                os.ftruncate(self._handle, max(begun, self._end))  # bytes that are written again stay
             raise
         self.size = offset
         self._end = max(self._end, offset)

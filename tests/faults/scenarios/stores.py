@@ -47,7 +47,7 @@ def redis_emptied(rig: Rig) -> float:
     **PUT_BACK,
 )
 def store_put_back(rig: Rig) -> float:
-    """The log ends before the place that the learner names, or goes on differently from there. The learner ends with
+    """The log ends before the place that the learner names, or continues differently from there. The learner ends with
     exit code 1. The next one resumes from the checkpoint and gets the groups that the store still knows.
     """
     return put_back_s(rig)
@@ -72,8 +72,9 @@ def redis_put_back(rig: Rig) -> float:
     promise=EMPTIED["promise"],
 )
 def store_older_than_the_checkpoint(rig: Rig) -> float:
-    """The living learner ends with exit code 1, and the next one refuses with exit code 2: the checkpoint was trained
-    on groups that this store would give out again. With the store moved away it offers what was not consumed.
+    """The living learner ends with exit code 1. The next one refuses with exit code 2, because the checkpoint was
+    trained on groups that this store would give out again. With the store moved away it offers the tasks that were
+    not consumed.
     """
     lose_what_was_told(rig, every=3)
     refused = rig.start_learner()
@@ -112,7 +113,7 @@ def emptied_s(rig: Rig) -> float:
 def put_back_s(rig: Rig) -> float:
     lose_what_was_told(rig, every=1000)
     resumed = Checkpoint.load(rig.run_dir).step
-    lines = [line for line in trained_lines(rig.run_dir) if line.step < resumed]  # what the lost moves were about
+    lines = [line for line in trained_lines(rig.run_dir) if line.step < resumed]  # the others lost their moves
     (rig.run_dir / "learner.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     at_s = time.monotonic()
     rig.start_learner()

@@ -23,7 +23,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def told(rig: Rig) -> LogPosition:
-    """What a learner has when its answer is acknowledged."""
+    """The position that a learner has when its answer is acknowledged."""
     position = rig.state.position
     rig.settle()
     return position
@@ -52,7 +52,7 @@ def test_an_older_copy_of_the_store_does_not_pass_for_it_however_much_is_recorde
         rig.settle()
         rig.state.check_position(early)
         assert (rig.state.position.seq > late.seq) == bool(more)
-        with pytest.raises(StoreChanged, match=f"store {rig.state.store_id} lacks .* up to record {late.seq}"):
+        with pytest.raises(StoreChanged, match=f"store {rig.state.store_id} lacks .* records up to {late.seq} "):
             rig.state.check_position(late)
 
 
@@ -96,7 +96,7 @@ def test_every_request_of_an_attached_learner_finds_out_until_it_attaches_again(
         assert learner.offer(tasks(2)) == 2
     shutil.rmtree(tmp_path / "store", ignore_errors=True)
     with running(job(tmp_path, durability=durability, address=address)), learner:
-        with pytest.raises(StoreChanged, match="it is another store, or an older state"):
+        with pytest.raises(StoreChanged, match="It is another store, or an older state"):
             request_(learner)
         after = learner.attach(REPORT)
         assert after.store_id != before.store_id

@@ -48,7 +48,7 @@ def lease_all(state: DeliveryState, version: int) -> list[str]:
 
 
 def check(state: DeliveryState, version: int) -> None:
-    """What admission gave out is what the status says."""
+    """Compare the tasks that admission gave out with the status."""
     end = max(entry.serial for entry in state.tasks.leased.values()) + 1
     status = state.status()
     assert status.window is not None
