@@ -2,11 +2,12 @@
 
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from tests.faults.options import LEASE_S, Checkpoint
+from tests.faults.options import LEASE_S, Checkpoint, Trained
 from tests.faults.promise import trained_lines
 from tests.faults.rig import Rig
 from tests.faults.scenario import scenario
@@ -77,6 +78,8 @@ def store_older_than_the_checkpoint(rig: Rig) -> float:
     not consumed.
     """
     lose_what_was_told(rig, every=3)
+    resumed = Checkpoint.load(rig.run_dir).step
+    keep_lines(rig, lambda line: line.step < resumed)
     refused = rig.start_learner()
     assert refused.wait(LIMIT_S) == 2, rig.log_of("learner")
     assert "was trained on" in rig.log_of("learner")
@@ -111,22 +114,26 @@ def emptied_s(rig: Rig) -> float:
 
 
 def put_back_s(rig: Rig) -> float:
-    lose_what_was_told(rig, every=1000)
-    resumed = Checkpoint.load(rig.run_dir).step
-    lines = [line for line in trained_lines(rig.run_dir) if line.step < resumed]  # the others lost their moves
-    (rig.run_dir / "learner.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    copied_s = lose_what_was_told(rig, every=1000)
+    keep_lines(rig, lambda line: line.at_s <= copied_s)  # these steps have to get the same groups again
     at_s = time.monotonic()
     rig.start_learner()
     return rig.new_steps_s(at_s)
 
 
-def lose_what_was_told(rig: Rig, every: int) -> None:
-    """The run's store is as it was before some steps, with the same learner; returns when it has noticed and ended."""
+def keep_lines(rig: Rig, wanted: Callable[[Trained], bool]) -> None:
+    """Drop the lines of learner.jsonl about steps whose moves are lost."""
+    lines = [msgspec.json.encode(line) + b"\n" for line in trained_lines(rig.run_dir) if wanted(line)]
+    (rig.run_dir / "learner.jsonl").write_bytes(b"".join(lines))
+
+
+def lose_what_was_told(rig: Rig, every: int) -> float:
+    """The run's store is as it was before some steps, under a learner that notices it and ends; returns as of when."""
     rig.learner_options = {"store_may_change": True, "every": every}
     rig.start_all(nodes=2)
     learner = rig.learner_process
     assert learner is not None
-    kill_keepers(rig)
+    copied_s = kill_keepers(rig)
     copies = [shutil.copytree(p, f"{p}.copy") if p.is_dir() else shutil.copy(p, f"{p}.copy") for p in kept(rig)]
     start_keepers(rig)
     rig.new_steps_s(time.monotonic(), steps=7)
@@ -137,6 +144,7 @@ def lose_what_was_told(rig: Rig, every: int) -> None:
     start_keepers(rig)
     assert learner.wait(LIMIT_S) == 1, rig.log_of("learner")
     assert "lacks moves that a broker had acknowledged" in rig.log_of("learner")
+    return copied_s
 
 
 def kept(rig: Rig) -> list[Path]:
@@ -148,11 +156,12 @@ def removed(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def kill_keepers(rig: Rig) -> None:
+def kill_keepers(rig: Rig) -> float:
     assert rig.broker_process is not None
-    rig.kill(rig.broker_process)
+    at_s = rig.kill(rig.broker_process)
     if rig.with_redis:
         rig.redis.server.kill()
+    return at_s
 
 
 def start_keepers(rig: Rig) -> float:
