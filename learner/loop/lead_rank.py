@@ -146,8 +146,9 @@ class Lead(RolloutSource):
         self.reporter.set("waiting", "another store of the broker", policy_version=step)
         self.tasks.follow(self.broker.attach(self.reporter.snapshot()))
         self.files.events.add("store_followed", step=step)
-        self._status, self._missing, self._replaced = None, self.config.learner.groups_per_step, 0
-        self._dead_at_last_take = self._replays_below = 0
+        self._status = None
+        self._missing = self.config.learner.groups_per_step
+        self._replaced = self._dead_at_last_take = self._replays_below = 0
         self._bad.clear()
         self._filtered_before.clear()
         return Save() if step < self.config.run.steps else Wait()
