@@ -21,6 +21,8 @@ States of a task: pending -> leased(node, deadline) -> ready -> taken(step) -> c
   `fail` under a current token tells. `filtered`, `regenerated`: `sampled_tokens` and `generation_s` of the group, once.
   A node that comes again under its id goes on counting; what nodes that left had lost stays in the totals.
 - A store (what a broker remembers, in memory or on a disk) has a random `store_id` from its making to its end.
+- A learner repeats how far the log went when it was last told something. A broker whose log does not go so far, or is
+  another one, refuses every request of that learner until it attaches again.
 """
 
 from typing import Annotated
@@ -30,6 +32,7 @@ from msgspec import Meta
 
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import GroupMeta, Task
+from common.staleness import Window
 from common.wire_types import Finite, Name, Seconds, StepNumber, Tally, Text, Version
 
 LOST_AFTER_S = 10.0  # a learner unseen for longer is lost; it reports about once a second
@@ -145,6 +148,16 @@ class LearnerReport(msgspec.Struct, frozen=True):
     host: Text = ""  # the lead rank's machine
     alarms: Annotated[list[Text], Meta(max_length=64)] = []  # sentences of watch rules whose metric is not well
     paused: Text = ""  # the sentence of the rule that keeps new versions from the nodes
+
+
+class LogPosition(msgspec.Struct, frozen=True, gc=False):
+    """How far the log went: the `seq`-th record, written by the broker whose start is called `opening`.
+
+    The number alone would not do: a broker that starts with an older copy of the log soon has as many records again.
+    """
+
+    opening: Text  # random per start of a broker
+    seq: Tally
 
 
 class Attached(msgspec.Struct, frozen=True):
@@ -311,6 +324,7 @@ class BrokerStatus(msgspec.Struct, frozen=True):
     transcripts_dropped: int = 0  # they came with failed groups, and were not written
     evaluation: EvaluationProgress | None = None  # None: no version is being evaluated
     evaluation_tokens_total: int = 0  # sampled for held-out problems by all nodes that are there
+    window: Window | None = None  # None: from a broker of an earlier release
     left: list[NodeStatus] = []  # the newest nodes that have left in good order, oldest first
 
     @property

@@ -55,5 +55,9 @@ class BrokerError(SlipstreamError):
     """The broker refused a request; the message says why."""
 
 
+class StoreChanged(SlipstreamError):
+    """The broker's store is another one, or lacks what the broker had told this learner; attach again."""
+
+
 class BrokerUnreachable(SlipstreamError):
     """No answer from the broker within the deadline."""

@@ -94,7 +94,7 @@ async def _serve(config: Config, address: str, status: OwnStatus) -> int:
         def adaptive() -> AdaptiveLimit | None:
             return AdaptiveLimit(low, high, config.rollout.group_size, engine.holds) if low < high else None
 
-        node = Node(parts, run, adaptive, config.rollout.drain_s)
+        node = Node(parts, adaptive, config.rollout.drain_s)
         heartbeat.start(node.on_heartbeat, node.fail)
         stack.push_async_callback(heartbeat.stop)
         loop, count = asyncio.get_running_loop(), itertools.count()

@@ -42,6 +42,8 @@ class MemoryLearner(LearnerBroker):
     def ask(self, request: wire.Request[R], wait_s: float = 0.0) -> R:
         for value in _looks(self._state, request, wait_s):
             if value is not NOT_YET:
+                if isinstance(request, wire.LearnerRequest) and request.promised:
+                    self.position = self._state.position
                 return value
             time.sleep(POLL_S)
         return nothing(cast(wire.AnyRequest, request))

@@ -13,7 +13,6 @@ from broker.delivery.task_table import DEAD, Entry
 from common.errors import BrokerError
 from common.rollouts import GroupMeta
 from common.spans import SpanBatch, credible
-from common.staleness import may_lease
 
 ALONE = 4  # times tasks.max_attempts: so often must one node fail a task to kill it while others work
 SPAN_BYTES_PER_S = 256 << 10  # by all nodes together
@@ -68,8 +67,8 @@ class Leasing(Tables):
             entry = self.evaluation.lease(node_id, self.new_token())
             self.begin_lease(entry)
             leases.append(Lease(entry.task, entry.token, entry.failures + 1, self.run.lease_s, self.evaluation.order))
-        most = 0 if in_pool else most
-        while len(leases) < most and self._admits_oldest(node.version - self.first_step):
+        most, end = 0 if in_pool else most, self.window.end(node.version)
+        while len(leases) < most and self._admits_oldest(end):
             token = self.new_token()
             self.do(moves.Leased(self.tasks.pending[0], node_id, token))
             entry = self.tasks.leased[token]
@@ -79,8 +78,8 @@ class Leasing(Tables):
             self.event_log.add("first_lease", node=node_id, version=node.version)
         return leases
 
-    def _admits_oldest(self, steps: int) -> bool:
-        """Whether a node may lease the oldest pending task; its version is `steps` after the step of task 0.
+    def _admits_oldest(self, end: int) -> bool:
+        """Whether a node whose window ends at serial `end` may lease the oldest pending task.
 
         While ready and expected groups exceed `max_bytes`, only tasks with fewer older ones ready or leased than the
         learner wants are leased. So memory is bounded, and the learner never waits for a task that no node may start.
@@ -89,7 +88,7 @@ class Leasing(Tables):
         if self.stopping or not tasks.pending:
             return False
         serial = tasks.pending[0]
-        if not may_lease(serial, steps, run.groups_per_step, run.max_staleness, tasks.freed_before(serial)):
+        if serial >= end:
             return False
         if tasks.bytes_expected() <= run.max_bytes:
             return True

@@ -115,6 +115,7 @@ class DeliveryState(Taking, Leasing):
             stopping=self.stopping,
             transcripts_dropped=self.transcripts.dropped if self.transcripts is not None else 0,
             evaluation=self.evaluation.progress,
+            window=self.window,
             left=self.fleet.status_of_left(now),
             evaluation_tokens_total=sum(node.report.evaluation_tokens for node in self.fleet.nodes.values()),
         )

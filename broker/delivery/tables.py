@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from broker.contract import RunInfo, StoreStatus
+from broker.contract import LogPosition, RunInfo, StoreStatus
 from broker.delivery.deadlines import Deadlines
 from broker.delivery.evaluation import EvaluationTable
 from broker.delivery.event_log import EventLog
@@ -20,9 +20,11 @@ from broker.delivery.task_table import Entry, Stored, TaskTable
 from common.segments import LineThread
 from common.span_buffer import SPANS
 from common.spans import SpanBatch
+from common.staleness import Window
 from common.transcripts import SentTranscript
 
 TOKEN_BYTES = 8
+MOST_OPENINGS = 64
 
 
 class Move(msgspec.Struct, frozen=True):
@@ -44,6 +46,11 @@ class Recorder:
     def status(self) -> StoreStatus | None:
         """The store's status; None when there is no store."""
 
+    @property
+    def seq(self) -> int:
+        """Number of the last record; 0 when nothing is recorded."""
+        return 0
+
 
 class Tables:
     """Data without rules; the rules are in taking.py and leasing.py."""
@@ -61,6 +68,8 @@ class Tables:
         self.run, self.clock = run, clock
         self.event_log, self.recorder = events or EventLog(), recorder or Recorder()
         self.new_token, self.store_id = new_token, store_id or new_token()
+        # starts of brokers on this store, oldest first: random id -> the last record before it
+        self.openings: dict[str, int] = {secrets.token_hex(TOKEN_BYTES): 0}
         self.tasks = TaskTable(retain_steps)
         self.fleet = Fleet(run.lease_s)
         self.learner = LearnerRecord()
@@ -89,6 +98,21 @@ class Tables:
         """Make a change and record it."""
         move.apply(self)
         self.recorder.record(move)
+
+    def open(self, seq: int) -> None:
+        """A broker starts to write behind record `seq`."""
+        newest = list(self.openings.items())[1 - MOST_OPENINGS :]
+        self.openings = {**dict(newest), secrets.token_hex(TOKEN_BYTES): seq}
+
+    @property
+    def position(self) -> LogPosition:
+        return LogPosition(next(reversed(self.openings)), self.recorder.seq)
+
+    @property
+    def window(self) -> Window:
+        """Which tasks may be leased, as of now."""
+        run, tasks = self.run, self.tasks
+        return Window(run.groups_per_step, run.max_staleness, self.first_step, tasks.freed_earlier, tuple(tasks.freed))
 
     def end_lease(self, token: str) -> Entry:
         """Take a lease from its node; returns the task, which is in no state until the caller gives it one."""

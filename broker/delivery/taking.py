@@ -4,13 +4,21 @@ from collections.abc import Sequence
 
 import msgspec
 
-from broker.contract import LEARNER_ENDED, Assembly, Attached, HeartbeatReply, LearnerReport, MachineReport
+from broker.contract import (
+    LEARNER_ENDED,
+    Assembly,
+    Attached,
+    HeartbeatReply,
+    LearnerReport,
+    LogPosition,
+    MachineReport,
+)
 from broker.delivery import moves
 from broker.delivery.learner_fencing import lasting
 from broker.delivery.learner_machines import MACHINES_EVENT
 from broker.delivery.tables import Tables
 from broker.delivery.task_table import Entry
-from common.errors import BrokerError
+from common.errors import BrokerError, StoreChanged
 from common.rollouts import Task
 
 
@@ -61,6 +69,17 @@ class Taking(Tables):
         self.learner.check(incarnation, instance)
         if incarnation is not None:
             self.learner.seen_at = self.clock()
+
+    def check_position(self, position: LogPosition | None) -> None:
+        """Raise StoreChanged when the log does not contain this position of an attached learner."""
+        if position is None:
+            return
+        ends = [*list(self.openings.values())[1:], self.recorder.seq]
+        if position.seq > dict(zip(self.openings, ends, strict=True)).get(position.opening, -1):
+            raise StoreChanged(
+                f"the broker's store {self.store_id} lacks what this learner was told: records up to {position.seq} "
+                f"of the start {position.opening}. It is another store, or an older state of the same one"
+            )
 
     def offer(self, tasks: Sequence[Task]) -> int:
         """Add tasks; known ones are ignored. Returns how many were new; a gap raises BrokerError and adds none."""

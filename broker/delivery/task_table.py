@@ -156,10 +156,6 @@ class TaskTable:
         # serials that ended since the history file was last written; empty without a store
         self.finished: list[int] = []
 
-    def freed_before(self, serial: int) -> int:
-        """Number of older tasks that freed their slot; `serial` of an unfinished task, or the next one."""
-        return self.freed_earlier + bisect_left(self.freed, serial)
-
     def has_ready(self, count: int, in_order: bool) -> bool:
         """Whether `count` groups, 1 or more, are ready; with `in_order`, no older task may be pending or leased."""
         if len(self.ready) < count or not in_order:

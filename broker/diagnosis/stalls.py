@@ -10,7 +10,6 @@ from typing import NamedTuple
 import msgspec
 
 from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, Delivery, GroupWork, LearnerReport, NodeStatus
-from common.staleness import window_end
 
 NAMED = 4  # a sentence names so many nodes or groups and counts the rest
 PROMPT_S = 2.0  # shorter flips, broadcasts and copies of the weights are not reported
@@ -226,8 +225,8 @@ def _window(status: BrokerStatus, learner: LearnerReport, version: int, on: str)
     idle = status.groups_pending == 0 and learner.state not in ("waiting", "replaying")
     if idle and not on.startswith("task window"):
         return "tasks", "tasks: none is pending", f"the learner, which is {learner.state}, offers more"
-    end = window_end(version, status.run.groups_per_step, status.run.max_staleness)
-    waits = f"the window: with version {version} tasks below {end} may be leased, and they are"
+    end = f"below {status.window.end(version)}" if status.window is not None else "in it"
+    waits = f"the window: with version {version} tasks {end} may be leased, and they are"
     release = f"step {learner.step} is trained and version {new + 1} published (the learner is {learner.state})"
     return "window", waits, release
 
@@ -248,11 +247,11 @@ class _Late(NamedTuple):
 
 def _groups(status: BrokerStatus) -> list[Stall]:
     """Overtaken groups, and groups whose environment does not answer; one stall for all that wait for the same."""
-    step = status.learner.step if status.learner is not None else 0
+    due = status.window.first_due(status.learner.step) if status.learner and status.window else 0
     merged: dict[tuple[str, bool], list[_Late]] = {}
     for node in _alive(status):
         for group in node.report.groups:
-            overtaken = group.evaluates < 0 and group.serial // status.run.groups_per_step < step
+            overtaken = group.evaluates < 0 and group.serial < due
             stuck = group.state == "environment" and group.state_s + node.last_seen_s > SLOW_ENVIRONMENT_S
             if overtaken or stuck:
                 state = group.state if group.state in _ENDS else "engine"

@@ -46,6 +46,7 @@ class Journal(Recorder):
     def begin(self, state: DeliveryState, seq: int, history: int) -> None:
         """Record from now on, behind `seq`, beginning with a snapshot; `history` is the size of the history."""
         self._state, self._seq = state, seq
+        state.open(seq)
         self._writer.start(seq, history)
         self._compact(state)
 
@@ -82,6 +83,10 @@ class Journal(Recorder):
             if self._written_bytes >= self._segment_bytes:
                 self._compact(state)
             writer.kick()
+        return self._seq
+
+    @property
+    def seq(self) -> int:
         return self._seq
 
     @property

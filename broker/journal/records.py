@@ -73,6 +73,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", rename=_RENAMED):
     accepted_groups: int = 0
     accepted_bytes: int = 0
     freed_earlier: int = 0
+    openings: dict[str, int] = {}
 
 
 class FinishedTasks(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -134,6 +135,7 @@ class Captured(Compaction):
             nodes=[SavedNode(n.report, n.has_leased) for n in state.fleet.nodes.values()],
             marks=Marks(state.first_step, state.committed_step),
             statistics=Statistics.of(state),
+            openings=dict(state.openings),
         )
 
     def finished(self) -> bytes | None:
@@ -176,6 +178,7 @@ def restore(state: DeliveryState, snapshot: Snapshot, read: Callable[[Location],
             entry.filtered, entry.stored = group.filtered, StoredPayload(read, group.location)
             tasks.retained[step].append(entry)
     state.accepted.update(snapshot.accepted)
+    state.openings = snapshot.openings
     state.learner.report, state.learner.replaced = snapshot.learner, set(snapshot.replaced_learners)
     state.learner.job_ended = snapshot.job_ended
     snapshot.marks.apply(state)

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 import zmq
 
-from broker.contract import Lease
+from broker.contract import Lease, LogPosition
 from broker.messaging import wire
 from broker.messaging.client_methods import LEASE_PIECE_S, NodeBroker
 from broker.messaging.loop_socket import LoopSocket
 from broker.messaging.sockets import frame_limit
-from common.errors import BrokerError, BrokerUnreachable, SlipstreamError, UsageError
+from common.errors import BrokerError, BrokerUnreachable, SlipstreamError, StoreChanged, UsageError
 from common.security.credentials import Credential
 
 logger = logging.getLogger(__name__)
@@ -118,6 +118,7 @@ class Connection:
         self._turning: asyncio.TimerHandle | None = None
         self._unwanted: dict[int, wire.AskLease] = {}  # requests that were cancelled, by id
         self._background: set[asyncio.Task[None]] = set()
+        self.position: LogPosition | None = None  # the one in the newest answer that had one
         self._told = ("", 0.0)  # the last reason for no answer yet, and its time
 
     async def close(self) -> None:
@@ -282,12 +283,13 @@ class Connection:
         request = call.request if call is not None else self._unwanted.pop(reply.id, None)
         if isinstance(reply, wire.Refused):
             if call is not None:
-                self._fail(call, BrokerError(reply.reason))
+                self._fail(call, (StoreChanged if reply.store_changed else BrokerError)(reply.reason))
             elif request is None:
                 logger.error("the broker refused a message: %s", reply.reason)
             return
         if request is None:
             return
+        self.position = reply.position or self.position
         try:
             value = request.read(reply.value, payloads)
         except wire.WireError as error:

@@ -1,7 +1,8 @@
 """The calls of the delivery contract, one class per role. A transport adds `ask`, which carries a request.
 
 Every call raises BrokerUnreachable when no answer comes within the client's deadline. It raises BrokerError when the
-broker refuses it, and UsageError when the broker refuses the credential.
+broker refuses it, and UsageError when the broker refuses the credential. A call of an attached learner raises
+StoreChanged when the broker's store lacks what the learner was told.
 """
 
 import time
@@ -58,12 +59,17 @@ class ObserverBroker(ABC):
 class LearnerBroker(ObserverBroker):
     """The learner's calls, besides those of an observer."""
 
-    _sender: dict[str, Any] = {}  # incarnation and instance, once attached
+    position: contract.LogPosition | None = None  # the one in the newest answer that had one
+    _identity: dict[str, Any] = {}  # incarnation and instance, once attached
+
+    @property
+    def _sender(self) -> dict[str, Any]:
+        return self._identity and {**self._identity, "position": self.position}
 
     def attach(self, report: LearnerReport) -> contract.Attached:
         """A learner (re)starts. Raises BrokerError when it was replaced, or another of its incarnation is alive."""
         attached = self.ask(wire.Attach(report=report))
-        self._sender = {"incarnation": report.incarnation, "instance": report.instance}
+        self._identity = {"incarnation": report.incarnation, "instance": report.instance}
         return attached
 
     def offer(self, tasks: list[Task]) -> int:

@@ -5,6 +5,7 @@ import threading
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from broker.contract import LogPosition
 from broker.messaging import wire
 from broker.messaging.async_client import Connection
 from broker.messaging.client_methods import LearnerBroker
@@ -26,6 +27,10 @@ class BrokerClient(LearnerBroker):
     @property
     def address(self) -> str:
         return self._connection.address
+
+    @property
+    def position(self) -> LogPosition | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._connection.position
 
     def ask(self, request: wire.Request[R], wait_s: float = 0.0) -> R:
         answer: Future[R] = Future()

@@ -76,6 +76,7 @@ class LearnerRequest(Request[R], Generic[R], frozen=True, kw_only=True):
     durable: ClassVar[bool] = True
     incarnation: int | None = None  # the sender's, once it has attached
     instance: str = ""  # likewise
+    position: contract.LogPosition | None = None  # likewise: the one in the newest answer that the sender got
 
 
 class Attach(LearnerRequest[contract.Attached], frozen=True, kw_only=True, tag="attach"):
@@ -260,6 +261,7 @@ class Refused(Reply, frozen=True, kw_only=True, tag="refused"):
     """The request changed nothing; id -1 when it could not be read."""
 
     reason: str
+    store_changed: bool = False  # the log does not contain the sender's position
 
 
 class Waiting(Reply, frozen=True, kw_only=True, tag="waiting"):
@@ -278,6 +280,7 @@ class Answer(Reply, Generic[R], frozen=True, kw_only=True, tag="answer"):
     """The request was carried out, or had nothing to do."""
 
     value: R
+    position: contract.LogPosition | None = None  # in promised answers to a learner: where the log is when it gets this
 
 
 def value_of(reply: Reply) -> Any:

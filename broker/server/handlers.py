@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, Final, TypeVar, cast, get_args
 
+import msgspec
 import zmq
 
 from broker.contract import Lease, StoredGroup
@@ -15,7 +16,7 @@ from broker.delivery.state import DeliveryState
 from broker.journal.store import PayloadLost, StoredPayload
 from broker.messaging import wire
 from broker.server.long_polls import AnyParked, Key, ParkingLot
-from common.errors import BrokerError
+from common.errors import BrokerError, StoreChanged
 
 MAX_WAIT_S = 60.0
 NOT_YET: Final = object()  # the answer of a request that waits for something to happen
@@ -39,8 +40,9 @@ class Handlers:
         """The reply, None when the request is parked; and parked requests that their senders have given up."""
         try:
             value = answer(self._state, request, payload)
-        except BrokerError as error:
-            return wire.Refused(id=request.id, reason=str(error)), []
+        except (BrokerError, StoreChanged) as error:
+            changed = isinstance(error, StoreChanged)
+            return wire.Refused(id=request.id, reason=str(error), store_changed=changed), []
         if value is NOT_YET:
             assert isinstance(request, wire.AskLease | wire.Take)
             return None, self.parked.park(client, request, time.monotonic() + min(request.wait_s, MAX_WAIT_S))
@@ -51,7 +53,7 @@ class Handlers:
             displaced = self.parked.drop_all([(client, request.target)])
         elif isinstance(request, wire.Leave):
             displaced = self.parked.drop_all(self.parked.of_node(request.node_id))
-        return wire.Answer(id=request.id, value=value), displaced
+        return self._answer(request, value), displaced
 
     def serve_parked(self) -> list[tuple[AnyParked, wire.Reply]]:
         """Every parked request that can be answered now, with its reply."""
@@ -93,7 +95,11 @@ class Handlers:
             value = answer(self._state, parked.request, again=True)
         except BrokerError as error:
             return wire.Refused(id=parked.request.id, reason=str(error))
-        return None if value is NOT_YET else wire.Answer(id=parked.request.id, value=value)
+        return None if value is NOT_YET else self._answer(parked.request, value)
+
+    def _answer(self, request: wire.AnyRequest, value: object) -> wire.Reply:
+        told = isinstance(request, wire.LearnerRequest) and request.promised
+        return wire.Answer(id=request.id, value=value, position=self._state.position if told else None)
 
     def _lease_candidates(self) -> Iterable[Key]:
         """Parked lease requests that may be answerable now: all after a change for all, else those of changed nodes."""
@@ -127,7 +133,7 @@ class Handlers:
         if len(payloads) < len(groups):
             return wire.Answer(id=reply.id, value=None), []
         bare = [StoredGroup(group.serial, group.node_id, group.meta) for group in groups]
-        return wire.Answer(id=reply.id, value=bare), payloads
+        return msgspec.structs.replace(reply, value=bare), payloads
 
     def undo(self, reply: wire.Reply) -> None:
         """Take back the leases of a reply that never arrived."""
@@ -171,6 +177,8 @@ def answer(state: DeliveryState, request: wire.AnyRequest, payload: Payload | No
         case wire.LearnerRequest():  # only a new request is a sign of life
             check = state.learner.check if again else state.check_learner
             check(request.incarnation, request.instance)
+            if not again:
+                state.check_position(request.position)
             if isinstance(request, wire.Take):
                 return _take(state, request)
         case _:

@@ -31,6 +31,7 @@ class StreamState(msgspec.Struct, kw_only=True):
     outstanding: dict[int, int] = {}  # serial -> position of what was offered and not consumed
     renumbered: bool = False  # a broker lost its memory, serials are lower than positions
     store_id: str = ""  # the broker's store to which these serials belong; '' in checkpoints of earlier releases
+    former_stores: list[str] = []  # those that it took the place of
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,6 +28,10 @@ class Train(msgspec.Struct, frozen=True, tag="train"):
     groups: list[StoredGroup]
 
 
+class Save(msgspec.Struct, frozen=True, tag="save"):
+    """Checkpoint this version, unless that was done, and ask again."""
+
+
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """The job was asked to stop: checkpoint and leave."""
 
@@ -41,7 +45,7 @@ class Fail(msgspec.Struct, frozen=True, tag="fail"):
     hopeless: bool = False  # a learner that is started again would fail again
 
 
-Command = Wait | Train | Drain | Fail
+Command = Wait | Train | Save | Drain | Fail
 decode_command = msgspec.msgpack.Decoder(Command).decode
 
 

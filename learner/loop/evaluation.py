@@ -20,7 +20,7 @@ import numpy as np
 
 from broker.messaging.client_methods import LearnerBroker
 from common.config.schema import Config
-from common.errors import BrokerError, SlipstreamError
+from common.errors import BrokerError, SlipstreamError, StoreChanged
 from common.evaluation import EvaluationOrder, EvaluationResult, mean_interval, pass_at, pass_ks
 from common.json_lines import LineFile, dataset_rows, lines_of
 from common.metrics import EvaluationMetrics
@@ -89,7 +89,7 @@ class Evaluations:
     def turn(self, waited_for: bool = False) -> str:
         """Store new results, and end the round when all are there. Returns who is waited for, '' without a round.
 
-        `waited_for`: the run has nothing else to do. Raises BrokerUnreachable.
+        `waited_for`: the run has nothing else to do. Raises BrokerUnreachable, StoreChanged.
         """
         if (now := self._round) is None:
             return ""
@@ -117,10 +117,12 @@ class Evaluations:
     def last_turn(self, tell: Callable[[str], object]) -> bool:
         """The run is trained; returns whether its last versions are still evaluated, which `tell` hears of.
 
-        A broker that is away ends that.
+        A broker that is away ends that. Raises StoreChanged.
         """
         try:
             text = self.turn(waited_for=True)
+        except StoreChanged:
+            raise
         except SlipstreamError as error:
             logger.warning("the last version is not evaluated: %s", error)
             return False

@@ -15,7 +15,7 @@ from broker.connect import Access, connect
 from broker.contract import BrokerStatus, StoredGroup
 from broker.messaging.client_methods import LearnerBroker
 from common.config.schema import Config
-from common.errors import HopelessError, SlipstreamError
+from common.errors import HopelessError, SlipstreamError, StoreChanged
 from common.metrics import StepMetrics
 from common.process.broker_address import find_broker
 from common.process.run_dir import RunDir
@@ -27,7 +27,7 @@ from learner.backend_protocol import Backend
 from learner.batch.batch import BadGroup, TrainingBatch, expired_groups
 from learner.batch.dynamic_sampling import carries_signal, most_replaced
 from learner.checkpoint.folder import StreamState, TrainerState
-from learner.loop.batch_source import Command, Drain, Fail, Train, Wait
+from learner.loop.batch_source import Command, Drain, Fail, Save, Train, Wait
 from learner.loop.evaluation import Evaluations
 from learner.loop.rollout_source import RolloutSource
 from learner.loop.run_files import RunFiles
@@ -67,7 +67,7 @@ class Lead(RolloutSource):
         self.stop_requested = stop_requested
         self.evaluations: Evaluations | None = None
         self._watch = Watcher(config, files, publisher, reporter.update)
-        files.commit = lambda step: self.broker.commit(step)
+        files.commit = self._commit
         files.recorded = self._watch.see
         reporter.undelivered = lambda: publisher.stats().undelivered
         self._status: BrokerStatus | None = None  # fetched for the last metrics line, until the next turn has used it
@@ -120,18 +120,45 @@ class Lead(RolloutSource):
         if reason := self.stop_requested() or self.reporter.stop_requested:
             logger.info("draining: %s", reason)
             return Drain()
+        stats = self.publisher.stats()
+        if stats.fatal and step < self.config.run.steps:
+            return Fail(f"no node may generate with version {step}: {stats.fatal}", hopeless=not stats.crashed)
+        try:
+            try:
+                return self._turn(step)
+            except StoreChanged as error:
+                return self._follow(step, str(error))
+        except SlipstreamError as error:
+            return Fail(str(error), hopeless=isinstance(error, HopelessError))
+
+    def _turn(self, step: int) -> Command:
+        """Evaluate, and gather groups unless the run is trained."""
         if step >= self.config.run.steps:
             tell = partial(self.reporter.set, "evaluating", policy_version=step)
             return Wait() if self.evaluations is not None and self.evaluations.last_turn(tell) else Drain()
-        stats = self.publisher.stats()
-        if stats.fatal:
-            return Fail(f"no node may generate with version {step}: {stats.fatal}", hopeless=not stats.crashed)
+        if self.evaluations is not None:
+            self.evaluations.turn()
+        return self._gather(step)
+
+    def _follow(self, step: int, why: str) -> Wait | Save:
+        """Attach to the store that took the place of the one this learner knew. Raises as TaskStream.follow."""
+        logger.warning("%s; attaching to the broker again", why)
+        self.reporter.set("waiting", "another store of the broker", policy_version=step)
+        self.tasks.follow(self.broker.attach(self.reporter.snapshot()))
+        self.files.events.add("store_followed", step=step)
+        self._status = None
+        self._missing = self.config.learner.groups_per_step
+        self._replaced = self._dead_at_last_take = self._replays_below = 0
+        self._bad.clear()
+        self._filtered_before.clear()
+        return Save() if step < self.config.run.steps else Wait()
+
+    def _commit(self, step: int) -> None:
+        """Release the groups of a durable checkpoint. A store that does not know them has nothing to release."""
         try:
-            if self.evaluations is not None:
-                self.evaluations.turn()
-            return self._gather(step)
-        except SlipstreamError as error:
-            return Fail(str(error), hopeless=isinstance(error, HopelessError))
+            self.broker.commit(step)
+        except StoreChanged as error:
+            logger.warning("step %d is not committed: %s", step, error)
 
     def _gather(self, step: int) -> Wait | Train:
         """Offer tasks, take groups, give back what cannot be trained on; Wait: not enough groups yet."""

@@ -3,8 +3,9 @@
 The dataset numbers its tasks 0, 1, 2, ... (positions). Position n is row `order(epoch)[n % rows]` of epoch n // rows,
 and the order follows from (run.seed, epoch) alone. The broker numbers the tasks that it is offered likewise (serials).
 They are the same as long as the broker remembers the run. A broker that starts with an empty store counts from 0
-again, and its store has another id than the checkpoint names. A learner that resumes then offers first the positions
-that were offered and never consumed, so each position is still consumed once.
+again, and its store has another id than the checkpoint names. The learner then offers first the positions that were
+offered and never consumed, so each position is still consumed once. A learner may meet such a broker while it lives.
+Then it makes a checkpoint before it offers anything, because the order of these offers follows from the checkpoint.
 """
 
 import copy
@@ -17,7 +18,7 @@ import msgspec
 import numpy as np
 
 from broker.contract import Attached, LedgerEntry
-from common.errors import UsageError
+from common.errors import SlipstreamError, UsageError
 from common.json_lines import dataset_rows
 from common.rollouts import Task
 from learner.checkpoint.folder import StreamState
@@ -91,10 +92,19 @@ class TaskStream:
 
         Tasks that were offered after the checkpoint came in the order in which they come now, so the stream
         advances to the broker's serial. A store with fewer serials than the checkpoint lost its newest records, as in
-        a power cut with broker.durability: everysec. Only the lost tasks are offered again.
+        a power cut with broker.durability: everysec. Only the lost tasks are offered again. Raises UsageError for a
+        store that another one had replaced.
         """
         state = self._state
         known = not state.store_id or attached.store_id == state.store_id
+        if attached.store_id in state.former_stores:
+            raise UsageError(
+                f"the broker has the store {attached.store_id} again, whose place {state.store_id} had taken. Its "
+                "tasks were offered anew since, so they would be trained on twice. Put the newer store back, or move "
+                "this one away and start again with an empty one"
+            )
+        if not known:
+            state.former_stores.append(state.store_id)
         behind = attached.next_serial < state.next_serial
         if known and behind and state.store_id:
             self._forget(attached.next_serial)
@@ -104,6 +114,19 @@ class TaskStream:
         while state.next_serial < attached.next_serial:
             self._advance()
         return known and not behind
+
+    def follow(self, attached: Attached) -> None:
+        """Go on with an empty store that took the other's place. Checkpoint before anything is offered.
+
+        Raises SlipstreamError when the learner must resume from its checkpoint instead.
+        """
+        if attached.next_serial or attached.store_id == self._state.store_id:
+            raise SlipstreamError(
+                f"the broker's store {attached.store_id} lacks moves that a broker had acknowledged. This follows a "
+                "power cut with broker.durability: everysec, or an older copy was put back. It may give out groups "
+                "again that were trained on since the last checkpoint; the learner has to resume from there"
+            )
+        self.attach(attached)
 
     def _forget(self, first: int) -> None:
         """The broker no longer knows the serials from `first` on."""
@@ -118,9 +141,14 @@ class TaskStream:
         return [msgspec.structs.replace(self._source.task(position), serial=serial) for serial, position in offered]
 
     def consume(self, serials: list[int]) -> None:
-        """A step trains on these."""
+        """A step trains on these. Raises SlipstreamError when an earlier one did."""
+        if again := [serial for serial in serials if serial not in self._state.outstanding]:
+            raise SlipstreamError(
+                f"the broker gave out {len(again)} groups that an earlier step was trained on, first task {again[0]}; "
+                "the learner has to resume from its checkpoint"
+            )
         for serial in serials:
-            self._state.outstanding.pop(serial, None)
+            del self._state.outstanding[serial]
 
     def check_known(self, version: int, ledger: Sequence[LedgerEntry]) -> None:
         """Refuse a broker that would hand out groups which the checkpoint of `version` was trained on, or filtered."""

@@ -38,7 +38,7 @@ from learner.backend_protocol import NOTHING_TRAINED, Backend, StepResult
 from learner.batch.batch import TrainingBatch
 from learner.batch.packing import build, plan
 from learner.checkpoint.folder import TrainerState
-from learner.loop.batch_source import BatchSource, Command, Drain, Fail, Train, Wait, decode_command
+from learner.loop.batch_source import BatchSource, Command, Drain, Fail, Save, Train, Wait, decode_command
 from learner.loop.checkpointer import Checkpointer
 from learner.loop.profiling import StepProfiler
 from learner.loop.run_files import RunFiles
@@ -96,6 +96,8 @@ class Trainer:
                 return "drained"
             if isinstance(command, Fail):
                 raise (HopelessError if command.hopeless else SlipstreamError)(command.reason)
+            if isinstance(command, Save):
+                self._checkpoint(wait=True)
             if isinstance(command, Train):
                 with self._profiler.around(self.version):
                     self._turn(command.groups)

@@ -131,9 +131,9 @@ class RemoteSource:
             self._say(Sealed(self._number, self._incarnation, *key, self._served[key].part))
         elif isinstance(message, Keep):
             for version in [v for v in self._snapshots if v < max(message.versions) and v not in message.versions]:
-                del self._snapshots[version]
                 for key in [key for key in self._served if key[0] == version]:
                     self._server.withdraw(self._served.pop(key))
+                del self._snapshots[version]  # last: its buffer may be written from here on
         elif isinstance(message, messages.Eject):
             raise SlipstreamError(f"the lead refuses this source: {message.reason}")
 

@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from broker.contract import HeartbeatReply, Lease, RunInfo
+from broker.contract import HeartbeatReply, Lease
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, SlipstreamError
 from rollout_fleet.episode.concurrency import AdaptiveLimit
 from rollout_fleet.node.broker_timeout import RETRY_S
@@ -40,7 +40,6 @@ class Node:
     def __init__(
         self,
         parts: NodeParts,
-        run: RunInfo,
         adapt: Callable[[], AdaptiveLimit | None] = lambda: None,
         drain_s: float = 10.0,
     ) -> None:
@@ -49,7 +48,7 @@ class Node:
         `adapt` makes the limit that follows the engine's load, once the engine is up; None: the limit is fixed.
         `drain_s` bounds how long a signalled drain waits for groups that run.
         """
-        self._parts, self._run_info, self._drain_s = parts, run, drain_s
+        self._parts, self._drain_s = parts, drain_s
         self._make_limit, self._adapt, self._adapt_at = adapt, None, 0.0
         self._room = asyncio.Event()  # an episode ended, or the loop has to look
         self._interrupt = asyncio.Event()  # a waiting lease request is out of date
@@ -204,7 +203,7 @@ class Node:
         parts.status.measure(weights, parts.counters(), self._groups.tokens, self._groups.evaluation_tokens)
         parts.status.work(episodes, oldest, parts.runner.slots.limit)
         if self._drain_reason is None:
-            about = self._leased_before, self._run_info, parts.status.pool
+            about = self._leased_before, parts.status.pool
             parts.status.show(*explain(weights, self._learner, episodes, starting, *about))
         parts.status.turned()
 

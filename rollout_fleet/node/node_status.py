@@ -9,10 +9,9 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from broker.contract import NODE_AWAY, GroupWork, NodeReport, RunInfo, Waste
+from broker.contract import NODE_AWAY, GroupWork, NodeReport, Waste
 from common.process.health import LifeSigns
 from common.span_buffer import SPANS
-from common.staleness import window_end
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
 from rollout_fleet.join_timing import JoinTimer
 
@@ -122,7 +121,7 @@ class OwnStatus:
 
 
 def explain(
-    weights: WeightsState, learner: int | None, episodes: int, starting: int, leased: bool, run: RunInfo, pool: str = ""
+    weights: WeightsState, learner: int | None, episodes: int, starting: int, leased: bool, pool: str = ""
 ) -> tuple[str, str]:
     """(state, waiting_on) of a node that is neither starting nor leaving.
 
@@ -145,5 +144,4 @@ def explain(
         return "waiting", f"weights from learner (it restarted as incarnation {learner})"
     if not leased:
         return "waiting", "tasks (learner has offered none)"
-    last = window_end(weights.version, run.groups_per_step, run.max_staleness) - 1
-    return "waiting", f"task window: version {weights.version} may lease to serial {last}"
+    return "waiting", f"task window: version {weights.version} may lease no more tasks"

@@ -37,6 +37,8 @@ class LearnerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     step_s: float = 0.03
     in_order: bool = False
     deadline_s: float = 30.0  # how long it waits for an answer of the broker
+    every: int = 3  # steps between checkpoints
+    store_may_change: bool = False  # else a broker that has forgotten something is an error
 
 
 class Trained(msgspec.Struct, frozen=True):
@@ -56,6 +58,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     weights: str = ""
     trained: list[list[list[Any]]] = []
     stream: StreamState = msgspec.field(default_factory=StreamState)
+    first: int = 0  # the broker's store knows the steps from this one on; another store had those before
 
     @classmethod
     def load(cls, run_dir: Path) -> "Checkpoint":

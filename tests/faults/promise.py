@@ -26,11 +26,12 @@ def check_promise(run_dir: Path, ledger: Sequence[LedgerEntry], poisoned: int | 
     """
     durable = Checkpoint.load(run_dir)
     steps = [[group[0] for group in step] for step in durable.trained]
-    serials = [serial for step in steps for serial in step]
+    serials = [serial for step in steps[durable.first :] for serial in step]
     assert durable.step == len(steps), "a checkpoint holds every step up to its own"
     assert [len(step) for step in steps] == [GROUPS_PER_STEP] * len(steps), "every step was full"
     assert len(set(serials)) == len(serials), "no group is trained by two steps"
-    _check_ledger(ledger, {serial: step for step, groups in enumerate(steps) for serial in groups})
+    known = enumerate(steps[durable.first :], durable.first)
+    _check_ledger(ledger, {serial: step for step, groups in known for serial in groups})
     _check_samples(durable)
     _check_prompts(durable, ledger, poisoned)
     _check_replays(trained_lines(run_dir), durable)

@@ -56,6 +56,7 @@ class Rig:
         self.learner_process: Process | None = None
         self.nodes: dict[str, Process] = {}
         self.broker_options: dict[str, Any] = {}
+        self.learner_options: dict[str, Any] = {}
         self.max_attempts = 50
         self._incarnation = 0
         self._started: list[Process] = []
@@ -86,7 +87,7 @@ class Rig:
     def start_learner(self, address: str | None = None, **options: Any) -> Process:
         """A learner that resumes from the checkpoint, as the next incarnation."""
         self._incarnation += 1
-        where = {"address": address or self.address, "run_dir": str(self.run_dir)}
+        where = {"address": address or self.address, "run_dir": str(self.run_dir), **self.learner_options}
         self.learner_process = self.start("learner", LearnerOptions(**where, incarnation=self._incarnation, **options))
         return self.learner_process
 
@@ -127,6 +128,10 @@ class Rig:
         """Wait until that many steps are trained, and a random moment longer."""
         self.eventually(lambda: len(trained_lines(self.run_dir)) >= steps, "the run does not get going")
         self.pause()
+
+    @property
+    def with_redis(self) -> bool:
+        return self._redis is not None
 
     @property
     def redis(self) -> RedisUnderTest:

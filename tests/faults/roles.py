@@ -24,7 +24,7 @@ from broker.contract import LearnerReport
 from broker.main import run_broker
 from broker.messaging.client_methods import LearnerBroker, NodeBroker
 from common.config.schema import Config
-from common.errors import SlipstreamError, UsageError
+from common.errors import SlipstreamError, StoreChanged, UsageError
 from common.process.run_dir import write_atomic
 from common.rollouts import Sample, VersionRun, decode_group
 from common.wire_types import Array
@@ -141,7 +141,7 @@ async def node(o: NodeOptions) -> int:
         runner = GroupRunner(driver, o.concurrency)
         handing_in = Repeating(client, 2 * run.lease_s) if o.repeats else client
         parts = NodeParts(handing_in, feed, runner, status, timeout, EngineCounters, heartbeat.beat_now)  # type: ignore[arg-type]
-        loop = Node(parts, run, drain_s=0.5)
+        loop = Node(parts, drain_s=0.5)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, loop.request_drain, "SIGTERM", True)
         heartbeat.start(loop.on_heartbeat, loop.fail)
         try:
@@ -155,7 +155,7 @@ async def node(o: NodeOptions) -> int:
 
 
 class Learner:
-    """The lead rank's way with the broker, without a model: checkpoints every third step, and commits then."""
+    """The lead rank's way with the broker, without a model: a checkpoint every few steps, and commits then."""
 
     def __init__(self, o: LearnerOptions, broker: LearnerBroker) -> None:
         self._o, self._broker = o, broker
@@ -167,26 +167,42 @@ class Learner:
             TaskSource(self._run_dir / "tasks.jsonl", 0, GROUP_SIZE, shuffle=False), self._state.stream
         )
         self._trained = list(self._state.trained)
-        self._weights = self._state.weights
+        self._weights, self._first = self._state.weights, self._state.first
 
     def run(self) -> None:
         step = self._state.step
         attached = self._broker.attach(self._report("starting", step))
         assert attached.committed_step < step, "the broker has committed only what a checkpoint holds"
-        if not self._stream.attach(attached):
+        if not self._stream.attach(attached) and not self._o.store_may_change:
             raise SlipstreamError("the broker knows less than the checkpoint")
+        if self._state.stream.store_id not in ("", attached.store_id):
+            self._first = step
         if step > 0:
             self._broker.commit(step - 1)
+        if attached.committed_step < step - 1:
+            self._stream.check_known(step, self._broker.ledger())
         while not (self._run_dir / "drain").exists():
-            self._broker.report(self._report("training", step))
             self._publish(step)
-            self._train(step)
+            try:
+                self._broker.report(self._report("training", step))
+                self._train(step)
+            except StoreChanged:
+                self._follow(step)
+                continue
             step += 1
             time.sleep(self._o.step_s)
-            if step % 3 == 0:
+            if step % self._o.every == 0:
                 self._checkpoint(step)
         self._checkpoint(step)
         self._broker.report(self._report("done", step))
+
+    def _follow(self, step: int) -> None:
+        """As Lead does it."""
+        if not self._o.store_may_change:
+            raise SlipstreamError("the broker has forgotten what it said")
+        self._stream.follow(self._broker.attach(self._report("waiting", step)))
+        self._first = step
+        self._checkpoint(step)
 
     def _train(self, step: int) -> None:
         groups = None
@@ -199,22 +215,26 @@ class Learner:
             groups = self._broker.take(step, GROUPS_PER_STEP, 1.0, self._o.in_order)
         trained: list[list[Any]] = []
         positions = self._stream.state().outstanding
+        self._stream.consume([group.serial for group in groups])
         for group in groups:
             samples = decode_group(group.payload).samples
             marks = ["-".join(map(str, s.tokens.numpy()[:3])) for s in samples]
             trained.append([group.serial, positions[group.serial], *marks])
             self._weights = hashlib.sha256(self._weights.encode() + group.payload).hexdigest()
         self._trained.append(trained)
-        self._stream.consume([group.serial for group in groups])
         line = Trained(time.monotonic(), self._incarnation, step, trained, self._weights)
         with (self._run_dir / "learner.jsonl").open("ab", buffering=0) as file:
             file.write(msgspec.json.encode(line) + b"\n")
 
     def _checkpoint(self, step: int) -> None:
-        now = Checkpoint(step=step, weights=self._weights, trained=self._trained, stream=self._stream.state())
+        stream = self._stream.state()
+        now = Checkpoint(step=step, weights=self._weights, trained=self._trained, stream=stream, first=self._first)
         write_atomic(self._run_dir / "checkpoint.json", msgspec.json.encode(now))
         if step > 0:
-            self._broker.commit(step - 1)
+            try:
+                self._broker.commit(step - 1)
+            except StoreChanged:
+                logger.warning("step %d is not committed, its store is gone", step - 1)
 
     def _publish(self, step: int) -> None:
         write_atomic(self._run_dir / "weights", f"{self._incarnation} {step}".encode())

@@ -78,7 +78,7 @@ def scenario(
 
 def load_all() -> dict[str, Scenario]:
     """Every scenario, in the order of the documentation."""
-    for module in ("processes", "network", "results", "broker", "redis", "failover", "machines"):
+    for module in ("processes", "network", "results", "broker", "redis", "failover", "stores", "machines"):
         importlib.import_module(f"tests.faults.scenarios.{module}")
     return SCENARIOS
 

@@ -8,6 +8,7 @@ that filter groups and take others in their place.
 import heapq
 import itertools
 import random
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,7 +21,6 @@ from broker.delivery.event_log import EventLog
 from broker.delivery.state import DeliveryState
 from broker.delivery.task_table import Entry
 from common.rollouts import GroupMeta, Task
-from common.staleness import due_step, window_end
 
 LEASE_S = 6.0
 STEPS = 12
@@ -115,8 +115,9 @@ class World:
 
     def learn(self) -> None:
         s = self.scenario
-        freed = self.state.tasks.freed_before(self.state.tasks.next_serial)
-        end = window_end(self.version, s.groups_per_step, s.max_staleness, freed) + s.groups_per_step
+        tasks = self.state.tasks
+        freed = tasks.freed_earlier + len(tasks.freed)
+        end = s.groups_per_step * (self.version + s.max_staleness + 2) + freed
         self.state.offer([Task(n, b"", n, 2) for n in range(self.state.tasks.next_serial, end)])
         taken = self.state.take(self.step, s.groups_per_step, in_order=s.mode == "wait")
         if taken is None:
@@ -135,7 +136,8 @@ class World:
             self.after(0.1, self.learn)
             return
         for entry in taken:
-            due = due_step(entry.serial, s.groups_per_step, self.state.tasks.freed_before(entry.serial))
+            freed = tasks.freed_earlier + bisect_left(tasks.freed, entry.serial)
+            due = (entry.serial - freed) // s.groups_per_step
             self.trained.append(Trained(entry.serial, self.step, self.version_of(entry), due, entry.filtered))
         self.training = True
         self.after(self.random.uniform(0.2, 2.0), self.publish)

@@ -192,13 +192,13 @@ class Delivery(RuleBasedStateMachine):
             return
         step = max(open_steps)
         chosen = data.draw(st.lists(st.sampled_from(self.taken[step]), unique=True, min_size=1))
-        freed = self.state.tasks.freed_before(self.state.tasks.next_serial)
+        freed = self.state.tasks.freed_earlier + len(self.state.tasks.freed)
         before = self.replaced(step)
         known = self.filtered.setdefault(step, [])
         known += [serial for serial in chosen if serial not in known]
         for _ in range(1 + again):
             self.state.filter(step, chosen, 2 * self.b)
-        now = self.state.tasks.freed_before(self.state.tasks.next_serial)
+        now = self.state.tasks.freed_earlier + len(self.state.tasks.freed)
         assert now - freed == self.replaced(step) - before, "a slot is freed once"
         if self.replaced(step) > before:
             self.learner_version = step  # the step is short of groups again

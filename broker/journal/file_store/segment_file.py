@@ -17,12 +17,15 @@ STAGE_BYTES = 4 << 20
 
 
 class SegmentFile:
-    """`size` is where the next write begins; a write that fails leaves it where it was and may be repeated."""
+    """`size` is where the next write begins; a write that fails leaves it where it was and may be repeated.
+
+    Set it back to write the same bytes again.
+    """
 
     def __init__(self, path: Path, stage: mmap.mmap) -> None:
         """Create `path`, empty; `stage` is an aligned buffer of STAGE_BYTES for one file at a time. Raises OSError."""
         self.path = path
-        self.size = 0
+        self.size = self._end = 0
         self._direct = True
         self._handle = self._open(os.O_CREAT | os.O_TRUNC)
         self._stage = stage
@@ -48,9 +51,10 @@ class SegmentFile:
                 offset += end
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._handle, begun)
+                os.ftruncate(self._handle, max(begun, self._end))  # bytes that are written again stay
             raise
         self.size = offset
+        self._end = max(self._end, offset)
 
     def sync(self) -> None:
         """Wait until everything written is on the disk. Raises OSError."""

@@ -56,6 +56,8 @@ class FileStore(Store):
         self._history = path / "history.log"
         self._number = 0
         self._file: SegmentFile | None = None
+        self._unsynced: list[tuple[int, int, Sequence[Record]]] = []  # offset, `synced` and records of each write
+        self._sync_failed = False
         self._stage = mmap.mmap(-1, STAGE_BYTES)
 
     def listens_at(self, address: str) -> None:
@@ -68,6 +70,7 @@ class FileStore(Store):
         torn = ""
         for number in reversed(_segments(self.path)):
             path = self._segment(number)
+            _settle(path)
             found, byte = scan(_mapped(path), self.info.seed), f"{path}: byte"
             if found.damaged:
                 raise StoreCorrupt(f"{byte} {found.end}", found.torn)
@@ -118,13 +121,28 @@ class FileStore(Store):
                 except OSError:
                     file.size = begun
                     raise
+            else:
+                self._unsynced.append((begun, synced, batch))
         for stored, location in locations:
             stored.location = location
 
     def sync(self) -> None:
-        if self._file is not None:
-            with self._when_full():
-                self._file.sync()
+        """See Store. After a failure everything is written again, to the same place.
+
+        Linux reports a failed write to one sync only. It may have dropped the pages, and the next sync succeeds without
+        them.
+        """
+        if self._file is None:
+            return
+        again = self._sync_failed
+        self._sync_failed = True
+        with self._when_full(*(() if again else (errno.EIO,))):
+            for offset, synced, batch in self._unsynced if again else ():
+                self._file.size = offset
+                self._file.write(self._frames(batch, offset, synced, []))
+            self._file.sync()
+        self._sync_failed = False
+        self._unsynced.clear()
 
     def compact(self, compaction: Compaction, history: int) -> int:
         """See Store. A new segment begins; older ones without a wanted payload are deleted."""
@@ -146,6 +164,7 @@ class FileStore(Store):
         if self._file is not None:
             self._file.close()
         self._file, self._number = file, number
+        self._unsynced.clear()
         wanted = {location.segment for location in compaction.wanted()} | {number}
         for former in _segments(self.path):
             if former not in wanted:
@@ -202,11 +221,12 @@ class FileStore(Store):
                 offset += length
 
     @contextlib.contextmanager
-    def _when_full(self) -> Generator[None]:
+    def _when_full(self, *others: int) -> Generator[None]:
+        """Errors of a full disk, or one of `others`, mean that it may be tried again."""
         try:
             yield
         except OSError as error:
-            if error.errno in FULL:
+            if error.errno in (*FULL, *others):
                 raise StoreUnavailable(f"{self.path}: {error.strerror}") from error
             raise
 
@@ -261,6 +281,14 @@ def _write_info(folder: Path, info: StoreInfo) -> None:
 def _segments(folder: Path) -> list[int]:
     """Numbers of the segments, ascending."""
     return sorted(int(p.stem) for p in folder.glob("*.log") if p.stem.isdigit())
+
+
+def _settle(path: Path) -> None:
+    """Bring what a killed broker left in the page cache to the disk, and forget pages that the disk has refused."""
+    with path.open("rb") as file:
+        with contextlib.suppress(OSError):  # then these records are missing, as after a power cut
+            os.fdatasync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _mapped(path: Path) -> Buffer:

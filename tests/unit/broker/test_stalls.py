@@ -18,6 +18,7 @@ from broker.contract import (
     StoreStatus,
 )
 from broker.diagnosis.stalls import Stall, explain, named
+from common.staleness import Window
 
 ROOT = Path(__file__).resolve().parents[3]
 MIB = 1 << 20
@@ -40,7 +41,7 @@ def status_of(
         pid=10, address="tcp://127.0.0.1:5", run=RunInfo("demo", "/runs/demo", 4, 2, 3, 60.0, 8 * MIB),
         groups_pending=3, groups_ready=1, groups_leased=1, groups_taken=0, groups_committed=28, groups_dead=0,
         bytes_held=MIB, lease_expiries=0, stale_results=0, tokens_generated_total=500, tokens_wasted_total=0,
-        learner=learner, learner_last_seen_s=0.5, nodes=seen,
+        learner=learner, learner_last_seen_s=0.5, nodes=seen, window=Window(4, 2, 0, 0, ()),
     )  # fmt: skip
     return msgspec.structs.replace(status, **changes)
 

@@ -122,7 +122,7 @@ def test_freed_slots_are_counted_and_forgotten_once_no_older_task_is_unfinished(
         taken = state.take(step, 3)
         assert taken is not None
         state.filter(step, [taken[0].serial], 2)
-        assert state.tasks.freed_before(state.tasks.next_serial) == step + 1
+        assert state.tasks.freed_earlier + len(state.tasks.freed) == step + 1
         state.commit(step - 1)
         assert len(state.tasks.freed) <= 2
 

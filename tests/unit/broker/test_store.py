@@ -1,5 +1,6 @@
 """The store on a bad disk: cut, damaged, full, locked; and what survives a broker."""
 
+import errno
 import itertools
 import os
 import shutil
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 
 from broker.contract import LEARNER_ENDED, BrokerStatus, Delivery, Waste
 from broker.journal.file_store.frames import BLOCK
+from broker.journal.file_store.segment_file import SegmentFile
 from broker.journal.file_store.store import lock_store
 from broker.journal.journal import SEGMENT_BYTES
-from broker.journal.store import StoreCorrupt
+from broker.journal.store import StoreCorrupt, StoreFailed
 from common.errors import BrokerError, UsageError
 from common.rollouts import GroupMeta
 from tests.broker_rig import learner_report, node_report
@@ -206,6 +208,59 @@ def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_is_lost(home: Path, 
         assert what_is_known(again) == known
         assert again.state.tasks.living[2].payload.read() == b"2." * 50_000  # type: ignore[attr-defined]
     assert {s: state for s, state, _ in found_in(copy)[0]}[0] == "taken"
+
+
+class DroppedPages:
+    """`SegmentFile.sync` as Linux has it when a write-back fails: the error comes once, and the pages are lost."""
+
+    def __init__(self, errors: list[int]) -> None:
+        self._errors, self._synced = errors, dict[Path, int]()
+        self._sync = SegmentFile.sync
+
+    def __call__(self, file: SegmentFile) -> None:
+        if self._errors:
+            with file.path.open("r+b") as disk:
+                disk.seek(begun := self._synced.get(file.path, 0))
+                disk.write(bytes(file.size - begun))
+            raise OSError(number := self._errors.pop(0), os.strerror(number))
+        self._sync(file)
+        self._synced[file.path] = file.size
+
+
+@pytest.mark.parametrize("errors", [[errno.ENOSPC], [errno.EIO], [errno.EIO, errno.ENOSPC]], ids=str)
+def test_a_sync_that_succeeds_after_one_that_failed_counts_only_for_what_was_written_again(
+    home: Path, monkeypatch: pytest.MonkeyPatch, errors: list[int]
+) -> None:
+    disk, left = DroppedPages([]), len(errors)
+    monkeypatch.setattr(SegmentFile, "sync", lambda file: disk(file))
+    with Rig(home, "everysec").begin() as rig:
+        rig.settle()
+        until(lambda: rig.journal._writer.synced == rig.journal.acknowledged)
+        disk._errors.extend(errors)
+        for step in (0, 1):
+            rig.step(step, size=5_000)
+            rig.settle()
+        last = rig.journal.acknowledged
+        until(lambda: not disk._errors and rig.journal._writer.synced >= last, f"{left} failures and a sync")
+        known = what_is_known(rig)
+        copy = copied(home)  # as a power cut would leave it: nothing waits in the page cache
+    with Rig(copy) as again:
+        assert what_is_known(again) == known
+        assert again.state.tasks.living[3].payload.read() == b"3." * 5_000  # type: ignore[attr-defined]
+
+
+def test_a_disk_that_refuses_the_same_records_again_ends_the_broker(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(home, "everysec").begin()
+    rig.settle()
+    until(lambda: rig.journal._writer.synced == rig.journal.acknowledged)
+    disk = DroppedPages([errno.EIO] * 3)
+    monkeypatch.setattr(SegmentFile, "sync", lambda file: disk(file))
+    rig.step(0)
+    with pytest.raises(StoreFailed, match="Input/output error"):
+        until(lambda: rig.journal.end_turn() < 0, "the failure")
+    assert not rig.journal.close()
 
 
 # -------------------------------------------------------------------- who may write

@@ -6,7 +6,7 @@ import pytest
 
 from common.config.schema import Config, SftConfig, SftLearnerConfig, SftTasksConfig
 from common.rollouts import Group, Sample, VersionRun, encode_group
-from common.staleness import window_end
+from common.staleness import Window
 from common.weights import pieces
 from common.weights.layout import Layout
 from common.wire_types import Array
@@ -77,7 +77,7 @@ def test_bubble(microbatches: int, pipeline: int, virtual: int, expected: float)
 
 def test_the_window_is_that_of_the_staleness_rule_with_groups_as_large_as_on_the_wire() -> None:
     found, n = window_of(job(), architecture("Qwen3-0.6B")), 1025
-    assert found.groups == window_end(0, 8, 2) == 24
+    assert found.groups == Window(8, 2, 0, 0, ()).end(0) == 24
     assert (found.samples, found.tokens) == (96, 96 * n)
     assert found.node_groups == 32 // 4 + 2
     sample = Sample(

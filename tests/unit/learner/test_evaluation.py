@@ -182,6 +182,29 @@ def test_a_broker_that_lost_its_memory_is_offered_the_rest_again(make_world: Mak
     assert [of_version(world, version) for version in (0, 2)] == [WHOLE] * 2
 
 
+@pytest.mark.parametrize("version", [0, 2], ids=["while it trains", "in the last round"])
+def test_an_evaluation_continues_beside_an_empty_store(
+    make_world: MakeWorld, told: dict[str, Any], version: int
+) -> None:
+    world = make_world(run={"steps": 2}, evaluation=told)
+    pool = Pool(world, most=1)
+
+    def swapped() -> None:
+        work()
+        if pool.played[-1:] == [(version, 1)] and world.memory.state is first:
+            other = MemoryBroker(first.run)
+            world.memory.state = world.broker._state = other.state
+            world.fleet.node._state = pool.node._state = other.state
+            world.fleet.registered = False
+            world.fleet.held.clear()
+
+    first, work, pool.work = world.memory.state, pool.work, swapped
+    assert watching(world, pool).run() == "done"
+    assert world.memory.state is not first
+    assert "store_followed" in world.event_kinds()
+    assert [of_version(world, done) for done in (0, 2)] == [WHOLE] * 2
+
+
 def test_samples_of_another_version_are_refused_and_played_again(make_world: MakeWorld, told: dict[str, Any]) -> None:
     world = make_world(run={"steps": 2}, evaluation=told)
     pool, honest, lies = Pool(world), Pool.result, [1, 1]

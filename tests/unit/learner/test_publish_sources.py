@@ -1,15 +1,22 @@
 """Other sources of a version: when it is whole, what they are asked for, and messages that are lost or not theirs."""
 
+import weakref
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
+import zmq
 
-from common.weights import packing
+from common.config.schema import WeightsConfig
+from common.weights import messages, packing
 from common.weights.messages import Keep, Offering, Part, Seal, Sealed
 from learner.publish import other_sources
+from learner.publish.other_sources import Lead as LeadAddress
 from learner.publish.other_sources import OtherSources
+from learner.publish.remote_source import RemoteSource
 from learner.publish.snapshot import Snapshot, SnapshotMaker
+from tests.waiting import LIMIT_S, until
 
 SHAPES = [[("a", (40,))], [("b", (70,))], [("c", (9,))]]
 
@@ -117,3 +124,32 @@ def test_sources_hear_which_versions_are_needed_with_every_offering(lead: Lead) 
     lead.offer(1, 5)
     lead.offer(1, 1)
     assert lead.sent == 3 * [(b"s1", Keep([2, 4]))]
+
+
+def test_a_source_serves_nothing_more_of_a_version_before_its_buffer_may_be_written_again() -> None:
+    """Otherwise a piece could be sealed from the next version, under the key and the nonce of this one."""
+    events: list[str] = []
+    parts = [[("a", (4,))], [("b", (1 << 16,))]]
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as control:
+        control.setsockopt(zmq.LINGER, 0)
+        control.setsockopt(zmq.RCVTIMEO, int(LIMIT_S * 1000))
+        control.bind("tcp://127.0.0.1:*")
+        address = control.getsockopt_string(zmq.LAST_ENDPOINT)
+        with closing(RemoteSource(1, parts, LeadAddress(address, 0, ""), "float32", WeightsConfig())) as source:
+            withdraw = source._server.withdraw
+
+            def withdrawing(*shipments: Any) -> None:
+                withdraw(*shipments)
+                events.append("withdrawn")
+
+            source._server.withdraw = withdrawing
+            source.publish(1, [("b", torch.ones(1 << 16))])
+            until(lambda: 1 in source._snapshots)
+            weakref.finalize(source._snapshots[1], events.append, "free")
+            control.send_multipart([identity := control.recv_multipart()[0], messages.encode(Seal(1, -1, 1 << 14))])
+            until(lambda: source._served)
+            source.publish(2, [("b", torch.ones(1 << 16))])
+            until(lambda: 2 in source._snapshots)
+            control.send_multipart([identity, messages.encode(Keep([2]))])
+            until(lambda: len(events) == 2)
+    assert events == ["withdrawn", "free"]

@@ -72,7 +72,7 @@ class Site:
         client = wrap(self.broker.node())
         counters, beat_now = (lambda: self.sampler.counters), self.beat.beat_now
         self.parts = NodeParts(client, self.feed, self.runner, self.status, timeout, counters, beat_now)
-        self.node = Node(self.parts, self.info, lambda: adapt, drain_s)
+        self.node = Node(self.parts, lambda: adapt, drain_s)
 
     async def __aenter__(self) -> "Site":
         await self.broker.node().register(self.status.report())
@@ -100,7 +100,7 @@ async def test_it_leases_what_the_window_allows_hands_in_every_group_and_reports
         site.attach(tasks=20)
         await until_async(lambda: site.states()[:8] == ["ready"] * 8)
         await until_async(lambda: site.status.report().state == "waiting")
-        assert site.status.report().waiting_on == "task window: version 0 may lease to serial 7"
+        assert site.status.report().waiting_on == "task window: version 0 may lease no more tasks"
         assert site.states()[8:] == ["pending"] * 12
         groups = site.learner.take(0, 4, 0.0)
         assert groups is not None
@@ -334,7 +334,7 @@ async def test_a_drain_while_the_engine_starts_needs_no_engine() -> None:
         raise AssertionError("the engine is not up, so the node cannot know how much its KV cache takes")
 
     site = Site()
-    node = Node(site.parts, site.info, limit)
+    node = Node(site.parts, limit)
     node.request_drain("SIGTERM")
     assert await node.run() == EXIT_DONE
 

@@ -1,0 +1,103 @@
+"""A learner that was told something beside a broker whose store has forgotten it, or is another one."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from broker.contract import LearnerReport, LogPosition
+from broker.messaging.sync_client import BrokerClient
+from common.errors import StoreChanged
+from tests.broker_rig import job, tasks
+from tests.unit.broker.conftest import Running
+from tests.unit.broker.durable_rig import Rig
+from tests.waiting import LIMIT_S
+
+REPORT = LearnerReport(1, 1, "training", 0, instance="me")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def told(rig: Rig) -> LogPosition:
+    """The position that a learner has when its answer is acknowledged."""
+    position = rig.state.position
+    rig.settle()
+    return position
+
+
+def test_what_was_told_is_known_to_every_later_broker_on_the_same_store(home: Path) -> None:
+    positions: list[LogPosition | None] = [None]
+    for start in range(3):
+        with Rig(home).begin() as rig:
+            rig.step(start)
+            positions.append(told(rig))
+            for position in positions:
+                rig.state.check_position(position)
+
+
+@pytest.mark.parametrize("more", [0, 40], ids=["fewer records", "more records than before"])
+def test_an_older_copy_of_the_store_does_not_pass_for_it_however_much_is_recorded_since(home: Path, more: int) -> None:
+    with Rig(home).begin() as rig:
+        early = told(rig)
+        shutil.copytree(home, copy := home.with_name("copy"))
+        rig.step(0)
+        late = told(rig)
+    with Rig(copy) as rig:
+        for _ in range(more):
+            rig.ready()
+        rig.settle()
+        rig.state.check_position(early)
+        assert (rig.state.position.seq > late.seq) == bool(more)
+        with pytest.raises(StoreChanged, match=f"store {rig.state.store_id} lacks .* records up to {late.seq} "):
+            rig.state.check_position(late)
+
+
+def test_a_position_of_another_store_is_unknown_and_so_is_one_from_very_many_starts_ago(home: Path) -> None:
+    with Rig(home).begin() as rig:
+        position = told(rig)
+        for _ in range(100):
+            rig.state.open(rig.journal.seq)
+        with pytest.raises(StoreChanged):
+            rig.state.check_position(position)
+        assert len(rig.state.openings) < 100
+    with Rig(home.with_name("other")).begin() as rig, pytest.raises(StoreChanged):
+        rig.state.check_position(position)
+
+
+def use_offer(learner: BrokerClient) -> object:
+    return learner.offer(tasks(1, 2))
+
+
+def use_take(learner: BrokerClient) -> object:
+    return learner.take(0, 2, LIMIT_S)
+
+
+def use_commit(learner: BrokerClient) -> object:
+    return learner.commit(0)
+
+
+def use_evaluate(learner: BrokerClient) -> object:
+    return learner.evaluate(None, [], [])
+
+
+@pytest.mark.parametrize("request_", [use_offer, use_take, use_commit, use_evaluate])
+@pytest.mark.parametrize("durability", ["fsync", "memory"])
+def test_every_request_of_an_attached_learner_finds_out_until_it_attaches_again(
+    tmp_path: Path, running: Running, request_: Callable[[BrokerClient], object], durability: str
+) -> None:
+    config = job(tmp_path, durability=durability)
+    with running(config) as broker:
+        address, learner = broker.address, broker.client()
+        before = learner.attach(REPORT)
+        assert learner.offer(tasks(2)) == 2
+    shutil.rmtree(tmp_path / "store", ignore_errors=True)
+    with running(job(tmp_path, durability=durability, address=address)), learner:
+        with pytest.raises(StoreChanged, match="It is another store, or an older state"):
+            request_(learner)
+        after = learner.attach(REPORT)
+        assert after.store_id != before.store_id
+        assert learner.offer(tasks(2)) == 2
