@@ -124,6 +124,7 @@ class Connection:
         self._calls = Calls(self._attempt)
         self._since = 0.0  # when the broker was connected to or last heard of, event loop time
         self._asked_at = 0.0  # when the first request after that was made
+        self._due_at = 0.0  # when the first answer after that was due
         self._moved_at = self._looked_at = 0.0  # when part of a message came or went, and the last look at that
         self._turning: asyncio.TimerHandle | None = None
         self._unwanted: dict[int, wire.AskLease] = {}  # requests that were cancelled, by id
@@ -171,6 +172,8 @@ class Connection:
         now = asyncio.get_running_loop().time()
         if self._asked_at <= self._since:
             self._asked_at = now
+        if self._due_at <= self._since or now + wait_s < self._due_at:
+            self._due_at = now + wait_s
         call = Call(request, frames, limit_s, now + limit_s, future, quiet_until=now + wait_s)
         self._calls.by_id[request.id] = call
         self._attempt(call)
@@ -206,33 +209,34 @@ class Connection:
             return
         try:
             socket = self._connected()
-            if now >= self._looked_at + LOOK_S:
-                self._looked_at = now
-                self._moved_at = now if socket.moves() else self._moved_at
-            if self._in_vain(now, call.end - self._deadline_s, self._deadline_s):
-                raise self._unreachable(call, socket)
-            socket = self._elsewhere(call, now) or socket
-            if call.sent_on == 0 or call.sent_on != socket.connection:
-                call.sent_on, call.quiet_until = socket.send(call.frames), max(call.quiet_until, now)
+            if call.remind_at and self._is_lost(call, socket, now):
+                socket = self._connected()
+            if call.sent_on == 0 or call.sent_on != socket.handshakes.connection:
+                call.sent_on = socket.send(call.frames)
+                call.quiet_until = max(call.quiet_until, now)
         except Exception as error:  # no caller may wait for ever, and the timer has other calls to remind
             self._fail(call, error)
             return
         again_at = now + (self._retry_s if call.sent_on else SEND_PAUSE_S)
         self._calls.remind_at(call, min(call.end, again_at) if call.end > now else again_at)
 
-    def _elsewhere(self, call: Call, now: float) -> LoopSocket | None:
-        """Another socket, when the broker that this one leads to, or the connection, seems to be lost."""
-        tried_in_vain = call.remind_at > 0 and not call.sent_on
-        limit_s = NOT_CONNECTED_S if tried_in_vain else SILENT_S
+    def _is_lost(self, call: Call, socket: LoopSocket, now: float) -> bool:
+        """Whether the broker or the connection seemed to be lost, and was left. Raises when the call gives up."""
+        if now >= self._looked_at + LOOK_S:
+            self._looked_at = now
+            self._moved_at = now if socket.moves() else self._moved_at
+        if self._in_vain(now, call.end - self._deadline_s, self._deadline_s):
+            raise self._unreachable(call, socket)
+        limit_s = SILENT_S if call.sent_on else NOT_CONNECTED_S
         if len(self._addresses) > 1 and self._in_vain(now, max(self._since, self._asked_at), limit_s):
             self._turn()
-        elif call.sent_on and self._in_vain(now, call.quiet_until, SILENT_S):
+        elif call.sent_on and self._in_vain(now, min(call.quiet_until, max(self._since, self._due_at)), SILENT_S):
             logger.warning("the broker at %s does not answer; connecting anew", self.address)
             self._disconnect()
             self._send_again()
         else:
-            return None
-        return self._connected()
+            return False
+        return True
 
     def _in_vain(self, now: float, since: float, limit_s: float) -> bool:
         """Whether nothing has moved for `limit_s`, and no request can still be in a buffer on its way."""

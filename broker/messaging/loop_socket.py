@@ -51,20 +51,16 @@ class LoopSocket:
         self.handshakes.close()
         self._socket.close(linger=0)
 
-    @property
-    def connection(self) -> int:
-        """The number of the connection that stands, 0 while there is none."""
-        return self.handshakes.connection
-
     def send(self, frames: list[bytes]) -> int:
         """Returns the number of the connection; 0 while there is none, or while what was sent before fills its queue.
 
         Raises UsageError when the broker has refused this client.
         """
-        if not self.connection and (refusal := self._watch()):
-            raise UsageError(refusal)
-        if not (number := self.connection):
-            return 0  # a message for a connection that broke would be lost, and the next one would not show it
+        number = self.handshakes.connection
+        if not number:  # what went into a connection that just broke would be lost, and nothing would show it later
+            if refusal := self._watch():
+                raise UsageError(refusal)
+            return 0
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -88,8 +84,8 @@ class LoopSocket:
         return came or went
 
     def _watch(self) -> str:
-        before, refusal = self.connection, self.handshakes.refusal()
-        if self.connection not in (0, before):
+        before, refusal = self.handshakes.connection, self.handshakes.refusal()
+        if self.handshakes.connection not in (0, before):
             self._on_connected()
         return refusal
 

@@ -32,7 +32,7 @@ from common.security.credentials import Identity
 logger = logging.getLogger(__name__)
 
 BATCH_MESSAGES = 512  # read in one turn
-FLUSH_S = 0.005  # reading for so long, what was answered so far goes out
+FLUSH_S = 0.01  # reading for so long, what was answered so far goes out
 MOST_REMEMBERED = 4096  # replies
 TICK_S = 1.0
 FLUSH_MS = 1000  # for the last replies at the end
