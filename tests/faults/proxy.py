@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 CHUNK = 16 << 10
 LINE_CHUNKS = 64  # under way in one direction
+LATE_S = 0.5  # so much is caught up with when a busy machine wakes the proxy late
 LOOP_PASSES = 10  # more than asyncio needs from an accept or an abort to its callback
 
 
@@ -155,11 +156,13 @@ class Proxy:
         line: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(LINE_CHUNKS)
 
         async def deliver() -> None:
+            due = self._loop.time()
             while True:
                 arrived, data = await line.get()
                 await asyncio.sleep(max(0.0, arrived + self.delay_s - self._loop.time()))
                 if self.bytes_per_s:
-                    await asyncio.sleep(len(data) / self.bytes_per_s)
+                    due = max(due, self._loop.time() - LATE_S) + len(data) / self.bytes_per_s
+                    await asyncio.sleep(max(0.0, due - self._loop.time()))
                 await link.open.wait()
                 if not data:
                     return
