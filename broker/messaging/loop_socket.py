@@ -41,8 +41,8 @@ class LoopSocket:
         self._reading = False  # a read is due in this turn of the loop
         self._watched = self.handshakes.fileno()
         self._loop.add_reader(self._watched, self._watch)
-        self._number = 0  # of the connection that these count the bytes of:
-        self._sent = self._delivered = 0  # whole messages
+        self._number = 0  # the connection whose bytes are counted here
+        self._sent = self._delivered = 0  # in whole messages
         self._received = self._acknowledged = self._unsent = 0  # at the last look
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class LoopSocket:
         Raises UsageError when the broker has refused this client.
         """
         number = self.handshakes.connection
-        if not number:  # what went into a connection that just broke would be lost, and nothing would show it later
+        if not number:  # a message into a connection that just broke would be lost, and nothing would show it later
             if refusal := self._watch():
                 raise UsageError(refusal)
             return 0

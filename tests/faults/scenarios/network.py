@@ -43,15 +43,15 @@ def slow_link(rig: Rig) -> float:
 
 
 @scenario(
-    fault="network: 200 kB/s in each direction, groups of 400 kB: a step takes sixteen times the client's repetition",
+    fault="network: 400 kB/s in each direction, groups of 400 kB: a step takes twice the learner's deadline",
     recovered="three new steps (4.8 MB to the learner), from the slowdown on",
-    bound="the time of the bytes + 6 s",
-    bound_s=30.0,
+    bound="the time of the bytes, to the broker and to the learner + 8 s",
+    bound_s=24.0,
 )
 def large_steps_on_a_slow_link(rig: Rig) -> float:
     """A take crosses the link once, longer than the learner's deadline, which the moving bytes extend."""
-    proxy = rig.start_behind_proxy(padding_tokens=22_000, learner_deadline_s=4.0)
-    proxy.bytes_per_s = 200_000.0
+    proxy = rig.start_behind_proxy(padding_tokens=22_000, learner_deadline_s=2.0)
+    proxy.bytes_per_s = 400_000.0
     at_s = time.monotonic()
     recovery_s = rig.new_steps_s(at_s)
     proxy.bytes_per_s = None
@@ -76,8 +76,8 @@ def black_hole(rig: Rig) -> float:
 @scenario(
     fault="network: a connection is forgotten on the way (no bytes, no reset, for ever)",
     recovered="three new steps, from then on",
-    bound="a wait for a task (15 s) + silence until a client connects anew (8 s) + 2 s",
-    bound_s=25.0,
+    bound="a wait for a task (15 s) + silence until a client connects anew (8 s) + 4 s",
+    bound_s=27.0,
 )
 def connection_forgotten(rig: Rig) -> float:
     """An answer is due and nothing moves: the client connects anew and repeats its requests."""

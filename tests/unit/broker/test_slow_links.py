@@ -106,7 +106,7 @@ def test_a_link_that_stands_still_is_given_up_and_the_answer_comes_once_more_and
             groups = taking.result(LIMIT_S)
             assert groups is not None
             assert len(groups) == SECONDS
-        most = held + SECONDS * GROUP_BYTES + 2 * GROUP_BYTES  # what was under way in buffers may come too
+        most = held + SECONDS * GROUP_BYTES + 2 * GROUP_BYTES  # buffers may have been full
         assert proxy.to_client < most
 
 
