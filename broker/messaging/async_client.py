@@ -2,8 +2,8 @@
 
 A connection loses nothing while it stands, so a request is repeated only when another one stands. A slow link may take
 long for a large message: as long as parts of messages come and go, no deadline passes. When nothing moves although an
-answer is due, the client connects anew; whatever is queued on the old connection, the broker's answers too, ends with
-it. So no answer ever waits behind a copy of itself.
+answer is due, the client connects anew. The queues of the old connection end with it, the broker's answers too. So no
+answer ever waits behind a copy of itself.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from common.security.credentials import Credential
 logger = logging.getLogger(__name__)
 
 SEND_PAUSE_S = 0.02  # before another attempt while there is no connection
-WAITING_PAUSE_S = 0.5  # before a request is repeated that the broker does not answer because of its limits
+WAITING_PAUSE_S = 0.5  # before an observer asks again that the broker has told to wait
 NOT_CONNECTED_S = 2.0  # without a connection for this long, the next of several addresses is tried
 SILENT_S = 8.0  # likewise without any answer; with one address, the client connects anew
 LOOK_S = 0.5  # between two looks at what moves
-BUFFER_BYTES, BUFFER_BYTES_PER_S = 8 << 20, 1 << 20  # what a proxy may acknowledge before it passes it on, how fast
+BUFFER_BYTES, BUFFER_BYTES_PER_S = 8 << 20, 1 << 20  # a proxy may acknowledge so much, and pass it on this slowly
 TURN_PAUSE_S = 0.2
 TIMER_STEP_S = 0.01  # reminders this close come together, so that many calls without an answer cost few timers
 NEVER = float("inf")
