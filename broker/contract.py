@@ -36,6 +36,7 @@ from common.staleness import Window
 from common.wire_types import Finite, Name, Seconds, StepNumber, Tally, Text, Version
 
 LOST_AFTER_S = 10.0  # a learner unseen for longer is lost; it reports about once a second
+LEDGER_LINES = 2000  # in one answer; about 10 ms of the broker's time
 LEARNER_ENDED = ("done", "drained", "failed")  # states after which a learner says nothing more
 NODE_AWAY = ("starting", "joining", "draining", "excluded")  # states of a node that takes no task
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from broker.contract import LEARNER_ENDED, BrokerEvent, BrokerStatus, Evaluated, LedgerEntry
+from broker.contract import LEARNER_ENDED, LEDGER_LINES, BrokerEvent, BrokerStatus, Evaluated, LedgerEntry
 from broker.delivery.learner_machines import LOST_S, MACHINES_EVENT
 from broker.delivery.leasing import Leasing
 from broker.delivery.nodes import wasted_tokens
@@ -55,7 +55,15 @@ class DeliveryState(Taking, Leasing):
         return self.evaluation.complete(node_id, token, result)
 
     def ledger(self) -> list[LedgerEntry]:
-        return self.tasks.ledger()
+        """Every task at once; for tests and measurements."""
+        return [self.tasks.line(serial) for serial in range(self.tasks.next_serial)]
+
+    def ledger_page(self, first: int, unfinished: bool) -> list[LedgerEntry]:
+        """The next tasks from `first` on; see ObserverBroker.ledger_pages."""
+        known = (
+            sorted(n for n in self.tasks.living if n >= first) if unfinished else range(first, self.tasks.next_serial)
+        )
+        return [self.tasks.line(serial) for serial in known[:LEDGER_LINES]]
 
     def events(self, after: int) -> list[BrokerEvent]:
         return self.event_log.after(after)

@@ -184,11 +184,6 @@ class TaskTable:
         entry = self.living.get(serial)
         return entry.ledger() if entry is not None else self.history.get(serial)
 
-    def ledger(self) -> list[LedgerEntry]:
-        """Every task, ascending by serial."""
-        finished = [self.history.get(serial) for serial in self.history.serials()]
-        return sorted([*finished, *(e.ledger() for e in self.living.values())], key=lambda e: e.serial)
-
     def requeue(self, entry: Entry) -> None:
         entry.state = PENDING
         heapq.heappush(self.pending, entry.serial)

@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import socket
-import struct
 import sys
 import termios
 import time
@@ -25,6 +24,8 @@ import psutil
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from broker.messaging.sockets import tcp_bytes
+
 logger = logging.getLogger(__name__)
 
 UNEXPLAINED_BYTES = 512 << 20  # or twice broker.max_message_bytes
@@ -32,7 +33,6 @@ PATIENCE_S = 3.0  # living nodes and learners send messages more often
 CUT_AT_ONCE = 16
 LEAST_BYTES = 1 << 20  # a connection that received less is not closed
 LEAST_UNREAD_BYTES = 64 << 10
-_ACKED_AT, _RECEIVED_AT = 120, 128  # tcpi_bytes_acked, tcpi_bytes_received in Linux's struct tcp_info
 
 
 class FloodGuard:
@@ -101,18 +101,6 @@ class FloodGuard:
                 logger.warning("cut a connection that does not read its replies; memory is short")
                 _shut(fd)
         self._acked = {fd: acked for fd, (_, acked) in counts.items()}
-
-
-def tcp_bytes(fd: int) -> tuple[int, int]:
-    """(received, acknowledged) bytes of a TCP connection so far; zeros for other file descriptors."""
-    try:
-        with socket.socket(fileno=os.dup(fd)) as connection:
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    except OSError:
-        return 0, 0
-    if len(info) < _RECEIVED_AT + 8:
-        return 0, 0
-    return struct.unpack_from("=Q", info, _RECEIVED_AT)[0], struct.unpack_from("=Q", info, _ACKED_AT)[0]
 
 
 def unread_bytes(fd: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import zmq
 
+from broker.contract import LEDGER_LINES
 from broker.delivery.state import DeliveryState
 from broker.guard import flood_guard
 from broker.guard.flood_guard import FloodGuard
@@ -128,7 +129,7 @@ class Pace:
 def reply_bytes(request: wire.AnyRequest, state: DeliveryState) -> int:
     """Estimated size of the reply."""
     if isinstance(request, wire.AskLedger):
-        return LEDGER_ENTRY_BYTES * state.tasks.next_serial
+        return LEDGER_ENTRY_BYTES * min(LEDGER_LINES, state.tasks.next_serial)
     if isinstance(request, wire.AskStatus):
         return NODE_BYTES * len(state.fleet.nodes) + len(state.run.config)
     return EVENTS_BYTES

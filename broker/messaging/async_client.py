@@ -1,8 +1,15 @@
-"""The asynchronous client: many requests in flight on one connection, repeated until they are answered."""
+"""The asynchronous client: many requests in flight on one connection.
+
+A connection loses nothing while it stands, so a request is repeated only when another one stands. A slow link may take
+long for a large message: as long as parts of messages come and go, no deadline passes. When nothing moves although an
+answer is due, the client connects anew. The queues of the old connection end with it, the broker's answers too. So no
+answer ever waits behind a copy of itself.
+"""
 
 import asyncio
 import concurrent.futures
 import logging
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,9 +27,11 @@ from common.security.credentials import Credential
 logger = logging.getLogger(__name__)
 
 SEND_PAUSE_S = 0.02  # before another attempt while there is no connection
-WAITING_PAUSE_S = 0.5  # before a request is repeated whose answer the broker cannot give yet
+WAITING_PAUSE_S = 0.5  # before an observer asks again that the broker has told to wait
 NOT_CONNECTED_S = 2.0  # without a connection for this long, the next of several addresses is tried
-SILENT_S = 8.0  # likewise without any answer
+SILENT_S = 8.0  # likewise without any answer; with one address, the client connects anew
+LOOK_S = 0.5  # between two looks at what moves
+BUFFER_BYTES, BUFFER_BYTES_PER_S = 8 << 20, 1 << 20  # a proxy may acknowledge so much, and pass it on this slowly
 TURN_PAUSE_S = 0.2
 TIMER_STEP_S = 0.01  # reminders this close come together, so that many calls without an answer cost few timers
 NEVER = float("inf")
@@ -33,17 +42,16 @@ AnyFuture = asyncio.Future[R] | concurrent.futures.Future[R]
 
 @dataclass(slots=True)
 class Call:
-    """A request under way: repeated until answered, or given up at `end` (event loop time)."""
+    """A request under way: given up at `end` (event loop time), unless something moves."""
 
     request: wire.Request[Any]
     frames: list[bytes]
     limit_s: float
     end: float
     future: AnyFuture[Any]  # the answer
-    quiet_until: float = 0.0  # so long may the broker wait with the answer
+    quiet_until: float = 0.0  # no answer is due before
     remind_at: float = 0.0
-    connected: bool = False
-    sent_at: int = 0  # how often the connection had changed when the request was sent
+    sent_on: int = 0  # the connection that it was sent on; 0: none
 
     @property
     def id(self) -> int:
@@ -111,10 +119,13 @@ class Connection:
         self._max_message_bytes, self._credential = max_message_bytes, credential
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: LoopSocket | None = None
+        self._identity = b"c" + secrets.token_bytes(12)  # the broker knows repeated requests by it
         self._closed = False
         self._calls = Calls(self._attempt)
         self._since = 0.0  # when the broker was connected to or last heard of, event loop time
         self._asked_at = 0.0  # when the first request after that was made
+        self._due_at = 0.0  # when the first answer after that was due
+        self._moved_at = self._looked_at = 0.0  # when part of a message came or went, and the last look at that
         self._turning: asyncio.TimerHandle | None = None
         self._unwanted: dict[int, wire.AskLease] = {}  # requests that were cancelled, by id
         self._background: set[asyncio.Task[None]] = set()
@@ -162,6 +173,8 @@ class Connection:
         now = asyncio.get_running_loop().time()
         if self._asked_at <= self._since:
             self._asked_at = now
+        if self._due_at <= self._since or now + wait_s < self._due_at:
+            self._due_at = now + wait_s
         call = Call(request, frames, limit_s, now + limit_s, future, quiet_until=now + wait_s)
         self._calls.by_id[request.id] = call
         self._attempt(call)
@@ -191,27 +204,48 @@ class Connection:
         task.add_done_callback(self._background.discard)
 
     def _attempt(self, call: Call) -> None:
-        """Send, and come back here when no answer came in time."""
+        """Send, unless that was done on the connection that stands; come back here when no answer came in time."""
         now = asyncio.get_running_loop().time()
         if call.future.done():
             return
         try:
             socket = self._connected()
-            if now >= call.end:
-                raise self._unreachable(call, socket)
-            silent_s = now - max(self._since, self._asked_at)
-            tried_in_vain = call.remind_at > 0 and not call.connected
-            if len(self._addresses) > 1 and silent_s > (NOT_CONNECTED_S if tried_in_vain else SILENT_S):
-                self._turn()
+            if call.remind_at and self._is_lost(call, socket, now):
                 socket = self._connected()
-            changes = socket.handshakes.changes() if call.quiet_until > now else 0
-            waits = call.connected and call.quiet_until > now and call.sent_at == changes
-            if not waits:  # otherwise the broker has the request, and a repetition would tell it nothing
-                call.connected, call.sent_at = socket.send(call.frames), changes
+            if call.sent_on == 0 or call.sent_on != socket.handshakes.connection:
+                call.sent_on = socket.send(call.frames)
+                call.quiet_until = max(call.quiet_until, now)
         except Exception as error:  # no caller may wait for ever, and the timer has other calls to remind
             self._fail(call, error)
             return
-        self._calls.remind_at(call, min(call.end, now + (self._retry_s if call.connected else SEND_PAUSE_S)))
+        again_at = now + (self._retry_s if call.sent_on else SEND_PAUSE_S)
+        self._calls.remind_at(call, min(call.end, again_at) if call.end > now else again_at)
+
+    def _is_lost(self, call: Call, socket: LoopSocket, now: float) -> bool:
+        """Whether the broker or the connection seemed to be lost, and was left. Raises when the call gives up."""
+        if now >= self._looked_at + LOOK_S:
+            self._looked_at = now
+            self._moved_at = now if socket.moves() else self._moved_at
+        if self._in_vain(now, call.end - self._deadline_s, self._deadline_s):
+            raise self._unreachable(call, socket)
+        limit_s = SILENT_S if call.sent_on else NOT_CONNECTED_S
+        if len(self._addresses) > 1 and self._in_vain(now, max(self._since, self._asked_at), limit_s):
+            self._turn()
+        elif call.sent_on and self._in_vain(now, min(call.quiet_until, max(self._since, self._due_at)), SILENT_S):
+            logger.warning("the broker at %s does not answer; connecting anew", self.address)
+            self._disconnect()
+            self._send_again()
+        else:
+            return False
+        return True
+
+    def _in_vain(self, now: float, since: float, limit_s: float) -> bool:
+        """Whether nothing has moved for `limit_s`, and no request can still be in a buffer on its way."""
+        late_s = now - max(since, self._moved_at) - limit_s
+        if late_s < 0:
+            return False
+        sent = sum(len(frame) for call in self._calls.by_id.values() if call.sent_on for frame in call.frames)
+        return late_s >= min(sent, BUFFER_BYTES) / BUFFER_BYTES_PER_S
 
     def _fail(self, call: Call, error: Exception) -> None:
         self._calls.by_id.pop(call.id, None)
@@ -219,9 +253,9 @@ class Connection:
             call.future.set_exception(error)
 
     def _unreachable(self, call: Call, socket: LoopSocket) -> SlipstreamError:
-        if not call.connected and (suspicion := socket.handshakes.suspicion()):
+        if not call.sent_on and (suspicion := socket.handshakes.suspicion()):
             return UsageError(suspicion)
-        why = "is connected but does not answer" if call.connected else "cannot be connected to; is it running?"
+        why = "is connected but does not answer" if call.sent_on else "cannot be connected to; is it running?"
         return BrokerUnreachable(f"the broker at {','.join(self._addresses)} {why} (waited {call.limit_s:.0f} s)")
 
     def _was_closed(self) -> BrokerUnreachable:
@@ -232,7 +266,8 @@ class Connection:
             raise self._was_closed()
         if self._socket is None:
             limit = frame_limit(self._max_message_bytes)
-            self._socket = LoopSocket(self._context, self.address, limit, self._credential, self._on_message)
+            where = self._context, self.address, self._identity, limit, self._credential
+            self._socket = LoopSocket(*where, self._on_message, self._on_connected)
             self._since = asyncio.get_running_loop().time()
         return self._socket
 
@@ -249,10 +284,18 @@ class Connection:
         if len(self._addresses) > 1 or leader:
             self._disconnect()
             self.address = leader or self._addresses[(self._addresses.index(self.address) + 1) % len(self._addresses)]
+        self._send_again()
+
+    def _send_again(self) -> None:
         again_at = asyncio.get_running_loop().time() + SEND_PAUSE_S
         for call in self._calls.by_id.values():
-            call.connected = False
+            call.sent_on = 0
             self._calls.remind_at(call, again_at)
+
+    def _on_connected(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for call in self._calls.by_id.values():
+            self._calls.remind_at(call, now)
 
     def _on_message(self, frames: list[bytes]) -> None:
         header, *payloads = frames
@@ -274,8 +317,9 @@ class Connection:
             (reason, at), self._told = self._told, (reply.reason, self._since)
             if reason != reply.reason or self._since > at + SILENT_S:  # otherwise each call would say so each second
                 logger.warning("the broker has this request but cannot answer yet: %s", reply.reason)
-            call.end = self._since + call.limit_s
-            if len(call.frames) == 1:  # the broker may have asked to repeat it later; a group is too large for that
+            call.end, call.quiet_until = self._since + call.limit_s, max(call.quiet_until, self._since)
+            if isinstance(call.request, wire.ObserverRequest):  # refused for now (broker/guard/request_guard.py)
+                call.sent_on = 0
                 self._calls.remind_at(call, self._since + min(self._retry_s, WAITING_PAUSE_S))
 
     def _settle(self, reply: wire.Refused | wire.AnyAnswer, payloads: list[bytes]) -> None:

@@ -7,6 +7,8 @@ StoreChanged when the broker's store lacks what the learner was told.
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any, Self, TypeVar
 
 from broker import contract
@@ -16,7 +18,7 @@ from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import GroupMeta, Task
 from common.spans import SpanBatch
 
-TAKE_PIECE_S, LEASE_PIECE_S = 1.0, 30.0  # a longer wait is asked for in pieces
+TAKE_PIECE_S, LEASE_PIECE_S = 1.0, 15.0  # a longer wait is asked for in pieces; a dead link shows after one
 OFFER_TASKS = 512  # tasks in one message
 
 R = TypeVar("R")
@@ -44,8 +46,15 @@ class ObserverBroker(ABC):
         return self.ask(wire.AskStatus())
 
     def ledger(self) -> list[contract.LedgerEntry]:
-        """Every task ever offered, ascending by serial."""
-        return self.ask(wire.AskLedger())
+        """Every task ever offered, ascending by serial; a line shows its task when its page was asked for."""
+        return list(chain.from_iterable(self.ledger_pages()))
+
+    def ledger_pages(self, unfinished: bool = False) -> Iterator[list[contract.LedgerEntry]]:
+        """The ledger in parts, so that neither side needs memory for a long one; `unfinished`: only such tasks."""
+        first = 0
+        while page := self.ask(wire.AskLedger(first=first, unfinished=unfinished)):
+            yield page
+            first = page[-1].serial + 1
 
     def events(self, after: int) -> list[contract.BrokerEvent]:
         """Recent events with an index greater than `after`."""

@@ -2,7 +2,9 @@
 
 import errno
 import logging
+import os
 import socket as posix_socket
+import struct
 import time
 from collections.abc import Callable, Sequence
 
@@ -22,6 +24,7 @@ COPY_BYTES = 256 << 10  # up to here copying a frame costs less than telling pyz
 HEADER_BYTES_FLOOR = 1 << 20  # a header may always be this large
 PING_S, SILENT_S = 10, 20  # before an idle connection is tested, and without an answer until it is closed
 PROBES = 4  # the kernel sends so many in that time
+_ACKED_AT, _RECEIVED_AT = 120, 128  # tcpi_bytes_acked, tcpi_bytes_received in Linux's struct tcp_info
 
 
 def bind_router(
@@ -84,15 +87,22 @@ def _router(context: Context, max_frame_bytes: int, curve: CurveGate | None) -> 
     router.setsockopt(zmq.RCVHWM, 64)  # per client: what a slow broker does not read waits at the sender
     router.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    # The kernel looks for vanished peers. ZeroMQ would search all its timers at each sign of life of every connection.
-    router.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    router.setsockopt(zmq.TCP_KEEPALIVE_IDLE, PING_S)
-    router.setsockopt(zmq.TCP_KEEPALIVE_INTVL, SILENT_S // PROBES)
-    router.setsockopt(zmq.TCP_KEEPALIVE_CNT, PROBES)
-    router.setsockopt(zmq.TCP_MAXRT, 1000 * SILENT_S)
+    _notice_vanished_peers(router)
     if curve is not None:
         curve.secure(router)
     return router
+
+
+def _notice_vanished_peers(socket: Socket) -> None:
+    """The kernel looks for them. ZeroMQ's own heartbeat would cut a link that one large frame keeps busy for long.
+
+    It would also search all of a broker's timers at each sign of life of every connection.
+    """
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, PING_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, SILENT_S // PROBES)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, PROBES)
+    socket.setsockopt(zmq.TCP_MAXRT, 1000 * SILENT_S)
 
 
 def connect_dealer(
@@ -108,8 +118,7 @@ def connect_dealer(
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     dealer.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     dealer.setsockopt(zmq.IPV6, int("[" in address))
-    dealer.setsockopt(zmq.HEARTBEAT_IVL, 1000 * PING_S)
-    dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1000 * SILENT_S)
+    _notice_vanished_peers(dealer)
     if credential is not None:
         try:
             secure_client(dealer, credential, credential.server_public)
@@ -130,6 +139,18 @@ def connect_dealer(
 def frame_limit(max_message_bytes: int) -> int:
     """Bytes above which ZeroMQ cuts the connection; up to there, the sender is told what was wrong."""
     return 2 * max(max_message_bytes, HEADER_BYTES_FLOOR)
+
+
+def tcp_bytes(fd: int) -> tuple[int, int]:
+    """(received, acknowledged) bytes of a TCP connection so far; zeros for other file descriptors."""
+    try:
+        with posix_socket.socket(fileno=os.dup(fd)) as connection:
+            info = connection.getsockopt(posix_socket.IPPROTO_TCP, posix_socket.TCP_INFO, 256)
+    except OSError:
+        return 0, 0
+    if len(info) < _RECEIVED_AT + 8:
+        return 0, 0
+    return struct.unpack_from("=Q", info, _RECEIVED_AT)[0], struct.unpack_from("=Q", info, _ACKED_AT)[0]
 
 
 def _ipc_in_use(path: str) -> bool:

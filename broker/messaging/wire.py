@@ -2,9 +2,8 @@
 
 The header is MessagePack of one of the tagged structs below. Payloads (encoded groups) are separate frames, which the
 broker neither decodes nor copies. Every request has an id that its reply repeats. A client without a reply sends the
-same request again with the same id, so requests are idempotent or remembered. While the broker may still wait with the
-answer (`wait_s`), the request is sent again only when the connection has changed. Replies without payloads that a
-client gets at the same time come in one message, a Batch.
+same request again with the same id once another connection stands, so requests are idempotent or remembered. Replies
+without payloads that a client gets at the same time come in one message, a Batch.
 
 `Request[R]` is answered with an R; its tag is the name of a rule in the delivery state (broker/server/handlers.py).
 Structs are keyed; fields are only appended and have defaults. SCHEMA changes when an old reader would misread one.
@@ -232,8 +231,11 @@ class AskStatus(ObserverRequest[contract.BrokerStatus], frozen=True, kw_only=Tru
     pass
 
 
-class AskLedger(ObserverRequest[list[contract.LedgerEntry]], frozen=True, kw_only=True, tag="ledger"):
-    pass
+class AskLedger(ObserverRequest[list[contract.LedgerEntry]], frozen=True, kw_only=True, tag="ledger_page"):
+    """Answered with at most contract.LEDGER_LINES lines, from the task `first` on; none: that was all."""
+
+    first: Tally = 0
+    unfinished: bool = False  # neither committed nor dead
 
 
 class AskEvents(ObserverRequest[list[contract.BrokerEvent]], frozen=True, kw_only=True, tag="events"):

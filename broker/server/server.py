@@ -32,7 +32,7 @@ from common.security.credentials import Identity
 logger = logging.getLogger(__name__)
 
 BATCH_MESSAGES = 512  # read in one turn
-FLUSH_MESSAGES = 64  # after so many, what was answered so far goes out
+FLUSH_S = 0.01  # reading for so long, what was answered so far goes out
 MOST_REMEMBERED = 4096  # replies
 TICK_S = 1.0
 FLUSH_MS = 1000  # for the last replies at the end
@@ -165,10 +165,13 @@ class BrokerServer:
             self._gate.tick()
             if self._state.stopping and not self._state.status().present:
                 self.stop()
+        self._flush()
+        self._on_tick()  # last, because it may take a while
+
+    def _flush(self) -> None:
         for delayed in self._delayed.end_turn(time.monotonic()) if self._delayed is not None else ():
             self._outbox.put(*delayed)
         self._outbox.flush()
-        self._on_tick()  # last, because it may take a while
 
     def _timeout_ms(self) -> int:
         times = (self._next_tick, self._state.next_deadline(), self._handlers.parked.deadlines.next())
@@ -177,9 +180,11 @@ class BrokerServer:
 
     def _read_all(self) -> bool:
         """Handle up to BATCH_MESSAGES; returns whether nothing is left."""
-        for number in range(1, BATCH_MESSAGES + 1):
-            if number % FLUSH_MESSAGES == 0:
-                self._outbox.flush()
+        flush_at = time.monotonic() + FLUSH_S
+        for _ in range(BATCH_MESSAGES):
+            if (now := time.monotonic()) >= flush_at:
+                self._flush()
+                flush_at = now + FLUSH_S
             try:
                 client, sender = self._gate.receive(self._router)
             except zmq.Again:

@@ -27,8 +27,8 @@ HANDSHAKE_MS = 10_000  # a connection that has not proven its key by then is clo
 BROKEN_HANDSHAKES, BROKEN_S = 5, 3.0  # so many in a row, for so long, mean that the other side has another key
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-_CHANGES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-_OUTCOMES = _CHANGES | _FAILED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_OUTCOMES = _FAILED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_CHANGES = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class KeyRing:
@@ -168,7 +168,7 @@ class Handshakes:
         """Make it before `connect`. `server` names the other side in messages."""
         self._socket, self._server, self._credential = socket, server, credential
         endpoint = f"inproc://handshakes-{secrets.token_hex(8)}"
-        socket.monitor(endpoint, _OUTCOMES)
+        socket.monitor(endpoint, _CHANGES | _OUTCOMES)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(shadow=cast(Any, socket).context.underlying)
         self._events = context.socket(zmq.PAIR)  # never an asyncio one
         self._events.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop ZeroMQ's own thread
@@ -177,7 +177,13 @@ class Handshakes:
         self._us = (server, credential.public if credential is not None else "")
         self._proven = self._us in _PROVEN
         self._refusal = ""
-        self._changes = 0
+        self.connection = 0  # the number of the one that stands, as of the last look; 0: none
+        self.connected_fd = -1  # its file descriptor
+        self._connections = 0
+
+    def fileno(self) -> int:
+        """Becomes readable when `refusal` has something to look at. As for each ZeroMQ socket, only edges count."""
+        return cast(int, self._events.getsockopt(zmq.FD))
 
     def refusal(self) -> str:
         """Why the other side refuses this client; '' when it does not. Never waits."""
@@ -186,20 +192,9 @@ class Handshakes:
             self._note(int(message["event"]), int(message["value"]))
         return self._refusal
 
-    def changes(self) -> int:
-        """How often a connection has begun or ended. Never waits."""
-        self.refusal()
-        return self._changes
-
     def suspicion(self) -> str:
         """The reason that `refusal` would give if connections kept breaking; '' when none broke. Never waits."""
         return self.refusal() or (self._broken_off() if self._broken else "")
-
-    def proven(self) -> None:
-        """Note that both sides know each other: connections that break later have other reasons than keys."""
-        if not self._proven:  # asked for every message that is sent
-            self._proven = True
-            _PROVEN.add(self._us)
 
     def close(self) -> None:
         """Stop watching. Call it before the socket is closed."""
@@ -208,11 +203,17 @@ class Handshakes:
 
     def _note(self, event: int, value: int) -> None:
         who = self._credential
-        self._changes += bool(event & _CHANGES)
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        if event == zmq.EVENT_CONNECTED:
+            self.connected_fd = value
+        elif event == zmq.EVENT_DISCONNECTED:
+            self.connection = 0
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._connections += 1
+            self.connection = self._connections
             self._refusal = ""
             self._broken = 0
-            self.proven()
+            self._proven = True  # both sides know each other: later ones break for other reasons than keys
+            _PROVEN.add(self._us)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             name = f"of {who.role} {who.name!r}" if who is not None else "of this client"
             why = f"the credential {name} is not in its list of allowed keys; `slipstream keys DIR` adds one"

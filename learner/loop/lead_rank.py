@@ -102,11 +102,11 @@ class Lead(RolloutSource):
             logger.warning("the broker knows less than the checkpoint; tasks not yet consumed are offered again")
         if version > 0:
             self.broker.commit(version - 1)  # the last learner may have been killed just before it
+        unfinished = [entry for page in self.broker.ledger_pages(unfinished=True) for entry in page]
         if attached.committed_step < version - 1:
-            self.tasks.check_known(version, self.broker.ledger())
+            self.tasks.check_known(version, unfinished)
         if self.config.learner.dynamic_sampling:
-            found = self.broker.ledger()
-            self._filtered_before = Counter(e.step for e in found if e.filtered and e.state == "taken")
+            self._filtered_before = Counter(e.step for e in unfinished if e.filtered and e.state == "taken")
         status = self.broker.status()
         self._dead_at_last_take = status.groups_dead
         self._replays_below = version + status.steps_taken
@@ -210,7 +210,7 @@ class Lead(RolloutSource):
         died = status.groups_dead - self._dead_at_last_take
         if died < DEAD_STEPS * self.config.learner.groups_per_step:
             return
-        last = max((e for e in self.broker.ledger() if e.state == "dead"), key=lambda e: e.serial)
+        last = [entry for page in self.broker.ledger_pages() for entry in page if entry.state == "dead"][-1]
         raise HopelessError(
             f"{died} tasks died since the last step, each after {self.config.tasks.max_attempts} failed attempts; "
             f"the last was task {last.serial}: {last.reason}"

@@ -150,11 +150,10 @@ class TaskStream:
         for serial in serials:
             del self._state.outstanding[serial]
 
-    def check_known(self, version: int, ledger: Sequence[LedgerEntry]) -> None:
+    def check_known(self, version: int, unfinished: Sequence[LedgerEntry]) -> None:
         """Refuse a broker that would hand out groups which the checkpoint of `version` was trained on, or filtered."""
         offered, outstanding = range(self._state.next_serial), self._state.outstanding
-        consumed = [entry for entry in ledger if entry.serial in offered and entry.serial not in outstanding]
-        again = [entry for entry in consumed if entry.state not in ("committed", "dead")]
+        again = [entry for entry in unfinished if entry.serial in offered and entry.serial not in outstanding]
         if again:
             raise UsageError(
                 f"the checkpoint of step {version} was trained on {len(again)} groups that the broker does not know as "

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 CHUNK = 16 << 10
 LINE_CHUNKS = 64  # under way in one direction
+LATE_S = 0.5  # so much is caught up with when a busy machine wakes the proxy late
 LOOP_PASSES = 10  # more than asyncio needs from an accept or an abort to its callback
 
 
@@ -27,10 +28,14 @@ class Link:
 class Proxy:
     """Forwards connections to a broker on a thread of its own; every method may be called from any thread."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, buffer_bytes: int | None = None) -> None:
+        """`buffer_bytes`: of each socket in the kernel; None: some megabytes, which a sender sees acknowledged."""
         parts = urlsplit(target)
         assert parts.hostname is not None and parts.port is not None
         self._host, self._port = parts.hostname, parts.port
+        self.to_server = self.to_client = 0  # bytes that were passed on
+        self.accepted = 0  # connections so far
+        self._buffer_bytes = buffer_bytes
         self.delay_s = 0.0  # from a byte's arrival to its departure, in each direction
         self.bytes_per_s: float | None = None  # rate of every connection in each direction; None: as fast as it goes
         self._holding = self._ending = False
@@ -103,13 +108,31 @@ class Proxy:
     # ---------------------------------------------------------------- inside the loop
 
     async def _listen(self) -> asyncio.Server:
-        return await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        listener = self._sized(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        return await asyncio.start_server(self._accept, sock=listener)
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        outgoing = self._sized(socket.socket())
+        outgoing.setblocking(False)
+        try:
+            await self._loop.sock_connect(outgoing, (self._host, self._port))
+        except BaseException:
+            outgoing.close()
+            raise
+        return await asyncio.open_connection(sock=outgoing)
+
+    def _sized(self, made: socket.socket) -> socket.socket:
+        if self._buffer_bytes is not None:
+            for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+                made.setsockopt(socket.SOL_SOCKET, option, self._buffer_bytes)
+        return made
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._ending:
             writer.transport.abort()
             return
-        connecting = asyncio.ensure_future(asyncio.open_connection(self._host, self._port))
+        connecting = asyncio.ensure_future(self._connect())
         self._watch(connecting)
         try:
             server_reader, server_writer = await connecting
@@ -120,6 +143,7 @@ class Proxy:
         if self._holding:
             link.open.clear()
         self._links.add(link)
+        self.accepted += 1
         for source, target in ((reader, server_writer), (server_reader, writer)):
             self._watch(asyncio.ensure_future(self._pump(link, source, target)))
 
@@ -132,15 +156,21 @@ class Proxy:
         line: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(LINE_CHUNKS)
 
         async def deliver() -> None:
+            due = self._loop.time()
             while True:
                 arrived, data = await line.get()
                 await asyncio.sleep(max(0.0, arrived + self.delay_s - self._loop.time()))
                 if self.bytes_per_s:
-                    await asyncio.sleep(len(data) / self.bytes_per_s)
+                    due = max(due, self._loop.time() - LATE_S) + len(data) / self.bytes_per_s
+                    await asyncio.sleep(max(0.0, due - self._loop.time()))
                 await link.open.wait()
                 if not data:
                     return
                 target.write(data)
+                if target is link.server:
+                    self.to_server += len(data)
+                else:
+                    self.to_client += len(data)
                 await target.drain()
 
         async def collect() -> None:

@@ -43,6 +43,22 @@ def slow_link(rig: Rig) -> float:
 
 
 @scenario(
+    fault="network: 400 kB/s in each direction, groups of 400 kB: a step takes twice the learner's deadline",
+    recovered="three new steps (4.8 MB to the learner), from the slowdown on",
+    bound="the time of the bytes, to the broker and to the learner + 8 s",
+    bound_s=24.0,
+)
+def large_steps_on_a_slow_link(rig: Rig) -> float:
+    """A take crosses the link once, longer than the learner's deadline, which the moving bytes extend."""
+    proxy = rig.start_behind_proxy(padding_tokens=22_000, learner_deadline_s=2.0)
+    proxy.bytes_per_s = 400_000.0
+    at_s = time.monotonic()
+    recovery_s = rig.new_steps_s(at_s)
+    proxy.bytes_per_s = None
+    return recovery_s
+
+
+@scenario(
     fault="network: a black hole for longer than `broker.lease_s`, then it passes again",
     recovered="three new steps, from then on",
     bound="repetition of the request (2 s) + 1 s",
@@ -60,11 +76,11 @@ def black_hole(rig: Rig) -> float:
 @scenario(
     fault="network: a connection is forgotten on the way (no bytes, no reset, for ever)",
     recovered="three new steps, from then on",
-    bound="ZeroMQ's heartbeat (25 s) + 2 s",
+    bound="a wait for a task (15 s) + silence until a client connects anew (8 s) + 4 s",
     bound_s=27.0,
 )
 def connection_forgotten(rig: Rig) -> float:
-    """ZeroMQ's own heartbeats get no answer; the client connects anew."""
+    """An answer is due and nothing moves: the client connects anew and repeats its requests."""
     proxy = rig.start_behind_proxy(learner_deadline_s=60.0)
     proxy.lose()
     return rig.new_steps_s(time.monotonic())

@@ -10,7 +10,8 @@ import pytest
 import zmq
 
 from broker.guard import flood_guard
-from broker.guard.flood_guard import FloodGuard, own_memory, tcp_bytes, unread_bytes
+from broker.guard.flood_guard import FloodGuard, own_memory, unread_bytes
+from broker.messaging.sockets import tcp_bytes
 from tests.faults.fuzz.attacks import FRAME, speaking
 from tests.waiting import until
 

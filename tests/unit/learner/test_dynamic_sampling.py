@@ -2,12 +2,14 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
 import pytest
 
+from broker.contract import LedgerEntry
+from broker.messaging.client_methods import ObserverBroker
 from common.rollouts import Group, encode_group
 from learner.batch.dynamic_sampling import carries_signal
 from tests.unit.learner.loop_fakes import Killed, MakeWorld, make_group
@@ -97,6 +99,27 @@ def test_a_learner_killed_while_it_gathers_goes_on_with_what_the_step_has(make_w
     again.broker.take = take
     assert again.run() == "done"
     np.testing.assert_array_equal(world.final_table(), expected)
+
+
+def test_a_learner_that_resumes_asks_for_unfinished_tasks_and_never_for_the_whole_ledger(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(run={"steps": STEPS}, learner=ON)
+    told, pages, asked = world.broker.filter, ObserverBroker.ledger_pages, list[bool]()
+
+    def die(step: int, serials: list[int], most_replaced: int) -> None:
+        told(step, serials, most_replaced)
+        raise Killed
+
+    def note(self: ObserverBroker, unfinished: bool = False) -> Iterator[list[LedgerEntry]]:
+        asked.append(unfinished)
+        return pages(self, unfinished)
+
+    world.broker.filter = die
+    world.run_killed()
+    monkeypatch.setattr(ObserverBroker, "ledger_pages", note)
+    assert world.restart().run() == "done"
+    assert asked == [True]
 
 
 def flat_from(serial: int) -> Callable[[Group], bytes]:

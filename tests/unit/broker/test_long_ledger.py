@@ -1,0 +1,64 @@
+"""A ledger of a million tasks: it is told in pages, while others are answered, and a learner attaches without it."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from broker.contract import LEDGER_LINES, LedgerEntry
+from broker.delivery.state import DeliveryState
+from broker.guard.flood_guard import own_memory
+from broker.messaging.sync_client import BrokerClient
+from tests.broker_rig import new_state, node_report, serving, tasks
+from tests.waiting import LIMIT_S
+
+TASKS = 1_000_000
+MOST_BYTES = 128 << 20  # the whole ledger takes several times as much, in each of both processes
+
+
+def long_state() -> DeliveryState:
+    """A million committed tasks, and four pending ones."""
+    state = new_state()
+    history = state.tasks.history
+    history.add(LedgerEntry(0, "committed", 1, ["n0"], 0, 0, 0, 0.5))
+    history._rows *= TASKS
+    state.tasks.next_serial = TASKS
+    state.offer(tasks(4, TASKS))
+    return state
+
+
+def test_a_million_tasks_are_told_in_bounded_memory_while_others_are_answered() -> None:
+    with (
+        serving(state=long_state()) as server,
+        ThreadPoolExecutor(1) as pool,
+        BrokerClient(server.address, deadline_s=LIMIT_S) as reader,
+        BrokerClient(server.address, deadline_s=LIMIT_S) as other,
+    ):
+        other.status()
+        before, highest, known = own_memory(), 0, 0
+
+        def read() -> None:
+            nonlocal highest, known
+            for page in reader.ledger_pages():
+                assert [page[0].serial, page[-1].serial] == [known, known + len(page) - 1]
+                known += len(page)
+                highest = max(highest, own_memory())
+
+        reading, answers_s = pool.submit(read), list[float]()
+        while not reading.done():
+            began = time.monotonic()
+            other.status()
+            answers_s.append(time.monotonic() - began)
+            time.sleep(0.02)
+        reading.result()
+        assert known == TASKS + 4
+        assert highest - before < MOST_BYTES
+        pages = TASKS / LEDGER_LINES
+        assert len(answers_s) > pages / 50, "nobody waits until the whole ledger is told"
+
+
+def test_the_unfinished_tasks_of_a_long_ledger_are_one_short_page() -> None:
+    state = long_state()
+    state.register(node_report(version=TASKS // 2))
+    state.lease("n0", TASKS // 2, 1)
+    told = [(entry.serial, entry.state) for entry in state.ledger_page(0, unfinished=True)]
+    assert told == [(TASKS, "leased"), (TASKS + 1, "pending"), (TASKS + 2, "pending"), (TASKS + 3, "pending")]
+    assert state.ledger_page(TASKS + 4, unfinished=True) == []

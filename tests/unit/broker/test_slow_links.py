@@ -1,0 +1,211 @@
+"""Large messages on slow links: they cross once, and no deadline passes while they do. A proxy is the link."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from broker.messaging import async_client, sockets, wire
+from broker.messaging.async_client import AsyncBrokerClient
+from broker.messaging.sync_client import BrokerClient
+from common.errors import BrokerUnreachable
+from tests.broker_rig import META, node_report, serving, tasks
+from tests.faults.proxy import Proxy
+from tests.waiting import LIMIT_S, until
+
+GROUP_BYTES = 1 << 20
+RATE = 1 << 20  # bytes a second
+SECONDS = 8  # that a step of as many groups needs
+DEADLINE_S, SILENT_S, RETRY_S = 4.0, 4.0, 0.1
+HEADERS = 64 << 10  # more than everything beside the groups
+
+
+@pytest.fixture(autouse=True)
+def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the product's; a step needs twice as long."""
+    monkeypatch.setattr(async_client, "SILENT_S", SILENT_S)
+    monkeypatch.setattr(async_client, "LOOK_S", SILENT_S / 16)
+
+
+@contextmanager
+def linked(buffer_bytes: int | None = 64 << 10) -> Iterator[tuple[str, Proxy]]:
+    """A broker, and a link to it."""
+    with serving(max_message_bytes=64 << 20) as server:
+        proxy = Proxy(server.address, buffer_bytes)
+        try:
+            yield server.address, proxy
+        finally:
+            proxy.close()
+
+
+async def fill(address: str, count: int) -> None:
+    """Groups 0, 1, ... are ready."""
+    with BrokerClient(address, deadline_s=LIMIT_S) as learner:
+        await asyncio.to_thread(learner.offer, tasks(count))
+    async with AsyncBrokerClient(address, deadline_s=LIMIT_S) as node:
+        for first in range(0, count, 2):
+            await node.register(node_report(version=first))
+            for lease in await node.lease("n0", first, 2, LIMIT_S):
+                assert await node.complete("n0", lease.token, META, bytes(GROUP_BYTES))
+
+
+def test_a_step_of_many_times_the_rate_crosses_the_link_once_and_what_was_asked_meanwhile_is_answered() -> None:
+    with linked() as (address, proxy), ThreadPoolExecutor(1) as pool:
+        asyncio.run(fill(address, SECONDS))
+        proxy.bytes_per_s = RATE
+        with BrokerClient(proxy.address, deadline_s=DEADLINE_S, retry_s=RETRY_S) as learner:
+            taking = pool.submit(learner.take, 0, SECONDS, 0.0)
+            until(lambda: proxy.to_client > GROUP_BYTES)
+            assert learner.status().steps_taken == 1, "its deadline waits for the answers before it"
+            groups = taking.result(LIMIT_S)
+            assert groups is not None
+            assert [len(group.payload) for group in groups] == [GROUP_BYTES] * SECONDS
+        assert SECONDS * GROUP_BYTES <= proxy.to_client < SECONDS * GROUP_BYTES + HEADERS
+        assert proxy.accepted == 1
+
+
+@pytest.mark.parametrize("buffers", ["small", "megabytes"])
+async def test_a_group_of_many_times_the_rate_crosses_the_link_once_and_is_acknowledged(
+    buffers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if buffers == "small":
+        monkeypatch.setattr(async_client, "BUFFER_BYTES", 2 << 20)
+    else:  # they acknowledge a group long before the proxy has passed it on
+        monkeypatch.setattr(async_client, "BUFFER_BYTES_PER_S", RATE / 8)
+    size = (SECONDS if buffers == "small" else 6) * RATE
+    with linked(64 << 10 if buffers == "small" else None) as (address, proxy):
+        with BrokerClient(address, deadline_s=LIMIT_S) as learner:
+            await asyncio.to_thread(learner.offer, tasks(2))
+        async with AsyncBrokerClient(
+            proxy.address, deadline_s=DEADLINE_S, retry_s=RETRY_S, max_message_bytes=size
+        ) as node:
+            await node.register(node_report())
+            [lease] = await node.lease("n0", 0, 1, 0.0)
+            proxy.bytes_per_s = RATE
+            assert await node.complete("n0", lease.token, META, bytes(size))
+        assert size <= proxy.to_server < size + HEADERS
+        assert proxy.accepted == 1
+
+
+def test_a_link_that_stands_still_is_given_up_and_the_answer_comes_once_more_and_not_twice() -> None:
+    with linked() as (address, proxy), ThreadPoolExecutor(1) as pool:
+        asyncio.run(fill(address, SECONDS))
+        proxy.bytes_per_s = RATE
+        with BrokerClient(proxy.address, deadline_s=LIMIT_S, retry_s=RETRY_S) as learner:
+            taking = pool.submit(learner.take, 0, SECONDS, 0.0)
+            until(lambda: proxy.to_client > 2 * GROUP_BYTES)
+            proxy.hold()
+            held, accepted = proxy.to_client, proxy.accepted
+            until(lambda: proxy.accepted > accepted)  # it connects anew
+            proxy.release()
+            groups = taking.result(LIMIT_S)
+            assert groups is not None
+            assert len(groups) == SECONDS
+        most = held + SECONDS * GROUP_BYTES + 2 * GROUP_BYTES  # buffers may have been full
+        assert proxy.to_client < most
+
+
+def test_a_request_is_sent_once_while_the_connection_stands_however_long_the_answer_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(async_client, "SILENT_S", LIMIT_S)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, context.socket(zmq.ROUTER) as slow, ThreadPoolExecutor(1) as pool:
+        slow.setsockopt(zmq.LINGER, 0)
+        slow.setsockopt(zmq.RCVTIMEO, int(1000 * LIMIT_S))
+        address = f"tcp://127.0.0.1:{slow.bind_to_random_port('tcp://127.0.0.1')}"
+        with BrokerClient(address, deadline_s=LIMIT_S, retry_s=0.01) as client:
+            asking = pool.submit(client.events, -1)
+            who, header = slow.recv_multipart()
+            assert slow.poll(500) == 0
+            answer = wire.Answer(id=wire.decode_request(header, 0).id, value=[])
+            slow.send_multipart([who, wire.encode(answer)])
+            assert asking.result(LIMIT_S) == []
+
+
+def test_an_answer_that_gets_lost_on_a_living_connection_is_asked_for_again_on_another_one() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, context.socket(zmq.ROUTER) as forgetful, ThreadPoolExecutor(1) as pool:
+        forgetful.setsockopt(zmq.LINGER, 0)
+        forgetful.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        forgetful.setsockopt(zmq.RCVTIMEO, int(1000 * LIMIT_S))
+        address = f"tcp://127.0.0.1:{forgetful.bind_to_random_port('tcp://127.0.0.1')}"
+        with BrokerClient(address, deadline_s=LIMIT_S, retry_s=RETRY_S) as client:
+            asking, began = pool.submit(client.events, -1), time.monotonic()
+            who, header = forgetful.recv_multipart()
+            again = forgetful.recv_multipart()
+            assert again == [who, header], "the same client and request, so that the broker can recognise it"
+            assert time.monotonic() - began > SILENT_S
+            answer = wire.Answer(id=wire.decode_request(header, 0).id, value=[])
+            forgetful.send_multipart([who, wire.encode(answer)])
+            assert asking.result(LIMIT_S) == []
+
+
+def test_calls_shorter_than_the_silence_leave_a_connection_that_was_forgotten_on_the_way() -> None:
+    with (
+        linked() as (_, proxy),
+        BrokerClient(proxy.address, deadline_s=DEADLINE_S / 4, retry_s=RETRY_S) as client,
+    ):
+
+        def answered() -> bool:
+            try:
+                return client.status().groups_ready == 0
+            except BrokerUnreachable:
+                return False
+
+        until(answered)
+        proxy.lose()
+        until(answered)
+        assert proxy.accepted >= 2
+
+
+def test_zeromqs_own_heartbeat_would_cut_a_link_that_one_frame_keeps_busy_so_clients_have_none() -> None:
+    """A proof against the library: the heartbeat's answer waits behind the frame, whose bytes do not count."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, context.socket(zmq.ROUTER) as server, context.socket(zmq.DEALER) as beating:
+        for socket in (server, beating):
+            socket.setsockopt(zmq.LINGER, 0)
+        server.bind("tcp://127.0.0.1:*")
+        proxy = Proxy(server.getsockopt_string(zmq.LAST_ENDPOINT), 64 << 10)
+        beating.setsockopt(zmq.HEARTBEAT_IVL, 200)
+        beating.setsockopt(zmq.HEARTBEAT_TIMEOUT, 400)
+        beating.connect(proxy.address)
+        beating.send(b"here I am")
+        who, _ = server.recv_multipart()
+        proxy.bytes_per_s = RATE
+        server.send_multipart([who, bytes(SECONDS * RATE)])
+        until(lambda: proxy.accepted > 1, "the connection to be cut")
+        assert not beating.poll(0)
+        dealer, handshakes = sockets.connect_dealer(context, "tcp://127.0.0.1:9", b"c", 1 << 20)
+        assert dealer.getsockopt(zmq.HEARTBEAT_IVL) == 0
+        handshakes.close()
+        dealer.close(0)
+        proxy.close()
+
+
+def test_answers_go_out_while_the_broker_is_still_busy_with_later_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as server, BrokerClient(server.address, deadline_s=LIMIT_S) as client, ThreadPoolExecutor(3) as pool:
+        client.status()
+        events, sent, answered, asked = server._state.events, threading.Event(), threading.Event(), list[int]()
+
+        def slow(after: int) -> object:
+            asked.append(after)
+            if len(asked) == 1:  # so that the other two are read in one turn
+                assert sent.wait(LIMIT_S)
+                time.sleep(0.05)
+            elif len(asked) == 3:
+                assert answered.wait(LIMIT_S)
+            return events(after)
+
+        monkeypatch.setattr(server._state, "events", slow)
+        calls = [pool.submit(client.events, number) for number in range(3)]
+        until(lambda: len(client._connection._calls.by_id) == 3)
+        sent.set()
+        until(lambda: sum(call.done() for call in calls) >= 1, "an answer before the third request is done")
+        answered.set()
+        assert [call.result(LIMIT_S) for call in calls] == [[]] * 3
