@@ -1,8 +1,9 @@
 """`slipstream learner` on one of several machines: it runs this machine's ranks in the rounds that the broker forms.
 
 The broker is the only address that a machine needs. Each launcher binds a rendezvous store and announces it with its
-reports. The torchrun processes of a round meet, by c10d, at the store of its first machine. When a round is over,
-the launcher kills its ranks and waits for the next one, which starts from the newest checkpoint.
+reports. The torchrun processes of a round meet at the store of its first machine, in the order that the broker said
+(learner/rendezvous.py). When a round is over, the launcher kills its ranks and waits for the next one, which starts
+from the newest checkpoint.
 """
 
 import contextlib
@@ -77,9 +78,9 @@ def rank_command(config: Config, run: RunDir, report: MachineReport, broker: str
     """torchrun with the ranks of this machine in the round of `report`."""
     machines, wait_s = config.learner.machines, int(max(config.learner.timeout_s, FENCE_S))
     options = {"nnodes": machines, "nproc-per-node": config.learner.world_size // machines}
-    options |= {"local-addr": report.address, "rdzv-backend": "c10d", "rdzv-endpoint": report.members[0].endpoint}
-    options |= {"rdzv-id": f"{config.run.name}-{report.round}"}
-    options |= {"rdzv-conf": f"is_host=0,join_timeout={wait_s},read_timeout={wait_s}"}
+    options |= {"local-addr": report.address, "rdzv-endpoint": report.members[0].endpoint}
+    place = [member.machine for member in report.members].index(report.machine)
+    options |= {"rdzv-id": f"{config.run.name}-{report.round}", "rdzv-conf": f"rank={place},timeout={wait_s}"}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return torchrun(run, words, ["--broker", broker, "--address", report.address])
 

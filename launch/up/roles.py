@@ -136,7 +136,7 @@ def become_torchrun(config: Config | SftConfig, run: RunDir, broker: str = "") -
         raise UsageError("torch is not installed in this environment; run launch/setup.sh cpu or learner")
     run.prepare(config)
     ranks = str(config.learner.world_size)
-    command = torchrun(run, ["--standalone", "--nproc-per-node", ranks], ["--broker", broker] if broker else [])
+    command = torchrun(run, ["--nproc-per-node", ranks], ["--broker", broker] if broker else [])
     sys.stdout.flush()
     os.execvpe(command[0], command, {**os.environ, **thread_environment(config.learner.threads)})
 
