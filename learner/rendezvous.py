@@ -32,6 +32,9 @@ def listen(address: str, timeout_s: float) -> Any:
 class KnownOrder(StaticTCPRendezvous):
     """The first agent serves the ranks' store on its own address; its port is in the store at the endpoint."""
 
+    def get_backend(self) -> str:
+        return BACKEND
+
     def next_rendezvous(self) -> RendezvousInfo:
         meeting = None
         if self.world_size > 1:

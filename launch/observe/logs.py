@@ -10,9 +10,10 @@ import time
 from broker.contract import BrokerStatus
 from broker.messaging.client_methods import ObserverBroker
 from common.config.loading import nearest
+from common.config.schema import BrokerConfig
 from common.errors import SlipstreamError, UsageError
 from launch.observe.observation import ask, observe
-from launch.resolve_target import find_target, joined_config
+from launch.resolve_target import find_target, handed_out
 
 PATIENCE_S = 5.0  # beyond the time between two heartbeats
 ASK_EVERY_S = 0.2
@@ -32,7 +33,8 @@ def command(args: argparse.Namespace) -> int:
     if whose not in roles or args.lines < 1:
         near = nearest(role, roles) or ", ".join(roles)[:500]
         raise UsageError(f"expected a ROLE and --lines of at least 1, found {role!r} and {args.lines}; nearest: {near}")
-    wait_s = PATIENCE_S + joined_config(seen.status.run.config, seen.status.address, ()).broker.heartbeat_s
+    broker = handed_out(seen.status.run.config, seen.status.address).broker
+    wait_s = PATIENCE_S + (broker.heartbeat_s if isinstance(broker, BrokerConfig) else 0.0)
     text = ask(job, lambda client: fetch(client, role, wait_s))
     if not text:
         why = "has no log there, or an empty one" if text == "" else f"did not answer within {wait_s:g} s"

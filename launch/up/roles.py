@@ -29,20 +29,40 @@ SHUTDOWN_TIMEOUT_S = 300
 
 def broker(args: argparse.Namespace) -> int:
     """Run the broker until it is told to stop."""
-    config, run = load_job(args.config, args.overrides, reader="broker")
-    need_broker_library(config)
+    found = load_either(Path(args.config), args.overrides)
+    config, run = checked(found, args.config, environment=False, reader="broker")
+    served = config.meeting if isinstance(config, SftConfig) else config
+    need_broker_library(served)
     run.prepare(config)
     setup_logging("broker", "0", run.logs, config.telemetry.log_level)
     from broker.main import run_broker
 
-    return run_broker(config, msgspec.json.encode(config))
+    return run_broker(served, msgspec.json.encode(config))
 
 
 def learner(args: argparse.Namespace) -> int:
     """Become torchrun with one process per rank, which does not return; or one launcher of a learner of several."""
-    if machines := slurm_machines():
-        args.overrides = [f"learner.machines={machines}", *args.overrides]
+    args.overrides = [*slurm_machines(), *args.overrides]
     config, run, address = job_of(args, "learner")
+    return run_ranks(args, config, run, address)
+
+
+def slurm_machines() -> list[str]:
+    """The override for a step of Slurm that runs one task on each of several machines."""
+    machines, tasks = (os.environ.get(f"SLURM_STEP_NUM_{name}", "") for name in ("NODES", "TASKS"))
+    several = machines == tasks and machines.isdecimal() and int(machines) > 1
+    return [f"learner.machines={machines}"] if several else []
+
+
+def sft(args: argparse.Namespace) -> int:
+    """The supervised warm start: as `learner`, with a broker only where it has several machines."""
+    own = [f"broker.credentials={Path(args.credentials).expanduser().resolve()}"] if args.credentials else []
+    config = load_config(Path(args.config), [*slurm_machines(), *args.overrides, *own], SftConfig)
+    return run_ranks(args, *checked(config, args.config, environment=False))
+
+
+def run_ranks(args: argparse.Namespace, config: Config | SftConfig, run: RunDir, address: str = "") -> int:
+    """Become torchrun, which does not return, or one launcher of several machines."""
     if config.learner.machines == 1:
         return become_torchrun(config, run, address)
     from launch.cluster.learner_machine import run_machine
@@ -50,18 +70,6 @@ def learner(args: argparse.Namespace) -> int:
     address, status = answering_broker(args, config, run)
     check_same_job(config, args.config or "this machine", status.run.config, address)
     return run_machine(config, run, address)
-
-
-def slurm_machines() -> int:
-    """Machines of this step of Slurm, where it runs one task on each of several; else 0."""
-    machines, tasks = (os.environ.get(f"SLURM_STEP_NUM_{name}", "") for name in ("NODES", "TASKS"))
-    return int(machines) if machines == tasks and machines.isdecimal() and int(machines) > 1 else 0
-
-
-def sft(args: argparse.Namespace) -> NoReturn:
-    """Become torchrun for the supervised warm start; does not return."""
-    config = load_config(Path(args.config), args.overrides, SftConfig)
-    return become_torchrun(*checked(config, args.config, environment=False))
 
 
 def rollout(args: argparse.Namespace) -> int:
@@ -78,7 +86,7 @@ def rollout(args: argparse.Namespace) -> int:
     return run_node(downloaded(config, "node"), address, node_id, args.pool or "")
 
 
-def answering_broker(args: argparse.Namespace, config: Config, run: RunDir) -> tuple[str, BrokerStatus]:
+def answering_broker(args: argparse.Namespace, config: Config | SftConfig, run: RunDir) -> tuple[str, BrokerStatus]:
     """The address and the status of the broker at --join, else of the run's; raises UsageError when none answers."""
     try:
         address = args.join or find_broker(config, run, args.join_timeout_s)
