@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 BACKEND = "known-order"
 ALONE = "127.0.0.1:0"  # the endpoint of an agent without others
 LIMIT_S = 300
-PORT = "port"  # of the ranks' store, in the store of the meeting
+PORT = "port"  # key of the meeting's store; the value is the port of the ranks' store
 dist: Any = torch_distributed  # its stores are untyped
 
 

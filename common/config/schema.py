@@ -342,7 +342,7 @@ class SftConfig(Strict, frozen=True, kw_only=True):
     model: ModelConfig
     tasks: SftTasksConfig
     learner: SftLearnerConfig = SftLearnerConfig()
-    broker: BrokerAddress = BrokerAddress()  # of a warm start on several machines
+    broker: BrokerAddress = BrokerAddress()  # Only several machines have one.
     telemetry: TelemetryConfig = TelemetryConfig()
     evaluation: SftEvaluationConfig = SftEvaluationConfig()
 

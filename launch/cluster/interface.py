@@ -10,6 +10,7 @@ from common.config.network_checks import is_loopback, split_address
 from common.errors import UsageError
 from common.process.local_address import local_address
 
+LOOPBACK = "127.0.0.1"
 STORE_S = 30.0
 
 

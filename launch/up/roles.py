@@ -21,6 +21,7 @@ from common.errors import BrokerUnreachable, UsageError
 from common.process.broker_address import find_broker
 from common.process.logs import log_path, setup_logging
 from common.process.run_dir import RunDir, write_json
+from launch.cluster.interface import LOOPBACK, routed
 from launch.resolve_target import check_same_job, checked, config_file, job_of, load_job, need_broker_library
 
 # torchrun kills ranks that are still busy this long after SIGTERM: a step and a checkpoint must fit in.
@@ -145,6 +146,7 @@ def become_torchrun(config: Config | SftConfig, run: RunDir, broker: str = "") -
     run.prepare(config)
     ranks = str(config.learner.world_size)
     command = torchrun(run, ["--nproc-per-node", ranks], ["--broker", broker] if broker else [])
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", routed(LOOPBACK).name)  # else gloo listens where the host's name leads
     sys.stdout.flush()
     os.execvpe(command[0], command, {**os.environ, **thread_environment(config.learner.threads)})
 

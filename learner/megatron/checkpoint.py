@@ -52,7 +52,7 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
 
 
 class Written(msgspec.Struct, frozen=True):
-    """What one rank has written of one tensor or object, for the index: torch's WriteResult as plain values."""
+    """Where one rank has written one tensor or object, for the index: torch's WriteResult as plain values."""
 
     name: str
     offset: list[int] | None

@@ -12,7 +12,7 @@ import torch
 
 from common.weights.receiver import Receiver
 
-TOLD_BYTES = 4096  # of rank 0's words to the others
+TOLD_BYTES = 4096  # size of rank 0's message to the others
 
 
 class Ranks:

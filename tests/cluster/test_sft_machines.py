@@ -1,14 +1,13 @@
 """`slipstream sft` on two machines: refusals, a machine that is killed, a stop, and the weights of one machine."""
 
-from pathlib import Path
+from pathlib import Path, signal
 from subprocess import Popen
 
-import pytest
 import yaml
 
 from common.security.credentials import KeyFolder
 from launch.keys import make
-from tests.cluster.hosts import Host, hosts, missing
+from tests.cluster.hosts import Host, hosts, signal_to
 from tests.cluster.machine_rig import weights_in
 from tests.integration.learner import sft_assets
 from tests.integration.learner.learner_rig import weights_of
@@ -16,6 +15,7 @@ from tests.integration.learner.test_sft_resume import WarmStart
 from tests.waiting import LIMIT_S, until
 
 PORT, STEPS, EVERY, TIMEOUT_S = 5566, 1500, 50, 20.0
+LISTEN, LOOPBACK = "0A", "0100007F"
 
 
 class Machines:
@@ -56,7 +56,22 @@ class Machines:
         return self.newest()
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
+def listening(host: Host) -> set[str]:
+    """Addresses on which anything on the host listens, as the kernel writes them."""
+    files = [Path(f"/proc/{host.pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    return {line.split()[1].partition(":")[0] for lines in files for line in lines if line.split()[3] == LISTEN}
+
+
+def test_the_ranks_of_one_machine_listen_on_loopback_alone(tmp_path: Path) -> None:
+    with hosts(tmp_path, 1) as (host,):
+        rig = Machines(tmp_path, [host])
+        learner = rig.start(host, "sft", "learner.machines=1")
+        rig.trains_beyond(0)
+        assert listening(host) == {LOOPBACK}
+        signal_to(learner, signal.SIGTERM)
+        assert learner.wait(LIMIT_S) == 0, rig.logs()
+
+
 def test_a_warm_start_on_two_machines_survives_one_of_them_and_ends_with_the_weights_of_one(tmp_path: Path) -> None:
     with hosts(tmp_path, 3) as found:
         rig = Machines(tmp_path, found)

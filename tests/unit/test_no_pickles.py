@@ -46,9 +46,8 @@ def found(tree: ast.AST) -> Iterator[str]:
             yield node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in WORDS:
             yield f"{node.value}: {WORDS[node.value]}"
-        elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
-            if node.arg in OPTIONS and node.value.value is OPTIONS[node.arg]:
-                yield f"{node.arg}={node.value.value}"
+        elif isinstance(node, ast.keyword) and (node.arg, getattr(node.value, "value", None)) in OPTIONS.items():
+            yield f"{node.arg}={ast.unparse(node.value)}"
 
 
 def test_no_module_of_ours_pickles() -> None:

@@ -23,8 +23,8 @@ from tests.waiting import LIMIT_S
 WIDE = "rollout.engine.tensor_parallel=2"  # so that workers of vLLM talk to each other
 VALIDATE, PING = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=BI", 13, 7)  # words of torch's TCPStore
 STORE_S = 20.0  # for the answer of a store; other servers do not give it
-SEND_S = 1.0  # for an answer that nobody needs
-MORE_STEPS = 30  # of at least 0.25 s: torchrun's c10d rendezvous read its value every 5 s
+SEND_S = 1.0  # time for an answer, which is not needed
+MORE_STEPS = 30  # each takes at least 0.25 s: torchrun's c10d rendezvous read its value every 5 s
 
 
 class Mark:
