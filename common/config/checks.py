@@ -118,8 +118,8 @@ def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
     if config.learner.world_size % config.learner.machines:
         expected = f"a divisor of learner.world_size ({config.learner.world_size})"
         yield Problem("learner.machines", expected, hint="every machine runs as many ranks")
-    yield from address_problems(config.broker)
     if isinstance(config, SftConfig):
+        yield from address_problems(config.broker)
         return
     yield from _evaluation(config, read)
     python = config.tasks.limits.python

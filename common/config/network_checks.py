@@ -101,6 +101,7 @@ def parse_redis(address: str) -> RedisAddress:
 
 def broker_problems(config: Config) -> Iterator[Problem]:
     broker = config.broker
+    yield from address_problems(broker)
     yield from _broker_store(config)
     if broker.lease_s < LEASE_HEARTBEATS * broker.heartbeat_s:
         expected = f"at least {LEASE_HEARTBEATS} x broker.heartbeat_s ({broker.heartbeat_s})"
