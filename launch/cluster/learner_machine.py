@@ -34,7 +34,7 @@ from common.process.versions import versions
 from launch.cluster.interface import Interface, interface_for
 from launch.up.roles import thread_environment, torchrun
 from launch.up.supervisor import Role, RoleSpec
-from learner.loop.run_files import read_record
+from learner.loop.run_files import LearnerRecord, read_record
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +144,7 @@ class Launcher:
         self._drained = False  # the ranks of this round were told to drain
         self._log_rank = -1  # whose log the broker asked for
         self._logs_before = self._log_sizes()  # those of earlier rounds
+        self._record_before: LearnerRecord | None = None  # that of earlier rounds
 
     def run(self, broker: str) -> int:
         """Until the job has ended or this machine was told to leave; returns the exit code. Raises as `run_machine`."""
@@ -223,6 +224,7 @@ class Launcher:
         self._report = msgspec.structs.replace(self._report, running=True)
         self._drained = False
         self._logs_before = self._log_sizes()
+        self._record_before = read_record(self._run)
         log = log_path(self._run.logs, "torchrun", self._report.host)
         command = rank_command(self._config, self._run, self._report, broker)
         self._ranks = Role(RoleSpec("ranks", command, log, thread_environment(self._config.learner.threads)))
@@ -250,8 +252,8 @@ class Launcher:
     def _ended(self, exit_code: int) -> None:
         self._waiting_since = time.monotonic()
         leads = [member.machine for member in self._report.members[:1]] == [self._report.machine]
-        record = read_record(self._run) if leads else None
-        state = record.state if record is not None else ""
+        record = read_record(self._run)
+        state = record.state if leads and record is not None and record != self._record_before else ""
         self._report = msgspec.structs.replace(self._report, running=False, exit_code=exit_code, state=state)
         logger.info("this machine's ranks have ended with exit code %d", exit_code)
 

@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -146,7 +146,8 @@ def become_torchrun(config: Config | SftConfig, run: RunDir, broker: str = "") -
     run.prepare(config)
     ranks = str(config.learner.world_size)
     command = torchrun(run, ["--nproc-per-node", ranks], ["--broker", broker] if broker else [])
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", routed(LOOPBACK).name)  # else gloo listens where the host's name leads
+    with suppress(UsageError):  # else gloo listens at the address that the host's name leads to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", routed(LOOPBACK).name)
     sys.stdout.flush()
     os.execvpe(command[0], command, {**os.environ, **thread_environment(config.learner.threads)})
 

@@ -111,10 +111,12 @@ def test_no_port_of_a_running_job_unpickles_what_it_gets(assets: Path, tmp_path:
     config = str(write_config(tmp_path / "job.yaml", assets, run_dir, 2000, **sections))
     health = {role: free_port() for role in ("broker", "rollout", "learner")}
     with ExitStack() as running:
-        roles = [
-            running.enter_context(Command(tmp_path, role, role, config, WIDE, f"telemetry.health_port={port}"))
-            for role, port in health.items()
-        ]
+        roles: list[Command] = []
+        for role, port in health.items():
+            words = (role, config, WIDE, f"telemetry.health_port={port}")
+            roles.append(running.enter_context(Command(tmp_path, role, *words)))
+            # The broker and the learner write RUN/config.yaml, which the ranks read.
+            until("the broker", (run_dir / "broker.json").exists, *roles)
         until("steps", lambda: len(metrics(run_dir)) >= 2, *roles)
         page = running.enter_context(Command(tmp_path, "web", "web", str(run_dir), "--port", "0"))
         until("the page", lambda: "the page is at" in page.output(), page)
@@ -127,7 +129,6 @@ def test_no_port_of_a_running_job_unpickles_what_it_gets(assets: Path, tmp_path:
         ranks, engine = ports["learner"], ports["rollout"]
         assert {ip for ip, line in ranks.values() if "learner.torchrun" in line} == {"127.0.0.1"}
         assert any("VLLM" in line for _, line in engine.values()), engine
-        print(ports)
         pickled = pickle.dumps(Mark(mark))
         with ThreadPoolExecutor(len(found)) as pool:
             overwritten = dict(
