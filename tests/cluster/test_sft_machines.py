@@ -1,6 +1,7 @@
 """`slipstream sft` on two machines: refusals, a machine that is killed, a stop, and the weights of one machine."""
 
-from pathlib import Path, signal
+import signal
+from pathlib import Path
 from subprocess import Popen
 
 import yaml

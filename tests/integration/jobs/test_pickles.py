@@ -1,5 +1,6 @@
 """A pickle that leaves a mark when it is unpickled, sent to every port that a running job opens, in many forms."""
 
+import base64
 import contextlib
 import datetime
 import pickle
@@ -8,11 +9,11 @@ import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import psutil
-import zmq
 
 from common.config.network_checks import split_address
 from common.weights.collectives import dist
@@ -22,6 +23,7 @@ from tests.waiting import LIMIT_S
 
 WIDE = "rollout.engine.tensor_parallel=2"  # so that workers of vLLM talk to each other
 VALIDATE, PING = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=BI", 13, 7)  # words of torch's TCPStore
+ZMTP = (b"\xff".ljust(9, b"\0") + b"\x7f\x03\0NULL").ljust(64, b"\0")  # greeting of a ZeroMQ socket without a key
 STORE_S = 20.0  # for the answer of a store; other servers do not give it
 SEND_S = 1.0  # time for an answer, which is not needed
 MORE_STEPS = 30  # each takes at least 0.25 s: torchrun's c10d rendezvous read its value every 5 s
@@ -49,24 +51,23 @@ def listeners(pid: int) -> dict[int, tuple[str, str]]:
     return found
 
 
-def send(address: tuple[str, int], data: bytes) -> None:
+def send(address: tuple[str, int], data: bytes, greeting: bytes = b"") -> None:
+    """`data`, after the server has answered a greeting with one as long."""
     with contextlib.suppress(OSError), socket.create_connection(address, SEND_S) as connection:
+        if greeting:
+            connection.sendall(greeting)
+            connection.recv(len(greeting), socket.MSG_WAITALL)
         connection.sendall(data)
         connection.shutdown(socket.SHUT_WR)
         while connection.recv(1 << 16):
             pass
 
 
-def send_frames(address: tuple[str, int], mark: bytes) -> None:
-    """By ZeroMQ, as each type of socket that sends."""
-    with zmq.Context() as context:
-        for kind in (zmq.DEALER, zmq.REQ, zmq.PUSH, zmq.PAIR, zmq.XPUB):
-            with context.socket(kind) as peer:
-                peer.setsockopt(zmq.LINGER, int(SEND_S * 1000))
-                peer.connect(f"tcp://{address[0]}:{address[1]}")
-                for frames in ([mark], [b"", mark], [b"", b"", mark, mark]):
-                    with contextlib.suppress(zmq.ZMQError):
-                        peer.send_multipart(frames, zmq.NOBLOCK)
+def zmtp(kind: bytes, *frames: bytes) -> bytes:
+    """What a ZeroMQ socket of this kind sends after ZMTP, up to the end of one message."""
+    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind
+    message = [struct.pack(">BQ", 2 | (at < len(frames) - 1), len(frame)) + frame for at, frame in enumerate(frames)]
+    return struct.pack("BB", 4, len(ready)) + ready + b"".join(message)
 
 
 def is_store(address: tuple[str, int]) -> bool:
@@ -79,13 +80,16 @@ def is_store(address: tuple[str, int]) -> bool:
 
 
 def overwrite(address: tuple[str, int], mark: bytes) -> int:
-    """Every value of torch's store there; returns how many there were, 0 where no store is."""
+    """Every value of torch's store there; returns how many there were, 0 where no store is.
+
+    torchrun's c10d rendezvous has its value in base64.
+    """
     if not is_store(address):
         return 0
     store = dist.TCPStore(*address, is_master=False, timeout=datetime.timedelta(seconds=LIMIT_S))
     keys = store.list_keys()
     for key in keys:
-        store.set(key, mark)
+        store.set(key, base64.b64encode(mark) if "rendezvous" in key else mark)
     return len(keys)
 
 
@@ -96,7 +100,9 @@ def attack(address: tuple[str, int], mark: bytes) -> int:
     for path in ("/", "/v1/completions", "/api/runs"):
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/octet-stream\r\n"
         send(address, f"{head}Content-Length: {len(mark)}\r\nConnection: close\r\n\r\n".encode() + mark)
-    send_frames(address, mark)
+    for kind in (b"DEALER", b"REQ", b"PUSH", b"PUB", b"PAIR"):
+        for frames in ([mark], [b"", mark], [b"", b"", mark, mark]):
+            send(address, zmtp(kind, *frames), ZMTP)
     return overwrite(address, mark)
 
 
@@ -132,7 +138,7 @@ def test_no_port_of_a_running_job_unpickles_what_it_gets(assets: Path, tmp_path:
         pickled = pickle.dumps(Mark(mark))
         with ThreadPoolExecutor(len(found)) as pool:
             overwritten = dict(
-                zip(found, pool.map(lambda port: attack(("127.0.0.1", port), pickled), found), strict=True)
+                zip(found, pool.map(attack, [("127.0.0.1", port) for port in found], repeat(pickled)), strict=True)
             )
         assert any(overwritten[port] for port in ranks), "the store where the ranks meet"
         reached = len(metrics(run_dir))

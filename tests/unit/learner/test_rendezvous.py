@@ -1,13 +1,21 @@
 """Agents of a known order meet: each in its place, all at the first one's store, and nothing listens elsewhere."""
 
+import pickle
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
+import pytest
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
 from learner.rendezvous import ALONE, BACKEND, KnownOrder, create_handler, listen
-from tests.waiting import LIMIT_S
+from tests.integration.jobs.test_pickles import Mark, listeners, overwrite
+from tests.launch_rig import ROOT
+from tests.waiting import LIMIT_S, until
 
+C10D, OURS = ("torch.distributed.run", ["--standalone"], True), ("learner.torchrun", [], False)
 HOST = "127.0.0.9"  # as the machine's address beside others: a store of torch's own making would listen on all
 
 
@@ -55,3 +63,25 @@ def test_an_agent_alone_listens_on_loopback() -> None:
     (info,) = met([agent(0, 1, ALONE)])
     assert (info.rank, info.world_size, info.bootstrap_store_info.master_addr) == (0, 1, "127.0.0.1")
     assert listening() - before == {("127.0.0.1", info.bootstrap_store_info.master_port)}
+
+
+@pytest.mark.parametrize(("module", "words", "unpickles"), [C10D, OURS], ids=["c10d", "ours"])
+def test_torchruns_c10d_unpickles_what_anybody_may_set_and_ours_does_not(
+    tmp_path: Path, module: str, words: list[str], unpickles: bool
+) -> None:
+    mark, end = tmp_path / "unpickled", tmp_path / "end"
+    ranks = tmp_path / "rank.py"
+    ranks.write_text(f"import os, time\nwhile not os.path.exists({str(end)!r}): time.sleep(0.05)\n")
+    command = [sys.executable, "-m", module, *words, "--nproc-per-node", "2", str(ranks)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as torchrun:
+        until(lambda: len(psutil.Process(torchrun.pid).children()) == 2, "the ranks")
+        ports = listeners(torchrun.pid)
+        assert sum(overwrite(("127.0.0.1", port), pickle.dumps(Mark(mark))) for port in ports) > 1
+        if unpickles:
+            until(mark.exists, "the next look at the value")
+        end.touch()
+        if not unpickles:
+            assert torchrun.wait(LIMIT_S) == 0
+            assert {ip for ip, _ in ports.values()} == {"127.0.0.1"}
+        torchrun.kill()
+    assert mark.exists() == unpickles
