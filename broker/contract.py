@@ -194,6 +194,7 @@ class MachineReport(msgspec.Struct, frozen=True):
     leaving: bool = False  # it was told to stop
     wanted: Tally = 1  # learner.machines
     max_restarts: Tally = 0  # failed rounds after which the job fails
+    state: Text = ""  # how the learner has ended, where its lead rank ran here: done, drained
 
 
 class Assembly(msgspec.Struct, frozen=True):

@@ -30,7 +30,7 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
     "learner": ("up.roles:learner", "[CONFIG] key=value --credentials --join --join-timeout-s",
         "the learner of a job, or one of its machines (starts its ranks under torchrun)"),
     "rollout": ("up.roles:rollout", "[CONFIG] key=value --credentials --join --join-timeout-s", "one rollout node"),
-    "sft": ("up.roles:sft", "CONFIG key=value",
+    "sft": ("up.roles:sft", "CONFIG key=value --credentials --join --join-timeout-s",
         "supervised warm start on the Megatron learner; the result is RUN/model"),
     "plan": ("plan.plan:command", "CONFIG key=value --json",
         "layout, memory per GPU, batches, window and all checks; needs no GPU"),

@@ -12,9 +12,10 @@ import msgspec
 
 from broker.connect import ask_status
 from common.config.checks import C, Reader, check_config, downloaded, resolve_paths
-from common.config.loading import build_config, load_config, load_either, load_resolved
+from common.config.loading import build_config, kind_of, load_config, load_either, load_resolved
 from common.config.network_checks import fixed_address, is_redis, split_address
 from common.config.schema import Config, SftConfig
+from common.config.strict_yaml import Document
 from common.errors import UsageError
 from common.json_lines import EventFile
 from common.process.run_dir import CHANGEABLE, OF_A_MACHINE, RunDir, other_values
@@ -110,7 +111,7 @@ def find_target(args: argparse.Namespace) -> Target:
         check_address(args.run, "ADDRESS")
         return Target(None, args.credentials, args.run)
     run = find_run(args.run)
-    config = None if args.credentials else config_of(run)
+    config = None if args.credentials else any_config_of(run)
     return Target(run, config.broker.credentials if config else args.credentials)
 
 
@@ -155,9 +156,13 @@ def any_config_of(run: RunDir) -> Config | SftConfig | None:
     return load_resolved(run.config) if run.config.exists() else None
 
 
-def check_same_job(config: Config, file: str, data: bytes, address: str) -> None:
+def check_same_job(config: Config | SftConfig, file: str, data: bytes, address: str) -> None:
     """Raise UsageError, naming the keys, when `config` computes something else than the job of the broker."""
-    job = resolve_paths(joined_config(data, address, ()))
+    job = resolve_paths(handed_out(data, address))
+    if type(job) is not type(config):
+        kinds = "a warm start (sft)", "an RL job"
+        ours, theirs = kinds if isinstance(config, SftConfig) else kinds[::-1]
+        raise UsageError(f"{file} is {ours}, and the broker at {address} serves {theirs}")
     others = other_values(job, config, CHANGEABLE + OF_A_MACHINE)
     differing = [f"{key} is {ours!r} in {file} and {theirs!r} there" for key, theirs, ours in others]
     if differing:
@@ -166,12 +171,23 @@ def check_same_job(config: Config, file: str, data: bytes, address: str) -> None
 
 def joined_config(data: bytes, address: str, overrides: Sequence[str]) -> Config:
     """The job's config as the broker at `address` handed it out, without commands, with this machine's overrides."""
+    return build_config(*_document(data, address), overrides)
+
+
+def handed_out(data: bytes, address: str) -> Config | SftConfig:
+    """As `joined_config`, also that of a warm start on several machines."""
+    document, name = _document(data, address)
+    return build_config(document, name, schema=kind_of(document))
+
+
+def _document(data: bytes, address: str) -> tuple[Document, str]:
+    """The config of the broker at `address` without commands, and its name in errors."""
     try:
-        document = msgspec.json.decode(data)
+        document = msgspec.json.decode(data, type=Document)
     except msgspec.DecodeError as error:
         raise UsageError(f"the broker at {address} has no readable config: {error}") from None
     without_commands(document)
-    return build_config(document, f"the config of the broker at {address}", overrides)
+    return document, f"the config of the broker at {address}"
 
 
 def without_commands(document: Any) -> list[str]:

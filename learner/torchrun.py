@@ -1,7 +1,7 @@
 """torchrun with the exit codes of a role: `python -m learner.torchrun [OPTIONS] -m learner.main --config FILE`.
 
 torchrun itself ends with code 1 whatever its ranks ended with, also after a signal that they obeyed. Here a drain
-is 0, and an error has the code of the rank that failed first (2 for bad usage).
+is 0, and an error has the code of the rank that failed first (2 for bad usage). The ranks meet without pickles.
 """
 
 import logging
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.run import main as run_torchrun
 
 from common.config.loading import load_either
@@ -18,14 +19,16 @@ from common.errors import EXIT_DONE, EXIT_FAILED
 from common.process.lifecycle import join_supervisor, leave
 from common.process.run_dir import RunDir
 from learner.loop.run_files import read_record
+from learner.rendezvous import ALONE, BACKEND, create_handler
 
 
 def main(words: Sequence[str]) -> int:
     """Start the ranks and wait for them; returns the exit code that a person expects."""
     join_supervisor()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks have logged what is wrong
+    rendezvous_handler_registry.register(BACKEND, create_handler)
     try:
-        run_torchrun(list(words))
+        run_torchrun(["--rdzv-backend", BACKEND, "--rdzv-endpoint", ALONE, *words])
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else EXIT_FAILED

@@ -54,7 +54,8 @@ class LearnerMachines:
     def gather(self, report: MachineReport, learner_state: str, now: float, stopping: bool = False) -> Assembly:
         """Keep a launcher's report; returns what it is to do. `learner_state` is that of the learner's own report.
 
-        `stopping`: after `slipstream stop` no round begins any more.
+        A warm start has none; its launchers say how it ended. `stopping`: after `slipstream stop` no round begins any
+        more, and the ranks of a warm start are told to drain.
         """
         self.reports[report.machine], self.seen_at[report.machine] = report, now
         self.last_number = max(self.last_number, report.round)
@@ -62,6 +63,8 @@ class LearnerMachines:
             self.round = Round(report.round, report.members, now)
         if self.round is not None and self.round.over:
             self.round.ended.add(report.machine)
+        if self.round is not None and stopping and not learner_state:
+            self.round.draining = True
         self._look_at_round(learner_state, now)
         if stopping and not self._active:
             self._end_job(EXIT_DONE, "slipstream stop")
@@ -114,6 +117,7 @@ class LearnerMachines:
                 return self._end_round(f"the ranks on {member.host} ended with exit code {report.exit_code}")
             well.append(member.machine)
         if len(well) == len(current.members):
+            learner_state = learner_state or self.reports[current.ids[0]].state
             if learner_state == "done" or (learner_state == "drained" and not current.draining):
                 current.over = learner_state
                 return self._end_job(EXIT_DONE, learner_state)

@@ -15,7 +15,7 @@ import msgspec
 
 from common.config.loading import describe_value, nearest
 from common.config.loss import loss_problems
-from common.config.network_checks import broker_problems, buffers_problems, weights_address_problems
+from common.config.network_checks import address_problems, broker_problems, buffers_problems, weights_address_problems
 from common.config.parallel_layout import ModelShape, document_multiple, model_problems, world_problems
 from common.config.passthrough import passthrough_problems
 from common.config.schema import Config, MoeConfig, SftConfig
@@ -115,7 +115,11 @@ def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
                 yield Problem(f"learner.moe.{key}", "its default, since the model has no experts")
     if "tasks.dataset" in read:
         yield from _dataset("tasks.dataset", config.tasks.dataset)
+    if config.learner.world_size % config.learner.machines:
+        expected = f"a divisor of learner.world_size ({config.learner.world_size})"
+        yield Problem("learner.machines", expected, hint="every machine runs as many ranks")
     if isinstance(config, SftConfig):
+        yield from address_problems(config.broker)
         return
     yield from _evaluation(config, read)
     python = config.tasks.limits.python
@@ -132,9 +136,6 @@ def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
     if config.weights.publish_every > limit:
         hint = "nodes would wait for weights that the learner only makes from their groups"
         yield Problem("weights.publish_every", f"at most staleness.max + 1 = {limit}", hint=hint)
-    if config.learner.world_size % config.learner.machines:
-        expected = f"a divisor of learner.world_size ({config.learner.world_size})"
-        yield Problem("learner.machines", expected, hint="every machine runs as many ranks")
     yield from broker_problems(config)
     yield from weights_address_problems(config)
     if "tasks.dataset" in read:

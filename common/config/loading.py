@@ -64,8 +64,12 @@ def load_config(path: Path, overrides: Sequence[str] = (), schema: type[S] = Con
 
 def load_either(path: Path, overrides: Sequence[str] = ()) -> Config | SftConfig:
     """Load an RL or a warm-start config, whichever `path` contains. Raises as `load_config`."""
-    sft = _looks_like_sft(strict_yaml.parse_mapping(_read(path), str(path)))
-    return load_config(path, overrides, SftConfig if sft else Config)
+    return load_config(path, overrides, kind_of(strict_yaml.parse_mapping(_read(path), str(path))))
+
+
+def kind_of(document: Document) -> type[Config] | type[SftConfig]:
+    """The schema that a document looks like."""
+    return SftConfig if _looks_like_sft(document) else Config
 
 
 def build_config(document: Document, file: str, overrides: Sequence[str] = (), schema: type[S] = Config) -> S:
@@ -114,7 +118,7 @@ def load_resolved(path: Path) -> Config | SftConfig:
     held_out = cast("Document", tasks).pop("eval_dataset", None) if isinstance(tasks, dict) else None
     if held_out is not None:  # the run was begun by an earlier release
         document["evaluation"] = {"datasets": [held_out]}
-    return build_config(document, str(path), schema=SftConfig if _looks_like_sft(document) else Config)
+    return build_config(document, str(path), schema=kind_of(document))
 
 
 def dump_yaml(config: msgspec.Struct) -> str:

@@ -7,7 +7,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
 
-from common.config.schema import Config
+from common.config.schema import BrokerAddress, BrokerConfig, Config, SftConfig
 from common.errors import Problem
 from common.security.credentials import check_credentials, curve_credentials
 
@@ -40,7 +40,7 @@ def is_wildcard(host: str) -> bool:
     return host in ("0.0.0.0", "::", "*")
 
 
-def fixed_address(config: Config) -> str | None:
+def fixed_address(config: Config | SftConfig) -> str | None:
     """broker.address when it says where to connect to, with commas in a list; None when only RUN/broker.json does.
 
     The broker writes that file: a port that it picked, or this machine's address when it listens everywhere.
@@ -101,12 +101,8 @@ def parse_redis(address: str) -> RedisAddress:
 
 def broker_problems(config: Config) -> Iterator[Problem]:
     broker = config.broker
-    yield from _broker_address(config)
+    yield from address_problems(broker)
     yield from _broker_store(config)
-    if broker.credentials is not None:
-        found = check_credentials(broker.credentials)
-        if found is not None:
-            yield Problem("broker.credentials", "the folder of `slipstream keys DIR`, or a file of it", found)
     if broker.lease_s < LEASE_HEARTBEATS * broker.heartbeat_s:
         expected = f"at least {LEASE_HEARTBEATS} x broker.heartbeat_s ({broker.heartbeat_s})"
         yield Problem("broker.lease_s", expected, hint="a living node must not lose its leases")
@@ -149,9 +145,8 @@ def weights_address_problems(config: Config) -> Iterator[Problem]:
         yield Problem("weights.address", "a loopback address such as 127.0.0.1", hint=hint)
 
 
-def _broker_address(config: Config) -> Iterator[Problem]:
-    """Every entry of broker.address, and whether connections to it are authenticated."""
-    broker = config.broker
+def address_problems(broker: BrokerAddress) -> Iterator[Problem]:
+    """Every entry of broker.address, and whether connections to it are authenticated; the credentials."""
     addresses = broker.addresses
     for address in addresses:
         try:
@@ -170,9 +165,11 @@ def _broker_address(config: Config) -> Iterator[Problem]:
             expected = "a loopback address such as tcp://127.0.0.1:5555 while broker.credentials is not set"
             hint = "other interfaces need authentication: `slipstream keys DIR` makes keys for broker.credentials"
             yield Problem("broker.address", expected, repr(address), hint)
-    if len(addresses) > 1 and broker.store == "file":
+    if len(addresses) > 1 and not (isinstance(broker, BrokerConfig) and broker.store == "redis"):
         hint = "a standby broker needs a store that it can reach"
         yield Problem("broker.address", "one address with broker.store: file", repr(list(addresses)), hint)
+    if broker.credentials is not None and (wrong := check_credentials(broker.credentials)) is not None:
+        yield Problem("broker.credentials", "the folder of `slipstream keys DIR`, or a file of it", wrong)
 
 
 def _broker_store(config: Config) -> Iterator[Problem]:

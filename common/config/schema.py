@@ -179,6 +179,11 @@ class RanksConfig(Strict, frozen=True, kw_only=True):
     """The keys that every learner has, of an RL job or of a warm start."""
 
     world_size: Positive = 1  # Number of learner ranks.
+    machines: Positive = 1  # Machines of the learner; each runs world_size / machines ranks. docs/machines.md.
+    # Longest wait for that many machines, at the start and after one was lost.
+    machines_wait_s: Seconds = 600.0
+    # Network interface of the ranks, or several with commas between them. Unset, the one that routes to the broker.
+    interface: Text | None = None
     threads: Positive = 1  # CPU threads of each rank.
     # Limit of every collective of the ranks. Raise it if one rank may keep the others waiting for longer.
     timeout_s: CollectiveSeconds = 300.0
@@ -195,11 +200,6 @@ class RanksConfig(Strict, frozen=True, kw_only=True):
 
 
 class LearnerConfig(RanksConfig, frozen=True, kw_only=True):
-    machines: Positive = 1  # Machines of the learner; each runs world_size / machines ranks. docs/machines.md.
-    # Longest wait for that many machines, at the start and after one was lost.
-    machines_wait_s: Seconds = 600.0
-    # Network interface of the ranks, or several with commas between them. Unset, the one that routes to the broker.
-    interface: Text | None = None
     groups_per_step: Positive = 16  # Prompts of one optimizer step.
     dynamic_sampling: bool = False  # Replaces groups whose rewards are all equal by further groups.
     loss: LossConfig = LossConfig()
@@ -252,12 +252,20 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
         return self.concurrency, self.concurrency
 
 
-class BrokerConfig(Strict, frozen=True, kw_only=True):
-    store: Literal["file", "redis"] = "file"  # Use redis if you run it already, or need standby brokers.
-    redis: Text | None = None  # Address of the server, redis://, rediss:// or unix://; docs/redis.md.
+class BrokerAddress(Strict, frozen=True, kw_only=True):
     # Where the broker listens; port 0 picks a free one. A list has one entry per broker that may lead; docs/redis.md.
     address: Text | list[Text] = "tcp://127.0.0.1:0"
     credentials: Text | None = None  # folder of `slipstream keys`; needed beyond loopback
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """`address` as a list."""
+        return (self.address,) if isinstance(self.address, str) else tuple(self.address)
+
+
+class BrokerConfig(BrokerAddress, frozen=True, kw_only=True):
+    store: Literal["file", "redis"] = "file"  # Use redis if you run it already, or need standby brokers.
+    redis: Text | None = None  # Address of the server, redis://, rediss:// or unix://; docs/redis.md.
     # A promise waits for fsync, for a write that is synced every second, or for no disk at all; docs/delivery.md.
     durability: Literal["fsync", "everysec", "memory"] = "fsync"
     retain_steps: Natural = 16  # Committed steps whose groups are kept for `slipstream replay`.
@@ -266,11 +274,6 @@ class BrokerConfig(Strict, frozen=True, kw_only=True):
     lease_s: Seconds = 60.0  # A node that is silent for this long loses its tasks.
     max_lease_s: Seconds = 3600.0  # Longest lease that heartbeats renew. It bounds a node that never finishes a group.
     heartbeat_s: Seconds = 2.0  # Seconds between the reports of a node.
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """`address` as a list."""
-        return (self.address,) if isinstance(self.address, str) else tuple(self.address)
 
 
 class WeightsConfig(Strict, frozen=True, kw_only=True):
@@ -340,5 +343,13 @@ class SftConfig(Strict, frozen=True, kw_only=True):
     model: ModelConfig
     tasks: SftTasksConfig
     learner: SftLearnerConfig = SftLearnerConfig()
+    broker: BrokerAddress = BrokerAddress()  # Only several machines have one.
     telemetry: TelemetryConfig = TelemetryConfig()
     evaluation: SftEvaluationConfig = SftEvaluationConfig()
+
+    @property
+    def meeting(self) -> Config:
+        """The job of a broker that forms the rounds of this warm start's machines; it has no groups and no store."""
+        tasks = TasksConfig(environment="none", dataset=self.tasks.dataset)
+        broker = BrokerConfig(address=self.broker.address, credentials=self.broker.credentials, durability="memory")
+        return Config(run=self.run, model=self.model, tasks=tasks, broker=broker, telemetry=self.telemetry)

@@ -1,6 +1,5 @@
 """The network interface of this machine that others reach it by: the one that routes to the broker, unless told."""
 
-import datetime
 import os
 import socket
 from typing import Any, NamedTuple
@@ -10,6 +9,9 @@ import psutil
 from common.config.network_checks import is_loopback, split_address
 from common.errors import UsageError
 from common.process.local_address import local_address
+
+LOOPBACK = "127.0.0.1"
+STORE_S = 30.0
 
 
 class Interface(NamedTuple):
@@ -23,13 +25,9 @@ class Interface(NamedTuple):
 
     def listen(self) -> Any:
         """A torch TCPStore where ranks of several machines meet, on a free port; raises OSError."""
-        from common.weights.collectives import dist  # late: torch takes seconds, and a base installation has none
+        from learner.rendezvous import listen  # late: torch takes seconds, and a base installation has none
 
-        family, limit = socket.AF_INET6 if ":" in self.address else socket.AF_INET, datetime.timedelta(seconds=30)
-        with socket.create_server((self.address, 0), family=family, backlog=128) as listener:
-            port, options = listener.getsockname()[1], {"timeout": limit, "wait_for_workers": False}
-            # TCPStore binds every interface by itself; a listening socket handed over keeps it on this one.
-            return dist.TCPStore(self.address, port, is_master=True, master_listen_fd=listener.detach(), **options)
+        return listen(self.address, STORE_S)
 
 
 def interface_for(broker: str, names: str | None = None) -> Interface:

@@ -1,11 +1,13 @@
-"""`slipstream learner` on one of several machines: it runs this machine's ranks in the rounds that the broker forms.
+"""`slipstream learner` or `sft` on one of several machines: it runs its ranks in the rounds that the broker forms.
 
 The broker is the only address that a machine needs. Each launcher binds a rendezvous store and announces it with its
-reports. The torchrun processes of a round meet, by c10d, at the store of its first machine. When a round is over,
-the launcher kills its ranks and waits for the next one, which starts from the newest checkpoint.
+reports. The torchrun processes of a round meet at the store of its first machine, in the order that the broker said
+(learner/rendezvous.py). When a round is over, the launcher kills its ranks and waits for the next one, which starts
+from the newest checkpoint.
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import secrets
@@ -20,8 +22,10 @@ from broker.connect import Access, connect
 from broker.contract import Assembly, MachineReport, Member
 from broker.delivery.learner_machines import FENCE_S, INTERFACE
 from broker.messaging.client_methods import LearnerBroker
-from common.config.schema import Config
+from common.config.checks import downloaded
+from common.config.schema import Config, SftConfig
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, HopelessError, UsageError
+from common.json_lines import dataset_rows
 from common.process.lifecycle import DrainFlag
 from common.process.local_address import bracketed
 from common.process.logs import log_end, log_path, setup_logging
@@ -30,6 +34,7 @@ from common.process.versions import versions
 from launch.cluster.interface import Interface, interface_for
 from launch.up.roles import learner_environment, need_learner_packages, torchrun
 from launch.up.supervisor import Role, RoleSpec
+from learner.loop.run_files import LearnerRecord, read_record
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +46,7 @@ ANSWER_S, RETRY_S = 3.0, 1.0  # the deadline of a report, and the pause before i
 OWN_SETTINGS = ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG", "NCCL_TOPO_FILE")
 
 
-def run_machine(config: Config, run: RunDir, address: str) -> int:
+def run_machine(config: Config | SftConfig, run: RunDir, address: str) -> int:
     """Run the ranks of this machine for the job of the broker at `address`; returns the exit code.
 
     Raises UsageError when the machines do not fit together, HopelessError when too few of them come.
@@ -63,24 +68,29 @@ def run_machine(config: Config, run: RunDir, address: str) -> int:
         return Launcher(config, run, client, shared, report).run(address)
 
 
-def facts(config: Config, interface: Interface) -> dict[str, str]:
+def facts(config: Config | SftConfig, interface: Interface) -> dict[str, str]:
     """Versions and settings that must be the same on every machine of the learner."""
     same = {name: version for name, version in versions().items() if name != "vllm"}
     same["python"] = same["python"].rpartition(".")[0]
     same |= {"learner.machines": str(config.learner.machines), "learner.world_size": str(config.learner.world_size)}
+    if isinstance(config, SftConfig):  # every rank reads its machine's copy
+        path, rows = Path(downloaded(config, "learner").tasks.dataset), hashlib.sha256()
+        for _, row in dataset_rows(path, "tasks.dataset"):
+            rows.update(row + b"\n")
+        same["rows of tasks.dataset"] = rows.hexdigest()[:16]
     if config.learner.interface is None:
         same[INTERFACE] = interface.name
     names = sorted(name for name in os.environ if name.startswith("NCCL_") and not name.startswith(OWN_SETTINGS))
     return same | {name: os.environ[name] for name in names[:32]}
 
 
-def rank_command(config: Config, run: RunDir, report: MachineReport, broker: str) -> list[str]:
+def rank_command(config: Config | SftConfig, run: RunDir, report: MachineReport, broker: str) -> list[str]:
     """torchrun with the ranks of this machine in the round of `report`."""
     machines, wait_s = config.learner.machines, int(max(config.learner.timeout_s, FENCE_S))
     options = {"nnodes": machines, "nproc-per-node": config.learner.world_size // machines}
-    options |= {"local-addr": report.address, "rdzv-backend": "c10d", "rdzv-endpoint": report.members[0].endpoint}
-    options |= {"rdzv-id": f"{config.run.name}-{report.round}"}
-    options |= {"rdzv-conf": f"is_host=0,join_timeout={wait_s},read_timeout={wait_s}"}
+    options |= {"local-addr": report.address, "rdzv-endpoint": report.members[0].endpoint}
+    place = [member.machine for member in report.members].index(report.machine)
+    options |= {"rdzv-id": f"{config.run.name}-{report.round}", "rdzv-conf": f"rank={place},timeout={wait_s}"}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     return torchrun(run, words, ["--broker", broker, "--address", report.address])
 
@@ -121,7 +131,12 @@ class Launcher:
     """The loop of one machine: report, do what the broker answers, look after the ranks."""
 
     def __init__(
-        self, config: Config, run: RunDir, client: LearnerBroker, shared: SharedFolder, report: MachineReport
+        self,
+        config: Config | SftConfig,
+        run: RunDir,
+        client: LearnerBroker,
+        shared: SharedFolder,
+        report: MachineReport,
     ) -> None:
         self._config, self._run, self._client, self._shared, self._report = config, run, client, shared, report
         self._ranks: Role | None = None
@@ -130,6 +145,7 @@ class Launcher:
         self._drained = False  # the ranks of this round were told to drain
         self._log_rank = -1  # whose log the broker asked for
         self._logs_before = self._log_sizes()  # those of earlier rounds
+        self._record_before: LearnerRecord | None = None  # that of earlier rounds
 
     def run(self, broker: str) -> int:
         """Until the job has ended or this machine was told to leave; returns the exit code. Raises as `run_machine`."""
@@ -209,6 +225,7 @@ class Launcher:
         self._report = msgspec.structs.replace(self._report, running=True)
         self._drained = False
         self._logs_before = self._log_sizes()
+        self._record_before = read_record(self._run)
         log = log_path(self._run.logs, "torchrun", self._report.host)
         command = rank_command(self._config, self._run, self._report, broker)
         self._ranks = Role(RoleSpec("ranks", command, log, learner_environment(self._config)))
@@ -235,7 +252,10 @@ class Launcher:
 
     def _ended(self, exit_code: int) -> None:
         self._waiting_since = time.monotonic()
-        self._report = msgspec.structs.replace(self._report, running=False, exit_code=exit_code)
+        leads = [member.machine for member in self._report.members[:1]] == [self._report.machine]
+        record = read_record(self._run)
+        state = record.state if leads and record is not None and record != self._record_before else ""
+        self._report = msgspec.structs.replace(self._report, running=False, exit_code=exit_code, state=state)
         logger.info("this machine's ranks have ended with exit code %d", exit_code)
 
     def _kill(self) -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 from broker.contract import BrokerStatus
 from broker.messaging.client_methods import ObserverBroker
 from common.config.loading import nearest
+from common.config.schema import BrokerConfig
 from common.errors import SlipstreamError, UsageError
 from common.process.logs import log_end
 from common.process.run_dir import RunDir
 from launch.observe.observation import ask, observe
-from launch.resolve_target import Target, find_target, joined_config
+from launch.resolve_target import Target, find_target, handed_out
 
 PATIENCE_S = 5.0  # beyond the time between two heartbeats
 ASK_EVERY_S = 0.2
@@ -45,7 +46,8 @@ def from_roles(job: Target, status: BrokerStatus, role: str | None, count: int) 
         return list_roles(roles)
     whose = re.sub(r"^learner-\d{1,5}$", "learner", role)
     check(whose, count, roles)
-    wait_s = PATIENCE_S + joined_config(status.run.config, status.address, ()).broker.heartbeat_s
+    broker = handed_out(status.run.config, status.address).broker
+    wait_s = PATIENCE_S + (broker.heartbeat_s if isinstance(broker, BrokerConfig) else 0.0)
     text = ask(job, lambda client: fetch(client, role, wait_s))
     if not text:
         why = "has no log there, or an empty one" if text == "" else f"did not answer within {wait_s:g} s"

@@ -161,9 +161,10 @@ def _not_yet(config: Config | SftConfig, gpus_per_node: int) -> Iterator[str]:
     """Parts that this version cannot launch by itself."""
     ranks = config.learner.world_size
     nodes = -(-ranks // gpus_per_node)
-    if getattr(config.learner, "machines", None) is None and nodes > 1:
-        yield f"learner.world_size: {ranks} ranks are {nodes} machines of {gpus_per_node}; a warm start has one"
-    if isinstance(config, Config) and config.learner.machines > 1:
+    if nodes > config.learner.machines:
+        needed = f"{ranks} ranks need {nodes} machines of {gpus_per_node}"
+        yield f"learner.machines: {needed}, and learner.machines is {config.learner.machines}; docs/machines.md"
+    if config.learner.machines > 1:
         if any(is_loopback(split_address(address)[0]) for address in config.broker.addresses):
             machines = f"the {config.learner.machines} machines of the learner do not reach a loopback address"
             yield f"broker.address: {machines}; name one of the broker's machine, tcp://HOST:PORT"

@@ -6,7 +6,7 @@ import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,6 +23,7 @@ from common.process.logs import log_path, setup_logging
 from common.process.run_dir import RunDir, write_json
 from common.process.versions import INSTALL_BRIDGE, versions
 from common.security.credentials import own_node_id
+from launch.cluster.interface import LOOPBACK, routed
 from launch.resolve_target import check_same_job, checked, config_file, job_of, load_job, need_broker_library
 from launch.up.devices import compute_capability
 
@@ -34,20 +35,40 @@ QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 def broker(args: argparse.Namespace) -> int:
     """Run the broker until it is told to stop."""
-    config, run = load_job(args.config, args.overrides, reader="broker")
-    need_broker_library(config)
+    found = load_either(Path(args.config), args.overrides)
+    config, run = checked(found, args.config, environment=False, reader="broker")
+    served = config.meeting if isinstance(config, SftConfig) else config
+    need_broker_library(served)
     run.prepare(config)
     setup_logging("broker", "0", run.logs, config.telemetry.log_level)
     from broker.main import run_broker
 
-    return run_broker(config, msgspec.json.encode(config))
+    return run_broker(served, msgspec.json.encode(config))
 
 
 def learner(args: argparse.Namespace) -> int:
     """Become torchrun with one process per rank, which does not return; or one launcher of a learner of several."""
-    if machines := slurm_machines():
-        args.overrides = [f"learner.machines={machines}", *args.overrides]
+    args.overrides = [*slurm_machines(), *args.overrides]
     config, run, address = job_of(args, "learner")
+    return run_ranks(args, config, run, address)
+
+
+def slurm_machines() -> list[str]:
+    """The override for a step of Slurm that runs one task on each of several machines."""
+    machines, tasks = (os.environ.get(f"SLURM_STEP_NUM_{name}", "") for name in ("NODES", "TASKS"))
+    several = machines == tasks and machines.isdecimal() and int(machines) > 1
+    return [f"learner.machines={machines}"] if several else []
+
+
+def sft(args: argparse.Namespace) -> int:
+    """The supervised warm start: as `learner`, with a broker only where it has several machines."""
+    own = [f"broker.credentials={Path(args.credentials).expanduser().resolve()}"] if args.credentials else []
+    config = load_config(Path(args.config), [*slurm_machines(), *args.overrides, *own], SftConfig)
+    return run_ranks(args, *checked(config, args.config, environment=False))
+
+
+def run_ranks(args: argparse.Namespace, config: Config | SftConfig, run: RunDir, address: str = "") -> int:
+    """Become torchrun, which does not return, or one launcher of several machines."""
     if config.learner.machines == 1:
         return become_torchrun(config, run, address)
     from launch.cluster.learner_machine import run_machine
@@ -55,18 +76,6 @@ def learner(args: argparse.Namespace) -> int:
     address, status = answering_broker(args, config, run)
     check_same_job(config, args.config or "this machine", status.run.config, address)
     return run_machine(config, run, address)
-
-
-def slurm_machines() -> int:
-    """Machines of this step of Slurm, where it runs one task on each of several; else 0."""
-    machines, tasks = (os.environ.get(f"SLURM_STEP_NUM_{name}", "") for name in ("NODES", "TASKS"))
-    return int(machines) if machines == tasks and machines.isdecimal() and int(machines) > 1 else 0
-
-
-def sft(args: argparse.Namespace) -> NoReturn:
-    """Become torchrun for the supervised warm start; does not return."""
-    config = load_config(Path(args.config), args.overrides, SftConfig)
-    return become_torchrun(*checked(config, args.config, environment=False))
 
 
 def rollout(args: argparse.Namespace) -> int:
@@ -83,7 +92,7 @@ def rollout(args: argparse.Namespace) -> int:
     return run_node(downloaded(config, "node"), address, node_id, args.pool or "")
 
 
-def answering_broker(args: argparse.Namespace, config: Config, run: RunDir) -> tuple[str, BrokerStatus]:
+def answering_broker(args: argparse.Namespace, config: Config | SftConfig, run: RunDir) -> tuple[str, BrokerStatus]:
     """The address and the status of the broker at --join, else of the run's; raises UsageError when none answers."""
     try:
         address = args.join or find_broker(config, run, args.join_timeout_s)
@@ -140,7 +149,9 @@ def become_torchrun(config: Config | SftConfig, run: RunDir, broker: str = "") -
     need_learner_packages()
     run.prepare(config)
     ranks = str(config.learner.world_size)
-    command = torchrun(run, ["--standalone", "--nproc-per-node", ranks], ["--broker", broker] if broker else [])
+    command = torchrun(run, ["--nproc-per-node", ranks], ["--broker", broker] if broker else [])
+    with suppress(UsageError):  # else gloo listens at the address that the host's name leads to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", routed(LOOPBACK).name)
     sys.stdout.flush()
     os.execvpe(command[0], command, {**os.environ, **learner_environment(config)})
 

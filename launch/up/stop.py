@@ -14,7 +14,7 @@ from common.process.lock_file import is_locked
 from common.process.run_dir import write_json
 from launch.observe.metrics_tail import MetricsTail
 from launch.observe.observation import ask
-from launch.resolve_target import Target, find_run, find_target, joined_config
+from launch.resolve_target import Target, find_run, find_target, handed_out
 
 ASK_EVERY_S = 0.3
 TAKEOVER_S = 15.0  # a standby broker leads within this time
@@ -46,7 +46,7 @@ def over(job: Target, last: BrokerStatus | None, silent_s: float) -> bool:
     """Whether a broker that does not answer, and said `last`, has ended, and no other one follows it."""
     if last is None:
         return not job.broker()[0]
-    alone = len(joined_config(last.run.config, last.address, ()).broker.addresses) == 1
+    alone = len(handed_out(last.run.config, last.address).broker.addresses) == 1
     return not last.present and (alone or silent_s > TAKEOVER_S)
 
 

@@ -8,9 +8,11 @@ import io
 import queue
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -23,6 +25,9 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
 
 from common.config.schema import ParallelConfig
 from common.errors import SlipstreamError, UsageError
@@ -44,6 +49,29 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
         return writer, save_state_dict_ret[1]
+
+
+class Written(msgspec.Struct, frozen=True):
+    """Where one rank has written one tensor or object, for the index: torch's WriteResult as plain values."""
+
+    name: str
+    offset: list[int] | None
+    index: int | None
+    file: str
+    at: int
+    length: int
+    transforms: list[str] | None
+
+    @classmethod
+    def of(cls, result: WriteResult) -> "Written":
+        key, place = result.index, result.storage_data
+        offset = None if key.offset is None else list(key.offset)
+        transforms = None if place.transform_descriptors is None else list(place.transform_descriptors)
+        return cls(key.fqn, offset, key.index, place.relative_path, place.offset, place.length, transforms)
+
+    def result(self) -> WriteResult:
+        place = _StorageInfo(self.file, self.at, self.length, self.transforms)
+        return WriteResult(MetadataIndex(self.name, self.offset, self.index), self.length, place)
 
 
 class Save:
@@ -88,8 +116,10 @@ class Save:
         finally:
             self._buckets = []
 
-    def publish(self, results: list[list[Any]]) -> None:
-        """Rank 0, when every rank has written: the index. Raises OSError."""
+    def publish(self, told: Sequence[bytes]) -> None:
+        """Rank 0, when every rank has told what it has written: the index. Raises OSError."""
+        written = [msgspec.msgpack.decode(each, type=list[Written]) for each in told]
+        results = [[entry.result() for entry in each] for each in written]
         self._writer.finish(self._metadata, results)  # flushes what it writes
         save_config(self._config, str(self.path))
         sync(self.path / _INDEX)
@@ -155,7 +185,8 @@ class Writer:
         while True:
             if wait:
                 save.thread.join(DISK_POLL_S)  # a slow disk may take longer than a collective
-            reports = parallel.gather((save.thread.is_alive(), save.problem))
+            told = parallel.gather(msgspec.msgpack.encode((save.thread.is_alive(), save.problem)))
+            reports = [msgspec.msgpack.decode(report, type=tuple[bool, str]) for report in told]
             problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(reports) if problem]
             if problems or not any(running for running, _ in reports):
                 break
@@ -163,7 +194,7 @@ class Writer:
                 return False
         self._save = None
         problem = "; ".join(problems)
-        results = parallel.gather_to_lead(save.results)
+        results = parallel.gather_to_lead(msgspec.msgpack.encode([Written.of(result) for result in save.results]))
         if dist.get_rank() == 0:
             try:
                 if not problem:

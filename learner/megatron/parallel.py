@@ -1,7 +1,7 @@
 """torch.distributed and Megatron's process groups: gloo on CPU, NCCL on CUDA."""
 
 import os
-import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -42,13 +42,12 @@ def initialize(parallel: ParallelConfig, seed: int, timeout_s: float) -> None:
     if here.type == "cuda":
         torch.cuda.set_device(here)
     if not dist.is_initialized():
+        alone: dict[str, Any] = {}
         if "RANK" not in os.environ:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-            os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", **address)
+            os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+            alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # no port
         join = timedelta(seconds=max(timeout_s, _JOIN_S))
-        dist.init_process_group("nccl" if here.type == "cuda" else "gloo", timeout=join)
+        dist.init_process_group("nccl" if here.type == "cuda" else "gloo", timeout=join, **alone)
         dist.distributed_c10d._set_pg_timeout(limit)
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
@@ -106,20 +105,33 @@ def largest(values: Tensor) -> Tensor:
     return values
 
 
-def gather(value: Any) -> list[Any]:
-    """Every rank's `value`, in rank order, over gloo. Collective."""
-    values: list[Any] = [value] * dist.get_world_size()
-    if len(values) > 1:
-        dist.all_gather_object(values, value, group=_control)
-    return values
+def gather(data: bytes) -> list[bytes]:
+    """Every rank's bytes, in rank order, over gloo. Collective."""
+    sizes, padded, places = _equal_places(data)
+    dist.all_gather(places, padded, group=_control)
+    return _cut(places, sizes)
 
 
-def gather_to_lead(value: Any) -> list[Any]:
-    """Every rank's `value`, in rank order, on rank 0; [] elsewhere. Collective."""
-    values: list[Any] = [value] * dist.get_world_size() if dist.get_rank() == 0 else []
-    if dist.get_world_size() > 1:
-        dist.gather_object(value, values or None, 0, group=_control)
-    return values
+def gather_to_lead(data: bytes) -> list[bytes]:
+    """Every rank's bytes, in rank order, on rank 0; [] elsewhere. Collective."""
+    sizes, padded, places = _equal_places(data)
+    is_lead = dist.get_rank() == 0
+    dist.gather(padded, places if is_lead else None, 0, group=_control)
+    return _cut(places, sizes) if is_lead else []
+
+
+def _equal_places(data: bytes) -> tuple[list[int], Tensor, list[Tensor]]:
+    """How many bytes each rank has, `data` as long as the longest, and a place of that length for each."""
+    told = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(told, torch.tensor([len(data)]), group=_control)
+    sizes = [int(size) for size in told]
+    longest = max(1, *sizes)
+    padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+    return sizes, padded, [torch.empty_like(padded) for _ in sizes]
+
+
+def _cut(places: Sequence[Tensor], sizes: Sequence[int]) -> list[bytes]:
+    return [place[:size].numpy().tobytes() for place, size in zip(places, sizes, strict=True)]
 
 
 def _broadcast(data: bytes | None, source: int, group: dist.ProcessGroup | None, where: torch.device) -> bytes:

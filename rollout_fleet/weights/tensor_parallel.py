@@ -12,6 +12,8 @@ import torch
 
 from common.weights.receiver import Receiver
 
+TOLD_BYTES = 4096  # size of rank 0's message to the others
+
 
 class Ranks:
     """This worker among them. `take` and `agree` are collective: a flip calls them on every rank."""
@@ -42,7 +44,11 @@ class Ranks:
                 path = self.buffers.path(flat)
             except ValueError as error:
                 problem = str(error)  # the other ranks get the reason instead of waiting
-        path, problem = self._group.broadcast_object((path, problem), src=0)
+        told = torch.zeros(TOLD_BYTES, dtype=torch.uint8)
+        words = f"{path}\n{problem}".encode()[:TOLD_BYTES]
+        told[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+        self._group.cpu_group.broadcast(told, 0).wait()
+        path, _, problem = told.numpy().tobytes().rstrip(b"\0").decode(errors="replace").partition("\n")
         if problem:
             raise ValueError(problem)
         return flat if flat is not None else attach(path, total_bytes)

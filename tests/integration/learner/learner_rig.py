@@ -58,7 +58,7 @@ class Run:
         """The command line of a learner as a person starts it."""
         command = [sys.executable]
         if ranks > 1:
-            command += ["-m", "learner.torchrun", "--standalone", "--nproc-per-node", str(ranks)]
+            command += ["-m", "learner.torchrun", "--nproc-per-node", str(ranks)]
             command += ["--shutdown-timeout", "300"]
         return [*command, "-m", "learner.main", "--config", str(self.config)]
 

@@ -50,11 +50,11 @@ def running(launchers: list[Launcher]) -> list[str]:
     return [launcher.report.host for launcher in launchers if launcher.report.running]
 
 
-def started(*hosts: str, **options: Any) -> tuple[LearnerMachines, list[Launcher]]:
+def started(*hosts: str, learner: str = "training", **options: Any) -> tuple[LearnerMachines, list[Launcher]]:
     """Machines that report a few times: the first ones run, any further one is spare."""
     machines, launchers = LearnerMachines(), [Launcher(host, **options) for host in hosts]
     for now in (0.0, 0.5, 1.0):
-        ticks(machines, launchers, now)
+        ticks(machines, launchers, now, learner)
     return machines, launchers
 
 
@@ -149,6 +149,25 @@ def test_a_job_that_ended_ends_every_launcher_with_0(state: str) -> None:
     assert one.tick(machines, 2.0, state).exit_code is None, "the other ranks still leave"
     two.change(running=False, exit_code=143)
     assert [launcher.tick(machines, 3.0, state).exit_code for launcher in (two, one, spare)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("state", ["done", "drained"])
+def test_launchers_of_a_warm_start_say_how_it_ended(state: str) -> None:
+    machines, launchers = started("h1", "h2", "h3", learner="")
+    for launcher, own in zip(launchers, (state, "", ""), strict=True):
+        launcher.change(running=False, exit_code=0, state=own)
+        launcher.tick(machines, 2.0, "")
+    assert [launcher.tick(machines, 3.0, "").exit_code for launcher in launchers] == [0, 0, 0]
+
+
+def test_a_stop_drains_a_warm_start() -> None:
+    machines, (one, two) = started("h1", "h2", learner="")
+    assert not one.tick(machines, 2.0, "").drain
+    assert [launcher.tick(machines, 2.0, "", stopping=True).drain for launcher in (one, two)] == [True, True]
+    for launcher, state in ((one, "drained"), (two, "")):
+        launcher.change(running=False, exit_code=0, state=state)
+        launcher.tick(machines, 3.0, "", stopping=True)
+    assert [launcher.tick(machines, 4.0, "", stopping=True).exit_code for launcher in (one, two)] == [0, 0]
 
 
 def test_a_machine_that_leaves_drains_the_round_and_uses_up_no_restart() -> None:

@@ -16,6 +16,7 @@ from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.process.run_dir import RunDir
 from launch.cluster import learner_machine as module
 from launch.cluster.learner_machine import ANSWER_S, REPORT_S, Launcher, SharedFolder
+from learner.loop.run_files import write_record
 from tests.broker_rig import job
 
 TRAIN = Assembly(1, [Member("m1", "h1", "a", "a:1")], active=True)
@@ -96,3 +97,25 @@ def test_a_launcher_that_ends_says_that_its_ranks_have_ended(tmp_path: Path, clo
     with pytest.raises(UsageError, match="revoked"):
         run(tmp_path, gather)
     assert [(r.running, r.leaving, r.exit_code) for r in reports[1:]] == [(True, False, 0), (False, True, 1)]
+
+
+@pytest.mark.parametrize(("fresh", "state"), [(True, "done"), (False, "")])
+def test_a_launcher_says_how_the_learner_of_this_round_has_ended(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch, fresh: bool, state: str
+) -> None:
+    folder, reports = RunDir(tmp_path), list[MachineReport]()
+    write_record(folder, 0, "done", 7)  # by an earlier run
+
+    def end(launcher: Launcher, flag: object) -> None:
+        if fresh:
+            write_record(folder, 1, "done", 9)
+        launcher._ended(0)
+
+    monkeypatch.setattr(Launcher, "_rest", end)
+
+    def gather(report: MachineReport, *_: object) -> Assembly:
+        reports.append(report)
+        return TRAIN if len(reports) < 3 else Assembly(exit_code=0)
+
+    assert run(tmp_path, gather) == 0
+    assert reports[1].state == state
