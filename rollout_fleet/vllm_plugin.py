@@ -20,7 +20,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from rollout_fleet.vllm_patches import cpu_routing, cpu_weights, finished_outputs, flip
+    from rollout_fleet.vllm_patches import cpu_routing, cpu_weights, derived_weights, finished_outputs, flip
 
     if not vllm.__version__.startswith(TESTED):
         logger.warning("vLLM %s is untested; the patches here were read against %s*", vllm.__version__, TESTED)
@@ -28,6 +28,7 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(BACKEND, module, "SlipstreamTransferEngine")
     if current_platform.is_cpu():
         cpu_weights.keep_cpu_weights_live()
+        derived_weights.compute_mla_from_parameters()
         cpu_routing.return_routed_experts_on_cpu()
     is_child = multiprocessing.parent_process() is not None  # not a program that imports vLLM
     if is_child and multiprocessing.current_process().name.startswith(ENGINE_PROCESSES):

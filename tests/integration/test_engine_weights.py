@@ -23,7 +23,7 @@ from rollout_fleet.episode.driver import EpisodeRules, Sampling
 from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Generation
 from rollout_fleet.weights import engine_weights
-from rollout_fleet.weights.engine_weights import Flip, ProofFailed, StagingFailed, Watch
+from rollout_fleet.weights.engine_weights import CanaryRead, Flip, ProofFailed, StagingFailed, Watch
 from rollout_fleet.weights.weight_client import WeightClient
 from tests.integration.engine_rig import TOLERANCE, Rig, exported, logprobs, make_model, prompt, worst
 from tests.integration.weights.weight_plane_node import BufferTarget
@@ -68,8 +68,8 @@ class Newcomer(BufferTarget):
         self.sources += [told.source] if isinstance(told, messages.Reroute) else ()
         return await super().tell(message, node_id)
 
-    async def canary(self, tokens: list[int]) -> list[float]:
-        return logprobs(make_model(1), tokens)
+    async def canary(self, tokens: list[int]) -> CanaryRead:
+        return CanaryRead(logprobs(make_model(1), tokens), [])
 
 
 def test_a_newcomer_fetches_the_version_from_the_engine_while_it_generates(rig: Rig) -> None:
