@@ -1,4 +1,4 @@
-"""What vLLM computes from parameters once after loading, renewed at every flip and never in place of a parameter.
+"""Tensors that vLLM computes from parameters once after loading: renewed at every flip, and beside the parameters.
 
 Latent attention (MLA) decodes with two matrices that it takes out of kv_b_proj. In vLLM 0.32-0.33 they are views of
 unquantised weights, which a flip changes too, on the backends with plain products. Other backends have copies: AMX_MLA
@@ -20,6 +20,20 @@ def renew(model: torch.nn.Module, dtype: torch.dtype) -> None:
     for layer in model.modules():
         if attention.is_deferred_attention_layer(layer):
             layer.process_weights_after_loading(dtype)  # in place where it can: a CUDA graph has the addresses
+
+
+def tie_head(model: torch.nn.Module, config: Any) -> None:
+    """Tie lm_head to the embeddings where config.json says so and the engine's weights come from the learner.
+
+    vLLM (VllmConfig) unties them when the folder has both; the learner publishes a tied head once.
+    """
+    from vllm.model_executor.model_loader import weight_tying
+
+    require(weight_tying, "_get_untied_lm_head")
+    if config.model_config.word_embeddings_untied_by_checkpoint and config.load_config.load_format == "dummy":
+        untied = weight_tying._get_untied_lm_head(model)
+        if untied is not None:
+            untied.tie(model)
 
 
 def compute_mla_from_parameters() -> None:

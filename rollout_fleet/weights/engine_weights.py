@@ -145,10 +145,10 @@ class EngineWeights:
             return Flip(stall_s, checksum)
 
     async def canary(self, tokens: list[int]) -> CanaryRead:
-        """What the engine makes of `tokens` at temperature 1; raises ProofFailed on a hang.
+        """Read the canary `tokens` at temperature 1; raises ProofFailed on a hang.
 
-        The learner knows what prefill gives. Decoding may compute with other weights (latent attention's matrices), so
-        the engine continues a beginning token by token, and prefill must give the continuation the same values.
+        The learner knows what prefill gives. Decoding may compute with other tensors, as in latent attention. So the
+        engine continues a beginning token by token, and prefill must give these tokens the same values.
         """
         beginning = tokens[: max(1, len(tokens) - DECODED)]
         (known, _), (_, decoded) = await asyncio.gather(self._score(tokens, 1), self._score(beginning, DECODED))

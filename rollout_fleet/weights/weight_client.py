@@ -259,7 +259,7 @@ class WeightClient:
         for what, difference in (("the learner's", largest), ("itself between decoding and prefill", decoding)):
             if difference > canary.tolerance:
                 raise ProofFailed(f"canary differs from {what} by {difference:.4g}, tolerance {canary.tolerance:g}")
-        return max(largest, decoding)
+        return largest
 
     async def _exclude(self, message: messages.LearnerMessage, reason: str) -> None:
         logger.error("this node stops generating: %s", reason)

@@ -1,8 +1,8 @@
 """Engines forked from one process that has imported vLLM once; each runs in its own process and answers in a file.
 
-`python -m tests.integration.forked_engines FOLDER` reads FOLDER/specs.json. A spec names two kinds of tiny_models.py's
-models by seed, and what the engine does: 'fresh' loads the new model's folder; 'flipped' starts with random weights and
-flips to the old model, then by itself to the new one. Both say what they decode, token by token.
+`python -m tests.integration.forked_engines FOLDER` reads FOLDER/specs.json. A spec names a kind of model of
+tiny_models.py. A fresh engine loads the new model's folder. One that flips starts with random weights, flips to an old
+model and then to the new one. Both answer with the tokens that they decode.
 """
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from common.process.lifecycle import die_with_parent
 from common.weights import packing
@@ -38,12 +39,20 @@ def model_of(spec: dict[str, Any], seed: int) -> Any:
 
 
 def run(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What one engine decodes: (tokens, their log-probabilities) per prompt."""
+    """Run one engine; its backends, vLLM's library, and per prompt (decoded tokens, their log-probabilities)."""
+    from vllm.model_executor.layers.attention import mla_attention
+
     if spec.get("amx"):  # vLLM's kernels run on any CPU with bfloat16 products; it asks for the tiles only
         torch.cpu._is_amx_tile_supported = lambda: True
     model = model_of(spec, 1)
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder) if spec["flips"] else model.save_pretrained(folder)
+    if spec.get("copies"):  # as backends do that quantise, pack or gather them
+        split = mla_attention.split_kv_b_proj
+        mla_attention.split_kv_b_proj = lambda *given: tuple(part.clone() for part in split(*given))
+    model.save_pretrained(folder)
+    if spec.get("own_head"):  # beside the embeddings that it equals
+        weights = load_file(folder / "model.safetensors")
+        head = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+        save_file(weights | head, folder / "model.safetensors", {"format": "pt"})
     llm = start(spec, folder)
     if spec["flips"]:
         for version, seed in enumerate((2, 1)):
@@ -63,7 +72,8 @@ def start(spec: dict[str, Any], folder: Path) -> Any:
         model=str(folder), dtype=spec["dtype"], load_format="dummy" if spec["flips"] else "auto", max_model_len=64,
         max_num_seqs=4, kv_cache_memory_bytes=16 << 20, enforce_eager=True, distributed_executor_backend="uni",
         logprobs_mode="processed_logprobs", skip_tokenizer_init=True, disable_log_stats=True,
-        weight_transfer_config=WeightTransferConfig(backend="slipstream"), **spec.get("engine", {}),
+        weight_transfer_config=WeightTransferConfig(backend="slipstream"),
+        attention_backend="CPU_MLA" if spec["dtype"] == "float32" else None,
     )  # fmt: skip
 
 

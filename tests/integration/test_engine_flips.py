@@ -1,4 +1,4 @@
-"""After a flip every architecture decodes as a fresh engine does that was started from a folder with the new weights."""
+"""After a flip every architecture decodes as a fresh engine that was started from a folder with the new weights."""
 
 import json
 import os
@@ -25,12 +25,14 @@ AMX = {"amx": True, "dtype": "bfloat16"}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # kind, keys of its config, keys of the spec
     "Qwen2": ("qwen2", dict(hidden_size=128), {}),
     "Qwen3": ("served", {}, {}),
+    "Qwen3-head-in-folder": ("served", dict(tie_word_embeddings=True), {"own_head": True}),
     "Llama": ("llama", HEADS, {}),
     "Mistral": ("mistral", HEADS, {}),
     "Mixtral": ("mixtral", HEADS, {}),
     "Qwen3Moe": ("moe", HEADS, {}),
     "DeepseekV3": ("deepseek-v3", LATENT, {}),
     "DeepseekV3-plain-rope": ("deepseek-v3-plain", LATENT, {}),
+    "DeepseekV3-copies": ("deepseek-v3", LATENT, {"copies": True}),
     "DeepseekV3-AMX": ("deepseek-v3", LATENT, AMX),
     "Glm4Moe": ("glm", HEADS, {}),
 }

@@ -4,7 +4,6 @@ One engine serves the whole file; tests run in order and the last one breaks it.
 """
 
 import asyncio
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +24,7 @@ from rollout_fleet.episode.sampler_protocol import Generation
 from rollout_fleet.weights import engine_weights
 from rollout_fleet.weights.engine_weights import CanaryRead, Flip, ProofFailed, StagingFailed, Watch
 from rollout_fleet.weights.weight_client import WeightClient
-from tests.integration.engine_rig import TOLERANCE, Rig, exported, logprobs, make_model, prompt, worst
+from tests.integration.engine_rig import TOLERANCE, Rig, exported, logprobs, make_model, nudged, prompt, worst
 from tests.integration.weights.weight_plane_node import BufferTarget
 from tests.waiting import until, until_async
 
@@ -302,14 +301,6 @@ def test_one_element_damaged_on_its_way_is_rejected_sent_again_and_never_flipped
     assert len(failed) == 1 and "checksum mismatch in bucket 3 of" in failed[0]
     rig.samples_with(10)
     assert rig.client.state.excluded is None and rig.publisher.stats().fatal is None
-
-
-def nudged(model: Any) -> Any:
-    """The model after a small step: one element in fifty of every tensor moves."""
-    after = copy.deepcopy(model)
-    for parameter in after.parameters():
-        parameter.data.view(-1)[::50] *= 1.001
-    return after
 
 
 def test_a_small_step_arrives_as_a_delta_and_a_damaged_one_comes_again_whole(rig: Rig) -> None:

@@ -1,5 +1,6 @@
 """The weight plane: versions, members and proofs, with real processes, sockets and gloo groups."""
 
+import math
 import signal
 import threading
 import time
