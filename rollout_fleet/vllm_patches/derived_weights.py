@@ -37,7 +37,7 @@ def tie_head(model: torch.nn.Module, config: Any) -> None:
 
 
 def compute_mla_from_parameters() -> None:
-    """On the CPU, latent attention keeps kv_b_proj beside AMX's packed copies, and rotates the keys that it has.
+    """On the CPU, latent attention keeps kv_b_proj beside AMX's packed copies, and rotates every head and key.
 
     AMX_MLA (vLLM 0.32-0.33) frees kv_b_proj once its copies are made, so a flip could neither load nor prove it.
     The CPU's rotary kernel takes the head stride of latent attention's queries [T, heads, rope] for the token stride.
