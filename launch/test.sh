@@ -63,7 +63,7 @@ else
   step "all tests but those on a cluster" "${pytest[@]}" -m "not cluster"
   if grep -qw avx512f /proc/cpuinfo; then
     step "engines with vLLM's library for CPUs without AVX-512" env PYTHONPATH="$PWD/tests/avx2" "${pytest[@]}" \
-      tests/integration/test_engine_{flips,tensor_parallel,experts}.py
+      tests/integration/test_engine_{flips,tensor_parallel}.py
   fi
   step "tests on a cluster of hosts" python -m pytest -rs --durations=15 -n 2 --dist loadfile tests/cluster
   step "every architecture with the learner's pins" "$SLIPSTREAM_LEARNER_PYTHON" -m pytest -q \
