@@ -38,7 +38,7 @@ def model_of(spec: dict[str, Any], seed: int) -> Any:
     model = new_model(spec["kind"], seed, **spec["changes"])
     biases = {name: bias.clone() for name, bias in model.named_buffers() if "e_score" in name}
     model.to(getattr(torch, spec["dtype"]))
-    for name, bias in biases.items():  # what routers select by stays float32, as the learner exports it
+    for name, bias in biases.items():  # routers select by float32, as the learner exports it
         model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = bias
     return model
 
