@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The checks of CI: launch/test.sh [fast] [pytest arguments]
-#   (nothing)  lint, types, import contracts, words, the bare base install, every test, and Megatron against Hugging Face
-#              again in an environment with the learner's pins
+#   (nothing)  lint, types, import contracts, words, the bare base install, every test, some engines again with vLLM's AVX2
+#              library, and Megatron against Hugging Face again in an environment with the learner's pins
 #   gpu        `slipstream selftest` with this machine's environments; nothing is installed
 #   fast       lint, types, import contracts, words and the tests that are not marked slow; at most two minutes after set-up
 # Arguments choose other tests; the checks still run. But for gpu, the environment is set up first.
@@ -61,6 +61,10 @@ elif [ $# -gt 0 ]; then
 else
   step "bare base install" bash launch/dev/check_bare_install.sh
   step "all tests but those on a cluster" "${pytest[@]}" -m "not cluster"
+  if grep -qw avx512f /proc/cpuinfo; then
+    step "engines with vLLM's library for CPUs without AVX-512" env PYTHONPATH="$PWD/tests/avx2" "${pytest[@]}" \
+      tests/integration/test_engine_{flips,tensor_parallel}.py
+  fi
   step "tests on a cluster of hosts" python -m pytest -rs --durations=15 -n 2 --dist loadfile tests/cluster
   step "every architecture with the learner's pins" "$SLIPSTREAM_LEARNER_PYTHON" -m pytest -q \
     tests/integration/megatron/test_architectures.py

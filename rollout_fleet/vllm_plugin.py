@@ -21,7 +21,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from rollout_fleet.vllm_patches import cpu_routing, cpu_weights
+    from rollout_fleet.vllm_patches import cpu_routing, cpu_weights, derived_weights
 
     if not vllm.__version__.startswith(TESTED):
         logger.warning("vLLM %s is untested; the patches here were read against %s*", vllm.__version__, TESTED)
@@ -29,6 +29,7 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(BACKEND, module, "SlipstreamTransferEngine")
     if current_platform.is_cpu():
         cpu_weights.keep_cpu_weights_live()
+        derived_weights.compute_mla_from_parameters()
         cpu_routing.return_routed_experts_on_cpu()
     # A forked child inherits that vLLM has loaded its plugins and that this function has run: neither runs again.
     multiprocessing.util.register_after_fork(register, lambda _: _prepare_engine_process())

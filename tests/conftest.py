@@ -20,7 +20,8 @@ LONGEST_FILES = [
     *("test_machine_faults.py", "test_weight_hosts.py", "test_slurm_run.py", "test_slurm_jobs.py"),
     *("test_faults.py", "test_end_to_end.py", "test_megatron_parity.py", "test_experts.py", "test_deadlines.py"),
     *("test_mixed_fleet.py", "test_miniatures.py", "test_architectures.py", "test_checkpoints.py", "test_memory.py"),
-    *("test_engine_weights.py", "test_engine_experts.py", "test_resume.py", "test_replay.py", "test_sft_resume.py"),
+    *("test_engine_flips.py", "test_engine_weights.py", "test_engine_experts.py", "test_resume.py"),
+    *("test_replay.py", "test_sft_resume.py"),
 ]
 SLOW_FOLDERS = {"cluster", "integration", "faults", "learner_megatron"}
 SLOW_FILES = {

@@ -146,9 +146,9 @@ def describe(problem: Problem) -> str:
 
 def machine_problems(config: Config | SftConfig, gpus_per_node: int) -> Iterator[Problem]:
     """Parts of a job that do not fit on machines of so many GPUs."""
-    world, machines = config.learner.world_size, getattr(config.learner, "machines", None)
+    world, machines = config.learner.world_size, config.learner.machines
     hint = f"machines of {gpus_per_node} GPUs are assumed; --gpus-per-node of `slipstream plan` says otherwise"
-    if machines is not None and world > machines * gpus_per_node:
+    if world > machines * gpus_per_node:
         expected = f"at least {-(-world // gpus_per_node)} for {world} ranks; docs/machines.md"
         yield Problem("learner.machines", expected, f"{machines}", hint)
     if isinstance(config, Config) and (engine := config.rollout.engine).devices > gpus_per_node:
@@ -159,11 +159,6 @@ def machine_problems(config: Config | SftConfig, gpus_per_node: int) -> Iterator
 
 def _not_yet(config: Config | SftConfig, gpus_per_node: int) -> Iterator[str]:
     """Parts that this version cannot launch by itself."""
-    ranks = config.learner.world_size
-    nodes = -(-ranks // gpus_per_node)
-    if nodes > config.learner.machines:
-        needed = f"{ranks} ranks need {nodes} machines of {gpus_per_node}"
-        yield f"learner.machines: {needed}, and learner.machines is {config.learner.machines}; docs/machines.md"
     if config.learner.machines > 1:
         if any(is_loopback(split_address(address)[0]) for address in config.broker.addresses):
             machines = f"the {config.learner.machines} machines of the learner do not reach a loopback address"

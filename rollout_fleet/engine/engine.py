@@ -211,6 +211,8 @@ class Engine:
         }
         if on_cpu:
             arguments["distributed_executor_backend"] = "uni" if engine.devices == 1 else "mp"
+            if self._config.model.dtype == "float32":  # vLLM chooses AMX_MLA where the CPU has AMX; it has no float32
+                arguments["attention_backend"] = "CPU_MLA"  # without latent attention nothing changes
         else:
             arguments["moe_backend"] = "triton"  # others reorder the experts when loaded: no updates in place, no proof
         if self._profiles is not None:

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 PROOF_POLL_S = 0.002
 ENGINE_TIMEOUT_S = 120.0  # bound on a flip, on its proof and on a canary: an engine that hangs is given up
 PAUSE_TIMEOUT_S = 10.0
+DECODED = 8  # tokens that a canary decodes; the first of them comes from prefill
 T = TypeVar("T")
 Watch = Callable[[StagingStatus], Awaitable[None]]
 UNLABELLED = "default"  # vLLM's label before the first version
@@ -37,6 +38,13 @@ class Flip(msgspec.Struct, frozen=True):
 
     stall_s: float
     checksum: str
+
+
+class CanaryRead(msgspec.Struct, frozen=True):
+    """Log-probabilities of the canary's tokens by prefill, and decoding minus prefill of tokens that it decoded."""
+
+    logprobs: list[float]
+    decoding_differs: list[float]
 
 
 class EngineWeights:
@@ -136,21 +144,36 @@ class EngineWeights:
             self._proven.set()
             return Flip(stall_s, checksum)
 
-    async def canary(self, tokens: list[int]) -> list[float]:
-        """[len(tokens) - 1] log-probabilities of `tokens[1:]` at temperature 1; raises ProofFailed on a hang."""
+    async def canary(self, tokens: list[int]) -> CanaryRead:
+        """Read the canary `tokens` at temperature 1; raises ProofFailed on a hang.
+
+        The learner knows what prefill gives. Decoding may compute with other tensors, as in latent attention. So the
+        engine continues a beginning token by token, and prefill must give these tokens the same values.
+        """
+        beginning = tokens[: max(1, len(tokens) - DECODED)]
+        (known, _), (_, decoded) = await asyncio.gather(self._score(tokens, 1), self._score(beginning, DECODED))
+        again, _ = await self._score(beginning + [token for token, _ in decoded], 1)
+        pairs = zip((logprob for _, logprob in decoded), again[-DECODED:], strict=True)
+        return CanaryRead(known, [one - other for one, other in pairs])
+
+    async def _score(self, tokens: list[int], continued: int) -> tuple[list[float], list[tuple[int, float]]]:
+        """Log-probabilities of `tokens[1:]` by prefill, and (token, log-probability) of what greedy decoding adds."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         final = RequestOutputKind.FINAL_ONLY
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=final)
+        counts = {"max_tokens": continued, "logprobs": 0, "prompt_logprobs": 0, "ignore_eos": True}
+        params = SamplingParams(temperature=0.0, detokenize=False, output_kind=final, **counts)
         request_id = f"canary-{self.label}-{time.monotonic_ns()}"
         prompt = {"type": "token", "prompt_token_ids": tokens, "cache_salt": salt(self.label, request_id)}
 
         async def finished() -> Any:
             return [output async for output in self._llm.generate(prompt, params, request_id)][-1]
 
-        rows = (await _answered(finished(), "canary")).prompt_logprobs[1:]
-        return [row[token].logprob for row, token in zip(rows, tokens[1:], strict=True)]
+        output = await _answered(finished(), "canary")
+        added = output.outputs[0]
+        known = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]
+        return known, [(token, row[token].logprob) for token, row in zip(added.token_ids, added.logprobs, strict=True)]
 
     async def exclude(self, reason: str) -> None:
         """Generate nothing any more: the engine is paused and every request ends with the reason."""

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 
 import zmq
@@ -250,14 +250,16 @@ class WeightClient:
 
     async def _compare(self, canary: Canary) -> float:
         """Largest |difference| between the learner's and this engine's log-probabilities; raises ProofFailed."""
-        ours = await self._target.canary(canary.tokens)
-        if len(ours) != len(canary.logprobs):
-            raise ProofFailed(f"canary of {len(canary.logprobs)} log-probabilities, the engine gave {len(ours)}")
-        differences = [abs(a - b) for a, b in zip(ours, canary.logprobs, strict=True)]
-        difference = max((math.inf if math.isnan(d) else d for d in differences), default=0.0)
-        if difference > canary.tolerance:
-            raise ProofFailed(f"canary differs from the learner's by {difference:.4g}, tolerance {canary.tolerance:g}")
-        return difference
+        read = await self._target.canary(canary.tokens)
+        ours, theirs = read.logprobs, canary.logprobs
+        if len(ours) != len(theirs):
+            raise ProofFailed(f"canary of {len(theirs)} log-probabilities, the engine gave {len(ours)}")
+        largest = _largest(a - b for a, b in zip(ours, theirs, strict=True))
+        decoding = _largest(read.decoding_differs)
+        for what, difference in (("the learner's", largest), ("itself between decoding and prefill", decoding)):
+            if difference > canary.tolerance:
+                raise ProofFailed(f"canary differs from {what} by {difference:.4g}, tolerance {canary.tolerance:g}")
+        return largest
 
     async def _exclude(self, message: messages.LearnerMessage, reason: str) -> None:
         logger.error("this node stops generating: %s", reason)
@@ -271,6 +273,10 @@ class WeightClient:
         async with self._changed:
             self.state = replace(self.state, **changes)  # type: ignore[arg-type]
             self._changed.notify_all()
+
+
+def _largest(differences: Iterable[float]) -> float:
+    return max((math.inf if math.isnan(d) else abs(d) for d in differences), default=0.0)
 
 
 class StagingReports:

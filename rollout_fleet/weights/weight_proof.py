@@ -17,6 +17,7 @@ from common.weights.layout import WORDS, Entry, Layout
 from common.weights.word_sums import WordSums
 
 _ELSEWHERE = torch.empty(0)  # stands for a parameter that another worker has
+_DERIVED = re.compile(r"(.*\.)?W_(UK_T|UV|K|V)\w*")  # computed by vLLM from kv_b_proj; derived_weights.py renews them
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<projection>\w+)\.(?P<kind>\w+)")
 
 
@@ -98,7 +99,11 @@ def _shard(
 
 
 def _live(model: Any, layout: Layout) -> Iterator[tuple[Entry, torch.Tensor]]:
-    """(entry, the live parameter or part of a fused one) in layout order, cut and padded as the engine does."""
+    """(entry, the live parameter or part of a fused one) in layout order, cut and padded as the engine does.
+
+    Raises Unreadable at the end when a parameter of the engine is in none of them: no flip would change it.
+    """
+    storages: set[int] = set()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     # vLLM's names of the stand-ins for what another pipeline stage has
     missing = [f"{name}." for name, module in model.named_modules() if type(module).__name__ == "PPMissingLayer"]
@@ -110,7 +115,12 @@ def _live(model: Any, layout: Layout) -> Iterator[tuple[Entry, torch.Tensor]]:
             continue
         if found is None:
             found = _part_of_fused(model, parameters, entry.name)
+        storages.add(found.untyped_storage().data_ptr())
         yield entry, found.data
+    for name, parameter in parameters.items():
+        known = parameter.untyped_storage().data_ptr() in storages or _DERIVED.fullmatch(name)
+        if parameter.numel() and not known:
+            raise Unreadable(f"{name} of the engine was not published and stays as it was at the start")
 
 
 def _expert(model: Any, parameters: dict[str, torch.Tensor], entry: Entry) -> torch.Tensor | None:

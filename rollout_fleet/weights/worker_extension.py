@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer import base
 from common.weights import messages, packing
 from common.weights.layout import Layout
 from common.weights.transports.nccl import remember_device
+from rollout_fleet.vllm_patches import derived_weights
 from rollout_fleet.vllm_patches.shared_files import this_worker
 from rollout_fleet.weights import weight_proof
 from rollout_fleet.weights.tensor_parallel import Ranks
@@ -40,6 +41,7 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        derived_weights.tie_head(self.model, self.vllm_config)
         self.ranks = Ranks(get_world_group(), remember_device())  # without data parallelism, the workers of this engine
         self.receiver = self.ranks.receiver
         self.proof: Proof | None = None
@@ -65,6 +67,7 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
             flat = self.ranks.take(update_info.incarnation, update_info.version, layout.total_bytes)
             with torch.no_grad():
                 self.model.load_weights(packing.view(flat, layout))
+                derived_weights.renew(self.model, self.model_config.dtype)
             if torch.cuda.is_available():  # other threads prove the parameters and write the buffer
                 torch.cuda.current_stream().synchronize()
         except Exception as failure:  # without it the other ranks would wait for this one for ever

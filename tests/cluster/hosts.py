@@ -81,6 +81,8 @@ class Host:
             assert out.readline() == "up\n", f"{self.name} did not start"
         (init,) = psutil.Process(self._outer.pid).children()
         self.pid = init.pid
+        ports = Path(f"/proc/{self.hub}/net/dev")  # the kernel takes a dead host's cable away some time after its end
+        until(lambda: f"{self.port}:" not in ports.read_text().split(), f"the last cable of {self.name} is gone")
         card = ("name", "eth0", "address", self.card, "netns", str(self.pid))
         in_hub(self.hub, "ip", "link", "add", self.port, "type", "veth", "peer", *card)
         in_hub(self.hub, "ip", "link", "set", self.port, "master", "switch", "up")

@@ -1,6 +1,7 @@
 """A real vLLM engine fed by a real publisher, for tests: one engine, one event loop in a thread of its own."""
 
 import asyncio
+import copy
 import gc
 import os
 import tempfile
@@ -52,6 +53,14 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen3Config(**SHAPE, num_hidden_layers=2, intermediate_size=128, tie_word_embeddings=True)
     return Qwen3ForCausalLM(config).eval().requires_grad_(False)
+
+
+def nudged(model: Any) -> Any:
+    """The model after a small step: one element in fifty of every tensor moves."""
+    after = copy.deepcopy(model)
+    for parameter in after.parameters():
+        parameter.data.view(-1)[::50] *= 1.001
+    return after
 
 
 def exported(model: Any) -> list[tuple[str, torch.Tensor]]:
@@ -130,6 +139,9 @@ class RigEngine(Engine):
 
     async def damage_next_load(self, part: str) -> None:
         await self._llm.collective_rpc("damage_next_load", args=(part,))
+
+    async def spoil_decoding(self) -> None:
+        await self._llm.collective_rpc("spoil_decoding")
 
     async def damage_next_bucket(self, number: int) -> None:
         await self._llm.collective_rpc("damage_next_bucket", args=(number,))

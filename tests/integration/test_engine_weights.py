@@ -6,7 +6,6 @@ the engine.
 """
 
 import asyncio
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +24,7 @@ from rollout_fleet.episode.driver import EpisodeRules, Sampling
 from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Generation
 from rollout_fleet.weights import engine_weights
-from rollout_fleet.weights.engine_weights import Flip, ProofFailed, StagingFailed, Watch
+from rollout_fleet.weights.engine_weights import CanaryRead, Flip, ProofFailed, StagingFailed, Watch
 from rollout_fleet.weights.weight_client import WeightClient
 from tests.integration.engine_rig import (
     TOLERANCE,
@@ -35,6 +34,7 @@ from tests.integration.engine_rig import (
     exported,
     logprobs,
     make_model,
+    nudged,
     prompt,
     worst,
 )
@@ -110,8 +110,8 @@ class Newcomer(BufferTarget):
         self.sources += [told.source] if isinstance(told, messages.Reroute) else ()
         return await super().tell(message, node_id)
 
-    async def canary(self, tokens: list[int]) -> list[float]:
-        return logprobs(make_model(1), tokens)
+    async def canary(self, tokens: list[int]) -> CanaryRead:
+        return CanaryRead(logprobs(make_model(1), tokens), [])
 
 
 def test_a_newcomer_fetches_the_version_from_the_engine_while_it_generates(rig: Rig) -> None:
@@ -345,14 +345,6 @@ def test_one_element_damaged_on_its_way_is_rejected_sent_again_and_never_flipped
     assert len(failed) == 1 and "checksum mismatch in bucket 3 of" in failed[0]
     rig.samples_with(10)
     assert rig.client.state.excluded is None and rig.publisher.stats().fatal is None
-
-
-def nudged(model: Any) -> Any:
-    """The model after a small step: one element in fifty of every tensor moves."""
-    after = copy.deepcopy(model)
-    for parameter in after.parameters():
-        parameter.data.view(-1)[::50] *= 1.001
-    return after
 
 
 def test_a_small_step_arrives_as_a_delta_and_a_damaged_one_comes_again_whole(rig: Rig) -> None:

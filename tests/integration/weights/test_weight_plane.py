@@ -1,5 +1,6 @@
 """The weight plane: versions, members and proofs, with real processes, sockets and gloo groups."""
 
+import math
 import signal
 import threading
 import time
@@ -165,6 +166,15 @@ def test_a_canary_out_of_tolerance_stops_the_node(plane: Plane) -> None:
     node.close()
     time.sleep(2.5)  # pings find the closed connection; a learner that looks only then must still hear why
     assert "canary" in (publisher.stats().fatal or "")
+
+
+@pytest.mark.parametrize("differs", [-11.0, math.nan])
+def test_a_node_that_decodes_with_other_weights_than_it_prefills_with_stops(plane: Plane, differs: float) -> None:
+    publisher = plane.publisher()
+    (node,) = plane.following(publisher.start(), "n0", decoding_differs=differs)
+    until(lambda: publisher.stats().nodes == 1)
+    publisher.publish(1, weights(1), Canary([1, 2], [-0.5], tolerance=10.0))
+    assert "canary differs from itself between decoding and prefill" in str(node.wait("excluded")["reason"])
 
 
 def test_the_newest_version_wins_when_publishes_outrun_the_transfer(plane: Plane) -> None:

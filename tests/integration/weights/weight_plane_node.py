@@ -17,7 +17,7 @@ from common.weights.collectives import Meeting
 from common.weights.messages import Epoch, Publish
 from common.weights.receiver import Receiver, StagingStatus
 from common.weights.transports.registry import receivable
-from rollout_fleet.weights.engine_weights import Flip, ProofFailed, Watch, until_staged
+from rollout_fleet.weights.engine_weights import CanaryRead, Flip, ProofFailed, Watch, until_staged
 from rollout_fleet.weights.weight_client import WeightClient
 from tests.contract.transport_receiver import FaultyGroup, count_pieces
 
@@ -48,8 +48,11 @@ class PlaneGroup(FaultyGroup):
 class BufferTarget:
     """EngineWeights whose engine is a buffer."""
 
-    def __init__(self, break_load: bool = False, spoil_served: bool = False, loads: bool = True) -> None:
+    def __init__(
+        self, break_load: bool = False, spoil_served: bool = False, loads: bool = True, decoding_differs: float = 0.125
+    ) -> None:
         """Without `loads` a flip takes no time: nothing is copied, and nothing is proven beyond what was received."""
+        self.decoding_differs = decoding_differs
         self.receiver = Receiver(PlaneGroup, device=torch.device("cpu"))
         self.break_load, self.spoil_served, self.loads = break_load, spoil_served, loads
         self.weights: torch.Tensor | None = None
@@ -94,8 +97,8 @@ class BufferTarget:
             raise ProofFailed(f"found {found}, published {expected_checksum}")
         return Flip(0.0, found)
 
-    async def canary(self, tokens: list[int]) -> list[float]:
-        return [-0.5] * (len(tokens) - 1)
+    async def canary(self, tokens: list[int]) -> CanaryRead:
+        return CanaryRead([-0.5] * (len(tokens) - 1), [0.125, self.decoding_differs])
 
     async def exclude(self, reason: str) -> None:
         say("excluded", reason=reason)

@@ -127,6 +127,17 @@ def test_a_tensor_without_a_parameter_of_its_dtype_and_shape_is_named(
         weight_proof.checksum(model(), Layout.of([(name, dtype, shape)]))
 
 
+def test_a_parameter_that_no_published_tensor_changes_is_named_unless_it_is_computed_from_others() -> None:
+    model = Model()
+    layout, flat = published(model)
+    model.attn.W_UK_T = nn.Parameter(torch.randn(2, 4))
+    assert weight_proof.checksum(model, layout) == packing.checksum(flat, layout.checksums)
+    model.lm_head.weight = nn.Parameter(torch.randn(64, 4))  # untied
+    tied = msgspec.structs.replace(layout, entries=layout.entries[:-1])
+    with pytest.raises(weight_proof.Unreadable, match=r"lm_head\.weight of the engine was not published"):
+        weight_proof.checksum(model, tied)
+
+
 def shard(rank: int, size: int, whole: dict[str, torch.Tensor]) -> Model:
     """The shard of worker `rank` of `size`: heads and vocabulary cut, keys and values in two at most."""
     model = Model()
