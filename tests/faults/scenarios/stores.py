@@ -19,6 +19,10 @@ EMPTIED = {
     "bound_s": LEASE_S + 4.0,
     "promise": "no group is trained twice, no prompt is skipped or drawn twice",
 }
+REDIS_EMPTIED = EMPTIED | {
+    "bound": "6 s for the former leader + `broker.lease_s` + start of a process + 3 s",
+    "bound_s": LEASE_S + 10.0,
+}
 PUT_BACK = EMPTIED | {
     "recovered": "three steps of the next learner, from its start on",
     "bound": "start of a process + replay + `broker.lease_s` + 2 s",
@@ -34,9 +38,11 @@ def store_emptied(rig: Rig) -> float:
     return emptied_s(rig)
 
 
-@scenario(fault="Redis: the server comes back empty; the learner goes on living", redis="always", **EMPTIED)
+@scenario(fault="Redis: the server comes back empty; the learner goes on living", redis="always", **REDIS_EMPTIED)
 def redis_emptied(rig: Rig) -> float:
-    """The next broker begins an empty store (`store_lost`), and the learner follows as with files."""
+    """The next broker gives its predecessor 6 s to write everything again. Then it begins an empty store
+    (`store_lost`), and the learner follows as with files.
+    """
     recovery_s = emptied_s(rig)
     assert rig.events("store_lost")
     return recovery_s
