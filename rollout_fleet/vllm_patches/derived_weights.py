@@ -22,20 +22,6 @@ def renew(model: torch.nn.Module, dtype: torch.dtype) -> None:
             layer.process_weights_after_loading(dtype)  # in place where it can: a CUDA graph has the addresses
 
 
-def tie_head(model: torch.nn.Module, config: Any) -> None:
-    """Tie lm_head to the embeddings where config.json says so and the engine's weights come from the learner.
-
-    vLLM (VllmConfig) unties them when the folder has both; the learner publishes a tied head once.
-    """
-    from vllm.model_executor.model_loader import weight_tying
-
-    require(weight_tying, "_get_untied_lm_head")
-    if config.model_config.word_embeddings_untied_by_checkpoint and config.load_config.load_format == "dummy":
-        untied = weight_tying._get_untied_lm_head(model)
-        if untied is not None:
-            untied.tie(model)
-
-
 def compute_mla_from_parameters() -> None:
     """On the CPU, latent attention keeps kv_b_proj beside AMX's packed copies, and rotates every head and key.
 

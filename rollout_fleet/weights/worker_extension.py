@@ -41,7 +41,6 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        derived_weights.tie_head(self.model, self.vllm_config)
         self.ranks = Ranks(get_world_group(), remember_device())  # without data parallelism, the workers of this engine
         self.receiver = self.ranks.receiver
         self.proof: Proof | None = None

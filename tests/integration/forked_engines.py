@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from common.process.lifecycle import die_with_parent
 from common.weights import packing
@@ -54,10 +53,6 @@ def run(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
         split = mla_attention.split_kv_b_proj
         mla_attention.split_kv_b_proj = lambda *given: tuple(part.clone() for part in split(*given))
     model.save_pretrained(folder)
-    if spec.get("own_head"):  # beside the embeddings that it equals
-        weights = load_file(folder / "model.safetensors")
-        head = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
-        save_file(weights | head, folder / "model.safetensors", {"format": "pt"})
     llm = start(spec, folder)
     if spec["flips"]:
         for version, seed in enumerate((2, 1)):

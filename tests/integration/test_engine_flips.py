@@ -25,7 +25,6 @@ AMX = {"amx": True, "dtype": "bfloat16"}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # kind, keys of its config, keys of the spec
     "Qwen2": ("qwen2", dict(hidden_size=128), {}),
     "Qwen3": ("served", {}, {}),
-    "Qwen3-head-in-folder": ("served", dict(tie_word_embeddings=True), {"own_head": True}),
     "Llama": ("llama", HEADS, {}),
     "Mistral": ("mistral", HEADS, {}),
     "Mixtral": ("mixtral", HEADS, {}),
