@@ -48,7 +48,7 @@ def propose(config: C, plan: Plan, shape: ModelShape) -> Proposal | None:
 def _sizes(config: C, gpus_per_node: int) -> Iterator[C]:
     """The config with the ranks and nodes that are tried, the fewest ranks first."""
     yield config
-    learner, several = config.learner, getattr(config.learner, "machines", 1)
+    learner, several = config.learner, config.learner.machines
     if several > 1:
         for machines in (several, 2 * several, 4 * several):
             if (world := machines * gpus_per_node) > learner.world_size:
