@@ -6,6 +6,7 @@ they make in moves.py, and the data in tables.py.
 
 import os
 import re
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -56,14 +57,13 @@ class DeliveryState(Taking, Leasing):
 
     def ledger(self) -> list[LedgerEntry]:
         """Every task at once; for tests and measurements."""
-        return [self.tasks.line(serial) for serial in range(self.tasks.next_serial)]
+        return [self.tasks.line(serial) for serial in self.tasks.known()]
 
     def ledger_page(self, first: int, unfinished: bool) -> list[LedgerEntry]:
         """The next tasks from `first` on; see ObserverBroker.ledger_pages."""
-        known = (
-            sorted(n for n in self.tasks.living if n >= first) if unfinished else range(first, self.tasks.next_serial)
-        )
-        return [self.tasks.line(serial) for serial in known[:LEDGER_LINES]]
+        living = sorted(serial for serial in self.tasks.living if serial >= first) if unfinished else None
+        serials = islice(self.tasks.known(first) if living is None else living, LEDGER_LINES)
+        return [self.tasks.line(serial) for serial in serials]
 
     def events(self, after: int) -> list[BrokerEvent]:
         return self.event_log.after(after)

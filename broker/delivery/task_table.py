@@ -184,6 +184,10 @@ class TaskTable:
         entry = self.living.get(serial)
         return entry.ledger() if entry is not None else self.history.get(serial)
 
+    def known(self, first: int = 0) -> Iterator[int]:
+        """Serials from `first` on, ascending; a broker that replays a run lacks those before its first step."""
+        return (n for n in range(first, self.next_serial) if n in self.living or n in self.history)
+
     def requeue(self, entry: Entry) -> None:
         entry.state = PENDING
         heapq.heappush(self.pending, entry.serial)

@@ -46,6 +46,9 @@ def environment(prefix: Path, cuda: str | None) -> None:
     (prefix / "bin" / "python").symlink_to(sys.executable)
 
 
+GLOO = ("weights.transport=gloo", "weights.buffers=host")
+
+
 def job(tmp_path: Path, *overrides: str) -> Config:
     return resolve_paths(load_config(QWEN, [f"run.dir={tmp_path / 'run'}", *overrides]))
 
@@ -122,14 +125,14 @@ def test_a_restarted_role_keeps_its_devices(tmp_path: Path) -> None:
 
 
 def test_roles_may_share_the_only_gpu(machine: Path, tmp_path: Path) -> None:
-    config, alone = job(tmp_path, "learner.world_size=1"), {"CUDA_VISIBLE_DEVICES": "3"}
+    config, alone = job(tmp_path, "learner.world_size=1", *GLOO), {"CUDA_VISIBLE_DEVICES": "3"}
     with pytest.raises(UsageError, match="With --share-gpus all roles use the same ones"):
         assign(config, alone, machine)
     places = assign(config, alone, machine, share=True)
     assert {place.env["CUDA_VISIBLE_DEVICES"] for place in places.values()} == {"3"}
     assert places["learner"].python == str(machine / ".venv-learner/bin/python")
     with pytest.raises(UsageError, match="the job needs 2 GPUs, found 1"):
-        assign(job(tmp_path, "learner.world_size=2"), alone, machine, share=True)
+        assign(job(tmp_path, "learner.world_size=2", *GLOO), alone, machine, share=True)
 
 
 def test_nccl_on_a_shared_gpu_is_refused_unless_each_role_gets_a_host_of_its_own(
