@@ -23,7 +23,7 @@ from tests.integration.jobs.job_rig import Command, events, make_assets, metrics
 WARM = 5  # steps before the first look
 FIXED = ("staleness.max=0", "learner.optimizer.lr=1e-12", "learner.checkpoint.every=100000", "evaluation.datasets=[]")
 WAYS = {
-    "on": ("telemetry.sinks=[tensorboard,prometheus]", "--web"),
+    "on": ("telemetry.sinks=[tensorboard,prometheus]", "--web", "--no-stay"),
     "off": ("telemetry.transcripts=none", "telemetry.trace_mib=0", "telemetry.sinks=[]"),
 }
 

@@ -245,6 +245,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     joined: JoinTimes = JoinTimes()
     pool: Text = ""  # eval: it takes held-out problems only
     evaluation_tokens: Tally = 0  # sampled for held-out problems; `tokens_generated` is without them
+    instance: Text = ""  # random, one per process: a restarted container has the host and the pid of its predecessor
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):
@@ -311,6 +312,7 @@ class BrokerStatus(msgspec.Struct, frozen=True):
     transcripts_dropped: int = 0  # they came with failed groups, and were not written
     evaluation: EvaluationProgress | None = None  # None: no version is being evaluated
     evaluation_tokens_total: int = 0  # sampled for held-out problems by all nodes that are there
+    left: list[NodeStatus] = []  # the newest nodes that have left in good order, oldest first
 
     @property
     def present(self) -> list[str]:

@@ -154,7 +154,7 @@ class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="ki
     length_mean: Annotated[float, metric("sampled tokens per episode", "tokens", "last")]
     tokens: Annotated[int, metric("sampled; in no figure of the training", "tokens", "last")]
     seconds: Annotated[float, metric("from the first episode's start to the last one's end", "s", "last")]
-    held_s: Annotated[float, metric("publishes waited so long for the round; 0 with fleet: pool", "s", "last")] = 0.0
+    held_s: Annotated[float, metric("publishes waited so long for the round; 0 if a pool played it", "s", "last")] = 0.0
 
 
 class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):

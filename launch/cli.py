@@ -1,13 +1,15 @@
 """The `slipstream` command: what it accepts, and which module does it. Commands are imported when they are used.
 
-Exit code 0 is success, 1 a failure at run time, and 2 a bad config or bad usage, with one line on stderr.
+Exit code 0 is success, 1 a failure at run time, and 2 a bad config or bad usage, with the reason on stderr.
 Exit code 3 is a failure that a restart of the same role would meet again.
 """
 
 import argparse
 import importlib
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -61,6 +63,12 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
     "scale": ("cluster.slurm.scale:command", "RUN", "more or fewer nodes for a run on Slurm"),
     "keys": ("keys:command", "", "CURVE keys for broker.credentials; only ever adds to an existing folder"),
 }  # fmt: skip
+GROUPS = {  # by the order of --help
+    "train": "up sft eval replay export resume stop",
+    "look": "status top web logs transcripts report ledger trace sinks",
+    "check": "plan doctor selftest preflight",
+    "launch": "broker learner rollout slurm scale keys",
+}
 RUN, EITHER = "a run's folder, or the config file that names it", "a run's folder, or a config file"
 SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
     "CONFIG": {"dest": "config", "metavar": "CONFIG", "help": "YAML file"},
@@ -89,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `slipstream`; returns the exit code."""
     join_supervisor()
     args = parse(argv)
+    if args.command is None or args.version:
+        return overview(args.version)
     module, _, function = COMMANDS[args.command][0].partition(":")
     try:
         return getattr(importlib.import_module(f"launch.{module}"), function)(args)
@@ -106,6 +116,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         why, code = f"the package '{error.name}' is not installed here; run launch/setup.sh {roles}", EXIT_USAGE
     print(f"slipstream {args.command}: {why}", file=sys.stderr)
     return code
+
+
+def overview(version: bool) -> int:
+    """`slipstream` alone: the help, or the version."""
+    if not version:
+        build_parser().print_help()
+        return 0
+    from common.process.versions import versions
+
+    print(f"slipstream {versions()['slipstream'] or 'that is not installed'}")
+    return 0
 
 
 def run() -> NoReturn:
@@ -132,9 +153,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their arguments."""
     looks = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="slipstream", description=DESCRIPTION, formatter_class=looks)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    made = {name: commands.add_parser(name, help=text, description=text) for name, (_, _, text) in COMMANDS.items()}
+    parser = argparse.ArgumentParser(
+        prog="slipstream", description=DESCRIPTION, epilog=commands_by_group(), formatter_class=looks
+    )
+    parser.add_argument("--version", action="store_true", help="print the version")
+    text = "one of those below; `slipstream COMMAND --help` says more"
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", help=text)
+    made = {name: commands.add_parser(name, description=text) for name, (_, _, text) in COMMANDS.items()}
     for name, (_, shared, _) in COMMANDS.items():
         for word in shared.split():
             made[name].add_argument(*[word] * word.startswith("--"), **SHARED[word])
@@ -150,9 +175,22 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def commands_by_group() -> str:
+    """Every command with its text, under its group."""
+    width, indent = shutil.get_terminal_size().columns - 2, " " * 18
+    lines: list[str] = []
+    for group, names in GROUPS.items():
+        lines += ["", f"{group}:"]
+        for name in names.split():
+            lines += textwrap.wrap(COMMANDS[name][2], width, initial_indent=f"  {name:16}", subsequent_indent=indent)
+    return "\n".join(lines[1:])
+
+
 def _add_job_arguments(made: Mapping[str, argparse.ArgumentParser]) -> None:
     up, selftest = made["up"], made["selftest"]
-    up.add_argument("--web", action="store_true", help="also serve the page of `slipstream web` on this machine")
+    text = "also serve the page of `slipstream web` on this machine; after the job it stays until Ctrl-C"
+    up.add_argument("--web", action="store_true", help=text)
+    up.add_argument("--no-stay", action="store_true", help="end with the job, the page too")
     text = "every role may use every GPU, for example the only one; engines then need rollout.engine.kv_cache_mib"
     up.add_argument("--share-gpus", action="store_true", help=text)
     rollout = made["rollout"]
@@ -204,7 +242,7 @@ def _add_observing_arguments(made: Mapping[str, argparse.ArgumentParser]) -> Non
     made["report"].add_argument("--out", metavar="DIR", help=text)
     web = made["web"]
     web.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1); others need a token")
-    web.add_argument("--port", type=int, default=8642, metavar="P", help="port (8642); 0 takes any")
+    web.add_argument("--port", type=int, metavar="P", help="port; 0 takes any (default: 8642, or any if it is taken)")
     web.add_argument("--token-file", metavar="F", help="file with the token that every request then needs")
     export = made["export"]
     export.add_argument("dir", metavar="DIR", help="new folder for the model")

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained model and its plots, on a machine without a GPU:
 #   launch/quickstart.sh [--web] [key=value ...]
-# --web also serves the page of the job. The others override keys of configs/quickstart.yaml: run.seed=2 staleness.max=0.
+# --web also serves the page of the job; in a terminal it is there again at the end, until Ctrl-C.
+# The others override keys of configs/quickstart.yaml: run.seed=2 staleness.max=0.
 # Running it again continues where it stopped; a finished run is not repeated. Another run.seed gets folders of its own;
 # anything else that changes what is computed needs a run.dir=... of its own too.
 set -euo pipefail
@@ -10,10 +11,10 @@ cd "$(dirname "$0")/.."
 seed=1 run="" web="" words=()
 for word in "$@"; do
   case "$word" in
-    --web) web=--web; continue ;;
+    --web) web="--web --no-stay"; continue ;;
     run.seed=*) seed="${word#run.seed=}" ;;
     run.dir=*) run="${word#run.dir=}" ;;
-    -h|--help) sed -n '2,6s/^# \{0,1\}//p' launch/quickstart.sh; exit 0 ;;
+    -h|--help) sed -n '2,7s/^# \{0,1\}//p' launch/quickstart.sh; exit 0 ;;
     *=*) ;;
     *) echo "quickstart: expected --web or key=value, found '$word'" >&2; exit 2 ;;
   esac
@@ -63,3 +64,8 @@ step "accuracy on held-out problems" slipstream eval "$run"
 step "report" slipstream report "$run"
 printf '\nquickstart: finished %d s after the installation (%d s in all); plots in %s/report, model in %s/model\n' \
   $((SECONDS - installed)) $((SECONDS - started)) "$run" "$run"
+if [ -n "$web" ] && [ -t 0 ]; then
+  echo "the page stays until Ctrl-C"
+  exec slipstream web "$run"
+fi
+printf 'next: `slipstream web %s` shows the run in a browser\n' "$run"

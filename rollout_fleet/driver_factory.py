@@ -2,16 +2,17 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from common.config.schema import Config
 from common.errors import ConfigError
 from rollout_fleet.environments import registry
-from rollout_fleet.environments.description import check_environment
+from rollout_fleet.environments.description import Description, check_environment
 from rollout_fleet.environments.isolation.placement import Stage, ThreadStage
 from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
-from rollout_fleet.environments.protocol import Budget
-from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules, Sampling
+from rollout_fleet.environments.protocol import Budget, Observation
+from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules, Sampling, bounded
 from rollout_fleet.episode.rendering import Renderer, Tokenizer
 from rollout_fleet.episode.sampler_protocol import Sampler
 
@@ -29,19 +30,39 @@ def build_driver(
     budget = Budget(rollout.max_turns, rollout.max_tokens, rollout.engine.max_model_len)
     job = Sampling(rollout.temperature, rollout.top_p)
     rules = EpisodeRules(budget, sampling or job, rollout.sample_timeout_s, found.limits, job)
-    options = dict(config.tasks.options)
-    if found.limits.process:
-        processes = ProcessHost(found.modules, found.limits.python or sys.executable)
-        host.at_close.append(processes.close)
-        timeout_s = rollout.sample_timeout_s
-        stage: Stage = ProcessStage(found.path, options, found.limits, timeout_s, processes, found.shares_seed)
-    else:
-        stage = ThreadStage(registry.resolve(config.tasks.environment), options, host)
+    stage = build_stage(config, found, host)
     if found.agent:
         from rollout_fleet.agents.driver import AgentDriver
 
         return AgentDriver(sampler, renderer, stage, rules)
     return EpisodeDriver(sampler, renderer, stage, rules)
+
+
+def build_stage(config: Config, found: Description, host: EnvironmentHost) -> Stage:
+    """The place of the config's environments: the thread of `host`, or processes that end with it."""
+    options, timeout_s = dict(config.tasks.options), config.rollout.sample_timeout_s
+    if not found.limits.process:
+        return ThreadStage(registry.resolve(config.tasks.environment), options, host)
+    processes = ProcessHost(found.modules, found.limits.python or sys.executable)
+    host.at_close.append(processes.close)
+    return ProcessStage(found.path, options, found.limits, timeout_s, processes, found.shares_seed)
+
+
+async def first_observation(config: Config, found: Description, problem: dict[str, Any]) -> Observation:
+    """The first observation of a dataset row, made where an episode would run and within its limits.
+
+    Raises EpisodeFailed with the reason why a sample would fail, StageFailed when no environment can be started.
+    """
+    host = EnvironmentHost()
+    try:
+        seat = build_stage(config, found, host).seat(problem, config.run.seed, config.run.seed)
+        try:
+            async with bounded("reset", found.limits.reset_s):
+                return await seat.reset()
+        finally:
+            await seat.close()
+    finally:
+        host.close()
 
 
 def load_tokenizer(path: str) -> Tokenizer:

@@ -33,7 +33,7 @@ class EvaluationTable:
 
     def begin(self, order: EvaluationOrder | None, shared: bool) -> None:
         """Forget the round before; `shared`: nodes of the training fleet may lease, too."""
-        self.order, self._shared = order, shared
+        self.order, self.shared = order, shared
         self._problems: dict[int, Entry] = {}  # whose results the learner has not stored
         self.pending: list[int] = []
         self.leased: dict[str, Entry] = {}  # by token
@@ -47,7 +47,7 @@ class EvaluationTable:
         if self.order is None:
             return None
         finished = len(self._results) + self._stored
-        return EvaluationProgress(self.order.version, len(self.pending), len(self.leased), finished, self._shared)
+        return EvaluationProgress(self.order.version, len(self.pending), len(self.leased), finished, self.shared)
 
     def turn(self, tasks: Sequence[Task], stored: Sequence[int]) -> Evaluated:
         """Forget `stored` results, add those of `tasks` that are new; returns results that are not stored."""
@@ -70,7 +70,7 @@ class EvaluationTable:
     def admits(self, version: int, in_pool: bool) -> bool:
         """Whether a node with this version may lease a problem now."""
         now = self.order.version if self.order is not None and self.pending else None
-        return version == now and (in_pool or self._shared)
+        return version == now and (in_pool or self.shared)
 
     def lease(self, node_id: str, token: str) -> Entry:
         """Give the first pending problem to a node."""

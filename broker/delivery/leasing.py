@@ -18,7 +18,6 @@ from common.staleness import may_lease
 ALONE = 4  # times tasks.max_attempts: so often must one node fail a task to kill it while others work
 SPAN_BYTES_PER_S = 256 << 10  # by all nodes together
 SPANS_FOR_S = 10.0  # Longest silence for which a node may catch up.
-MOST_OWNERS = 4096  # beyond this number, owners of node ids whose nodes are gone are dropped
 
 
 class Leasing(Tables):
@@ -48,12 +47,6 @@ class Leasing(Tables):
         self.release(node_id, [*node.tokens, *self.evaluation.tokens_of(node_id)])
         self.do(moves.Left(node_id))
         self.event_log.add("leave", node=node_id, pid=node.report.pid)
-
-    def own(self, node_id: str, public: str) -> None:
-        """Let the credential with this public key speak for `node_id` from now on."""
-        if len(self.owners) >= MOST_OWNERS:
-            self.owners = {known: key for known, key in self.owners.items() if self.fleet.alive(known)}
-        self.do(moves.Owned(node_id, public))
 
     def lease(self, node_id: str, version: int | None, max_groups: int) -> list[Lease]:
         """Lease up to `max_groups` oldest tasks to a node at `version`, at the last one it named with None.

@@ -197,13 +197,10 @@ class Left(Move, frozen=True, tag="left"):
 
 
 class Owned(Move, frozen=True, tag="owned"):
-    """From now on the credential with this public key speaks for the node id."""
-
-    node_id: str
-    public: str
+    """In stores of earlier versions only: which key first named a node id. Now the id itself names its credential."""
 
     def apply(self, tables: Tables) -> None:
-        tables.owners[self.node_id] = self.public
+        pass
 
 
 class Marks(Move, frozen=True, tag="marks"):

@@ -11,6 +11,7 @@ from common.wire_types import SECONDS_MAX, TALLY_MAX
 
 MOST_NODES = 1 << 14  # including dead ones that are not forgotten yet
 NOT_WORKING = ("excluded", "draining")  # states in which a node takes no tasks
+MOST_LEFT = 64  # nodes that have left and are still shown
 FORGET_AFTER_S = 600.0  # a dead node stays in the status for at least this long
 
 
@@ -75,6 +76,7 @@ class Fleet:
 
     def __init__(self, silent_s: float) -> None:
         self.nodes: dict[str, Node] = {}
+        self.left: dict[str, Node] = {}  # only shown, and not kept in a store
         self._silent_s = silent_s
         self.deadlines: Deadlines[str] = Deadlines()
         self.past_generated = 0
@@ -95,6 +97,7 @@ class Fleet:
             node.counted = old.wasted
             self.past_generated += old.tokens_generated
         self.nodes[report.node_id] = node
+        self.left.pop(report.node_id, None)
         self.deadlines.add(report.node_id, now + self._silent_s)
         return node
 
@@ -112,6 +115,9 @@ class Fleet:
         if node is not None:
             self.past_generated += node.tokens_generated
             self.past_wasted = merged_waste((self.past_wasted, node.wasted))
+            self.left[node_id] = node
+            if len(self.left) > MOST_LEFT:
+                del self.left[next(iter(self.left))]
 
     def expire(self, now: float) -> tuple[list[str], list[str]]:
         """Ids of nodes that turned dead by `now`, and of those dead for so long that the caller may forget them."""
@@ -155,15 +161,19 @@ class Fleet:
         return merged_waste([self.past_wasted, *(n.wasted for n in self.nodes.values())])
 
     def status(self, now: float) -> list[NodeStatus]:
-        return [
-            NodeStatus(n.report, len(n.tokens), n.alive, last_seen_s=max(0.0, now - n.seen_at), waste=n.wasted)
-            for _, n in sorted(self.nodes.items())
-        ]
+        return [_status(node, node.alive, now) for _, node in sorted(self.nodes.items())]
+
+    def status_of_left(self, now: float) -> list[NodeStatus]:
+        return [_status(node, False, now) for node in self.left.values()]
+
+
+def _status(node: Node, alive: bool, now: float) -> NodeStatus:
+    return NodeStatus(node.report, len(node.tokens), alive, max(0.0, now - node.seen_at), node.wasted)
 
 
 def same_process(a: NodeReport, b: NodeReport) -> bool:
     """Whether two reports come from one process."""
-    return (a.host, a.pid) == (b.host, b.pid)
+    return (a.host, a.pid, a.instance) == (b.host, b.pid, b.instance)
 
 
 def add_waste(counts: dict[str, Waste], reason: str, tokens: int = 0, seconds: float = 0.0) -> None:

@@ -45,7 +45,8 @@ class DeliveryState(Taking, Leasing):
         """Begin, continue or (None) end the round of evaluation; see LearnerBroker.evaluate."""
         if order != self.evaluation.order:
             self.evaluation.begin(order, shared)
-        self.lease_revision += bool(tasks)
+        self.lease_revision += bool(tasks) or shared != self.evaluation.shared
+        self.evaluation.shared = shared
         return self.evaluation.turn(tasks, stored)
 
     def complete_evaluation(self, node_id: str, token: str, result: EvaluationResult) -> bool:
@@ -114,5 +115,6 @@ class DeliveryState(Taking, Leasing):
             stopping=self.stopping,
             transcripts_dropped=self.transcripts.dropped if self.transcripts is not None else 0,
             evaluation=self.evaluation.progress,
+            left=self.fleet.status_of_left(now),
             evaluation_tokens_total=sum(node.report.evaluation_tokens for node in self.fleet.nodes.values()),
         )

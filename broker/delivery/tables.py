@@ -66,7 +66,6 @@ class Tables:
         self.learner = LearnerRecord()
         self.machines = LearnerMachines()
         self.evaluation = EvaluationTable(run.max_attempts)
-        self.owners: dict[str, str] = {}  # public key of the credential that speaks for each node id
         self.accepted: OrderedDict[str, str] = OrderedDict()  # token -> node of the newest accepted results
         self.lease_deadlines: Deadlines[str] = Deadlines()
         self.first_step, self.committed_step = 0, -1  # `first_step`: the step at which task 0 is due

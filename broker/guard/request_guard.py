@@ -12,7 +12,7 @@ from broker.guard import flood_guard
 from broker.guard.flood_guard import FloodGuard
 from broker.guard.rejected_messages import Denied, Later, Refusals
 from broker.messaging import wire
-from common.security.credentials import Identity, load_server
+from common.security.credentials import Identity, belongs_to, load_server
 from common.security.curve import CurveGate, KeyRing
 
 ROLES = ("learner", "observer", "node", "broker")
@@ -27,24 +27,19 @@ PERMITTED: dict[str, tuple[type[wire.Request[Any]], ...]] = {
 }
 
 
-def refusal(state: DeliveryState, sender: Identity | None, request: wire.AnyRequest) -> str:
+def refusal(sender: Identity | None, request: wire.AnyRequest) -> str:
     """The reason for which `sender` may not send this request; '' when it may.
 
-    The first credential that names a node id owns it, so no node can read or end the leases of another one. Another
-    credential takes the id over only by registering after the node died. A restart of the broker keeps the owners.
+    A node id begins with the name of its credential, so no node can take, read or end the leases of another one.
     """
     if sender is None:
         return "this key was revoked"
     if not isinstance(request, PERMITTED[sender.role]):
         return f"credential {sender.name!r} has the role {sender.role}, which may not send {type(request).__name__}"
     node_id = request.node if isinstance(request, wire.NodeRequest) else None
-    owner = state.owners.get(node_id or "")
-    if node_id is None or owner == sender.public:
+    if node_id is None or belongs_to(node_id, sender.name):
         return ""
-    if owner is None or (isinstance(request, wire.NodeReportRequest) and not state.fleet.alive(node_id)):
-        state.own(node_id, sender.public)
-        return ""
-    return f"node id {node_id!r} belongs to another credential; every node needs an id of its own"
+    return f"credential {sender.name!r} may use the node ids {sender.name} and {sender.name}:ANYTHING, not {node_id!r}"
 
 
 class Gate:
@@ -87,7 +82,7 @@ class Gate:
 
         The learner never waits, so that observers cannot delay training.
         """
-        reason = refusal(self._state, sender, request) if self.curve is not None else ""
+        reason = refusal(sender, request) if self.curve is not None else ""
         if reason:
             raise Denied(reason, request.id)
         limited = isinstance(request, wire.ObserverRequest) and (sender is None or sender.role != "learner")

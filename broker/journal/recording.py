@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from broker.contract import RunInfo
+from broker.contract import LedgerEntry, RunInfo
 from broker.delivery.state import DeliveryState
 from broker.delivery.task_table import TAKEN, Entry
 from broker.journal.file_store.store import FileStore, lock_store, read_info
@@ -57,14 +57,31 @@ def open_recording(run_dir: RunDir, config: Config) -> Generator[Recording]:
 
 def recorded(store: Store, groups_per_step: int) -> Recording:
     """The recording in a store, which is only read. Raises UsageError when it is damaged."""
-    state = DeliveryState(RunInfo("", "", 1, 0, 1, 1.0, 1), retain_steps=1 << 60)
-    rebuild(store, state)
-    tasks = state.tasks
+    tasks = _state_in(store).tasks
     steps = dict(sorted(tasks.retained.items()))
     for step, serials in sorted(tasks.steps.items()):
         if tasks.slots_filled(step) >= groups_per_step:
             steps[step] = [tasks.living[serial] for serial in serials]
     return Recording(store.store_id, tasks.next_serial, steps)
+
+
+def stored_ledger(run_dir: RunDir, config: Config) -> list[LedgerEntry]:
+    """The ledger of a run whose broker does not answer, from its store; one of a running broker may be read, too.
+
+    Raises UsageError when there is no store, or it cannot be read at the moment.
+    """
+    try:
+        if config.broker.store == "redis":
+            return _state_in(Leading(config, str(run_dir.path.resolve())).to_read()).ledger()
+        return _state_in(existing_file_store(run_dir)).ledger()
+    except (OSError, StoreUnavailable, BrokerError) as error:
+        raise UsageError(f"the store of {run_dir.path} cannot be read: {error}") from error
+
+
+def _state_in(store: Store) -> DeliveryState:
+    state = DeliveryState(RunInfo("", "", 1, 0, 1, 1.0, 1), retain_steps=1 << 60)
+    rebuild(store, state)
+    return state
 
 
 def existing_file_store(run_dir: RunDir) -> FileStore:

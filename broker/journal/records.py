@@ -72,7 +72,6 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", rename=_RENAMED):
     history_bytes: int = 0
     accepted_groups: int = 0
     accepted_bytes: int = 0
-    owners: dict[str, str] = {}
     freed_earlier: int = 0
 
 
@@ -135,7 +134,6 @@ class Captured(Compaction):
             nodes=[SavedNode(n.report, n.has_leased) for n in state.fleet.nodes.values()],
             marks=Marks(state.first_step, state.committed_step),
             statistics=Statistics.of(state),
-            owners=dict(state.owners),
         )
 
     def finished(self) -> bytes | None:
@@ -178,7 +176,6 @@ def restore(state: DeliveryState, snapshot: Snapshot, read: Callable[[Location],
             entry.filtered, entry.stored = group.filtered, StoredPayload(read, group.location)
             tasks.retained[step].append(entry)
     state.accepted.update(snapshot.accepted)
-    state.owners.update(snapshot.owners)
     state.learner.report, state.learner.replaced = snapshot.learner, set(snapshot.replaced_learners)
     state.learner.job_ended = snapshot.job_ended
     snapshot.marks.apply(state)

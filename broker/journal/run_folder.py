@@ -1,8 +1,6 @@
 """The leading broker's files in the run folder: broker.json, events, ledger, status and failed transcripts."""
 
 import logging
-import os
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +60,7 @@ class RunFolder:
         former = RunDir(self.path).ledger_json
         if not memory.recovered and former.exists() and former.stat().st_size > len("[]"):
             move_aside(former)  # to ledger-1.json and so on: it is a record of the run's earlier broker
-        file = BrokerFile(os.getpid(), address, time.time(), socket.gethostname())
+        file = BrokerFile.of_this_process(address)
         write_atomic(RunDir(self.path).broker_json, msgspec.json.encode(file))
         if memory.journal is not None:
             memory.journal.store.listens_at(address)

@@ -107,7 +107,7 @@ class LearnerBroker(ObserverBroker):
         """Offer held-out problems of a round and get results; a new `order` ends the round before, None any round.
 
         Problems that are known are ignored. `stored` are numbers of results that the caller has on its disk; the
-        others come again. With `shared` the training fleet takes part. May be repeated.
+        others come again. With `shared` the training fleet takes part from now on. May be repeated.
         """
         parts = [tasks[start : start + OFFER_TASKS] for start in range(0, len(tasks), OFFER_TASKS)] or [[]]
         told: dict[str, Any] = {**self._sender, "order": order, "stored": stored, "shared": shared}

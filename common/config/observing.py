@@ -33,7 +33,8 @@ class EvaluationConfig(Strict, frozen=True, kw_only=True):
     samples: Positive = 1  # Episodes per problem. Raise it for pass@k.
     temperature: NonNegative | None = None  # Sampling temperature; 0 is greedy. Unset, rollout.temperature.
     # pool uses only nodes of `slipstream rollout --pool eval`. shared uses the training fleet, which waits meanwhile.
-    fleet: Literal["pool", "shared"] = "pool"
+    # Unset, a round uses the pool if one of its nodes is alive, and the training fleet otherwise.
+    fleet: Literal["pool", "shared"] | None = None
 
 
 class SftEvaluationConfig(Strict, frozen=True, kw_only=True):

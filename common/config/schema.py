@@ -228,7 +228,8 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
     nodes: Natural = 1  # Nodes that `up` starts. `slipstream rollout --join` adds others.
     group_size: Positive = 8  # Samples per prompt.
     max_tokens: Positive = 1024  # Sampled tokens per episode, over all turns.
-    max_turns: Positive = 1  # Generate calls per episode. Raise it for an environment of several turns.
+    # Generate calls per episode. Unset, the environment or the agent says when an episode is over.
+    max_turns: Positive | None = None
     temperature: PositiveFloat = 1.0  # Sampling temperature in training.
     # Nucleus sampling. Training needs 1: other values bias the importance ratios.
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0

@@ -5,7 +5,6 @@ import time
 from common.config.network_checks import fixed_address
 from common.config.schema import Config, SftConfig
 from common.errors import BrokerUnreachable
-from common.process.lifecycle import alive
 from common.process.run_dir import RunDir
 
 POLL_S = 0.1
@@ -34,4 +33,4 @@ def find_broker(config: Config | SftConfig, run: RunDir, wait_s: float) -> str:
 def running_broker(run: RunDir) -> str | None:
     """The address in RUN/broker.json when the process that wrote it is alive on this machine."""
     file = run.broker()
-    return file.address if file is not None and alive(file.pid) else None
+    return file.address if file is not None and file.runs_here else None

@@ -4,7 +4,8 @@
     GET /readyz    200 while the role also does its work: a node that starts, joins or drains does not
     GET /metrics   the role's figures as Prometheus text
 
-No request changes anything, and the answers are a few words and numbers: the port has no authentication.
+No request changes anything, and the answers are a few words and numbers: the port has no authentication. Clients that
+are slow, or many, take at most MOST_CLIENTS threads, and each for at most REQUEST_S.
 """
 
 import json
@@ -12,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from typing import Any
@@ -20,6 +21,8 @@ from typing import Any
 from common.errors import UsageError
 
 LATE_S = 30.0  # without a turn of the loop
+MOST_CLIENTS = 16  # one more cuts off the oldest, so that slow clients cannot keep a probe out
+REQUEST_S = 5.0  # for a whole request and its answer
 
 
 class LifeSigns:
@@ -61,8 +64,6 @@ class HealthServer(ThreadingTCPServer):
         """Port 0 picks a free one. Raises UsageError when `port` cannot be had."""
 
         class Handler(BaseHTTPRequestHandler):
-            timeout = 1.0  # s for each piece of a request
-
             def do_GET(self) -> None:
                 status, text = signs.answer(self.path)
                 self.send_response(status)
@@ -73,6 +74,8 @@ class HealthServer(ThreadingTCPServer):
             def log_message(self, format: str, *args: Any) -> None:
                 """Probes would fill the log."""
 
+        self._since: dict[socket.socket, float] = {}  # open connections, oldest first; monotonic seconds
+        self._lock = threading.Lock()  # for them: each is closed by its own thread
         try:
             super().__init__(("", port), Handler)
         except OSError as error:
@@ -83,6 +86,31 @@ class HealthServer(ThreadingTCPServer):
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         super().server_bind()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._since[request] = time.monotonic()
+            if len(self._since) > MOST_CLIENTS:
+                self._cut(next(iter(self._since)))
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Called by `serve_forever` several times a second."""
+        with self._lock:
+            for client in [client for client, at in self._since.items() if time.monotonic() - at > REQUEST_S]:
+                self._cut(client)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Called by the thread of a connection at its end."""
+        with self._lock:
+            self._since.pop(request, None)
+        super().shutdown_request(request)
+
+    def _cut(self, client: socket.socket) -> None:
+        """Wake its thread, which ends at the closed connection."""
+        del self._since[client]
+        with suppress(OSError):
+            client.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that leaves half-way is no event."""

@@ -72,25 +72,41 @@ def leaving_after(seconds: float, code: int, why: str) -> Generator[None]:
         timer.cancel()
 
 
-def alive(pid: int) -> bool:
-    """Whether a process with this id runs on this machine (zombies count as gone on Linux)."""
+def alive(pid: int, birth: str = "") -> bool:
+    """Whether the process `pid` runs on this machine (zombies count as gone on Linux).
+
+    With its `birth`, another process that got the same number later does not count.
+    """
+    seen = os.path.isdir("/proc/self")
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):  # no process has a number that does not fit
         return False
     except PermissionError:
-        return True
-    return not os.path.isdir("/proc/self") or start_ticks(pid) is not None
+        seen = os.path.isdir(f"/proc/{pid}")
+    return not seen or (start_ticks(pid) is not None and birth in ("", birth_of(pid)))
+
+
+def birth_of(pid: int) -> str:
+    """When a living process started, unlike every other one of its number: 'boot ticks'; '' without Linux."""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return f"{file.read().strip()} {start_ticks(pid)}"
+    return ""
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a living process started, in clock ticks since the machine started; None: it is gone, or no Linux."""
+    """When a living process started, in clock ticks since the machine started; None: it is gone, or no Linux.
+
+    A thread id is no process id, except that of a process's first thread.
+    """
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            leader = next(int(line.split()[1]) for line in file if line.startswith("Tgid:"))
     except OSError:
         return None
-    return None if fields[0] == "Z" else int(fields[19])
+    return None if fields[0] == "Z" or leader != pid else int(fields[19])
 
 
 class DrainFlag:

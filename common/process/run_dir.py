@@ -21,7 +21,7 @@ from common.json_lines import LineFile, lines_of
 from common.metrics import no_file
 from common.process import files
 from common.process.files import pretty_json
-from common.process.lifecycle import alive
+from common.process.lifecycle import alive, birth_of
 
 # May change when a run is continued: they say how fast or how long, not what is computed.
 CHANGEABLE = (
@@ -43,11 +43,20 @@ class BrokerFile(msgspec.Struct, frozen=True):
     address: str
     started_s: float  # Unix time
     host: str = ""  # its machine; '' in the file of an earlier version
+    birth: str = ""  # as lifecycle.birth_of; '' in the file of an earlier version
+
+    @classmethod
+    def of_this_process(cls, address: str) -> "BrokerFile":
+        return cls(os.getpid(), address, time.time(), socket.gethostname(), birth_of(os.getpid()))
+
+    @property
+    def runs_here(self) -> bool:
+        return alive(self.pid, self.birth)
 
     @property
     def ended(self) -> bool:
         """Whether the broker is known to have ended; this machine does not see another one's processes."""
-        return self.host in ("", socket.gethostname()) and not alive(self.pid)
+        return self.host in ("", socket.gethostname()) and not self.runs_here
 
 
 class RunDir:

@@ -133,6 +133,23 @@ def load_credential(path: str | Path, role: Role, name: str = "") -> Credential:
     return found
 
 
+def belongs_to(node_id: str, credential: str) -> bool:
+    """Whether the credential of this name may speak for a node: for NAME itself, and for NAME:ANYTHING."""
+    return node_id.partition(":")[0] == credential
+
+
+def own_node_id(credentials: str | None, node_id: str) -> str:
+    """`node_id` where its credential may speak for it or there are no keys, else NAME:ID. Raises as `load_credential`.
+
+    `credentials` is broker.credentials.
+    """
+    keys = curve_credentials(credentials)
+    if keys is None:
+        return node_id
+    name = load_credential(keys, "node", node_id).name
+    return node_id if belongs_to(node_id, name) else f"{name}:{node_id}"
+
+
 def curve_credentials(path: str | None) -> str | None:
     """broker.credentials for a ZeroMQ socket; None when it is unset, or has only the broker's password for Redis."""
     if path is None or Path(path).is_file():

@@ -1,24 +1,29 @@
 """Doctor: the files that a config names: the model's weights, the dataset, credentials."""
 
+import asyncio
 import os
+import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import msgspec
 
 from common.config.schema import Config, SftConfig
-from common.errors import UsageError
+from common.errors import SlipstreamError, UsageError
 from common.json_lines import dataset_files, dataset_rows
 from common.security.credentials import KeyFolder
 from launch.doctor.findings import Finding, few, fine, problem, warning
-from launch.plan.review import TOO_FEW_TURNS, TOO_FEW_TURNS_WHY, Review
-from rollout_fleet.environments.description import PYTHON_KEY
+from launch.plan.review import Review
+from rollout_fleet.environments.description import PYTHON_KEY, Description
+from rollout_fleet.environments.protocol import Chat
 
 ENVIRONMENT_KEYS = ("tasks.environment", "tasks.options", PYTHON_KEY)
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100 << 20
 LFS = b"version https://git-lfs"
 READ_BYTES = 64 << 20  # the part of a dataset that is read
+ROW_CHARS = 300  # a longer row is cut where it is shown
 GET_AGAIN = "get it again: `hf download NAME --local-dir FOLDER`"
 
 
@@ -33,10 +38,10 @@ def check_config_and_files(review: Review) -> Iterator[Finding]:
         yield problem(check, f"{file}: {key}: found {found}", f"expected {expected}", fix)
     if not refused:
         yield fine("config", f"{file} passes the checks of a launch")
-    if review.too_few_turns:
-        yield warning("environment", TOO_FEW_TURNS, TOO_FEW_TURNS_WHY, "a larger rollout.max_turns")
     yield from check_model(Path(config.model.path))
     yield from check_dataset("tasks.dataset", Path(config.tasks.dataset), config)
+    if isinstance(config, Config) and review.environment is not None and not review.environment.agent:
+        yield from check_first_row(config, review.environment)
     if isinstance(config, Config) and config.broker.credentials is not None:
         yield from check_permissions(Path(config.broker.credentials))
 
@@ -115,6 +120,31 @@ def check_dataset(key: str, file: Path, config: Config | SftConfig) -> Iterator[
         yield warning("dataset", f"{key}: {shown}", why, "more rows, or a smaller learner.groups_per_step")
     else:
         yield fine("dataset", f"{key}: {shown}")
+
+
+def check_first_row(config: Config, environment: Description) -> Iterator[Finding]:
+    """The environment of the dataset's first row is built and reset, as in an episode."""
+    from rollout_fleet.driver_factory import first_observation
+    from rollout_fleet.episode.driver import EpisodeFailed
+
+    name, reason, said = config.tasks.environment, "", None
+    try:
+        where, row = next(dataset_rows(Path(config.tasks.dataset), "tasks.dataset"))
+    except UsageError:
+        return  # said by the config's checks, or a name of the hub
+    try:
+        with redirect_stdout(sys.stderr):  # the findings alone go to standard output
+            said = asyncio.run(first_observation(config, environment, msgspec.json.decode(row)))
+        if not isinstance(said, str | list | Chat):
+            reason = f"reset returned {type(said).__name__}, expected a text, token ids or a Chat"
+    except (EpisodeFailed, SlipstreamError) as error:
+        reason = str(error)
+    if reason:
+        why = f"every sample of such a row would fail; {where}: {row.decode(errors='replace')[:ROW_CHARS]}"
+        fix = "a dataset whose rows are as the environment reads them, or an environment that reads these"
+        yield problem("environment", f"{name} fails on the first row of tasks.dataset: {reason}", why, fix)
+    else:
+        yield fine("environment", f"{name} begins on the first row of tasks.dataset")
 
 
 def check_permissions(path: Path) -> Iterator[Finding]:

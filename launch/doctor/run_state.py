@@ -8,7 +8,6 @@ import psutil
 
 from common.config.schema import Config, SftConfig
 from common.errors import SlipstreamError, UsageError
-from common.process.lifecycle import alive
 from common.process.lock_file import is_locked, lock_holder
 from common.process.run_dir import RunDir
 from launch.doctor.findings import Case, Finding, fine, judged, problem, warning
@@ -67,7 +66,7 @@ def check_run(run: RunDir, config: Config | SftConfig) -> tuple[list[Finding], b
     if not running:
         found += [*_stale_broker(run), *_remains(run)]
     record = read_record(run)
-    if record is not None and record.state == "running" and not alive(record.pid):
+    if record is not None and record.state == "running" and not record.runs_here:
         what = f"learner {record.pid} did not say how it ended"
         why = f"it was killed at version {record.policy_version} or later (or runs on another machine)"
         found.append(warning("run", what, why, "`slipstream up CONFIG` continues from the newest checkpoint"))
@@ -88,7 +87,7 @@ def _stale_broker(run: RunDir) -> Iterator[Finding]:
     file = run.broker()
     if file is None:
         return
-    if alive(file.pid):
+    if file.runs_here:
         state = ""
         with suppress(psutil.Error):
             state = psutil.Process(file.pid).status()

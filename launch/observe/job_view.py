@@ -18,6 +18,7 @@ from launch.observe import stall_text, waste_view
 from launch.observe.advisor import Advice, advice_for
 from launch.observe.metrics_tail import LATEST, MetricsTail
 from launch.observe.observation import Observation
+from launch.observe.outcome import Outcome
 from launch.observe.stall_text import duration
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -69,15 +70,24 @@ def render_live(config: Config, seen: Observation | None, tail: MetricsTail, not
     return Group(progress(config, seen, tail), *now, *(Text(note, "dim") for note in notes))
 
 
-def render_status(run: RunDir | None, seen: Observation, advice: Advice | None = None) -> RenderableType:
+def render_status(
+    run: RunDir | None, seen: Observation, advice: Advice | None = None, finished: Outcome | None = None
+) -> RenderableType:
+    """The page of `status`; of a `finished` run its outcome in place of processes that have left."""
     facts = seen.status.run
-    parts: list[RenderableType] = [Text(f"{facts.name}  {run.path if run else facts.run_dir}", "bold")]
-    if not seen.live:
+    folder = run.path if run else facts.run_dir
+    parts: list[RenderableType] = [Text(f"{facts.name}  {folder}", "bold")]
+    if finished is not None:
+        parts.append(Text(f"finished: {finished.steps} of {finished.of} steps{finished.words()}", "green"))
+        parts.append(Text(f"`slipstream web {folder}` shows it in a browser"))
+    elif not seen.live:
         parts.append(Text(seen.note, "yellow"))
-    parts.append(processes(seen))
-    if joined := newest(seen.status.nodes):
-        parts.append(Text(f"newest node: {joined}", "dim"))
-    parts += [stall_text.page(seen), waste_view.table(seen.status)]
+    if seen.live or finished is None:
+        parts.append(processes(seen))
+        if joined := newest(seen.status.nodes):
+            parts.append(Text(f"newest node: {joined}", "dim"))
+        parts.append(stall_text.page(seen))
+    parts.append(waste_view.table(seen.status))
     if failed := waste_view.failed_samples(seen.status, run):
         by_size = ", ".join(f"{count:,} {reason}" for reason, count in Counter(failed).most_common())
         parts.append(Text(f"{sum(failed.values()):,} samples failed: {by_size}", "yellow"))

@@ -15,9 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from broker.contract import LedgerEntry
-from common.errors import SlipstreamError
+from broker.journal.recording import stored_ledger
+from common.errors import SlipstreamError, UsageError
+from common.process.run_dir import RunDir
 from launch.observe.observation import ask
-from launch.resolve_target import Target, find_target
+from launch.resolve_target import Target, config_of, find_target
 
 COMMITTED = "committed"
 
@@ -35,7 +37,8 @@ def command(args: argparse.Namespace) -> int:
 def observe_ledger(job: Target) -> list[LedgerEntry]:
     """The run's delivery ledger, over all its brokers; raises SlipstreamError when there is none.
 
-    The newest broker's part comes from itself while it runs, else from RUN/ledger.json.
+    The newest broker's part comes from itself while it runs, else from its store. Without a store it is in
+    RUN/ledger.json, which is some seconds old when the broker was killed.
     Those of earlier brokers are in RUN/ledger-1.json, ledger-2.json and so on, oldest first, not at an ADDRESS.
     """
     former: list[list[LedgerEntry]] = []
@@ -44,7 +47,7 @@ def observe_ledger(job: Target) -> list[LedgerEntry]:
     try:
         newest, reason = ask(job, lambda client: client.ledger()), ""
     except SlipstreamError as error:
-        newest, reason = None, str(error)
+        newest, reason = _stored(run), str(error)
     try:
         if newest is None:
             newest = msgspec.json.decode(run.ledger_json.read_bytes(), type=list[LedgerEntry])
@@ -55,6 +58,15 @@ def observe_ledger(job: Target) -> list[LedgerEntry]:
         raise SlipstreamError(f"{run.path}: {reason}, and it left no ledger.json") from None
     except ValueError as error:
         raise SlipstreamError(f"{run.path}: an unreadable ledger of this or an earlier broker: {error}") from None
+
+
+def _stored(run: RunDir) -> list[LedgerEntry] | None:
+    """The ledger in the run's store; None where there is none, as with broker.durability: memory."""
+    try:
+        config = config_of(run)
+        return None if config is None else stored_ledger(run, config)
+    except UsageError:
+        return None
 
 
 def whole_ledger(former: Sequence[list[LedgerEntry]], newest: list[LedgerEntry]) -> list[LedgerEntry]:

@@ -18,7 +18,7 @@ from launch.resolve_target import Target
 
 ANSWER_TIMEOUT_S = 3.0
 NO_LEARNER = {"pid": None, "state": "absent", "policy_version": -1, "since_s": 0.0}
-ELSEWHERE = ("run", "learner", "learner_last_seen_s", "nodes", "waste")  # fields with keys of their own
+ELSEWHERE = ("run", "learner", "learner_last_seen_s", "nodes", "left", "waste")  # fields with keys of their own
 T = TypeVar("T")
 
 
@@ -88,6 +88,7 @@ def as_json(run: RunDir | None, seen: Observation) -> dict[str, Any]:
     folder = str(run.path.resolve()) if run else status.run.run_dir
     about = {"run": folder, "name": status.run.name, "live": live, "note": seen.note, "learner": learner}
     about |= {"broker": broker | {"max_bytes": status.run.max_bytes}, "nodes": [_node(node) for node in status.nodes]}
+    about["left"] = [_node(node) | {"state": "left", "tokens_per_s": 0.0} for node in status.left]
     wasted, failed = waste_view.as_json(waste_view.whole(status)), waste_view.failed_samples(status, run)
     return about | {"waste": wasted, "samples_failed": failed}
 

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from common.config.schema import SftConfig
 from common.errors import SlipstreamError
-from common.process.lifecycle import alive
 from common.process.run_dir import RunDir
 from launch.observe import stall_text
 from launch.observe.advisor import advice_for
 from launch.observe.job_view import open_display, render_status
 from launch.observe.metrics_tail import LATEST, MetricsTail
 from launch.observe.observation import as_json, observe
+from launch.observe.outcome import outcome_of
 from launch.resolve_target import config_of, find_target, joined_config
 from learner.loop.run_files import read_record
 
@@ -31,13 +31,16 @@ def command(args: argparse.Namespace) -> int:
         status = warm_start(run, warm)
         print(json.dumps(status) if args.json else sentence(status))
         return 0
-    seen = observe(job)
-    advice = advice_for(MetricsTail.of(run).lines, seen.status.run.max_staleness)
+    seen, tail, config = observe(job), MetricsTail.of(run), config_of(run) if run else None
+    reached = outcome_of(run, config, tail) if run and config else None
+    finished = reached if reached is not None and reached.finished else None
+    advice = advice_for(tail.lines, seen.status.run.max_staleness)
     if args.json:
         found = {**as_json(run, seen), "stalls": msgspec.to_builtins(stall_text.stalls_of(seen))}
+        found["finished"] = msgspec.to_builtins(finished)
         print(json.dumps({**found, "advice": asdict(advice) if advice else None}))
         return 0
-    Console().print(render_status(run, seen, advice))
+    Console().print(render_status(run, seen, advice, finished))
     return 0
 
 
@@ -67,7 +70,7 @@ def warm_start(run: RunDir, config: SftConfig) -> dict[str, Any]:
     tail, record = MetricsTail.of(run), read_record(run)
     state, live, steps, pid = "absent", False, len(tail.lines), None
     if record is not None:
-        pid, live = record.pid, record.state == "running" and alive(record.pid)
+        pid, live = record.pid, record.state == "running" and record.runs_here
         state = "training" if live else "gone" if record.state == "running" else record.state
         steps = record.policy_version if state in ("done", "drained") else steps
     learner = {"pid": pid, "state": state, "policy_version": steps, "waiting_on": "", "since_s": 0.0}
@@ -85,7 +88,7 @@ def sentence(status: dict[str, Any]) -> str:
     if loss is not None:
         text += f", loss {loss:.4f}, {status['step_s']:.3f} s per step"
     if status["model"]:
-        text += "; the model is written"
+        text += f"; the model is in {RunDir(status['run']).model}"
     elif learner["state"] in ("gone", "drained", "failed"):
         text += "; the same command continues from its newest checkpoint"
     return text

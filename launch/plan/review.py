@@ -17,12 +17,10 @@ from common.hub import SCHEME, local_copy
 from launch.plan.architecture import UnknownArchitecture, read_architecture
 from launch.plan.job_plan import Plan, make_plan
 from launch.plan.remarks import remarks
-from rollout_fleet.environments.description import PYTHON_KEY, check_environment
+from rollout_fleet.environments.description import PYTHON_KEY, Description, check_environment
 
 GPUS_PER_NODE = 8
 LINK_GBIT = 100.0  # Gb/s of a machine's link
-TOO_FEW_TURNS = "rollout.max_turns is 1, and the environment plays several turns"
-TOO_FEW_TURNS_WHY = "every episode ends after its first turn, and later rewards are never seen"
 
 # The config checks say with these words that only files of the model are missing, or a dataset.
 MODEL = "a Hugging Face model folder"
@@ -41,7 +39,7 @@ class Review:
     not_yet: list[str] = field(default_factory=list)  # parts that this version cannot launch by itself
     remarks: list[str] = field(default_factory=list)  # sentences on what no check refuses
     no_plan: str = ""  # the reason why the model cannot be planned
-    too_few_turns: bool = False  # the environment plays several turns and rollout.max_turns is 1
+    environment: Description | None = None  # None when it is refused, or the config has none
 
     @property
     def failed(self) -> list[str]:
@@ -89,11 +87,9 @@ def review(
             made.missing.append(problem)
     if isinstance(config, Config) and PYTHON_KEY not in [key for key, *_ in made.refused]:
         try:
-            environment = check_environment(config.tasks, file, libraries)
+            made.environment = check_environment(config.tasks, file, libraries)
         except ConfigError as error:
             made.refused.append(Problem(error.key, error.expected, error.found, error.hint))
-        else:
-            made.too_few_turns = environment.several_turns and config.rollout.max_turns == 1
     learner = config.learner
     try:
         document = read_model(path)
@@ -105,8 +101,6 @@ def review(
         made.no_plan = f"model.path: {path}/config.json: {error}"
     except UsageError as error:
         made.no_plan = str(error)
-    if made.too_few_turns:
-        made.remarks.append(f"{TOO_FEW_TURNS}: {TOO_FEW_TURNS_WHY}.")
     return made
 
 

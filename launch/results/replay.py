@@ -5,12 +5,10 @@ the run's store  ->  a broker in this process, its steps preloaded as taken  -> 
 
 import argparse
 import threading
-import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from os import getpid
 from pathlib import Path
 
 import msgspec
@@ -245,7 +243,7 @@ def serving(state: DeliveryState, config: Config, run: RunDir) -> Generator[None
     server = BrokerServer(state, config.broker.addresses, config.broker.max_message_bytes)
     thread = threading.Thread(target=server.run, name="broker", daemon=True)
     thread.start()
-    write_json(run.broker_json, BrokerFile(getpid(), server.address, time.time()))
+    write_json(run.broker_json, BrokerFile.of_this_process(server.address))
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ from broker.contract import LEARNER_ENDED
 from common.config.loading import load_resolved
 from common.config.observing import Sink as SinkName
 from common.errors import EXIT_DONE, EXIT_FAILED, UsageError
-from common.process.lifecycle import DrainFlag, alive
+from common.process.lifecycle import DrainFlag
 from common.process.lock_file import only_one
 from common.process.logs import setup_logging
 from common.process.run_dir import RunDir, write_json
@@ -172,4 +172,4 @@ def over(run: RunDir) -> bool:
     broker, record = run.broker(), read_record(run)
     if record is None or (broker is not None and not broker.ended):
         return False
-    return record.state in LEARNER_ENDED or not alive(record.pid)
+    return record.state in LEARNER_ENDED or not record.runs_here

@@ -21,6 +21,7 @@ from common.errors import BrokerUnreachable, UsageError
 from common.process.broker_address import find_broker
 from common.process.logs import log_path, setup_logging
 from common.process.run_dir import RunDir, write_json
+from common.security.credentials import own_node_id
 from launch.cluster.interface import LOOPBACK, routed
 from launch.resolve_target import check_same_job, checked, config_file, job_of, load_job, need_broker_library
 
@@ -79,7 +80,7 @@ def rollout(args: argparse.Namespace) -> int:
     if args.config is not None:
         run.check_agrees(config)
         address, _ = answering_broker(args, config, run)
-    node_id = args.node_id or f"{socket.gethostname()}-{os.getpid()}"
+    node_id = own_node_id(config.broker.credentials, args.node_id or f"{socket.gethostname()}-{os.getpid()}")
     setup_logging("rollout", node_id, run.logs, config.telemetry.log_level)
     os.environ.update(thread_environment(config.rollout.threads))
     from rollout_fleet.main import run_node

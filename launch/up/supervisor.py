@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,7 +104,7 @@ class Supervisor:
 
     def __init__(self, sink: Sink) -> None:
         self.roles: dict[str, Role] = {}
-        self.stopping = False
+        self.restarts: Collection[str] | None = None  # only these are started again; None: every role
         self._sink = sink
         self._scanned = 0.0
 
@@ -121,7 +121,7 @@ class Supervisor:
             scan(self.roles.values())
         ended = [role for role in self.roles.values() if role.poll() and not self._plan_restart(role, now)]
         for role in self.roles.values():
-            if role.restart_at is not None and now >= role.restart_at and not self.stopping:
+            if role.restart_at is not None and now >= role.restart_at and self._may_restart(role):
                 role.restarts += 1
                 role.start()
                 self._sink("restarted", {"role": role.spec.name, "pid": role.pid, "restart": role.restarts})
@@ -129,7 +129,7 @@ class Supervisor:
 
     def stop(self, names: Sequence[str], timeout_s: float) -> list[str]:
         """SIGTERM to these roles, wait for them, kill what is left; returns the names that had to be killed."""
-        self.stopping = True
+        self.restarts = ()
         roles = [self.roles[name] for name in names if name in self.roles]
         scan(roles)
         for role in roles:
@@ -148,14 +148,17 @@ class Supervisor:
         return [role.spec.name for role in late]
 
     def kill_all(self) -> None:
-        self.stopping = True
+        self.restarts = ()
         for role in self.roles.values():
             role.kill()
+
+    def _may_restart(self, role: Role) -> bool:
+        return self.restarts is None or role.spec.name in self.restarts
 
     def _plan_restart(self, role: Role, now: float) -> bool:
         """Whether a role that just ended will be started again."""
         code, name = role.exit_code, role.spec.name
-        if code == 0 or self.stopping:
+        if code == 0 or not self._may_restart(role):
             self._sink("ended", {"role": name, "exit_code": code})
             return False
         if code in EXITS_FOR_GOOD or role.restarts >= role.spec.max_restarts:

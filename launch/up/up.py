@@ -2,6 +2,7 @@
 
 It starts the broker, then the learner (torchrun) and the nodes, each in a process group of its own.
 A job is done when the learner ends. The nodes leave by themselves, and the broker writes the ledger and ends.
+With --web the page of a job that is done stays until Ctrl-C.
 On Ctrl-C nodes return their leases, the learner writes a checkpoint, and the broker writes the ledger and ends.
 On a failure the same happens, after a message with the role that failed, its exit and its log.
 """
@@ -9,8 +10,8 @@ On a failure the same happens, after a message with the role that failed, its ex
 import argparse
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 from common.config.schema import Config
@@ -22,8 +23,9 @@ from common.process.lock_file import only_one
 from common.process.logs import log_path
 from common.process.run_dir import RunDir
 from launch.observe.job_view import Display, open_display
-from launch.observe.metrics_tail import LATEST, MetricsTail, mean
+from launch.observe.metrics_tail import MetricsTail
 from launch.observe.observation import observe
+from launch.observe.outcome import outcome_of
 from launch.resolve_target import Target, load_job, need_broker_library
 from launch.sinks.process import TOLD_S, check_packages
 from launch.up.devices import Place, assign, available_cores, plan_cores, table
@@ -33,6 +35,7 @@ from learner.loop.run_files import read_record
 
 BROKER_START_S = 30.0
 NODES_LEAVE_S = 30.0  # after the job is done, before they are told to
+NODES_WITHOUT_BROKER_S = 3.0  # after the job is done nodes have nothing to save
 DRAIN_S = 330.0  # a node's episodes in flight, or a learner's step and checkpoint
 BROKER_END_S = 30.0
 BESIDE = ("sinks", "web")  # the job continues without them
@@ -50,9 +53,11 @@ def command(args: argparse.Namespace) -> int:
     run.check_agrees(config)
     need_broker_library(config)
     check_packages(config.telemetry.sinks)
-    with only_one(run.path / "up.lock", "runs this job with `slipstream up`"):
-        if done := finished(run, config):
-            print(done)
+    with ExitStack() as lock:
+        lock.enter_context(only_one(run.path / "up.lock", "runs this job with `slipstream up`"))
+        reached = outcome_of(run, config, MetricsTail.of(run))
+        if reached.finished:
+            print(f"{run.path} is finished: {reached.of} steps{reached.words()}", next_command(run), sep="\n")
             return EXIT_DONE
         if (address := running_broker(run)) is not None:
             raise UsageError(f"{run.path}: a broker already runs at {address}; stop that job first")
@@ -62,15 +67,13 @@ def command(args: argparse.Namespace) -> int:
             stale.unlink(missing_ok=True)
         if places:
             print("GPUs of each role:", *table(places), sep="\n", flush=True)
-        return Job(config, run, places, args.web).run(args.plain)
+        job = Job(config, run, places, args.web)
+        return job.run(args.plain, None if args.no_stay else lock.close)
 
 
-def finished(run: RunDir, config: Config) -> str:
-    """Says that the run has done all its steps and has its model; '' while it has not."""
-    record = read_record(run)
-    trained = record is not None and record.state == "done" and record.policy_version >= config.run.steps
-    done = trained and (run.model / "config.json").is_file()
-    return f"{run.path} is finished: {config.run.steps} steps, the model is in {run.model}" if done else ""
+def next_command(run: RunDir) -> str:
+    """A line with the command that a person may want next."""
+    return f"next: `slipstream web {run.path}` shows the run in a browser"
 
 
 def role_specs(config: Config, run: RunDir, places: Mapping[str, Place], web: bool = False) -> list[RoleSpec]:
@@ -101,6 +104,10 @@ def role_specs(config: Config, run: RunDir, places: Mapping[str, Place], web: bo
     return specs
 
 
+def page_address(web: RoleSpec) -> str:
+    return f"http://127.0.0.1:{web.argv[-1]}/"
+
+
 class Job:
     """One run of all roles on this machine."""
 
@@ -114,8 +121,11 @@ class Job:
         self._started = time.monotonic()
         self._show_at = 0.0
 
-    def run(self, plain: bool) -> int:
-        """Start everything, watch it, stop everything; returns the exit code. Raises SlipstreamError."""
+    def run(self, plain: bool, before_stay: Callable[[], object] | None = None) -> int:
+        """Start everything, watch it, stop everything; returns the exit code. Raises SlipstreamError.
+
+        With `before_stay`, which is called first, the page of a job that is done stays until the next signal.
+        """
         flag = DrainFlag.install(on_second=self.supervisor.kill_all)
         try:
             with open_display(self.config, self.tail, plain) as self._display:
@@ -128,8 +138,12 @@ class Job:
                     self._note(f"{str(failure).splitlines()[0].removesuffix(':')}; stopping the job")
                     raise
                 finally:
-                    self._stop(done)
-            print(self._summary(done))
+                    stays = done and before_stay is not None and self._page_runs and not flag.is_set
+                    self._stop(done, [name for name in BESIDE if name != "web" or not stays])
+            print(self._summary(done), flush=True)
+            if stays and before_stay is not None:
+                before_stay()
+                self._stay(flag)
             return EXIT_DONE
         finally:
             self.supervisor.kill_all()
@@ -149,7 +163,7 @@ class Job:
         for spec in others:
             self.supervisor.start(spec)
             if spec.name == "web":
-                self._note(f"the page is at http://127.0.0.1:{spec.argv[-1]}/")
+                self._note(f"the page is at {page_address(spec)}")
 
     def _watch(self, flag: DrainFlag) -> bool:
         """Until the learner is done (True) or the job is to stop (False); raises SlipstreamError."""
@@ -191,30 +205,47 @@ class Job:
         self._display.show(seen)
         self._show_at = time.monotonic() + self._display.every_s
 
-    def _stop(self, done: bool) -> None:
-        """Learner and nodes together, then the broker; whatever does not end in time is killed."""
-        self.supervisor.stopping = True
-        deadline = time.monotonic() + (NODES_LEAVE_S if done else 0.0)
-        while time.monotonic() < deadline and any(self.supervisor.roles[name].running for name in self._nodes):
-            self.supervisor.poll()  # the broker has told them that the job is done
-            self._show()
-            time.sleep(POLL_S)
-        self.supervisor.stop([*self._nodes, "learner"], DRAIN_S)
+    @property
+    def _page_runs(self) -> bool:
+        return "web" in self.supervisor.roles and self.supervisor.roles["web"].running
+
+    def _stay(self, flag: DrainFlag) -> None:
+        """Keep the page of a job that is done."""
+        print(f"the page stays at {page_address(self.supervisor.roles['web'].spec)} until Ctrl-C", flush=True)
+        while self._page_runs and not flag.wait(POLL_S):
+            self.supervisor.poll()
+        self.supervisor.stop(["web"], BESIDE_LEAVE_S)
+
+    def _stop(self, done: bool, beside: Sequence[str]) -> None:
+        """Learner and nodes together, then the broker, then those `beside`; what does not end in time is killed."""
+        told = not done or self._await_nodes()
+        self.supervisor.stop([*self._nodes, "learner"], DRAIN_S if told else NODES_WITHOUT_BROKER_S)
         self._show_at = 0.0
         self._show()  # the last look while the broker still answers
         self.supervisor.stop(["broker"], BROKER_END_S)
-        self.supervisor.stop(BESIDE, TOLD_S + BESIDE_LEAVE_S)
+        self.supervisor.stop(beside, TOLD_S + BESIDE_LEAVE_S)
+
+    def _await_nodes(self) -> bool:
+        """Wait until the broker has told the nodes that the job is done; False when it is gone for good.
+
+        If it dies before they have left, it is started again.
+        """
+        self.supervisor.restarts = ("broker",)
+        broker, deadline = self.supervisor.roles["broker"], time.monotonic() + NODES_LEAVE_S
+        while time.monotonic() < deadline and any(self.supervisor.roles[name].running for name in self._nodes):
+            self.supervisor.poll()
+            if not broker.running and broker.restart_at is None:
+                return False
+            self._show()
+            time.sleep(POLL_S)
+        return True
 
     def _summary(self, done: bool) -> str:
-        steps = self.config.run.steps if done else int(self.tail.last.get("policy_version", 0))
-        took = time.monotonic() - self._started
+        reached = outcome_of(self.run_dir, self.config, self.tail)
+        steps, took = reached.of if done else reached.steps, time.monotonic() - self._started
         head = "done" if done else "stopped; the same command continues from the last checkpoint"
-        parts = [f"{head}: {steps} of {self.config.run.steps} steps, {took:.0f} s"]
-        if rewards := self.tail.series("reward_mean"):
-            parts.append(f"reward {mean(rewards[:5]):.3f} (first 5 steps) to {mean(rewards[LATEST]):.3f} (last 10)")
-        if done:
-            parts.append(f"model in {self.run_dir.model}")
-        return "; ".join(parts)
+        text = f"{head}: {steps} of {reached.of} steps, {took:.0f} s{reached.words()}"
+        return f"{text}\n{next_command(self.run_dir)}"
 
     def _on_event(self, kind: str, detail: Mapping[str, object]) -> None:
         """Into RUN/events.jsonl, and to the person when it is no routine."""

@@ -102,6 +102,10 @@ def plain(view: RunView) -> str:
     state = view.state
     rows = {"steps": f"{state.get('steps', 0)} of {state.get('wanted')}", **state.get("figures", {})}
     rows |= {"watch rules": "; ".join((state.get("learner") or {}).get("alarms", []))}
-    rows |= {"who waits": "; ".join(stall["text"] for stall in state.get("stalls", [])), "note": state.get("note", "")}
+    if finished := state.get("finished"):
+        rows |= {"steps": f"finished: {finished['steps']} of {finished['of']}{finished['words']}"}
+    else:
+        waits = "; ".join(stall["text"] for stall in state.get("stalls", []))
+        rows |= {"who waits": waits, "note": state.get("note", "")}
     cells = "".join(f"<tr><th scope=row>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in rows.items() if v)
     return f"<table><caption>{escape(state['name'])}</caption>{cells}</table>"

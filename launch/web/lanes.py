@@ -1,4 +1,4 @@
-"""A lane per process: its states over time, from RUN/trace, and its deaths, from RUN/events.jsonl."""
+"""A lane per process: its states over time, from RUN/trace, and its ends, from RUN/events.jsonl."""
 
 import threading
 from collections import defaultdict, deque
@@ -8,7 +8,11 @@ from common.process.run_dir import RunDir
 from launch.observe.metrics_tail import LineTail, read_batches
 
 PIECES = 256  # kept of a process
-DEATHS = {"node_lost": "node", "leave": "node", "role_crashed": "role", "role_gave_up": "role", "role_killed": "role"}
+# kind of an event: the field that names a process, and the state that follows
+ENDS = {
+    "leave": ("node", "left"), "node_lost": ("node", "dead"),
+    "role_crashed": ("role", "dead"), "role_gave_up": ("role", "dead"), "role_killed": ("role", "dead"),
+}  # fmt: skip
 LATE_S = 60.0  # spans of a node may come so much later than those of others
 
 
@@ -25,7 +29,7 @@ class Lanes:
         self._run, self._events = run, LineTail(run.events)
         self._pieces: dict[str, deque[Piece]] = defaultdict(lambda: deque(maxlen=PIECES))
         self._read: dict[str, float] = {}  # start of the newest state, on the clock of the process
-        self._deaths: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=PIECES))
+        self._ends: dict[str, deque[tuple[float, str]]] = defaultdict(lambda: deque(maxlen=PIECES))
         self._end_s, self._lock = 0.0, threading.Lock()
 
     def page(self, text: str, rows: slice, window_s: float) -> dict[str, Any]:
@@ -33,18 +37,18 @@ class Lanes:
         with self._lock:
             self._update()
             names = sorted((who for who in self._pieces if text in who), key=lambda who: ("learner" not in who, who))
-            end_s = max([self._end_s, *(times[-1] for times in self._deaths.values())])
+            end_s = max([self._end_s, *(ends[-1][0] for ends in self._ends.values())])
             oldest_s = min((pieces[0].start_s for pieces in self._pieces.values()), default=end_s)
             begin_s = max(end_s - window_s, oldest_s)
             shown = [{"who": who, "pieces": self._lane(who, begin_s, end_s)} for who in names[rows]]
         return {"total": len(names), "begin_s": begin_s, "end_s": end_s, "rows": shown}
 
     def _lane(self, who: str, begin_s: float, end_s: float) -> list[Piece]:
-        """The pieces of a process in this time; it is dead until its next state begins."""
+        """The pieces of a process in this time; it has left or is dead until its next state begins."""
         pieces = list(self._pieces[who])
-        for died_s in self._deaths.get(who, ()):
-            back_s = next((piece.start_s for piece in pieces if piece.start_s > died_s), end_s)
-            pieces.append(Piece(died_s, back_s, "dead"))
+        for ended_s, how in self._ends.get(who, ()):
+            back_s = next((piece.start_s for piece in pieces if piece.start_s > ended_s), end_s)
+            pieces.append(Piece(ended_s, back_s, how))
         return sorted(piece for piece in pieces if piece.end_s >= begin_s)
 
     def _update(self) -> None:
@@ -61,6 +65,7 @@ class Lanes:
                     self._end_s = max(self._end_s, end_s)
         while lines := self._events.read()[1]:
             for line in lines:
-                field, detail, at_s = DEATHS.get(str(line.get("kind"))), line.get("detail"), line.get("time_s")
-                if field and isinstance(detail, dict) and isinstance(at_s, int | float):
-                    self._deaths[str(detail.get(field))].append(float(at_s))
+                end, detail, at_s = ENDS.get(str(line.get("kind"))), line.get("detail"), line.get("time_s")
+                if end and isinstance(detail, dict) and isinstance(at_s, int | float):
+                    field, how = end
+                    self._ends[str(detail.get(field))].append((float(at_s), how))

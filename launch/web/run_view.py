@@ -19,6 +19,7 @@ from launch.observe import stall_text, waste_view
 from launch.observe.job_view import figures
 from launch.observe.ledger import observe_ledger
 from launch.observe.observation import Observation, as_json, observe
+from launch.observe.outcome import outcome_of
 from launch.resolve_target import Target, config_of
 from launch.web.curves import BoundedTail
 from launch.web.lanes import Lanes
@@ -79,13 +80,19 @@ class RunView:
             state["ages"] = [sum(counts) for counts in zip(*ages, strict=True)]
         if seen is not None:
             state |= as_json(None, seen)
-            self.nodes = state.pop("nodes")
+            present, left = state.pop("nodes"), state.pop("left")
+            self.nodes = [*present, *left]
             state["stalls"] = [_stall(stall, seen) for stall in stall_text.stalls_of(seen)[: stall_text.SHOWN]]
             state["wasted"] = waste_view.sentence(seen.status)
-            state["states"] = Counter(node["state"] for node in self.nodes)
-            versions = Counter(node["policy_version"] for node in self.nodes)
+            state["states"] = Counter(node["state"] for node in present)
+            versions = Counter(node["policy_version"] for node in present)
             state["versions"] = sorted(versions.items(), reverse=True)[:16]
         state |= {"name": config.run.name if config else self.run.path.resolve().name, "path": str(self.run.path)}
+        if config is not None and not state["live"]:
+            with self._lock:
+                reached = outcome_of(self.run, config, tail)
+            if reached.finished:
+                state["finished"] = {"steps": reached.steps, "of": reached.of, "words": reached.places()}
         state["bound"], state["wanted"] = (config.staleness.max, config.run.steps) if config else (None, None)
         return state
 

@@ -1,6 +1,7 @@
 """slipstream web RUN [RUN ...]: a page that shows runs while they are trained. It only reads."""
 
 import argparse
+import errno
 import logging
 import signal
 import socket
@@ -15,6 +16,7 @@ from launch.web.guard import LOOPBACK
 from launch.web.run_view import RunView
 
 SHORTEST = 16  # characters of a token
+PORT = 8642
 
 
 def command(args: argparse.Namespace) -> int:
@@ -27,14 +29,7 @@ def command(args: argparse.Namespace) -> int:
         if "://" in word:
             raise UsageError(f"{word}: the page reads the files of a run; give the run's folder, not an address")
     app = make_app([RunView(find_run(word)) for word in args.runs], token)
-    if not 0 <= args.port < 1 << 16:
-        raise UsageError(f"--port: expected 0 to 65535, found {args.port}")
-    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-    try:
-        listener = socket.create_server((args.host, args.port), family=family)
-    except OSError as error:
-        where = f"--host {args.host} --port {args.port}"
-        raise UsageError(f"{where}: cannot listen there: {error}; --port 0 takes any free port") from None
+    listener = listen(args.host, args.port)
     shown = f"[{args.host}]" if ":" in args.host else args.host
     print(f"the page is at http://{shown}:{listener.getsockname()[1]}/{'?token=TOKEN' if token else ''}", flush=True)
     options = uvicorn.Config(
@@ -44,6 +39,20 @@ def command(args: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: None)  # uvicorn raises a signal again after it has shut down
     uvicorn.Server(options).run(sockets=[listener])
     return 0
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """A listening socket; None stands for PORT, or any port if that is taken. Raises UsageError."""
+    if port is not None and not 0 <= port < 1 << 16:
+        raise UsageError(f"--port: expected 0 to 65535, found {port}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, PORT if port is None else port), family=family)
+    except OSError as error:
+        if port is None and error.errno == errno.EADDRINUSE:
+            return listen(host, 0)
+        where = f"--host {host} --port {PORT if port is None else port}"
+        raise UsageError(f"{where}: cannot listen there: {error}; --port 0 takes any free port") from None
 
 
 def read_token(file: Path) -> str:

@@ -64,16 +64,21 @@ class Evaluations:
         self._temperature = config.rollout.temperature if told.temperature is None else told.temperature
         about = msgspec.msgpack.encode((self._problems, self._samples, self._temperature))
         self._digest = hashlib.sha256(about).hexdigest()[:8]  # results of another config do not count
-        self._shared = told.fleet == "shared"
+        self._fleet, self._shared = told.fleet, False  # the config's, and whether the training fleet plays the round
         self._limit_s = max(IDLE_S, 4 * config.rollout.sample_timeout_s)
         self._round: Round | None = None
         self._next = self._newest = -1  # versions; `_next` waits for its turn, -1: none does
 
-    def published(self, version: int) -> None:
-        """A version was handed to the publisher; evaluate it if it is due and was not evaluated before."""
+    def published(self, version: int, paused: bool = False) -> None:
+        """A version was handed to the publisher; evaluate it if it is due and was not evaluated before.
+
+        `paused`: the publisher keeps it from the training fleet until a person resumes the run.
+        """
         self._newest = version
         if version % self._every or {(version, name) for name in self._datasets} <= self._files.evaluated:
             return
+        if paused and self._training_fleet():
+            return self._files.note("evaluation_skipped", version=version, reason="publishing is paused")
         if self._round is None:
             return self._open(version)
         if self._next >= 0:
@@ -90,6 +95,8 @@ class Evaluations:
             return ""
         reason = ""
         try:
+            if waited_for and not self._shared and now.order.version == self._newest and self._training_fleet():
+                self._shared = True  # the pool has gone, and the fleet has the last version
             self._collect(now)
             if len(now.results) == len(self._problems):
                 self._finish(now)
@@ -127,9 +134,18 @@ class Evaluations:
         with contextlib.suppress(OSError):
             known = {line.problem: line for line in lines_of(path.read_bytes(), EvaluationResult)}
         self._round = Round(EvaluationOrder(version, self._files.incarnation, self._temperature), path, known)
+        self._shared = self._training_fleet()
         if self._shared:
             self._publisher.hold(HOLD)
         self._keep()
+
+    def _training_fleet(self) -> bool:
+        """Whether the training fleet plays: as the config says, else while no node of the pool is alive."""
+        if self._fleet is not None:
+            return self._fleet == "shared"
+        with contextlib.suppress(SlipstreamError):  # the next request says that the broker is away
+            return not any(node.alive and node.report.pool for node in self._broker.status().nodes)
+        return True
 
     def _keep(self) -> None:
         """Let the publisher keep the versions of the rounds."""

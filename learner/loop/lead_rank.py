@@ -291,7 +291,7 @@ class Lead(RolloutSource):
         size = self.publisher.publish(version, self._tensors(), canary)
         self.files.events.add("publish", version=version, bytes=size)
         if self.evaluations is not None:
-            self.evaluations.published(version)
+            self.evaluations.published(version, bool(self._watch.paused))
 
     def close(self, state: str, version: int, reason: str) -> None:
         """Tell the broker how the job ended and release everything but the files."""

@@ -13,6 +13,7 @@ from common.errors import UsageError
 from common.evaluation import dataset_names
 from common.json_lines import EventFile, lines_of, read_jsonl
 from common.metrics import EvaluationMetrics
+from common.process.lifecycle import alive, birth_of
 from common.process.run_dir import MetricsWriter, RunDir, write_json
 from learner.checkpoint.best import Best
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
@@ -28,6 +29,11 @@ class LearnerRecord(msgspec.Struct, frozen=True):
     state: str  # running | done | drained | failed
     policy_version: int
     time_s: float
+    birth: str = ""  # as lifecycle.birth_of
+
+    @property
+    def runs_here(self) -> bool:
+        return alive(self.pid, self.birth)
 
 
 def read_record(run_dir: RunDir) -> LearnerRecord | None:
@@ -43,7 +49,8 @@ def write_record(run_dir: RunDir, incarnation: int, state: str, policy_version: 
     newest = read_record(run_dir)
     if newest is not None and newest.incarnation > incarnation:
         return
-    write_json(run_dir.learner_json, LearnerRecord(os.getpid(), incarnation, state, policy_version, time.time()))
+    now, pid = time.time(), os.getpid()
+    write_json(run_dir.learner_json, LearnerRecord(pid, incarnation, state, policy_version, now, birth_of(pid)))
 
 
 class RunFiles:

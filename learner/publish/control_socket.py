@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import zmq
 
-from common.security.credentials import load_credential
+from common.security.credentials import belongs_to, load_credential
 from common.security.curve import NO_KEYS, KeyRing
 from common.weights import messages
 from common.weights.router import Router
@@ -64,6 +64,9 @@ class Endpoint:
                 message = messages.decode_from_node(frames[0].buffer)
                 if sender is not None and isinstance(message, messages.SourceMessage) != (sender.role == "learner"):
                     raise ValueError(f"{type(message).__name__} from a {sender.role}")
+                joins = sender is not None and isinstance(message, messages.Join)
+                if joins and not belongs_to(message.node_id, sender.name):
+                    raise ValueError(f"node id {message.node_id!r} with the credential {sender.name!r}")
             except (ValueError, RecursionError) as error:
                 self.malformed += 1
                 if self.malformed <= MALFORMED_LOGGED or self.malformed % 1000 == 0:

@@ -61,17 +61,22 @@ class Conversation:
         SlipstreamError when the engine fails.
         """
         async with self._lock:
-            if len(self.turns) >= self._budget.max_turns:
-                raise self._refused(StopReason.TURN_LIMIT, f"all {self._budget.max_turns} turns are used up")
+            budget = self._budget
+            if budget.max_turns is not None and len(self.turns) >= budget.max_turns:
+                used_up = f"all {budget.max_turns} turns of rollout.max_turns are used up"
+                raise self._refused(StopReason.TURN_LIMIT, used_up)
             try:
                 chat = isinstance(request, api.ChatRequest)
                 record, new, words = self._chat(request) if chat else self._completion(request.prompt)
             except Exception as error:  # jinja has errors of its own
                 raise api.BadRequest(f"the chat template fails: {type(error).__name__}: {error}") from error
             prompt = record.tokens + new
-            room = min(self._budget.max_tokens - self.sampled, self._budget.max_context - len(prompt))
+            room = min(budget.max_tokens - self.sampled, budget.max_context - len(prompt))
             if room <= 0:
-                raise self._refused(StopReason.LENGTH, f"no tokens are left behind a prompt of {len(prompt)}")
+                sampled_all = self.sampled >= budget.max_tokens
+                bound = f"all {budget.max_tokens} tokens of rollout.max_tokens are sampled"
+                full = f"a prompt of {len(prompt)} tokens fills rollout.engine.max_model_len ({budget.max_context})"
+                raise self._refused(StopReason.LENGTH, bound if sampled_all else full)
             room = min(room, request.max_tokens or room)
             generation = await self._sample(record, new, room)
             return self._kept(request, record, words, prompt, generation)

@@ -35,7 +35,6 @@ class Description:
     shares_seed: bool  # whether its constructor names `group_seed`
     limits: Limits  # its class's limits, overridden by tasks.limits
     modules: tuple[str, ...]  # the fork server imports them before it forks the episodes' processes
-    several_turns: bool  # whether its source shows that an episode may have more than one turn
 
 
 def check_environment(tasks: "TasksConfig", file: str = "config", libraries: bool = True) -> Description:
@@ -61,8 +60,7 @@ def check_environment(tasks: "TasksConfig", file: str = "config", libraries: boo
 def _described(name: str, found: Any) -> Description:
     path, limits = registry.BUILT_IN.get(name, name), getattr(found, "LIMITS", Limits())
     modules = path.partition(":")[0], *getattr(found, "PRELOAD", ())
-    shares_seed, several_turns = registry.takes_group_seed(found), registry.plays_several_turns(found)
-    return Description(path, registry.is_agent(found), shares_seed, limits, modules, several_turns)
+    return Description(path, registry.is_agent(found), registry.takes_group_seed(found), limits, modules)
 
 
 def _ask(python: str, name: str, options: dict[str, Any], file: str) -> Description:

@@ -108,7 +108,7 @@ class Limits:
 class Budget:
     """Bounds of one episode."""
 
-    max_turns: int  # calls of the model
+    max_turns: int | None  # calls of the model; None: as many as the tokens allow
     max_tokens: int  # sampled tokens in all turns together
     max_context: int  # tokens of prompt, turns and observations together (the engine's model length)
 

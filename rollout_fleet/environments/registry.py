@@ -3,15 +3,13 @@
 Imports neither torch nor vllm, so that config checks may use it.
 """
 
-import ast
 import difflib
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
-import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.errors import ConfigError
@@ -30,6 +28,23 @@ BUILT_IN = {
 }
 KEY = "tasks.environment"
 EXPECTED = "a built-in environment or 'module:Class'"
+AGENT_KEYWORDS = ("base_url", "api_key", "model", "seed")
+AGENT = f"async def agent(problem, *, {', '.join(AGENT_KEYWORDS)})"
+WRAPPER = """an environment gives the prompt of a dataset row and judges the policy's answer.
+Around a function that only judges, it is this; save it beside {module} and name it here (docs/environments.md):
+
+from {module} import {function}
+from rollout_fleet.environments.protocol import StepResult
+
+class Judged:
+    def __init__(self, problem, *, seed):
+        self.problem = problem  # a row of tasks.dataset
+
+    async def reset(self):
+        return self.problem["prompt"]  # the row's text for the policy
+
+    async def step(self, action):
+        return StepResult(reward=float({call}(action.text, self.problem)))  # with the arguments that it takes"""
 
 
 def resolve(name: str, options: Mapping[str, Any] | None = None, file: str = "config") -> type[Environment]:
@@ -87,40 +102,37 @@ def takes_group_seed(environment: Any) -> bool:
     return "group_seed" in inspect.signature(environment).parameters
 
 
-def plays_several_turns(environment: object) -> bool:
-    """Whether the source of an environment's class has a `done` other than True; False where it does not show it."""
-    for kind in inspect.getmro(environment) if inspect.isclass(environment) else ():
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-        except (OSError, TypeError, SyntaxError):  # a class without Python source
-            continue
-        for call in ast.walk(tree):
-            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("StepResult"):
-                done = [*call.args[2:3], *(word.value for word in call.keywords if word.arg == "done")]
-                if done and not (isinstance(done[0], ast.Constant) and done[0].value is True):
-                    return True
-    return False
-
-
 def _check_shape(found: object, name: str, file: str) -> None:
     limits, modules = getattr(found, "LIMITS", Limits()), getattr(found, "PRELOAD", ())
     if not isinstance(limits, Limits):
         raise ConfigError(file, KEY, "Limits(...) as LIMITS", f"{name!r} with {limits!r}"[:200])
     if not isinstance(modules, tuple | list) or not all(isinstance(module, str) for module in modules):
         raise ConfigError(file, KEY, "names of modules as PRELOAD", f"{name!r} with {modules!r}"[:200])
-    if is_agent(found):
+    if is_agent(found) and _takes(found, AGENT_KEYWORDS):
         return
     if not inspect.isclass(found):
-        raise ConfigError(file, KEY, "an environment class", f"{name!r}, which is a {type(found).__name__}")
+        reason = f"{name!r}, which is a {type(found).__name__}"
+        module, _, function = name.partition(":")
+        call = f"await {function}" if is_agent(found) else function
+        wrapper = WRAPPER.format(module=module, function=function, call=call) if callable(found) else None
+        raise ConfigError(file, KEY, f"an environment class, or an agent ({AGENT})", reason, wrapper)
     for method in ("reset", "step"):
         if not inspect.iscoroutinefunction(getattr(found, method, None)):
             raise ConfigError(file, KEY, f"a class with 'async def {method}'", f"{name!r} without it")
 
 
+def _takes(function: Any, keywords: Sequence[str]) -> bool:
+    try:
+        inspect.signature(function).bind_partial({}, **dict.fromkeys(keywords))
+    except TypeError:
+        return False
+    return True
+
+
 def _check_options(found: Any, options: Mapping[str, Any], file: str) -> None:
     """Bind the options to the constructor without calling it."""
     signature = inspect.signature(found)
-    given = ["seed", *(("base_url", "api_key", "model") if is_agent(found) else ())]
+    given = [*(AGENT_KEYWORDS if is_agent(found) else ("seed",))]
     given += ["group_seed"] if "group_seed" in signature.parameters else []
     known = [p for p in signature.parameters if p not in ("problem", *given)]
     try:

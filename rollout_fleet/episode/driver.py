@@ -150,7 +150,7 @@ class _EnvironmentEpisode:
     async def play(self) -> StopReason:
         self._progress.at("environment")
         record, budget, limits = self.record, self._rules.budget, self._rules.limits
-        async with self._bounded("reset", limits.reset_s):
+        async with bounded("reset", limits.reset_s):
             observation = await self._seat.reset()
         ids = self._ids(observation)
         kind = format_of(self._renderer.template) if isinstance(observation, Chat) and observation.tools else None
@@ -168,7 +168,7 @@ class _EnvironmentEpisode:
                 return StopReason.LENGTH
             if result.done:
                 return StopReason.STOP if record.turns == 1 else StopReason.ENVIRONMENT_DONE
-            if record.turns >= budget.max_turns:
+            if budget.max_turns is not None and record.turns >= budget.max_turns:
                 return StopReason.TURN_LIMIT
             ids = self._ids(result.observation, generation.tokens[-1])
 
@@ -176,27 +176,12 @@ class _EnvironmentEpisode:
         await self._seat.close()
 
     async def _step(self, action: Action) -> StepResult:
-        async with self._bounded("step", self._rules.limits.step_s):
+        async with bounded("step", self._rules.limits.step_s):
             result = await self._seat.step(action)
             reward, metrics = finite(result.reward), checked_metrics(result.metrics)
         self.record.turn_rewards.append(reward)
         self.record.metrics = {**self.record.metrics, **metrics}
         return result
-
-    @asynccontextmanager
-    async def _bounded(self, where: str, limit_s: float) -> AsyncIterator[None]:
-        """An error or timeout inside becomes the reason why the sample fails."""
-        clock = asyncio.timeout(limit_s)
-        try:
-            async with clock:
-                yield
-        except (placement.StageFailed, EpisodeFailed):
-            raise
-        except Exception as error:
-            if isinstance(error, TimeoutError) and clock.expired():
-                late = f"{where} took longer than {limit_s:g} s"
-                raise EpisodeFailed(late, StopReason.ENVIRONMENT_TIMEOUT) from error
-            raise failure(error, where) from error
 
     def _ids(self, observation: Observation, end_token: int | None = None) -> list[int]:
         """Token ids of an observation; `end_token` None: it is the first one."""
@@ -243,6 +228,21 @@ async def generate(
     if generation.finish_reason == "abort":
         raise EpisodeFailed("the engine aborted the request", StopReason.CANCELLED)
     return generation
+
+
+@asynccontextmanager
+async def bounded(where: str, limit_s: float) -> AsyncIterator[None]:
+    """An error or timeout inside becomes the reason why the sample fails."""
+    clock = asyncio.timeout(limit_s)
+    try:
+        async with clock:
+            yield
+    except (placement.StageFailed, EpisodeFailed):
+        raise
+    except Exception as error:
+        if isinstance(error, TimeoutError) and clock.expired():
+            raise EpisodeFailed(f"{where} took longer than {limit_s:g} s", StopReason.ENVIRONMENT_TIMEOUT) from error
+        raise failure(error, where) from error
 
 
 def failure(error: Exception, where: str) -> EpisodeFailed:

@@ -1,6 +1,7 @@
 """A node's report on itself: the node loop writes it, the heartbeat thread reads it."""
 
 import os
+import secrets
 import socket
 import threading
 import time
@@ -28,7 +29,8 @@ class OwnStatus:
         self._clock = clock
         self._lock = threading.Lock()
         host = socket.gethostname()
-        self._report = NodeReport(node_id, os.getpid(), host, "starting", -1, "the engine's start", pool=pool)
+        here = NodeReport(node_id, os.getpid(), host, "starting", -1, "the engine's start", pool=pool)
+        self._report = replace(here, instance=secrets.token_hex(8))
         self._since = clock()  # its state began
         self._leases: list[str] = []
         self._cancelled = Waste()

@@ -73,8 +73,8 @@ class Backend:
         for lease in self.lease(count):
             assert self.complete(lease)
 
-    def join(self, node_id: str = "n0", pid: int = 1, version: int = 0) -> None:
-        self.run(self.node.register(node_report(node_id, pid, version)))
+    def join(self, node_id: str = "n0", pid: int = 1, version: int = 0, instance: str = "") -> None:
+        self.run(self.node.register(node_report(node_id, pid, version, instance=instance)))
 
     def beat(self, report: NodeReport, *tokens: str) -> Any:
         """A heartbeat with the tokens of the leases that the node has."""

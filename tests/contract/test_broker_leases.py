@@ -8,6 +8,7 @@ import pytest
 
 from broker.contract import Waste
 from broker.delivery.leasing import ALONE
+from broker.delivery.nodes import MOST_LEFT
 from common.errors import BrokerError
 from tests.broker_rig import node_report
 from tests.contract.backends import GROUPS_PER_STEP, LEASE_S, META, Backend, tasks
@@ -148,6 +149,36 @@ def test_one_bad_node_kills_no_task_while_another_one_works(backend: Backend, ba
     assert backend.states() == {0: "pending"}
     assert backend.complete(backend.lease(1, "good")[0], "good")
     assert backend.states() == {0: "ready"}
+
+
+def test_a_container_that_starts_again_with_the_host_and_the_pid_of_its_predecessor_has_not_its_leases(
+    backend: Backend,
+) -> None:
+    backend.learner.offer(tasks(0))
+    backend.join("pod", instance="first")
+    [lease] = backend.lease(1, "pod")
+    backend.join("pod", instance="first")
+    assert backend.states() == {0: "leased"}, "the same process registers with a new broker"
+    backend.join("pod", instance="second")
+    assert backend.states() == {0: "pending"}
+    assert not backend.complete(lease, "pod")
+
+
+def test_nodes_that_left_are_still_shown_and_told_from_those_that_are_there(backend: Backend) -> None:
+    def shown() -> tuple[list[str], list[str]]:
+        status = backend.learner.status()
+        return [n.report.node_id for n in status.nodes], [n.report.node_id for n in status.left]
+
+    for node in ("n0", "n1"):
+        backend.join(node)
+    backend.leave("n1")
+    assert shown() == (["n0"], ["n1"])
+    backend.join("n1")
+    assert shown() == (["n0", "n1"], [])
+    for number in range(2 * MOST_LEFT):
+        backend.join(f"x{number}")
+        backend.leave(f"x{number}")
+    assert shown()[1] == [f"x{number}" for number in range(MOST_LEFT, 2 * MOST_LEFT)], "the newest ones"
 
 
 def test_a_task_that_no_other_node_takes_up_dies_of_one_in_the_end(backend: Backend) -> None:

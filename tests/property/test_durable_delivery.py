@@ -44,7 +44,6 @@ def everything(state: DeliveryState) -> dict[str, Any]:
         "accepted": list(state.accepted.items()),
         "marks": (state.first_step, state.committed_step),
         "learner": state.learner.report and lasting(state.learner.report),
-        "owners": dict(state.owners),
         "nodes": {n: (x.report.pid, x.has_leased, sorted(x.tokens)) for n, x in state.fleet.nodes.items()},
         "retained": {s: [(k.task, k.nodes[-1], k.meta, k.filtered) for k in g] for s, g in tasks.retained.items()},
         "groups": {serial: stored_payload(state, serial) for serial, e in tasks.living.items() if e.stored},

@@ -119,11 +119,16 @@ class Leading:
         return store
 
     def without_leading(self) -> RedisStore:
-        """The run's store, to read it. Raises UsageError when there is none or a broker leads; also as `asking`."""
-        store, leader = RedisStore(self.term), self.term.leader()
+        """The run's store, to read it. Raises UsageError when a broker leads; also as `to_read`."""
+        leader = self.term.leader()
         if leader is not None:
             why = f"is running: the broker of {leader.address} leads; stop the job before it is replayed"
             raise UsageError(f"{self.term.run_dir} {why}")
+        return self.to_read()
+
+    def to_read(self) -> RedisStore:
+        """The run's store, which a broker may lead. Raises UsageError when there is none; also as `asking`."""
+        store = RedisStore(self.term)
         if store.is_new or store.store_id != self.seen.store:
             raise UsageError(f"{self._file}: expected the store of a run in Redis at {self.server}, found none")
         return store

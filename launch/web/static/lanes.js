@@ -5,7 +5,7 @@ import { load, stateCell } from "./tables.js";
 
 const LIMIT = 40, BRIEF = 8, ROW = 22, LEFT = 150, TOP = 4, AXIS = 26;
 const SPANS = [60, 120, 300, 600, 3600, 21600, 86400];
-const STATES = ["training", "generating", "publishing", "flipping", "waiting", "joining", "environments", "checkpointing", "evaluating", "starting", "leading", "draining", "done", "dead"];
+const STATES = ["training", "generating", "publishing", "flipping", "waiting", "joining", "environments", "checkpointing", "evaluating", "starting", "leading", "draining", "done", "left", "dead"];
 
 export class Lanes {
   /** brief: the first processes and the last two minutes, without controls, as a card of the overview. */

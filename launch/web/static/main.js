@@ -11,7 +11,7 @@ const RELOAD_MS = 2000;
 const element = (id) => document.getElementById(id);
 const runs = [];
 const views = { overview: new Overview(), timeline: new Lanes(), nodes: makeNodes(), tasks: makeTasks(), transcripts: makeTranscripts(), transcript: new TranscriptView() };
-let shown = null, reloaded = 0;
+let shown = null, reloaded = 0, away = false;
 
 /** {tab, run, words} of an address like #tasks/0/node-1. */
 function place() {
@@ -65,12 +65,20 @@ function heard({ run: index, state, curves }) {
     views[shown].load();
   }
   document.body.dataset.steps = String(runs[0].state.steps ?? 0);
+  say();
+}
+
+/** In the corner: whether a run works, or all are finished, unless the server itself is away. */
+function say() {
+  const live = runs.some((run) => run?.state.live), finished = runs.length && runs.every((run) => run?.state.finished);
+  element("link").textContent = away ? "reconnecting" : live ? "live" : finished ? "finished" : "not running";
+  element("link").className = (live || finished) && !away ? "live" : "";
 }
 
 function listen() {
   const stream = new EventSource("api/events");
-  stream.onopen = () => { element("link").textContent = "live"; element("link").className = "live"; };
-  stream.onerror = () => { element("link").textContent = "reconnecting"; element("link").className = ""; };
+  stream.onopen = () => { away = false; };
+  stream.onerror = () => { away = true; say(); };
   stream.onmessage = (event) => heard(JSON.parse(event.data));
 }
 

@@ -47,7 +47,8 @@ export class Overview {
       this.lanesAt = performance.now();
       this.lanes.show(runs[0], "");
     }
-    this.waits.replaceChildren(h("h2", {}, "Who waits for whom"), ...runs.map((run) => waits(run, runs.length > 1)));
+    const over = runs.every((run) => run.state.finished);
+    this.waits.replaceChildren(h("h2", {}, over ? "Result" : "Who waits for whom"), ...runs.map((run) => waits(run, runs.length > 1)));
     this.facts.replaceChildren(...runs.map((run) => facts(run, runs.length > 1)));
     this.facts.classList.toggle("several", runs.length > 1);
   }
@@ -56,7 +57,8 @@ export class Overview {
 const title = (run) => h("h2", { class: `name ${run.colour}` }, run.title);
 
 function waits(run, several) {
-  const { stalls = [], note, learner, live } = run.state;
+  const { stalls = [], note, learner, live, finished } = run.state;
+  if (finished) return h("div", {}, several ? title(run) : "", h("p", { class: "finished" }, h("strong", {}, `Finished: ${number(finished.steps)} of ${number(finished.of)} steps`), finished.words));
   const lines = stalls.map((stall) => h("li", { class: stall.urgent ? "urgent" : "" }, h("span", { class: "text" }, stall.text), " ",
     h("a", { href: `#${stall.tab}/${run.index}/${encodeURIComponent(stall.find)}` }, stall.find ? `show ${stall.find}` : `show ${stall.tab}`)));
   for (const alarm of learner?.alarms ?? []) lines.unshift(h("li", { class: "urgent" }, alarm)); // watch rules
@@ -104,10 +106,10 @@ function weights({ learner, versions = [], states = {} }) {
     on.length ? h("h3", {}, "On their way") : "", on.length ? h("ul", { class: "plain" }, on, more > 0 ? h("li", {}, `and ${number(more)} more`) : "") : "");
 }
 
-function broker({ broker: b, live, note }) {
+function broker({ broker: b, live, note, finished }) {
   if (!b) return card("Broker", h("p", { class: "quiet" }, note || "no broker yet"));
   return card("Broker", list([
-    ["state", live ? (b.stopping ? "stopping" : "serving") : "does not answer"],
+    ["state", live ? (b.stopping ? "stopping" : "serving") : finished ? "ended" : "does not answer"],
     ["ready", number(b.groups_ready)], ["leased", number(b.groups_leased)], ["pending", number(b.groups_pending)],
     ["oldest lease", duration(b.oldest_lease_s)], ["in memory", `${bytes(b.bytes_held)} of ${bytes(b.max_bytes)}`],
     ["store", b.store ? `${bytes(b.store.bytes)}, a sync takes ${duration(b.store.sync_s)}${b.store.stuck ? `; stuck: ${b.store.stuck}` : ""}` : "none"],

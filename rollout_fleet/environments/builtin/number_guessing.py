@@ -16,7 +16,7 @@ class NumberGuessing:
 
     Options:
         highest: numbers run from 1 to this.
-        guesses: turns until the game is lost; rollout.max_turns must allow as many.
+        guesses: turns until the game is lost.
     """
 
     def __init__(self, problem: dict[str, Any], *, seed: int, highest: int = 31, guesses: int = 5) -> None:

@@ -133,10 +133,10 @@ def test_no_broker_at_all_is_still_unreachable_and_not_a_wrong_key(keys: Path) -
         observer.status()
 
 
-def test_every_role_works_with_its_key_and_a_node_id_belongs_to_the_credential_that_took_it_first(keys: Path) -> None:
+def test_every_role_works_with_its_key_and_a_node_id_belongs_to_the_credential_of_its_name(keys: Path) -> None:
     async def honest(node: Any) -> Any:
-        await node.register(node_report())
-        return await node.lease("n0", 0, 1, 5)
+        await node.register(node_report("a"))
+        return await node.lease("a", 0, 1, 5)
 
     with secured(keys) as server:
         offer(server, keys)
@@ -144,19 +144,19 @@ def test_every_role_works_with_its_key_and_a_node_id_belongs_to_the_credential_t
         with connect(access(server, "observer", keys)) as observer:
             assert observer.status().denied_requests == 0
         for attack in (
-            lambda node: node.register(node_report(pid=2)),
-            lambda node: node.lease("n0", 0, 4, 0),
-            lambda node: node.heartbeat(node_report(), [lease.token]),
-            lambda node: node.complete("n0", lease.token, META, b"forged"),
-            lambda node: node.fail("n0", lease.token, "forged"),
-            lambda node: node.release("n0", [lease.token]),
-            lambda node: node.leave("n0"),
+            lambda node: node.register(node_report("a", pid=2)),
+            lambda node: node.lease("a", 0, 4, 0),
+            lambda node: node.heartbeat(node_report("a"), [lease.token]),
+            lambda node: node.complete("a", lease.token, META, b"forged"),
+            lambda node: node.fail("a", lease.token, "forged"),
+            lambda node: node.release("a", [lease.token]),
+            lambda node: node.leave("a"),
         ):
-            with pytest.raises(BrokerError, match="node id 'n0' belongs to another credential"):
+            with pytest.raises(BrokerError, match="may use the node ids b and b:ANYTHING, not 'a'"):
                 as_node(server, keys, "b", attack)
         with connect(access(server, "observer", keys)) as observer:
             assert (observer.status().groups_leased, observer.status().denied_requests) == (1, 7)
-        done = as_node(server, keys, "a", lambda node: node.complete("n0", lease.token, META, b"group"))
+        done = as_node(server, keys, "a", lambda node: node.complete("a", lease.token, META, b"group"))
         assert done is True
         with connect(access(server, "observer", keys)) as observer:
             assert [e.state for e in observer.ledger()] == ["ready", "pending", "pending", "pending"]

@@ -161,13 +161,13 @@ def test_golden_bytes_of_a_nodes_report_do_not_change_and_one_of_before_evaluati
     last += b"\xa9delivered" + ZERO
     tail = b"\xa6tokens\x90\xa3log\xc0"
     work = GroupWork(4, 2, evaluates=3)
-    report = NodeReport("e0", 1, "h", "generating", 3, groups=[work], pool="eval", evaluation_tokens=9)
+    report = NodeReport("e0", 1, "h", "generating", 3, groups=[work], pool="eval", evaluation_tokens=9, instance="i")
     request = wire.Heartbeat(id=7, report=report, tokens=[])
-    new = b"\xa4pool\xa4eval\xb1evaluation_tokens\x09"
-    golden = head + b"\x18" + first + b"\x8a" + group + b"\xa9evaluates\x03" + last + new + tail + b"\xa5spans\xc0"
+    new = b"\xa4pool\xa4eval\xb1evaluation_tokens\x09\xa8instance\xa1i"
+    golden = head + b"\x19" + first + b"\x8a" + group + b"\xa9evaluates\x03" + last + new + tail + b"\xa5spans\xc0"
     assert (wire.encode(request), wire.decode_request(golden, 0)) == (golden, request)
     former = head.replace(b"\x87", b"\x86", 1) + b"\x16" + first + b"\x89" + group + last + tail
-    report = msgspec.structs.replace(report, groups=[GroupWork(4, 2)], pool="", evaluation_tokens=0)
+    report = msgspec.structs.replace(report, groups=[GroupWork(4, 2)], pool="", evaluation_tokens=0, instance="")
     assert wire.decode_request(former, 0) == msgspec.structs.replace(request, report=report)
 
 

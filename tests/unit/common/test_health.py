@@ -15,7 +15,7 @@ import pytest
 
 from broker.diagnosis.broker_signs import BrokerSigns
 from common.errors import UsageError
-from common.process.health import LATE_S, HealthServer, LifeSigns, serving_health
+from common.process.health import LATE_S, MOST_CLIENTS, HealthServer, LifeSigns, serving_health
 from tests.broker_rig import learner_report, new_state, serving
 from tests.launch_rig import write_job
 from tests.waiting import LIMIT_S, until
@@ -30,9 +30,8 @@ class Clock:
 
 
 @contextlib.contextmanager
-def served(signs: LifeSigns, patience_s: float | None = 1.0) -> Iterator[int]:
+def served(signs: LifeSigns) -> Iterator[int]:
     with HealthServer(0, signs) as server:
-        server.RequestHandlerClass.timeout = patience_s
         server.daemon_threads = False  # closing the server waits for what they print
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -73,13 +72,40 @@ def test_probes_see_a_role_start_work_go_away_and_stand_still() -> None:
 
 
 def test_clients_that_say_nothing_or_leave_keep_no_other_waiting(capfd: pytest.CaptureFixture) -> None:
-    with served(LifeSigns(), patience_s=None) as port, contextlib.ExitStack() as at_end:
+    with served(LifeSigns()) as port, contextlib.ExitStack() as at_end:
         for said in (b"", b"GET /healthz HTTP/1.0\r\n", b"\x00" * 1000):
             for _ in range(2):
                 silent = at_end.enter_context(socket.create_connection(("127.0.0.1", port)))
                 silent.sendall(said)
                 assert get(port, "/healthz")[0] == 200
     assert capfd.readouterr().err == ""
+
+
+def test_many_slow_clients_take_few_threads_and_keep_no_probe_waiting() -> None:
+    before = threading.active_count()
+    with served(LifeSigns()) as port, contextlib.ExitStack() as at_end:
+        for _ in range(3 * MOST_CLIENTS):
+            slow = at_end.enter_context(socket.create_connection(("127.0.0.1", port)))
+            slow.sendall(b"GET /healthz HTTP/1.1\r\nX: ")
+        assert get(port, "/healthz")[0] == 200
+        until(lambda: threading.active_count() - before <= 1 + MOST_CLIENTS)
+
+
+def test_a_client_that_sends_a_byte_now_and_then_is_cut_off_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.process.health.REQUEST_S", 0.3)
+    with served(LifeSigns()) as port, socket.create_connection(("127.0.0.1", port)) as slow:
+        slow.setblocking(False)
+
+        def cut() -> bool:
+            try:
+                slow.send(b"a")
+                return slow.recv(1) == b""
+            except BlockingIOError:
+                return False
+            except ConnectionError:
+                return True
+
+        until(cut, "the end of a request that goes on for ever", every_s=0.05)
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")

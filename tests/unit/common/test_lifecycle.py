@@ -7,10 +7,14 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from common.process.lifecycle import SUPERVISOR_ENV, DrainFlag, alive
+from common.process.broker_address import running_broker
+from common.process.lifecycle import SUPERVISOR_ENV, DrainFlag, alive, birth_of
 from common.process.lock_file import AlreadyLocked, is_locked, lock_holder, take_lock
+from common.process.run_dir import BrokerFile, RunDir, write_json
+from learner.loop.run_files import read_record, write_record
 from tests.waiting import LIMIT_S, until
 
 CHILD = (
@@ -67,6 +71,41 @@ def test_zombie_and_unknown_process_are_not_alive():
     until(lambda: not alive(process.pid))  # ended, not waited for
     process.wait(timeout=LIMIT_S)
     assert [alive(pid) for pid in (os.getpid(), 1 << 31, 1 << 63, 1 << 80)] == [True, False, False, False]
+
+
+def test_a_thread_is_no_process():
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait, args=(LIMIT_S,))
+    thread.start()
+    try:
+        assert thread.native_id != os.getpid()
+        assert not alive(thread.native_id)
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_another_process_of_the_same_number_is_told_from_the_one_that_is_meant():
+    with subprocess.Popen(["sleep", str(LIMIT_S)]) as process:
+        birth = birth_of(process.pid)
+        boot, ticks = birth.split()
+        assert alive(process.pid, birth)
+        assert not alive(process.pid, f"{boot} {int(ticks) - 1}"), "the number was another process's before"
+        assert not alive(process.pid, f"another-boot {ticks}")
+        process.kill()
+
+
+def test_a_reused_number_is_no_broker_and_no_learner(tmp_path):
+    """After a power loss, or in a new container, the pid in RUN/broker.json may be anybody's."""
+    run = RunDir(tmp_path)
+    here = BrokerFile.of_this_process("tcp://127.0.0.1:5999")
+    for file, lives in ((here, True), (msgspec.structs.replace(here, birth="another-boot 5"), False)):
+        write_json(run.broker_json, file)
+        assert running_broker(run) == (here.address if lives else None)
+        assert run.broker().ended != lives
+    write_record(run, 1, "running", 0)
+    record = read_record(run)
+    assert record.runs_here and not msgspec.structs.replace(record, birth="another-boot 5").runs_here
 
 
 @pytest.fixture

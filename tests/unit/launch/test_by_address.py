@@ -150,12 +150,22 @@ def test_nodes_and_the_learner_send_the_ends_of_their_logs(served, tmp_path, cap
     reporter.stop()
 
 
-def test_a_run_whose_broker_has_ended_says_where_its_logs_are(served, tmp_path, capsys) -> None:
-    run = RunDir(tmp_path / "run")
-    run.status_json.write_bytes(b"{}")
-    run.broker_json.unlink()
-    assert main(["logs", str(run.path), "broker"]) == EXIT_FAILED
-    assert "the broker has ended" in capsys.readouterr().err
+def test_the_logs_of_a_job_that_has_ended_are_read_from_its_files(run: RunDir, capsys) -> None:
+    assert main(["logs", str(run.path)]) == EXIT_FAILED
+    assert f"there are no logs in {run.logs}" in capsys.readouterr().err
+    named = {"broker": "broker-0", "eval": "eval-0", "learner": "learner-0", "learner-1": "learner-1"}
+    named |= {"node-0": "rollout-node-0", "far": "rollout-far"}
+    for name in named.values():
+        (run.logs / f"{name}.log").write_text(f"first\nthe end of {name}\x1b[2J\n")
+    assert main(["logs", str(run.path)]) == EXIT_DONE
+    assert set(capsys.readouterr().out.splitlines()) == {
+        f"{name}: {run.logs / stem}.log" for name, stem in named.items()
+    }
+    for role, name in {**named, "learner-0": "learner-0"}.items():
+        assert main(["logs", str(run.path), role, "--lines", "1"]) == EXIT_DONE
+        assert capsys.readouterr().out == f"the end of {name}?[2J\n"
+    assert "nearest: node-0" in refusal(capsys, "logs", str(run.path), "node-1")
+    assert "--lines of at least 1" in refusal(capsys, "logs", str(run.path), "broker", "--lines", "0")
 
 
 # ---------------------------------------------------------------- stop

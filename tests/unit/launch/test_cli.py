@@ -1,15 +1,17 @@
 """The command line: every bad input ends with exit code 2 and a line that says what to do."""
 
+import re
 import signal
 import socket
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 import yaml
 
 from common.errors import EXIT_USAGE
-from launch.cli import COMMANDS, main, parse
+from launch.cli import COMMANDS, GROUPS, main, parse
 from tests.launch_rig import HEAVY, imported_by, refusal, run_cli
 from tests.redis_server import free_port
 from tests.waiting import LIMIT_S
@@ -55,7 +57,7 @@ def test_a_model_that_is_not_there_is_refused_by_those_who_read_it_and_no_matter
 
 
 @pytest.mark.parametrize("command", ["up", "rollout"])
-@pytest.mark.parametrize("name", ["no_such_module:Thing", "json:NoSuchClass", "adition", "json:loads"])
+@pytest.mark.parametrize("name", ["no_such_module:Thing", "json:NoSuchClass", "adition"])
 def test_environment_that_cannot_be_used_is_refused(job, capsys, command, name):
     err = refusal(capsys, command, str(job), f"tasks.environment={name}")
     assert "tasks.environment" in err
@@ -108,9 +110,7 @@ def test_what_names_no_run_and_the_config_of_another_kind_of_job_are_refused(job
     assert "does not exist yet" in refusal(capsys, "status", str(job))
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["unknown"], ["up"], ["status"], ["up", "c.yaml", "--nope"], ["up", "c.yaml", "x"]]
-)
+@pytest.mark.parametrize("words", [["unknown"], ["up"], ["status"], ["up", "c.yaml", "--nope"], ["up", "c.yaml", "x"]])
 def test_bad_usage_exits_with_two(words):
     done = run_cli(*words)
     assert done.returncode == EXIT_USAGE
@@ -132,12 +132,28 @@ def test_overrides_stand_before_and_after_options(words, expected):
     assert expected.items() <= vars(parse(words)).items()
 
 
-def test_help_names_every_command(capsys):
+def test_a_function_in_place_of_an_environment_is_refused_with_the_class_to_write_around_it(job, capsys):
+    assert main(["up", str(job), "tasks.environment=json:loads"]) == EXIT_USAGE
+    err = capsys.readouterr().err
+    assert "'json:loads', which is a function; an environment gives the prompt" in err and "class Judged:" in err
+
+
+def test_help_has_every_command_in_a_group_also_without_a_word(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    assert [command for command in COMMANDS if f"\n    {command}" not in out] == []
+    assert main([]) == 0 and capsys.readouterr().out == out
+    listed = [line.split()[0] for line in out.splitlines() if re.match(r"(\w+:$|  [a-z]+ {2})", line)]
+    assert listed[-len(COMMANDS) - len(GROUPS) :] == [
+        word for group, names in GROUPS.items() for word in (f"{group}:", *names.split())
+    ]
+    assert sorted(" ".join(GROUPS.values()).split()) == sorted(COMMANDS)
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"slipstream {metadata.version('slipstream-rl')}\n"
 
 
 @pytest.mark.parametrize(

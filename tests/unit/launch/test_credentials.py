@@ -7,7 +7,7 @@ import pytest
 
 from common.config.network_checks import fixed_address
 from common.process.run_dir import RunDir, write_json
-from common.security.credentials import KeyFolder
+from common.security.credentials import KeyFolder, own_node_id
 from launch.cli import main
 from launch.keys import make
 from launch.resolve_target import load_job
@@ -55,6 +55,13 @@ def test_joining_needs_the_file_of_a_node_of_this_job_and_no_more_to_get_as_far_
     for patience in ([], ["--join-timeout-s", "2"]):  # the reason is named however short the wait
         said = refusal(capsys, *joining, "--credentials", str(tmp_path / "other"), *patience)
         assert "refused this key" in said and "are both from one key folder?" in said
+
+
+def test_a_nodes_id_begins_with_the_name_of_its_credential(tmp_path: Path) -> None:
+    folder = KeyFolder(tmp_path / "k")
+    make(folder, ["fleet", "node-0"])
+    ids = [own_node_id(keys, name) for keys in (None, str(folder.path)) for name in ("node-0", "h3-77", "fleet:x")]
+    assert ids == ["node-0", "h3-77", "fleet:x", "node-0", "fleet:h3-77", "fleet:x"]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from common.config.schema import (
     Config,
     EngineConfig,
     LearnerConfig,
+    LimitsConfig,
     ModelConfig,
     RolloutConfig,
     TasksConfig,
@@ -170,7 +171,6 @@ def ports(limit: int) -> Machine:
     return machine(open_files=limit)
 
 
-GUESSING = {"environment": "number_guessing"}
 CASES = [  # level, words of the one finding on it or '' for none, a check of a config
     ("problem", "3.9.1, expected 3.11 to 3.13", lambda c: packages.check_python(machine(python=(3, 9, 1)))),
     ("problem", "not installed: vllm", lambda c: packages.check_packages(GOOD, "rollout", {})),
@@ -194,8 +194,6 @@ CASES = [  # level, words of the one finding on it or '' for none, a check of a 
     ("problem", NOWHERE, lambda c: network.check_redis(of(c, "broker", redis=f"redis://{NOWHERE}/0"))),
     ("problem", "tasks.dataset: found /nowhere", lambda c: files(of(c, "tasks", dataset="/nowhere.jsonl"))),
     ("problem", "environment", lambda c: files(of(c, "tasks", environment="no_such"))),
-    ("warning", "plays several turns", lambda c: files(of(c, "tasks", **GUESSING))),
-    ("warning", "", lambda c: files(of(of(c, "tasks", **GUESSING), "rollout", max_turns=5))),
     ("warning", "", lambda c: files(c)),
 ]
 
@@ -204,6 +202,75 @@ CASES = [  # level, words of the one finding on it or '' for none, a check of a 
 def test_what_is_wrong_is_a_finding_with_its_words_and_what_is_right_is_none(config, level, said, check) -> None:
     findings = found(check(config), level)
     assert len(findings) == bool(said) and all(said in str(finding) for finding in findings), findings
+
+
+# ---------------------------------------------------------------- the environment
+
+GAMES = """
+from rollout_fleet.environments.protocol import Limits
+import {library}
+
+class Game:
+    LIMITS = Limits(reset_s=0.5)
+    def __init__(self, problem, *, seed):
+        print("noise")
+        self.word = problem["word"]
+    async def reset(self): return self.word
+    async def step(self, action): ...
+
+class Hangs(Game):
+    def __init__(self, problem, *, seed): ...
+    async def reset(self):
+        import asyncio
+        await asyncio.Event().wait()
+
+class Numbers(Hangs):
+    async def reset(self): return 3.5
+"""
+FAILS = "fails on the first row of tasks.dataset: "
+
+
+@pytest.fixture
+def games(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "doctors_games.py").write_text(GAMES.format(library="sys"))
+    monkeypatch.delitem(sys.modules, "doctors_games", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("game", "said"),
+    [
+        ("Game", "reset raised KeyError: 'word'"),
+        ("Hangs", "reset took longer than 0.5 s"),
+        ("Numbers", "reset returned float, expected a text, token ids or a Chat"),
+    ],
+)
+def test_an_environment_that_fails_on_the_first_row_is_named_with_the_row(
+    config: Config, games: Path, capsys: pytest.CaptureFixture, game: str, said: str
+) -> None:
+    finding = only(files(of(config, "tasks", environment=f"doctors_games:{game}")))
+    assert (finding.check, finding.what) == ("environment", f"doctors_games:{game} {FAILS}{said}")
+    assert f'{config.tasks.dataset} line 1: {{"question": "1+1", "answer": "2"}}' in finding.why
+    assert capsys.readouterr().out == "", "--json prints the findings alone"
+
+
+def test_the_first_row_is_tried_in_the_interpreter_of_the_environment(config: Config, games: Path) -> None:
+    (games / "lib").mkdir()
+    (games / "lib" / "only_there.py").touch()
+    (games / "doctors_other.py").write_text(GAMES.format(library="only_there"))
+    python = games / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{games}/lib" exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    limits = LimitsConfig(python=str(python), reset_s=LIMIT_S)
+    job = of(config, "tasks", environment="doctors_other:Game", limits=limits)
+    assert only(files(job)).what == f"doctors_other:Game {FAILS}reset raised KeyError: 'word'"
+    Path(config.tasks.dataset).write_text('{"word": "tree"}\n' * 32)
+    assert [f.what for f in found(files(job), "fine") if f.check == "environment"] == [
+        "doctors_other:Game begins on the first row of tasks.dataset"
+    ]
+    assert found(files(job)) == []
 
 
 # ---------------------------------------------------------------- the disk

@@ -1,18 +1,28 @@
 """`up`: its words when a role fails for good, what it starts again, and when a run is finished."""
 
 import dataclasses
+import json
+import os
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
 
+from common.config.checks import resolve_paths
+from common.config.loading import load_config
 from common.config.schema import BrokerConfig
 from common.errors import SlipstreamError
 from common.process.lifecycle import DrainFlag
 from common.process.run_dir import write_json
+from launch.cli import main
+from launch.observe.metrics_tail import MetricsTail
+from launch.observe.outcome import outcome_of
 from launch.up.supervisor import Role, RoleSpec
-from launch.up.up import Job, finished, role_specs
-from tests.launch_rig import write_broker
+from launch.up.up import Job, role_specs
+from tests.launch_rig import json_of, node_status, prepared, status_of, write_broker, write_job
+from tests.waiting import LIMIT_S, until
 
 
 def test_a_failure_is_said_before_the_others_are_stopped_also_with_a_full_disk(
@@ -61,6 +71,31 @@ def test_a_job_whose_broker_or_learner_was_told_to_stop_ends_well(config, run, m
     assert {role.exit_code for name, role in job.supervisor.roles.items() if name != first} == {-15}
 
 
+@pytest.mark.parametrize("restarts", [3, 0])
+def test_a_broker_that_dies_when_the_job_is_done_is_started_again_or_nobody_waits_for_it(
+    config, run, monkeypatch, tmp_path, restarts
+) -> None:
+    """Nodes learn from the broker that the job is done. Here they wait for the file that the second broker writes."""
+    write_broker(run)
+    write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": 10})
+    job = Job(config, run, {})
+    second, done = tmp_path / "second", tmp_path / "done"
+    first_broker = f"until [ -e {done} ]; do sleep 0.05; done; touch {second}; kill -9 $$"
+    words = {
+        "broker": f"if [ -e {second} ]; then touch {tmp_path}/told; exec sleep 600; else {first_broker}; fi",
+        "learner": f"touch {done}",
+        "node-0": f"until [ -e {tmp_path}/told ]; do sleep 0.05; done",
+    }
+    job._specs = [dataclasses.replace(s, argv=["sh", "-c", words[s.name]], max_restarts=restarts) for s in job._specs]
+    monkeypatch.setattr(DrainFlag, "install", lambda on_second: DrainFlag())
+    monkeypatch.setattr(
+        job, "_watch", lambda flag: until(second.exists)
+    )  # the learner was seen to end before the broker
+    assert job.run(plain=True) == 0
+    assert job.supervisor.roles["node-0"].exit_code == (0 if restarts else -15)
+    assert job.supervisor.roles["broker"].restarts == (1 if restarts else 0)
+
+
 LOOK = """
 import sys, time, urllib.request
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -90,9 +125,40 @@ def test_up_serves_the_page_until_the_job_is_done(config, run, monkeypatch, caps
     monkeypatch.setattr(DrainFlag, "install", lambda on_second: DrainFlag())
     assert job.run(plain=True) == 0
     said = capsys.readouterr().out
-    assert f"the page is at {address}" in said and "done: 10 of 10 steps" in said
+    assert f"the page is at {address}" in said and "done: 10 of 10 steps" in said and "stays" not in said
+    assert f"next: `slipstream web {run.path}` shows the run in a browser" in said
     assert "<caption>" in (tmp_path / "page").read_text()
     assert job.supervisor.roles["web"].exit_code == 0, "it ended when it was told to"
+
+
+def test_the_page_stays_after_the_job_until_the_next_signal_and_the_run_is_free(
+    config, run, monkeypatch, capsys, tmp_path
+) -> None:
+    write_broker(run)
+    write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": 10})
+    job, flag, freed = Job(config, run, {}, web=True), DrainFlag(), list[bool]()
+    address = f"http://127.0.0.1:{job._specs[-1].argv[-1]}/"
+    ends = {"broker": ["sleep", "600"]}
+    job._specs = [
+        s if s.name == "web" else dataclasses.replace(s, argv=ends.get(s.name, ["true"]), max_restarts=0)
+        for s in job._specs
+    ]
+    monkeypatch.setattr(DrainFlag, "install", lambda on_second: flag)
+
+    def look_when_the_broker_has_ended() -> None:
+        until(lambda: "broker" in job.supervisor.roles and not job.supervisor.roles["broker"].running)
+        until(lambda: freed)
+        subprocess.run([sys.executable, "-c", LOOK, str(tmp_path / "page"), address], timeout=LIMIT_S, check=True)
+        flag.set("SIGINT")
+
+    with ThreadPoolExecutor(1) as pool:
+        looked = pool.submit(look_when_the_broker_has_ended)
+        assert job.run(plain=True, before_stay=lambda: freed.append(True)) == 0
+        looked.result()
+    said = capsys.readouterr().out
+    assert said.index("done: 10 of 10 steps") < said.index(f"the page stays at {address} until Ctrl-C")
+    assert "<caption>" in (tmp_path / "page").read_text()
+    assert job.supervisor.roles["web"].exit_code == 0
 
 
 def test_a_page_that_fails_for_good_harms_no_job(config, run, monkeypatch, capsys) -> None:
@@ -136,6 +202,51 @@ def test_run_is_finished_with_all_steps_and_a_model(config, run, record, model, 
     if model:
         run.model.mkdir()
         (run.model / "config.json").write_text("{}")
-    assert finished(run, config) == (
-        f"{run.path} is finished: 10 steps, the model is in {run.model}" if expected else ""
-    )
+    assert outcome_of(run, config, MetricsTail.of(run)).finished == expected
+
+
+def test_up_on_a_finished_run_says_what_it_has_reached_and_the_next_command(tmp_path, capsys):
+    file = write_job(tmp_path)
+    run = prepared(resolve_paths(load_config(file)))
+    finish(run, steps=5)
+    assert main(["up", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{run.path} is finished: 5 steps; reward 0.200 (first 5 steps) to 0.200 (last 10); ")
+    assert f"model in {run.model}\nnext: `slipstream web {run.path}` shows the run in a browser\n" in said
+
+
+def finish(run, steps: int) -> None:
+    """Write the files that a job of `steps` steps leaves."""
+    lines = [{"step": n, "policy_version": n + 1, "reward_mean": n / 10} for n in range(steps)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_json(run.learner_json, {"pid": 1, "incarnation": 0, "time_s": 0.0, "state": "done", "policy_version": steps})
+    run.model.mkdir()
+    (run.model / "config.json").write_text("{}")
+
+
+def test_the_status_of_a_finished_run_says_reward_accuracy_and_where_the_model_is(config, run, capsys):
+    finish(run, steps=10)
+    write_json(run.status_json, status_of(node_status(alive=False)))
+
+    def says(*words: str) -> bool:
+        assert main(["status", str(run.path)]) == 0
+        text = "".join(capsys.readouterr().out.split())  # lines are wrapped, within long paths too
+        return all("".join(word.split()) in text for word in words)
+
+    reward = "finished: 10 of 10 steps; reward 0.200 (first 5 steps) to 0.450 (last 10); model in"
+    assert says(reward, f"slipstream web {run.path}")
+    assert not says("the broker has ended") and not says("gone")
+    with run.metrics.open("a") as file:
+        for version, reward in ((5, 0.1), (10, 0.75)):
+            line = {"kind": "evaluation", "policy_version": version, "dataset": "held", "mean_reward": reward}
+            file.write(json.dumps(line) + "\n")
+    assert says("held-out accuracy 0.750 (held)")
+    write_json(run.path / "eval.json", {"greedy_accuracy": 0.875, "sampled_accuracy": 0.8125, "problems": 16})
+    run.report.mkdir()
+    (run.report / "report.html").touch()
+    assert says(f"held-out accuracy 0.875 (greedy), 0.812 (sampled); model in {run.model}; report in")
+    found = json_of(capsys, "status", str(run.path))["finished"]
+    assert (found["steps"], found["of"], found["model"]) == (10, 10, str(run.model))
+    assert found["held_out"] == {"greedy": 0.875, "sampled": 0.8125}
+    os.utime(run.path / "eval.json", (1.0, 1.0))
+    assert says("0.750 (held)"), "the measurement of an earlier model does not count"

@@ -14,6 +14,7 @@ from launch.observe.ledger import observe_ledger, whole_ledger
 from launch.observe.observation import Observation, as_json
 from launch.resolve_target import Target
 from tests.launch_rig import LEARNER, json_of, living_broker, node_status, status_of, text_of, write_broker
+from tests.unit.broker.durable_rig import Rig
 
 LEDGER = [
     LedgerEntry(0, "committed", 1, ["node-0"], 0, 0, 0, 0.25),
@@ -97,6 +98,24 @@ def test_a_broker_of_another_machine_is_asked_though_its_process_is_not_seen_her
     with living_broker(config) as server:
         write_json(run.broker_json, BrokerFile(2147483000, server.address, 0.0, host="elsewhere"))
         assert json_of(capsys, "status", str(run.path))["live"]
+
+
+def test_the_ledger_after_the_death_of_a_broker_is_that_of_its_store(config, run, capsys):
+    """RUN/ledger.json is some seconds old then: it still has the last step as taken."""
+    with Rig(run.store) as rig:
+        rig.begin()
+        rig.offer(2)
+        for lease in rig.lease(2):
+            rig.complete(lease)
+        rig.state.take(0, 2)
+        write_json(run.ledger_json, rig.state.ledger())
+        write_broker(run, pid=2147483000)
+        rig.state.commit(0)
+        rig.settle()
+        assert [entry["state"] for entry in json_of(capsys, "ledger", str(run.path))] == ["committed"] * 2
+    for segment in run.store.glob("0*.log"):
+        segment.write_bytes(b"damaged" + segment.read_bytes()[7:])
+    assert [entry["state"] for entry in json_of(capsys, "ledger", str(run.path))] == ["taken"] * 2, "better than none"
 
 
 def test_failed_samples_are_summed_by_reason_and_shown(run):

@@ -23,7 +23,6 @@ NAMED = {
 }
 TUNED = ("deepseek-v3", "qwen3-235b-a22b", "mixtral-8x7b")
 CLIPS = ["learner.loss.clip_low=0.2", "learner.loss.clip_dual=3"]
-GUESSING = ["tasks.environment=number_guessing", "tasks.options={}"]
 QWEN = "Qwen/Qwen3-0.6B"
 DATA = ["tasks.dataset=data/gsm8k/train.jsonl", "evaluation.datasets=[data/gsm8k/test.jsonl]"]
 ALL = [*NAMED, *(f"{name}-sft" for name in TUNED)]
@@ -181,14 +180,11 @@ REMARKS = [
     ("mixtral-8x7b", ["learner.world_size=8"], "does not fit a GPU of 80 GB"),
     ("mixtral-8x7b", ["learner.loss.clip_high=0.28"], "learner.loss.clip_high never acts"),
     ("mixtral-8x7b", CLIPS, "learner.loss.clip_low and clip_dual never act"),
-    ("qwen3-0.6b-gsm8k", GUESSING, "rollout.max_turns is 1"),
 ]
 SILENCE = [
     ("llama-3.1-70b", ["learner.world_size=32", "learner.parallel.tensor=8"], "nothing shards"),
     ("mixtral-8x7b", [], "never act"),
     ("mixtral-8x7b", BEHAVIOR, "never act"),
-    ("qwen3-0.6b-gsm8k", [*GUESSING, "rollout.max_turns=5"], "max_turns"),
-    ("qwen3-0.6b-gsm8k", ["tasks.environment=gsm8k"], "max_turns"),
 ]
 
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import random
+import shutil
 import string
 import subprocess
 from itertools import islice
@@ -203,6 +205,39 @@ def test_the_quickstart_takes_the_page_beside_overrides(tmp_path: Path) -> None:
     assert other.returncode == EXIT_USAGE and "expected --web or key=value, found '--page'" in other.stderr
     told = subprocess.run([script, "--web", "--help"], capture_output=True, text=True).stdout
     assert "[--web] [key=value ...]" in told and "folders of its own" not in told.splitlines()[0]
+
+
+STUB = """#!/bin/sh
+echo "$(basename "$0") $*" >> {log}
+case "$1" in sft|up) for word in "$@"; do case "$word" in
+  run.dir=*) mkdir -p "${{word#run.dir=}}/model"; touch "${{word#run.dir=}}/model/config.json" ;;
+esac; done ;; esac
+"""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_with_the_page_the_quickstart_measures_and_reports_and_in_a_terminal_serves_the_page_last(
+    tmp_path: Path, terminal: bool
+) -> None:
+    """The script of the repository in a folder whose commands only note how they were called."""
+    log, programs = tmp_path / "log", tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (tmp_path / "launch").mkdir()
+    shutil.copy(ROOT / "launch" / "quickstart.sh", tmp_path / "launch")
+    for name in (programs / "slipstream", programs / "python", tmp_path / "launch" / "setup.sh"):
+        name.write_text(STUB.format(log=log))
+        name.chmod(0o755)
+    ours, theirs = os.openpty()
+    script = ["bash", str(tmp_path / "launch" / "quickstart.sh"), "--web"]
+    done = subprocess.run(script, stdin=theirs if terminal else subprocess.DEVNULL, capture_output=True, text=True)
+    os.close(ours), os.close(theirs)
+    assert done.returncode == 0, done.stderr
+    commands = [line.split()[1:] for line in log.read_text().splitlines() if line.startswith("slipstream")]
+    names = [words[0] for words in commands]
+    assert names == ["sft", "up", "eval", "report", *["web"] * terminal]
+    assert {"--web", "--no-stay"} <= set(commands[1]), "else the steps after it would wait for Ctrl-C"
+    last = "the page stays until Ctrl-C" if terminal else "next: `slipstream web runs/quickstart`"
+    assert last in done.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_a_running_warm_start_says_how_far_it_is_and_is_told_from_one_that_was_k
     assert (found["loss"], found["tokens_trained"]) == (pytest.approx(1.7), 350)
     assert main(["status", str(run.path)]) == 0
     assert "warm start: training, step 7 of 20, loss 1.7000" in capsys.readouterr().out
-    monkeypatch.setattr("launch.observe.status.alive", lambda pid: False)
+    monkeypatch.setattr("learner.loop.run_files.alive", lambda pid, birth: False)
     assert json_of(capsys, "status", str(run.path))["learner"]["state"] == "gone"
     assert main(["status", str(run.path)]) == 0
     assert "gone, step 7 of 20" in (out := capsys.readouterr().out)
@@ -54,6 +54,10 @@ def test_one_that_never_began_is_absent_and_one_that_ended_says_how(run, capsys,
     write_record(run, 0, state, version)
     found = json_of(capsys, "status", str(run.path))
     assert (found["live"], found["learner"]["state"], found["learner"]["policy_version"]) == (False, state, version)
+    run.model.mkdir()
+    (run.model / "config.json").touch()
+    assert main(["status", str(run.path)]) == 0
+    assert f"; the model is in {run.model}" in capsys.readouterr().out
 
 
 def test_the_report_has_losses_and_tokens(run):

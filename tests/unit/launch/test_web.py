@@ -18,11 +18,13 @@ from common.process.run_dir import RunDir, write_json
 from common.spans import Span, SpanBatch
 from common.transcripts import Transcript, Turn
 from launch.cli import main
+from launch.resolve_target import config_of
 from launch.web import tables
 from launch.web.app import Hub, make_app
 from launch.web.curves import BUCKETS, NAMES, Curves
 from launch.web.lanes import PIECES, Lanes
 from launch.web.run_view import Cursor, RunView, _stall
+from learner.loop.run_files import write_record
 from tests.launch_rig import LEARNER, living_broker, node_status, refusal, status_of, write_broker
 from tests.run_fixture import Fixture
 
@@ -408,11 +410,44 @@ def test_a_lane_keeps_the_newest_states_and_shows_deaths_and_clocks_of_other_mac
     assert lanes.page("learner", FIRST, 60)["rows"] == []
 
 
+def test_a_finished_run_says_so_and_shows_its_last_nodes_instead_of_waits_and_a_broker_that_ended(tmp_path):
+    fixture = Fixture(tmp_path / "run", 40)
+    fixture.write(0, 40)
+    run = fixture.run
+    steps = RunView(run)
+    done = config_of(run).run.steps
+    status = status_of(learner=msgspec.structs.replace(LEARNER, state="done"))
+    write_json(run.status_json, msgspec.structs.replace(status, nodes=[], left=[node_status("node-7", alive=False)]))
+    view = read(steps)
+    assert "broker" in view.state["note"] and "finished" not in view.state, "the model is not there yet"
+    write_record(run, 0, "done", done)
+    run.model.mkdir()
+    (run.model / "config.json").write_text("{}")
+    view = read(view)
+    assert view.state["finished"] == {"steps": done, "of": done, "words": f"; model in {run.model}"}
+    with client(run) as browser:
+        assert f"finished: {done} of {done}; model in {run.model}" in (page := browser.get("/").text)
+        assert "broker has ended" not in page
+        rows = browser.get("/api/runs/0/nodes").json()["rows"]
+    assert [(row["id"], row["state"]) for row in rows] == [("node-7", "left")]
+    assert view.state["states"] == {}, "those that are there"
+
+
+def test_a_node_that_left_in_good_order_is_told_from_one_that_died(tmp_path):
+    fixture = Fixture(tmp_path / "run", 40)
+    fixture.write(0, 40)
+    ends = [("leave", "node-0000"), ("node_lost", "node-0001")]
+    lines = [{"kind": kind, "detail": {"node": node}, "time_s": 2e9, "index": 1} for kind, node in ends]
+    fixture.run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = {row["who"]: row["pieces"][-1].state for row in Lanes(fixture.run).page("node-", FIRST, 1e9)["rows"]}
+    assert (rows["node-0000"], rows["node-0001"]) == ("left", "dead")
+
+
 def test_no_state_is_missing_where_spans_of_a_process_overlap(recorded):
     lanes = Lanes(recorded)
     for _ in range(2):
         for row in lanes.page("", FIRST, 1e9)["rows"]:
-            states = [piece.state for piece in row["pieces"] if piece.state != "dead"]
+            states = [piece.state for piece in row["pieces"] if piece.state not in ("dead", "left")]
             assert len(states) == 2 * 40, row["who"]
 
 

@@ -73,10 +73,11 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def told(tmp_path: Path) -> dict[str, Any]:
-    """The section of the config: two datasets every two steps."""
+    """The section of the config: a pool plays two datasets every two steps."""
     for name, count in COUNTS.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(count)))
-    return {"every": 2, "datasets": [str(tmp_path / f"{name}.jsonl") for name in COUNTS], "samples": 2}
+    datasets = [str(tmp_path / f"{name}.jsonl") for name in COUNTS]
+    return {"every": 2, "datasets": datasets, "samples": 2, "fleet": "pool"}
 
 
 def lines(world: World) -> list[EvaluationMetrics]:
@@ -265,6 +266,56 @@ def test_a_shared_fleet_skips_a_version_that_is_no_longer_the_newest(
     [skipped] = [entry["detail"] for entry in read_jsonl(world.run_dir.events) if entry["kind"] == "evaluation_skipped"]
     assert (skipped["version"], skipped["reason"]) == (2, "the fleet goes on with a newer version")
     assert {line.policy_version for line in lines(world)} == {0, 4, 6}
+
+
+def without_fleet(told: dict[str, Any]) -> dict[str, Any]:
+    """The section without its key `fleet`."""
+    return {key: value for key, value in told.items() if key != "fleet"}
+
+
+def test_unset_the_training_fleet_evaluates_where_no_pool_exists(make_world: MakeWorld, told: dict[str, Any]) -> None:
+    world = make_world(run={"steps": 4}, evaluation=without_fleet(told), staleness={"max": 1})
+    assert watching(world, None).run() == "done"
+    assert {line.policy_version for line in lines(world)} == {0, 2, 4}
+    assert [kind for kind, _ in world.publisher.calls] == ["hold", "release"] * 3
+    assert "evaluation_abandoned" not in world.event_kinds()
+
+
+def test_unset_a_pool_evaluates_where_one_exists_and_the_fleet_plays_the_last_round_of_one_that_has_left(
+    make_world: MakeWorld, told: dict[str, Any]
+) -> None:
+    world = make_world(run={"steps": 4}, evaluation=without_fleet(told))
+    pool = Pool(world)
+    asyncio.run(pool.node.heartbeat(node_report("pool", 1, -1, pool="eval"), []))  # before it has weights
+    watching(world, pool)
+    turn = world.lead.evaluations.turn
+
+    def leaves(waited_for: bool = False) -> str:
+        if waited_for:
+            pool.work = lambda: world.fleet.work()  # type: ignore[method-assign]
+            asyncio.run(pool.node.leave("pool"))
+        return turn(waited_for)
+
+    world.lead.evaluations.turn = leaves
+    pool.at[4] = 1
+    assert world.run() == "done"
+    assert {line.policy_version for line in lines(world)} == {0, 2, 4}
+    assert [of_version(world, version) for version in (0, 2, 4)] == [WHOLE] * 3
+    assert [line.held_s for line in lines(world)[:4]] == [0.0] * 4, "nothing waits for the rounds of a pool"
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_a_version_that_a_pause_keeps_from_the_fleet_is_skipped_at_once_and_a_pool_evaluates_it(
+    make_config: Callable[..., Config], told: dict[str, Any], pool: bool
+) -> None:
+    config = make_config(run={"steps": 4}, evaluation=told if pool else without_fleet(told), staleness={"max": 4})
+    rule = WatchRule(metric="reward_mean", below=1e9, do="pause")  # acts after the first step
+    world_ = world(msgspec.structs.replace(config, watch=[rule]))
+    assert watching(world_, Pool(world_) if pool else None).run() == "done"
+    events = [e["detail"] for e in read_jsonl(world_.run_dir.events) if e["kind"].startswith("evaluation_")]
+    skipped = [(e["version"], e["reason"]) for e in events if "reason" in e]
+    assert skipped == ([] if pool else [(2, "publishing is paused"), (4, "publishing is paused")])
+    assert {line.policy_version for line in lines(world_)} == ({0, 2, 4} if pool else {0})
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SlipstreamError("gone")])

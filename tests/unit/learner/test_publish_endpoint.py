@@ -21,7 +21,7 @@ from rollout_fleet.weights.weight_client import WeightClient
 from tests.broker_rig import dealer
 from tests.waiting import LIMIT_S, until, until_async
 
-JOIN = messages.Join("n0", 1)
+JOIN = messages.Join("a", 1)
 
 
 @pytest.fixture
@@ -84,6 +84,19 @@ def test_only_the_learners_own_ranks_speak_as_sources_and_only_nodes_as_nodes(fo
                 assert isinstance(refused, messages.Eject) and f"from a {role}" in refused.reason
                 until(lambda right=right: heard[-1:] == [right])
         assert heard == list(allowed.values())
+
+
+def test_a_node_joins_under_an_id_of_its_own_credential_only(folder: KeyFolder) -> None:
+    make(folder, ["b"])
+    own, other = messages.Join("b:1", 1), messages.Join("a", 1)
+    with listening(folder.path) as (endpoint, heard):
+        key = load_credential(folder.nodes / "b.json", "node")
+        with dealer(endpoint.address, key, key.learner_public) as socket:
+            socket.send(messages.encode(other))
+            refused = messages.decode_from_learner(socket.recv())
+            assert isinstance(refused, messages.Eject) and "node id 'a' with the credential 'b'" in refused.reason
+            socket.send(messages.encode(own))
+            until(lambda: heard == [own])
 
 
 def test_a_weight_client_says_on_what_it_waits_when_its_key_is_refused(

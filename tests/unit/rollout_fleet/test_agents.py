@@ -5,15 +5,18 @@ import contextlib
 import os
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError
 
+from common.config.schema import Config, ModelConfig, RolloutConfig, RunConfig, TasksConfig
 from common.errors import SlipstreamError
 from common.rollouts import Group, Sample, decode_group, encode_group
 from rollout_fleet.agents.driver import AgentDriver
+from rollout_fleet.driver_factory import build_driver
 from rollout_fleet.environments.isolation.placement import ThreadStage
 from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
 from rollout_fleet.environments.protocol import Budget, Limits
@@ -154,8 +157,62 @@ async def test_a_key_is_needed_and_void_when_the_episode_is_over() -> None:
     assert len(set(kept)) == 2
 
 
-@pytest.mark.parametrize(("budget", "reason"), [(Budget(2, 200, 2000), "turn_limit"), (Budget(9, 4, 2000), "length")])
-def test_an_agent_that_runs_into_its_budget_keeps_its_sample_with_the_reason(budget: Budget, reason: str) -> None:
+def job(folder: Path, environment: str, **rollout: Any) -> Config:
+    """A job whose rollout section has only the keys that are given."""
+    qwen().save_pretrained(folder / "model")
+    return Config(
+        run=RunConfig(name="test", dir=str(folder / "run"), steps=1),
+        model=ModelConfig(path=str(folder / "model")),
+        tasks=TasksConfig(environment=environment, dataset="-"),
+        rollout=RolloutConfig(**rollout),
+    )
+
+
+TALKS = """
+from openai import AsyncOpenAI
+
+async def agent(problem, *, base_url, api_key, model, seed):
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages = [{"role": "user", "content": "hi"}]
+        for _ in range(3):
+            said = await client.chat.completions.create(model=model, messages=messages)
+            messages += [said.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "more"}]
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(("rollout", "turns"), [({}, 3), ({"max_turns": 2}, 2)])
+def test_an_agent_plays_as_many_turns_as_it_likes_unless_the_config_has_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rollout: dict[str, int], turns: int
+) -> None:
+    (tmp_path / "talks.py").write_text(TALKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    driver = build_driver(job(tmp_path, "talks:agent", **rollout), policy("a", "b", "c"), new_host())
+    sample = episode(driver, {})
+    assert (sample.error, sample.turns, sample.reward) == (None, turns, float(turns == 3))
+
+
+def test_an_environment_plays_as_many_turns_as_it_likes_unless_the_config_has_a_limit(tmp_path: Path) -> None:
+    def play(**rollout: int) -> Sample:
+        driver = build_driver(job(tmp_path, "number_guessing", **rollout), policy("1", "2", "3"), new_host())
+        return asyncio.run(driver.run({"number": 3}, 0))
+
+    assert [(s.stop_reason, s.reward) for s in (play(), play(max_turns=2))] == [
+        ("environment_done", 1.0), ("turn_limit", 0.0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("budget", "reason", "bound"),
+    [
+        (Budget(2, 200, 2000), "turn_limit", "all 2 turns of rollout.max_turns are used up"),
+        (Budget(None, 4, 2000), "length", "all 4 tokens of rollout.max_tokens are sampled"),
+        (Budget(None, 200, 110), "length", "tokens fills rollout.engine.max_model_len (110)"),
+    ],
+)
+def test_an_agent_that_runs_into_its_budget_keeps_its_sample_and_hears_the_key_of_the_bound(
+    budget: Budget, reason: str, bound: str
+) -> None:
     refused: list[BadRequestError] = []
 
     async def endless(client: AsyncOpenAI, model: str) -> float:
@@ -171,7 +228,8 @@ def test_an_agent_that_runs_into_its_budget_keeps_its_sample_with_the_reason(bud
     sample = play(with_client(endless), policy("a", "b", "c"), budget=budget)
     assert (sample.error, sample.stop_reason, sample.reward, sample.turns) == (None, reason, 0.0, 2)
     (error,) = refused
-    assert "the episode is over" in str(error) and error.code == "context_length_exceeded"
+    assert "the episode is over" in str(error) and bound in str(error)
+    assert error.code == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(

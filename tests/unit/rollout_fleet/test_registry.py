@@ -14,9 +14,9 @@ from rollout_fleet.driver_factory import build_driver
 from rollout_fleet.environments import description
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.description import check_environment
-from rollout_fleet.environments.registry import BUILT_IN, check_libraries, plays_several_turns, resolve
+from rollout_fleet.environments.registry import BUILT_IN, check_libraries, resolve
 from tests.unit.rollout_fleet.chat_tokenizers import qwen
-from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, new_host, say
+from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, make_driver, new_host, say
 from tests.waiting import LIMIT_S
 
 SOURCE = """
@@ -39,6 +39,10 @@ class PreloadAsText(Fine):
     PRELOAD = "numpy"
 
 NUMBER = 3
+
+def judges(answer, problem): return answer == problem["answer"]
+
+async def judges_later(answer, problem): return judges(answer, problem)
 """
 
 
@@ -109,6 +113,20 @@ def test_options_that_do_not_fit_are_told_the_nearest(
     assert f"({known})" in caught.value.expected
 
 
+@pytest.mark.parametrize("function", ["judges", "judges_later"])
+def test_a_function_that_judges_gets_the_environment_around_it_which_works_as_it_is_told(
+    user_folder: Path, function: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"an environment class, or an agent .*, which is a function") as caught:
+        resolve(f"my_environments:{function}", {})
+    explained, _, source = (caught.value.hint or "").partition("\n\n")
+    assert "an environment gives the prompt of a dataset row and judges the policy's answer" in explained
+    (user_folder / f"my_{function}.py").write_text(source)
+    driver = make_driver(ScriptedSampler(lambda _: say("2")), resolve(f"my_{function}:Judged", {}))
+    rewards = [asyncio.run(driver.run({"prompt": "1+1=", "answer": answer}, 0)).reward for answer in ("2", "3")]
+    assert rewards == [1.0, 0.0]
+
+
 def test_resolving_imports_neither_torch_nor_vllm() -> None:
     code = (
         "import sys; from rollout_fleet.environments.registry import resolve; resolve('addition'); "
@@ -116,11 +134,6 @@ def test_resolving_imports_neither_torch_nor_vllm() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_the_source_shows_whether_an_environment_plays_several_turns() -> None:
-    several = {"number_guessing", "python_tool", "frozen_lake", "gymnasium", "openenv"}
-    assert {name for name in BUILT_IN if plays_several_turns(resolve(name))} == several
 
 
 # ---------------------------------------------------------------- under another interpreter
