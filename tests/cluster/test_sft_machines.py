@@ -83,7 +83,8 @@ def test_a_warm_start_on_two_machines_survives_one_of_them_and_ends_with_the_wei
         assert rig.start(two, "sft", "run.seed=4").wait(LIMIT_S) == 2
         assert "serves another job: run.seed is 4 in " in rig.said(two)
         (tmp_path / "others.jsonl").write_text(rig.quiet.rows.read_text() + '{"prompt": "a", "completion": "b"}\n')
-        assert rig.start(two, "sft", f"tasks.dataset={tmp_path / 'others.jsonl'}").wait(LIMIT_S) == 2
+        words = f"tasks.dataset={tmp_path / 'others.jsonl'}", f"run.dir={rig.own}-refused"
+        assert rig.start(two, "sft", *words).wait(LIMIT_S) == 2
         assert "rows of tasks.dataset: h3 has " in rig.said(two)
 
         second = rig.start(two, "sft")
@@ -94,8 +95,8 @@ def test_a_warm_start_on_two_machines_survives_one_of_them_and_ends_with_the_wei
         first = rig.start(one, "sft")
         stopped = rig.trains_beyond(max(before, rig.newest()))
         assert stopped < STEPS
-        words = ("stop", rig.address, "--credentials", str(tmp_path / "keys"))
-        stop = rig.broker_host.slipstream(*words, log=tmp_path / "stop.out")
+        asked = ("stop", rig.address, "--credentials", str(tmp_path / "keys"))
+        stop = rig.broker_host.slipstream(*asked, log=tmp_path / "stop.out")
         assert [each.wait(LIMIT_S) for each in (stop, first, second, broker)] == [0] * 4, rig.logs()
         assert before < rig.newest() < STEPS
 

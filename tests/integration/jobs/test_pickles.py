@@ -64,7 +64,7 @@ def send(address: tuple[str, int], data: bytes, greeting: bytes = b"") -> None:
 
 
 def zmtp(kind: bytes, *frames: bytes) -> bytes:
-    """What a ZeroMQ socket of this kind sends after ZMTP, up to the end of one message."""
+    """One message of a ZeroMQ socket of this kind, with what it sends before; ZMTP goes before both."""
     ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind
     message = [struct.pack(">BQ", 2 | (at < len(frames) - 1), len(frame)) + frame for at, frame in enumerate(frames)]
     return struct.pack("BB", 4, len(ready)) + ready + b"".join(message)
