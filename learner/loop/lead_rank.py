@@ -103,8 +103,7 @@ class Lead(RolloutSource):
         if version > 0:
             self.broker.commit(version - 1)  # the last learner may have been killed just before it
         unfinished = [entry for page in self.broker.ledger_pages(unfinished=True) for entry in page]
-        if attached.committed_step < version - 1:
-            self.tasks.check_known(version, unfinished)
+        self.tasks.check_known(version, unfinished)
         if self.config.learner.dynamic_sampling:
             self._filtered_before = Counter(e.step for e in unfinished if e.filtered and e.state == "taken")
         status = self.broker.status()

@@ -159,6 +159,25 @@ def test_a_learner_whose_store_lost_moves_resumes_from_its_checkpoint_and_trains
     assert [line.step for line in again.lines()] == list(range(STEPS))
 
 
+def test_a_store_that_lost_part_of_a_step_of_the_checkpoint_is_refused_at_every_start(make_world: MakeWorld) -> None:
+    world = make_world(run={"steps": STEPS}, learner={"checkpoint": {"every": 3}})
+    found, take = list[MemoryBroker](), world.broker.take
+
+    def copying(now: int, count: int, wait_s: float, in_order: bool = False) -> list[StoredGroup] | None:
+        groups = take(now, count, wait_s, in_order)
+        if now == 2 and groups and not found:
+            found.append(copy.deepcopy(world.memory))
+            found[0].state.regenerate(2, [groups[0].serial])  # as before the last of several takes of the step
+        return groups
+
+    world.broker.take = copying
+    world.backend.fail_at = 4
+    world.run_killed()
+    for _ in range(2):  # the first start commits the rest of the step
+        with pytest.raises(UsageError, match="checkpoint of step 3 was trained on 1 groups"):
+            world.restart(found[0])
+
+
 def test_a_task_stream_refuses_groups_that_a_step_has_consumed_and_keeps_its_state(make_world: MakeWorld) -> None:
     stream: TaskStream = make_world().lead.tasks
     stream.next(4)
