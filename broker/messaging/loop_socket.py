@@ -71,7 +71,10 @@ class LoopSocket:
                 self._loop.call_soon(self.read)
         if number != self._number:
             self._number, self._sent, self._delivered = number, 0, 0
-        self._sent += sum(map(len, frames))
+        size = sum(map(len, frames))
+        if size >= PART_BYTES:  # what ZeroMQ has added to all messages before would hide a part of this one
+            self._sent = max(self._sent, tcp_bytes(self.handshakes.connected_fd)[1])
+        self._sent += size
         return number
 
     def moves(self) -> bool:

@@ -178,7 +178,7 @@ class Handshakes:
         self._proven = self._us in _PROVEN
         self._refusal = ""
         self.connection = 0  # the number of the one that stands, as of the last look; 0: none
-        self.connected_fd = -1  # its file descriptor
+        self.connected_fd = -1  # its file descriptor; -1: none
         self._connections = 0
 
     def fileno(self) -> int:
@@ -206,7 +206,7 @@ class Handshakes:
         if event == zmq.EVENT_CONNECTED:
             self.connected_fd = value
         elif event == zmq.EVENT_DISCONNECTED:
-            self.connection = 0
+            self.connection, self.connected_fd = 0, -1  # another connection of this process may get the number
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._connections += 1
             self.connection = self._connections

@@ -1,22 +1,24 @@
 """Large messages on slow links: they cross once, and no deadline passes while they do. A proxy is the link."""
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 import zmq
 
 from broker.messaging import async_client, sockets, wire
 from broker.messaging.async_client import AsyncBrokerClient
+from broker.messaging.loop_socket import LoopSocket
 from broker.messaging.sync_client import BrokerClient
 from common.errors import BrokerUnreachable
 from tests.broker_rig import META, node_report, serving, tasks
 from tests.faults.proxy import Proxy
-from tests.waiting import LIMIT_S, until
+from tests.waiting import LIMIT_S, until, until_async
 
 GROUP_BYTES = 1 << 20
 RATE = 1 << 20  # bytes a second
@@ -209,3 +211,49 @@ def test_answers_go_out_while_the_broker_is_still_busy_with_later_requests(monke
         until(lambda: sum(call.done() for call in calls) >= 1, "an answer before the third request is done")
         answered.set()
         assert [call.result(LIMIT_S) for call in calls] == [[]] * 3
+
+
+@contextmanager
+def lone_client(address: str, context: "zmq.Context[zmq.Socket[bytes]]") -> Iterator[LoopSocket]:
+    client = LoopSocket(context, address, b"c", 1 << 24, None, lambda frames: None, lambda: None)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+async def test_bytes_of_another_connection_that_got_the_number_of_the_broken_one_are_no_sign_of_the_broker() -> None:
+    with zmq.Context() as context, socket.create_server(("127.0.0.1", 0)) as server, context.socket(zmq.ROUTER) as broker:
+        broker.bind("tcp://127.0.0.1:*")
+        with lone_client(broker.getsockopt_string(zmq.LAST_ENDPOINT), context) as client, ExitStack() as others:
+            await until_async(lambda: client.send([b""]))
+            number = client.handshakes.connected_fd
+            broker.close()
+            await until_async(lambda: not client.handshakes.connection)
+
+            def other_end() -> socket.socket | None:
+                near = others.enter_context(socket.create_connection(server.getsockname()))
+                far = others.enter_context(server.accept()[0])
+                ends = {near.fileno(): far, far.fileno(): near}
+                return ends.get(number)  # between ZeroMQ's attempts to connect the number is free
+
+            sender = await until_async(other_end)
+            client.moves()
+            sender.sendall(bytes(HEADERS))
+            await until_async(lambda: sockets.tcp_bytes(number)[0] >= HEADERS)
+            assert not client.moves()
+
+
+async def test_what_zeromq_adds_to_many_small_messages_does_not_hide_that_a_large_one_is_on_its_way() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        server.setsockopt(zmq.RCVHWM, 0)
+        server.bind("tcp://127.0.0.1:*")
+        proxy = Proxy(server.getsockopt_string(zmq.LAST_ENDPOINT), 64 << 10)
+        with closing(proxy), lone_client(proxy.address, context) as client:
+            await until_async(lambda: client.send([b""]))
+            for _ in range(1 << 10):
+                await until_async(lambda: client.send([b""] * 256))
+            await until_async(lambda: proxy.to_server > 8 * HEADERS)
+            proxy.bytes_per_s = HEADERS
+            client.send([bytes(4 * HEADERS)])
+            await until_async(client.moves, limit_s=10.0)
