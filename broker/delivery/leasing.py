@@ -45,6 +45,7 @@ class Leasing(Tables):
             return
         self.release(node_id, [*node.tokens, *self.evaluation.tokens_of(node_id)])
         self.do(moves.Left(node_id))
+        self.fleet.show_as_left(node)
         self.event_log.add("leave", node=node_id, pid=node.report.pid)
 
     def lease(self, node_id: str, version: int | None, max_groups: int) -> list[Lease]:

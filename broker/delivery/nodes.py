@@ -115,9 +115,11 @@ class Fleet:
         if node is not None:
             self.past_generated += node.tokens_generated
             self.past_wasted = merged_waste((self.past_wasted, node.wasted))
-            self.left[node_id] = node
-            if len(self.left) > MOST_LEFT:
-                del self.left[next(iter(self.left))]
+
+    def show_as_left(self, node: Node) -> None:
+        self.left[node.report.node_id] = node
+        if len(self.left) > MOST_LEFT:
+            del self.left[next(iter(self.left))]
 
     def expire(self, now: float) -> tuple[list[str], list[str]]:
         """Ids of nodes that turned dead by `now`, and of those dead for so long that the caller may forget them."""

@@ -8,7 +8,7 @@ import pytest
 
 from broker.contract import Waste
 from broker.delivery.leasing import ALONE
-from broker.delivery.nodes import MOST_LEFT
+from broker.delivery.nodes import FORGET_AFTER_S, MOST_LEFT
 from common.errors import BrokerError
 from tests.broker_rig import node_report
 from tests.contract.backends import GROUPS_PER_STEP, LEASE_S, META, Backend, tasks
@@ -179,6 +179,14 @@ def test_nodes_that_left_are_still_shown_and_told_from_those_that_are_there(back
         backend.join(f"x{number}")
         backend.leave(f"x{number}")
     assert shown()[1] == [f"x{number}" for number in range(MOST_LEFT, 2 * MOST_LEFT)], "the newest ones"
+
+
+def test_a_node_that_died_is_not_shown_as_one_that_left_when_it_is_forgotten(backend: Backend) -> None:
+    backend.join("n0")
+    for _ in range(2):  # it is dead, then forgotten
+        backend.pass_time(2 * FORGET_AFTER_S)
+        status = backend.learner.status()
+    assert status.nodes == status.left == []
 
 
 def test_a_task_that_no_other_node_takes_up_dies_of_one_in_the_end(backend: Backend) -> None:
