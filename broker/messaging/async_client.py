@@ -124,7 +124,7 @@ class Connection:
         self._calls = Calls(self._attempt)
         self._since = 0.0  # when the broker was connected to or last heard of, event loop time
         self._asked_at = 0.0  # when the first request after that was made
-        self._due_at = 0.0  # when the first answer after that was due
+        self._due_at = NEVER  # when the first answer was due of those that were missed since
         self._moved_at = self._looked_at = 0.0  # when part of a message came or went, and the last look at that
         self._turning: asyncio.TimerHandle | None = None
         self._unwanted: dict[int, wire.AskLease] = {}  # requests that were cancelled, by id
@@ -173,9 +173,7 @@ class Connection:
         now = asyncio.get_running_loop().time()
         if self._asked_at <= self._since:
             self._asked_at = now
-        if self._due_at <= self._since or now + wait_s < self._due_at:
-            self._due_at = now + wait_s
-        call = Call(request, frames, limit_s, now + limit_s, future, quiet_until=now + wait_s)
+        call = Call(request, frames, limit_s, now + limit_s, future)
         self._calls.by_id[request.id] = call
         self._attempt(call)
 
@@ -214,7 +212,7 @@ class Connection:
                 socket = self._connected()
             if call.sent_on == 0 or call.sent_on != socket.handshakes.connection:
                 call.sent_on = socket.send(call.frames)
-                call.quiet_until = max(call.quiet_until, now)
+                call.quiet_until = now + call.limit_s - self._deadline_s  # the broker may wait so long again
         except Exception as error:  # no caller may wait for ever, and the timer has other calls to remind
             self._fail(call, error)
             return
@@ -228,10 +226,11 @@ class Connection:
             self._moved_at = now if socket.moves() else self._moved_at
         if self._in_vain(now, call.end - self._deadline_s, self._deadline_s):
             raise self._unreachable(call, socket)
+        self._due_at = min(self._due_at, call.quiet_until if call.sent_on else NEVER)
         limit_s = SILENT_S if call.sent_on else NOT_CONNECTED_S
         if len(self._addresses) > 1 and self._in_vain(now, max(self._since, self._asked_at), limit_s):
             self._turn()
-        elif call.sent_on and self._in_vain(now, min(call.quiet_until, max(self._since, self._due_at)), SILENT_S):
+        elif call.sent_on and self._in_vain(now, self._due_at, SILENT_S):
             logger.warning("the broker at %s does not answer; connecting anew", self.address)
             self._disconnect()
             self._send_again()
@@ -268,7 +267,7 @@ class Connection:
             limit = frame_limit(self._max_message_bytes)
             where = self._context, self.address, self._identity, limit, self._credential
             self._socket = LoopSocket(*where, self._on_message, self._on_connected)
-            self._since = asyncio.get_running_loop().time()
+            self._heard()
         return self._socket
 
     def _disconnect(self) -> None:
@@ -292,7 +291,12 @@ class Connection:
             call.sent_on = 0
             self._calls.remind_at(call, again_at)
 
+    def _heard(self) -> None:
+        self._since = asyncio.get_running_loop().time()
+        self._due_at = NEVER
+
     def _on_connected(self) -> None:
+        self._due_at = NEVER  # everything is sent again
         now = asyncio.get_running_loop().time()
         for call in self._calls.by_id.values():
             self._calls.remind_at(call, now)
@@ -303,7 +307,7 @@ class Connection:
             reply = wire.decode_reply(header)
         except wire.WireError as error:
             reply = wire.Refused(id=error.request_id, reason=f"the broker's answer cannot be read: {error}")
-        self._since = asyncio.get_running_loop().time()
+        self._heard()
         for single in reply.replies if isinstance(reply, wire.Batch) else [reply]:
             if isinstance(single, wire.Waiting):
                 self._wait_longer(single)

@@ -166,6 +166,27 @@ def test_calls_shorter_than_the_silence_leave_a_connection_that_was_forgotten_on
         assert proxy.accepted >= 2
 
 
+@pytest.mark.parametrize("cut", [False, True], ids=["a shorter one before", "the connection is cut"])
+async def test_a_request_that_the_broker_may_answer_late_keeps_its_connection(
+    cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent_s, wait_s = 2.0, 6.0
+    monkeypatch.setattr(async_client, "SILENT_S", silent_s)
+    with linked() as (address, proxy):
+        async with AsyncBrokerClient(proxy.address, deadline_s=LIMIT_S, retry_s=RETRY_S) as node:
+            await node.register(node_report())
+            with BrokerClient(address, deadline_s=LIMIT_S) as learner:
+                await asyncio.to_thread(learner.offer, tasks(1))
+            assert await node.lease("n0", 0, 1, silent_s), "it is answered before it must be"
+            await asyncio.sleep(0.75 * silent_s)
+            leasing = asyncio.create_task(node.lease("n0", 0, 1, wait_s))
+            if cut:
+                await asyncio.sleep(0.75 * wait_s)
+                proxy.cut()
+            assert await leasing == []
+        assert proxy.accepted == 1 + cut
+
+
 def test_zeromqs_own_heartbeat_would_cut_a_link_that_one_frame_keeps_busy_so_clients_have_none() -> None:
     """A proof against the library: the heartbeat's answer waits behind the frame, whose bytes do not count."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
