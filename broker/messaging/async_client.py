@@ -224,9 +224,9 @@ class Connection:
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
             self._moved_at = now if socket.moves() else self._moved_at
+        self._due_at = min(self._due_at, call.quiet_until if call.sent_on else NEVER)
         if self._in_vain(now, call.end - self._deadline_s, self._deadline_s):
             raise self._unreachable(call, socket)
-        self._due_at = min(self._due_at, call.quiet_until if call.sent_on else NEVER)
         limit_s = SILENT_S if call.sent_on else NOT_CONNECTED_S
         if len(self._addresses) > 1 and self._in_vain(now, max(self._since, self._asked_at), limit_s):
             self._turn()
