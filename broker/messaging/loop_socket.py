@@ -72,7 +72,7 @@ class LoopSocket:
         if number != self._number:
             self._number, self._sent, self._delivered = number, 0, 0
         size = sum(map(len, frames))
-        if size >= PART_BYTES:  # what ZeroMQ has added to all messages before would hide a part of this one
+        if size >= PART_BYTES:  # ZeroMQ has added bytes to all messages before, which would hide a part of this one
             self._sent = max(self._sent, tcp_bytes(self.handshakes.connected_fd)[1])
         self._sent += size
         return number
