@@ -86,7 +86,6 @@ class DeliveryState(Taking, Leasing):
         return self.logs.ask(role)
 
     def status(self) -> BrokerStatus:
-        """Counts, learner, nodes, waste and the store."""
         now = self.clock()
         tasks, wasted, store = self.tasks, self.fleet.waste(), self.recorder.status()
         if store is not None:
