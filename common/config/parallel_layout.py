@@ -81,7 +81,7 @@ def layers_per_stage(layers: int, parallel: ParallelConfig) -> tuple[int, ...]:
 
 
 def attention_problems(dtype: str, parallel: ParallelConfig) -> Iterator[Problem]:
-    """What Transformer Engine has no attention for, where this Python has it and is to use it."""
+    """Layouts without an attention in Transformer Engine, where this Python has it and is to use it."""
     fused = find_spec("transformer_engine") is not None and not os.environ.get(PLAIN)
     if fused and dtype == "float32" and parallel.context > 1:
         hint = f"Transformer Engine has no attention for float32 there; {PLAIN}=1 does without it"

@@ -128,7 +128,7 @@ def test_a_tensor_without_a_parameter_of_its_dtype_and_shape_is_named(
 
 
 @pytest.mark.parametrize("checksums", [XXH3, WORDS])
-def test_a_parameter_that_the_engine_keeps_in_a_wider_dtype_is_proven_and_its_lower_bits_are_too(checksums: str) -> None:
+def test_a_parameter_that_the_engine_has_in_a_wider_dtype_is_proven_with_its_lower_bits(checksums: str) -> None:
     gate = torch.randn(8, 4).bfloat16()
     model: Any = nn.Module()
     model.gate = nn.Linear(4, 8, bias=False)  # float32, as vLLM has the routers of GLM
