@@ -180,7 +180,8 @@ class Learner:
         if step > 0:
             self._broker.commit(step - 1)
         if attached.committed_step < step - 1:
-            self._stream.check_known(step, self._broker.ledger())
+            unfinished = [entry for page in self._broker.ledger_pages(unfinished=True) for entry in page]
+            self._stream.check_known(step, unfinished)
         while not (self._run_dir / "drain").exists():
             self._publish(step)
             try:
