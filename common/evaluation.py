@@ -40,6 +40,16 @@ class EvaluationResult(msgspec.Struct, frozen=True, gc=False):
     seconds: Seconds = 0.0
 
 
+class EvalResult(msgspec.Struct, frozen=True):
+    """RUN/eval.json. Mean reward per problem: the accuracy, where rewards are 0 or 1."""
+
+    greedy_accuracy: float
+    sampled_accuracy: float  # one sample per problem at rollout.temperature and rollout.top_p
+    problems: int
+    failed: int = 0  # episodes, of both kinds, that failed; they count as reward 0
+    datasets: dict[str, "EvalResult"] = {}  # each one, where there are several
+
+
 def dataset_names(datasets: Sequence[str]) -> list[str]:
     """A short name per dataset for files and metrics, for example addition-held_out; no two are equal."""
     names: list[str] = []

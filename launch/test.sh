@@ -51,7 +51,7 @@ step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 step "pyright" pyright
 step "import contracts" lint-imports
-step "plain words" python -m launch.dev.check_words
+step "plain words" python -m tests.check_words
 # Three workers share the test files: on two cores the third one works while another waits. A file stays on one worker.
 pytest=(python -m pytest -rs --durations=15 -n 3 --dist loadfile --no-loadscope-reorder)
 if [ -n "$fast" ]; then
@@ -59,7 +59,7 @@ if [ -n "$fast" ]; then
 elif [ $# -gt 0 ]; then
   step "chosen tests" "${pytest[@]}" "$@"
 else
-  step "bare base install" bash launch/dev/check_bare_install.sh
+  step "bare base install" bash tests/check_bare_install.sh
   step "all tests but those on a cluster" "${pytest[@]}" -m "not cluster"
   if grep -qw avx512f /proc/cpuinfo; then
     step "engines with vLLM's library for CPUs without AVX-512" env PYTHONPATH="$PWD/tests/avx2" "${pytest[@]}" \

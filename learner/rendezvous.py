@@ -8,16 +8,16 @@ import datetime
 import socket
 from typing import Any
 
-import torch.distributed as torch_distributed
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from common.weights.collectives import dist
 
 BACKEND = "known-order"
 ALONE = "127.0.0.1:0"  # the endpoint of an agent without others
 LIMIT_S = 300
 PORT = "port"  # key of the meeting's store; the value is the port of the ranks' store
-dist: Any = torch_distributed  # its stores are untyped
 
 
 def listen(address: str, timeout_s: float) -> Any:

@@ -7,12 +7,19 @@ import asyncio
 import inspect
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.hosts import missing
 from tests.waiting import LIMIT_S
+
+with suppress(ImportError):  # the tests that `slipstream selftest` runs need no hypothesis
+    from hypothesis import settings
+
+    settings.register_profile("slow machines", deadline=None)  # an example may wait for a busy core
+    settings.load_profile("slow machines")
 
 ROOT = Path(__file__).resolve().parent
 FOLDERS = ["cluster", "integration", "faults", "contract", "property", "unit"]  # from long to short

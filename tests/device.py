@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from learner.megatron.cpu.compat import PLAIN
+from common.config.parallel_layout import PLAIN
 
 CUDA = torch.cuda.is_available()
 # Tolerances are for the CPU. CUDA sums in another order, and Transformer Engine multiplies float32 as TF32.

@@ -196,13 +196,6 @@ class Left(Move, frozen=True, tag="left"):
         tables.fleet.leave(self.node_id)
 
 
-class Owned(Move, frozen=True, tag="owned"):
-    """In stores of earlier versions only: which key first named a node id. Now the id itself names its credential."""
-
-    def apply(self, tables: Tables) -> None:
-        pass
-
-
 class Marks(Move, frozen=True, tag="marks"):
     """Single values that replies to the learner depend on."""
 
@@ -250,5 +243,5 @@ class Closed(Move, frozen=True, tag="closed"):
 
 AnyMove = (
     Offered | Leased | HandedBack | Lost | Accepted | Taken | Filtered | GivenUp | Committed
-    | Reported | Joined | Left | Owned | Marks | Statistics | Closed
+    | Reported | Joined | Left | Marks | Statistics | Closed
 )  # fmt: skip

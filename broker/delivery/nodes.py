@@ -174,7 +174,6 @@ def _status(node: Node, alive: bool, now: float) -> NodeStatus:
 
 
 def same_process(a: NodeReport, b: NodeReport) -> bool:
-    """Whether two reports come from one process."""
     return (a.host, a.pid, a.instance) == (b.host, b.pid, b.instance)
 
 
@@ -186,7 +185,6 @@ def add_waste(counts: dict[str, Waste], reason: str, tokens: int = 0, seconds: f
 
 
 def merged_waste(parts: Iterable[Mapping[str, Waste]]) -> dict[str, Waste]:
-    """Sum several counts, by reason."""
     total: dict[str, Waste] = {}
     for part in parts:
         for reason, waste in part.items():

@@ -61,9 +61,9 @@ class DeliveryState(Taking, Leasing):
 
     def ledger_page(self, first: int, unfinished: bool) -> list[LedgerEntry]:
         """The next tasks from `first` on; see ObserverBroker.ledger_pages."""
-        living = sorted(serial for serial in self.tasks.living if serial >= first) if unfinished else None
-        serials = islice(self.tasks.known(first) if living is None else living, LEDGER_LINES)
-        return [self.tasks.line(serial) for serial in serials]
+        tasks = self.tasks
+        serials = sorted(serial for serial in tasks.living if serial >= first) if unfinished else tasks.known(first)
+        return [tasks.line(serial) for serial in islice(serials, LEDGER_LINES)]
 
     def events(self, after: int) -> list[BrokerEvent]:
         return self.event_log.after(after)
@@ -86,7 +86,6 @@ class DeliveryState(Taking, Leasing):
         return self.logs.ask(role)
 
     def status(self) -> BrokerStatus:
-        """Counts, learner, nodes, waste and the store."""
         now = self.clock()
         tasks, wasted, store = self.tasks, self.fleet.waste(), self.recorder.status()
         if store is not None:

@@ -16,7 +16,13 @@ import msgspec
 from common.config.loading import describe_value, nearest
 from common.config.loss import loss_problems
 from common.config.network_checks import address_problems, broker_problems, buffers_problems, weights_address_problems
-from common.config.parallel_layout import ModelShape, document_multiple, model_problems, world_problems
+from common.config.parallel_layout import (
+    ModelShape,
+    attention_problems,
+    document_multiple,
+    model_problems,
+    world_problems,
+)
 from common.config.passthrough import passthrough_problems
 from common.config.schema import Config, MoeConfig, SftConfig
 from common.config.supported_models import architecture_problems
@@ -96,6 +102,7 @@ def problems(config: Config | SftConfig, reader: Reader = "all") -> Iterator[Pro
 def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
     moe = config.learner.moe
     yield from world_problems(config.learner.world_size, config.learner.parallel)
+    yield from attention_problems(config.model.dtype, config.learner.parallel)
     yield from passthrough_problems(config)
     if moe.replay_routing and isinstance(config, SftConfig):
         hint = "no engine has routed these tokens before"

@@ -1,12 +1,15 @@
 """Whether a model can be cut into a parallel layout, and into what; no torch, so config checks can ask too."""
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from common.config.schema import ParallelConfig
 from common.errors import Problem
 
+PLAIN = "SLIPSTREAM_PLAIN_LAYERS"  # any value: do without Transformer Engine, though it is installed
 _KEY = "learner.parallel."
 
 
@@ -75,6 +78,14 @@ def layers_per_stage(layers: int, parallel: ParallelConfig) -> tuple[int, ...]:
     if uneven is not None:
         raise ValueError(Problem(f"{_KEY}virtual_pipeline", f"a divisor of a stage's {uneven} layers", str(virtual)))
     return tuple(sizes)
+
+
+def attention_problems(dtype: str, parallel: ParallelConfig) -> Iterator[Problem]:
+    """Layouts without an attention in Transformer Engine, where this Python has it and is to use it."""
+    fused = find_spec("transformer_engine") is not None and not os.environ.get(PLAIN)
+    if fused and dtype == "float32" and parallel.context > 1:
+        hint = f"Transformer Engine has no attention for float32 there; {PLAIN}=1 does without it"
+        yield Problem("model.dtype", f"bfloat16 with {_KEY}context {parallel.context}", dtype, hint)
 
 
 def world_problems(world_size: int, parallel: ParallelConfig) -> Iterator[Problem]:

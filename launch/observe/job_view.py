@@ -51,7 +51,6 @@ class Display:
         self.every_s = max(config.telemetry.refresh_s, 0.0 if live else PLAIN_EVERY_S)  # between two looks at the job
 
     def show(self, seen: Observation | None) -> None:
-        """Show the newest observation."""
         if self._live is not None:
             self._live.update(render_live(self._config, seen, self._tail, self._notes), refresh=True)
         elif (line := plain_line(self._config, seen, self._tail)) != self._last:

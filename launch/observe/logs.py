@@ -7,7 +7,6 @@ the files in RUN/logs are read.
 import argparse
 import re
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from broker.contract import BrokerStatus
@@ -26,68 +25,48 @@ ASK_EVERY_S = 0.2
 
 def command(args: argparse.Namespace) -> int:
     """Print the end of one role's log, or without ROLE the roles."""
-    job = find_target(args)
+    job, role = find_target(args), args.role or ""
+    status = running(job)
+    if status is not None:
+        whose = re.sub(r"^learner-\d{1,5}$", "learner", role)
+        roles = roles_of(status)
+    else:
+        assert job.run is not None, "without a folder the broker has answered"
+        whose = "learner" if role == "learner-0" else role
+        roles = files_of(job.run)
+    if args.role is None:
+        print("\n".join(f"{name}: {where}" for name, where in roles.items()))
+        return 0
+    if whose not in roles or args.lines < 1:
+        near = nearest(role, roles) or ", ".join(roles)[:500]
+        raise UsageError(f"expected a ROLE and --lines of at least 1, found {role!r} and {args.lines}; nearest: {near}")
+    text = log_end(Path(roles[whose])) if status is None else sent(job, status, role)
+    for line in text.splitlines()[-args.lines :]:
+        print("".join(c if c.isprintable() or c == "\t" else "?" for c in line))  # a hostile node commands no terminal
+    return 0
+
+
+def running(job: Target) -> BrokerStatus | None:
+    """The answer of the job's broker; None when there is none and the job has a folder. Raises SlipstreamError."""
     try:
         seen = observe(job)
     except SlipstreamError:
         if job.run is None:
             raise
-        seen = None
-    if seen is not None and seen.live:
-        return from_roles(job, seen.status, args.role, args.lines)
-    assert job.run is not None, "without a folder the broker has answered"
-    return from_files(job.run, args.role, args.lines)
+        return None
+    return seen.status if seen.live else None
 
 
-def from_roles(job: Target, status: BrokerStatus, role: str | None, count: int) -> int:
-    """The last lines that a role of a running job sends."""
-    roles = roles_of(status)
-    if role is None:
-        return list_roles(roles)
-    whose = re.sub(r"^learner-\d{1,5}$", "learner", role)
-    check(whose, count, roles)
+def sent(job: Target, status: BrokerStatus, role: str) -> str:
+    """The end of the log that a role of a running job sends. Raises SlipstreamError when it sends none."""
     broker = handed_out(status.run.config, status.address).broker
     wait_s = PATIENCE_S + (broker.heartbeat_s if isinstance(broker, BrokerConfig) else 0.0)
     text = ask(job, lambda client: fetch(client, role, wait_s))
     if not text:
+        where = roles_of(status).get(role)  # none for a single rank
         why = "has no log there, or an empty one" if text == "" else f"did not answer within {wait_s:g} s"
-        raise SlipstreamError(f"{role} ({roles[whose]}) {why}" if whose == role else f"{role} {why}")
-    return show(text, count)
-
-
-def from_files(run: RunDir, role: str | None, count: int) -> int:
-    """The last lines of a file in RUN/logs, for a job that has ended or does not answer."""
-    files = {role_of(path.stem): str(path) for path in sorted(run.logs.glob("*.log"))}
-    if not files:
-        raise SlipstreamError(f"no broker of this run answers, and there are no logs in {run.logs}")
-    if role is None:
-        return list_roles(files)
-    role = "learner" if role == "learner-0" else role
-    check(role, count, files)
-    return show(log_end(Path(files[role])), count)
-
-
-def role_of(stem: str) -> str:
-    """The role that writes RUN/logs/STEM.log; the learner's other ranks are learner-1 and so on."""
-    return stem.removeprefix("rollout-") if stem.startswith("rollout-") else stem.removesuffix("-0")
-
-
-def list_roles(roles: Mapping[str, str]) -> int:
-    print("\n".join(f"{name}: {where}" for name, where in roles.items()))
-    return 0
-
-
-def check(role: str, count: int, roles: Mapping[str, str]) -> None:
-    """Raise UsageError for a role that is not there, and for less than one line."""
-    if role not in roles or count < 1:
-        near = nearest(role, roles) or ", ".join(roles)[:500]
-        raise UsageError(f"expected a ROLE and --lines of at least 1, found {role!r} and {count}; nearest: {near}")
-
-
-def show(text: str, count: int) -> int:
-    for line in text.splitlines()[-count:]:
-        print("".join(c if c.isprintable() or c == "\t" else "?" for c in line))  # a hostile node commands no terminal
-    return 0
+        raise SlipstreamError(f"{role} ({where}) {why}" if where else f"{role} {why}")
+    return text
 
 
 def roles_of(status: BrokerStatus) -> dict[str, str]:
@@ -95,6 +74,15 @@ def roles_of(status: BrokerStatus) -> dict[str, str]:
     learner = [("learner", status.learner.state, status.learner.host)] if status.learner else []
     nodes = [(n.report.node_id, n.report.state if n.alive else "gone", n.report.host) for n in status.nodes]
     return {"broker": status.address} | {name: f"{state} on {host}" for name, state, host in [*learner, *nodes]}
+
+
+def files_of(run: RunDir) -> dict[str, str]:
+    """The files in RUN/logs by role; the learner's other ranks are learner-1 and so on. Raises SlipstreamError."""
+    stems = {path.stem: str(path) for path in sorted(run.logs.glob("*.log"))}
+    if not stems:
+        raise SlipstreamError(f"no broker of this run answers, and there are no logs in {run.logs}")
+    nodes = {stem.removeprefix("rollout-"): file for stem, file in stems.items() if stem.startswith("rollout-")}
+    return {stem.removesuffix("-0"): file for stem, file in stems.items() if not stem.startswith("rollout-")} | nodes
 
 
 def fetch(client: ObserverBroker, role: str, wait_s: float) -> str | None:

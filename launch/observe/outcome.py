@@ -5,6 +5,7 @@ from contextlib import suppress
 import msgspec
 
 from common.config.schema import Config
+from common.evaluation import EvalResult
 from common.process.run_dir import RunDir
 from launch.observe.metrics_tail import MetricsTail, ends
 from learner.loop.run_files import read_record
@@ -39,13 +40,6 @@ class Outcome(msgspec.Struct, frozen=True):
         return "".join(f"; {part}" for part in parts)
 
 
-class _Measured(msgspec.Struct):
-    """The part of RUN/eval.json that is shown."""
-
-    greedy_accuracy: float
-    sampled_accuracy: float
-
-
 def outcome_of(run: RunDir, config: Config, tail: MetricsTail) -> Outcome:
     """The outcome by the run's files, with the metrics that `tail` has read."""
     record, folder, report = read_record(run), run.model / "config.json", run.report / "report.html"
@@ -56,7 +50,7 @@ def outcome_of(run: RunDir, config: Config, tail: MetricsTail) -> Outcome:
     held_out = {line["dataset"]: line["mean_reward"] for line in last if line.get("mean_reward") is not None}
     with suppress(OSError, ValueError):
         path = run.path / "eval.json"
-        measured = msgspec.json.decode(path.read_bytes(), type=_Measured)
+        measured = msgspec.json.decode(path.read_bytes(), type=EvalResult)
         if path.stat().st_mtime >= folder.stat().st_mtime:  # it measured this model
             held_out = {"greedy": measured.greedy_accuracy, "sampled": measured.sampled_accuracy}
     places = str(run.model), str(report) if report.is_file() else ""

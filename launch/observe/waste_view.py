@@ -68,7 +68,6 @@ def failed_samples(status: BrokerStatus, run: RunDir | None) -> dict[str, int]:
 
 
 def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The sum of counts, by reason."""
     total = sum((Counter(count) for count in counts), Counter[str]())
     return dict(sorted(total.items()))
 

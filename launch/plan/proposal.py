@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from common.config.checks import problems
 from common.config.parallel_layout import ModelShape, model_problems, world_problems
 from common.config.schema import Config, SftConfig
+from common.process.run_dir import other_values
 from launch.plan.job_plan import Plan, stages_of
 from launch.plan.memory import ADAM_BYTES, DEVICES, GRADIENT_BYTES, ITEM_BYTES, MAIN_BYTES, fits
 
@@ -40,8 +41,8 @@ def propose(config: C, plan: Plan, shape: ModelShape) -> Proposal | None:
             for tried in sorted(layouts, key=partial(_effort, config)):
                 needed = max(stage.peak for stage in stages_of(tried, plan.model, version_bytes))
                 if fits(needed, size) and {problem.key for problem in problems(tried)} <= known:
-                    before, after = msgspec.to_builtins(config), msgspec.to_builtins(tried)
-                    return Proposal(name, needed, [*_differences(before, after)])
+                    changed = other_values(config, tried, may_differ=())
+                    return Proposal(name, needed, [f"{key}={_word(value)}" for key, _, value in changed])
     return None
 
 
@@ -108,11 +109,5 @@ def _effort(given: Config | SftConfig, tried: Config | SftConfig) -> tuple[int, 
     return measures, again, axes, new.model_ranks, new.pipeline, new.context, new.expert, host
 
 
-def _differences(before: dict[str, Any], after: dict[str, Any], at: str = "") -> Iterator[str]:
-    """The override of every key that is new."""
-    for name, value in after.items():
-        if isinstance(value, dict):
-            yield from _differences(before[name], value, f"{at}{name}.")
-        elif value != before[name]:
-            word = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-            yield f"{at}{name}={word}"
+def _word(value: object) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()

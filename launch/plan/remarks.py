@@ -33,6 +33,8 @@ def _groups(plan: Plan) -> Iterator[str]:
         if kind.name in costs and kind.nodes > 1:
             name, cost = costs[kind.name]
             yield f"{name} {kind.size} spans {kind.nodes} nodes of {plan.gpus_per_node}: {cost}."
+    if plan.dtype == "float32" and plan.sizes.context > 1:
+        yield "Transformer Engine has no attention for float32 with CP; a learner that has it ends with exit code 2."
     if plan.sizes.dense_shards == 1 and plan.sizes.world > 1:
         yield "Data x context parallelism is 1: nothing shards the optimizer states of the dense parameters."
 

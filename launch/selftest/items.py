@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from common.config.parallel_layout import PLAIN
 from launch.doctor.machine import Machine
 
 PARITY = "tests/integration/megatron/test_megatron_parity.py"
 RESUME = "tests/integration/learner/test_resume.py"
-# read by tests/device.py, learner/megatron/cpu/compat.py and the test of the quickstart
-RANKS, PLAIN, STEPS = "SLIPSTREAM_TEST_RANKS", "SLIPSTREAM_PLAIN_LAYERS", "SLIPSTREAM_TEST_STEPS"
+# read by tests/device.py and the test of the quickstart
+RANKS, STEPS = "SLIPSTREAM_TEST_RANKS", "SLIPSTREAM_TEST_STEPS"
 PACE = "SLIPSTREAM_TEST_PACE"
 FEWEST_RANKS, MOST_RANKS = 2, 8  # Layouts have so many ranks, which share a GPU where there are fewer.
 SUMS = 20_000  # A layout needs about 1,000 collectives, and about 15 layouts have two ranks.

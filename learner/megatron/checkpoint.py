@@ -9,6 +9,7 @@ import queue
 import shutil
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from common.config.schema import ParallelConfig
@@ -49,29 +49,6 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
         return writer, save_state_dict_ret[1]
-
-
-class Written(msgspec.Struct, frozen=True):
-    """Where one rank has written one tensor or object, for the index: torch's WriteResult as plain values."""
-
-    name: str
-    offset: list[int] | None
-    index: int | None
-    file: str
-    at: int
-    length: int
-    transforms: list[str] | None
-
-    @classmethod
-    def of(cls, result: WriteResult) -> "Written":
-        key, place = result.index, result.storage_data
-        offset = None if key.offset is None else list(key.offset)
-        transforms = None if place.transform_descriptors is None else list(place.transform_descriptors)
-        return cls(key.fqn, offset, key.index, place.relative_path, place.offset, place.length, transforms)
-
-    def result(self) -> WriteResult:
-        place = _StorageInfo(self.file, self.at, self.length, self.transforms)
-        return WriteResult(MetadataIndex(self.name, self.offset, self.index), self.length, place)
 
 
 class Save:
@@ -118,12 +95,16 @@ class Save:
 
     def publish(self, told: Sequence[bytes]) -> None:
         """Rank 0, when every rank has told what it has written: the index. Raises OSError."""
-        written = [msgspec.msgpack.decode(each, type=list[Written]) for each in told]
-        results = [[entry.result() for entry in each] for each in written]
-        self._writer.finish(self._metadata, results)  # flushes what it writes
+        self._writer.finish(self._metadata, [_results(each) for each in told])  # flushes what it writes
         save_config(self._config, str(self.path))
         sync(self.path / _INDEX)
         sync(self.path)
+
+
+def _results(told: bytes) -> list[WriteResult]:
+    """Where a rank has written its tensors and objects."""
+    results = msgspec.msgpack.decode(told, type=list[WriteResult], dec_hook=lambda kind, value: kind(value))
+    return [replace(result, storage_data=_StorageInfo(**result.storage_data)) for result in results]
 
 
 def _copied(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
@@ -194,7 +175,7 @@ class Writer:
                 return False
         self._save = None
         problem = "; ".join(problems)
-        results = parallel.gather_to_lead(msgspec.msgpack.encode([Written.of(result) for result in save.results]))
+        results = parallel.gather_to_lead(msgspec.msgpack.encode(save.results))
         if dist.get_rank() == 0:
             try:
                 if not problem:

@@ -9,23 +9,13 @@ import msgspec
 
 from common.config.schema import Config
 from common.errors import UsageError
-from common.evaluation import dataset_names
+from common.evaluation import EvalResult, dataset_names
 from common.json_lines import dataset_rows
 from common.rollouts import Sample
 from rollout_fleet.driver_factory import build_driver
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 from rollout_fleet.episode.driver import Sampling
 from rollout_fleet.episode.sampler_protocol import Sampler
-
-
-class EvalResult(msgspec.Struct, frozen=True):
-    """Mean reward per problem: the accuracy, where rewards are 0 or 1."""
-
-    greedy_accuracy: float
-    sampled_accuracy: float  # one sample per problem at rollout.temperature and rollout.top_p
-    problems: int
-    failed: int = 0  # episodes, of both kinds, that failed; they count as reward 0
-    datasets: dict[str, "EvalResult"] = {}  # each one, where there are several
 
 
 def run_eval(config: Config, model_path: Path) -> EvalResult:

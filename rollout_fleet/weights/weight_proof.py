@@ -116,11 +116,19 @@ def _live(model: Any, layout: Layout) -> Iterator[tuple[Entry, torch.Tensor]]:
         if found is None:
             found = _part_of_fused(model, parameters, entry.name)
         storages.add(found.untyped_storage().data_ptr())
-        yield entry, found.data
+        yield entry, _narrowed(found.data, getattr(torch, entry.dtype))
     for name, parameter in parameters.items():
         known = parameter.untyped_storage().data_ptr() in storages or _DERIVED.fullmatch(name)
         if parameter.numel() and not known:
             raise Unreadable(f"{name} of the engine was not published and stays as it was at the start")
+
+
+def _narrowed(live: torch.Tensor, published: torch.dtype) -> torch.Tensor:
+    """`live` in the published dtype where that loses no bit: vLLM keeps the routers of GLM in float32."""
+    if live.element_size() <= published.itemsize:
+        return live
+    narrow = live.to(published)
+    return narrow if torch.equal(narrow.to(live.dtype), live) else live
 
 
 def _expert(model: Any, parameters: dict[str, torch.Tensor], entry: Entry) -> torch.Tensor | None:

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # kind, keys o
     "DeepseekV3-copies": ("deepseek-v3", LATENT, {"copies": True}),
     "DeepseekV3-AMX": ("deepseek-v3", LATENT, AMX),
     "Glm4Moe": ("glm", HEADS, {}),
+    "Glm4Moe-rounded": ("glm", HEADS, {"dtype": "bfloat16"}),  # with routers in float32
 }
 CLOSE = {"float32": 1e-4, "bfloat16": 0.3}  # to plain transformers
 

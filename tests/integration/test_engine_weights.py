@@ -1,8 +1,8 @@
 """The real vLLM engine, fed over the real weight plane, against Hugging Face in float32; and an agent that talks to it.
 
 One engine serves the whole file, then another one, which starts and schedules as on CUDA. Its platform does not force
-spawn, and it has vLLM's asynchronous scheduler with two batches in flight. Tests run in order and the last one breaks
-the engine.
+spawn, and it has vLLM's asynchronous scheduler with two batches in flight. With CUDA there is one, which has that, too.
+Tests run in order and the last one breaks the engine.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from rollout_fleet.episode.sampler_protocol import Generation
 from rollout_fleet.weights import engine_weights
 from rollout_fleet.weights.engine_weights import CanaryRead, Flip, ProofFailed, StagingFailed, Watch
 from rollout_fleet.weights.weight_client import WeightClient
+from tests.device import CUDA
 from tests.integration.engine_rig import (
     TOLERANCE,
     CudaScheduleEngine,
@@ -44,7 +45,10 @@ from tests.waiting import until, until_async
 REQUESTS, TOKENS = 24, 400
 
 
-@pytest.fixture(scope="module", params=[RigEngine, CudaScheduleEngine], ids=["", "as on CUDA"])
+KINDS = {"": RigEngine} if CUDA else {"": RigEngine, "as on CUDA": CudaScheduleEngine}
+
+
+@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     made = Rig(tmp_path_factory.mktemp("engine"), kind=request.param)
     yield made
@@ -53,7 +57,7 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def batches_in_flight(rig: Rig) -> bool:
     """Whether this engine schedules as on CUDA."""
-    return isinstance(rig.engine, CudaScheduleEngine)
+    return CUDA or isinstance(rig.engine, CudaScheduleEngine)
 
 
 def boundary(generation: Generation, old: int, new: int) -> int:

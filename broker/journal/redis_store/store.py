@@ -171,7 +171,6 @@ class RedisStore(Store):
             self._sizes[self._name(location)] = location.length
 
     def _elements(self, key: str) -> Iterator[bytes]:
-        """All elements of a list."""
         for first in itertools.count(0, CHUNK):
             part = self.term.run([("LRANGE", key, first, first + CHUNK - 1)])[0]
             yield from part

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from common.config.parallel_layout import PLAIN
 from common.errors import UsageError
 
 # Every patch below was checked against these; another version needs another look.
@@ -37,8 +38,6 @@ _UNUSED = {
         *("tensor_get_slice_after", "tensor_masked_update", "tensor_merge"),
     ),
 }
-
-PLAIN = "SLIPSTREAM_PLAIN_LAYERS"  # any value: do without Transformer Engine, though it is installed
 
 _view: types.ModuleType = torch
 _patches: dict[str, Callable[[types.ModuleType], None]] = {}

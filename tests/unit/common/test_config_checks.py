@@ -11,6 +11,7 @@ from common.config.checks import Reader, check_config, problems, resolve_paths
 from common.config.loading import build_config, dump_yaml, load_config
 from common.config.network_checks import fixed_address, is_loopback, split_address
 from common.config.observing import EvaluationConfig
+from common.config.parallel_layout import PLAIN
 from common.config.schema import Config, ModelConfig, RunConfig, SftConfig, SftTasksConfig, TasksConfig
 from common.errors import ConfigError
 from common.security.credentials import KeyFolder
@@ -135,6 +136,20 @@ def test_settings_that_do_not_fit_together_are_refused(folder, line):
 @pytest.mark.parametrize("sections", PASSES.split("\n")[1:-1])
 def test_settings_that_fit_together_pass(folder, sections):
     assert list(problems(job(folder, **yaml.safe_load(sections)))) == []
+
+
+@pytest.mark.parametrize(("dtype", "context", "plain"), [("bfloat16", 2, ""), ("float32", 1, ""), ("float32", 2, "1")])
+def test_transformer_engine_has_no_float32_under_context_parallelism(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, context: int, plain: str
+) -> None:
+    (tmp_path / "packages" / "transformer_engine").mkdir(parents=True)
+    sections = {"model": {"dtype": "float32"}, "learner": {"world_size": 2, "parallel": {"context": 2}}}
+    monkeypatch.setenv(PLAIN, "")
+    passes(folder, **sections)
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    refused(job(folder, **sections), "model.dtype", "bfloat16 with learner.parallel.context 2", "found float32", PLAIN)
+    monkeypatch.setenv(PLAIN, plain)
+    passes(folder, model={"dtype": dtype}, learner={"world_size": 2, "parallel": {"context": context}})
 
 
 def test_a_node_may_have_another_transport_than_a_learner_with_device_buffers(folder):

@@ -8,7 +8,7 @@ import pytest
 from common.config.loading import key_paths
 from common.config.schema import Config, SftLearnerConfig
 from launch.cli import COMMANDS
-from launch.dev.docs_reference import DOCS, config_page, filled, metrics_page
+from tests.docs_reference import DOCS, config_page, filled, metrics_page
 
 ROOT = Path(__file__).resolve().parents[3]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "configs/README.md")
@@ -62,7 +62,7 @@ def test_every_key_has_a_row_with_its_range_its_default_and_a_meaning() -> None:
 
 
 def test_the_pages_of_keys_and_metrics_are_what_the_code_declares() -> None:
-    advice = "run python -m launch.dev.docs_reference"
+    advice = "run python -m tests.docs_reference"
     assert (DOCS / "config.md").read_text() == config_page(), advice
     assert (DOCS / "metrics.md").read_text() == metrics_page(), advice
     every = SftLearnerConfig().checkpoint

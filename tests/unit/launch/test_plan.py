@@ -271,8 +271,10 @@ REMARKS = [
     ("mixtral-8x7b", ["learner.world_size=8"], "does not fit a GPU of 80 GB"),
     ("mixtral-8x7b", ["learner.loss.clip_high=0.28"], "learner.loss.clip_high never acts"),
     ("mixtral-8x7b", CLIPS, "learner.loss.clip_low and clip_dual never act"),
+    ("llama-3.1-405b", ["model.dtype=float32"], "no attention for float32 with CP"),
 ]
 SILENCE = [
+    ("llama-3.1-405b", [], "no attention for float32 with CP"),
     ("llama-3.1-70b", ["learner.world_size=32", "learner.parallel.tensor=8"], "nothing shards"),
     ("mixtral-8x7b", [], "never act"),
     ("mixtral-8x7b", BEHAVIOR, "never act"),

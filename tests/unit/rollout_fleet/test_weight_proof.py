@@ -127,6 +127,21 @@ def test_a_tensor_without_a_parameter_of_its_dtype_and_shape_is_named(
         weight_proof.checksum(model(), Layout.of([(name, dtype, shape)]))
 
 
+@pytest.mark.parametrize("checksums", [XXH3, WORDS])
+def test_a_parameter_that_the_engine_has_in_a_wider_dtype_is_proven_with_its_lower_bits(checksums: str) -> None:
+    gate = torch.randn(8, 4).bfloat16()
+    model: Any = nn.Module()
+    model.gate = nn.Linear(4, 8, bias=False)  # float32, as vLLM has the routers of GLM
+    model.gate.weight.data.copy_(gate)
+    layout = msgspec.structs.replace(Layout.of([("gate.weight", "bfloat16", (8, 4))]), checksums=checksums)
+    flat = packing.pack([("gate.weight", gate)], layout)
+    assert weight_proof.checksum(model, layout) == packing.checksum(flat, checksums)
+    weight_proof.check_shard(model, layout, flat, 0, 2)
+    model.gate.weight.data[3, 2] += 1e-6
+    with pytest.raises(weight_proof.Unreadable, match=r"gate\.weight was published as bfloat16"):
+        weight_proof.checksum(model, layout)
+
+
 def test_a_parameter_that_no_published_tensor_changes_is_named_unless_it_is_computed_from_others() -> None:
     model = Model()
     layout, flat = published(model)

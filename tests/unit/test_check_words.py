@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.dev.check_words import check_file, main, problems, sentences, too_wide, words
+from tests.check_words import check_file, main, problems, sentences, too_wide, words
 
 LONG = " ".join(["word"] * 26)
 

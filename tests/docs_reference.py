@@ -1,4 +1,4 @@
-"""Writes the tables of docs/config.md and docs/metrics.md: python -m launch.dev.docs_reference.
+"""Writes the tables of docs/config.md and docs/metrics.md: python -m tests.docs_reference.
 
 They follow from the declarations in common/; the text around them is written by hand.
 A key's meaning is the comment behind its field in common/config/schema.py, or in the lines above it; a metric says
@@ -17,7 +17,7 @@ from common.config import observing, schema
 from common.config.loading import describe_type
 from common.metrics import EvaluationMetrics, SftMetrics, StepMetrics, declarations
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 def comments(kind: type[msgspec.Struct]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Checks that docstrings, comments, messages and pages are plain English.
 
-`python -m launch.dev.check_words PATH ...` prints every finding in these files or folders, and fails if there is one.
+`python -m tests.check_words PATH ...` prints every finding in these files or folders, and fails if there is one.
 Without a path it looks at the whole checkout.
 A sentence has at most 25 words; a line of a page has at most 100 columns; BANNED lists phrases and what to say instead.
 Code blocks, tables, headings, links and lists of names are not sentences.
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("bench", "broker", "common", "configs", "docs", "launch", "learner", "rollout_fleet", "tests")
 SUFFIXES = (".md", ".py", ".sh", ".yaml")
 MAX_WORDS, MAX_COLUMNS = 25, 100

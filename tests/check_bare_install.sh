@@ -3,7 +3,7 @@
 #
 # common, broker and launch must import there, and `slipstream --help` must take less than a second.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/.."
 
 venv="$(mktemp -d)"
 trap 'rm -rf "$venv"' EXIT
@@ -13,4 +13,4 @@ install=("$venv/bin/python" -m pip install -qq --disable-pip-version-check --con
 "${install[@]}" setuptools
 "${install[@]}" --no-build-isolation --editable .
 "$venv/bin/python" -m pip check
-"$venv/bin/python" launch/dev/check_bare_install.py
+"$venv/bin/python" tests/check_bare_install.py
