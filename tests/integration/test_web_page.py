@@ -70,7 +70,7 @@ def test_the_page_starts_and_a_line_that_is_written_changes_it_without_a_reload(
     page.until(f"{label}.includes('steps 0 to 50')")
     assert page.get("globalThis.same") is True
     state = page.get("document.getElementById('link').textContent")
-    assert state == "live"
+    assert state == "not running", "the server answers, and no broker of the run does"
 
 
 def test_the_overview_shows_the_newest_states_of_the_first_processes(page, address):

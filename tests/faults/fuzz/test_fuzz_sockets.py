@@ -158,11 +158,11 @@ def test_a_broker_with_keys_is_untouched_by_strangers_and_by_an_observer_and_a_n
         assert status.refused_messages > 0.6 * MESSAGES  # some are valid after all, and a cut connection loses some
         assert 0 < status.denied_requests < status.refused_messages
         assert 0 < status.quarantined_messages == len(list((tmp_path / "run" / "quarantine").glob("*.bin"))) <= 32
-        assert roll_out_one(target.address, load_credential(keys, "node", "a"), "good")
+        assert roll_out_one(target.address, load_credential(keys, "node", "a"), "a:good")
         message_attack(target.address, attacks.REQUEST_FRAMES, 3, bad_key, bad_key.server_public)
         after = learner.ledger()
         assert [e.serial for e in after] == list(range(TASKS))
-        assert (after[0].state, after[0].nodes) == ("ready", ["good"])
+        assert (after[0].state, after[0].nodes) == ("ready", ["a:good"])
         assert {e.state for e in after[1:]} <= {"pending", "leased"}
         status = learner.status()
         assert told(status) == (1, "training")
@@ -190,7 +190,7 @@ def test_the_weight_planes_control_socket_survives_garbage_and_still_lets_a_node
         raw_attack(target, seed=6)
         message_attack(target.address, attacks.CONTROL_FRAMES, 7, credential, public)
         with dealer(target.address, credential, public) as node:
-            node.send(messages.encode(messages.Join("n0", 1)))
+            node.send(messages.encode(messages.Join("a", 1)))
             assert node.poll(int(LIMIT_S * 1000)), "no ping came"
             assert isinstance(messages.decode_from_learner(node.recv()), messages.Ping)
         target.assert_sound()

@@ -10,14 +10,11 @@ from pathlib import Path
 import pytest
 
 from broker import main
-from broker.connect import Access, connect_node
 from broker.journal.file_store.segment_file import SegmentFile
 from broker.journal.store import StoreCorrupt, StoreFailed
 from broker.messaging.async_client import AsyncBrokerClient
 from broker.messaging.sync_client import BrokerClient
 from common.errors import BrokerError, BrokerUnreachable, UsageError
-from common.security.credentials import KeyFolder
-from launch.keys import make
 from tests import broker_rig
 from tests.broker_rig import META, learner_report, node_report, tasks
 from tests.unit.broker.conftest import Running
@@ -118,27 +115,6 @@ def test_no_promise_is_answered_before_it_is_synced(
         assert not done.done(), "nodes leave because of it: it must outlive this broker; progress needs no sync"
         gate.set()
         done.result(LIMIT_S)
-
-
-def test_a_living_node_keeps_its_name_from_other_credentials_across_restarts_of_the_broker(
-    tmp_path: Path, running: Running
-) -> None:
-    keys = str(tmp_path / "keys")
-    make(KeyFolder(keys), ["a", "b"])
-    config = job(tmp_path / "run", credentials=keys)
-
-    async def register(address: str, name: str) -> None:
-        access = Access(address=address, role="node", deadline_s=LIMIT_S, credentials=keys, name=name)
-        async with connect_node(access) as node:
-            await node.register(node_report())
-
-    with running(config) as broker:
-        asyncio.run(register(broker.address, "a"))
-    for _ in range(2):  # from the moves, and from a snapshot
-        with running(config) as broker, pytest.raises(BrokerError, match="belongs to another credential"):
-            asyncio.run(register(broker.address, "b"))
-    with running(config) as broker:
-        asyncio.run(register(broker.address, "a"))
 
 
 def test_on_a_full_disk_everybody_waits_and_is_told_why(
