@@ -103,6 +103,8 @@ def test_a_warm_start_on_two_machines_survives_one_of_them_and_ends_with_the_wei
         broker = rig.start(rig.broker_host, "broker")
         launchers = [rig.start(host, "sft") for host in rig.hosts]
         assert [each.wait(LIMIT_S) for each in launchers] == [0, 0], rig.logs()
+        signal_to(broker, signal.SIGTERM)
+        assert broker.wait(LIMIT_S) == 0, rig.logs()
         with rig.quiet.learner(2) as quiet:
             assert quiet.wait() == 0, quiet.output()
         models = [path for host in rig.hosts for path in [host.files(rig.own) / "model"] if path.is_dir()]
