@@ -222,7 +222,9 @@ class Rig:
     @property
     def core(self) -> psutil.Process:
         """The engine's process."""
-        (found,) = [child for child in psutil.Process().children() if "EngineCore" in "".join(child.cmdline())]
+        ended = psutil.STATUS_ZOMBIE  # those of earlier engines, which Python reaps when it starts the next process
+        living = [child for child in psutil.Process().children() if child.status() != ended]
+        (found,) = [child for child in living if "EngineCore" in "".join(child.cmdline())]
         return found
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float = LIMIT_S) -> T:
