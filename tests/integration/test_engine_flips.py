@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -36,7 +37,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # kind, keys o
     "Glm4Moe": ("glm", HEADS, {}),
     "Glm4Moe-rounded": ("glm", HEADS, {"dtype": "bfloat16"}),  # with routers in float32
 }
-CLOSE = {"float32": 1e-4, "bfloat16": 0.3}  # to plain transformers
+CLOSE = 1e-4  # to plain transformers, the worst token
+CLOSE_ROUNDED = 0.05  # in bfloat16 the median: rounding sends some tokens to other experts
 
 
 def spec(name: str, flips: bool) -> dict[str, Any]:
@@ -77,7 +79,11 @@ def test_a_flipped_engine_decodes_as_a_fresh_one_and_as_transformers(folder: Pat
     model = forked_engines.model_of(made, 1)
     for prompt, (tokens, values) in zip(forked_engines.PROMPTS, flipped["decoded"], strict=True):
         assert len(tokens) == forked_engines.TOKENS
-        assert worst(values, logprobs(model, prompt + tokens)[len(prompt) - 1 :]) < CLOSE[made["dtype"]]
+        expected = logprobs(model, prompt + tokens)[len(prompt) - 1 :]
+        if made["dtype"] == "float32":
+            assert worst(values, expected) < CLOSE
+        else:
+            assert median(abs(a - b) for a, b in zip(values, expected, strict=True)) < CLOSE_ROUNDED
 
 
 def test_latent_attention_ran_with_both_backends_and_the_library_of_this_cpu(folder: Path) -> None:
