@@ -73,7 +73,8 @@ def test_a_run_is_scaled_preempted_requeued_and_cancelled_exactly_once(tmp_path:
         until(lambda: run.nodes() == 3, "3 nodes work", told=run.told, every_s=0.5)
         status = json.loads(run.slipstream("status", str(run.path), "--json"))
         first, second = read_jobs(RunDir(run.path)).fleet
-        assert {node["id"] for node in status["nodes"]} == {f"{first}_0", f"{second}_0", f"{second}_1"}
+        expected = {f"fleet:{name}" for name in (f"{first}_0", f"{second}_0", f"{second}_1")}
+        assert {node["id"] for node in status["nodes"]} == expected, "behind the name of their credential"
 
         urgent = ("--partition=urgent", "--nodelist=h2", "--exclusive", "--wrap=sleep 1000")
         guest = cluster.said("sbatch", "--parsable", *urgent)
