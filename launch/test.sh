@@ -61,12 +61,21 @@ elif [ $# -gt 0 ]; then
 else
   step "bare base install" bash tests/check_bare_install.sh
   step "all tests but those on a cluster" "${pytest[@]}" -m "not cluster"
-  if grep -qw avx512f /proc/cpuinfo; then
-    step "engines with vLLM's library for CPUs without AVX-512" env PYTHONPATH="$PWD/tests/avx2" "${pytest[@]}" \
-      tests/integration/test_engine_{flips,tensor_parallel}.py
-  fi
-  step "tests on a cluster of hosts" python -m pytest -rs --durations=15 -n 2 --dist loadfile tests/cluster
-  step "every architecture with the learner's pins" "$SLIPSTREAM_LEARNER_PYTHON" -m pytest -q \
-    tests/integration/megatron/test_architectures.py
+  # Hosts wait most of the time, for machines that fall silent; meanwhile other steps have the cores.
+  trap 'kill 0' INT  # the shell keeps it from what runs in the background
+  beside=$(mktemp) failed=""
+  {
+    if grep -qw avx512f /proc/cpuinfo; then
+      step "engines with vLLM's library for CPUs without AVX-512" env PYTHONPATH="$PWD/tests/avx2" "${pytest[@]}" \
+        tests/integration/test_engine_{flips,tensor_parallel}.py
+    fi
+    step "every architecture with the learner's pins" "$SLIPSTREAM_LEARNER_PYTHON" -m pytest -q \
+      tests/integration/megatron/test_architectures.py
+  } >"$beside" 2>&1 &
+  (step "tests on a cluster of hosts" python -m pytest -rs --durations=15 -n 2 --dist loadfile tests/cluster) || failed=yes
+  wait $! || failed=yes
+  cat "$beside"
+  rm "$beside"
+  [ -z "$failed" ] || exit 1
 fi
 printf '\n== all checks passed in %d s after set-up\n' $((SECONDS - begun))

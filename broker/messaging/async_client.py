@@ -266,7 +266,7 @@ class Connection:
         if self._socket is None:
             limit = frame_limit(self._max_message_bytes)
             where = self._context, self.address, self._identity, limit, self._credential
-            self._socket = LoopSocket(*where, self._on_message, self._on_connected)
+            self._socket = LoopSocket(*where, self._on_message, self._send_again)
             self._heard()
         return self._socket
 
@@ -286,20 +286,14 @@ class Connection:
         self._send_again()
 
     def _send_again(self) -> None:
-        again_at = asyncio.get_running_loop().time() + SEND_PAUSE_S
+        self._due_at, now = NEVER, asyncio.get_running_loop().time()
         for call in self._calls.by_id.values():
             call.sent_on = 0
-            self._calls.remind_at(call, again_at)
+            self._calls.remind_at(call, now)
 
     def _heard(self) -> None:
         self._since = asyncio.get_running_loop().time()
         self._due_at = NEVER
-
-    def _on_connected(self) -> None:
-        self._due_at = NEVER  # everything is sent again
-        now = asyncio.get_running_loop().time()
-        for call in self._calls.by_id.values():
-            self._calls.remind_at(call, now)
 
     def _on_message(self, frames: list[bytes]) -> None:
         header, *payloads = frames

@@ -129,8 +129,10 @@ class MachineRig:
         )
 
     def ranks(self, host: Host) -> list[psutil.Process]:
-        """The learner's ranks on a host, without torchrun."""
-        return [p for p in host.processes("-m learner.main") if "learner.torchrun" not in p.cmdline()]
+        """The learner's ranks on a host, without torchrun and forks of ranks that are about to run another program."""
+        found = [p for p in host.processes("-m learner.main") if "learner.torchrun" not in p.cmdline()]
+        pids = [rank.pid for rank in found]
+        return [rank for rank in found if rank.ppid() not in pids]
 
     def open_gate(self, steps: int) -> None:
         """Let the node hand in the groups of the first `steps` steps."""

@@ -15,7 +15,7 @@ from tests.integration.learner.learner_rig import weights_of
 from tests.integration.learner.test_sft_resume import WarmStart
 from tests.waiting import LIMIT_S, until
 
-PORT, STEPS, EVERY, TIMEOUT_S = 5566, 1500, 50, 20.0
+PORT, STEPS, EVERY, TIMEOUT_S = 5566, 800, 50, 20.0
 LISTEN, LOOPBACK = "0A", "0100007F"
 
 

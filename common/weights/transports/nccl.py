@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import psutil
 import torch
 
 from common.errors import UsageError
@@ -183,16 +184,7 @@ class NcclCommunicator:
 
 def listener(port: int) -> socket.socket | None:
     """A second handle of the socket with which this process listens at `port`."""
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed meanwhile
-            copy = os.dup(int(name))
-            try:
-                found = socket.socket(fileno=copy)
-            except OSError:  # no socket
-                os.close(copy)
-                continue
-            inet = found.family in (socket.AF_INET, socket.AF_INET6)
-            if inet and found.getsockname()[1] == port and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return found
-            found.close()
+    for one in psutil.Process().net_connections("tcp"):
+        if one.status == psutil.CONN_LISTEN and one.laddr.port == port:
+            return socket.socket(fileno=os.dup(one.fd))
     return None

@@ -99,11 +99,12 @@ def launcher_killed(rig: MachineRig) -> float:
 def broker_of_machines_killed(rig: MachineRig) -> float:
     """It learns of the running round from the launchers. No rank ends, and no restart is used up."""
     rig.start_all()
+    before = rig.members(), [rank.pid for host in rig.hosts for rank in rig.ranks(host)]
     version, at_s = rig.version(), time.monotonic()
-    ranks = [rank.pid for host in rig.members() for rank in rig.ranks(host)]
     signal_to(rig.broker, signal.SIGKILL)
     rig.broker.wait()
     rig.start_broker()
     recovered_s = rig.steps_beyond(version + 1) - at_s
-    assert ranks == [rank.pid for host in rig.members() for rank in rig.ranks(host)]
+    until(lambda: len(rig.members()) == 2, "both launchers to report to the new broker", told=rig.logs)
+    assert (rig.members(), [rank.pid for host in rig.hosts for rank in rig.ranks(host)]) == before
     return recovered_s
