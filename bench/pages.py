@@ -133,7 +133,7 @@ def machine() -> str:
     names = ("trl_comparison_long_tail", "trl_comparison_tiny", "step_overhead", "broker_overhead", "node_throughput")
     machines = sorted({machine_of(result(name)) for name in names})
     commits = sorted({result(name).get("commit", "not recorded") for name in names})
-    return f"Measured on {' and '.join(machines)}; commit: {', '.join(commits)}."
+    return f"Measured on {' and '.join(machines)};\ncommit: {', '.join(commits)}."
 
 
 OTHER_MACHINE = {  # its figure, ours in words, and the words of our row
