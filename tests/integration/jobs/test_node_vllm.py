@@ -256,8 +256,9 @@ def test_environments_that_raise_or_hang_fail_their_groups_and_not_the_node(job:
     run = RunDir(job.folder / "run")
     for number, why in enumerate(("fault on purpose", "10 s")):
         told = job.until(lambda serial=first + number: (t := list(read(run, task=serial))) and len(t) == 2 and t)
-        assert all((t.node_id, t.why, why in t.error) == ("n0", ["failed"], True) for t in told), "of both attempts"
-    for turn in (t.turns[1] for t in read(run, task=first)):
+        assert [(t.node_id, t.why) for t in told] == [("n0", ["failed"])] * 2, "of both attempts"
+        assert any(why in t.error for t in told), told  # on a slow machine one attempt may have reached the time limit
+    for turn in (t.turns[1] for t in read(run, task=first) if "fault on purpose" in t.error):
         assert turn.author == "policy" and turn.tokens
         assert turn.text == "".join(turn.pieces) == job.tokenizer.decode(turn.tokens)
 
