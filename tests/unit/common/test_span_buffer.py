@@ -12,9 +12,10 @@ import pytest
 
 from broker.messaging.async_client import AsyncBrokerClient
 from common import span_buffer
-from common.span_buffer import SpanBuffer
+from common.span_buffer import SPANS, SpanBuffer
 from common.spans import SpanBatch
 from tests.broker_rig import new_state, node_report, run_info, serving
+from tests.recorded_spans import recorded
 from tests.waiting import LIMIT_S
 
 BIG = 1 << 20
@@ -174,3 +175,10 @@ def test_the_true_distance_of_two_clocks_lies_within_the_stated_error() -> None:
             for offset, error in found:
                 assert abs(offset + ahead_s) <= error + slack_s
             assert found[-1][1] <= found[0][1] + 20 * LIMIT_S * span_buffer.DRIFT
+
+
+def test_a_test_also_sees_the_spans_that_a_heartbeat_took_first() -> None:
+    with recorded() as spans:
+        SPANS.add("a", "lease", 0.0)
+        assert SPANS.batch("n0", BIG) is not None
+        assert [span.kind for span in spans()] == ["lease"]
