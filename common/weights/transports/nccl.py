@@ -184,7 +184,6 @@ class NcclCommunicator:
 
 def listener(port: int) -> socket.socket | None:
     """A second handle of the socket with which this process listens at `port`."""
-    for one in psutil.Process().net_connections("tcp"):
-        if one.status == psutil.CONN_LISTEN and one.laddr.port == port:
-            return socket.socket(fileno=os.dup(one.fd))
-    return None
+    known = psutil.Process().net_connections("tcp")
+    found = next((one.fd for one in known if one.status == psutil.CONN_LISTEN and one.laddr.port == port), None)
+    return None if found is None else socket.socket(fileno=os.dup(found))

@@ -34,7 +34,7 @@ from launch.doctor.doctor import show
 from launch.up.roles import slurm_machines
 
 MOST_BYTES = 4 << 20
-MOST_S = 150.0  # the stages have deadlines of their own, 120 s together
+MOST_S = 180.0  # the stages have deadlines of their own, 150 s together
 HANGS = "a disk, a network file system, or a device does not answer"
 ROLES: tuple[Role, ...] = ("learner", "node", "observer", "broker")
 
