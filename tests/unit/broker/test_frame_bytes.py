@@ -82,7 +82,7 @@ def test_a_beginning_that_was_synced_is_damage_and_one_that_was_not_is_torn() ->
 
 def test_only_payloads_that_nothing_says_were_synced_are_checked() -> None:
     def damaged(*synced: int) -> bytes:
-        """Three records, of which the second one has a payload with a wrong byte."""
+        """Three records; the payload of the second one has a wrong byte."""
         frames = [frame(n, payload=b"group %d" % n, synced=s) for n, s in enumerate(synced, 1)]
         frames[1] = frames[1][:-1] + b"?"
         return b"".join(frames)
