@@ -113,12 +113,14 @@ def reached(packages: tuple[str, ...], folder: Path) -> dict[str, Any]:
     known = known if known.get("code") == code.hexdigest() else {"code": code.hexdigest(), "files": {}, "tests": {}}
     new = sorted(name for name, digest in hashes.items() if known["files"].get(name) != digest)
     known["tests"] = {t: about for t, about in known["tests"].items() if t.split("::")[0] in hashes.keys() - set(new)}
-    if new:
-        found = run(new, timeout_s=7200, traced=packages)
+    for begin in range(0, len(new), 20):
+        part = new[begin : begin + 20]
+        found = run(part, timeout_s=3600, traced=packages)
         for test, about in found["tests"].items():
             if test not in found["failed"]:
                 lines = {*about["lines"], *found["shared"].get(test.split("::")[0], [])}
                 known["tests"][test] = {"s": about["s"], "lines": sorted(lines)}
-        print(f"{len(new)} files mapped; left out: {found['failed'] or 'none'}", flush=True)
-    (folder / "map.json").write_text(json.dumps(known | {"files": hashes}))
+        known["files"] |= {name: hashes[name] for name in part}
+        (folder / "map.json").write_text(json.dumps(known))
+        print(f"{begin + len(part)} of {len(new)} test files mapped; failed: {found['failed'] or 'none'}", flush=True)
     return known["tests"]

@@ -1,5 +1,7 @@
 """Deadlines of the broker to the moment: leases, nodes, the learner, questions for a log; and what a node is told."""
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
@@ -10,6 +12,7 @@ from broker.delivery.log_ends import LogEnds
 from broker.delivery.nodes import FORGET_AFTER_S, MOST_LEFT, Fleet, add_waste
 from broker.delivery.state import DeliveryState
 from common.errors import BrokerError
+from common.evaluation import EvaluationOrder
 from tests.broker_rig import META, learner_report, new_state, node_report, run_info, tasks
 
 LATER = 1 / 1024  # exact in a float
@@ -49,6 +52,7 @@ def test_a_lease_ends_at_its_deadline_and_heartbeats_move_it_no_further_than_the
     clock.now += 5 - LATER
     state.expire()
     assert set(state.tasks.leased) == {one.token, two.token}
+    assert state.status().oldest_lease_s == 30 - LATER
     clock.now += LATER
     state.expire()
     assert set(state.tasks.leased) == {one.token}, "nothing renewed the other one"
@@ -135,11 +139,23 @@ def test_a_node_dies_after_the_time_of_a_lease_and_is_forgotten_long_after(
     assert "n0" not in state.fleet.nodes and state.status().left == []
 
 
-def test_a_dead_node_lives_again_from_when_it_is_seen(state: DeliveryState, clock: Clock) -> None:
+SIGNS_OF_LIFE: list[Callable[[DeliveryState], object]] = [
+    lambda state: state.release("n0", []),
+    lambda state: state.complete("n0", "unknown", META, b"", 0),
+    lambda state: state.fail("n0", "unknown", "because"),
+    lambda state: state.heartbeat(node_report(), []),
+    lambda state: state.lease("n0", 0, 0),
+]
+
+
+@pytest.mark.parametrize("sign", SIGNS_OF_LIFE)
+def test_a_dead_node_lives_again_from_when_it_is_seen(
+    state: DeliveryState, clock: Clock, sign: Callable[[DeliveryState], object]
+) -> None:
     clock.now += 40
     state.expire()
-    state.release("n0", [])
-    assert state.fleet.alive("n0") and state.events(-1)[-1].kind == "node_back"
+    sign(state)
+    assert state.fleet.alive("n0") and "node_back" in [event.kind for event in state.events(-1)]
     clock.now += 30 - LATER
     state.expire()
     assert state.fleet.alive("n0")
@@ -192,6 +208,17 @@ def test_a_silent_learner_is_lost_after_the_same_time_for_people_and_for_its_suc
     state.check_learner(2, "a")
 
 
+def test_requests_of_the_learner_are_signs_of_life_and_those_of_observers_are_none(
+    state: DeliveryState, clock: Clock
+) -> None:
+    state.attach(learner_report(instance="a"))
+    clock.now += 4
+    state.check_learner(None)
+    assert state.status().learner_last_seen_s == 4
+    state.check_learner(1, "a")
+    assert state.status().learner_last_seen_s == 0
+
+
 def test_a_node_hears_of_no_learner_of_a_living_one_and_of_one_that_ended(state: DeliveryState) -> None:
     assert state.heartbeat(node_report(), []) == HeartbeatReply()
     state.attach(learner_report(weights="tcp://w"))
@@ -200,6 +227,21 @@ def test_a_node_hears_of_no_learner_of_a_living_one_and_of_one_that_ended(state:
         state.report(learner_report(ended, weights="tcp://w"))
         told = state.heartbeat(node_report(), [])
         assert told == HeartbeatReply(learner_incarnation=1, drain=ended == "done")
+
+
+def test_a_problem_that_every_attempt_lost_has_no_reward_and_no_length(state: DeliveryState) -> None:
+    order = EvaluationOrder(version=0, incarnation=1, temperature=0.0)
+    state.evaluate(order, tasks(1), [], True)
+    attempts = []
+    for _ in range(3):
+        (lease,) = state.lease("n0", 0, 1)
+        attempts.append((lease.attempt, lease.evaluation == order))
+        before = state.lease_revision
+        state.fail("n0", lease.token, "because")
+        assert state.lease_revision > before
+    assert attempts == [(1, True), (2, True), (3, True)]
+    (result,) = state.evaluate(order, [], [], True).results
+    assert (result.rewards, result.lengths, result.errors) == ([0.0] * 2, [0] * 2, ["because"] * 2)
 
 
 # ---------------------------------------------------------------- questions for a log

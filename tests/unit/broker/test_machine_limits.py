@@ -52,8 +52,20 @@ def test_no_round_begins_before_the_ranks_of_an_earlier_broker_must_have_ended()
         told = [machines.gather(report(host), "", now) for host in ("a", "b")]
         assert [one.round for one in told] == [0, 0]
         assert machines.waits(now) != ""
+    before = machines.waits(20.0 - LATER)
+    machines.gather(report("c"), "", 30.0)
+    assert machines.waits(30.0) != before, "it waits for a second machine only"
+    assert machines.waits(30.0) == LearnerMachines(30.0, reports=machines.reports, seen_at=machines.seen_at).waits(30.0)
+    machines.gather(report("a"), "", 30.0)
+    assert (machines.round is not None, machines.waits(30.0)) == (True, "")
+
+
+def test_a_round_begins_at_the_very_moment_at_which_the_earlier_ranks_must_have_ended() -> None:
+    machines = LearnerMachines(hold_until=20.0)
     machines.gather(report("a"), "", 20.0)
-    assert (machines.round is not None, machines.waits(20.0)) == (True, "")
+    assert machines.round is None
+    machines.gather(report("b"), "", 20.0)
+    assert machines.round is not None
 
 
 def test_machines_that_leave_or_already_run_ranks_join_no_round() -> None:

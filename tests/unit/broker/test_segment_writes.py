@@ -11,7 +11,7 @@ import pytest
 from broker.journal.file_store.frames import BLOCK, read_frame
 from broker.journal.file_store.segment_file import STAGE_BYTES, SegmentFile
 from broker.journal.file_store.store import FileStore, StoreInfo
-from broker.journal.store import StoreUnavailable
+from broker.journal.store import Compaction, Location, StoreUnavailable
 
 Pwrite = Callable[[int, memoryview, int], int]
 
@@ -169,6 +169,7 @@ def test_a_record_of_the_history_takes_the_place_of_what_lies_behind_the_known_p
     frame = read_frame(data, 0, 7)
     assert frame is not None
     assert (frame.seq, frame.synced, frame.end, frame.payload_bytes) == (0, 0, first, 0)
+    assert path.stat().st_mode & 0o777 == 0o644 & ~_umask()
 
 
 def test_a_disk_that_takes_the_history_in_parts_gets_all_of_it(
@@ -188,3 +189,46 @@ def test_a_full_disk_may_be_tried_again(store: FileStore, number: int) -> None:
         raise OSError(errno.EIO, "broken")
     with pytest.raises(StoreUnavailable), store._when_full(errno.EIO):
         raise OSError(errno.EIO, "broken")
+
+
+class Snapshot(Compaction):
+    """Nothing but a snapshot."""
+
+    rewritten = None
+
+    def __init__(self, seq: int) -> None:
+        self.seq = seq
+
+    def finished(self) -> None:
+        return None
+
+    def snapshot(self, history: int) -> bytes:
+        return b"snapshot"
+
+    def wanted(self) -> list[Location]:
+        return []
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_new_segment_takes_the_place_of_the_former_one_and_of_its_handle(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert store.compact(Snapshot(1), 0) == 0
+    before = open_files()
+    for seq in range(2, 6):
+        store.compact(Snapshot(seq), 0)
+        assert [path.name for path in store.path.glob("*.log")] == [f"{seq:08d}.log"]
+
+    def fails(file: SegmentFile) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(SegmentFile, "sync", fails)
+    with pytest.raises(OSError):
+        store.compact(Snapshot(6), 0)
+    assert [path.name for path in store.path.glob("*.log")] == ["00000005.log"]
+    assert open_files() == before
+    assert [record.seq for record in store.load().records] == [5]
+    assert store.size_bytes() == sum(path.stat().st_blocks * 512 for path in store.path.iterdir())
