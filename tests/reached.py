@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -20,7 +21,10 @@ OURS = ("common", "broker", "learner", "rollout_fleet", "launch", "tests", "benc
 
 
 class Reached:
-    """Pytest plugin: runs the `chosen` tests in their order, or all; notes the lines of `traced` that they run."""
+    """Pytest plugin: runs the `chosen` tests in their order, or all; notes the lines of `traced` that they run.
+
+    `chosen` has the seconds after which a test that has not ended kills its process.
+    """
 
     def __init__(self, chosen: dict[str, int] | None, traced: tuple[str, ...]) -> None:
         self.chosen, self.traced, self.root = chosen, traced, os.getcwd()
@@ -33,7 +37,8 @@ class Reached:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if (chosen := self.chosen) is not None:
-            items[:] = sorted((item for item in items if item.nodeid in chosen), key=lambda item: chosen[item.nodeid])
+            found = {item.nodeid: item for item in items}
+            items[:] = [found[test] for test in chosen if test in found]
 
     def trace(self, frame: FrameType, event: str, argument: object) -> Any:
         path = frame.f_code.co_filename
@@ -51,7 +56,9 @@ class Reached:
         if self.traced:
             threading.settrace(self.trace)
             sys.settrace(self.trace)
+        signal.alarm(self.chosen[item.nodeid] if self.chosen else 0)
         yield
+        signal.alarm(0)
         sys.settrace(None)
         self.tests[item.nodeid] = {"s": round(time.perf_counter() - begun, 2), "lines": sorted(self.now)}
 
