@@ -31,7 +31,7 @@ from tests.reached import reached, run
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     *("common/staleness", "common/weights", "broker/delivery", "broker/journal", "broker/guard"),
-    *("learner/loss", "learner/batch"),
+    *("broker/server/flood_guard", "broker/server/request_guard", "learner/loss", "learner/batch"),
 )
 LIBRARIES = ("numpy", "torch", "torch.distributed", "zmq", "zmq.asyncio", "msgspec", "redis", "yaml")
 PAIRS = [(ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.And, ast.Or)]
