@@ -31,10 +31,11 @@ LONGEST_FILES = [
     *("test_replay.py", "test_sft_resume.py"),
 ]
 SLOW_FOLDERS = {"cluster", "integration", "faults", "learner_megatron"}
-SLOW_FILES = {
+SLOW_FILES = {  # they start processes or environments, or draw pages with matplotlib
     "test_adapters.py",
     "test_built_in_environments.py",
     "test_cli.py",
+    "test_comparison.py",
     "test_credentials.py",
     "test_durable_server.py",
     "test_report.py",
