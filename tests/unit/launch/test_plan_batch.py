@@ -4,13 +4,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from common.config.architecture import Architecture, Attention, Experts
 from common.config.schema import Config, SftConfig, SftLearnerConfig, SftTasksConfig
 from common.rollouts import Group, Sample, VersionRun, encode_group
 from common.staleness import Window
 from common.weights import pieces
 from common.weights.layout import Layout
 from common.wire_types import Array
-from launch.plan.architecture import Architecture, Attention, Experts
 from launch.plan.job_plan import (
     DEPTH_SHARE,
     Publish,
@@ -21,8 +21,7 @@ from launch.plan.job_plan import (
     source_bytes,
     window_of,
 )
-from launch.plan.parameters import hf_tensors
-from launch.plan.process_groups import SPARSE, Sizes, rank_groups
+from launch.plan.layout import SPARSE, Sizes, hf_tensors, rank_groups
 from tests.launch_rig import architecture
 
 
