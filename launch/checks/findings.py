@@ -11,10 +11,9 @@ from common.errors import EXIT_DONE, EXIT_FAILED, Problem
 
 SHOWN = 4  # names in one finding
 Level = Literal["problem", "warning", "note", "fine", "skipped"]
-SIGNS: dict[Level, tuple[str, str]] = {
+SIGNS: dict[Level, tuple[str, str]] = {  # notes stand in the numbered lists of a plan
     "problem": ("✗", "red"),
     "warning": ("!", "yellow"),
-    "note": ("-", "blue"),
     "fine": ("✓", "green"),
     "skipped": ("-", "yellow"),
 }
