@@ -34,7 +34,7 @@ from common.config.schema import Config
 from common.process.run_dir import RunDir
 from common.rollouts import Sample, decode_group
 from launch.up.devices import Cores, available_cores, plan_cores
-from launch.up.roles import thread_environment
+from launch.up.ranks import thread_environment
 from launch.up.supervisor import pin
 from rollout_fleet.engine.engine import Engine
 

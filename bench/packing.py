@@ -12,7 +12,8 @@ import numpy as np
 
 from common.config.parallel_layout import document_multiple
 from common.config.schema import ParallelConfig
-from learner.batch.packing import FILLER, Document, cost, counted_places, plan
+from learner.batch.balance import cost, counted_places
+from learner.batch.packing import FILLER, Document, plan
 from learner.megatron.pack_layout import pack_multiple
 
 RANKS = (2, 4, 8, 16)

@@ -1,6 +1,7 @@
 """Errors that a person reads: what is wrong, where, and what to do."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -27,13 +28,15 @@ class HopelessError(SlipstreamError):
     exit_code = EXIT_HOPELESS
 
 
-class Problem(NamedTuple):
+@dataclass(frozen=True)
+class Problem:
     """A config value that cannot be used."""
 
     key: str  # dotted path of the key, for example 'learner.parallel.tensor'
     expected: str  # values that would have been accepted
     found: str = ""  # the value that was given; '' stands for the key's value as it is
     hint: str | None = None  # the nearest valid name, or the next step to take
+    kind: Literal["value", "missing"] = "value"  # missing: files that a person may still bring; the key may be right
 
     def __str__(self) -> str:
         text = f"{self.key}: expected {self.expected}, found {self.found}"
@@ -49,6 +52,10 @@ class ConfigError(UsageError):
         self.file, self.key, self.expected, self.found, self.hint, self.line = file, key, expected, found, hint, line
         where = file if line is None else f"{file}, line {line}"
         super().__init__(f"{where}: {Problem(key, expected, found, hint)}")
+
+    @classmethod
+    def of(cls, file: str, problem: Problem) -> "ConfigError":
+        return cls(file, problem.key, problem.expected, problem.found, problem.hint)
 
 
 class BrokerError(SlipstreamError):

@@ -32,13 +32,13 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
     "rollout": ("up.roles:rollout", "[CONFIG] key=value --credentials --join --join-timeout-s", "one rollout node"),
     "sft": ("up.roles:sft", "CONFIG key=value --credentials --join --join-timeout-s",
         "supervised warm start on the Megatron learner; the result is RUN/model"),
-    "plan": ("plan.plan:command", "CONFIG key=value --json",
+    "plan": ("checks.plan:command", "CONFIG key=value --json",
         "layout, memory per GPU, batches, window and all checks; needs no GPU"),
-    "doctor": ("doctor.doctor:command", "[CONFIG|RUN] key=value --json",
+    "doctor": ("checks.doctor:command", "[CONFIG|RUN] key=value --json",
         "what this machine can run, what is missing for a config, and why a job stands still"),
-    "selftest": ("selftest.selftest:command", "--json",
+    "selftest": ("checks.selftest:command", "--json",
         "prove learner, weights and engine on this machine's devices, with the repository's tests"),
-    "preflight": ("cluster.preflight.preflight:command", "CONFIG key=value --json",
+    "preflight": ("checks.preflight.preflight:command", "CONFIG key=value --json",
         "networks, versions, clocks and disks of a job's machines, before it starts; run it on each of them"),
     "eval": ("up.roles:evaluate", "RUN|CONFIG key=value --json",
         "accuracy of a model on evaluation.datasets, greedy and sampled"),
@@ -60,7 +60,7 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
     "replay": ("results.replay:command", "RUN key=value", "train recorded steps of a run again, offline, and compare"),
     "trace": ("results.trace:command", "RUN", "the timeline of all processes as a file for ui.perfetto.dev"),
     "slurm": ("cluster.slurm.submit:command", "CONFIG|RUN key=value", "broker, learner and fleet as jobs of Slurm"),
-    "scale": ("cluster.slurm.scale:command", "RUN", "more or fewer nodes for a run on Slurm"),
+    "scale": ("cluster.slurm.submit:scale_command", "RUN", "more or fewer nodes for a run on Slurm"),
     "keys": ("keys:command", "", "CURVE keys for broker.credentials; only ever adds to an existing folder"),
 }  # fmt: skip
 GROUPS = {  # by the order of --help
@@ -69,7 +69,8 @@ GROUPS = {  # by the order of --help
     "check": "plan doctor selftest preflight",
     "launch": "broker learner rollout slurm scale keys",
 }
-RUN, EITHER = "a run's folder, or the config file that names it", "a run's folder, or a config file"
+RUN = "a run's folder, or the config file that names it"
+EITHER = "a run's folder, or a config file"
 SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
     "CONFIG": {"dest": "config", "metavar": "CONFIG", "help": "YAML file"},
     "[CONFIG]": {"dest": "config", "metavar": "CONFIG", "nargs": "?", "help": "YAML file"},
@@ -103,9 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return getattr(importlib.import_module(f"launch.{module}"), function)(args)
     except SlipstreamError as error:
-        why, code = str(error), error.exit_code
+        return refuse(args.command, str(error), error.exit_code)
     except KeyboardInterrupt:
-        why, code = "interrupted", EXIT_FAILED
+        return refuse(args.command, "interrupted", EXIT_FAILED)
     except BrokenPipeError:  # `slipstream ledger RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -113,8 +114,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         roles = PACKAGES.get((error.name or "").partition(".")[0])
         if roles is None:
             raise
-        why, code = f"the package '{error.name}' is not installed here; run launch/setup.sh {roles}", EXIT_USAGE
-    print(f"slipstream {args.command}: {why}", file=sys.stderr)
+        why = f"the package '{error.name}' is not installed here; run launch/setup.sh {roles}"
+        return refuse(args.command, why, EXIT_USAGE)
+
+
+def refuse(command: str, why: str, code: int) -> int:
+    print(f"slipstream {command}: {why}", file=sys.stderr)
     return code
 
 
@@ -146,7 +151,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args.overrides = [*args.overrides, *rest]
     first = args.config if args.command in ("learner", "rollout") else None
     if first and "=" in first and not os.path.exists(first):
-        args.config, args.overrides = None, [first, *args.overrides]
+        args.config = None
+        args.overrides = [first, *args.overrides]
     return args
 
 
@@ -177,7 +183,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def commands_by_group() -> str:
     """Every command with its text, under its group."""
-    width, indent = shutil.get_terminal_size().columns - 2, " " * 18
+    width = shutil.get_terminal_size().columns - 2
+    indent = " " * 18
     lines: list[str] = []
     for group, names in GROUPS.items():
         lines += ["", f"{group}:"]
@@ -199,7 +206,8 @@ def _add_job_arguments(made: Mapping[str, argparse.ArgumentParser]) -> None:
     plan = made["plan"]
     plan.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="ranks of one machine (8)")
     plan.add_argument("--link", type=float, default=100.0, metavar="GBIT", help="Gb/s of a machine's link (100)")
-    roles, text = ("cpu", "learner", "rollout", "base"), "whose packages (default: by what is here)"
+    roles = ("cpu", "learner", "rollout", "base")
+    text = "whose packages (default: by what is here)"
     made["doctor"].add_argument("--role", choices=roles, help=text)
     preflight = made["preflight"]
     preflight.add_argument("--meet", metavar="tcp://HOST:PORT", help="meeting place (default: broker.address)")

@@ -59,8 +59,9 @@ def make(folder: KeyFolder, nodes: Sequence[str]) -> list[Path]:
         server = read_file(folder.server, Keys, "the broker's key pair")
         allowed = list(load_allowed(folder.path).values()) if folder.allowed.exists() else []
         wanted: list[tuple[Role, str, Path]] = [("learner", "learner", folder.learner)]
-        wanted += [("observer", "observer", folder.observer)]
-        wanted += [("node", name, folder.nodes / f"{name}.json") for name in dict.fromkeys(nodes)]
+        wanted.append(("observer", "observer", folder.observer))
+        for name in dict.fromkeys(nodes):
+            wanted.append(("node", name, folder.nodes / f"{name}.json"))
         made: list[Path] = []
         for role, name, file in wanted:
             if not any((identity.role, identity.name) == (role, name) for identity in allowed):

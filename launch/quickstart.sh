@@ -48,7 +48,7 @@ step "install into .venv" bash launch/setup.sh cpu
 export PATH="$PWD/.venv/bin:$PATH"
 installed=$SECONDS
 # before the minutes of preparation, not after them
-python -m launch.quickstart.check_overrides configs/quickstart.yaml "$@" || { echo "quickstart: nothing was started" >&2; exit 2; }
+python -m launch.quickstart.assets --check configs/quickstart.yaml "$@" || { echo "quickstart: nothing was started" >&2; exit 2; }
 step "make the model, the tokenizer and the problems" python -m launch.quickstart.assets --out "$assets" --seed "$seed"
 if [ -f "$sft/model/config.json" ]; then
   printf '\n== warm start: %s is there already\n' "$sft/model"

@@ -33,24 +33,25 @@ def job_of(args: argparse.Namespace, reader: Reader) -> tuple[Config, RunDir, st
 
     The address is '' without --join. --credentials becomes an override. Raises UsageError.
     """
-    if args.config is None and args.join is None:
+    join: str = args.join or ""
+    if args.config is None and not join:
         raise UsageError(f"a {reader} needs a CONFIG, or the address of a job's broker: --join tcp://HOST:PORT")
-    if args.join is not None:
-        check_address(args.join, "--join")
+    if join:
+        check_address(join, "--join")
     if args.credentials is not None:
         args.overrides = [*args.overrides, f"broker.credentials={Path(args.credentials).expanduser().resolve()}"]
     runs_episodes = reader == "node"
     if args.config is not None:
-        return *load_job(args.config, args.overrides, runs_episodes, reader), args.join or ""
-    status = ask_status(args.join, args.join_timeout_s, args.credentials)
-    joined = joined_config(status.run.config, args.join, args.overrides)
-    config, run = checked(joined, f"the job at {args.join}", runs_episodes, reader)
+        return *load_job(args.config, args.overrides, runs_episodes, reader), join
+    status = ask_status(join, args.join_timeout_s, args.credentials)
+    joined = joined_config(status.run.config, join, args.overrides)
+    config, run = checked(joined, f"the job at {join}", runs_episodes, reader)
     if reader == "learner" and (ignored := without_commands(msgspec.json.decode(status.run.config))):
         print(f"commands of {', '.join(ignored)} are ignored: only a config file here may set them", file=sys.stderr)
         with suppress(OSError), closing(EventFile(run.events, "learner")) as events:
-            events.add("watch_commands_ignored", rules=ignored, broker=args.join)
+            events.add("watch_commands_ignored", rules=ignored, broker=join)
     several = fixed_address(config) if len(config.broker.addresses) > 1 else None
-    return config, run, several or args.join
+    return config, run, several or join
 
 
 def checked(config: C, file: str, environment: bool = True, reader: Reader = "all") -> tuple[C, RunDir]:

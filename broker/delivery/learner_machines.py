@@ -1,6 +1,6 @@
 """The machines of the learner: which of them train together, in which round, and when a round is over.
 
-A launcher on each machine reports about once a second (launch/cluster/learner_machine.py). When enough of them wait,
+A launcher on each machine reports about once a second (launch/up/learner_machine.py). When enough of them wait,
 they form a round: the ranks of one start of the learner. A round is over when the ranks of one machine have failed, or
 when a machine falls silent. Then every launcher ends its ranks and waits for the next round, which may have others.
 

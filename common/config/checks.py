@@ -7,20 +7,22 @@ in the process that reads them. The run's config and the broker keep the names, 
 
 import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Literal, TypeVar, cast
 
 import msgspec
 
+from common.config.architecture import Architecture, UnknownArchitecture, read_architecture
 from common.config.loading import describe_value, nearest
 from common.config.loss import loss_problems
 from common.config.network_checks import address_problems, broker_problems, buffers_problems, weights_address_problems
 from common.config.parallel_layout import (
-    ModelShape,
     attention_problems,
     document_multiple,
     model_problems,
+    padded,
     world_problems,
 )
 from common.config.passthrough import passthrough_problems
@@ -50,7 +52,7 @@ PATHS = (
     *("run.dir", "model.path", "tasks.dataset", "evaluation.datasets", "learner.loss.reference"),
     *("learner.checkpoint.dir", "broker.credentials"),
 )
-C = TypeVar("C", Config, SftConfig)
+C = TypeVar("C", bound=Config | SftConfig)
 
 
 def resolve_paths(config: C) -> C:
@@ -87,7 +89,7 @@ def check_config(config: Config | SftConfig, file: str, reader: Reader = "all") 
     `reader` is the role that is about to start here; files that only others read may be missing.
     """
     for problem in problems(config, reader):
-        raise ConfigError(file, *problem)
+        raise ConfigError.of(file, problem)
 
 
 def problems(config: Config | SftConfig, reader: Reader = "all") -> Iterator[Problem]:
@@ -95,7 +97,7 @@ def problems(config: Config | SftConfig, reader: Reader = "all") -> Iterator[Pro
     for problem in _problems(config, _read_by(reader, config)):
         if not problem.found:
             value: object = reduce(getattr, problem.key.split("."), config)
-            problem = problem._replace(found=describe_value(value))
+            problem = replace(problem, found=describe_value(value))
         yield problem
 
 
@@ -114,11 +116,11 @@ def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
     if wrong := [rank for rank in config.telemetry.profile_ranks if rank >= ranks]:
         yield Problem("telemetry.profile_ranks", f"ranks below learner.world_size ({ranks})", f"{wrong[0]}")
     yield from _keep_best(config)
-    shape = (yield from model_folder_problems(config.model.path)) if "model.path" in read else None
-    if shape is not None:
-        yield from model_problems(shape, config.learner.parallel)
+    model = (yield from model_folder_problems(config.model.path)) if "model.path" in read else None
+    if model is not None:
+        yield from model_problems(model, config.learner.parallel)
         for key in ("freeze_router", "balance", "replay_routing"):
-            if not shape.experts and getattr(moe, key) != getattr(MoeConfig(), key):
+            if model.experts is None and getattr(moe, key) != getattr(MoeConfig(), key):
                 yield Problem(f"learner.moe.{key}", "its default, since the model has no experts")
     if "tasks.dataset" in read:
         yield from _dataset("tasks.dataset", config.tasks.dataset)
@@ -138,7 +140,7 @@ def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
         for name in ("config.json", "*.safetensors"):
             if not any(Path(reference).glob(name)):
                 yield Problem("learner.loss.reference", "a Hugging Face model folder", f"{reference} without {name}")
-    yield from _rollout(config, shape)
+    yield from _rollout(config, model)
     limit = config.staleness.max + 1
     if config.weights.publish_every > limit:
         hint = "nodes would wait for weights that the learner only makes from their groups"
@@ -147,9 +149,12 @@ def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
     yield from weights_address_problems(config)
     if "tasks.dataset" in read:
         yield from buffers_problems(config)
-    if shape is not None and moe.replay_routing:  # a group's routing must fit into the message that brings it
-        layers, chosen = shape.layers, shape.chosen_experts
-        longest, size = config.rollout.engine.max_model_len, config.rollout.group_size
+    if model is not None and model.experts is not None and moe.replay_routing:
+        # a group's routing must fit into the message that brings it
+        layers = model.layers
+        chosen = model.experts.per_token
+        longest = config.rollout.engine.max_model_len
+        size = config.rollout.group_size
         needed = 2 * size * longest * layers * chosen
         if needed > config.broker.max_message_bytes:
             hint = f"learner.moe.replay_routing: {size} samples x {longest} tokens x {layers} layers x {chosen} experts"
@@ -170,10 +175,11 @@ def _keep_best(config: Config | SftConfig) -> Iterator[Problem]:
         yield Problem("learner.checkpoint.keep_best", "a metric of this run, or -METRIC for the least", hint=hint)
 
 
-def model_folder_problems(path: str) -> Generator[Problem, None, ModelShape | None]:
-    """Why the folder of `model.path` cannot be used; returns its shape, None without a readable config.json."""
+def model_folder_problems(path: str) -> Generator[Problem, None, Architecture | None]:
+    """Why the folder of `model.path` cannot be used; returns its shape, None where config.json does not give it."""
     folder = Path(path)
-    key, expected = "model.path", "a Hugging Face model folder"
+    key = "model.path"
+    expected = "a Hugging Face model folder"
     if path.startswith(SCHEME):
         return None
     if not folder.is_dir():
@@ -187,11 +193,14 @@ def model_folder_problems(path: str) -> Generator[Problem, None, ModelShape | No
         return None
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         expected_files = f"{expected} with a tokenizer ({', '.join(TOKENIZER_FILES[:2])}, ...)"
-        yield Problem(key, expected_files, f"{path} without one")
+        yield Problem(key, expected_files, f"{path} without one", kind="missing")
     if not any(folder.glob("*.safetensors")):
-        yield Problem(key, f"{expected} with weights (*.safetensors)", f"{path} without any")
+        yield Problem(key, f"{expected} with weights (*.safetensors)", f"{path} without any", kind="missing")
     yield from architecture_problems(document.get)
-    return ModelShape.of(document.get)
+    try:
+        return read_architecture(document)
+    except UnknownArchitecture:
+        return None
 
 
 def _dataset(key: str, path: str) -> Iterator[Problem]:
@@ -199,7 +208,8 @@ def _dataset(key: str, path: str) -> Iterator[Problem]:
     if path.startswith(SCHEME):
         return
     if not any(map(Path.is_file, dataset_files(file))):
-        yield Problem(key, "a JSONL or parquet file", f"{path}, which does not exist", DATASET_HINT)
+        found = f"{path}, which does not exist"
+        yield Problem(key, "a JSONL or parquet file", found, DATASET_HINT, kind="missing")
         return
     try:
         next(dataset_rows(file, key))
@@ -242,7 +252,7 @@ def _losses(config: Config) -> Iterator[Problem]:
         yield Problem("learner.moe.balance", expected, hint=hint)
 
 
-def _rollout(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
+def _rollout(config: Config, model: Architecture | None) -> Iterator[Problem]:
     rollout, engine = config.rollout, config.rollout.engine
     advantage = config.learner.loss.advantage
     if rollout.group_size == 1 and advantage != "reinforce_pp":
@@ -251,15 +261,15 @@ def _rollout(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
     if rollout.max_tokens >= engine.max_model_len:
         expected = f"less than rollout.engine.max_model_len ({engine.max_model_len}), which includes the prompt"
         yield Problem("rollout.max_tokens", expected)
-    if shape is not None and shape.positions and engine.max_model_len > shape.positions:
-        expected = f"at most the model's max_position_embeddings ({shape.positions})"
+    if model is not None and engine.max_model_len > model.positions:
+        expected = f"at most the model's max_position_embeddings ({model.positions})"
         yield Problem("rollout.engine.max_model_len", expected)
     longest = engine.max_model_len - 1  # a sequence trains one place fewer than it has tokens
-    multiple = document_multiple(config.learner.parallel)
-    padded = -(-longest // multiple) * multiple
-    if config.learner.micro_batch_tokens < padded:
+    needed = padded(longest, config.learner.parallel)
+    if config.learner.micro_batch_tokens < needed:
+        multiple = document_multiple(config.learner.parallel)
         rounded = f", rounded up to a multiple of {multiple} for learner.parallel.context," if multiple > 1 else ""
-        least = f"at least rollout.engine.max_model_len - 1{rounded} ({padded})"
+        least = f"at least rollout.engine.max_model_len - 1{rounded} ({needed})"
         yield Problem("learner.micro_batch_tokens", f"{least}, or a long sample could not be trained on")
     if config.weights.canary_tokens > longest:
         yield Problem("weights.canary_tokens", f"at most rollout.engine.max_model_len - 1 ({longest})")
@@ -275,7 +285,7 @@ def _rollout(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
     if engine.pipeline_parallel > 1 and config.learner.moe.replay_routing:
         hint = "vLLM does not return the experts that later stages chose"
         yield Problem("rollout.engine.pipeline_parallel", "1 with learner.moe.replay_routing", hint=hint)
-    if shape is not None and engine.expert_parallel and not shape.experts:
+    if model is not None and engine.expert_parallel and model.experts is None:
         yield Problem("rollout.engine.expert_parallel", "false, since the model has no experts")
-    if shape is not None and shape.heads % engine.tensor_parallel:
-        yield Problem("rollout.engine.tensor_parallel", f"a divisor of the model's {shape.heads} attention heads")
+    if model is not None and (heads := model.attention.heads) % engine.tensor_parallel:
+        yield Problem("rollout.engine.tensor_parallel", f"a divisor of the model's {heads} attention heads")

@@ -85,7 +85,7 @@ def build_config(document: Document, file: str, overrides: Sequence[str] = (), s
         raise _rewritten(str(error), document, file, overridden, schema) from None
     for number, rule in enumerate(config.watch if isinstance(config, Config) else []):
         for problem in rule_problems(f"watch[{number}]", rule):
-            raise ConfigError(OVERRIDE if "watch" in overridden else file, *problem)
+            raise ConfigError.of(OVERRIDE if "watch" in overridden else file, problem)
     return config
 
 

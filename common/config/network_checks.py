@@ -2,6 +2,7 @@
 
 import ipaddress
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -136,7 +137,7 @@ def weights_address_problems(config: Config) -> Iterator[Problem]:
     hint = "a learner of several machines sends its weights over the network; " if several else ""
     if trusted:
         why = "the control socket needs keys on a trusted network, too: only the data of gloo and nccl is in the clear"
-        yield Problem("broker.credentials", "a folder of `slipstream keys DIR`", hint=hint + why)
+        yield Problem("broker.credentials", "a folder of `slipstream keys DIR`", hint=hint + why, kind="missing")
         return
     hint += f"{COLLECTIVES_ARE_OPEN}; the keys of `slipstream keys DIR` are needed for both as broker.credentials"
     if loopback:
@@ -169,7 +170,9 @@ def address_problems(broker: BrokerAddress) -> Iterator[Problem]:
         hint = "a standby broker needs a store that it can reach"
         yield Problem("broker.address", "one address with broker.store: file", repr(list(addresses)), hint)
     if broker.credentials is not None and (wrong := check_credentials(broker.credentials)) is not None:
-        yield Problem("broker.credentials", "the folder of `slipstream keys DIR`, or a file of it", wrong)
+        expected = "the folder of `slipstream keys DIR`, or a file of it"
+        kind = "value" if Path(broker.credentials).exists() else "missing"
+        yield Problem("broker.credentials", expected, wrong, kind=kind)
 
 
 def _broker_store(config: Config) -> Iterator[Problem]:

@@ -2,10 +2,10 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib.util import find_spec
 
+from common.config.architecture import Architecture
 from common.config.schema import ParallelConfig
 from common.errors import Problem
 
@@ -13,44 +13,15 @@ PLAIN = "SLIPSTREAM_PLAIN_LAYERS"  # any value: do without Transformer Engine, t
 _KEY = "learner.parallel."
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """The numbers of a model's config.json that a config is checked against; 0: not given there."""
-
-    layers: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-    intermediate: int
-    experts: int
-    chosen_experts: int
-    expert_intermediate: int
-    positions: int
-
-    @staticmethod
-    def of(value: Callable[[str], object]) -> "ModelShape":
-        """From a function that looks a name of config.json up, and answers None where there is none."""
-
-        def number(*names: str) -> int:
-            found = (value(name) for name in names)
-            return next((x for x in found if isinstance(x, int) and not isinstance(x, bool)), 0)
-
-        return ModelShape(
-            layers=number("num_hidden_layers"),
-            heads=number("num_attention_heads"),
-            kv_heads=number("num_key_value_heads"),
-            vocabulary=number("vocab_size"),
-            intermediate=number("intermediate_size"),
-            experts=number("num_experts", "num_local_experts", "n_routed_experts"),
-            chosen_experts=number("num_experts_per_tok"),
-            expert_intermediate=number("moe_intermediate_size"),
-            positions=number("max_position_embeddings"),
-        )
-
-
 def document_multiple(parallel: ParallelConfig) -> int:
     """Every document is padded to a multiple of this: each context rank takes two equal chunks of it (zigzag)."""
     return 2 * parallel.context if parallel.context > 1 else 1
+
+
+def padded(places: int, parallel: ParallelConfig) -> int:
+    """Places that a document of so many takes in a microbatch."""
+    multiple = document_multiple(parallel)
+    return -(-places // multiple) * multiple
 
 
 def layers_per_stage(layers: int, parallel: ParallelConfig) -> tuple[int, ...]:
@@ -99,31 +70,30 @@ def world_problems(world_size: int, parallel: ParallelConfig) -> Iterator[Proble
         yield Problem(f"{_KEY}virtual_pipeline", "1 while pipeline is 1", str(virtual), f"raise {_KEY}pipeline first")
 
 
-def model_problems(shape: ModelShape, parallel: ParallelConfig) -> Iterator[Problem]:
+def model_problems(model: Architecture, parallel: ParallelConfig) -> Iterator[Problem]:
     """Why a model of that shape cannot be cut so."""
     divided = {
-        "attention heads": shape.heads,
-        "key-value heads": shape.kv_heads,
-        "vocabulary entries": shape.vocabulary,
-        "intermediate features": shape.intermediate,
+        "attention heads": model.attention.heads,
+        "key-value heads": model.attention.kv_heads,
+        "vocabulary entries": model.vocabulary,
+        "intermediate features": model.ffn,
     }
     for what, n in divided.items():
         if n % parallel.tensor:
             yield Problem(f"{_KEY}tensor", f"a divisor of the model's {n} {what}", str(parallel.tensor))
-    if shape.layers:
-        try:
-            layers_per_stage(shape.layers, parallel)
-        except ValueError as error:
-            yield error.args[0]
-    if not shape.experts:
+    try:
+        layers_per_stage(model.layers, parallel)
+    except ValueError as error:
+        yield error.args[0]
+    if model.experts is None:
         for name, size in (("expert", parallel.expert), ("expert_tensor", parallel.expert_tensor)):
             if size > 1:
                 yield Problem(f"{_KEY}{name}", "1, since the model has no experts", str(size))
         return
-    if shape.experts % parallel.expert:
-        yield Problem(f"{_KEY}expert", f"a divisor of the model's {shape.experts} experts", str(parallel.expert))
-    if shape.expert_intermediate % parallel.expert_tensor:
-        expected = f"a divisor of the experts' {shape.expert_intermediate} intermediate features"
+    if model.experts.count % parallel.expert:
+        yield Problem(f"{_KEY}expert", f"a divisor of the model's {model.experts.count} experts", str(parallel.expert))
+    if model.experts.ffn % parallel.expert_tensor:
+        expected = f"a divisor of the experts' {model.experts.ffn} intermediate features"
         yield Problem(f"{_KEY}expert_tensor", expected, str(parallel.expert_tensor))
     if parallel.tensor > 1 and not parallel.sequence:
         hint = "Megatron routes every token once only when the tensor-parallel ranks share the sequence"

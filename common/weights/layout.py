@@ -12,6 +12,7 @@ import msgspec
 
 ALIGNMENT = 64  # bytes; every entry starts at a multiple, so that any dtype can be viewed in place
 XXH3, WORDS = "xxh3", "words"  # checksums that a processor computes, and a device
+DEPTH_SHARE = 64  # a piece's time on all links of a chain is at most this part of the payload's on one
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

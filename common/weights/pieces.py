@@ -19,11 +19,11 @@ from blake3 import blake3
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from common.weights.layout import DEPTH_SHARE
 from common.weights.messages import Part
 
 SMALLEST, USUAL, LARGEST = 16 << 10, 1 << 20, 16 << 20  # bytes of a piece
 MOST_PIECES = 16384  # for a version below 256 GiB: every announcement has their digests
-DEPTH_SHARE = 64  # a piece's time on all links of a chain is at most this part of the payload's on one
 PIECE_S = 0.001  # that a piece takes on a link at least, so that the work per piece does not count
 TAG_BYTES = 16
 RECENT = 32  # sealed pieces that a shipment keeps, for those who are right behind

@@ -39,10 +39,9 @@ def interface_for(broker: str, names: str | None = None) -> Interface:
     if names is not None:
         found = named(names)
         if is_loopback(found.address) and not is_loopback(host):
-            loops = (
-                f"{found.name} of {socket.gethostname()} is its loopback interface, and the broker at {broker} is not"
-            )
-            raise UsageError(f"learner.interface: {loops}; name one that the other machines reach")
+            own = f"{found.name} of {socket.gethostname()} is its loopback interface"
+            hint = "name one that the other machines reach"
+            raise UsageError(f"learner.interface: {own}, and the broker at {broker} is not; {hint}")
         return found
     if not host:
         raise UsageError(f"broker.address: {broker} is on this machine only; several machines need tcp://HOST:PORT")
@@ -63,9 +62,10 @@ def routed(host: str, port: int = 1) -> Interface:
 
 def named(names: str) -> Interface:
     """The first of these interfaces that has an address. Raises UsageError, which lists those of this machine."""
-    there, families = psutil.net_if_addrs(), (socket.AF_INET, socket.AF_INET6)
+    there = psutil.net_if_addrs()
+    families = (socket.AF_INET, socket.AF_INET6)
     for name in map(str.strip, names.split(",")):
         if found := [entry.address for kind in families for entry in there.get(name, []) if entry.family == kind]:
             return Interface(name, found[0].partition("%")[0])
-    expected, has = "the name of an interface with an address", f"{socket.gethostname()} has {', '.join(there)}"
-    raise UsageError(f"learner.interface: expected {expected}, found {names!r}; {has}")
+    has = f"{socket.gethostname()} has {', '.join(there)}"
+    raise UsageError(f"learner.interface: expected the name of an interface with an address, found {names!r}; {has}")

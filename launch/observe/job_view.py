@@ -77,7 +77,7 @@ def render_status(
     folder = run.path if run else facts.run_dir
     parts: list[RenderableType] = [Text(f"{facts.name}  {folder}", "bold")]
     if finished is not None:
-        parts.append(Text(f"finished: {finished.steps} of {finished.of} steps{finished.words()}", "green"))
+        parts.append(Text(finished.sentence(), "green"))
         parts.append(Text(f"`slipstream web {folder}` shows it in a browser"))
     elif not seen.live:
         parts.append(Text(seen.note, "yellow"))

@@ -26,6 +26,10 @@ class Outcome(msgspec.Struct, frozen=True):
         """Whether all steps are done and the model is written."""
         return self.model != ""
 
+    def sentence(self) -> str:
+        """One line about a finished run."""
+        return f"finished: {self.steps} of {self.of} steps{self.words()}"
+
     def words(self) -> str:
         """The figures and places, '; ' in front of each."""
         first, last = self.reward.values()

@@ -5,17 +5,19 @@ A step, the window, a published version, a checkpoint, the memory of an engine a
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from math import inf
 
 import msgspec
+import numpy as np
 
-from common.config.parallel_layout import document_multiple
+from common.config.architecture import Architecture, Attention
+from common.config.parallel_layout import padded
 from common.config.schema import Config, RanksConfig, SftConfig
-from common.weights.layout import ALIGNMENT, Layout
-from launch.plan.architecture import Architecture, Attention
+from common.weights.layout import ALIGNMENT, DEPTH_SHARE, Layout
+from launch.plan.layout import GroupKind, Sizes, count, count_active, group_kinds, hf_tensors, stage_chunks
 from launch.plan.memory import ADAM_BYTES, ITEM_BYTES, Activations, Resident, activations, resident
-from launch.plan.parameters import count, count_active, hf_tensors
-from launch.plan.process_groups import GroupKind, Sizes, group_kinds, stage_chunks
+from learner.batch.balance import balance
 from rollout_fleet.node.node import LOOKAHEAD_GROUPS
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -23,7 +25,6 @@ WIRE_BYTES_PER_TOKEN = 4 + 1 + 4  # token int32, loss mask uint8, log-probabilit
 ROUTED_BYTES = 2  # int16 per MoE layer and chosen expert
 MAIN_PARAMETER_BYTES = 4  # saved with the optimizer, whatever the model's dtype
 DEVICE_VERSIONS = 3  # published versions that the lead rank keeps in device memory at most
-DEPTH_SHARE = 64  # as in common.weights.pieces, which needs torch
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -132,27 +133,44 @@ def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: in
     A machine has `gpus_per_node` consecutive learner ranks; a node leases LOOKAHEAD_GROUPS beyond its concurrency.
     Every machine's link carries `link_gbit` Gb/s in each direction.
     """
-    learner, dtype, rl = config.learner, config.model.dtype, None
+    learner = config.learner
     sizes = Sizes.of(learner.world_size, learner.parallel)
+    rl = None
     if isinstance(config, Config):
-        publish = publish_of(config, model, gpus_per_node, link_gbit)
-        rl = RlPart(window_of(config, model), publish, engine_of(config, model), config.rollout.nodes)
-    groups = [*group_kinds(sizes, gpus_per_node, model.experts is not None)]
-    stages = [*stages_of(config, model, rl.publish.bytes if rl is not None else 0)]
-    kept = learner.checkpoint.keep + 1 + bool(learner.checkpoint.keep_best)
-    checkpoint = Checkpoint(checkpoint_bytes(model, dtype), kept)
-    batch, name, whole, active = batch_of(config, sizes), config.run.name, count(model), count_active(model)
-    return Plan(name, dtype, model, whole, active, sizes, gpus_per_node, groups, stages, batch, checkpoint, rl)
+        rl = RlPart(
+            window=window_of(config, model),
+            publish=publish_of(config, model, gpus_per_node, link_gbit),
+            engine=engine_of(config, model),
+            nodes=config.rollout.nodes,
+        )
+    return Plan(
+        name=config.run.name,
+        dtype=config.model.dtype,
+        model=model,
+        parameters=count(model),
+        active_parameters=count_active(model),
+        sizes=sizes,
+        gpus_per_node=gpus_per_node,
+        groups=[*group_kinds(sizes, gpus_per_node, model.experts is not None)],
+        stages=[*stages_of(config, model, rl.publish.bytes if rl is not None else 0)],
+        batch=batch_of(config, sizes),
+        checkpoint=Checkpoint(
+            bytes=checkpoint_bytes(model, config.model.dtype),
+            kept=learner.checkpoint.keep + 1 + bool(learner.checkpoint.keep_best),
+        ),
+        rl=rl,
+    )
 
 
 def stages_of(config: Config | SftConfig, model: Architecture, version_bytes: int) -> Iterator[Stage]:
     """The ranks of each pipeline stage, when a published version has `version_bytes`."""
-    learner, dtype = config.learner, config.model.dtype
+    learner = config.learner
     parallel, memory = learner.parallel, learner.memory
-    sizes, chunks = Sizes.of(learner.world_size, parallel), stage_chunks(model.layers, parallel)
+    dtype = config.model.dtype
+    sizes = Sizes.of(learner.world_size, parallel)
+    chunks = stage_chunks(model.layers, parallel)
     microbatches = batch_of(config, sizes).microbatches
-    tokens, item = learner.micro_batch_tokens, ITEM_BYTES[dtype]
-    flowing = activations(model, parallel, memory, tokens, microbatches, item)
+    flowing = activations(model, parallel, memory, learner.micro_batch_tokens, microbatches, ITEM_BYTES[dtype])
     on_device = isinstance(config, Config) and config.weights.buffers == "device"
     reference = isinstance(config, Config) and config.learner.loss.kl_coefficient > 0
     for i, (r, a) in enumerate(zip(resident(model, parallel, sizes, dtype), flowing, strict=True)):
@@ -162,27 +180,48 @@ def stages_of(config: Config | SftConfig, model: Architecture, version_bytes: in
         versions = DEVICE_VERSIONS * version_bytes if on_device and i == 0 else 0
         updating = r.parameters + r.gradients + r.optimizer + versions
         training = updating - optimizer + a.layers + a.recomputed + a.output
-        waiting = updating - parameters - gradients - optimizer
-        host = parameters + optimizer + (r.parameters if reference else 0)
-        layers, last = [(chunk.start, chunk.stop) for chunk in chunks[i]], i == len(chunks) - 1
-        yield Stage(layers, i == 0, last, r, a, versions, training, updating, waiting, max(training, updating), host)
+        yield Stage(
+            layers=[(chunk.start, chunk.stop) for chunk in chunks[i]],
+            embedding=i == 0,
+            output=i == len(chunks) - 1,
+            resident=r,
+            activations=a,
+            versions=versions,
+            training=training,
+            updating=updating,
+            waiting=updating - parameters - gradients - optimizer,
+            peak=max(training, updating),
+            host=parameters + optimizer + (r.parameters if reference else 0),
+        )
 
 
 def batch_of(config: Config | SftConfig, sizes: Sizes) -> Batch:
-    """The arithmetic of one step, as learner.batch.packing does it."""
+    """One step of documents that are all as long as they may be, packed as the learner packs them."""
     learner, parallel = config.learner, config.learner.parallel
+    bound = learner.micro_batch_tokens
     if isinstance(config, Config):
         sequences = config.learner.groups_per_step * config.rollout.group_size
-        longest = config.rollout.engine.max_model_len - 1  # inputs are all tokens but the last
+        longest = padded(config.rollout.engine.max_model_len - 1, parallel)  # inputs are all tokens but the last
     else:
-        sequences, longest = config.learner.sequences_per_step, learner.micro_batch_tokens
-    multiple = document_multiple(parallel)
-    longest = -(-longest // multiple) * multiple
-    fitting = (max(1, n * learner.micro_batch_tokens // longest) for n in (1, 4))
-    full, short = (-(-sequences // (fit * sizes.data)) for fit in fitting)
-    tokens, tokens_per_rank = sequences * longest, -(-sequences // sizes.data) * longest
-    bubbles = (bubble(n, parallel.pipeline, parallel.virtual_pipeline) for n in (full, short))
-    return Batch(sequences, longest, tokens, tokens_per_rank, full, *bubbles)
+        sequences = config.learner.sequences_per_step
+        longest = padded(bound, parallel)
+    full = microbatches_of(sequences, longest, sizes.data, bound)
+    short = microbatches_of(sequences, padded(max(1, longest // 4), parallel), sizes.data, bound)
+    return Batch(
+        sequences=sequences,
+        longest=longest,
+        tokens=sequences * longest,
+        tokens_per_rank=-(-sequences // sizes.data) * longest,
+        microbatches=full,
+        bubble=bubble(full, parallel.pipeline, parallel.virtual_pipeline),
+        bubble_short=bubble(short, parallel.pipeline, parallel.virtual_pipeline),
+    )
+
+
+@lru_cache  # a proposal tries many layouts of the same batch
+def microbatches_of(documents: int, places: int, ranks: int, bound: int) -> int:
+    """Microbatches of every rank for so many documents of `places` each; one longer than the bound fills its own."""
+    return len(balance(np.full(documents, min(places, bound)), ranks, bound)[0])
 
 
 def bubble(microbatches: int, pipeline: int, virtual: int) -> float:
@@ -194,18 +233,27 @@ def bubble(microbatches: int, pipeline: int, virtual: int) -> float:
 def window_of(config: Config, model: Architecture) -> Window:
     """The window when a node leases LOOKAHEAD_GROUPS beyond its concurrency."""
     groups = config.learner.groups_per_step * (config.staleness.max + 1)
-    size, longest = config.rollout.group_size, config.rollout.engine.max_model_len
+    size = config.rollout.group_size
+    longest = config.rollout.engine.max_model_len
     per_token = WIRE_BYTES_PER_TOKEN
     if config.learner.moe.replay_routing and model.experts is not None:
         per_token += sum(model.moe_layers) * model.experts.per_token * ROUTED_BYTES
     group_bytes = size * longest * per_token
     node_groups = min(groups, config.rollout.concurrency_bounds[1] // size + LOOKAHEAD_GROUPS)
-    return Window(groups, groups * size, groups * size * longest, groups * group_bytes, group_bytes, node_groups)
+    return Window(
+        groups=groups,
+        samples=groups * size,
+        tokens=groups * size * longest,
+        bytes=groups * group_bytes,
+        group_bytes=group_bytes,
+        node_groups=node_groups,
+    )
 
 
 def publish_of(config: Config, model: Architecture, gpus_per_node: int, link_gbit: float) -> Publish:
     """The weight plane's flat buffer for this model, the ranks that send it, and the time that it takes."""
-    relay, link = config.weights.transport == "relay", link_gbit * 1e9 / 8
+    relay = config.weights.transport == "relay"
+    link = link_gbit * 1e9 / 8
     layout = Layout.of([(name, config.model.dtype, shape) for name, shape in hf_tensors(model)])
     size = layout.total_bytes
     buckets = -(-size // (config.weights.bucket_mib * MIB))
@@ -255,14 +303,18 @@ def checkpoint_bytes(model: Architecture, dtype: str) -> int:
 
 def engine_of(config: Config, model: Architecture) -> Engine:
     """The memory of one of the fleet's engines; keys and values have the model's dtype."""
-    settings, item = config.rollout.engine, ITEM_BYTES[config.model.dtype]
-    devices, tensor = settings.devices, settings.tensor_parallel
+    settings = config.rollout.engine
+    item = ITEM_BYTES[config.model.dtype]
+    tensor = settings.tensor_parallel
     a = model.attention
     if isinstance(a, Attention):
         heads = max(a.kv_heads, tensor)  # vLLM copies a key-value head where there are fewer than devices of a stage
         per_layer = 2 * heads * a.head_dim / tensor
     else:
         per_layer = a.kv_rank + a.rope_dim  # the compressed form, whole on every device
-    layers = -(-model.layers // settings.pipeline_parallel)
-    cache = settings.kv_cache_mib * MIB if settings.kv_cache_mib is not None else inf
-    return Engine(devices, count(model) * item // devices, per_layer * layers * item, cache)
+    return Engine(
+        devices=settings.devices,
+        weight_bytes=count(model) * item // settings.devices,
+        cache_bytes_per_token=per_layer * -(-model.layers // settings.pipeline_parallel) * item,
+        cache_bytes=settings.kv_cache_mib * MIB if settings.kv_cache_mib is not None else inf,
+    )

@@ -14,10 +14,9 @@ from math import lcm
 import msgspec
 import numpy as np
 
+from common.config.architecture import Architecture, Attention
 from common.config.schema import MemoryConfig, ParallelConfig
-from launch.plan.architecture import Architecture, Attention
-from launch.plan.parameters import KINDS, Parameter, chunk_parameters
-from launch.plan.process_groups import Sizes, stage_chunks
+from launch.plan.layout import KINDS, Parameter, Sizes, chunk_parameters, stage_chunks
 
 FLOAT32 = 4
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -39,7 +38,7 @@ def fits(needed: float, device: float) -> bool:
 class Resident(msgspec.Struct, frozen=True):
     """One rank of a pipeline stage; bytes, gaps of alignment included."""
 
-    elements: dict[str, int]  # parameters by kind (launch.plan.parameters.KINDS)
+    elements: dict[str, int]  # parameters by kind (launch.plan.layout.KINDS)
     parameters: int
     gradients: int
     optimizer: int  # main parameters and Adam's states of the fullest shard
@@ -62,7 +61,8 @@ def resident(model: Architecture, parallel: ParallelConfig, sizes: Sizes, dtype:
     """
     stages = stage_chunks(model.layers, parallel)
     for stage, chunks in enumerate(stages):
-        elements, whole, fullest = dict.fromkeys(KINDS, 0), 0, 0
+        elements = dict.fromkeys(KINDS, 0)
+        whole = fullest = 0
         for v, layers in enumerate(chunks):
             last = stage == len(stages) - 1 and v == len(chunks) - 1
             parameters = [*chunk_parameters(model, parallel, layers, stage == v == 0, last)]
@@ -70,7 +70,8 @@ def resident(model: Architecture, parallel: ParallelConfig, sizes: Sizes, dtype:
                 elements[parameter.kind] += parameter.elements
             for experts, shards in ((False, sizes.dense_shards), (True, sizes.expert_data)):
                 size, shard = buffer([p for p in parameters if (p.kind == "experts") == experts], shards)
-                whole, fullest = whole + size, fullest + shard
+                whole += size
+                fullest += shard
         optimizer = fullest * (ADAM_BYTES + MAIN_BYTES[dtype])
         yield Resident(elements, whole * ITEM_BYTES[dtype], whole * GRADIENT_BYTES, optimizer)
 
@@ -80,10 +81,12 @@ def buffer(parameters: Sequence[Parameter], shards: int) -> tuple[int, int]:
 
     It is one bucket, but shared embeddings have buckets of their own. Each bucket is cut into `shards` equal parts.
     """
-    at, full = 0, np.zeros(shards, dtype=np.int64)
+    at = 0
+    full = np.zeros(shards, dtype=np.int64)
     backward = reversed(parameters)  # roughly the order of the backward pass
     for _, bucket in groupby(backward, lambda p: p.name if p.shared else ""):
-        begin, spans = at, list[tuple[int, int]]()
+        begin = at
+        spans: list[tuple[int, int]] = []
         for parameter in bucket:
             at = _aligned(at, PARAMETER_ALIGNMENT)
             spans.append((at, at + parameter.elements))
@@ -111,7 +114,8 @@ def activations(
     for stage, chunks in enumerate(stages):
         layers = [layer for chunk in chunks for layer in chunk]
         sizes = [layer_bytes(model, parallel, model.moe_layers[n], tokens, item) for n in layers]
-        kept, again = sum(sizes), 0
+        kept = sum(sizes)
+        again = 0
         if memory.recompute == "full":  # a layer keeps its input alone
             kept = len(layers) * tokens * model.hidden * item // _sequence_shards(parallel)
             again = max(sizes, default=0)
@@ -150,11 +154,13 @@ def in_flight(stage: int, parallel: ParallelConfig, microbatches: int) -> float:
 
 def layer_bytes(model: Architecture, parallel: ParallelConfig, moe: bool, tokens: int, item: int) -> int:
     """Bytes that one layer keeps for this rank's `tokens` of one microbatch."""
-    t, shards = parallel.tensor, _sequence_shards(parallel)
+    t = parallel.tensor
+    shards = _sequence_shards(parallel)
     # input and output of both norms; sequence parallelism keeps them cut and gathers them again (section 4.2.2)
     elements = 4 * model.hidden / shards
     # tensors that the attention kernel and the output projection need again
-    a, float32 = model.attention, model.attention.heads / t  # log-sum-exp
+    a = model.attention
+    float32 = a.heads / t  # log-sum-exp
     if isinstance(a, Attention):
         elements += (2 * a.heads + 2 * a.kv_heads) * a.head_dim / t
     else:

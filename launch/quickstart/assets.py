@@ -1,11 +1,15 @@
 """Everything the quickstart starts from: a random model with its tokenizer, problems and demonstrations.
 
-python -m launch.quickstart.assets --out runs/assets [--seed N] [--preset tiny|long]
+    python -m launch.quickstart.assets --out runs/assets [--seed N] [--preset tiny|long]
+    python -m launch.quickstart.assets --check CONFIG [key=value ...]
 
 - OUT/model is a Hugging Face folder: Qwen3 architecture, random weights, character tokenizer.
 - OUT/addition has problems in train.jsonl, others in held_out.jsonl, and demonstrations in order in sft.jsonl.
 - OUT/number_guessing has the same for the number game. Its held-out problems are all its numbers.
 - OUT/assets.json says how they were built. The same request again does nothing.
+
+With --check nothing is built: launch/quickstart.sh refuses bad overrides before minutes of work. The files that CONFIG
+names need not be there yet, those that an override names must. The exit code is 0, or 2 after one line on stderr.
 """
 
 import argparse
@@ -13,14 +17,19 @@ import dataclasses
 import json
 import random
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.config.checks import problems, resolve_paths
+from common.config.loading import load_config
+from common.errors import EXIT_DONE, ConfigError, UsageError
 from common.process.files import replace_folder
 from launch.quickstart import problems as data
+from rollout_fleet.environments.description import check_environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -28,6 +37,7 @@ if TYPE_CHECKING:
 SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"}
 UNKNOWN = "<unk>"
 VOCABULARY = 128
+MADE_LATER = ("model.path", "tasks.dataset", "evaluation.datasets")
 FORMAT = 1  # raise when what is built changes in a way that the presets do not show
 
 
@@ -83,10 +93,16 @@ def build_model(shape: Mapping[str, Any], seed: int, folder: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    ids, rope = alphabet(), {"rope_type": "default", "rope_theta": 10000.0}
-    special = {f"{name}_id": ids[token] for name, token in SPECIAL.items()}
-    fixed = {"vocab_size": VOCABULARY, "rope_parameters": rope, "tie_word_embeddings": True, "dtype": "float32"}
-    config = Qwen3Config(**shape, **fixed, **special)
+    ids = alphabet()
+    special: dict[str, Any] = {f"{name}_id": ids[token] for name, token in SPECIAL.items()}
+    config = Qwen3Config(
+        **shape,
+        **special,
+        vocab_size=VOCABULARY,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config).float()
     model.generation_config.do_sample = True
@@ -138,12 +154,31 @@ def build(out: Path, seed: int, preset_name: str) -> bool:
     return True
 
 
+def check_overrides(file: str, overrides: Sequence[str]) -> None:
+    """Raise UsageError for what is wrong with a config, unless it is about files that the quickstart makes."""
+    named = {word.partition("=")[0] for word in overrides}
+    config = resolve_paths(load_config(Path(file), overrides))
+    for problem in problems(config):
+        if problem.key in named or problem.key not in MADE_LATER:
+            raise ConfigError.of(file, problem)
+    check_environment(config.tasks, file, libraries=False)
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launch.quickstart.assets", description=__doc__.split("\n")[0])
+    about = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m launch.quickstart.assets", description=about)
     parser.add_argument("--out", type=Path, default=Path("runs/assets"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
+    parser.add_argument("--check", nargs="+", metavar=("CONFIG", "key=value"), help="only check a config")
     arguments = parser.parse_args(argv)
+    if arguments.check:
+        try:
+            check_overrides(arguments.check[0], arguments.check[1:])
+        except UsageError as error:
+            print(error, file=sys.stderr)
+            return error.exit_code
+        return EXIT_DONE
     try:
         made = build(arguments.out, arguments.seed, arguments.preset)
     except FileExistsError as error:

@@ -50,9 +50,9 @@ def addition_pairs(plan: AdditionPlan, rng: random.Random) -> tuple[list[Pair], 
     problems: dict[Pair, None] = {}
     while len(problems) < plan.held_out + plan.train:
         problems[_draw(plan, rng)] = None
-    held_out, train = list(problems)[: plan.held_out], list(problems)[plan.held_out :]
+    drawn = list(problems)
     others = (pair for pair in iter(lambda: _draw(plan, rng), None) if pair not in problems)
-    return held_out, train, others
+    return drawn[: plan.held_out], drawn[plan.held_out :], others
 
 
 def _draw(plan: AdditionPlan, rng: random.Random) -> Pair:
@@ -78,14 +78,17 @@ def addition_demonstration(pair: Pair, rng: random.Random, blurted: float = 0.0,
 
 
 def _scratchpad(pair: Pair, rng: random.Random, forgotten: float) -> str:
-    columns, digits, carry = [], "", 0
+    columns: list[str] = []
+    digits = ""
+    carry = 0
     for column in range(len(str(max(pair)))):
         x, y = (number // 10**column % 10 for number in pair)
         if carry and rng.random() < forgotten:
             carry = 0
         total = x + y + carry
         columns.append(f"{x}+{y}{'+1' if carry else ''}={total}")
-        digits, carry = str(total % 10) + digits, total // 10
+        digits = str(total % 10) + digits
+        carry = total // 10
     if carry and rng.random() >= forgotten:
         digits = "1" + digits
     return f" {', '.join(columns)} ={int(digits)}"

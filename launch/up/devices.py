@@ -116,7 +116,8 @@ def assign(
         fix = f"set weights.transport=gloo; or set {HOST_ID} to any name, NCCL_SOCKET_IFNAME=lo and NCCL_IB_DISABLE=1"
         raise UsageError(f"--share-gpus: NCCL refuses two processes on one GPU; {fix}")
     places: dict[str, Place] = {}
-    needed, free = 0, iter(devices)
+    needed = 0
+    free = iter(devices)
     for role, count in config.device_shares.items():
         prefix, python = interpreter("learner" if role == "learner" else "rollout", root)
         count = count if torch_cuda(prefix) else 0

@@ -2,13 +2,11 @@
 
 import argparse
 import os
-import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
@@ -21,16 +19,10 @@ from common.errors import BrokerUnreachable, UsageError
 from common.process.broker_address import find_broker
 from common.process.logs import log_path, setup_logging
 from common.process.run_dir import RunDir, write_json
-from common.process.versions import INSTALL_BRIDGE, versions
 from common.security.credentials import own_node_id
-from launch.cluster.interface import LOOPBACK, routed
 from launch.resolve_target import check_same_job, checked, config_file, job_of, load_job, need_broker_library
-from launch.up.devices import compute_capability
-
-# torchrun kills ranks that are still busy this long after SIGTERM: a step and a checkpoint must fit in.
-SHUTDOWN_TIMEOUT_S = 300
-BLACKWELL = 10.0  # compute capability
-QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+from launch.up.learner_machine import run_machine
+from launch.up.ranks import become_torchrun, slurm_machines, thread_environment
 
 
 def broker(args: argparse.Namespace) -> int:
@@ -48,31 +40,28 @@ def broker(args: argparse.Namespace) -> int:
 
 def learner(args: argparse.Namespace) -> int:
     """Become torchrun with one process per rank, which does not return; or one launcher of a learner of several."""
-    args.overrides = [*slurm_machines(), *args.overrides]
+    args.overrides = [*_machines_override(), *args.overrides]
     config, run, address = job_of(args, "learner")
     return run_ranks(args, config, run, address)
-
-
-def slurm_machines() -> list[str]:
-    """The override for a step of Slurm that runs one task on each of several machines."""
-    machines, tasks = (os.environ.get(f"SLURM_STEP_NUM_{name}", "") for name in ("NODES", "TASKS"))
-    several = machines == tasks and machines.isdecimal() and int(machines) > 1
-    return [f"learner.machines={machines}"] if several else []
 
 
 def sft(args: argparse.Namespace) -> int:
     """The supervised warm start: as `learner`, with a broker only where it has several machines."""
     own = [f"broker.credentials={Path(args.credentials).expanduser().resolve()}"] if args.credentials else []
-    config = load_config(Path(args.config), [*slurm_machines(), *args.overrides, *own], SftConfig)
-    return run_ranks(args, *checked(config, args.config, environment=False))
+    config = load_config(Path(args.config), [*_machines_override(), *args.overrides, *own], SftConfig)
+    config, run = checked(config, args.config, environment=False)
+    return run_ranks(args, config, run)
+
+
+def _machines_override() -> list[str]:
+    machines = slurm_machines()
+    return [f"learner.machines={machines}"] if machines else []
 
 
 def run_ranks(args: argparse.Namespace, config: Config | SftConfig, run: RunDir, address: str = "") -> int:
     """Become torchrun, which does not return, or one launcher of several machines."""
     if config.learner.machines == 1:
         return become_torchrun(config, run, address)
-    from launch.cluster.learner_machine import run_machine
-
     address, status = answering_broker(args, config, run)
     check_same_job(config, args.config or "this machine", status.run.config, address)
     return run_machine(config, run, address)
@@ -142,60 +131,6 @@ def output_to(path: Path) -> Iterator[None]:
         sys.stderr.flush()
         for number, before in saved.items():
             os.dup2(before, number)
-
-
-def become_torchrun(config: Config | SftConfig, run: RunDir, broker: str = "") -> NoReturn:
-    """Replace this process, so that signals and exit codes are torchrun's own."""
-    need_learner_packages()
-    run.prepare(config)
-    ranks = str(config.learner.world_size)
-    command = torchrun(run, ["--nproc-per-node", ranks], ["--broker", broker] if broker else [])
-    with suppress(UsageError):  # else gloo listens at the address that the host's name leads to
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", routed(LOOPBACK).name)
-    sys.stdout.flush()
-    os.execvpe(command[0], command, {**os.environ, **learner_environment(config)})
-
-
-def need_learner_packages() -> None:
-    """Raise UsageError for a package without which no rank starts."""
-    here = versions()
-    for name in ("torch", "megatron-core"):
-        if not here[name]:
-            raise UsageError(f"{name} is not installed in this environment; run launch/setup.sh cpu or learner")
-    if not here["megatron-bridge"]:
-        raise UsageError(f"megatron-bridge is not installed, and no extra can bring it; run `{INSTALL_BRIDGE}`")
-
-
-def torchrun(run: RunDir, options: Sequence[str], words: Sequence[str]) -> list[str]:
-    """torchrun with more `options`, which starts the ranks of a run once, with more `words` for each."""
-    limits = ["--max-restarts", "0", "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
-    rank = ["-m", "learner.main", "--config", str(run.config), *words]
-    return [sys.executable, "-m", "learner.torchrun", *options, *limits, *rank]
-
-
-def thread_environment(threads: int) -> dict[str, str]:
-    """Variables that bound the CPU threads of torch; read once, at import."""
-    return {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS")}
-
-
-def learner_environment(config: Config | SftConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables of the ranks that their libraries read once, at import or at the first call of CUDA."""
-    found = thread_environment(config.learner.threads)
-    found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts
-    # Up to Hopper one queue keeps a communication ahead of the product that it overlaps: layers.py of
-    # megatron.core.tensor_parallel. Blackwell wants many: PerfEnvPlugin in run_plugins.py of megatron.bridge.recipes.
-    parallel, capability = config.learner.parallel, compute_capability()
-    split = parallel.tensor * parallel.context
-    if QUEUES not in environ and 0 < capability < BLACKWELL and split > 1:
-        found[QUEUES] = "1"
-    elif QUEUES not in environ and capability and 1 < split < config.learner.world_size:
-        found[QUEUES] = "32"
-    # Torch rounds pinned memory up to a power of two and never gives it back, except for what is larger than this.
-    settings = environ.get("PYTORCH_ALLOC_CONF") or environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    known = tuple(map(int, re.findall(r"\d+", versions()["torch"])[:2])) >= (2, 13)  # older ones refuse the word
-    if known and "pinned_max_cached_size_mb" not in settings:
-        found["PYTORCH_ALLOC_CONF"] = f"{settings},pinned_max_cached_size_mb:1".lstrip(",")
-    return found
 
 
 def role_command(words: Sequence[str], python: str = sys.executable) -> list[str]:

@@ -22,11 +22,17 @@ TAKEOVER_S = 15.0  # a standby broker leads within this time
 
 def command(args: argparse.Namespace) -> int:
     """Stop the job and wait until all have left. Raises SlipstreamError, naming those who are left, after a while."""
-    job, status, left, heard = find_target(args), None, "the broker", time.monotonic()
-    end, supervised = heard + args.timeout_s, False
+    job = find_target(args)
+    status = None
+    left = "the broker"
+    heard = time.monotonic()
+    end = heard + args.timeout_s
+    supervised = False
     while time.monotonic() < end:
         try:
-            status, heard, before = ask(job, lambda client: client.stop(), role="learner"), time.monotonic(), left
+            status = ask(job, lambda client: client.stop(), role="learner")
+            heard = time.monotonic()
+            before = left
             left = ", ".join(status.present) or "the broker"
             if left != before:
                 print(f"waiting for {left}", flush=True)

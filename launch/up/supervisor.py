@@ -23,7 +23,8 @@ from launch.up.devices import Cores
 
 SCAN_EVERY_S = 1.0
 LOG_LINES_SHOWN = 15
-FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 10.0
+FIRST_BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 10.0
 Sink = Callable[[str, Mapping[str, object]], None]
 
 
@@ -186,12 +187,14 @@ def scan(roles: Iterable[Role]) -> None:
 
 def end_error(role: Role) -> SlipstreamError:
     """The error about a role that ended for good: its refusal, or the end of its log."""
-    name, lines = role.spec.name, last_lines(role.spec.log, LOG_LINES_SHOWN)
+    name = role.spec.name
+    lines = last_lines(role.spec.log, LOG_LINES_SHOWN)
     if role.exit_code == EXIT_USAGE and lines:
         return UsageError(f"{name}: {lines[-1]}")
     tries = f" after {role.restarts} restarts" if role.restarts else ""
-    how, shown = describe_exit(role.exit_code), "".join(f"\n  {line}" for line in lines)
+    shown = "".join(f"\n  {line}" for line in lines)
     kind = HopelessError if role.exit_code == EXIT_HOPELESS else SlipstreamError
+    how = describe_exit(role.exit_code)
     return kind(f"{name} failed{tries}: {how}; the end of its log, {role.spec.log}:{shown}")
 
 

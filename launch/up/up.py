@@ -29,7 +29,8 @@ from launch.observe.outcome import outcome_of
 from launch.resolve_target import Target, load_job, need_broker_library
 from launch.sinks.process import TOLD_S, check_packages
 from launch.up.devices import Place, assign, available_cores, plan_cores, table
-from launch.up.roles import role_command, thread_environment
+from launch.up.ranks import thread_environment
+from launch.up.roles import role_command
 from launch.up.supervisor import Role, RoleSpec, Supervisor, describe_exit, end_error
 from learner.loop.run_files import read_record
 
@@ -73,8 +74,7 @@ def command(args: argparse.Namespace) -> int:
 def finished(run: RunDir, config: Config) -> str:
     """Says what a run that has done all its steps has reached, and the next command; '' while it has not."""
     reached = outcome_of(run, config, MetricsTail.of(run))
-    text = f"{run.path} is finished: {reached.of} steps{reached.words()}\n{next_command(run)}"
-    return text if reached.finished else ""
+    return f"{run.path} is {reached.sentence()}\n{next_command(run)}" if reached.finished else ""
 
 
 def next_command(run: RunDir) -> str:
@@ -85,7 +85,8 @@ def next_command(run: RunDir) -> str:
 def role_specs(config: Config, run: RunDir, places: Mapping[str, Place], web: bool = False) -> list[RoleSpec]:
     """How to run broker, learner, nodes, sinks and page, in this order, each in its place; the page on a free port."""
     nodes = [f"node-{i}" for i in range(config.rollout.nodes)]
-    threads, restarts = config.rollout.threads, config.run.max_restarts
+    threads = config.rollout.threads
+    restarts = config.run.max_restarts
     learner_threads = config.learner.world_size * config.learner.threads
     learner_cores, *node_cores = plan_cores(available_cores(), learner_threads, [threads] * len(nodes))
 
@@ -118,7 +119,8 @@ class Job:
     """One run of all roles on this machine."""
 
     def __init__(self, config: Config, run: RunDir, places: Mapping[str, Place], web: bool = False) -> None:
-        self.config, self.run_dir = config, run
+        self.config = config
+        self.run_dir = run
         self.tail = MetricsTail(run.metrics)
         self.supervisor = Supervisor(self._on_event)
         self._specs = role_specs(config, run, places, web)
@@ -237,7 +239,8 @@ class Job:
         If it dies before they have left, it is started again.
         """
         self.supervisor.restarts = ("broker",)
-        broker, deadline = self.supervisor.roles["broker"], time.monotonic() + NODES_LEAVE_S
+        broker = self.supervisor.roles["broker"]
+        deadline = time.monotonic() + NODES_LEAVE_S
         while time.monotonic() < deadline and any(self.supervisor.roles[name].running for name in self._nodes):
             self.supervisor.poll()
             if not broker.running and broker.restart_at is None:
@@ -248,7 +251,8 @@ class Job:
 
     def _summary(self, done: bool) -> str:
         reached = outcome_of(self.run_dir, self.config, self.tail)
-        steps, took = reached.of if done else reached.steps, time.monotonic() - self._started
+        steps = reached.of if done else reached.steps
+        took = time.monotonic() - self._started
         head = "done" if done else "stopped; the same command continues from the last checkpoint"
         text = f"{head}: {steps} of {reached.of} steps, {took:.0f} s{reached.words()}"
         return f"{text}\n{next_command(self.run_dir)}"
@@ -262,8 +266,9 @@ class Job:
             self._note(f"events.jsonl cannot be written: {error.strerror}")
         name = str(detail["role"])
         if kind == "crashed":
-            role, wait_s = self.supervisor.roles[name], detail["restart_in_s"]
-            self._note(f"{name}: {describe_exit(role.exit_code)}; restarting in {wait_s} s, log {role.spec.log}")
+            role = self.supervisor.roles[name]
+            how = f"{describe_exit(role.exit_code)}; restarting in {detail['restart_in_s']} s"
+            self._note(f"{name}: {how}, log {role.spec.log}")
         elif kind in ("restarted", "killed"):
             self._note(f"{name}: {kind}")
 

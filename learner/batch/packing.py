@@ -7,15 +7,9 @@ Every rank plans for all ranks from the same documents, so nothing needs to be c
 tokens takes L - 1 places: inputs x[:-1], targets x[1:]. They are rounded up to Backend.document_multiple, as the
 backend computes them; it is 1 without context parallelism.
 
-Work is balanced by what a document of p places costs a transformer of hidden size h,
-
-    cost(p) = p + p^2 / (12 h)
-
-in units of one token's matrix products. Those take 24 h^2 floating-point operations per layer and token, and causal
-attention 2 p h (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). The square only matters for p near 12 h.
+Only the sizes decide (learner/batch/balance.py).
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,9 +18,9 @@ import torch
 
 from common.errors import UsageError
 from learner.backend_protocol import Microbatch
+from learner.batch.balance import Plan, balance, counted_places
 
 KEY = "learner.micro_batch_tokens"
-Plan = list[list[list[int]]]  # [rank][microbatch] -> document numbers
 
 
 @dataclass(frozen=True)
@@ -54,27 +48,12 @@ class Document:
         return len(self.tokens) - 1
 
 
-def counted_places(places: np.ndarray, multiple: int) -> np.ndarray:
-    """Places of documents in a microbatch: [n] int64, rounded up to `multiple`."""
-    return -(-places // multiple) * multiple
-
-
-def cost(places: np.ndarray, hidden_size: int) -> np.ndarray:
-    """Work of documents of `places`, in tokens: [n] float64. Without a hidden size attention counts for nothing."""
-    linear = places.astype(np.float64)
-    return linear + linear**2 / (12 * hidden_size) if hidden_size else linear
-
-
 def plan(
     documents: Sequence[Document], ranks: int, micro_batch_tokens: int, multiple: int = 1, hidden_size: int = 0
 ) -> Plan:
-    """Distribute documents over `ranks` data-parallel ranks and as few microbatches as fit. Deterministic.
+    """Distribute documents over `ranks` data-parallel ranks, as `balance` does with their places. Deterministic.
 
-    The longest document goes first, into the cheapest microbatch with room (Graham's LPT rule). There are more
-    microbatches when none has room. They are dealt out so that the ranks' totals are close. Unless the bound turns a
-    document away from the cheapest microbatch, ranks differ by no more than the most expensive document. Without a
-    `hidden_size` attention costs nothing, and that never happens. With fewer documents than microbatches some are
-    empty. `multiple` is Backend.document_multiple. Raises UsageError when a document has more places than
+    `multiple` is Backend.document_multiple. Raises UsageError when a document has more places than
     `micro_batch_tokens`, the bound of a microbatch.
     """
     places = counted_places(np.array([document.places for document in documents], dtype=np.int64), multiple)
@@ -85,50 +64,7 @@ def plan(
             f"{documents[longest].name or f'document {longest}'} needs {places[longest]} tokens{padded} in one "
             f"microbatch, but {KEY} is {micro_batch_tokens}; raise {KEY} or shorten the sequences"
         )
-    order = np.lexsort((np.arange(len(places)), -places)).tolist()
-    sizes, costs = places.tolist(), cost(places, hidden_size).tolist()
-    crowded = int((places * 2 > micro_batch_tokens).sum())  # no two of these share a microbatch
-    count = max(1, -(-int(places.sum()) // (ranks * micro_batch_tokens)), -(-crowded // ranks))
-    while (bins := _fill(order, sizes, costs, ranks * count, micro_batch_tokens)) is None:
-        count = max(count + 1, count * 21 // 20)
-    return _deal(bins, costs, ranks)
-
-
-def _fill(order: list[int], sizes: list[int], costs: list[float], count: int, bound: int) -> list[list[int]] | None:
-    """Place documents in `order` into `count` bins, each into the cheapest with room; None when there is none."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    used = [0] * count
-    heap = [(0.0, i) for i in range(count)]
-    for document in order:
-        full: list[tuple[float, int]] = []
-        while heap and used[heap[0][1]] + sizes[document] > bound:
-            full.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        load, i = heap[0]
-        bins[i].append(document)
-        used[i] += sizes[document]
-        heapq.heapreplace(heap, (load + costs[document], i))
-        for entry in full:
-            heapq.heappush(heap, entry)
-    return bins
-
-
-def _deal(bins: list[list[int]], costs: list[float], ranks: int) -> Plan:
-    """Most expensive bins first, one to each rank per round, the most expensive of a round to the least loaded rank.
-
-    So microbatches that ranks compute at the same time are alike, and totals differ by no more than bins do.
-    """
-    weights = [sum(costs[d] for d in bin_) for bin_ in bins]
-    by_load = sorted(range(len(bins)), key=lambda i: (-weights[i], i))
-    dealt: Plan = [[] for _ in range(ranks)]
-    loads = [0.0] * ranks
-    for lap in range(0, len(bins), ranks):
-        seats = sorted(range(ranks), key=lambda rank: (loads[rank], rank))
-        for rank, i in zip(seats, by_load[lap : lap + ranks], strict=True):
-            dealt[rank].append(sorted(bins[i]))
-            loads[rank] += weights[i]
-    return dealt
+    return balance(places, ranks, micro_batch_tokens, hidden_size)
 
 
 def build(documents: Sequence[Document], microbatches: list[list[int]]) -> list[Microbatch]:

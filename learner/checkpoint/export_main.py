@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     words = parser.parse_args(arguments)
     config = downloaded(resolve_paths(load_either(words.config)), "node")
     for problem in model_folder_problems(config.model.path):
-        raise ConfigError(str(words.config), *problem)
+        raise ConfigError.of(str(words.config), problem)
     RankProcess("export", RunDir(words.config.parent), config.learner.threads, config.telemetry.log_level)
     import learner.megatron.backend  # noqa: F401  (after the checks: takes seconds, and prepares for megatron)
     from learner.megatron import checkpoint, parallel

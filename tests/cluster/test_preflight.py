@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.security.credentials import KeyFolder
-from launch.cluster.preflight.stages import REDUCE_S
+from launch.checks.preflight.stages import REDUCE_S
 from launch.keys import make
 from tests.cluster.hosts import Host, hosts
 from tests.launch_rig import ROOT, write_job

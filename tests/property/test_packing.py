@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.batch.packing import FILLER, Document, build, cost, counted_places, plan
+from learner.batch.balance import cost, counted_places
+from learner.batch.packing import FILLER, Document, build, plan
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Task(NamedTuple):
     """A job, or a task of an array, that Slurm has not ended; the oldest sorts first."""
 
     job: int
-    index: int
+    number: int  # in its array
     id: str  # '12', or '14_2' in an array
     state: str  # PENDING, RUNNING, COMPLETING, ...
     stays: bool  # it is not ending, or is about to be started again

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
+from typing import Literal
 
 from broker.connect import ask_status
 from common.config.loading import load_resolved
@@ -32,14 +33,16 @@ BROKER_ANSWER_S = 5.0
 POLL_S = 0.2
 BEFORE_LIMIT_S = 10.0  # the limit would end the job for good, so a longer drain is cut off by a requeue
 CANCEL_S = 10.0  # for a drain after scancel: Slurm kills this process KillWait after it, 30 s by default
-RUNS, COMES_BACK, CANCELLED = "runs", "comes back", "cancelled"  # fate of a job that has a signal
+Fate = Literal["runs", "comes_back", "cancelled"]  # where Slurm takes a job that has a signal
 
 
 class RoleJob:
     """One role, in the batch script that runs this. `role` is broker, learner or fleet."""
 
     def __init__(self, run: RunDir, role: str, command: Sequence[str]) -> None:
-        self.run_dir, self.role, self._command = run, role, command
+        self.run_dir = run
+        self.role = role
+        self._command = command
         self.config = load_resolved(run.config)
         index = os.environ.get("SLURM_ARRAY_TASK_ID")
         self.id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{index}" if index else os.environ["SLURM_JOB_ID"]
@@ -52,7 +55,8 @@ class RoleJob:
 
     def run(self) -> int:
         """Run the role to its end; returns the job's exit code."""
-        code, restarts = EXIT_DONE, 0
+        code = EXIT_DONE
+        restarts = 0
         most = 0 if self._spans else self.config.run.max_restarts  # the launchers of many machines count themselves
         while not self.flag.is_set:
             try:
@@ -81,7 +85,7 @@ class RoleJob:
         if code is not None:
             return code
         fate, until = self._fate()
-        if fate == RUNS:  # otherwise Slurm has sent SIGTERM to the role, too
+        if fate == "runs":  # otherwise Slurm has sent SIGTERM to the role, too
             slurm("scancel", "--signal=TERM", self.id) if self._spans else process.terminate()
         while (code := process.poll()) is None and time.time() < until:
             time.sleep(POLL_S)
@@ -89,7 +93,8 @@ class RoleJob:
 
     def _argv(self) -> list[str]:
         """The command with its addresses, once the broker answers. Raises HopelessError or UsageError without them."""
-        text, deadline = "\0".join(self._command), time.monotonic() + BROKER_WAIT_S
+        text = "\0".join(self._command)
+        deadline = time.monotonic() + BROKER_WAIT_S
         if "{host}" in text:  # the interface that routes to the host where the run was submitted
             host = os.environ["SLURM_SUBMIT_HOST"]
             if is_loopback(own := routed(host).address):
@@ -105,37 +110,39 @@ class RoleJob:
             self.flag.wait(POLL_S)
         return text.split("\0")
 
-    def _fate(self) -> tuple[str, float]:
+    def _fate(self) -> tuple[Fate, float]:
         """(the fate of this job in Slurm, the Unix time until which a drain may last)."""
         try:
             line = slurm("scontrol", "show", "job", "--oneliner", self.id)
         except SlurmError:
-            return RUNS, float("inf")  # an answer may come later
+            return "runs", float("inf")  # an answer may come later
         job = dict(word.split("=", 1) for word in line.split() if "=" in word)
         if job["JobState"] == "RUNNING":
             ends = job["EndTime"] if self.flag.reason == "SIGTERM" else "Unknown"
             limit = float("inf") if ends == "Unknown" else datetime.fromisoformat(ends).timestamp() - BEFORE_LIMIT_S
-            return RUNS, limit
+            return "runs", limit
         if int(job["Restarts"]) > int(os.environ.get("SLURM_RESTART_COUNT", "0")):
-            return COMES_BACK, float("inf")
-        return CANCELLED, time.time() + CANCEL_S
+            return "comes_back", float("inf")
+        return "cancelled", time.time() + CANCEL_S
 
     def _finish(self, code: int) -> None:
         """Requeue this job, leave it to Slurm, or end the others."""
-        fate = self._fate()[0] if self.flag.is_set else RUNS
-        if self.flag.reason == "SIGTERM" and fate == RUNS:
+        fate = self._fate()[0] if self.flag.is_set else "runs"
+        if self.flag.reason == "SIGTERM" and fate == "runs":
             say(f"{self.role}: drained ahead of the limit; requeued")
             slurm("scontrol", "requeue", self.id)
             return
-        if self.flag.reason == "SIGUSR1" or fate == COMES_BACK:
-            say(f"{self.role}: drained; {'comes back' if fate == COMES_BACK else 'has left'}")
+        if self.flag.reason == "SIGUSR1" or fate == "comes_back":
+            told = "comes back" if fate == "comes_back" else "has left"
+            say(f"{self.role}: drained; {told}")
             return
         self._over.parent.mkdir(exist_ok=True)
         self._over.touch()  # before the look at the others, because several may end at the same time
         others = any(task.stays for task in unfinished(self.run_dir, read_jobs(self.run_dir).fleet))
         if self.role != "fleet" or (code != EXIT_DONE and not others):
-            say(f"{self.role}: {'cancelled' if fate == CANCELLED else 'over'}; the run's other jobs end")
-            end_run(self.run_dir, say, 0.0 if fate == CANCELLED else DRAIN_S)
+            told = "cancelled" if fate == "cancelled" else "over"
+            say(f"{self.role}: {told}; the run's other jobs end")
+            end_run(self.run_dir, say, 0.0 if fate == "cancelled" else DRAIN_S)
 
 
 def say(text: str) -> None:

@@ -1,6 +1,8 @@
 """slipstream slurm CONFIG: broker, learner and fleet of a run as jobs of Slurm. See docs/slurm.md.
 
 The batch scripts are RUN/slurm/ROLE.sbatch: one job each for broker and learner, an array for the fleet.
+
+slipstream scale RUN: more or fewer nodes for such a run, by hand or as the advisor says.
 """
 
 import argparse
@@ -8,6 +10,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,16 +21,18 @@ from common.config.schema import Config
 from common.errors import EXIT_DONE, ConfigError, SlipstreamError, UsageError
 from common.process.run_dir import RunDir, write_atomic, write_json
 from common.security.credentials import KeyFolder
-from launch.cluster.slurm.jobs import Jobs, end_run, jobs_file, read_jobs, slurm, tasks_of
+from launch.checks.review import review
+from launch.cluster.slurm.jobs import Jobs, end_run, jobs_file, leave, read_jobs, slurm, tasks_of
 from launch.keys import make
+from launch.observe.advisor import Advice, advice_for
 from launch.observe.metrics_tail import MetricsTail
 from launch.observe.outcome import outcome_of
-from launch.plan.review import review
-from launch.resolve_target import find_run
+from launch.resolve_target import config_of, find_run
 
 NODE_KEY = "fleet"  # the credential that all nodes share
 ROLES = ("broker", "learner", "fleet")
 ROOT = Path(__file__).resolve().parents[3]
+LOOK_EVERY_S = 10.0
 Options = dict[str, str | None]  # sbatch's, without the dashes; None: the option has no value
 SCRIPT = """#!/usr/bin/env bash
 # Job {name}. `slipstream slurm` writes this file again at each submission.
@@ -54,7 +59,7 @@ def command(args: argparse.Namespace) -> int:
     config, run = prepared(args.config, args.overrides)
     reached = outcome_of(run, config, MetricsTail.of(run))
     if not args.dry_run and reached.finished:
-        print(f"{run.path} is finished: {reached.of} steps{reached.words()}")
+        print(f"{run.path} is {reached.sentence()}")
         return EXIT_DONE
     if not args.dry_run and (tasks := tasks_of(read_jobs(run).ids)):
         ids = " ".join(task.id for task in tasks)
@@ -81,7 +86,7 @@ def prepared(file: str, overrides: list[str]) -> tuple[Config, RunDir]:
     found = review(config, file, gpus_per_node=asked, libraries=False)  # Slurm itself knows the largest host
     for problem in (*found.refused, *found.missing):
         if not (no_keys and problem.key == "broker.credentials"):
-            raise ConfigError(file, *problem)
+            raise ConfigError.of(file, problem)
     run = RunDir.of(config)
     run.check_agrees(config)
     if no_keys:
@@ -186,3 +191,58 @@ def _command(config: Config, role: str, slipstream: str) -> str:
     host, port = split_address(config.broker.addresses[0])
     moves = len(config.broker.addresses) == 1 and (not host or is_loopback(host) or is_wildcard(host))
     return slipstream.format("broker") + (f" 'broker.address=tcp://{{host}}:{port or 0}'" if moves else "")
+
+
+# ---------------------------------------------------------------- slipstream scale
+
+
+def scale_command(args: argparse.Namespace) -> int:
+    """Change the fleet once, or follow the advisor until the learner's job has ended."""
+    run = find_run(args.run)
+    config = config_of(run)
+    if config is None or not read_jobs(run).learner:
+        raise UsageError(f"{run.path} has no jobs of Slurm: `slipstream slurm CONFIG` submits them")
+    if args.follow_advice is None:
+        print(scale(run, args.rollouts))
+        return EXIT_DONE
+    bounds = parse_bounds(args.follow_advice)
+    tail = MetricsTail(run.metrics)
+    while tasks_of([read_jobs(run).learner]):
+        tail.update()
+        nodes = sum(task.stays for task in tasks_of(read_jobs(run).fleet))
+        advice = advice_for(tail.lines, config.staleness.max)
+        if (wanted := wanted_nodes(advice, tail.last.get("nodes_live", 0), nodes, bounds)) != nodes:
+            print(scale(run, wanted), flush=True)
+        time.sleep(LOOK_EVERY_S)
+    return EXIT_DONE
+
+
+def scale(run: RunDir, nodes: int) -> str:
+    """Submit an array of the missing nodes, or let the newest ones leave; returns a line about it.
+
+    Raises UsageError when the run has ended, SlurmError when Slurm refuses.
+    """
+    jobs = read_jobs(run)
+    if nodes < 0 or not tasks_of([jobs.learner]):
+        raise UsageError(f"--rollouts {nodes}: expected at least 0 nodes, for a run whose learner has a job in Slurm")
+    fleet = [task for task in tasks_of(jobs.fleet) if task.stays]
+    if nodes > len(fleet):
+        return f"{len(fleet)} -> {nodes} nodes: submitted array {submit_fleet(run, jobs, nodes - len(fleet))}"
+    waiting_last = sorted(fleet, key=lambda task: (task.state != "RUNNING", task))
+    leave(waiting_last[nodes:])
+    return f"{len(fleet)} -> {nodes} nodes; leaving: {' '.join(task.id for task in waiting_last[nodes:]) or 'none'}"
+
+
+def parse_bounds(word: str) -> tuple[int, int]:
+    """(fewest, most) nodes of 'MIN..MAX'; raises UsageError."""
+    match = re.fullmatch(r"(\d+)\.\.(\d+)", word)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise UsageError(f"--follow-advice: expected MIN..MAX with 1 <= MIN <= MAX, such as 1..16, found {word!r}")
+    return int(match[1]), int(match[2])
+
+
+def wanted_nodes(advice: Advice | None, live: int, nodes: int, bounds: tuple[int, int]) -> int:
+    """How many nodes there should be of `nodes`; the advice is about steps that `live` nodes made."""
+    if advice is not None and live == nodes and advice.change in ("more_nodes", "fewer_nodes"):
+        nodes = advice.nodes
+    return min(max(nodes, bounds[0]), bounds[1])

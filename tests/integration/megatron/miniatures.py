@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
+from common.config.architecture import read_architecture
 from common.config.loading import load_either
 from common.config.parallel_layout import layers_per_stage
 from common.config.schema import Config, LearnerConfig, ModelConfig, ParallelConfig, SftConfig, SftLearnerConfig
-from launch.plan.architecture import read_architecture
 from tests.integration.megatron import tiny_models
 
 ROOT = Path(__file__).resolve().parents[3]

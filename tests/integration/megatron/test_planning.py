@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
+from common.config.architecture import read_architecture
 from common.config.schema import ParallelConfig
-from launch.plan.architecture import read_architecture
 from launch.plan.job_plan import checkpoint_bytes
+from launch.plan.layout import DENSE, SPARSE, Sizes, chunk_parameters, rank_groups, stage_chunks
 from launch.plan.memory import resident
-from launch.plan.parameters import chunk_parameters
-from launch.plan.process_groups import DENSE, SPARSE, Sizes, rank_groups, stage_chunks
 from tests.integration.megatron import fork_rig, tiny_models
 from tests.integration.megatron.fork_rig import Outcome, group
 

@@ -15,7 +15,7 @@ FACTS = {"torch": "2.13.0", "network interface": "eth0"}
 
 
 class Launcher:
-    """A machine as launch/cluster/learner_machine.py behaves, with ranks that live until they are ended."""
+    """A machine as launch/up/learner_machine.py behaves, with ranks that live until they are ended."""
 
     def __init__(self, host: str, wanted: int = 2, facts: dict[str, str] | None = None, max_restarts: int = 99) -> None:
         self.report = MachineReport(host, host, "a", "a:1", facts or FACTS, wanted=wanted, max_restarts=max_restarts)

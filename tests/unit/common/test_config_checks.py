@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from common.security.credentials import KeyFolder
 from launch.keys import make
 from learner.checkpoint import export_main
-from tests.launch_rig import SHAPE, document_of
+from tests.launch_rig import EXPERTS, SHAPE, document_of
 
 REFUSED = """
 learner: {world_size: 3, parallel: {tensor: 2}} | learner.world_size | a multiple of 2
@@ -159,14 +159,19 @@ def test_a_node_may_have_another_transport_than_a_learner_with_device_buffers(fo
 
 
 def test_experts_are_found_under_every_name(folder):
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        write_shape(folder / "model", **{name: 4})
+    for kind, name in {
+        "qwen3_moe": "num_experts",
+        "mixtral": "num_local_experts",
+        "glm4_moe": "n_routed_experts",
+    }.items():
+        others = {key: value for key, value in EXPERTS.items() if key != "num_experts"}
+        write_shape(folder / "model", **{**others, "model_type": kind, name: 4})
         passes(folder, learner={"moe": {"balance": "bias"}})
         passes(folder, learner={"world_size": 2, "parallel": {"expert": 2}})
 
 
 def test_the_routing_of_a_group_must_fit_into_a_message(folder):
-    write_shape(folder / "model", num_experts=8, num_experts_per_tok=2, num_hidden_layers=4)
+    write_shape(folder / "model", **EXPERTS)
     replaying = {"moe": {"replay_routing": True}}
     made = job(folder, learner=replaying)
     needed = 2 * made.rollout.group_size * made.rollout.engine.max_model_len * 4 * 2
@@ -219,7 +224,7 @@ def test_the_longest_sequence_must_fit_where_it_goes_padded_for_context_parallel
 def test_an_auxiliary_loss_beside_corrections_that_drop_tokens_is_refused(folder, loss):
     def named(balance):
         config = job(folder, learner={"moe": {"balance": balance}, "loss": loss})
-        return [expected for key, expected, *_ in problems(config) if key == "learner.moe.balance"]
+        return [problem.expected for problem in problems(config) if problem.key == "learner.moe.balance"]
 
     assert any("correction_veto" in expected for expected in named("aux_loss"))
     assert not any("correction_veto" in expected for expected in named("bias"))

@@ -3,16 +3,19 @@
 import msgspec
 import pytest
 
-from common.config.parallel_layout import ModelShape, model_problems, world_problems
+from common.config.architecture import read_architecture
+from common.config.parallel_layout import model_problems, world_problems
 from common.config.schema import ParallelConfig
 
-DENSE = {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 256}
-MIXED = {**DENSE, "num_experts": 8, "moe_intermediate_size": 48}
+DENSE = {"model_type": "qwen3", "num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 4}
+DENSE |= {"vocab_size": 256, "hidden_size": 48, "intermediate_size": 96, "max_position_embeddings": 64}
+MIXED = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
-def found(shape: dict[str, int], **layout: object) -> list[str]:
+def found(shape: dict[str, object], **layout: object) -> list[str]:
     parallel = msgspec.convert(layout, ParallelConfig)
-    return [f"{key}: {expected}; {got}" for key, expected, got, _ in model_problems(ModelShape.of(shape.get), parallel)]
+    wrong = model_problems(read_architecture(shape), parallel)
+    return [f"{problem.key}: {problem.expected}; {problem.found}" for problem in wrong]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +40,9 @@ def found(shape: dict[str, int], **layout: object) -> list[str]:
         (MIXED, {"tensor": 2, "sequence": False}, "learner.parallel.sequence: true for a model with experts"),
     ],
 )
-def test_what_a_model_does_not_allow_is_named(shape: dict[str, int], layout: dict[str, object], message: str) -> None:
+def test_what_a_model_does_not_allow_is_named(
+    shape: dict[str, object], layout: dict[str, object], message: str
+) -> None:
     assert [line for line in found(shape, **layout) if message in line]
 
 
@@ -58,7 +63,7 @@ def test_what_a_model_allows_passes() -> None:
     ],
 )
 def test_ranks_that_cannot_be_cut_are_named(layout: dict[str, int], key: str) -> None:
-    assert [problem[0] for problem in world_problems(6, ParallelConfig(**layout))] == [key]
+    assert [problem.key for problem in world_problems(6, ParallelConfig(**layout))] == [key]
 
 
 def test_deepseeks_layout_of_16_stages_and_32_expert_ranks_needs_512_ranks_and_not_64() -> None:

@@ -160,9 +160,9 @@ def test_the_version_is_that_of_the_package(capsys):
     ("code", "heavy"),
     [
         ("import launch.cli; launch.cli.parse(['up', 'c.yaml'])", HEAVY | {"rich", "numpy", "zmq"}),
-        ("import launch.plan.plan", HEAVY),
+        ("import launch.checks.plan", HEAVY),
         ("import launch.up.roles", HEAVY | {"rich"}),
-        ("from launch.doctor.machine import look; m = look(); assert m.cores and m.memory_bytes", HEAVY),
+        ("from launch.checks.machine import look; m = look(); assert m.cores and m.memory_bytes", HEAVY),
     ],
     ids=["help", "plan", "role", "doctor"],
 )

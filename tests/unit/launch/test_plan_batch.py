@@ -4,15 +4,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from common.config.architecture import Architecture, Attention, Experts
 from common.config.schema import Config, SftConfig, SftLearnerConfig, SftTasksConfig
 from common.rollouts import Group, Sample, VersionRun, encode_group
 from common.staleness import Window
-from common.weights import pieces
 from common.weights.layout import Layout
 from common.wire_types import Array
-from launch.plan.architecture import Architecture, Attention, Experts
 from launch.plan.job_plan import (
-    DEPTH_SHARE,
     Publish,
     batch_of,
     bubble,
@@ -21,8 +19,7 @@ from launch.plan.job_plan import (
     source_bytes,
     window_of,
 )
-from launch.plan.parameters import hf_tensors
-from launch.plan.process_groups import SPARSE, Sizes, rank_groups
+from launch.plan.layout import SPARSE, Sizes, hf_tensors, rank_groups
 from tests.launch_rig import architecture
 
 
@@ -172,7 +169,6 @@ def test_a_publish_takes_as_long_as_a_node_receives_and_a_little_for_the_depth_o
     found = relay(MOE, gpus_per_node=4, link_gbit=8)  # 1e9 bytes/s
     assert found.send_s == found.largest_machine_bytes / 1e9
     assert found.publish_s == pytest.approx(found.bytes / 1e9 * (1 + 1 / 64))
-    assert DEPTH_SHARE == pieces.DEPTH_SHARE
     assert relay(MOE, gpus_per_node=4, link_gbit=16).publish_s == found.publish_s / 2
 
 

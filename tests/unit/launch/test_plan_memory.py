@@ -2,8 +2,8 @@
 
 import pytest
 
+from common.config.architecture import Architecture, Attention, Experts, LatentAttention
 from common.config.schema import MemoryConfig, ParallelConfig
-from launch.plan.architecture import Architecture, Attention, Experts, LatentAttention
 from launch.plan.memory import activations, in_flight, layer_bytes, output_bytes
 
 H, A = 512, 8

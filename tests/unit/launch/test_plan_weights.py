@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from common.config.architecture import READERS, UnknownArchitecture, read_architecture
 from common.config.supported_models import SUPPORTED
-from launch.plan.architecture import READERS, UnknownArchitecture, read_architecture
-from launch.plan.parameters import count, count_active, hf_tensors
+from launch.plan.layout import count, count_active, hf_tensors
 from tests.launch_rig import MODELS, architecture
 
 PUBLISHED = {  # billions of parameters, active ones as the model cards and reports state them

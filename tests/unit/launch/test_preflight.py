@@ -17,15 +17,16 @@ from msgspec.structs import replace
 from broker.messaging.sockets import bind_router
 from common.errors import SlipstreamError, UsageError
 from common.process.versions import INSTALL_BRIDGE
+from launch.checks.findings import warning
+from launch.checks.machine import look
+from launch.checks.preflight import facts as links
+from launch.checks.preflight import preflight
+from launch.checks.preflight.exchange import Exchange, pass_on
+from launch.checks.preflight.facts import Facts, Link, Target, facts_of, measure
+from launch.checks.preflight.stages import Report, examine, rounds
+from launch.checks.preflight.verdict import judge, verdict
 from launch.cluster.interface import Interface
-from launch.cluster.preflight import links, preflight
-from launch.cluster.preflight.exchange import Exchange, pass_on
-from launch.cluster.preflight.facts import Facts, facts_of
-from launch.cluster.preflight.links import Link, Target, measure
-from launch.cluster.preflight.stages import Report, examine, rounds
-from launch.cluster.preflight.verdict import judge, verdict
-from launch.doctor.findings import warning
-from launch.doctor.machine import look
+from launch.up.ranks import slurm_machines
 from tests.launch_rig import config_of, living_broker, refusal, write_job
 from tests.waiting import LIMIT_S
 
@@ -68,7 +69,7 @@ def with_links(*others: Link) -> Report:
 
 
 def found(of: Report, *levels: str) -> list[str]:
-    return [f"{finding.check}: {finding.what}" for finding in judge(of) if finding.level in levels]
+    return [f"{finding.check} {finding.code}" for finding in judge(of) if finding.level in levels]
 
 
 def test_a_report_without_faults_is_all_well() -> None:
@@ -77,26 +78,26 @@ def test_a_report_without_faults_is_all_well() -> None:
 
 
 @pytest.mark.parametrize(
-    ("of", "named"),
+    ("of", "named", "what"),
     [
-        (report(facts("c", versions={"torch": "3"})), "versions: torch: 2 on a, b; 3 on c"),
-        (report(facts("c", "rollout", versions={"slipstream": "2"})), "versions: slipstream: 1 on a, b; 2 on c"),
-        (report(facts("c", settings={"NCCL_ALGO": "Ring"})), "settings: NCCL_ALGO: none on a, b; Ring on c"),
-        (report(facts("c", config={"run.seed": "2"})), "config: run.seed: 1 on a, b; 2 on c"),
-        (report(facts("c", interface={"loopback": "True"})), "interface: loopback: False on a, b; True on c"),
-        (report(lost={"b": "it ended"}), "machine: b left early: it ended"),
-        (report(blind=["c"]), "shared folder: a file in /runs is not there on c"),
-        (report(canary="", blind=["a", "b", "c"]), "shared folder: its first file cannot be written"),
-        (report(reduced={"a": "timed out", "b": "timed out", "c": [5e7]}), "all-reduce: a, b: timed out"),
-        (with_links(link("b", "c", bytes_per_s=4e7)), "links: b to c: 320 Mbit/s, less than half of the median 800"),
-        (with_links(link("b", "c", latency_s=0.0, error="refused")), "links: b to c: refused"),
-        (with_links(link("b", "c", error="late")), "links: b to c: small packets pass, large ones stall (MTU?): late"),
+        (report(facts("c", versions={"torch": "3"})), "versions torch", "torch: 2 on a, b; 3 on c"),
+        (report(facts("c", "rollout", versions={"slipstream": "2"})), "versions slipstream", "1 on a, b; 2 on c"),
+        (report(facts("c", settings={"NCCL_ALGO": "Ring"})), "settings NCCL_ALGO", "none on a, b; Ring on c"),
+        (report(facts("c", config={"run.seed": "2"})), "config run.seed", "1 on a, b; 2 on c"),
+        (report(facts("c", interface={"loopback": "True"})), "interface loopback", "False on a, b; True on c"),
+        (report(lost={"b": "it ended"}), "machine lost", "b left early: it ended"),
+        (report(blind=["c"]), "shared folder not_shared", "on c"),
+        (report(canary="", blind=["a", "b", "c"]), "shared folder unwritable", ""),
+        (report(reduced={"a": "timed out", "b": "timed out", "c": [5e7]}), "all-reduce failed", "a, b: timed out"),
+        (with_links(link("b", "c", bytes_per_s=4e7)), "links slow", "b to c: 320 Mbit/s"),
+        (with_links(link("b", "c", latency_s=0.0, error="refused")), "links broken", "b to c: refused"),
+        (with_links(link("b", "c", error="late")), "links stalls", "b to c: "),
     ],
 )
-def test_each_fault_is_named_with_its_machines(of: Report, named: str) -> None:
-    (only,) = found(of, "problem")
-    assert only.startswith(named)
-    assert verdict(judge(of)) == f"1 to repair; {only}"
+def test_each_fault_is_named_with_its_machines(of: Report, named: str, what: str) -> None:
+    (only,) = [finding for finding in judge(of) if finding.level == "problem"]
+    assert f"{only.check} {only.code}" == named and what in only.what
+    assert verdict(judge(of)) == f"1 to repair; {only.check}: {only.what}"
 
 
 @pytest.mark.parametrize("wrong", NAMES)
@@ -104,16 +105,20 @@ def test_a_clock_that_is_off_by_more_than_a_second_is_named(wrong: str) -> None:
     ahead = {name: 3.0 * (name == wrong) for name in NAMES}
     skewed = report()
     skewed.links = [replace(at, ahead_s=ahead[at.target] - ahead[at.source]) for at in skewed.links]
-    assert found(skewed, "problem") == [f"clock: {wrong} is +3.0 s off"]
+    assert found(skewed, "problem") == ["clock skewed"]
+    assert f"{wrong} is +3.0 s off" in verdict(judge(skewed))
+
+
+SLOW_DISK = warning("fsync", "slow", "70 ms", why="it is slow", fix="another disk")
 
 
 @pytest.mark.parametrize(
     ("of", "named"),
     [
-        (report(facts("c", interface={"MTU": "9000"})), "interface: MTU: 1500 on a, b; 9000 on c"),
-        (report(facts("c", versions={"torch": ""}), reduced={}), "all-reduce: not tried on c, which have no torch"),
-        (report(links=[link("a", "b")]), "links: 5 were not measured, because time was up"),
-        (report(*[replace(facts(n), findings=[warning("fsync", "70 ms")]) for n in "bc"]), "fsync: b, c: 70 ms"),
+        (report(facts("c", interface={"MTU": "9000"})), "interface MTU"),
+        (report(facts("c", versions={"torch": ""}), reduced={}), "all-reduce no_torch"),
+        (report(links=[link("a", "b")]), "links unmeasured"),
+        (report(*[replace(facts(n), findings=[SLOW_DISK]) for n in "bc"]), "fsync slow"),
     ],
 )
 def test_what_may_be_meant_or_does_little_harm_is_a_warning(of: Report, named: str) -> None:
@@ -126,7 +131,7 @@ def test_roles_may_have_other_versions_unless_nccl_joins_them() -> None:
     nccl = {"weights.transport": "nccl"}
     machines = [facts(name, config=nccl) for name in "ab"]
     joined = report(*machines, facts("c", "rollout", config=nccl, **other))
-    assert found(joined, "problem") == ["versions: nccl: none on a, b; 2.29 on c"]
+    assert found(joined, "problem") == ["versions nccl"]
     assert found(report(*machines, facts("c", "broker", config=nccl, **other)), "problem") == []
 
 
@@ -271,7 +276,7 @@ def test_machines_examine_each_other_to_the_same_report(tmp_path: Path) -> None:
 def test_a_learner_machine_with_the_extra_alone_is_told_to_install_the_bridge(tmp_path: Path, monkeypatch) -> None:
     machine = look()
     alone = {name: version for name, version in machine.packages.items() if name != "megatron-bridge"}
-    monkeypatch.setattr("launch.cluster.preflight.facts.look", lambda: dataclasses.replace(machine, packages=alone))
+    monkeypatch.setattr("launch.checks.preflight.facts.look", lambda: dataclasses.replace(machine, packages=alone))
     config = config_of(tmp_path / "run")
     found = {role: facts_of(config, role, f"tcp://{LOCAL}:1").findings for role in ("learner", "rollout")}
     assert [one.fix for one in found["learner"] if one.check == "packages"] == [INSTALL_BRIDGE]
@@ -290,6 +295,13 @@ def test_an_address_that_others_cannot_connect_to_is_refused(address: str) -> No
 def test_a_number_that_makes_no_sense_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(capsys, "preflight", str(write_job(tmp_path)), "--machines", "-1")
     assert "expected positive numbers, found --machines -1" in said
+
+
+def test_a_step_of_slurm_says_how_many_machines_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for tasks, machines in (("3", 3), ("1", 0), ("", 0)):
+        monkeypatch.setenv("SLURM_STEP_NUM_NODES", "3")
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+        assert slurm_machines() == machines
 
 
 def test_a_port_in_use_is_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from common.errors import EXIT_DONE, EXIT_USAGE
 from launch.quickstart import assets
-from launch.quickstart.check_overrides import main as check_overrides
 from launch.quickstart.problems import (
     AdditionPlan,
     GuessingPlan,
@@ -191,10 +190,10 @@ def config(tmp_path: Path) -> str:
 
 def test_the_quickstart_asks_before_it_makes_anything_and_what_is_made_later_may_be_missing(config: str) -> None:
     script = (ROOT / "launch" / "quickstart.sh").read_text()
-    asked = script.index("launch.quickstart.check_overrides configs/quickstart.yaml")
+    asked = script.index("launch.quickstart.assets --check configs/quickstart.yaml")
     assert asked < script.index("launch.quickstart.assets --out")
-    assert check_overrides([config]) == EXIT_DONE
-    assert check_overrides([config, "staleness.max=0", "run.seed=2"]) == EXIT_DONE
+    assert assets.main(["--check", config]) == EXIT_DONE
+    assert assets.main(["--check", config, "staleness.max=0", "run.seed=2"]) == EXIT_DONE
 
 
 def test_the_quickstart_takes_the_page_beside_overrides(tmp_path: Path) -> None:
@@ -252,5 +251,5 @@ def test_with_the_page_the_quickstart_measures_and_reports_and_in_a_terminal_ser
     ],
 )
 def test_a_bad_override_is_refused(config: str, override: str, expected: str, capsys: pytest.CaptureFixture) -> None:
-    assert check_overrides([config, override]) == EXIT_USAGE
+    assert assets.main(["--check", config, override]) == EXIT_USAGE
     assert expected in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from launch.doctor import packages
+from launch.checks import machine as packages
 from learner.megatron.cpu.compat import VERIFIED
 from rollout_fleet.vllm_plugin import TESTED
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch.checks import selftest
+from launch.checks.machine import Machine, look
+from launch.checks.selftest import PACE, Item, items
 from launch.cli import main
-from launch.doctor.machine import Machine, look
-from launch.selftest import selftest
-from launch.selftest.items import PACE, Item, items
 from launch.up.devices import ROOT
 from tests.waiting import until
 

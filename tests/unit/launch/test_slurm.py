@@ -6,8 +6,7 @@ import pytest
 
 from common.errors import UsageError
 from launch.cli import main
-from launch.cluster.slurm.scale import parse_bounds, target
-from launch.cluster.slurm.submit import parse_options
+from launch.cluster.slurm.submit import parse_bounds, parse_options, wanted_nodes
 from launch.observe.advisor import Advice
 from tests.launch_rig import job_of, prepared, refusal, write_job
 
@@ -122,8 +121,8 @@ def test_the_advice_is_followed_within_bounds_and_only_for_the_fleet_it_is_about
     more, fewer = Advice("more_nodes", "", 9, 0.5, 0.1), Advice("fewer_nodes", "", 1, 0.0, 0.0)
     window = Advice("larger_window", "", 0, 0.5, 0.1)
     assert parse_bounds("2..6") == (2, 6)
-    assert target(more, live=3, nodes=3, bounds=(2, 6)) == 6
-    assert target(fewer, live=3, nodes=3, bounds=(2, 6)) == 2
-    assert target(more, live=3, nodes=5, bounds=(2, 6)) == 5  # two nodes still start
-    assert target(window, live=3, nodes=3, bounds=(2, 6)) == 3
-    assert target(None, live=0, nodes=0, bounds=(2, 6)) == 2
+    assert wanted_nodes(more, live=3, nodes=3, bounds=(2, 6)) == 6
+    assert wanted_nodes(fewer, live=3, nodes=3, bounds=(2, 6)) == 2
+    assert wanted_nodes(more, live=3, nodes=5, bounds=(2, 6)) == 5  # two nodes still start
+    assert wanted_nodes(window, live=3, nodes=3, bounds=(2, 6)) == 3
+    assert wanted_nodes(None, live=0, nodes=0, bounds=(2, 6)) == 2

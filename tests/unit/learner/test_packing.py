@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from common.errors import UsageError
-from learner.batch.packing import Document, build, cost, plan
+from learner.batch.balance import cost
+from learner.batch.packing import Document, build, plan
 
 
 def document(tokens: int, start: int = 0, advantage: float = 0.0) -> Document:

@@ -1,20 +1,95 @@
-"""The parameters of a model: as Hugging Face names them, and as Megatron-Core stores them on one rank.
+"""A model cut over ranks: which ranks work together, which layers a pipeline stage has, which parameters a rank has.
 
-One table has both. Every row is a parameter of Megatron's GPTModel with Transformer Engine's layer spec, where a layer
-norm belongs to the linear layer behind it. The row lists the Hugging Face tensors that the parameter is made of.
+Ranks are in Megatron's order tp-cp-ep-dp-pp. Megatron numbers them twice. For the dense part of the model,
+rank = t + T (c + C (d + D p)). For the experts, rank = t' + T' (e + E (d' + D' p)). Letters are tensor, context, data
+and pipeline coordinates, capitals their sizes. T' is expert_tensor, and D' is the size that is left for expert-data
+parallelism.
+
+Parameters have two names: that of Hugging Face, and that of Megatron-Core on one rank. One table has both. Every row is
+a parameter of Megatron's GPTModel with Transformer Engine's layer spec, where a layer norm belongs to the linear layer
+behind it. The row lists the Hugging Face tensors that the parameter is made of.
 """
 
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
+from common.config.architecture import Architecture, Attention, LatentAttention
+from common.config.parallel_layout import layers_per_stage
 from common.config.schema import ParallelConfig
-from launch.plan.architecture import Architecture, Attention, LatentAttention
 
+DENSE = ("tensor", "context", "data", "pipeline")
+SPARSE = ("expert_tensor", "expert", "expert_data", "pipeline")
 KINDS: tuple[str, ...] = ("embeddings", "attention", "dense", "experts", "other")  # other: norms, biases and routers
 Shapes = dict[str, tuple[int, ...]]  # Hugging Face names without the layer's prefix
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """Sizes of all kinds of groups; `data` and `expert_data` are what the world leaves."""
+
+    world: int
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+    expert_tensor: int
+    expert: int
+    expert_data: int
+
+    @classmethod
+    def of(cls, world: int, parallel: ParallelConfig) -> "Sizes":
+        """For a world that the layout divides (common.config.parallel_layout.world_problems)."""
+        given = {axis: getattr(parallel, axis) for axis in ("tensor", "context", "pipeline", "expert_tensor", "expert")}
+        expert_data = world // (parallel.pipeline * parallel.expert * parallel.expert_tensor)
+        return cls(world=world, data=world // parallel.model_ranks, expert_data=expert_data, **given)
+
+    @property
+    def dense_shards(self) -> int:
+        """Ranks that share the optimizer states of dense parameters: data x context."""
+        return self.data * self.context
+
+
+class GroupKind(msgspec.Struct, frozen=True):
+    """All groups of one kind; together they have every rank once."""
+
+    name: str
+    size: int
+    groups: list[tuple[int, ...]]
+    nodes: int  # that the widest of them spans
+
+
+def group_kinds(sizes: Sizes, gpus_per_node: int, with_experts: bool) -> Iterator[GroupKind]:
+    """Every kind of process group of a layout; those of experts only for a model that has some."""
+    kinds = [(axes, DENSE) for axes in (("tensor",), ("context",), ("pipeline",), ("data",), ("data", "context"))]
+    if with_experts:
+        kinds += [((axis,), SPARSE) for axis in SPARSE[:-1]]
+    for axes, order in kinds:
+        groups = rank_groups(sizes, axes, order)
+        nodes = max(len({rank // gpus_per_node for rank in group}) for group in groups)
+        yield GroupKind(" x ".join(axes), len(groups[0]), groups, nodes)
+
+
+def rank_groups(sizes: Sizes, axes: tuple[str, ...], order: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """Groups of the ranks that differ only in `axes`, some names of `order` (DENSE or SPARSE); all ascend."""
+    slowest_first = order[::-1]
+    ranks = np.arange(sizes.world).reshape([getattr(sizes, name) for name in slowest_first])
+    inside = [i for i, name in enumerate(slowest_first) if name in axes]
+    together = np.moveaxis(ranks, inside, range(-len(inside), 0))
+    size = prod(getattr(sizes, name) for name in axes)
+    return [tuple(group) for group in together.reshape(-1, size).tolist()]
+
+
+def stage_chunks(layers: int, parallel: ParallelConfig) -> list[list[range]]:
+    """[pipeline rank][virtual stage] -> layer numbers from 0; raises as layers_per_stage does."""
+    sizes = layers_per_stage(layers, parallel)
+    virtual = parallel.virtual_pipeline
+    edges = accumulate((size // virtual for size in sizes * virtual), initial=0)
+    chunks = [range(first, end) for first, end in pairwise(edges)]  # in the order in which a batch passes them
+    return [chunks[stage :: len(sizes)] for stage in range(len(sizes))]
 
 
 class Parameter(msgspec.Struct, frozen=True):
@@ -87,7 +162,8 @@ def chunk_parameters(
 
 def _layer(model: Architecture, moe: bool, local_experts: int) -> Iterator[_Row]:
     """The rows of one layer with its first `local_experts` experts."""
-    hidden, norm = model.hidden, {"post_attention_layernorm.weight": (model.hidden,)}
+    hidden = model.hidden
+    norm = {"post_attention_layernorm.weight": (hidden,)}
     if isinstance(model.attention, Attention):
         yield from _attention(model.attention, hidden)
     else:
@@ -111,7 +187,9 @@ def _layer(model: Architecture, moe: bool, local_experts: int) -> Iterator[_Row]
 
 
 def _attention(a: Attention, hidden: int) -> Iterator[_Row]:
-    ours, theirs, out = "self_attention.", "self_attn.", a.heads * a.head_dim
+    ours = "self_attention."
+    theirs = "self_attn."
+    out = a.heads * a.head_dim
     qkv = {"q_proj": out, "k_proj": a.kv_heads * a.head_dim, "v_proj": a.kv_heads * a.head_dim}
     yield _Row(f"{ours}linear_proj.weight", "attention", "tensor", {f"{theirs}o_proj.weight": (hidden, out)})
     if a.output_bias:

@@ -1,4 +1,7 @@
-"""The shape of a decoder as its Hugging Face config.json gives it, in one form for all architectures."""
+"""The shape of a decoder as its Hugging Face config.json gives it, in one form for all architectures.
+
+Config checks and `slipstream plan` read it. Neither needs torch.
+"""
 
 from collections.abc import Mapping
 from typing import cast
@@ -28,6 +31,11 @@ class LatentAttention(msgspec.Struct, frozen=True):
     nope_dim: int  # size of a query or key head, without position
     rope_dim: int  # size of a query head with position, and of the one key that all heads share
     value_dim: int
+
+    @property
+    def kv_heads(self) -> int:
+        """Every head has keys and values of its own, once they are expanded."""
+        return self.heads
 
     @property
     def qk_dim(self) -> int:
@@ -60,7 +68,7 @@ class Architecture(msgspec.Struct, frozen=True):
 
 
 class UnknownArchitecture(ValueError):
-    """A config.json that the planner cannot count: another model_type than those in READERS, or a number is missing."""
+    """A config.json that cannot be read: another model_type than those in READERS, or a number is missing."""
 
 
 class _Traits(msgspec.Struct, frozen=True):
@@ -94,7 +102,8 @@ def read_architecture(config: Document) -> Architecture:
         raise UnknownArchitecture(f"model_type {kind!r}; the planner counts {', '.join(READERS)}")
     traits = READERS[kind]
     layers = _number(config, "num_hidden_layers")
-    first, every = _number(config, "first_k_dense_replace", 0), _number(config, "decoder_sparse_step", 1, least=1)
+    first = _number(config, "first_k_dense_replace", 0)
+    every = _number(config, "decoder_sparse_step", 1, least=1)
     dense = {*range(first), *cast("list[int]", config.get("mlp_only_layers") or [])}
     has_experts = traits.experts is not None
     return Architecture(
@@ -115,13 +124,23 @@ def read_architecture(config: Document) -> Architecture:
 def _attention(config: Document, traits: _Traits) -> Attention | LatentAttention:
     heads = _number(config, "num_attention_heads", least=1)
     if traits.latent:
-        q_rank = None if config.get("q_lora_rank") is None else _number(config, "q_lora_rank")
-        others = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        return LatentAttention(heads, q_rank, *(_number(config, key) for key in others))
-    kv_heads = _number(config, "num_key_value_heads", heads, least=1)
-    head_dim = _number(config, "head_dim", _number(config, "hidden_size") // heads)
-    qk_norm, bias = traits.qk_norm or _flag(config, "use_qk_norm"), _flag(config, "attention_bias")
-    return Attention(heads, kv_heads, head_dim, qk_norm, traits.qkv_bias or bias, traits.output_bias and bias)
+        return LatentAttention(
+            heads=heads,
+            q_rank=None if config.get("q_lora_rank") is None else _number(config, "q_lora_rank"),
+            kv_rank=_number(config, "kv_lora_rank"),
+            nope_dim=_number(config, "qk_nope_head_dim"),
+            rope_dim=_number(config, "qk_rope_head_dim"),
+            value_dim=_number(config, "v_head_dim"),
+        )
+    bias = _flag(config, "attention_bias")
+    return Attention(
+        heads=heads,
+        kv_heads=_number(config, "num_key_value_heads", heads, least=1),
+        head_dim=_number(config, "head_dim", _number(config, "hidden_size") // heads),
+        qk_norm=traits.qk_norm or _flag(config, "use_qk_norm"),
+        qkv_bias=traits.qkv_bias or bias,
+        output_bias=traits.output_bias and bias,
+    )
 
 
 def _experts(config: Document, traits: _Traits) -> Experts | None:
@@ -130,9 +149,14 @@ def _experts(config: Document, traits: _Traits) -> Experts | None:
         return None
     count, size = traits.experts
     ffn = _number(config, size)
-    routed = _number(config, count if count in config else "num_local_experts")
-    per_token, shared_ffn = _number(config, "num_experts_per_tok"), ffn * _number(config, "n_shared_experts", 0)
-    return Experts(routed, per_token, ffn, shared_ffn, traits.selection_bias, count == "num_local_experts")
+    return Experts(
+        count=_number(config, count if count in config else "num_local_experts"),
+        per_token=_number(config, "num_experts_per_tok"),
+        ffn=ffn,
+        shared_ffn=ffn * _number(config, "n_shared_experts", 0),
+        selection_bias=traits.selection_bias,
+        mixtral_names=count == "num_local_experts",
+    )
 
 
 def _number(config: Document, name: str, default: int | None = None, least: int = 0) -> int:

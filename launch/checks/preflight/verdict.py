@@ -6,10 +6,9 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from launch.cluster.preflight.facts import Facts
-from launch.cluster.preflight.links import Link
-from launch.cluster.preflight.stages import Report, learners_of
-from launch.doctor.findings import Finding, Level, few
+from launch.checks.findings import Finding, Level, few, fine
+from launch.checks.preflight.facts import Facts, Link
+from launch.checks.preflight.stages import Report, learners_of
 
 SKEW_S = 1.0
 ADVICE = {  # by check: why it matters, and the repair
@@ -24,14 +23,12 @@ ADVICE = {  # by check: why it matters, and the repair
     "shared folder": ("a learner that moves to other machines finds no checkpoint", "share learner.checkpoint.dir"),
 }
 DOUBTFUL = ("MTU", "python", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")  # may differ on purpose
-Said = tuple[Level, str, str]  # level, check and what was found
 T = TypeVar("T")
 
 
 def judge(report: Report) -> list[Finding]:
     """All findings, problems first."""
-    said = [*_machines(report), *_agreement(report.machines), *_links(report), *_together(report)]
-    found = [Finding(level, check, what, *(ADVICE[check] if level != "fine" else ())) for level, check, what in said]
+    found = [*_machines(report), *_agreement(report.machines), *_links(report), *_together(report)]
     own = _grouped((name, finding) for name, facts in report.machines.items() for finding in facts.findings)
     found += [structs.replace(finding, what=f"{few(names)}: {finding.what}") for finding, names in own.items()]
     return sorted(found, key=lambda finding: ("problem", "warning", "fine").index(finding.level))
@@ -43,77 +40,97 @@ def verdict(findings: Sequence[Finding]) -> str:
     return "; ".join([f"{len(bad)} to repair", *bad]) if bad else "all well"
 
 
-def _machines(report: Report) -> Iterator[Said]:
+def _wrong(check: str, code: str, what: str, level: Level = "problem") -> Finding:
+    why, fix = ADVICE[check]
+    return Finding(level=level, check=check, code=code, what=what, why=why, fix=fix)
+
+
+def _machines(report: Report) -> Iterator[Finding]:
     for name, why in report.lost.items():
-        yield "problem", "machine", f"{name} left early: {why}"
+        yield _wrong("machine", "lost", f"{name} left early: {why}")
     first = next(iter(report.machines))
     ahead = {first: 0.0} | {link.target: link.ahead_s for link in report.links if link.source == first}
     middle_s = statistics.median_low(ahead.values())  # with two machines, the first one counts as right
     for name, facts in report.machines.items():
         off_s = ahead.get(name, middle_s) - middle_s
         if abs(off_s) > SKEW_S:
-            yield "problem", "clock", f"{name} is {off_s:+.1f} s off"
+            yield _wrong("clock", "skewed", f"{name} is {off_s:+.1f} s off")
         sends = _rate(_usual(link for link in report.links if link.source == name))
         receives = _rate(_usual(link for link in report.links if link.target == name))
         disk = ", ".join(f"{speed / (1 << 20):,.0f} MiB/s to {folder}" for folder, speed in facts.writes.items())
         network = f"{facts.interface.name} {facts.interface.address}, sends {sends}, receives {receives}"
-        yield "fine", "machine", f"{name}, {facts.role}: {network}; clock {off_s * 1e3:+.1f} ms; writes {disk}"
+        yield fine("machine", f"{name}, {facts.role}: {network}; clock {off_s * 1e3:+.1f} ms; writes {disk}")
 
 
-def _agreement(machines: Mapping[str, Facts]) -> Iterator[Said]:
+def _agreement(machines: Mapping[str, Facts]) -> Iterator[Finding]:
     nccl = any(facts.agree["config"]["weights.transport"] == "nccl" for facts in machines.values())
     for kind in ("config", "versions", "settings", "interface"):
-        same, shown = True, {k: v for facts in machines.values() for k, v in facts.agree[kind].items() if v}
-        for key in sorted({key for facts in machines.values() for key in facts.agree[kind]}):
-            everywhere = kind in ("config", "interface") or key == "slipstream"
-            joined = ["learner rollout"] if nccl and "nccl" in key.lower() else ["learner", "rollout", "broker"]
-            for group in ["learner rollout broker"] if everywhere else joined:
-                of = ((n, f.agree[kind].get(key) or "none") for n, f in machines.items() if f.role in group.split())
-                if len(values := _grouped(of)) > 1:
-                    same, what = False, "; ".join(f"{value} on {few(names)}" for value, names in values.items())
-                    yield "warning" if key in DOUBTFUL else "problem", kind, f"{key}: {what}"
-        if same:
-            yield "fine", kind, "the same" + "".join(f", {k} {v}" for k, v in shown.items() if kind != "config")
+        shown = {key: value for facts in machines.values() for key, value in facts.agree[kind].items() if value}
+        differing = [*_differing(machines, kind, nccl)]
+        yield from differing
+        if not differing:
+            values = "".join(f", {key} {value}" for key, value in shown.items() if kind != "config")
+            yield fine(kind, f"the same{values}")
 
 
-def _links(report: Report) -> Iterator[Said]:
+def _differing(machines: Mapping[str, Facts], kind: str, nccl: bool) -> Iterator[Finding]:
+    """Differences of this kind between machines that must agree; with `nccl` learner and nodes share its versions."""
+    for key in sorted({key for facts in machines.values() for key in facts.agree[kind]}):
+        everywhere = kind in ("config", "interface") or key == "slipstream"
+        joined = ["learner rollout"] if nccl and "nccl" in key.lower() else ["learner", "rollout", "broker"]
+        for group in ["learner rollout broker"] if everywhere else joined:
+            of = ((n, f.agree[kind].get(key) or "none") for n, f in machines.items() if f.role in group.split())
+            if len(values := _grouped(of)) > 1:
+                what = "; ".join(f"{value} on {few(names)}" for value, names in values.items())
+                yield _wrong(kind, key, f"{key}: {what}", "warning" if key in DOUBTFUL else "problem")
+
+
+def _links(report: Report) -> Iterator[Finding]:
     links = [link for link in report.links if not {link.source, link.target} & report.lost.keys()]
-    good, typical = [link for link in links if not link.error], _usual(links)
+    good = [link for link in links if not link.error]
+    typical = _usual(links)
     for link in links:
-        why, slow = link.error, f"{_rate(link.bytes_per_s)}, less than half of the median {_rate(typical)}"
-        if why and link.latency_s:
-            why = f"small packets pass, large ones stall (MTU?): {why}"
-        if why or link.bytes_per_s < typical / 2:
-            yield "problem", "links", f"{link.source} to {link.target}: {why or slow}"
+        way = f"{link.source} to {link.target}"
+        if link.error and link.latency_s:
+            yield _wrong("links", "stalls", f"{way}: small packets pass, large ones stall (MTU?): {link.error}")
+        elif link.error:
+            yield _wrong("links", "broken", f"{way}: {link.error}")
+        elif link.bytes_per_s < typical / 2:
+            slow = f"{_rate(link.bytes_per_s)}, less than half of the median {_rate(typical)}"
+            yield _wrong("links", "slow", f"{way}: {slow}")
     missing = len(report.machines) * (len(report.machines) - 1) - len(report.links)
     if missing and not report.lost:
-        yield "warning", "links", f"{missing} were not measured, because time was up"
+        yield _wrong("links", "unmeasured", f"{missing} were not measured, because time was up", "warning")
     if good:
-        worst, trips = min(good, key=lambda at: at.bytes_per_s), [link.latency_s * 1e3 for link in good]
+        worst = min(good, key=lambda at: at.bytes_per_s)
+        trips = [link.latency_s * 1e3 for link in good]
         slowest = f"slowest {worst.source} to {worst.target}: {_rate(worst.bytes_per_s)}"
         trip = f"round trip {statistics.median(trips):.2f} ms, longest {max(trips):.2f} ms"
-        yield "fine", "links", f"{len(good)} work, median {_rate(typical)}, {slowest}; {trip}"
+        yield fine("links", f"{len(good)} work, median {_rate(typical)}, {slowest}; {trip}")
 
 
-def _together(report: Report) -> Iterator[Said]:
+def _together(report: Report) -> Iterator[Finding]:
     """All-reduce and shared folder of the learner's machines."""
     learners = learners_of(report.machines, report.lost)
     if len(learners) < 2:
         return
     if without := [name for name in learners if not report.machines[name].agree["versions"]["torch"]]:
-        yield "warning", "all-reduce", f"not tried on {few(without)}, which have no torch"
+        yield _wrong("all-reduce", "no_torch", f"not tried on {few(without)}, which have no torch", "warning")
     errors = _grouped((name, result) for name, result in report.reduced.items() if isinstance(result, str))
     for error, names in errors.items():
-        yield "problem", "all-reduce", f"{few(names)}: {error}"
+        yield _wrong("all-reduce", "failed", f"{few(names)}: {error}")
     rates = [result for result in report.reduced.values() if not isinstance(result, str)]
     if rates and not errors:
         of = zip(("gloo", "NCCL"), zip(*rates, strict=True), strict=False)
         shown = ", ".join(f"{library} {_rate(min(found))}" for library, found in of)
-        yield "fine", "all-reduce", f"right on {len(rates)} machines, bus bandwidth {shown}"
+        yield fine("all-reduce", f"right on {len(rates)} machines, bus bandwidth {shown}")
     folder = report.canary.rpartition("/")[0]
-    unseen = f"a file in {folder} is not there on {few(report.blind)}" if report.blind else ""
-    problem = unseen if folder else "its first file cannot be written"
-    yield "problem" if problem else "fine", "shared folder", problem or f"{folder} is shared"
+    if not folder:
+        yield _wrong("shared folder", "unwritable", "its first file cannot be written")
+    elif report.blind:
+        yield _wrong("shared folder", "not_shared", f"a file in {folder} is not there on {few(report.blind)}")
+    else:
+        yield fine("shared folder", f"{folder} is shared")
 
 
 def _grouped(values: Iterable[tuple[str, T]]) -> dict[T, list[str]]:

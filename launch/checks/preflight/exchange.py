@@ -32,7 +32,8 @@ class Exchange:
     def __init__(self, connection: Any) -> None:
         self.lost: dict[str, str] = {}  # machines that take no part any more, with the reason
         self.elapsed_s = 0.0  # the same on every machine
-        self._connection, self._serials = connection, count()
+        self._connection = connection
+        self._serials = count()
 
     def __call__(self, value: Any, kind: Any, limit_s: float) -> dict[str, Any]:
         """The values of all machines by name, each of type `kind`.
@@ -50,7 +51,8 @@ class Exchange:
             raise UsageError("a job's broker listens there; stop the job, or --meet elsewhere") from None
         if got.refused:
             raise (SlipstreamError if serial else UsageError)(got.refused)
-        self.lost, self.elapsed_s = got.lost, got.elapsed_s
+        self.lost = got.lost
+        self.elapsed_s = got.elapsed_s
         return {name: msgpack.decode(raw, type=kind) for name, raw in got.values.items()}
 
     def part(self, host: bool) -> None:
@@ -68,9 +70,12 @@ def pass_on(router: "zmq.Socket[bytes]", machines: int, wait_s: float, stop: Eve
 
     The routing id of a connection is the name of its machine.
     """
-    begun, there, lost = 0.0, set[str](), dict[str, str]()
+    begun = 0.0
+    there: set[str] = set()
+    lost: dict[str, str] = {}
     for serial in count():
-        values, refused = dict[str, msgspec.Raw](), ""
+        values: dict[str, msgspec.Raw] = {}
+        refused = ""
         end = float("inf") if serial else monotonic() + wait_s
         while len(values) < (len(there) if serial else machines) and monotonic() < end:
             if stop.is_set():
@@ -88,7 +93,8 @@ def pass_on(router: "zmq.Socket[bytes]", machines: int, wait_s: float, stop: Eve
                     why = lost.get(name, f"{machines} machines were there already (--machines)")
                     _send(router, name, Values(refused=f"{name} takes no part: {why}"))
         lost |= {name: "it ended, or was cut off" for name in there - values.keys()}
-        begun, there = begun or monotonic(), set(values)
+        begun = begun or monotonic()
+        there = set(values)
         if serial == 0 and len(there) < machines:
             refused = f"{len(there)} of {machines} machines came within {wait_s:g} s: {', '.join(sorted(there))}"
         reply = Values(dict(sorted(values.items())), lost, monotonic() - begun, refused)

@@ -10,7 +10,7 @@ from common.config.schema import Config, SftConfig
 from common.errors import SlipstreamError, UsageError
 from common.process.lock_file import is_locked, lock_holder
 from common.process.run_dir import RunDir
-from launch.doctor.findings import Case, Finding, fine, judged, problem, warning
+from launch.checks.findings import Finding, fine, problem, warning
 from launch.observe.observation import Observation, observe
 from launch.observe.stall_text import STOPPING, sentence, stalls_of
 from launch.resolve_target import Target
@@ -52,14 +52,13 @@ def check_run(run: RunDir, config: Config | SftConfig) -> tuple[list[Finding], b
         run.check_agrees(config)
         run.check_checkpoints(config)
     except UsageError as error:
-        fix = "another folder, or remove it"
-        found.append(problem("run", str(error), "a run continues with the config that it began with", fix))
+        why = "a run continues with the config that it began with"
+        found.append(problem("run", "other_config", str(error), why=why, fix="another folder, or remove it"))
     if not run.path.is_dir():
         return found or [fine("run", f"{run.path} does not exist yet")], False
     seen = None
     with suppress(SlipstreamError):
-        credentials = config.broker.credentials if isinstance(config, Config) else None
-        seen = observe(Target(run, credentials), ANSWER_S)
+        seen = observe(Target(run, config.broker.credentials), ANSWER_S)
     running = seen is not None and seen.live
     if seen is not None and (seen.live or seen.unreachable):
         found += _stalls(seen)
@@ -69,7 +68,8 @@ def check_run(run: RunDir, config: Config | SftConfig) -> tuple[list[Finding], b
     if record is not None and record.state == "running" and not record.runs_here:
         what = f"learner {record.pid} did not say how it ended"
         why = f"it was killed at version {record.policy_version} or later (or runs on another machine)"
-        found.append(warning("run", what, why, "`slipstream up CONFIG` continues from the newest checkpoint"))
+        fix = "`slipstream up CONFIG` continues from the newest checkpoint"
+        found.append(warning("run", "learner_killed", what, why=why, fix=fix))
     return found or [fine("run", f"{run.path}: nothing in the way")], running
 
 
@@ -77,9 +77,12 @@ def _stalls(seen: Observation) -> list[Finding]:
     found: list[Finding] = []
     for stall in stalls_of(seen):
         fix = ADVICE.get(stall.kind, stall.release)
-        stands: Case = (stall.kind in STOPPING, "problem", "the job makes no progress", fix)
-        lasts: Case = ((stall.since_s or 0.0) > LONG_S, "warning", "that is long", fix)
-        found.append(judged("stall", sentence(stall), stands, lasts))
+        if stall.kind in STOPPING:
+            found.append(problem("stall", stall.kind, sentence(stall), why="the job makes no progress", fix=fix))
+        elif (stall.since_s or 0.0) > LONG_S:
+            found.append(warning("stall", stall.kind, sentence(stall), why="that is long", fix=fix))
+        else:
+            found.append(fine("stall", sentence(stall)))
     return found or [fine("run", f"runs, broker {seen.status.pid} at {seen.status.address}; no process waits for long")]
 
 
@@ -93,11 +96,12 @@ def _stale_broker(run: RunDir) -> Iterator[Finding]:
             state = psutil.Process(file.pid).status()
         what = f"broker {file.pid} at {file.address} does not answer{f' ({state})' if state else ''}"
         fix = f"kill -CONT {file.pid}" if state == "stopped" else f"RUN/logs/broker-0.log; then kill {file.pid}"
-        yield problem("run", what, "a second broker is kept out while it lives", fix)
+        yield problem("run", "broker_silent", what, why="a second broker is kept out while it lives", fix=fix)
     else:
         what = f"{run.broker_json} was left by broker {file.pid}, which is gone"
         why = "it was killed; learner and nodes that are started by hand would wait for it"
-        yield warning("run", what, why, "nothing: `slipstream up` and `slipstream broker` replace it")
+        fix = "nothing: `slipstream up` and `slipstream broker` replace it"
+        yield warning("run", "broker_killed", what, why=why, fix=fix)
 
 
 def _remains(run: RunDir) -> Iterator[Finding]:
@@ -106,15 +110,16 @@ def _remains(run: RunDir) -> Iterator[Finding]:
         if is_locked(path):
             pid = lock_holder(path)
             what = f"{path} is locked by process {pid or 'unknown (of another user or machine)'}"
-            fix = f"stop process {pid}" if pid else f"fuser {path} as root"
-            yield problem("run", what, "another job works on this folder, or what is left of one", fix)
-
-    config, left = os.fspath(run.config.resolve()), dict[int, str]()
+            why = "another job works on this folder, or what is left of one"
+            yield problem("run", "locked", what, why=why, fix=f"stop process {pid}" if pid else f"fuser {path} as root")
+    config = os.fspath(run.config.resolve())
+    left: dict[int, str] = {}
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         if config in words and process.pid != os.getpid() and "doctor" not in words:
             left[process.pid] = next((word for word in words if word in ("learner", "rollout", "broker")), "role")
     if left:
         named = ", ".join(f"{pid} ({role})" for pid, role in [*left.items()][:6])
+        what = f"processes of this run without a broker: {named}"
         why = "they take memory and cores, and would join the next job of this folder"
-        yield problem("run", f"processes of this run without a broker: {named}", why, f"kill {min(left)}, ...")
+        yield problem("run", "roles_left", what, why=why, fix=f"kill {min(left)}, ...")

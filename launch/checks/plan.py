@@ -16,19 +16,27 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from common.config.architecture import Attention
 from common.config.schema import Config, SftConfig
 from common.errors import EXIT_DONE, EXIT_USAGE, UsageError
-from launch.plan.architecture import Attention
+from launch.checks.review import Review, make_review
 from launch.plan.job_plan import GIB, Plan, Stage
+from launch.plan.layout import KINDS
 from launch.plan.memory import DEVICES, HEADROOM, fits
-from launch.plan.parameters import KINDS
-from launch.plan.review import Review, make_review
 
 WIDTH = 118
-MEMORY = (
-    *("parameters", "gradients", "optimizer", "activations", "output", "versions"),
-    *("training", "update", "waiting", "host"),
-)
+MEMORY = [
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "output",
+    "versions",
+    "training",
+    "update",
+    "waiting",
+    "host",
+]
 
 
 def command(args: argparse.Namespace) -> int:
@@ -46,8 +54,15 @@ def command(args: argparse.Namespace) -> int:
 
 def as_json(review: Review) -> dict[str, Any]:
     """Everything on the page and more (the members of every group); the keys are relied on by other programs."""
-    found = {name: getattr(review, name) for name in ("failed", "before_launch", "remarks", "proposal", "plan")}
-    return {"config": review.file, "ok": not review.failed, **found}
+    return {
+        "config": review.file,
+        "ok": not review.failed,
+        "failed": review.failed,
+        "before_launch": review.before_launch,
+        "remarks": [remark.what for remark in review.remarks],
+        "proposal": review.proposal,
+        "plan": review.plan,
+    }
 
 
 def page(review: Review) -> RenderableType:
@@ -77,7 +92,7 @@ def page(review: Review) -> RenderableType:
             bodies["GPUs that `slipstream up` gives to each role"] = _facts(devices)
     for title, body in bodies.items():
         parts += (Text(), Text(title, "bold"), body)
-    parts += _numbered("Remarks", review.remarks)
+    parts += _numbered("Remarks", [remark.what for remark in review.remarks])
     return Group(*parts)
 
 
@@ -218,7 +233,8 @@ def _step(config: Config | SftConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     steps = config.run.steps
     total = f"{steps * batch.sequences:,} sequences, at most {steps * batch.tokens / 1e9:,.2f} billion tokens"
     yield "run", f"{steps} steps: {total}"
-    size, kept = plan.checkpoint.bytes / GIB, plan.checkpoint.kept
+    size = plan.checkpoint.bytes / GIB
+    kept = plan.checkpoint.kept
     disk = f"up to {kept} on the disk: {size * kept:,.0f} GiB"
     yield "checkpoints", f"{size:,.1f} GiB each, every {_steps(learner.checkpoint.every)}; {disk}"
 
@@ -226,7 +242,8 @@ def _step(config: Config | SftConfig, plan: Plan) -> Iterator[tuple[str, str]]:
 def _rollouts(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:
     assert plan.rl is not None
     window, publish, engine = plan.rl.window, plan.rl.publish, plan.rl.engine
-    k, settings = config.staleness.max, config.rollout.engine
+    k = config.staleness.max
+    settings = config.rollout.engine
     groups = f"{config.learner.groups_per_step} x {k + 1} = {window.groups} groups outstanding"
     size = f"{window.samples:,} samples, {window.bytes / GIB:,.2f} GiB"
     yield "window", f"staleness {k}: at most {groups}, {size}; a node has up to {window.node_groups}"

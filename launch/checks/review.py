@@ -7,27 +7,23 @@ from pathlib import Path
 
 import msgspec
 
+from common.config.architecture import UnknownArchitecture, read_architecture
 from common.config.checks import MODEL_HINT, problems, resolve_paths
 from common.config.loading import load_either
 from common.config.network_checks import is_loopback, split_address
-from common.config.parallel_layout import ModelShape, model_problems, world_problems
+from common.config.parallel_layout import model_problems, world_problems
 from common.config.schema import Config, SftConfig
 from common.errors import ConfigError, Problem, UsageError
 from common.hub import SCHEME, local_copy
-from launch.plan.architecture import UnknownArchitecture, read_architecture
+from launch.checks.advice import Proposal, propose, remarks
+from launch.checks.findings import Finding, note
 from launch.plan.job_plan import GIB, Plan, make_plan
 from launch.plan.memory import DEVICES, fits
-from launch.plan.proposal import Proposal, propose
-from launch.plan.remarks import remarks
 from rollout_fleet.environments.description import PYTHON_KEY, Description, check_environment
 
 GPUS_PER_NODE = 8
 LARGEST_GPU = 288e9  # bytes
 LINK_GBIT = 100.0  # Gb/s of a machine's link
-
-# The config checks say with these words that only files of the model are missing, or a dataset.
-MODEL = "a Hugging Face model folder"
-MISSING = (f"{MODEL} with a tokenizer", f"{MODEL} with weights", "a JSONL or parquet file")
 
 
 @dataclass
@@ -39,9 +35,9 @@ class Review:
     plan: Plan | None = None  # None when the layout does not fit the model, or `no_plan` says why
     refused: list[Problem] = field(default_factory=list)  # even when every file is in its place
     missing: list[Problem] = field(default_factory=list)  # files that have to be brought along
-    not_yet: list[str] = field(default_factory=list)  # parts that this version cannot launch by itself
+    not_yet: list[Finding] = field(default_factory=list)  # parts that this version cannot launch by itself
     proposal: Proposal | None = None  # where the layout does not fit every GPU
-    remarks: list[str] = field(default_factory=list)  # sentences on what no check refuses
+    remarks: list[Finding] = field(default_factory=list)  # no check refuses these
     no_plan: str = ""  # the reason why the model cannot be planned
     environment: Description | None = None  # None when it is refused, or the config has none
 
@@ -51,7 +47,7 @@ class Review:
 
     @property
     def before_launch(self) -> list[str]:
-        return [*(describe(problem) for problem in self.missing), *self.not_yet]
+        return [*(describe(problem) for problem in self.missing), *(finding.what for finding in self.not_yet)]
 
 
 def make_review(
@@ -85,17 +81,18 @@ def review(
             made.refused.append(problem)
             return made
         made.missing.append(problem)
-        made.remarks.append(f"The hub's model is not here; its shape is the one in {path}/config.json.")
+        not_here = f"The hub's model is not here; its shape is the one in {path}/config.json."
+        made.remarks.append(note("model", "not_here", not_here))
     model = msgspec.structs.replace(config.model, path=str(path))
     made.config = config = msgspec.structs.replace(config, model=model)
     for problem in problems(config):
-        no_keys = problem.key == "broker.credentials" and not Path(problem.found.split(",")[0]).exists()
-        if not (problem.expected.startswith(MISSING) or no_keys):
+        downloaded = problem.key == "model.path" and name.startswith(SCHEME)  # by a launch
+        if problem.kind == "value":
             made.refused.append(problem)
-        elif not (problem.key == "model.path" and name.startswith(SCHEME)):  # a launch downloads them
+        elif not downloaded:
             made.missing.append(problem)
     made.refused += machine_problems(config, gpus_per_node)
-    if isinstance(config, Config) and PYTHON_KEY not in [key for key, *_ in made.refused]:
+    if isinstance(config, Config) and PYTHON_KEY not in [problem.key for problem in made.refused]:
         try:
             made.environment = check_environment(config.tasks, file, libraries)
         except ConfigError as error:
@@ -114,13 +111,13 @@ def _add_plan(made: Review, folder: Path, gpus_per_node: int, link_gbit: float) 
 
     Raises UnknownArchitecture, and UsageError as `read_model`.
     """
-    config, parallel, document = made.config, made.config.learner.parallel, read_model(folder)
-    shape = ModelShape.of(document.get)
-    if [*world_problems(config.learner.world_size, parallel), *model_problems(shape, parallel)]:
+    config, parallel = made.config, made.config.learner.parallel
+    model = read_architecture(read_model(folder))
+    if [*world_problems(config.learner.world_size, parallel), *model_problems(model, parallel)]:
         return
-    plan = made.plan = make_plan(config, read_architecture(document), gpus_per_node, link_gbit)
+    plan = made.plan = make_plan(config, model, gpus_per_node, link_gbit)
     if not all(fits(plan.fullest.peak, size) for size in DEVICES.values()):
-        made.proposal = propose(config, plan, shape)
+        made.proposal = propose(config, plan)
     made.remarks += remarks(config, plan, made.proposal)
     if plan.rl is not None and (weights := plan.rl.engine.weight_bytes) > LARGEST_GPU:
         found = f"{weights / GIB:.0f} GiB of weights per device, more than any GPU has"
@@ -157,15 +154,17 @@ def machine_problems(config: Config | SftConfig, gpus_per_node: int) -> Iterator
         yield Problem("rollout.engine.tensor_parallel", expected, found, hint)
 
 
-def _not_yet(config: Config | SftConfig, gpus_per_node: int) -> Iterator[str]:
+def _not_yet(config: Config | SftConfig, gpus_per_node: int) -> Iterator[Finding]:
     """Parts that this version cannot launch by itself."""
     if config.learner.machines > 1:
         if any(is_loopback(split_address(address)[0]) for address in config.broker.addresses):
             machines = f"the {config.learner.machines} machines of the learner do not reach a loopback address"
-            yield f"broker.address: {machines}; name one of the broker's machine, tcp://HOST:PORT"
+            what = f"broker.address: {machines}; name one of the broker's machine, tcp://HOST:PORT"
+            yield note("launch", "loopback_broker", what)
     elif isinstance(config, Config):
         devices = sum(config.device_shares.values())
         if devices > gpus_per_node and is_loopback(config.weights.address):
             why = f"{devices} devices of learner and rollout nodes are more than one machine of {gpus_per_node} has"
             needs = "broker.credentials, and weights.transport: relay or weights.network: trusted"
-            yield f"weights.address: {why}, and weights.address is a loopback address; another one needs {needs}"
+            what = f"weights.address: {why}, and weights.address is a loopback address; another one needs {needs}"
+            yield note("launch", "loopback_weights", what)

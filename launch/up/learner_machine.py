@@ -32,7 +32,7 @@ from common.process.logs import log_end, log_path, setup_logging
 from common.process.run_dir import RunDir
 from common.process.versions import versions
 from launch.cluster.interface import Interface, interface_for
-from launch.up.roles import learner_environment, need_learner_packages, torchrun
+from launch.up.ranks import learner_environment, need_learner_packages, torchrun
 from launch.up.supervisor import Role, RoleSpec
 from learner.loop.run_files import LearnerRecord, read_record
 
@@ -40,8 +40,10 @@ logger = logging.getLogger(__name__)
 
 REPORT_S = 1.0
 POLL_S = 0.1
-SHOWN_S, SEEK_S = 30.0, 0.5  # network file systems show a new file after seconds
-ANSWER_S, RETRY_S = 3.0, 1.0  # the deadline of a report, and the pause before it is repeated
+SHOWN_S = 30.0  # network file systems show a new file after seconds
+SEEK_S = 0.5
+ANSWER_S = 3.0  # the deadline of a report
+RETRY_S = 1.0  # the pause before it is repeated
 # May differ, as the patch level of Python may; a preflight says so. NCCL_DEBUG stands for NCCL_DEBUG_FILE, too.
 OWN_SETTINGS = ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG", "NCCL_TOPO_FILE")
 
@@ -58,12 +60,23 @@ def run_machine(config: Config | SftConfig, run: RunDir, address: str) -> int:
     setup_logging("launcher", host, run.logs, config.telemetry.log_level)
     logger.info("%s: the ranks use interface %s (%s)", host, interface.name, interface.address)
     interface.use()
-    own, keys = interface.address, config.broker.credentials
     store = interface.listen()  # lives as long as this function runs
-    endpoint, same = f"{bracketed(own)}:{store.port}", facts(config, interface)
-    access = Access(address=address, role="learner", deadline_s=ANSWER_S, retry_s=RETRY_S, credentials=keys)
-    limits = {"wanted": config.learner.machines, "max_restarts": config.run.max_restarts}
-    report = MachineReport(secrets.token_hex(8), host, own, endpoint, same, **limits)
+    access = Access(
+        address=address,
+        role="learner",
+        deadline_s=ANSWER_S,
+        retry_s=RETRY_S,
+        credentials=config.broker.credentials,
+    )
+    report = MachineReport(
+        machine=secrets.token_hex(8),
+        host=host,
+        address=interface.address,
+        endpoint=f"{bracketed(interface.address)}:{store.port}",
+        facts=facts(config, interface),
+        wanted=config.learner.machines,
+        max_restarts=config.run.max_restarts,
+    )
     with connect(access) as client, SharedFolder(run.checkpoints, report.machine) as shared:
         return Launcher(config, run, client, shared, report).run(address)
 
@@ -74,7 +87,8 @@ def facts(config: Config | SftConfig, interface: Interface) -> dict[str, str]:
     same["python"] = same["python"].rpartition(".")[0]
     same |= {"learner.machines": str(config.learner.machines), "learner.world_size": str(config.learner.world_size)}
     if isinstance(config, SftConfig):  # every rank reads its machine's copy
-        path, rows = Path(downloaded(config, "learner").tasks.dataset), hashlib.sha256()
+        path = Path(downloaded(config, "learner").tasks.dataset)
+        rows = hashlib.sha256()
         for _, row in dataset_rows(path, "tasks.dataset"):
             rows.update(row + b"\n")
         same["rows of tasks.dataset"] = rows.hexdigest()[:16]
@@ -86,7 +100,8 @@ def facts(config: Config | SftConfig, interface: Interface) -> dict[str, str]:
 
 def rank_command(config: Config | SftConfig, run: RunDir, report: MachineReport, broker: str) -> list[str]:
     """torchrun with the ranks of this machine in the round of `report`."""
-    machines, wait_s = config.learner.machines, int(max(config.learner.timeout_s, FENCE_S))
+    machines = config.learner.machines
+    wait_s = int(max(config.learner.timeout_s, FENCE_S))
     options = {"nnodes": machines, "nproc-per-node": config.learner.world_size // machines}
     options |= {"local-addr": report.address, "rdzv-endpoint": report.members[0].endpoint}
     place = [member.machine for member in report.members].index(report.machine)
@@ -99,7 +114,8 @@ class SharedFolder:
     """Whether machines share a folder: each leaves a file, which the context removes, and looks for the others'."""
 
     def __init__(self, folder: Path, machine: str) -> None:
-        self._folder, self._own = folder, folder / f".machine-{machine}"
+        self._folder = folder
+        self._own = folder / f".machine-{machine}"
 
     def __enter__(self) -> "SharedFolder":
         try:
@@ -138,7 +154,11 @@ class Launcher:
         shared: SharedFolder,
         report: MachineReport,
     ) -> None:
-        self._config, self._run, self._client, self._shared, self._report = config, run, client, shared, report
+        self._config = config
+        self._run = run
+        self._client = client
+        self._shared = shared
+        self._report = report
         self._ranks: Role | None = None
         self._answered = self._waiting_since = time.monotonic()
         self._said = ""
@@ -177,14 +197,15 @@ class Launcher:
             return None
         except BrokerError as error:
             raise UsageError(str(error)) from None
-        self._answered, self._log_rank = sent_at, told.log_rank
+        self._answered = sent_at
+        self._log_rank = told.log_rank
         return told
 
     def _log_end(self) -> str | None:
         """The end of the log that the broker asked for; None when no rank here has written it in its last round."""
         path = log_path(self._run.logs, "learner", str(self._log_rank))
-        now, before = _bytes(path), self._logs_before.get(path, 0)
-        return log_end(path) if self._log_rank >= 0 and now != before else None
+        changed = _bytes(path) != self._logs_before.get(path, 0)
+        return log_end(path) if self._log_rank >= 0 and changed else None
 
     def _log_sizes(self) -> dict[Path, int]:
         return {path: _bytes(path) for path in self._run.logs.glob("learner-*")}

@@ -10,11 +10,15 @@ from contextlib import ExitStack, suppress
 from msgspec import Struct
 
 from common.errors import SlipstreamError
-from launch.cluster.preflight.exchange import Exchange
-from launch.cluster.preflight.facts import Facts
-from launch.cluster.preflight.links import Link, measure
+from launch.checks.preflight.exchange import Exchange
+from launch.checks.preflight.facts import Facts, Link, measure
 
-LINK_S, LINKS_S, CANARY_S, SEEN_S, IMPORT_S, REDUCE_S = 8.0, 35.0, 8.0, 5.0, 60.0, 15.0
+LINK_S = 8.0
+LINKS_S = 35.0  # for all links
+CANARY_S = 8.0
+SEEN_S = 5.0  # a network file system may take as long to show a file
+IMPORT_S = 60.0
+REDUCE_S = 15.0
 BULK_S = (0.1, 0.4)  # bulk data of one link: with many machines, and with few
 REDUCED_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 
@@ -59,15 +63,24 @@ def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
 
 
 def _links(name: str, machines: dict[str, Facts], exchange: Exchange) -> list[Link]:
-    plan, links = [*rounds(sorted(machines))], list[Link]()
+    plan = [*rounds(sorted(machines))]
+    links: list[Link] = []
     seconds = min(max(BULK_S[0], LINKS_S / 4 / max(1, len(plan))), BULK_S[1])
-    for target, link in ((dict(pairs).get(name), None) for pairs in plan):
+    for pairs in plan:
         if exchange.elapsed_s >= LINKS_S:  # the same on every machine
             break
+        target = dict(pairs).get(name)
+        link = None
         if target is not None and target not in exchange.lost:
             at = machines[target]
-            where, own = (at.interface.address, at.port), machines[name].interface.address
-            link = measure(name, own, target, where, at.token, seconds)
+            link = measure(
+                name,
+                machines[name].interface.address,
+                target,
+                at=(at.interface.address, at.port),
+                token=at.token,
+                seconds=seconds,
+            )
         links += [found for found in exchange(link, Link | None, LINK_S).values() if found is not None]
     return links
 
@@ -80,7 +93,7 @@ def _canary(name: str, learners: Sequence[str], folder: str, exchange: Exchange)
             with suppress(OSError):
                 path = at_end.enter_context(tempfile.NamedTemporaryFile(dir=folder, prefix=".preflight-")).name
         path = exchange(path, str, CANARY_S).get(learners[0], "")
-        end = time.monotonic() + SEEN_S  # a network file system may take a moment
+        end = time.monotonic() + SEEN_S
         while not (sees := name not in learners or os.path.exists(path)) and time.monotonic() < end:
             time.sleep(0.1)
         return path, [machine for machine, seen in exchange(sees, bool, CANARY_S).items() if not seen]
@@ -88,7 +101,9 @@ def _canary(name: str, learners: Sequence[str], folder: str, exchange: Exchange)
 
 def _all_reduce(name: str, ranks: dict[str, Facts], exchange: Exchange) -> dict[str, list[float] | str]:
     """The result of each rank, one a machine; only ranks import torch."""
-    first, store, result = next(iter(ranks)), None, ""
+    first = next(iter(ranks))
+    store = None
+    result: list[float] | str = ""
     if name in ranks:
         import torch.distributed  # noqa: F401 - this takes long on a slow machine: the other ranks must not wait for it
 
@@ -109,7 +124,9 @@ def _rank(store: tuple[str, int], rank: int, ranks: Sequence[Facts]) -> list[flo
 
     from common.weights.collectives import dist
 
-    limit, world, rates = datetime.timedelta(seconds=REDUCE_S), len(ranks), list[float]()
+    limit = datetime.timedelta(seconds=REDUCE_S)
+    world = len(ranks)
+    rates: list[float] = []
     devices = ["cpu", *(["cuda"] if all(facts.gpus for facts in ranks) else [])]
     meeting = dist.TCPStore(*store, is_master=False, wait_for_workers=False, timeout=limit)
     backend = ",".join(["cpu:gloo", "cuda:nccl"][: len(devices)])

@@ -21,17 +21,17 @@ from broker.messaging.sockets import bind_router, connect_dealer
 from common.config.checks import resolve_paths
 from common.config.loading import load_config
 from common.config.network_checks import is_loopback, is_wildcard, split_address
-from common.errors import EXIT_DONE, EXIT_FAILED, UsageError
+from common.errors import EXIT_FAILED, UsageError
 from common.process.lifecycle import leaving_after
 from common.security.credentials import Role, curve_credentials, load_credential, load_server
 from common.security.curve import CurveGate, KeyRing
+from launch.checks.findings import exit_code, show
+from launch.checks.preflight.exchange import Exchange, pass_on
+from launch.checks.preflight.facts import facts_of
+from launch.checks.preflight.stages import examine
+from launch.checks.preflight.verdict import judge, verdict
 from launch.cluster.interface import routed
-from launch.cluster.preflight.exchange import Exchange, pass_on
-from launch.cluster.preflight.facts import facts_of
-from launch.cluster.preflight.stages import examine
-from launch.cluster.preflight.verdict import judge, verdict
-from launch.doctor.doctor import show
-from launch.up.roles import slurm_machines
+from launch.up.ranks import slurm_machines
 
 MOST_BYTES = 4 << 20
 MOST_S = 180.0  # the stages have deadlines of their own, 150 s together
@@ -42,11 +42,13 @@ ROLES: tuple[Role, ...] = ("learner", "node", "observer", "broker")
 def command(args: argparse.Namespace) -> int:
     """Take part; the meeting host prints the page, the others the verdict."""
     config = resolve_paths(load_config(Path(args.config), args.overrides))
-    machines, wait_s = args.machines or slurm_machines() or config.learner.machines, args.wait_s
+    machines = args.machines or slurm_machines() or config.learner.machines
+    wait_s = args.wait_s
     if machines < 1 or wait_s <= 0:
         raise UsageError(f"expected positive numbers, found --machines {machines} and --wait-s {wait_s:g}")
     address = meeting_address(args.meet or config.broker.addresses[0], machines)
-    host, name = split_address(address)[0], socket.gethostname()
+    host = split_address(address)[0]
+    name = socket.gethostname()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     keys = curve_credentials(config.broker.credentials)
     with leaving_after(MOST_S, EXIT_FAILED, HANGS):
@@ -67,7 +69,8 @@ def command(args: argparse.Namespace) -> int:
                 hint = "run the same command on that machine"
                 raise UsageError(f"no preflight listens at {address} after {wait_s:g} s; {hint}")
         with leaving_after(wait_s + MOST_S, EXIT_FAILED, HANGS):
-            report = examine(name, own, exchange := Exchange(dealer), wait_s)
+            exchange = Exchange(dealer)
+            report = examine(name, own, exchange, wait_s)
             exchange.part(leads)
     findings = judge(report)
     headline = f"preflight of {len(report.machines)} machines at {address}: {verdict(findings)}"
@@ -77,7 +80,7 @@ def command(args: argparse.Namespace) -> int:
         print(headline)
         if leads:
             show(findings)
-    return EXIT_FAILED if any(finding.level == "problem" for finding in findings) else EXIT_DONE
+    return exit_code(findings)
 
 
 def meeting_address(word: str, machines: int) -> str:
@@ -97,7 +100,8 @@ def _listen(context: Any, address: str, keys: str | None, machines: int, wait_s:
     curve = CurveGate(context, load_server(keys), KeyRing(keys, ROLES)) if keys is not None else None
     if curve is not None:
         at_end.callback(curve.close)
-    router, stop = bind_router(context, [address], MOST_BYTES, curve), threading.Event()
+    router = bind_router(context, [address], MOST_BYTES, curve)
+    stop = threading.Event()
     router.setsockopt(zmq.ROUTER_HANDOVER, 0)  # a second machine of the same name does not replace the first one
     hub = threading.Thread(target=pass_on, args=(router, machines, wait_s, stop))
     hub.start()

@@ -1,5 +1,7 @@
 """slipstream selftest: the repository's tests on this machine's devices, with their figures.
 
+Each item is a choice of the tests, which run in a process of their own.
+
 Without a GPU the tests run on the CPU, and what needs a GPU does not apply. Other versions than the pinned ones are
 reported, and used. Exit codes: 0 nothing failed, 1 something failed or was not reached, 2 bad usage.
 """
@@ -11,8 +13,9 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 from xml.etree import ElementTree
@@ -20,23 +23,89 @@ from xml.etree import ElementTree
 import msgspec
 import psutil
 from rich.console import Console
-from rich.text import Text
 
 from common.config.loading import nearest
+from common.config.parallel_layout import PLAIN
 from common.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from common.process.versions import versions
-from launch.doctor import packages
-from launch.doctor.machine import Machine, look
-from launch.selftest.items import PACE, Item, items
+from launch.checks.findings import Level, show_line
+from launch.checks.machine import Machine, look, pins_of
 from launch.up.devices import ROOT, interpreter
 
+PARITY = "tests/integration/megatron/test_megatron_parity.py"
+RESUME = "tests/integration/learner/test_resume.py"
+# read by tests/device.py and the test of the quickstart
+RANKS = "SLIPSTREAM_TEST_RANKS"
+STEPS = "SLIPSTREAM_TEST_STEPS"
+PACE = "SLIPSTREAM_TEST_PACE"
+FEWEST_RANKS = 2  # Layouts have so many ranks, which share a GPU where there are fewer.
+MOST_RANKS = 8
+SUMS = 20_000  # A layout needs about 1,000 collectives, and about 15 layouts have two ranks.
 CPU_SLOWER = 10.0
 JOINED_S = 15.0  # Limits are for a GPU on which two processes meet within this time.
 END_S = 30.0  # for an item's processes to end
 FIND = "import sys; from importlib.util import find_spec as f; print(', '.join(n for n in sys.argv[1:] if not f(n)))"
 MOST_CHARACTERS = 2000  # A failed test's report is cut to its end.
-SIGNS = {"passed": ("✓", "green"), "failed": ("✗", "red"), "not applicable": ("-", "yellow")}
 State = Literal["passed", "failed", "not applicable"]
+LEVELS: dict[State, Level] = {"passed": "fine", "failed": "problem", "not applicable": "skipped"}
+
+
+@dataclass(frozen=True)
+class Item:
+    """`tests` are arguments of pytest; they run in the environment of `role`, where it has the packages."""
+
+    name: str
+    title: str
+    tests: tuple[str, ...]
+    packages: tuple[str, ...]  # top-level modules
+    role: str = "learner"
+    env: Mapping[str, str] = field(default_factory=dict)
+    limit_s: float = 180.0  # on a GPU, without its sums
+    sums: int = 0  # collectives one after another, which are slow where ranks share a GPU
+    cuda: bool = False  # it says nothing on a CPU
+
+
+def items(machine: Machine) -> tuple[Item, ...]:
+    """All items, in the order in which they run."""
+    ranks = str(min(MOST_RANKS, max(FEWEST_RANKS, len(machine.gpus))))
+    megatron = ("torch", "megatron")
+    engine = ("torch", "vllm")
+    weights = ("tests/contract/test_weight_transports.py", *(["-k", "nccl"] if machine.gpus else []))
+    killed = (RESUME, "-k", "killed_with_9_at_any_moment")
+    flips = ("tests/integration/test_engine_weights.py",)
+    quickstart = ("tests/integration/jobs/test_quickstart.py",)
+    return (
+        Item("parity", "Megatron against Hugging Face, float32 and bfloat16", (PARITY,), megatron, env={RANKS: "1"}),
+        Item(
+            "layouts",
+            f"the same on up to {ranks} ranks",
+            (PARITY,),
+            megatron,
+            env={RANKS: ranks},
+            limit_s=240,
+            sums=SUMS,
+        ),
+        Item(
+            "plain",
+            "the same without Transformer Engine",
+            (PARITY,),
+            (*megatron, "transformer_engine"),
+            env={RANKS: "1", PLAIN: "1"},
+            cuda=True,
+        ),
+        Item("checkpoint", "saved, killed with -9, resumed", killed, megatron),
+        Item("weights", "weight transports and their faults", weights, ("torch",)),
+        Item("engine", "vLLM: labels, flips, canary, read-back", flips, engine, "rollout"),
+        Item(
+            "quickstart",
+            "40 steps of the quickstart",
+            quickstart,
+            engine,
+            role="rollout",
+            env={STEPS: "40"},
+            limit_s=240,
+        ),
+    )
 
 
 class Result(msgspec.Struct):
@@ -77,7 +146,8 @@ def command(args: argparse.Namespace) -> int:
             raise UsageError(f"--only: expected {', '.join(known)}, found {name}" + f"; nearest: {near}" * bool(near))
     if args.minutes <= 0:
         raise UsageError(f"--minutes: expected a positive number, found {args.minutes:g}")
-    pace, console = measure(machine), Console(stderr=args.json)
+    pace = measure(machine)
+    console = Console(stderr=args.json)
     sums_s = sum(known[name].sums for name in args.only or known) * pace.sum_s
     end = time.monotonic() + args.minutes * 60 * pace.slower + sums_s
     results = [environment(machine)]
@@ -104,7 +174,8 @@ def measure(machine: Machine) -> Pace:
     if probe.returncode or not said:
         return Pace(1.0, told=f"unknown, for two processes did not meet on the GPU: {''.join(said)}")
     found = msgspec.json.decode(said[0], type=dict[str, float])
-    joined_s, sum_s = found["joined_s"], found["reduced_s"]
+    joined_s = found["joined_s"]
+    sum_s = found["reduced_s"]
     told = f"two new processes meet in {joined_s:.1f} s, a sum takes {sum_s * 1000:.2f} ms"
     return Pace(max(1.0, joined_s / JOINED_S), sum_s, told, said[0])
 
@@ -115,7 +186,7 @@ def environment(machine: Machine) -> Result:
     for role in ("learner", "rollout"):
         prefix, python = interpreter(role)
         own = role if machine.gpus else "cpu"
-        pins = {name.removesuffix("-cpu"): version for name, version in packages.pins_of(own).items()}
+        pins = {name.removesuffix("-cpu"): version for name, version in pins_of(own).items()}
         sites = list(prefix.glob("lib/python3*/site-packages")) if prefix else [None]
         found = versions(sites[0] if sites else None)
         other = {n: f" (pinned: {pins[n]})" for n, v in found.items() if pins.get(n, v) not in (v, v.split("+")[0])}
@@ -137,7 +208,8 @@ def run(item: Item, machine: Machine, pace: Pace, left_s: float) -> Result:
     elif missing:
         result.why = f"{python} has no {missing}"
     elif limit_s <= 0:
-        result.state, result.why = "failed", "no time was left (--minutes)"
+        result.state = "failed"
+        result.why = "no time was left (--minutes)"
     else:
         with tempfile.TemporaryDirectory(prefix="slipstream-selftest-") as folder:
             began = time.monotonic()
@@ -158,8 +230,9 @@ def _pytest(item: Item, python: str, folder: Path, limit_s: float, pace: Pace) -
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **item.env}
     env |= {PACE: pace.measured} if pace.measured else {}
     with (folder / "output").open("wb") as log:
-        output = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        child = psutil.Popen(command, cwd=ROOT, env=env, **output, process_group=0)
+        child = psutil.Popen(
+            command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
+        )
         try:
             return child.wait(limit_s)
         except psutil.TimeoutExpired:
@@ -184,8 +257,10 @@ def _end(child: psutil.Popen) -> None:
 
 def _read(result: Result, folder: Path, ended: int | None, limit_s: float) -> None:
     """Fill in what the tests left."""
-    file, tests, reports = folder / "results.xml", Counter[str](), list[str]()
+    file = folder / "results.xml"
+    tests = Counter[str]()
     skipped = Counter[str]()
+    reports: list[str] = []
     for case in ElementTree.parse(file).iter("testcase") if file.exists() else ():
         bad = [part for part in case if part.tag in ("failure", "error")]
         skips = [part.get("message", "") for part in case if part.tag == "skipped"]
@@ -193,7 +268,8 @@ def _read(result: Result, folder: Path, ended: int | None, limit_s: float) -> No
         skipped.update(skips)
         reports += [f"{case.get('name')}: {(part.text or '')[-MOST_CHARACTERS:]}" for part in bad]
         result.figures |= {one.get("name", ""): one.get("value", "") for one in case.iter("property")}
-    result.tests, result.skipped = dict(tests), dict(skipped)
+    result.tests = dict(tests)
+    result.skipped = dict(skipped)
     result.state = "passed" if ended == 0 and tests["passed"] else "failed"
     if result.state == "failed":
         output = (folder / "output").read_text(errors="replace")[-MOST_CHARACTERS:]
@@ -203,11 +279,8 @@ def _read(result: Result, folder: Path, ended: int | None, limit_s: float) -> No
 
 def show(console: Console, result: Result) -> None:
     """The item in a line, with its figures, and the reason of anything but a success below."""
-    sign, colour = SIGNS[result.state]
     counts = ", ".join(f"{n} {what}" for what, n in result.tests.items() if n)
     told = f"{result.title}: {result.state}" + f" ({counts}, {result.seconds:.0f} s)" * bool(counts)
-    console.print(Text.assemble((f"{sign} {result.name}: ", colour), told), soft_wrap=True)
     lines = [f"{name}: {value}" for name, value in result.figures.items()]
     lines += [f"skipped {n}: {why}" for why, n in result.skipped.items()]
-    for line in [*lines, *result.why.splitlines()]:
-        console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
+    show_line(console, LEVELS[result.state], result.name, told, [*lines, *result.why.splitlines()])

@@ -1,0 +1,81 @@
+"""The ranks of a learner as processes: torchrun, its environment, and the packages without which none starts."""
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+from common.config.schema import Config, SftConfig
+from common.errors import UsageError
+from common.process.run_dir import RunDir
+from common.process.versions import INSTALL_BRIDGE, versions
+from launch.cluster.interface import LOOPBACK, routed
+from launch.up.devices import compute_capability
+
+# torchrun kills ranks that are still busy this long after SIGTERM: a step and a checkpoint must fit in.
+SHUTDOWN_TIMEOUT_S = 300
+BLACKWELL = 10.0  # compute capability
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def slurm_machines() -> int:
+    """Machines of a Slurm step that runs one task on each of several; 0 outside such a step."""
+    machines, tasks = (os.environ.get(f"SLURM_STEP_NUM_{name}", "") for name in ("NODES", "TASKS"))
+    return int(machines) if machines == tasks and machines.isdecimal() and int(machines) > 1 else 0
+
+
+def become_torchrun(config: Config | SftConfig, run: RunDir, broker: str = "") -> NoReturn:
+    """Replace this process, so that signals and exit codes are torchrun's own."""
+    need_learner_packages()
+    run.prepare(config)
+    ranks = str(config.learner.world_size)
+    command = torchrun(run, ["--nproc-per-node", ranks], ["--broker", broker] if broker else [])
+    with suppress(UsageError):  # else gloo listens at the address that the host's name leads to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", routed(LOOPBACK).name)
+    sys.stdout.flush()
+    os.execvpe(command[0], command, {**os.environ, **learner_environment(config)})
+
+
+def need_learner_packages() -> None:
+    """Raise UsageError for a package without which no rank starts."""
+    here = versions()
+    for name in ("torch", "megatron-core"):
+        if not here[name]:
+            raise UsageError(f"{name} is not installed in this environment; run launch/setup.sh cpu or learner")
+    if not here["megatron-bridge"]:
+        raise UsageError(f"megatron-bridge is not installed, and no extra can bring it; run `{INSTALL_BRIDGE}`")
+
+
+def torchrun(run: RunDir, options: Sequence[str], words: Sequence[str]) -> list[str]:
+    """torchrun with more `options`, which starts the ranks of a run once, with more `words` for each."""
+    limits = ["--max-restarts", "0", "--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
+    rank = ["-m", "learner.main", "--config", str(run.config), *words]
+    return [sys.executable, "-m", "learner.torchrun", *options, *limits, *rank]
+
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """Variables that bound the CPU threads of torch; read once, at import."""
+    return {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS")}
+
+
+def learner_environment(config: Config | SftConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables of the ranks that their libraries read once, at import or at the first call of CUDA."""
+    found = thread_environment(config.learner.threads)
+    found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts
+    # Up to Hopper one queue keeps a communication ahead of the product that it overlaps: layers.py of
+    # megatron.core.tensor_parallel. Blackwell wants many: PerfEnvPlugin in run_plugins.py of megatron.bridge.recipes.
+    parallel = config.learner.parallel
+    capability = compute_capability()
+    split = parallel.tensor * parallel.context
+    if QUEUES not in environ and 0 < capability < BLACKWELL and split > 1:
+        found[QUEUES] = "1"
+    elif QUEUES not in environ and capability and 1 < split < config.learner.world_size:
+        found[QUEUES] = "32"
+    # Torch rounds pinned memory up to a power of two and never gives it back, except for what is larger than this.
+    settings = environ.get("PYTORCH_ALLOC_CONF") or environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    known = tuple(map(int, re.findall(r"\d+", versions()["torch"])[:2])) >= (2, 13)  # older ones refuse the word
+    if known and "pinned_max_cached_size_mb" not in settings:
+        found["PYTORCH_ALLOC_CONF"] = f"{settings},pinned_max_cached_size_mb:1".lstrip(",")
+    return found
