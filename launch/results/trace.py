@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 
 from common.errors import UsageError
+from common.run_reader import read_batches
 from common.span_buffer import DRIFT
 from common.spans import Span, SpanBatch
-from launch.observe.metrics_tail import read_batches
 from launch.resolve_target import find_run
 
 KNOT_S = 1.0  # between two offsets of a clock that are used
@@ -27,7 +27,7 @@ Place = tuple[float, float, Event]  # begin and end of a slice, Unix seconds; it
 def command(args: argparse.Namespace) -> int:
     """Write the trace, and print how well its clocks agree."""
     run, found = find_run(args.run), dict[tuple[bool, bool, str, str], Process]()
-    for batch in read_batches(run):
+    for batch in read_batches(run.trace):
         key = (batch.who != "learner", batch.who != "broker", batch.who, batch.host)  # these two come first
         found.setdefault(key, Process(batch.who, batch.host)).read(batch)
     if not found:

@@ -5,11 +5,12 @@ import re
 import time
 
 from common.errors import EXIT_DONE, UsageError
+from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
+from common.run_reader import MetricsTail
 from launch.cluster.slurm.jobs import leave, read_jobs, tasks_of
 from launch.cluster.slurm.submit import submit_fleet
 from launch.observe.advisor import Advice, advice_for
-from launch.observe.metrics_tail import MetricsTail
 from launch.resolve_target import config_of, find_run
 
 LOOK_EVERY_S = 10.0
@@ -24,12 +25,12 @@ def command(args: argparse.Namespace) -> int:
     if args.follow_advice is None:
         print(scale(run, args.rollouts))
         return EXIT_DONE
-    bounds, tail = parse_bounds(args.follow_advice), MetricsTail(run.metrics)
+    bounds, tail = parse_bounds(args.follow_advice), MetricsTail(run.metrics, StepMetrics)
     while tasks_of([read_jobs(run).learner]):
         tail.update()
         nodes = sum(task.stays for task in tasks_of(read_jobs(run).fleet))
         advice = advice_for(tail.lines, config.staleness.max)
-        if (wanted := target(advice, tail.last.get("nodes_live", 0), nodes, bounds)) != nodes:
+        if (wanted := target(advice, tail.last.nodes_live if tail.last else 0, nodes, bounds)) != nodes:
             print(scale(run, wanted), flush=True)
         time.sleep(LOOK_EVERY_S)
     return EXIT_DONE

@@ -16,12 +16,13 @@ from common.config.loading import load_config
 from common.config.network_checks import COLLECTIVES_ARE_OPEN, is_loopback, is_wildcard, split_address
 from common.config.schema import Config
 from common.errors import EXIT_DONE, ConfigError, SlipstreamError, UsageError
+from common.metrics import StepMetrics
 from common.process.run_dir import RunDir, write_atomic, write_json
+from common.run_reader import read_tail
 from common.security.credentials import KeyFolder
 from launch.cluster.slurm.jobs import Jobs, end_run, jobs_file, read_jobs, slurm, tasks_of
 from launch.keys import make
-from launch.observe.metrics_tail import MetricsTail
-from launch.observe.outcome import outcome_of
+from launch.observe.observation import outcome_of
 from launch.plan.review import review
 from launch.resolve_target import find_run
 
@@ -52,7 +53,7 @@ def command(args: argparse.Namespace) -> int:
     if not args.dry_run:
         slurm("sbatch", "--version")
     config, run = prepared(args.config, args.overrides)
-    reached = outcome_of(run, config, MetricsTail.of(run))
+    reached = outcome_of(run, config, read_tail(run.metrics, StepMetrics))
     if not args.dry_run and reached.finished:
         print(f"{run.path} is finished: {reached.of} steps{reached.words()}")
         return EXIT_DONE

@@ -7,8 +7,9 @@ import msgspec
 import pytest
 
 from broker.contract import LedgerEntry
-from common.metrics import StepMetrics, read_metrics
+from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
+from common.run_reader import read_metrics
 from tests.integration.jobs.job_rig import until
 from tests.integration.learner.learner_rig import STEPS, Job, weights_of
 from tests.launch_rig import run_cli

@@ -13,7 +13,7 @@ import pytest
 
 from common.metrics import StepMetrics
 from common.process.run_dir import MetricsWriter, RunDir, write_json
-from launch.sinks.points import Cursor
+from launch.sinks.feed import Cursor
 from tests.launch_rig import ROOT, config_of, prepared
 from tests.waiting import until
 

@@ -15,7 +15,7 @@ import pytest
 
 from broker.diagnosis.broker_signs import BrokerSigns
 from common.errors import UsageError
-from common.process.health import LATE_S, MOST_CLIENTS, HealthServer, LifeSigns, serving_health
+from common.process.health import LATE_S, MOST_CLIENTS, LifeSigns, TextServer, serving_health
 from tests.broker_rig import learner_report, new_state, serving
 from tests.launch_rig import write_job
 from tests.waiting import LIMIT_S, until
@@ -31,7 +31,7 @@ class Clock:
 
 @contextlib.contextmanager
 def served(signs: LifeSigns) -> Iterator[int]:
-    with HealthServer(0, signs) as server:
+    with TextServer("", 0, signs.answer) as server:
         server.daemon_threads = False  # closing the server waits for what they print
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -176,7 +176,7 @@ def test_the_broker_counts_the_seconds_in_which_the_learner_waits() -> None:
         clock.now += seconds
         signs.tick(state.status)
         lines = signs.answer("/metrics")[1].splitlines()
-        return {words[0]: float(words[1]) for words in map(str.split, lines)}
+        return {words[0]: float(words[1]) for words in map(str.split, lines) if words[0] != "#"}
 
     assert after(2.0, "waiting")["slipstream_learner_waiting_seconds_total"] == 2.0
     assert after(5.0, "training")["slipstream_learner_waiting_seconds_total"] == 2.0

@@ -15,7 +15,8 @@ from common.config.schema import Config
 from common.errors import HopelessError, SlipstreamError
 from common.evaluation import EvaluationResult, dataset_names
 from common.json_lines import lines_of, read_jsonl
-from common.metrics import EvaluationMetrics, StepMetrics, read_metrics
+from common.metrics import EvaluationMetrics, StepMetrics
+from common.run_reader import read_metrics
 from launch.cli import main
 from learner.loop import evaluation as module
 from learner.loop.batch_source import Wait

@@ -11,8 +11,9 @@ import pytest
 
 from broker.contract import StoredGroup, Waste
 from common.errors import HopelessError, UsageError
-from common.metrics import StepMetrics, read_metrics
+from common.metrics import StepMetrics
 from common.rollouts import Group, encode_group
+from common.run_reader import read_metrics
 from tests.memory_broker import MemoryBroker
 from tests.recorded_spans import recorded
 from tests.unit.learner.loop_fakes import Killed, MakeWorld, World, make_group
