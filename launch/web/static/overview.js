@@ -19,7 +19,7 @@ const CHARTS = panels.map((panel, index) => ({
   unit: panel.note || panel.unit,
   wide: index === 0,
   lines: Object.entries(panel.lines).map(([metric, label]) => ({ metric, label, add: panel.band })),
-  bound: panel.bound && ((run) => run.state.bound),
+  bound: panel.bound && ((run) => run.state.max_staleness),
   points: panel.evaluations && evaluations,
 }));
 
@@ -76,7 +76,7 @@ function figures(state) {
   return card("Now", list([["steps", done], ...Object.entries(state.figures ?? {}).map(([name, text]) => [name, text.replaceAll("  ", " · ")])]));
 }
 
-function staleness({ ages: counts = [], bound }) {
+function staleness({ ages: counts = [], max_staleness: bound }) {
   const total = counts.reduce((sum, count) => sum + count, 0);
   const most = Math.max(...counts, 1);
   const beyond = (i) => typeof bound === "number" && AGES[i].least > bound;

@@ -15,7 +15,7 @@ import pytest
 
 from broker.diagnosis.broker_signs import BrokerSigns
 from common.errors import UsageError
-from common.process.health import LATE_S, MOST_CLIENTS, LifeSigns, TextServer, serving_health
+from common.process.health import LATE_S, MOST_CLIENTS, LifeSigns, Series, TextServer, serving_health
 from tests.broker_rig import learner_report, new_state, serving
 from tests.launch_rig import write_job
 from tests.waiting import LIMIT_S, until
@@ -123,6 +123,20 @@ def test_port_0_serves_nothing_and_a_taken_port_is_a_usage_error() -> None:
         assert get(port, "/healthz")[0] == 200
     with pytest.raises(ConnectionRefusedError):
         get(port, "/healthz")
+
+
+def test_series_have_a_type_and_labels_that_no_word_breaks() -> None:
+    series = Series(run='a"b')
+    series.add("nodes", 3, host="c\\d\ne")
+    series.add("events_total", 1.5, kind="join")
+    series.add("nodes", 4)
+    assert series.text().splitlines() == [
+        "# TYPE slipstream_nodes gauge",
+        r'slipstream_nodes{run="a\"b",host="c\\d\ne"} 3.0',
+        r'slipstream_nodes{run="a\"b"} 4.0',
+        "# TYPE slipstream_events_total counter",
+        r'slipstream_events_total{run="a\"b",kind="join"} 1.5',
+    ]
 
 
 def test_a_broker_whose_loop_stands_still_is_not_alive() -> None:

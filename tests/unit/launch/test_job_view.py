@@ -61,6 +61,9 @@ def test_waste_is_shown_by_reason_for_the_run_and_for_each_node(config, run, tai
     assert "60 tokens (12% of those generated): 25 masked, 25 failed, 10 lost" in said
     assert "nothing wasted" in text_of(render_status(run, PLAIN))
     assert "of those generated" not in text_of(render_live(config, PLAIN, tail, []))
+    failed = Observation(status_of(node_status(samples_failed={"timeout": 12, "environment_flood": 1})), live=True)
+    assert "13 samples failed: 12 timeout, 1 environment_flood" in text_of(render_status(run, failed))
+    assert "samples failed" not in text_of(render_status(run, PLAIN))
 
 
 def test_of_many_nodes_and_stalls_the_first_are_shown_and_the_rest_counted(monkeypatch):
