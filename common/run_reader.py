@@ -96,15 +96,6 @@ def no_file(path: Path, error: OSError) -> UsageError:
     return UsageError(f"{path}: expected a file with one JSON line per step, found {error.strerror or error}")
 
 
-def read_metrics(path: Path, kind: type[Line]) -> list[Line]:
-    """All lines of this kind in a metrics file, [] when there is none; raises UsageError when it may not be read."""
-    try:
-        data = path.read_bytes() if path.exists() else b""
-    except OSError as error:
-        raise no_file(path, error) from None
-    return [line for line in map(metrics_decoder(kind), data.split(b"\n")[:-1]) if line is not None]
-
-
 class LineTail(Generic[T]):
     """The whole lines of a file that are a T; only what was added is read again."""
 

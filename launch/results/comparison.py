@@ -11,13 +11,14 @@ import msgspec
 import numpy as np
 
 from common.config.schema import Config, SftConfig
-from common.metrics import DERIVED, PANELS, EvaluationMetrics, SftMetrics, StepMetrics
+from common.metrics import DERIVED, PANELS, EvaluationMetrics, SftMetrics, StepMetrics, declarations
 from common.run_reader import MetricsTail, known
 from launch.observe.curves import Array, Curves, columns
 
 AXES = {"steps": "optimizer steps", "samples": "samples", "tokens": "trained tokens", "seconds": "seconds of training"}
 POINTS = 512  # most points of a curve; more steps become means of as many successive ones
 TIMES = ("step_s", "learner_idle_s", "train_s", "publish_s", *DERIVED)
+LARGEST = {metric.name for metric in declarations(StepMetrics) if metric.reduction == "max"}
 Curve = tuple[Array, Array, Array, Array]  # x, mean, least and largest
 
 
@@ -51,7 +52,7 @@ class Compared:
         if isinstance(config, SftConfig):
             totals["samples"] = np.full(len(lines), float(config.learner.sequences_per_step))
         counted = Curves(("step", *totals), points)
-        counted.fold(steps, np.stack([steps.astype(np.float64), *totals.values()], axis=1))
+        counted.fold(steps - steps.min(), np.stack([steps.astype(np.float64), *totals.values()], axis=1))
         there = counted.counts()[:, 0] > 0  # buckets with steps
         whole = counted.counts() == counted.counts()[:, :1]
         grown = np.cumsum(np.where(whole, counted.sums(), np.nan), axis=0)[there]
@@ -59,8 +60,8 @@ class Compared:
         axes["seconds"] = grown[:, 3]
 
         drawn = Curves(names, points)
-        drawn.fold(steps, np.stack([*drawn_columns(lines, names, totals["step_s"]).values()], axis=1))
-        largest = [name.endswith("_max") for name in names]
+        drawn.fold(steps - steps.min(), np.stack([*drawn_columns(lines, names, totals["step_s"]).values()], axis=1))
+        largest = [name in LARGEST for name in names]
         values = np.where(largest, drawn.largest(), drawn.means())[there]
         metrics = dict(zip(names, values.T, strict=True))
         complete = [line for line in tail.evaluations if line.dataset and not np.isnan(line.mean_reward)]

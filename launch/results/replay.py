@@ -25,7 +25,7 @@ from common.metrics import StepMetrics
 from common.process.lifecycle import DrainFlag
 from common.process.logs import log_path
 from common.process.run_dir import BrokerFile, RunDir, write_json
-from common.run_reader import MetricsTail, read_metrics
+from common.run_reader import MetricsTail, read_tail
 from launch.resolve_target import checked, config_of, find_run
 from launch.up.roles import role_command
 from launch.up.supervisor import RoleSpec, Supervisor, end_error
@@ -214,7 +214,7 @@ def run_replay(plan: Replay, recording: Recording, steps: list[ReplayedStep]) ->
         plan.run.checkpoints.mkdir(exist_ok=True)
         (plan.run.checkpoints / plan.checkpoint.name).symlink_to(plan.checkpoint.resolve())
     print(f"replaying steps {plan.first} to {plan.last} of {plan.original.path} in {plan.run.path}")
-    originals = {found.step: found for found in read_metrics(plan.original.metrics, StepMetrics)}
+    originals = {found.step: found for found in read_tail(plan.original.metrics, StepMetrics).lines}
     state = preloaded(run_info(plan.config, b""), recording, plan.steps)
     tail = MetricsTail(plan.run.metrics, StepMetrics)
     supervisor = Supervisor(lambda kind, detail: None)  # the learner's end is looked at

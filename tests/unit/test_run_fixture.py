@@ -12,7 +12,7 @@ from common.config.loading import load_config
 from common.json_lines import Event, lines_of
 from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
-from common.run_reader import read_metrics
+from common.run_reader import read_tail
 from common.segments import segments
 from common.spans import SpanBatch
 from common.transcripts import Transcript
@@ -27,7 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 def test_config_and_metrics_are_those_of_a_run_with_restarts(run: RunDir) -> None:
-    lines = read_metrics(run.metrics, StepMetrics)
+    lines = read_tail(run.metrics, StepMetrics).lines
     assert load_config(run.config).run.steps == 100
     assert [line.step for line in lines] == list(range(100))
     assert {line.incarnation for line in lines} == {0, 1, 2, 3}

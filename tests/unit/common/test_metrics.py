@@ -11,7 +11,7 @@ from common.errors import UsageError
 from common.json_lines import read_jsonl
 from common.metrics import DERIVED, PANELS, EvaluationMetrics, SftMetrics, StepMetrics, declarations
 from common.process.run_dir import MetricsWriter
-from common.run_reader import READ_BYTES, MetricsTail, mean, metrics_decoder, read_metrics, read_tail
+from common.run_reader import READ_BYTES, MetricsTail, mean, metrics_decoder, read_tail
 from tests.run_fixture import read_line
 from tests.unit.broker.durable_rig import full_disk
 
@@ -53,7 +53,7 @@ def test_lines_come_back_as_written_and_resuming_removes_a_torn_one_and_those_th
     writer = MetricsWriter(path)
     for step in range(3):
         writer.write(line(step))
-        assert len(read_metrics(path, SftMetrics)) == step + 1  # visible at once
+        assert len(read_tail(path, SftMetrics).lines) == step + 1  # visible at once
     writer.sync()
     with full_disk(tmp_path, path.stat().st_size + 10), pytest.raises(OSError, match="No space left"):
         writer.write(line(3))
@@ -63,7 +63,7 @@ def test_lines_come_back_as_written_and_resuming_removes_a_torn_one_and_those_th
     again = MetricsWriter(path, keep_before_step=2)
     again.write(line(2, loss=0.1))
     again.close()
-    assert read_metrics(path, SftMetrics) == [line(0), line(1), line(2, loss=0.1)]
+    assert read_tail(path, SftMetrics).lines == [line(0), line(1), line(2, loss=0.1)]
 
 
 def test_evaluations_are_lines_of_their_own_kind_and_those_of_the_checkpoints_version_stay(tmp_path: Path) -> None:
@@ -81,20 +81,20 @@ def test_evaluations_are_lines_of_their_own_kind_and_those_of_the_checkpoints_ve
         writer.write(written)
     writer.close()
     assert read_jsonl(path)[0]["kind"] == "evaluation"
-    assert read_metrics(path, SftMetrics) == [line(0), line(1), line(2)]
+    assert read_tail(path, SftMetrics).lines == [line(0), line(1), line(2)]
     MetricsWriter(path, keep_before_step=2).close()
-    assert read_metrics(path, SftMetrics) == [line(0), line(1)]
-    assert read_metrics(path, EvaluationMetrics) == [evaluated(0), evaluated(2)]
+    assert read_tail(path, SftMetrics).lines == [line(0), line(1)]
+    assert read_tail(path, StepMetrics).evaluations == [evaluated(0), evaluated(2)]
 
 
 def test_a_torn_last_line_is_left_out_and_a_folder_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert read_metrics(path, SftMetrics) == []
+    assert read_tail(path, SftMetrics).lines == []
     path.write_bytes(msgspec.json.encode(line(0)) + b'\n{"step": 1')
-    assert read_metrics(path, SftMetrics) == [line(0)]
+    assert read_tail(path, SftMetrics).lines == [line(0)]
     MetricsWriter(path).close()
-    assert read_metrics(path, SftMetrics) == [], "a new run starts an empty file"
-    for use in (MetricsWriter, lambda path: read_metrics(path, SftMetrics)):
+    assert read_tail(path, SftMetrics).lines == [], "a new run starts an empty file"
+    for use in (MetricsWriter, lambda path: read_tail(path, SftMetrics).lines):
         with pytest.raises(UsageError, match="expected a file with one JSON line per step, found Is a directory"):
             use(tmp_path)
 

@@ -20,7 +20,7 @@ from common.json_lines import read_jsonl
 from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
-from common.run_reader import read_metrics
+from common.run_reader import read_tail
 from common.weights.messages import Canary
 from common.wire_types import Array
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
@@ -321,7 +321,7 @@ class World:
         return RunDir(self.config.run.dir)
 
     def lines(self) -> list[StepMetrics]:
-        return read_metrics(self.run_dir.metrics, StepMetrics)
+        return read_tail(self.run_dir.metrics, StepMetrics).lines
 
     def final_table(self) -> np.ndarray:
         return np.load(self.run_dir.model / "table.npy")
