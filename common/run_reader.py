@@ -49,7 +49,9 @@ def metrics_decoder(kind: type[Line]) -> Callable[[bytes], Line | None]:
     The writer's null is read as NaN, because JSON has no numbers that are not finite. Other releases may lack a metric
     or write it differently: it is UNSET then, or NaN, 0 or empty where this release always writes it.
     """
-    key_of, whole, parts = decoder_of(LineKey), decoder_of(kind), decoder_of(dict[str, Raw])
+    key_of = decoder_of(LineKey)
+    whole = decoder_of(kind)
+    parts = decoder_of(dict[str, Raw])
     hints = get_type_hints(kind)
     decoders = {name: msgspec.json.Decoder(ON_A_LINE[hint][0]) for name, hint in hints.items()}
 
@@ -156,7 +158,8 @@ class MetricsTail(Generic[Step]):
     def take(self, replaced: bool, lines: Iterable[Step | EvaluationMetrics]) -> None:
         """Add lines that were read."""
         if replaced:
-            self.lines, self.evaluations = [], []
+            self.lines = []
+            self.evaluations = []
         for line in lines:
             if isinstance(line, EvaluationMetrics):
                 self.evaluations.append(line)

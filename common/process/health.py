@@ -58,7 +58,8 @@ class LifeSigns:
     """The newest sign of life of one role: its loop gives it, the thread of the endpoint reads it."""
 
     def __init__(self, late_s: float = LATE_S, clock: Callable[[], float] = time.monotonic) -> None:
-        self._late_s, self._clock = late_s, clock
+        self._late_s = late_s
+        self._clock = clock
         self._newest: tuple[str, bool, float, Mapping[str, float]] = ("starting", False, clock(), {})
 
     def show(self, state: str, ready: bool, figures: Mapping[str, float] | None = None) -> None:

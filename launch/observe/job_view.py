@@ -50,7 +50,9 @@ class Display:
     """Redraws a rich view in place; without one, prints a line when something changed."""
 
     def __init__(self, config: Config, tail: Steps, live: Live | None) -> None:
-        self._config, self._tail, self._live = config, tail, live
+        self._config = config
+        self._tail = tail
+        self._live = live
         self._notes: deque[str] = deque(maxlen=NOTES_SHOWN)
         self._last = ""
         self.every_s = max(config.telemetry.refresh_s, 0.0 if live else PLAIN_EVERY_S)  # between two looks at the job

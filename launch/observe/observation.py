@@ -162,7 +162,9 @@ class Outcome(msgspec.Struct, frozen=True):
 
 def outcome_of(run: RunDir, config: Config, tail: MetricsTail[StepMetrics]) -> Outcome:
     """The outcome by the run's files, with the metrics that `tail` has read."""
-    record, folder, report = read_record(run), run.model / "config.json", run.report / "report.html"
+    record = read_record(run)
+    folder = run.model / "config.json"
+    report = run.report / "report.html"
     steps = tail.last.policy_version if tail.last else 0
     reached = Outcome(steps, config.run.steps, ends(tail.series(lambda line: line.reward_mean)))
     if record is None or record.state != "done" or record.policy_version < config.run.steps or not folder.is_file():

@@ -70,7 +70,9 @@ def top(args: argparse.Namespace) -> int:
 def warm_start(run: RunDir, config: SftConfig) -> dict[str, Any]:
     """The status of a warm start from its files, as it has no broker; `learner` has the keys that an RL job's has."""
     tail, record = read_tail(run.metrics, SftMetrics), read_record(run)
-    state, live, pid = "absent", False, None
+    state = "absent"
+    live = False
+    pid = None
     steps = len(tail.lines)
     if record is not None:
         pid, live = record.pid, record.state == "running" and record.runs_here

@@ -35,7 +35,11 @@ from launch.web.run_view import BrowserCopy, RunView
 from launch.web.tables import TABLES, Query
 
 logger = logging.getLogger(__name__)
-TOLD_S, READ_S, OBSERVE_S, IDLE_S = 0.1, 0.25, 2.0, 10.0  # pauses between two looks; the last without a browser
+# Pauses between two looks.
+TOLD_S = 0.1
+READ_S = 0.25
+OBSERVE_S = 2.0
+IDLE_S = 10.0  # without a browser
 FOLDER = Path(__file__).parent / "static"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 LOCAL = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.IGNORECASE)
@@ -53,7 +57,8 @@ class Hub:
     """Reads the runs in threads, and tells the browsers' streams what is new."""
 
     def __init__(self, views: Sequence[RunView]) -> None:
-        self.views, self.watchers = views, 0
+        self.views = views
+        self.watchers = 0
 
     @contextlib.asynccontextmanager
     async def running(self, _: Starlette) -> AsyncIterator[None]:
@@ -145,7 +150,8 @@ class Guard:
     """Refuses what may not be answered; `token` is None on loopback without one, which takes a local Host header."""
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
-        self._app, self._token = app, token
+        self._app = app
+        self._token = token
         self._cookie = hashlib.sha256(b"cookie " + (token or "").encode()).hexdigest()
         self._name = f"slipstream-{self._cookie[:8]}"  # browsers share cookies between the ports of a host
 

@@ -32,7 +32,8 @@ class Lanes:
         self._pieces: dict[str, deque[Piece]] = defaultdict(lambda: deque(maxlen=PIECES))
         self._read: dict[str, float] = {}  # start of the newest state, on the clock of the process
         self._ends: dict[str, deque[tuple[float, str]]] = defaultdict(lambda: deque(maxlen=PIECES))
-        self._end_s, self._lock = 0.0, threading.Lock()
+        self._end_s = 0.0
+        self._lock = threading.Lock()
 
     def page(self, text: str, rows: slice, window_s: float) -> dict[str, Any]:
         """The lanes of the processes whose names contain `text`, over the last `window_s` seconds that are known."""

@@ -35,7 +35,10 @@ class BrowserCopy:
     """How much a browser has: the state, and the curves of a generation up to a bucket."""
 
     def __init__(self) -> None:
-        self.state, self.generation, self.bucket, self.steps = b"", -1, 0, -1
+        self.state = b""
+        self.generation = -1
+        self.bucket = 0
+        self.steps = -1
 
 
 class BoundedTail(MetricsTail[StepMetrics]):
@@ -66,12 +69,15 @@ class RunView:
     """Threads call `read`, `observe` and `news`; nothing here writes to the run."""
 
     def __init__(self, run: RunDir) -> None:
-        self.run, self.tail, self.lanes = run, BoundedTail(run.metrics), Lanes(run)
+        self.run = run
+        self.tail = BoundedTail(run.metrics)
+        self.lanes = Lanes(run)
         self.nodes: list[dict[str, Any]] = []
         self.state: dict[str, Any] = {"name": run.path.resolve().name, "path": str(run.path)}
         self._encoded = msgspec.json.encode(self.state)
         self._credentials: str | None = None
-        self._lock, self._ledger_lock = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._ledger_lock = threading.Lock()
         self._ledger: tuple[float, list[LedgerEntry], str] = (0.0, [], "")  # until when it counts; why there is none
 
     def read(self) -> bool:
@@ -84,7 +90,9 @@ class RunView:
 
     def observe(self) -> None:
         """Ask the broker, or read what it left behind, and make `state` of it."""
-        seen, config, note = None, None, ""
+        seen = None
+        config = None
+        note = ""
         try:
             self.check_inside()
             config = config_of(self.run)
@@ -95,7 +103,8 @@ class RunView:
         state = self._state(config, seen, note)
         encoded = msgspec.json.encode(state)
         with self._lock:
-            self.state, self._encoded = state, encoded
+            self.state = state
+            self._encoded = encoded
 
     def _state(self, config: Config | None, seen: Observation | None, note: str) -> dict[str, Any]:
         tail = self.tail
@@ -133,7 +142,9 @@ class RunView:
             curves, steps = self.tail.curves, self.tail.steps
             if (curves.generation, steps) != (copy.generation, copy.steps):
                 new["curves"] = curves.since(copy.bucket if curves.generation == copy.generation else 0)
-                copy.generation, copy.steps, copy.bucket = curves.generation, steps, max(0, curves.used - 1)
+                copy.generation = curves.generation
+                copy.steps = steps
+                copy.bucket = max(0, curves.used - 1)
             return new or None
 
     def ledger(self) -> list[LedgerEntry]:
