@@ -5,7 +5,7 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,12 +40,12 @@ class LineFile:
 
 
 class Event(msgspec.Struct, frozen=True):
-    """A line of RUN/events.jsonl; the broker's lines have an index besides."""
+    """A line of RUN/events.jsonl; the broker's lines have an index instead of a source."""
 
     time_s: float
     kind: str
-    detail: dict[str, object]
-    source: str
+    detail: dict[str, object] = {}
+    source: str = ""
 
 
 class EventFile(LineFile):
@@ -60,14 +60,22 @@ class EventFile(LineFile):
         self.write(Event(time.time(), kind, detail, self._source))
 
 
+def decoder_of(kind: type[T]) -> Callable[[bytes], T | None]:
+    """A function from a line to the `kind` that it has; None for other lines, and for lines that are cut."""
+    decoder = msgspec.json.Decoder(kind)
+
+    def decode(line: bytes) -> T | None:
+        try:
+            return decoder.decode(line)
+        except (ValueError, RecursionError):  # msgspec's errors, text that is no UTF-8, and too deep nesting
+            return None
+
+    return decode
+
+
 def lines_of(data: bytes, kind: type[T]) -> Iterator[T]:
     """The lines of `data` that are a `kind`; others, and lines that are cut, are passed over."""
-    decoder = msgspec.json.Decoder(kind)
-    for line in data.split(b"\n"):
-        try:
-            yield decoder.decode(line)
-        except (ValueError, RecursionError):  # msgspec's errors, text that is no UTF-8, and too deep nesting
-            continue
+    yield from (found for found in map(decoder_of(kind), data.split(b"\n")) if found is not None)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -1,18 +1,22 @@
 """The metrics of a run: one declaration per metric, one JSON line per step in RUN/metrics.jsonl.
 
-A metric is a field of StepMetrics (or SftMetrics) with its unit, how several steps are reduced to one figure, and
-what it means. Writer, report and status read the same declarations. Fields are only ever appended.
+A metric is a field of StepMetrics, SftMetrics or EvaluationMetrics with its unit, its reduction over several steps, and
+its meaning. A panel says how metrics are drawn. Writer, reader, page, report and trackers use these declarations.
+Fields are only ever appended. An appended number is UNSET on the lines of earlier releases.
 """
 
-from pathlib import Path
-from typing import Annotated, Literal, TypeVar, cast, get_args, get_type_hints
+import math
+from collections.abc import Mapping
+from typing import Annotated, Literal, cast, get_args, get_type_hints
 
 import msgspec
-from msgspec import Meta
-
-from common.errors import UsageError
+from msgspec import UNSET, Meta, UnsetType
 
 Reduction = Literal["mean", "sum", "max", "last"]
+OptFloat = float | UnsetType
+OptInt = int | UnsetType
+AGE_CLASSES = (0, 1, 2, 3, 5, 9)  # the lowest staleness of each class
+AGE_NAMES = ("0", "1", "2", "3-4", "5-8", "9 and more")
 
 
 def metric(description: str, unit: str = "", reduction: Reduction = "mean") -> Meta:
@@ -33,25 +37,25 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     step: Annotated[int, metric("optimizer steps done before this one", "", "last")]
     policy_version: Annotated[int, metric("version that this step produced: step + 1", "", "last")]
     time_s: Annotated[float, metric("Unix time at the end of the step", "s", "last")]
-    elapsed_s: Annotated[float, metric("since this learner process began to train", "s", "last")] = 0.0
-    incarnation: Annotated[int, metric("which start of the learner wrote this line, from 0", "", "last")] = 0
+    elapsed_s: Annotated[OptFloat, metric("since this learner process began to train", "s", "last")] = UNSET
+    incarnation: Annotated[OptInt, metric("which start of the learner wrote this line, from 0", "", "last")] = UNSET
 
     reward_mean: Annotated[float, metric("over samples that did not fail")]
     reward_std: Annotated[float, metric("over samples that did not fail")]
     loss: Annotated[float, metric("the minimised loss, averaged as learner.loss.reduction says")]
     grad_norm: Annotated[float, metric("norm of all gradients, before clipping")]
-    lr: Annotated[float, metric("learning rate of this step", "", "last")] = 0.0
+    lr: Annotated[OptFloat, metric("learning rate of this step", "", "last")] = UNSET
     entropy: Annotated[float, metric("entropy of the next token, per trained token", "nat")]
     ratio_mean: Annotated[float, metric("exp(logprobs - behavior_logprobs) per trained token")]
     ratio_max: Annotated[float, metric("largest such ratio", "", "max")]
-    ratio_p1: Annotated[float, metric("1 % of trained tokens have no larger ratio; log-ratios to 4 %")] = 0.0
-    ratio_p50: Annotated[float, metric("half of trained tokens have no larger ratio")] = 0.0
-    ratio_p99: Annotated[float, metric("99 % of trained tokens have no larger ratio")] = 0.0
+    ratio_p1: Annotated[OptFloat, metric("1 % of trained tokens have no larger ratio; log-ratios to 4 %")] = UNSET
+    ratio_p50: Annotated[OptFloat, metric("half of trained tokens have no larger ratio")] = UNSET
+    ratio_p99: Annotated[OptFloat, metric("99 % of trained tokens have no larger ratio")] = UNSET
     correction_clip_fraction: Annotated[float, metric("trained tokens whose weight was truncated")]
-    correction_masked_fraction: Annotated[float, metric("trained tokens whose weight was out of bounds: 0")] = 0.0
-    veto_fraction: Annotated[float, metric("trained tokens in samples that correction_veto left out")] = 0.0
-    effective_sample_fraction: Annotated[float, metric("Kish's effective sample size, per trained token")] = 0.0
-    objective_clip_fraction: Annotated[float, metric("trained tokens in the clipped branch")] = 0.0
+    correction_masked_fraction: Annotated[OptFloat, metric("trained tokens whose weight was out of bounds: 0")] = UNSET
+    veto_fraction: Annotated[OptFloat, metric("trained tokens in samples that correction_veto left out")] = UNSET
+    effective_sample_fraction: Annotated[OptFloat, metric("Kish's effective sample size, per trained token")] = UNSET
+    objective_clip_fraction: Annotated[OptFloat, metric("trained tokens in the clipped branch")] = UNSET
     mismatch_abs_mean: Annotated[
         float,
         metric(
@@ -60,76 +64,104 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
             "nat",
         ),
     ]
-    drift_abs_mean: Annotated[float, metric("the same over all trained tokens", "nat")] = 0.0
+    drift_abs_mean: Annotated[OptFloat, metric("the same over all trained tokens", "nat")] = UNSET
     mismatch_by_age: Annotated[list[float], metric("the same by staleness: 0, 1, 2, 3-4, 5-8, 9 and more", "nat")] = []
     tokens_by_age: Annotated[list[int], metric("trained tokens of those classes of staleness", "tokens", "sum")] = []
-    kl_mean: Annotated[float, metric("divergence from the reference model per trained token; 0 if none", "nat")] = 0.0
-    advantage_zero_fraction: Annotated[float, metric("groups whose rewards were all equal")] = 0.0
+    kl_mean: Annotated[OptFloat, metric("divergence from the reference model per trained token; 0 if none", "nat")] = (
+        UNSET
+    )
+    advantage_zero_fraction: Annotated[OptFloat, metric("groups whose rewards were all equal")] = UNSET
 
     staleness_mean: Annotated[float, metric("step - version, per trained token", "steps")]
     staleness_max: Annotated[int, metric("largest over trained tokens", "steps", "max")]
     tokens_expired: Annotated[int, metric("left out of the loss because older than staleness.max", "tokens", "sum")]
     tokens_expired_by_length_decile: Annotated[list[int], metric("by length, shortest first", "tokens", "sum")] = []
-    groups_regenerated: Annotated[int, metric("given back by this step to be generated again", "groups", "sum")] = 0
+    groups_regenerated: Annotated[OptInt, metric("given back by this step to be generated again", "groups", "sum")] = (
+        UNSET
+    )
 
     groups: Annotated[int, metric("trained on", "groups", "sum")]
-    samples: Annotated[int, metric("in those groups and in filtered ones", "samples", "sum")] = 0
-    samples_failed: Annotated[int, metric("samples without a usable episode", "samples", "sum")] = 0
+    samples: Annotated[OptInt, metric("in those groups and in filtered ones", "samples", "sum")] = UNSET
+    samples_failed: Annotated[OptInt, metric("samples without a usable episode", "samples", "sum")] = UNSET
     tokens_trained: Annotated[int, metric("in the loss", "tokens", "sum")]
-    sequence_tokens: Annotated[int, metric("processed: prompts and environment text included", "tokens", "sum")] = 0
-    length_mean: Annotated[float, metric("sampled tokens per sample", "tokens")] = 0.0
-    length_max: Annotated[int, metric("sampled tokens of the longest sample", "tokens", "max")] = 0
-    turns_mean: Annotated[float, metric("generate calls per sample")] = 0.0
-    truncated_fraction: Annotated[float, metric("samples cut at the token or turn limit")] = 0.0
-    microbatches: Annotated[int, metric("per data-parallel rank", "", "sum")] = 0
+    sequence_tokens: Annotated[OptInt, metric("processed: prompts and environment text included", "tokens", "sum")] = (
+        UNSET
+    )
+    length_mean: Annotated[OptFloat, metric("sampled tokens per sample", "tokens")] = UNSET
+    length_max: Annotated[OptInt, metric("sampled tokens of the longest sample", "tokens", "max")] = UNSET
+    turns_mean: Annotated[OptFloat, metric("generate calls per sample")] = UNSET
+    truncated_fraction: Annotated[OptFloat, metric("samples cut at the token or turn limit")] = UNSET
+    microbatches: Annotated[OptInt, metric("per data-parallel rank", "", "sum")] = UNSET
     environment: Annotated[dict[str, float], metric("the environment's own numbers, per sample")] = {}
 
     step_s: Annotated[float, metric("from the end of the step before to the end of this one", "s")]
     learner_idle_s: Annotated[float, metric("part of step_s: waiting for groups; near 0 if they are ready", "s")]
-    train_s: Annotated[float, metric("part of step_s: forward, backward and optimizer", "s")] = 0.0
-    batch_s: Annotated[float, metric("part of step_s: decoding, advantages and packing", "s")] = 0.0
-    snapshot_s: Annotated[float, metric("part of step_s: exporting the weights to the publisher", "s")] = 0.0
-    checkpoint_s: Annotated[float, metric("part of step_s: writing a checkpoint", "s")] = 0.0
+    train_s: Annotated[OptFloat, metric("part of step_s: forward, backward and optimizer", "s")] = UNSET
+    batch_s: Annotated[OptFloat, metric("part of step_s: decoding, advantages and packing", "s")] = UNSET
+    snapshot_s: Annotated[OptFloat, metric("part of step_s: exporting the weights to the publisher", "s")] = UNSET
+    checkpoint_s: Annotated[OptFloat, metric("part of step_s: writing a checkpoint", "s")] = UNSET
     publish_s: Annotated[float, metric("newest finished publish, until every node had staged it", "s")]
     publish_bytes: Annotated[int, metric("sent by it, over all nodes", "bytes")]
-    seconds_to_active: Annotated[float, metric("from snapshot until every node generated with it", "s")] = 0.0
-    canary_max_difference: Annotated[float, metric("newest canary: largest |learner - engine|", "nat", "max")] = 0.0
+    seconds_to_active: Annotated[OptFloat, metric("from snapshot until every node generated with it", "s")] = UNSET
+    canary_max_difference: Annotated[OptFloat, metric("newest canary: largest |learner - engine|", "nat", "max")] = (
+        UNSET
+    )
     generation_stall_s: Annotated[float, metric("nodes' generation paused for flips during this step", "s", "sum")]
 
     tokens_generated_total: Annotated[int, metric("by all nodes since the broker started", "tokens", "last")]
     tokens_trained_total: Annotated[int, metric("in the loss since step 0", "tokens", "last")]
     tokens_wasted_total: Annotated[int, metric("generated and not trained on; docs/waste.md", "tokens", "last")]
-    tokens_wasted_lost: Annotated[int, metric("results that came after their lease was lost", "tokens", "last")] = 0
-    tokens_wasted_failed: Annotated[int, metric("failed groups and failed samples", "tokens", "last")] = 0
-    tokens_wasted_filtered: Annotated[int, metric("groups whose rewards are all equal", "tokens", "last")] = 0
-    tokens_wasted_regenerated: Annotated[int, metric("groups that a step gave back", "tokens", "last")] = 0
-    tokens_wasted_masked: Annotated[int, metric("too old when their group was trained on", "tokens", "last")] = 0
-    tokens_wasted_cancelled: Annotated[int, metric("groups and requests that were cancelled", "tokens", "last")] = 0
-    seconds_wasted_lost: Annotated[float, metric("group-seconds of leases that were lost", "s", "last")] = 0.0
-    seconds_wasted_failed: Annotated[float, metric("group-seconds of failed groups", "s", "last")] = 0.0
-    seconds_wasted_filtered: Annotated[float, metric("group-seconds of filtered groups", "s", "last")] = 0.0
-    seconds_wasted_regenerated: Annotated[float, metric("group-seconds of groups given back", "s", "last")] = 0.0
-    seconds_wasted_cancelled: Annotated[float, metric("group-seconds of groups ended half-way", "s", "last")] = 0.0
-    seconds_wasted_stalled: Annotated[float, metric("node-seconds of generation paused for flips", "s", "last")] = 0.0
-    seconds_wasted_waiting: Annotated[float, metric("node-seconds without tasks or weights", "s", "last")] = 0.0
+    tokens_wasted_lost: Annotated[OptInt, metric("results that came after their lease was lost", "tokens", "last")] = (
+        UNSET
+    )
+    tokens_wasted_failed: Annotated[OptInt, metric("failed groups and failed samples", "tokens", "last")] = UNSET
+    tokens_wasted_filtered: Annotated[OptInt, metric("groups whose rewards are all equal", "tokens", "last")] = UNSET
+    tokens_wasted_regenerated: Annotated[OptInt, metric("groups that a step gave back", "tokens", "last")] = UNSET
+    tokens_wasted_masked: Annotated[OptInt, metric("too old when their group was trained on", "tokens", "last")] = UNSET
+    tokens_wasted_cancelled: Annotated[OptInt, metric("groups and requests that were cancelled", "tokens", "last")] = (
+        UNSET
+    )
+    seconds_wasted_lost: Annotated[OptFloat, metric("group-seconds of leases that were lost", "s", "last")] = UNSET
+    seconds_wasted_failed: Annotated[OptFloat, metric("group-seconds of failed groups", "s", "last")] = UNSET
+    seconds_wasted_filtered: Annotated[OptFloat, metric("group-seconds of filtered groups", "s", "last")] = UNSET
+    seconds_wasted_regenerated: Annotated[OptFloat, metric("group-seconds of groups given back", "s", "last")] = UNSET
+    seconds_wasted_cancelled: Annotated[OptFloat, metric("group-seconds of groups ended half-way", "s", "last")] = UNSET
+    seconds_wasted_stalled: Annotated[OptFloat, metric("node-seconds of generation paused for flips", "s", "last")] = (
+        UNSET
+    )
+    seconds_wasted_waiting: Annotated[OptFloat, metric("node-seconds without tasks or weights", "s", "last")] = UNSET
     groups_ready: Annotated[int, metric("waiting in the broker after this step's were taken", "groups", "last")]
     groups_leased: Annotated[int, metric("being generated", "groups", "last")]
     nodes_live: Annotated[int, metric("nodes with a recent heartbeat", "nodes", "last")]
-    groups_filtered: Annotated[int, metric("looked at, all rewards equal, others taken instead", "groups", "sum")] = 0
-    routing_mismatch_fraction: Annotated[float, metric("routings that the learner's own router would not choose")] = 0.0
-    mixed_version_fraction: Annotated[float, metric("samples whose tokens were sampled by more than one version")] = 0.0
+    groups_filtered: Annotated[
+        OptInt, metric("looked at, all rewards equal, others taken instead", "groups", "sum")
+    ] = UNSET
+    routing_mismatch_fraction: Annotated[
+        OptFloat, metric("routings that the learner's own router would not choose")
+    ] = UNSET
+    mixed_version_fraction: Annotated[
+        OptFloat, metric("samples whose tokens were sampled by more than one version")
+    ] = UNSET
     samples_failed_by_reason: Annotated[
         dict[str, int], metric("by stop reason; docs/environments.md", "samples", "sum")
     ] = {}
-    kv_cache_age_mean: Annotated[float, metric("version of a trained token - mean over its KV cache", "versions")] = 0.0
-    kv_cache_age_max: Annotated[int, metric("the same of the oldest entry of any trained token", "versions", "max")] = 0
-    concurrency: Annotated[int, metric("that the living nodes run at once at most", "episodes", "last")] = 0
-    episodes_running: Annotated[int, metric("that they ran", "episodes", "last")] = 0
-    kv_cache_usage: Annotated[float, metric("in the fullest engine; 0 unless concurrency is auto", "", "max")] = 0.0
-    preemptions_total: Annotated[int, metric("put back for want of KV cache; 0 likewise", "requests", "last")] = 0
+    kv_cache_age_mean: Annotated[
+        OptFloat, metric("version of a trained token - mean over its KV cache", "versions")
+    ] = UNSET
+    kv_cache_age_max: Annotated[
+        OptInt, metric("the same of the oldest entry of any trained token", "versions", "max")
+    ] = UNSET
+    concurrency: Annotated[OptInt, metric("that the living nodes run at once at most", "episodes", "last")] = UNSET
+    episodes_running: Annotated[OptInt, metric("that they ran", "episodes", "last")] = UNSET
+    kv_cache_usage: Annotated[OptFloat, metric("in the fullest engine; 0 unless concurrency is auto", "", "max")] = (
+        UNSET
+    )
+    preemptions_total: Annotated[OptInt, metric("put back for want of KV cache; 0 likewise", "requests", "last")] = (
+        UNSET
+    )
     transcripts_dropped_total: Annotated[
-        int, metric("not written: disk or queue full, or no text; since learner and broker started", "", "last")
-    ] = 0
+        OptInt, metric("not written: disk or queue full, or no text; since learner and broker started", "", "last")
+    ] = UNSET
 
 
 class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="evaluation"):
@@ -138,7 +170,7 @@ class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="ki
     step: Annotated[int, metric("optimizer steps done before it: policy_version", "", "last")]
     policy_version: Annotated[int, metric("the version that sampled every token", "", "last")]
     time_s: Annotated[float, metric("Unix time at which the last result was stored", "s", "last")]
-    incarnation: Annotated[int, metric("which start of the learner wrote this line, from 0", "", "last")] = 0
+    incarnation: Annotated[OptInt, metric("which start of the learner wrote this line, from 0", "", "last")] = UNSET
     dataset: Annotated[str, metric("the dataset's folder and name", "", "last")]
     problems: Annotated[int, metric("held-out problems", "problems", "last")]
     samples: Annotated[int, metric("episodes per problem", "samples", "last")]
@@ -154,7 +186,9 @@ class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="ki
     length_mean: Annotated[float, metric("sampled tokens per episode", "tokens", "last")]
     tokens: Annotated[int, metric("sampled; in no figure of the training", "tokens", "last")]
     seconds: Annotated[float, metric("from the first episode's start to the last one's end", "s", "last")]
-    held_s: Annotated[float, metric("publishes waited so long for the round; 0 if a pool played it", "s", "last")] = 0.0
+    held_s: Annotated[
+        OptFloat, metric("publishes waited so long for the round; 0 if a pool played it", "s", "last")
+    ] = UNSET
 
 
 class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,11 +204,64 @@ class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):
     step_s: Annotated[float, metric("whole step", "s")]
     # unset on the lines of other steps
     validation_loss: Annotated[
-        float | msgspec.UnsetType, metric("cross-entropy of held-out rows after it, on validated steps", "nat", "last")
-    ] = msgspec.UNSET
+        OptFloat, metric("cross-entropy of held-out rows after it, on validated steps", "nat", "last")
+    ] = UNSET
 
 
-Line = TypeVar("Line", StepMetrics, SftMetrics, EvaluationMetrics)
+Metrics = StepMetrics | SftMetrics | EvaluationMetrics
+
+
+class Panel(msgspec.Struct, frozen=True, kw_only=True):
+    """Curves that share a pair of axes, on the page and in the report."""
+
+    title: str
+    unit: str = ""
+    note: str = ""  # the page shows it in place of the unit
+    lines: Mapping[str, str]  # metric: legend
+    band: str = ""  # a metric that is half the width of the first line's band; only the page draws it
+    compared: str = ""  # the metric of a report of several runs; '': the first one
+    zero: bool = False  # the axis of the page includes 0
+    cut: bool = False  # the page leaves out rare peaks
+    logarithmic: bool = False  # in the report
+    bound: bool = False  # staleness.max is a line
+    evaluations: bool = False  # the page adds them as points
+    live: bool = True  # whether the page has it
+
+    @property
+    def first(self) -> str:
+        return self.compared or next(iter(self.lines))
+
+
+# Metrics of a panel that follow from others; only the report has them.
+DERIVED = ("tokens_per_s", "tokens_generated_per_s")
+PANELS = (
+    Panel(title="Reward", note="mean, and its band of one standard deviation", lines={"reward_mean": "mean"},
+          band="reward_std", evaluations=True),
+    Panel(title="Staleness of trained tokens", unit="versions", compared="staleness_mean", zero=True, bound=True,
+          lines={"staleness_max": "largest", "staleness_mean": "mean"}),
+    Panel(title="Seconds of a step", unit="s", zero=True, cut=True, lines={
+        "step_s": "whole", "train_s": "training", "learner_idle_s": "waiting for groups", "publish_s": "publish"}),
+    Panel(title="Entropy", unit="nat", lines={"entropy": "mean"}),
+    Panel(title="Effective sample size", unit="share", lines={"effective_sample_fraction": "share"}),
+    Panel(title="Gradient norm", zero=True, cut=True, lines={"grad_norm": "norm"}),
+    Panel(title="Loss", lines={"loss": "loss"}),
+    Panel(title="Sampled tokens per sample", unit="tokens", zero=True, lines={"length_mean": "mean"}),
+    Panel(title="Mismatch of log-probabilities", unit="nat", zero=True, logarithmic=True,
+          lines={"mismatch_abs_mean": "mean"}),
+    Panel(title="Samples cut at a limit", unit="share", zero=True, lines={"truncated_fraction": "share"}),
+    Panel(title="Loss of held-out rows", unit="nat per token", lines={"validation_loss": "held-out rows"}, live=False),
+    Panel(title="Importance ratio, policy over sampler", logarithmic=True, live=False, lines={
+        "ratio_max": "max", "ratio_p99": "99 %", "ratio_mean": "mean", "ratio_p50": "median", "ratio_p1": "1 %"}),
+    Panel(title="Effect of corrections", unit="share of tokens", live=False, lines={
+        "correction_clip_fraction": "weight truncated", "correction_masked_fraction": "weight out of bounds",
+        "veto_fraction": "vetoed", "objective_clip_fraction": "objective clipped"}),
+    Panel(title="Drift of log-probabilities", unit="nat", lines={"drift_abs_mean": "all trained tokens"},
+          logarithmic=True, live=False),
+    Panel(title="Divergence from the reference", unit="nat", lines={"kl_mean": "divergence"}, live=False),
+    Panel(title="Tokens per second", live=False, lines=dict(zip(DERIVED, ("trained", "generated"), strict=True))),
+    Panel(title="Samples of several versions", unit="share", lines={"mixed_version_fraction": "share"}, live=False),
+    Panel(title="Learning rate", lines={"lr": "rate"}, live=False),
+)  # fmt: skip
 
 
 def declarations(kind: type[msgspec.Struct]) -> list[Declaration]:
@@ -187,35 +274,23 @@ def declarations(kind: type[msgspec.Struct]) -> list[Declaration]:
     return out
 
 
-class _Kind(msgspec.Struct):
-    kind: str | None = None  # None: a step
-
-
 def numbers(kind: type[msgspec.Struct]) -> list[str]:
     """Names of the metrics that are one number on a line."""
-    return [name for name, hint in get_type_hints(kind).items() if hint in (int, float, float | msgspec.UnsetType)]
+    return [name for name, hint in get_type_hints(kind).items() if hint in (int, float, OptInt, OptFloat)]
 
 
-def read_metrics(path: Path, kind: type[Line]) -> list[Line]:
-    """All whole lines of this kind in a metrics file, also while a run writes it; [] when there is none.
+def value_of(line: Metrics, name: str) -> float | None:
+    """A number of a line: reward_mean, environment/KEY, evaluation/DATASET/mean_reward or evaluation/DATASET/pass_at/K.
 
-    Raises ValueError, naming the line, where one is no `kind`; UsageError when `path` is no file, or may not be read.
+    NaN is a number that was not finite, or an evaluation's bound that is unknown. None: the line lacks it.
     """
-    try:
-        lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    except OSError as error:
-        raise no_file(path, error) from None
-    decoder, kinds = msgspec.json.Decoder(kind), msgspec.json.Decoder(_Kind)
-    out: list[Line] = []
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            if kinds.decode(line).kind == kind.__struct_config__.tag:
-                out.append(decoder.decode(line))
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{path} line {number}: {error}") from None
-    return out
-
-
-def no_file(path: Path, error: OSError) -> UsageError:
-    """The error about a metrics file that cannot be opened."""
-    return UsageError(f"{path}: expected a file with one JSON line per step, found {error.strerror or error}")
+    if isinstance(line, EvaluationMetrics):
+        prefix = f"evaluation/{line.dataset}/"
+        if not name.startswith(prefix):
+            return None
+        name = name.removeprefix(prefix)
+    field, _, key = name.partition("/")
+    found: object = getattr(line, field, UNSET)
+    if key:
+        found = cast("dict[str, object]", found).get(key, UNSET) if isinstance(found, dict) else UNSET
+    return math.nan if found is None else float(found) if isinstance(found, int | float) else None

@@ -24,7 +24,9 @@ class SegmentWriter:
 
     def __init__(self, folder: Path, prefix: str, limit_bytes: int) -> None:
         """The folder is made by the first line. A new writer begins a new segment, after those that are there."""
-        self._folder, self._prefix, self._limit = folder, prefix, limit_bytes
+        self._folder = folder
+        self._prefix = prefix
+        self._limit = limit_bytes
         self._path: Path | None = None
         self._size = 0
         self._torn = False  # a write failed half-way
@@ -32,7 +34,8 @@ class SegmentWriter:
     def write(self, lines: bytes) -> None:
         """Append whole lines, b'\\n' at their end; raises OSError, for example on a full disk."""
         if self._path is None or self._size + len(lines) > self._limit // SEGMENTS > 0 < self._size:
-            self._path, self._size = self._next(), 0
+            self._path = self._next()
+            self._size = 0
         self._folder.mkdir(parents=True, exist_ok=True)  # also when it was removed meanwhile
         torn, self._torn = self._torn, True
         with self._path.open("ab") as file:
@@ -75,7 +78,10 @@ class LineThread(Generic[T]):
 
         `lost` is called with an item that is in no file: too many waited, or its line could not be made or written.
         """
-        self._name, self._writer, self._build, self._lost = name, writer, build, lost
+        self._name = name
+        self._writer = writer
+        self._build = build
+        self._lost = lost
         self._line_of: Callable[[T], bytes] | None = None  # None: it could not be built
         self._queue: queue.Queue[T | None] = queue.Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None

@@ -12,8 +12,7 @@ from pathlib import Path
 LIMIT_S = 1.0
 ATTEMPTS = 3
 ABSENT = ("torch", "vllm", "megatron", "transformers", "matplotlib", "redis")
-LEFT_OUT = ("common.weights", "launch.web", "launch.sinks.prometheus")  # they need extras
-LEFT_OUT += ("launch.results.plots", "launch.results.comparison", "launch.results.page")
+LEFT_OUT = ("common.weights", "launch.web", "launch.results.plots")  # they need extras
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ It has real structs and plausible curves, restarts of the learner, nodes that co
 same arguments give the same bytes.
 """
 
+import json
 import math
 import random
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ import msgspec
 
 from broker import contract as c
 from common.config.loading import dump_yaml, load_config
-from common.metrics import StepMetrics
+from common.metrics import OptFloat, OptInt, StepMetrics
 from common.process.run_dir import RunDir, write_atomic, write_json
+from common.run_reader import Line, metrics_decoder
 from common.segments import SegmentWriter
 from common.spans import Span, SpanBatch
 from common.transcripts import Transcript, Turn
@@ -25,7 +27,10 @@ STEP_S, RESTART_S, STARTS = 2.0, 60.0, 4  # seconds of a step and of a restart; 
 GROUPS, SIZE, EVERY, TOKENS = 4, 8, 25, 768  # groups of a step, samples of a group, steps to a checkpoint, tokens
 ENDED_S = 1.76e9  # Unix time at the end of the last step
 TRACED = 50  # steps in the trace, the newest ones
-FLOATS, INTS = ([n for n, hint in get_type_hints(StepMetrics).items() if hint is kind] for kind in (float, int))
+FLOATS, INTS = (
+    [n for n, hint in get_type_hints(StepMetrics).items() if hint in kinds]
+    for kinds in ((float, OptFloat), (int, OptInt))
+)
 STATES = ("generating", "generating", "flipping", "waiting", "joining")  # the nodes take turns
 PROMPT, ENVIRONMENT = "What| is| 4|1|2| +| 3|0|9|?", "\n|Right.| Now| add| 5| <b>|quickly|</b>|."
 POLICY = "<think>| 4|12| +| 309| =| 7|2|1|</think>| 7|21"
@@ -180,3 +185,12 @@ class Fixture:
             time_s=self.end_of(step), why=[("best", "worst", "longest", "share")[sample]], reward=reward, step=step,
             stop_reason="stop", advantage=reward - 0.25, metrics={"correct": reward}, sampled_tokens=24,
         )  # fmt: skip
+
+
+def read_line(step: int = 0, kind: type[Line] = StepMetrics, **values: Any) -> Line:
+    """A line of metrics with these values, as it is read from the file: JSON has no word for NaN."""
+    tag = kind.__struct_config__.tag
+    document = {"step": step, **({"kind": tag} if tag else {}), **values}
+    found = metrics_decoder(kind)(json.dumps(document).replace("NaN", "null").replace("Infinity", "null").encode())
+    assert found is not None
+    return found

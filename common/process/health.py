@@ -1,11 +1,12 @@
-"""A role's health over HTTP, for the probes of Kubernetes and for Prometheus: telemetry.health_port.
+"""Figures as Prometheus text over HTTP, and a role's health for the probes of Kubernetes: telemetry.health_port.
 
     GET /healthz   200 while the role's loop turns, 503 when it has been silent for too long
     GET /readyz    200 while the role also does its work: a node that starts, joins or drains does not
     GET /metrics   the role's figures as Prometheus text
 
 No request changes anything, and the answers are a few words and numbers: the port has no authentication. Clients that
-are slow, or many, take at most MOST_CLIENTS threads, and each for at most REQUEST_S.
+are slow, or many, take at most MOST_CLIENTS threads, and each for at most REQUEST_S. The sink prometheus uses the same
+server and the same text.
 """
 
 import json
@@ -25,11 +26,40 @@ MOST_CLIENTS = 16  # one more cuts off the oldest, so that slow clients cannot k
 REQUEST_S = 5.0  # for a whole request and its answer
 
 
+class Series:
+    """Series of figures, which `text` writes in Prometheus' text format."""
+
+    def __init__(self, **labels: str) -> None:
+        """`labels` are those of every series."""
+        self._labels = labels
+        self._lines: dict[str, list[str]] = {}  # by family
+
+    def add(self, name: str, value: float, **labels: str) -> None:
+        """A value of slipstream_NAME; a name that ends in _total is a counter's."""
+        known = self._lines.setdefault(f"slipstream_{name}", [])
+        words = ",".join(f'{key}="{escaped(word)}"' for key, word in (self._labels | labels).items())
+        known.append(f"slipstream_{name}{f'{{{words}}}' if words else ''} {float(value)!r}\n")
+
+    def text(self) -> str:
+        """Families in the order of their first series, each with its type."""
+        parts: list[str] = []
+        for name, lines in self._lines.items():
+            parts.append(f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}\n")
+            parts += lines
+        return "".join(parts)
+
+
+def escaped(word: str) -> str:
+    """A label's value between quotes."""
+    return word.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
 class LifeSigns:
     """The newest sign of life of one role: its loop gives it, the thread of the endpoint reads it."""
 
     def __init__(self, late_s: float = LATE_S, clock: Callable[[], float] = time.monotonic) -> None:
-        self._late_s, self._clock = late_s, clock
+        self._late_s = late_s
+        self._clock = clock
         self._newest: tuple[str, bool, float, Mapping[str, float]] = ("starting", False, clock(), {})
 
     def show(self, state: str, ready: bool, figures: Mapping[str, float] | None = None) -> None:
@@ -45,8 +75,10 @@ class LifeSigns:
         silent_s = self._clock() - at
         alive = state == "starting" or silent_s <= self._late_s
         if path == "/metrics":
-            lines = (f"slipstream_{name} {float(value)!r}\n" for name, value in figures.items())
-            return 200 if alive else 503, "".join(lines)
+            series = Series()
+            for name, value in figures.items():
+                series.add(name, value)
+            return 200 if alive else 503, series.text()
         if path not in ("/healthz", "/readyz"):
             return 404, "expected /healthz, /readyz or /metrics\n"
         good = alive and (ready or path == "/healthz")
@@ -54,18 +86,20 @@ class LifeSigns:
         return 200 if good else 503, json.dumps(body) + "\n"
 
 
-class HealthServer(ThreadingTCPServer):
+class TextServer(ThreadingTCPServer):
     """Binds on construction, for IPv6 and IPv4 where the machine has both; `serve_forever` answers requests."""
 
-    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     allow_reuse_address = daemon_threads = True
 
-    def __init__(self, port: int, signs: LifeSigns) -> None:
-        """Port 0 picks a free one. Raises UsageError when `port` cannot be had."""
+    def __init__(self, host: str, port: int, answer: Callable[[str], tuple[int, str]]) -> None:
+        """`host` is '' for every interface, or an IPv4 address. Port 0 picks a free one. `answer` gets the path of a
+        GET and returns HTTP status and text. Raises OSError when `port` cannot be had.
+        """
+        self.address_family = socket.AF_INET6 if not host and socket.has_dualstack_ipv6() else socket.AF_INET
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                status, text = signs.answer(self.path)
+                status, text = answer(self.path)
                 self.send_response(status)
                 self.send_header("Content-Type", "text/plain; version=0.0.4")
                 self.end_headers()
@@ -76,11 +110,7 @@ class HealthServer(ThreadingTCPServer):
 
         self._since: dict[socket.socket, float] = {}  # open connections, oldest first; monotonic seconds
         self._lock = threading.Lock()  # for them: each is closed by its own thread
-        try:
-            super().__init__(("", port), Handler)
-        except OSError as error:
-            hint = "roles on one machine need different ports: telemetry.health_port=PORT after the command"
-            raise UsageError(f"telemetry.health_port: cannot listen on port {port}: {error.strerror}; {hint}") from None
+        super().__init__((host, port), Handler)
 
     def server_bind(self) -> None:
         if self.address_family == socket.AF_INET6:
@@ -117,14 +147,26 @@ class HealthServer(ThreadingTCPServer):
 
 
 @contextmanager
-def serving_health(port: int, signs: LifeSigns) -> Generator[None]:
-    """While active, a thread serves `signs` at `port` of every interface; 0: nowhere. Raises as HealthServer."""
-    if port == 0:
-        yield
-        return
-    with HealthServer(port, signs) as server:
-        threading.Thread(target=server.serve_forever, args=(0.1,), name="health", daemon=True).start()
+def serving(server: TextServer, name: str) -> Generator[None]:
+    """While active, a thread called `name` answers the server's requests."""
+    with server:
+        threading.Thread(target=server.serve_forever, args=(0.1,), name=name, daemon=True).start()
         try:
             yield
         finally:
             server.shutdown()
+
+
+@contextmanager
+def serving_health(port: int, signs: LifeSigns) -> Generator[None]:
+    """While active, `signs` are served at `port` of every interface; 0: nowhere. Raises UsageError."""
+    if port == 0:
+        yield
+        return
+    try:
+        server = TextServer("", port, signs.answer)
+    except OSError as error:
+        hint = "roles on one machine need different ports: telemetry.health_port=PORT after the command"
+        raise UsageError(f"telemetry.health_port: cannot listen on port {port}: {error.strerror}; {hint}") from None
+    with serving(server, "health"):
+        yield

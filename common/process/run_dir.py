@@ -17,11 +17,11 @@ import msgspec
 from common.config.loading import dump_yaml, load_resolved
 from common.config.schema import Config, SftConfig
 from common.errors import SlipstreamError, UsageError
-from common.json_lines import LineFile, lines_of
-from common.metrics import no_file
+from common.json_lines import LineFile, decoder_of
 from common.process import files
 from common.process.files import pretty_json
 from common.process.lifecycle import alive, birth_of
+from common.run_reader import LineKey, no_file
 
 # May change when a run is continued: they say how fast or how long, not what is computed.
 CHANGEABLE = (
@@ -241,9 +241,10 @@ class MetricsWriter(LineFile):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             data = path.read_bytes() if path.exists() else b""
-            lines = lines_of(data, dict[str, Any])
-            kept = [x for x in lines if x.get("step", keep_before_step + 1) < keep_before_step + ("kind" in x)]
-            if (text := b"".join(msgspec.json.encode(line) + b"\n" for line in kept)) != data:
+            key_of = decoder_of(LineKey)
+            keyed = ((line, key_of(line)) for line in data.split(b"\n"))
+            kept = [x for x, key in keyed if key and key.step < keep_before_step + (key.kind is not None)]
+            if (text := b"".join(line + b"\n" for line in kept)) != data:
                 write_atomic(path, text)
             super().__init__(path)
         except (IsADirectoryError, PermissionError) as error:

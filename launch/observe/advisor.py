@@ -7,11 +7,10 @@ So `work_s` is an upper bound, and so is the predicted gain of more nodes.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import msgspec
+from common.metrics import StepMetrics
 
 STEPS = 20  # the newest ones, of one fleet
 FEWEST = 5
@@ -62,51 +61,40 @@ class Advice:
     speedup: float = 1.0  # predicted factor by which steps become faster
 
 
-class _Line(msgspec.Struct, frozen=True):
-    """The fields of a metrics line that the advice needs."""
-
-    nodes_live: int
-    step_s: float
-    learner_idle_s: float
-    incarnation: int = 0
-    seconds_wasted_waiting: float = 0.0
-    concurrency: float = 0.0
-    episodes_running: float = 0.0
-
-
-def rates_of(lines: Sequence[Mapping[str, Any]]) -> Rates | None:
+def rates_of(lines: Sequence[StepMetrics]) -> Rates | None:
     """From metrics lines; None when there are too few of one learner and one size of the fleet."""
-    newest: list[_Line] = []
-    for found in reversed(lines[-STEPS - 1 :]):
-        try:
-            line = msgspec.convert(found, _Line)
-        except msgspec.ValidationError:
-            break  # a line of another release
+    newest: list[StepMetrics] = []
+    for line in reversed(lines[-STEPS - 1 :]):
         if newest and (line.nodes_live, line.incarnation) != (newest[0].nodes_live, newest[0].incarnation):
             break
         newest.append(line)
     newest.reverse()
     if len(newest) <= FEWEST or newest[0].nodes_live < 1:
         return None
-    steps, nodes = newest[1:], newest[0].nodes_live  # the first line is where the running totals start
+    nodes, steps = newest[0].nodes_live, newest[1:]  # the first line is where the running totals start
     total_s = sum(line.step_s for line in steps)
-    if total_s <= 0:
-        return None
-    waited_s = newest[-1].seconds_wasted_waiting - newest[0].seconds_wasted_waiting
     idle_s = sum(line.learner_idle_s for line in steps) / len(steps)
-    waiting = min(0.99, max(0.0, waited_s / (nodes * total_s)))
-    slots = sum(line.concurrency for line in steps)
-    taken = sum(line.episodes_running for line in steps) / slots if slots else 1.0
-    return Rates(nodes, total_s / len(steps), idle_s, waiting, min(1.0, taken))
+    if not total_s > 0 or math.isnan(idle_s):  # lines of another release
+        return None
+    waited_s = (newest[-1].seconds_wasted_waiting or 0.0) - (newest[0].seconds_wasted_waiting or 0.0)
+    slots = sum(line.concurrency or 0 for line in steps)
+    taken = sum(line.episodes_running or 0 for line in steps) / slots if slots else 1.0
+    return Rates(
+        nodes=nodes,
+        step_s=total_s / len(steps),
+        idle_s=idle_s,
+        waiting=min(0.99, max(0.0, waited_s / (nodes * total_s))),
+        taken=min(1.0, taken),
+    )
 
 
-def advise(rates: Rates, staleness: int) -> Advice:
-    """The change that would help most; `staleness` is staleness.max of the run."""
+def advise(rates: Rates, max_staleness: int) -> Advice:
+    """The change that would help most; `max_staleness` is staleness.max of the run."""
     step_s = rates.predicted_s(rates.nodes)
     if rates.idle > IDLE and rates.taken < HALF_FULL:
-        return _window(rates, staleness, max(rates.busy_s, rates.taken * rates.work_s / rates.nodes))
+        return _window(rates, max_staleness, max(rates.busy_s, rates.taken * rates.work_s / rates.nodes))
     if rates.idle > IDLE and 1 - step_s / rates.step_s > LOST:
-        return _window(rates, staleness, step_s)
+        return _window(rates, max_staleness, step_s)
     if rates.idle > IDLE:
         nodes = max(rates.nodes + 1, min(math.ceil(rates.work_s / rates.busy_s), MOST_FACTOR * rates.nodes))
         words = f"{nodes - rates.nodes} more node{'s' * (nodes - rates.nodes > 1)}"
@@ -117,13 +105,13 @@ def advise(rates: Rates, staleness: int) -> Advice:
     return Advice("none", text, rates.nodes, rates.idle, rates.idle)
 
 
-def _window(rates: Rates, staleness: int, step_s: float) -> Advice:
+def _window(rates: Rates, max_staleness: int, step_s: float) -> Advice:
     why = f"learner and nodes wait for each other ({rates.idle:.0%} and {rates.waiting:.0%} of the time)"
     if rates.taken < HALF_FULL:
         why = f"engines are {rates.taken:.0%} full: the window is used up by groups of which long samples are left"
-    if staleness == 0:
+    if max_staleness == 0:
         why = "the run is synchronous: generation and training take turns"
-    words = f"staleness.max {staleness + 1} instead of {staleness}"
+    words = f"staleness.max {max_staleness + 1} instead of {max_staleness}"
     return _faster(rates, "larger_window", words, 0, step_s, f"; {why}")
 
 
@@ -150,7 +138,7 @@ def _fewer(rates: Rates) -> Advice:
     return Advice("fewer_nodes", text, enough, rates.idle, rates.idle)
 
 
-def advice_for(lines: Sequence[Mapping[str, Any]], staleness: int) -> Advice | None:
+def advice_for(lines: Sequence[StepMetrics], max_staleness: int) -> Advice | None:
     """The advisor's line on a run's metrics; None while there are too few steps."""
     rates = rates_of(lines)
-    return advise(rates, staleness) if rates is not None else None
+    return advise(rates, max_staleness) if rates is not None else None

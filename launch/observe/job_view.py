@@ -1,9 +1,10 @@
 """A run on the terminal: the live view of `up` and `top`, the table of `status`, and the plain line."""
 
 import itertools
+import math
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from rich.console import Group, RenderableType
@@ -11,20 +12,24 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
+from broker.contract import WASTE_REASONS, BrokerStatus, Waste
+from broker.delivery.nodes import wasted_tokens
 from broker.diagnosis.join_times import newest
 from common.config.schema import Config
+from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
-from launch.observe import stall_text, waste_view
+from common.run_reader import LATEST, MetricsTail
+from launch.observe import stall_text
 from launch.observe.advisor import Advice, advice_for
-from launch.observe.metrics_tail import LATEST, MetricsTail
-from launch.observe.observation import Observation
-from launch.observe.outcome import Outcome
+from launch.observe.observation import Observation, Outcome, failed_samples, whole_waste
 from launch.observe.stall_text import duration
 
+Steps = MetricsTail[StepMetrics]
 BARS = "▁▂▃▄▅▆▇█"
 BAR_WIDTH, SPARKLINE_WIDTH = 24, 48
 PLAIN_EVERY_S = 3.0
 NOTES_SHOWN = 4
+SHOWN_NODES = 16
 COLOURS = {
     "green": "training generating publishing checkpointing done serving",
     "yellow": "waiting starting joining flipping replaying draining drained environments unreachable",
@@ -35,7 +40,7 @@ COLOUR_OF = {state: colour for colour, states in COLOURS.items() for state in st
 
 
 @contextmanager
-def open_display(config: Config, tail: MetricsTail, plain: bool) -> Iterator["Display"]:
+def open_display(config: Config, tail: Steps, plain: bool) -> Iterator["Display"]:
     """The live view when stdout is a terminal, else lines."""
     with nullcontext() if plain or not sys.stdout.isatty() else Live(auto_refresh=False) as live:
         yield Display(config, tail, live)
@@ -44,8 +49,10 @@ def open_display(config: Config, tail: MetricsTail, plain: bool) -> Iterator["Di
 class Display:
     """Redraws a rich view in place; without one, prints a line when something changed."""
 
-    def __init__(self, config: Config, tail: MetricsTail, live: Live | None) -> None:
-        self._config, self._tail, self._live = config, tail, live
+    def __init__(self, config: Config, tail: Steps, live: Live | None) -> None:
+        self._config = config
+        self._tail = tail
+        self._live = live
         self._notes: deque[str] = deque(maxlen=NOTES_SHOWN)
         self._last = ""
         self.every_s = max(config.telemetry.refresh_s, 0.0 if live else PLAIN_EVERY_S)  # between two looks at the job
@@ -64,7 +71,7 @@ class Display:
             print(text, flush=True)
 
 
-def render_live(config: Config, seen: Observation | None, tail: MetricsTail, notes: Sequence[str]) -> RenderableType:
+def render_live(config: Config, seen: Observation | None, tail: Steps, notes: Sequence[str]) -> RenderableType:
     now = [processes(seen), *stall_text.lines(seen)] if seen else [Text("waiting for the broker to answer", "yellow")]
     return Group(progress(config, seen, tail), *now, *(Text(note, "dim") for note in notes))
 
@@ -86,8 +93,8 @@ def render_status(
         if joined := newest(seen.status.nodes):
             parts.append(Text(f"newest node: {joined}", "dim"))
         parts.append(stall_text.page(seen))
-    parts.append(waste_view.table(seen.status))
-    if failed := waste_view.failed_samples(seen.status, run):
+    parts.append(waste_table(seen.status))
+    if failed := failed_samples(seen.status, run):
         by_size = ", ".join(f"{count:,} {reason}" for reason, count in Counter(failed).most_common())
         parts.append(Text(f"{sum(failed.values()):,} samples failed: {by_size}", "yellow"))
     if advice is not None:
@@ -95,43 +102,57 @@ def render_status(
     return Group(*parts)
 
 
-def progress(config: Config, seen: Observation | None, tail: MetricsTail) -> RenderableType:
+def progress(config: Config, seen: Observation | None, tail: Steps) -> RenderableType:
     """A bar, the time that is left, and the figures."""
     done, steps = _version(tail, seen), config.run.steps
     filled = round(BAR_WIDTH * min(1.0, done / steps))
     bar = "█" * filled + "░" * (BAR_WIDTH - filled)
-    step_s = tail.mean("step_s", LATEST)
+    step_s = tail.mean(lambda line: line.step_s, LATEST)
+    expired = float(sum(line.tokens_expired for line in tail.lines))
     left = "" if step_s is None else "finishing" if done >= steps else f"{duration((steps - done) * step_s)} left"
-    rows = {config.run.name: f"step {done}/{steps}  {bar}  {left}", **figures(config, seen, tail)}
+    rows = {config.run.name: f"step {done}/{steps}  {bar}  {left}", **figures(config, seen, tail, expired)}
     if "reward" in rows:
-        rows["reward"] += f"  {sparkline(tail.series('reward_mean'))}"
+        rows["reward"] += f"  {sparkline(tail.series(lambda line: line.reward_mean))}"
     grid = Table.grid(Column(style="bold", no_wrap=True), Column(), padding=(0, 2))
     for name, text in rows.items():
         grid.add_row(name, text)
     return grid
 
 
-def figures(config: Config, seen: Observation | None, tail: MetricsTail) -> dict[str, str]:
-    """Reward, staleness, rates and times of the newest steps, in words; the times are means of the last ten."""
-    last, rows = tail.last, dict[str, str]()
-    if rewards := tail.series("reward_mean"):
-        recent = tail.mean("reward_mean", LATEST)
-        rows["reward"] = f"{rewards[-1]:.3f}  last ten {recent:.3f}"
+def figures(config: Config, seen: Observation | None, tail: Steps, expired: float) -> dict[str, str]:
+    """Reward, staleness, rates and times of the newest steps, in words; the times are means of the last ten.
+
+    `expired`: tokens that were too old, over all steps.
+    """
+    rows = dict[str, str]()
+    if rewards := tail.series(lambda line: line.reward_mean):
+
+        def newest(metric: Callable[[StepMetrics], float], unknown: float = 0.0) -> float:
+            """That of the newest step; `unknown` where it is no number."""
+            value = metric(tail.lines[-1])
+            return unknown if math.isnan(value) else value
+
+        def recent(metric: Callable[[StepMetrics], float]) -> float:
+            return tail.mean(metric, LATEST) or 0.0
+
+        rows["reward"] = f"{rewards[-1]:.3f}  last ten {recent(lambda line: line.reward_mean):.3f}"
         rows["staleness"] = (
-            f"mean {last.get('staleness_mean', 0):.2f}  max {last.get('staleness_max', 0)} of {config.staleness.max} "
-            f"allowed  expired tokens {tail.total('tokens_expired'):.0f}"
+            f"mean {newest(lambda line: line.staleness_mean):.2f}  max {tail.lines[-1].staleness_max} of "
+            f"{config.staleness.max} allowed  expired tokens {expired:.0f}"
         )
-        times = ("step_s", "learner_idle_s", "publish_s", "generation_stall_s")
-        step_s, idle_s, publish_s, stall_s = (tail.mean(name, LATEST) or 0.0 for name in times)
-        waits = f"{idle_s / step_s if step_s else 0.0:.0%} waiting for groups"
-        rows["step"] = f"{step_s:.2f} s, {waits}  publish {publish_s:.2f} s  flip stall {stall_s:.3f} s"
+        step_s, idle_s = recent(lambda line: line.step_s), recent(lambda line: line.learner_idle_s)
+        rows["step"] = (
+            f"{step_s:.2f} s, {idle_s / step_s if step_s else 0.0:.0%} waiting for groups  "
+            f"publish {recent(lambda line: line.publish_s):.2f} s  "
+            f"flip stall {recent(lambda line: line.generation_stall_s):.3f} s"
+        )
         rows["policy"] = (
-            f"entropy {last.get('entropy', 0):.3f}  ratio max {last.get('ratio_max', 1):.2f}  "
-            f"gradient norm {last.get('grad_norm', 0):.3f}"
+            f"entropy {newest(lambda line: line.entropy):.3f}  ratio max {newest(lambda line: line.ratio_max, 1.0):.2f}"
+            f"  gradient norm {newest(lambda line: line.grad_norm):.3f}"
         )
     if seen is not None:
         rows["generation"] = f"{_rate(seen):,.0f} tokens/s  {seen.status.tokens_generated_total:,} in all"
-        rows["wasted"] = waste_view.sentence(seen.status)
+        rows["wasted"] = waste_sentence(seen.status)
     if advice := advice_for(tail.lines, config.staleness.max):
         rows["advice"] = advice.text
     return {name: text for name, text in rows.items() if text}
@@ -168,12 +189,43 @@ def processes(seen: Observation) -> RenderableType:
     return Group(table, *(Text(alarm, "red") for alarm in (learner.alarms if learner is not None else ())))
 
 
-def plain_line(config: Config, seen: Observation | None, tail: MetricsTail) -> str:
+def waste_sentence(status: BrokerStatus) -> str:
+    """'1,200 tokens (8% of those generated): 1,000 filtered, 200 lost'; '' when nothing was lost."""
+    wasted = whole_waste(status)
+    tokens = wasted_tokens(wasted)
+    if not tokens:
+        return ""
+    generated = status.tokens_generated_total
+    share = f" ({tokens / generated:.0%} of those generated)" if generated else ""
+    by_size = sorted(((w.tokens, reason) for reason, w in wasted.items() if w.tokens), reverse=True)
+    return f"{tokens:,} tokens{share}: " + ", ".join(f"{count:,} {reason}" for count, reason in by_size)
+
+
+def waste_table(status: BrokerStatus) -> RenderableType:
+    """Tokens and seconds by reason for the run, and for each node that wasted something."""
+    rows = [("all", whole_waste(status))]
+    rows += [(node.report.node_id, node.waste) for node in status.nodes if any(map(_counts, node.waste.values()))]
+    if status.learner is not None and wasted_tokens(status.learner.waste):
+        rows.append(("learner", status.learner.waste))
+    shown = [reason for reason in WASTE_REASONS if _counts(rows[0][1].get(reason, Waste()))]
+    if not shown:
+        return Text("nothing wasted", "dim")
+    grid = Table(box=None, pad_edge=False, padding=(0, 2))
+    for name in ("wasted", *shown):
+        grid.add_column(name, no_wrap=True, justify="left" if name == "wasted" else "right")
+    for name, wasted in rows[: SHOWN_NODES + 1]:
+        grid.add_row(name, *(_cell(wasted.get(reason, Waste())) for reason in shown))
+    more = len(rows) - SHOWN_NODES - 1
+    return Group(grid, Text(f"and {more} more; --json has all", "dim")) if more > 0 else grid
+
+
+def plain_line(config: Config, seen: Observation | None, tail: Steps) -> str:
     """The same in one line, for logs."""
     parts = [f"step {_version(tail, seen)}/{config.run.steps}"]
     if last := tail.last:
-        parts.append(f"reward {last.get('reward_mean', 0):.3f}")
-        parts.append(f"staleness {last.get('staleness_mean', 0):.2f} max {last.get('staleness_max', 0)}")
+        reward, staleness = (0.0 if math.isnan(value) else value for value in (last.reward_mean, last.staleness_mean))
+        parts.append(f"reward {reward:.3f}")
+        parts.append(f"staleness {staleness:.2f} max {last.staleness_max}")
     if seen is None:
         return "  ".join([*parts, "broker: no answer yet"])
     status, learner = seen.status, seen.status.learner
@@ -199,10 +251,12 @@ def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
     return "".join(BARS[round((v - low) * scale)] for v in values)
 
 
-def _version(tail: MetricsTail, seen: Observation | None) -> int:
+def _version(tail: Steps, seen: Observation | None) -> int:
     """Steps that are trained: by the metrics, else by the learner's report."""
+    if tail.last is not None and tail.last.policy_version:
+        return tail.last.policy_version
     learner = seen.status.learner if seen is not None else None
-    return int(tail.last.get("policy_version", learner.policy_version if learner is not None else 0))
+    return learner.policy_version if learner is not None else 0
 
 
 def _rate(seen: Observation) -> float:
@@ -216,3 +270,12 @@ def _state(state: str) -> Text:
 
 def _with_reason(state: str, waiting_on: str) -> str:
     return f"{state} ({waiting_on})" if waiting_on else state
+
+
+def _counts(spent: Waste) -> bool:
+    return spent.tokens > 0 or spent.seconds >= 0.05
+
+
+def _cell(spent: Waste) -> str:
+    parts = ([f"{spent.tokens:,}"] if spent.tokens else []) + ([f"{spent.seconds:,.1f} s"] if spent.seconds else [])
+    return ", ".join(parts) or "-"

@@ -1,20 +1,28 @@
-"""The newest known status of a run: the broker's answer, or the files that it left behind."""
+"""The newest known status of a run, its waste and its outcome, from the broker's answer or from the run's files."""
 
+import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
 
 from broker.connect import connect_observer
-from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, NodeStatus
+from broker.contract import LEARNER_ENDED, LOST_AFTER_S, WASTE_REASONS, BrokerStatus, NodeStatus, Waste
+from broker.delivery.nodes import merged_waste
 from broker.messaging.client_methods import LearnerBroker
+from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError
+from common.evaluation import EvalResult
+from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
+from common.run_reader import MetricsTail, ends, read_tail
 from common.security.credentials import Role
-from launch.observe import waste_view
 from launch.resolve_target import Target
+from learner.loop.run_files import read_record
 
 ANSWER_TIMEOUT_S = 3.0
 NO_LEARNER = {"pid": None, "state": "absent", "policy_version": -1, "since_s": 0.0}
@@ -62,17 +70,18 @@ def observe(job: Target, timeout_s: float = ANSWER_TIMEOUT_S, last: Observation 
     try:
         return Observation(ask(job, lambda client: client.status(), timeout_s), live=True)
     except SlipstreamError as error:
-        if job.run is None and last is None:
-            raise
-        if job.run is None:
-            return replace(last, live=False, note=str(error))
-        run, reason, unreachable = job.run, str(error), job.broker()[0] != ""
+        reason = str(error)
+        if (run := job.run) is None:
+            if last is None:
+                raise
+            return replace(last, live=False, note=reason)
+    unreachable = job.broker()[0] != ""
     try:
-        last = msgspec.json.decode(run.status_json.read_bytes(), type=BrokerStatus)
+        status = msgspec.json.decode(run.status_json.read_bytes(), type=BrokerStatus)
         age_s = max(0.0, time.time() - run.status_json.stat().st_mtime)
     except (OSError, ValueError):
         raise SlipstreamError(f"{run.path}: {reason}, and it left no status.json") from None
-    return Observation(last, live=False, note=f"{reason}; last known status", unreachable=unreachable, age_s=age_s)
+    return Observation(status, live=False, note=f"{reason}; last known status", unreachable=unreachable, age_s=age_s)
 
 
 def as_json(run: RunDir | None, seen: Observation) -> dict[str, Any]:
@@ -89,12 +98,92 @@ def as_json(run: RunDir | None, seen: Observation) -> dict[str, Any]:
     about = {"run": folder, "name": status.run.name, "live": live, "note": seen.note, "learner": learner}
     about |= {"broker": broker | {"max_bytes": status.run.max_bytes}, "nodes": [_node(node) for node in status.nodes]}
     about["left"] = [_node(node) | {"state": "left", "tokens_per_s": 0.0} for node in status.left]
-    wasted, failed = waste_view.as_json(waste_view.whole(status)), waste_view.failed_samples(status, run)
-    return about | {"waste": wasted, "samples_failed": failed}
+    return about | {"waste": waste_json(whole_waste(status)), "samples_failed": failed_samples(status, run)}
 
 
 def _node(node: NodeStatus) -> dict[str, Any]:
     report = node.report
     about = {"id": report.node_id, "state": report.state if node.alive else "gone", "leases": node.leases}
     times = {"since_s": report.since_s + node.last_seen_s, "last_seen_s": node.last_seen_s}
-    return msgspec.to_builtins(report) | about | times | {"waste": waste_view.as_json(node.waste)}
+    return msgspec.to_builtins(report) | about | times | {"waste": waste_json(node.waste)}
+
+
+def whole_waste(status: BrokerStatus) -> dict[str, Waste]:
+    """The waste of all nodes and of the learner, by the reasons of docs/waste.md."""
+    learner = status.learner.waste if status.learner is not None else {}
+    return merged_waste((status.waste, learner))
+
+
+def waste_json(wasted: Mapping[str, Waste]) -> dict[str, dict[str, float]]:
+    """Every reason, also those under which nothing was lost."""
+    return {reason: msgspec.to_builtins(wasted.get(reason, Waste())) for reason in WASTE_REASONS}
+
+
+def failed_samples(status: BrokerStatus, run: RunDir | None) -> dict[str, int]:
+    """By stop reason: of the nodes that are there; when none is any more, of the groups that were trained on."""
+    if found := summed(node.report.samples_failed for node in status.nodes):
+        return found
+    return summed(line.samples_failed_by_reason for line in read_tail(run and run.metrics, StepMetrics).lines)
+
+
+def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total = sum((Counter(count) for count in counts), Counter[str]())
+    return dict(sorted(total.items()))
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Steps, reward, accuracy and places of a run. The figures are those of the files that are there."""
+
+    steps: int
+    of: int  # run.steps
+    reward: dict[str, float | None]  # means of its first and last steps
+    held_out: dict[str, float] = {}  # accuracy of the final model: greedy and sampled, else by dataset
+    model: str = ""  # '' while the run is not finished
+    report: str = ""
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done and the model is written."""
+        return self.model != ""
+
+    def sentence(self) -> str:
+        """One line about a finished run."""
+        return f"finished: {self.steps} of {self.of} steps{self.words()}"
+
+    def words(self) -> str:
+        """The figures and places, '; ' in front of each."""
+        first, last = self.reward.values()
+        reward = "" if first is None else f"; reward {first:.3f} (first 5 steps) to {last:.3f} (last 10)"
+        return reward + self.places()
+
+    def places(self) -> str:
+        """As `words`, without the reward."""
+        accuracies = ", ".join(f"{value:.3f} ({name})" for name, value in self.held_out.items())
+        parts = [f"held-out accuracy {accuracies}"] if accuracies else []
+        parts += [f"{name} in {place}" for name, place in (("model", self.model), ("report", self.report)) if place]
+        return "".join(f"; {part}" for part in parts)
+
+
+def outcome_of(run: RunDir, config: Config, tail: MetricsTail[StepMetrics]) -> Outcome:
+    """The outcome by the run's files, with the metrics that `tail` has read."""
+    record = read_record(run)
+    folder = run.model / "config.json"
+    report = run.report / "report.html"
+    steps = tail.last.policy_version if tail.last else 0
+    reached = Outcome(steps, config.run.steps, ends(tail.series(lambda line: line.reward_mean)))
+    if record is None or record.state != "done" or record.policy_version < config.run.steps or not folder.is_file():
+        return reached
+    last = [line for line in tail.evaluations if line.policy_version == record.policy_version]
+    held_out = {line.dataset: line.mean_reward for line in last if not math.isnan(line.mean_reward)}
+    with suppress(OSError, ValueError):
+        path = run.path / "eval.json"
+        measured = msgspec.json.decode(path.read_bytes(), type=EvalResult)
+        if path.stat().st_mtime >= folder.stat().st_mtime:  # it measured this model
+            held_out = {"greedy": measured.greedy_accuracy, "sampled": measured.sampled_accuracy}
+    return msgspec.structs.replace(
+        reached,
+        steps=record.policy_version,
+        held_out=held_out,
+        model=str(run.model),
+        report=str(report) if report.is_file() else "",
+    )

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from common.config.schema import SftConfig
 from common.errors import SlipstreamError
+from common.metrics import SftMetrics, StepMetrics
 from common.process.run_dir import RunDir
+from common.run_reader import LATEST, MetricsTail, known, read_tail
 from launch.observe import stall_text
 from launch.observe.advisor import advice_for
 from launch.observe.job_view import open_display, render_status
-from launch.observe.metrics_tail import LATEST, MetricsTail
-from launch.observe.observation import as_json, observe
-from launch.observe.outcome import outcome_of
+from launch.observe.observation import as_json, observe, outcome_of
 from launch.resolve_target import config_of, find_target, joined_config
 from learner.loop.run_files import read_record
 
@@ -31,7 +31,9 @@ def command(args: argparse.Namespace) -> int:
         status = warm_start(run, warm)
         print(json.dumps(status) if args.json else sentence(status))
         return 0
-    seen, tail, config = observe(job), MetricsTail.of(run), config_of(run) if run else None
+    seen = observe(job)
+    tail = read_tail(run and run.metrics, StepMetrics)
+    config = config_of(run) if run else None
     reached = outcome_of(run, config, tail) if run and config else None
     finished = reached if reached is not None and reached.finished else None
     advice = advice_for(tail.lines, seen.status.run.max_staleness)
@@ -51,7 +53,7 @@ def top(args: argparse.Namespace) -> int:
     config = config_of(run) if run else joined_config(seen.status.run.config, job.address, ())
     if config is None:
         raise SlipstreamError(f"{args.run} is not the folder of an RL job")
-    tail = MetricsTail(run.metrics if run else None)
+    tail = MetricsTail(run and run.metrics, StepMetrics)
     with suppress(KeyboardInterrupt):
         with open_display(config, tail, args.plain) as display:
             while True:
@@ -67,8 +69,11 @@ def top(args: argparse.Namespace) -> int:
 
 def warm_start(run: RunDir, config: SftConfig) -> dict[str, Any]:
     """The status of a warm start from its files, as it has no broker; `learner` has the keys that an RL job's has."""
-    tail, record = MetricsTail.of(run), read_record(run)
-    state, live, steps, pid = "absent", False, len(tail.lines), None
+    tail, record = read_tail(run.metrics, SftMetrics), read_record(run)
+    state = "absent"
+    live = False
+    pid = None
+    steps = len(tail.lines)
     if record is not None:
         pid, live = record.pid, record.state == "running" and record.runs_here
         state = "training" if live else "gone" if record.state == "running" else record.state
@@ -76,8 +81,9 @@ def warm_start(run: RunDir, config: SftConfig) -> dict[str, Any]:
     learner = {"pid": pid, "state": state, "policy_version": steps, "waiting_on": "", "since_s": 0.0}
     about = {"run": str(run.path.resolve()), "name": config.run.name, "kind": "sft", "live": live, "learner": learner}
     about |= {"steps": config.run.steps, "model": (run.model / "config.json").is_file()}
-    figures = {"loss": tail.last.get("loss"), "step_s": tail.mean("step_s", LATEST)}
-    return about | figures | {"tokens_trained": tail.total("tokens_trained")}
+    loss = known([tail.last.loss]) if tail.last else []
+    figures = {"loss": loss[0] if loss else None, "step_s": tail.mean(lambda line: line.step_s, LATEST)}
+    return about | figures | {"tokens_trained": sum(line.tokens_trained for line in tail.lines)}
 
 
 def sentence(status: dict[str, Any]) -> str:

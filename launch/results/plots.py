@@ -1,10 +1,13 @@
-"""The pictures of a report: one per axis, as PNG and as SVG."""
+"""The pictures of a report, one per axis, and report.html, which needs neither a script nor another host."""
 
 import io
+import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from html import escape
 from pathlib import Path
+from string import Template
 
 import matplotlib
 
@@ -16,9 +19,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from common.config.schema import Config
-from launch.results.comparison import AXES, PANELS, Compared, Curve, Panel, curve_of, evaluated, grouped
-from launch.results.page import INK
+from common.metrics import PANELS, Panel
+from launch.results.comparison import AXES, Compared, Curve, curve_of, evaluated, grouped
 
+INK = "#1f2328"  # text and lines of pictures; the page puts its own colour there
+Rows = Sequence[Sequence[str]]
 COLOURS = ("#3d85d8", "#e07b39", "#38a169", "#d6539b", "#8f6fd8", "#b08a1f", "#26a3b8", "#d9534f", "#7f8a96", "#8c9a2b")
 DASHES = ("-", "--", ":", "-.")
 matplotlib.rcParams |= {
@@ -85,19 +90,19 @@ def _panels(groups: list[list[Compared]], axis: str) -> Iterator[Draw]:
     alone, config = len(runs) == 1, runs[0].config
     styles = [_style(n, _label(group)) for n, group in enumerate(groups)]
     for panel in PANELS:
-        first, *_ = panel.metrics
+        first = panel.first
         sources = [(style, group, first) for style, group in zip(styles, groups, strict=True)]
         if alone:
-            read = [name for name in panel.metrics if name in runs[0].columns]
-            sources = [(_style(n, panel.metrics[name]), runs, name) for n, name in enumerate(read)]
+            drawn = [name for name in panel.lines if name in runs[0].columns]
+            sources = [(_style(n, panel.lines[name]), runs, name) for n, name in enumerate(drawn)]
         found = [(style, curve) for style, group, each in sources if (curve := curve_of(group, axis, each))]
         if any(curve[1].any() for _, curve in found) or (found and first == "reward_mean"):
-            bounded = alone and first == "staleness_mean" and isinstance(config, Config)
-            yield partial(_draw, panel, AXES[axis], found, alone, config.staleness.max if bounded else None)
-    for dataset in dict.fromkeys(line["dataset"] for run in runs for line in run.evaluations):
+            bound = config.staleness.max if alone and panel.bound and isinstance(config, Config) else None
+            yield partial(_draw, panel, AXES[axis], found, alone, bound)
+    for dataset in dict.fromkeys(line.dataset for run in runs for line in run.evaluations):
         curves = [evaluated(group, axis, dataset) for group in groups]
         if found := [(style, curve) for style, curve in zip(styles, curves, strict=True) if curve]:
-            panel = Panel(_plain(f"Evaluation on {dataset}: mean reward"), {})
+            panel = Panel(title=_plain(f"Evaluation on {dataset}"), unit="mean reward", lines={}, evaluations=True)
             yield partial(_draw, panel, AXES[axis], found, alone, None)
 
 
@@ -109,7 +114,7 @@ def _plain(text: str) -> str:
 def _draw(
     panel: Panel, x_label: str, curves: list[tuple[Style, Curve]], alone: bool, bound: int | None, axes: Axes
 ) -> None:
-    bars = not panel.metrics  # the points are evaluations
+    bars = not panel.lines  # the points are evaluations
     for (legend, colour, line), (x, y, low, high) in curves:
         smooth = len(curves) == 1 and alone and not bars and len(x) > SMOOTHING
         style = {"color": colour, "label": _plain(legend), "marker": "o" if bars or len(x) == 1 else "", "ms": 4}
@@ -121,10 +126,39 @@ def _draw(
             axes.errorbar(x, y, np.maximum([y - low, high - y], 0.0), color=colour, fmt="none", capsize=3)
         elif (high > low).any():
             axes.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
-    axes.set(title=panel.title, xlabel=x_label)
+    axes.set(title=panel.title, xlabel=x_label, ylabel=panel.unit)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if bound is not None:
         axes.axhline(bound, color=INK, linestyle=":", label="bound")
     if alone and not bars:
         axes.set_yscale("log" if panel.logarithmic else "linear")
         axes.legend()
+
+
+def write_page(
+    path: Path, title: str, notes: Sequence[str], differences: Rows, summary: Rows, pictures: Mapping[str, str]
+) -> Path:
+    """Tables have a head; without `differences` there is no such table. `pictures`: SVG by axis; the reader chooses."""
+    tabs = figures = shown = ""
+    for n, (axis, svg) in enumerate(pictures.items()):
+        chosen = " checked" * (n == 0)
+        tabs += f'<label><input type="radio" name="axis" id="axis-{n}"{chosen}>{escape(axis)}</label>'
+        svg = re.sub(r"<metadata>.*?</metadata>", "", svg.replace(INK, "currentColor"), flags=re.DOTALL)
+        svg = re.sub(r'^.*?<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 role="img">', svg, count=1, flags=re.DOTALL)
+        figures += f'<figure class="wide" id="picture-{n}">{svg}</figure>'
+        shown += f"body:has(#axis-{n}:not(:checked)) #picture-{n} {{ display: none; }}\n"
+    text = Template(Path(__file__).with_name("page.html").read_text()).substitute(
+        title=escape(title),
+        notes="".join(f"<p>{escape(note)}</p>" for note in notes),
+        differences="<h2>Differences of the configs</h2>" + _table(differences) if differences else "",
+        summary=_table(summary),
+        shown=shown,
+        pictures=tabs + figures,
+    )
+    path.write_text(text)
+    return path
+
+
+def _table(rows: Rows) -> str:
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="wide"><table>{body}</table></div>'

@@ -21,11 +21,11 @@ from broker.server.server import BrokerServer
 from common.config.loading import build_config
 from common.config.schema import Config
 from common.errors import EXIT_DONE, SlipstreamError, UsageError
-from common.metrics import StepMetrics, read_metrics
+from common.metrics import StepMetrics
 from common.process.lifecycle import DrainFlag
 from common.process.logs import log_path
 from common.process.run_dir import BrokerFile, RunDir, write_json
-from launch.observe.metrics_tail import MetricsTail
+from common.run_reader import MetricsTail, read_tail
 from launch.resolve_target import checked, config_of, find_run
 from launch.up.roles import role_command
 from launch.up.supervisor import RoleSpec, Supervisor, end_error
@@ -214,9 +214,9 @@ def run_replay(plan: Replay, recording: Recording, steps: list[ReplayedStep]) ->
         plan.run.checkpoints.mkdir(exist_ok=True)
         (plan.run.checkpoints / plan.checkpoint.name).symlink_to(plan.checkpoint.resolve())
     print(f"replaying steps {plan.first} to {plan.last} of {plan.original.path} in {plan.run.path}")
-    originals = {found.step: found for found in read_metrics(plan.original.metrics, StepMetrics)}
+    originals = {found.step: found for found in read_tail(plan.original.metrics, StepMetrics).lines}
     state = preloaded(run_info(plan.config, b""), recording, plan.steps)
-    tail = MetricsTail(plan.run.metrics)
+    tail = MetricsTail(plan.run.metrics, StepMetrics)
     supervisor = Supervisor(lambda kind, detail: None)  # the learner's end is looked at
     with serving(state, plan.config, plan.run):
         log = log_path(plan.run.logs, "learner", "0")
@@ -225,7 +225,7 @@ def run_replay(plan: Replay, recording: Recording, steps: list[ReplayedStep]) ->
             while learner.running and not flag.wait(POLL_S):
                 supervisor.poll()
                 tail.update()
-                for found in msgspec.convert(tail.lines[len(steps) :], list[StepMetrics]):
+                for found in tail.lines[len(steps) :]:
                     steps.append(compare(originals.get(found.step), found))
                     print(line(steps[-1]), flush=True)
                 check_progress(state.learner.report)

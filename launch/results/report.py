@@ -3,11 +3,11 @@
 import argparse
 import importlib.util
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -18,20 +18,31 @@ from rich.text import Text
 from broker.contract import WASTE_REASONS
 from common.config.schema import Config, SftConfig
 from common.errors import SlipstreamError, UsageError
+from common.metrics import AGE_NAMES, OptFloat, SftMetrics, StepMetrics
 from common.process.run_dir import RunDir, differences, unwritable, write_json
-from launch.observe import waste_view
+from common.run_reader import LATEST, MetricsTail, ends, known, read_tail
 from launch.observe.advisor import advice_for
-from launch.observe.metrics_tail import LATEST, MetricsTail, ends
+from launch.observe.observation import summed
 from launch.resolve_target import any_config_of, find_run
 from launch.results.comparison import Compared, grouped
 
-STEP_TIMES = {"step": "step_s", "waiting_for_groups": "learner_idle_s", "training": "train_s"}
-STEP_TIMES |= {"publish": "publish_s", "generation_stall": "generation_stall_s"}
-OFF_POLICY = (
-    "ratio_p1", "ratio_p99", "effective_sample_fraction", "correction_clip_fraction", "correction_masked_fraction",
-    "veto_fraction", "objective_clip_fraction", "mismatch_abs_mean",
-)  # fmt: skip
-AGES = ("0", "1", "2", "3-4", "5-8", "9 and more")  # the classes of StepMetrics.mismatch_by_age
+STEP_TIMES: dict[str, Callable[[StepMetrics], OptFloat]] = {
+    "step": lambda line: line.step_s,
+    "waiting_for_groups": lambda line: line.learner_idle_s,
+    "training": lambda line: line.train_s,
+    "publish": lambda line: line.publish_s,
+    "generation_stall": lambda line: line.generation_stall_s,
+}
+OFF_POLICY: dict[str, Callable[[StepMetrics], OptFloat]] = {
+    "ratio_p1": lambda line: line.ratio_p1,
+    "ratio_p99": lambda line: line.ratio_p99,
+    "effective_sample_fraction": lambda line: line.effective_sample_fraction,
+    "correction_clip_fraction": lambda line: line.correction_clip_fraction,
+    "correction_masked_fraction": lambda line: line.correction_masked_fraction,
+    "veto_fraction": lambda line: line.veto_fraction,
+    "objective_clip_fraction": lambda line: line.objective_clip_fraction,
+    "mismatch_abs_mean": lambda line: line.mismatch_abs_mean,
+}
 Figures = dict[str, dict[str, Any]]  # section of the table: name: number
 Named = tuple[str, RunDir, Config | SftConfig | None]  # a run, as it was named, too
 
@@ -54,8 +65,7 @@ def command(args: argparse.Namespace) -> int:
     differing = [] if alone else difference_rows({each.label: each.config for each in runs})
     rows = summary_rows(summaries)
     document = summaries[runs[0].label] if alone else {"runs": summaries, "differences": differing}
-    from launch.results.page import write_page
-    from launch.results.plots import draw_all
+    from launch.results.plots import draw_all, write_page
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -82,15 +92,17 @@ def read(found: list[Named], alone: bool) -> tuple[list[Compared], dict[str, Fig
     summaries: dict[str, Figures] = {}
     notes: list[str] = []
     for (word, run, config), name in zip(found, names, strict=True):
-        tail = MetricsTail.of(run)  # one at a time: a long run takes much memory
+        tail = read_tail(run.metrics, SftMetrics if isinstance(config, SftConfig) else StepMetrics)
         if not tail.lines and alone:
             raise SlipstreamError(f"{run.metrics} has no steps yet")
         if not tail.lines:
             notes.append(f"{word} has no steps yet.")
             continue
         label = name if names.count(name) == 1 else f"{name} ({word})"
-        warm = isinstance(config, SftConfig)
-        summaries[label] = summarise_warm_start(config, tail) if warm else summarise(run, tail, config)
+        if isinstance(config, SftConfig):
+            summaries[label] = summarise_warm_start(config, cast("MetricsTail[SftMetrics]", tail))
+        else:
+            summaries[label] = summarise(run, cast("MetricsTail[StepMetrics]", tail), config)
         runs.append(Compared.of(label, config, tail, alone))
         if runs[-1].size > 1:
             notes.append(f"{label}: every point is the mean of {runs[-1].size} steps, or of a maximum the largest.")
@@ -134,63 +146,85 @@ def summary_rows(summaries: Mapping[str, Figures]) -> list[list[str]]:
     return rows
 
 
-def summarise(run: RunDir, tail: MetricsTail, config: Config | None) -> Figures:
-    last = tail.last
-    rewards, times = tail.series("reward_mean"), tail.series("time_s")
+def summarise(run: RunDir, tail: MetricsTail[StepMetrics], config: Config | None) -> Figures:
+    lines, last = tail.lines, tail.lines[-1]
+    rewards = tail.series(lambda line: line.reward_mean)
     if not rewards:
         raise SlipstreamError(f"{run.metrics} is not that of an RL job: no line has a reward_mean")
-    seconds = times[-1] - times[0] + (tail.lines[0].get("step_s") or 0.0) if times else None  # restarts included
-    trained = tail.total("tokens_trained")
+    times = tail.series(lambda line: line.time_s)
+    first_s = known([lines[0].step_s])
+    seconds = times[-1] - times[0] + sum(first_s) if times else None  # restarts included
+    trained = sum(line.tokens_trained for line in lines)
     advice: dict[str, Any] = {}
-    if found := advice_for(tail.lines, config.staleness.max if config else 0):
+    if found := advice_for(lines, config.staleness.max if config else 0):
         advice = {"text": found.text, "nodes": found.nodes or None}
         advice |= {"learner_idle_share": found.idle, "speedup": found.speedup}
-    staleness = {"mean": tail.mean("staleness_mean"), "max": max(tail.series("staleness_max"), default=None)}
-    staleness |= {"tokens_expired": tail.total("tokens_expired")}
     kinds = [(unit, reason) for reason in WASTE_REASONS for unit in ("tokens", "seconds")]
-    about = {"name": config.run.name if config else run.path.name, "steps": len(tail.lines), "seconds": seconds}
+    wasted = {f"{unit}_{reason}": known([getattr(last, f"{unit}_wasted_{reason}", None)]) for unit, reason in kinds}
     summary: Figures = {
-        "run": about | {"incarnations": int(last.get("incarnation", 0)) + 1},
+        "run": {
+            "name": config.run.name if config else run.path.name,
+            "steps": len(lines),
+            "seconds": seconds,
+            "incarnations": (last.incarnation or 0) + 1,
+        },
         "reward": {**ends(rewards), "best_step": max(rewards), "steps_to_0.9": first_above(rewards, 0.9)},
-        "staleness": {"allowed": config.staleness.max if config else None, **staleness},
+        "staleness": {
+            "allowed": config.staleness.max if config else None,
+            "mean": tail.mean(lambda line: line.staleness_mean),
+            "max": max(line.staleness_max for line in lines),
+            "tokens_expired": float(sum(line.tokens_expired for line in lines)),
+        },
         "time_per_step_s": {name: tail.mean(metric) for name, metric in STEP_TIMES.items()},
-        "tokens": {name: last.get(f"tokens_{name}_total") for name in ("generated", "trained", "wasted")}
-        | {"trained_per_s": trained / seconds if seconds else None},
+        "tokens": {
+            "generated": last.tokens_generated_total,
+            "trained": last.tokens_trained_total,
+            "wasted": last.tokens_wasted_total,
+            "trained_per_s": trained / seconds if seconds else None,
+        },
         "advice": advice,
-        "wasted": {f"{unit}_{reason}": lost for unit, reason in kinds if (lost := last.get(f"{unit}_wasted_{reason}"))},
-        "failed_samples": waste_view.summed(line.get("samples_failed_by_reason", {}) for line in tail.lines),
-        "off_policy": {"ratio_max": max(tail.series("ratio_max"), default=None)}
-        | {name: tail.mean(name) for name in OFF_POLICY}
-        | {"entropy_last_10": tail.mean("entropy", LATEST), "kl_last_10": tail.mean("kl_mean", LATEST)},
+        "wasted": {name: lost[0] for name, lost in wasted.items() if any(lost)},
+        "failed_samples": summed(line.samples_failed_by_reason for line in lines),
+        "off_policy": {
+            "ratio_max": max(tail.series(lambda line: line.ratio_max), default=None),
+            **{name: tail.mean(metric) for name, metric in OFF_POLICY.items()},
+            "entropy_last_10": tail.mean(lambda line: line.entropy, LATEST),
+            "kl_last_10": tail.mean(lambda line: line.kl_mean, LATEST),
+        },
     }
-    if by_age := mismatch_by_age(tail):
+    if by_age := mismatch_by_age(lines):
         summary["mismatch_by_staleness"] = by_age
     with suppress(OSError, ValueError):
-        found = msgspec.json.decode((run.path / "eval.json").read_bytes(), type=dict[str, Any])
-        summary["held_out"] = {name: value for name, value in found.items() if name != "datasets"}
+        measured = msgspec.json.decode((run.path / "eval.json").read_bytes(), type=dict[str, Any])
+        summary["held_out"] = {name: value for name, value in measured.items() if name != "datasets"}
     return summary
 
 
-def summarise_warm_start(config: SftConfig, tail: MetricsTail) -> Figures:
-    validated = tail.series("validation_loss")
-    losses, seconds = tail.series("loss"), sum(tail.series("step_s"))
-    trained = sum(tail.series("tokens_trained"))
-    tokens = {"trained": trained, "processed": tail.total("sequence_tokens")}
+def summarise_warm_start(config: SftConfig, tail: MetricsTail[SftMetrics]) -> Figures:
+    validated = tail.series(lambda line: line.validation_loss)
+    losses = tail.series(lambda line: line.loss)
+    seconds = sum(tail.series(lambda line: line.step_s))
+    trained = float(sum(line.tokens_trained for line in tail.lines))
+    processed = float(sum(line.sequence_tokens for line in tail.lines))
     return {
         "run": {"name": config.run.name, "steps": len(tail.lines), "seconds": seconds},
         "loss": {**ends(losses), "lowest": min(losses, default=None)},
         **({"validation_loss": {"last": validated[-1], "lowest": min(validated)}} if validated else {}),
-        "time_per_step_s": {"step": tail.mean("step_s")},
-        "tokens": tokens | {"trained_per_s": trained / seconds if seconds else None},
+        "time_per_step_s": {"step": tail.mean(lambda line: line.step_s)},
+        "tokens": {
+            "trained": trained,
+            "processed": processed,
+            "trained_per_s": trained / seconds if seconds else None,
+        },
     }
 
 
-def mismatch_by_age(tail: MetricsTail) -> dict[str, float]:
+def mismatch_by_age(lines: Sequence[StepMetrics]) -> dict[str, float]:
     """Mean |difference of log-probabilities| per token of each class of staleness that was trained on."""
-    found = [[line.get(name) or [] for name in ("mismatch_by_age", "tokens_by_age")] for line in tail.lines]
-    known = [both for both in found if all(len(values) == len(AGES) for values in both)]
-    values, tokens = np.array(known, dtype=np.float64).reshape(-1, 2, len(AGES)).swapaxes(0, 1)
-    sums = zip(AGES, (values * tokens).sum(0), tokens.sum(0), strict=True)
+    found = [(line.mismatch_by_age, line.tokens_by_age) for line in lines]
+    whole = [both for both in found if all(len(values) == len(AGE_NAMES) for values in both)]
+    values, tokens = np.array(whole, dtype=np.float64).reshape(-1, 2, len(AGE_NAMES)).swapaxes(0, 1)
+    sums = zip(AGE_NAMES, (values * tokens).sum(0), tokens.sum(0), strict=True)
     return {age: float(total / count) for age, total, count in sums if count}
 
 

@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 
 from common.errors import UsageError
+from common.run_reader import read_batches
 from common.span_buffer import DRIFT
 from common.spans import Span, SpanBatch
-from launch.observe.metrics_tail import read_batches
 from launch.resolve_target import find_run
 
 KNOT_S = 1.0  # between two offsets of a clock that are used
@@ -27,7 +27,7 @@ Place = tuple[float, float, Event]  # begin and end of a slice, Unix seconds; it
 def command(args: argparse.Namespace) -> int:
     """Write the trace, and print how well its clocks agree."""
     run, found = find_run(args.run), dict[tuple[bool, bool, str, str], Process]()
-    for batch in read_batches(run):
+    for batch in read_batches(run.trace):
         key = (batch.who != "learner", batch.who != "broker", batch.who, batch.host)  # these two come first
         found.setdefault(key, Process(batch.who, batch.host)).read(batch)
     if not found:
@@ -68,7 +68,8 @@ class Process:
     """A process of the trace; `name` is learner, broker or a node id."""
 
     def __init__(self, name: str, host: str) -> None:
-        self.name, self.host = name, host
+        self.name = name
+        self.host = host
         self.dropped = 0
         self._spans: list[tuple[float, float, bytes]] = []  # begin and end on its own clock; JSON takes less memory
         self._clock: list[tuple[float, float, float]] = []  # own time, offset and its error
@@ -78,7 +79,9 @@ class Process:
         """Take in the next batch of this process."""
         self.dropped = max(self.dropped, batch.dropped)
         for span in batch.spans:
-            place, begin, end = len(self._spans), span.start_s, span.start_s + span.duration_s
+            place = len(self._spans)
+            begin = span.start_s
+            end = span.start_s + span.duration_s
             if span.kind == "state":
                 if self._state is not None and self._state[1].name == span.name:
                     before = self._state[1].start_s + self._state[1].duration_s
@@ -150,7 +153,9 @@ class Trace:
 
     def __init__(self, processes: list[Process], first: int | None, last: int | None) -> None:
         """Take the steps from `first` to `last`, None for no bound. Raises UsageError for steps that are not there."""
-        self._processes, self.count, self.arrows = processes, 0, 0
+        self._processes = processes
+        self.count = 0
+        self.arrows = 0
         self.zero_s = min((begin for process in processes for begin, *_ in islice(process.slices(), 1)), default=0.0)
         self._ends = defaultdict[str, list[tuple[dict[str, Any], Place]]](list)  # where arrows end, by the kind of span
         learners = (one for process in processes if process.name == "learner" for one in process.slices())

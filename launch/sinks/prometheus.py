@@ -9,23 +9,20 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import msgspec
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from broker.contract import LEARNER_ENDED, LOST_AFTER_S, WASTE_REASONS, BrokerStatus, LearnerReport, NodeReport, Waste
 from common.config.schema import Config
 from common.errors import SlipstreamError
-from launch.observe import waste_view
-from launch.observe.metrics_tail import LineTail
-from launch.observe.observation import Observation, observe
+from common.json_lines import Event, decoder_of
+from common.process.health import Series, TextServer, serving
+from common.run_reader import LineTail
+from launch.observe.observation import Observation, observe, whole_waste
 from launch.resolve_target import Target
-from launch.sinks.points import Cursor, Job, Point
-from launch.sinks.process import Feed
+from launch.sinks.feed import Cursor, FedRun, Feed, Point
 
 # Kinds of events that alerts count: they start at 0, so that the first one is an increase.
 NOTED = ("ejection", "node_lost", "lease_expired", "task_dead", "role_crashed", "checkpoint")
@@ -37,48 +34,45 @@ GROWING |= {"node_preemptions", "broker_groups_committed", "broker_groups_filter
 GROWING |= {"broker_lease_expiries", "broker_stale_results", "broker_refused_messages"}
 
 
-class Series(dict[str, Any]):
-    """Families of series by name, all with the label run."""
-
-    def __init__(self, run: str) -> None:
-        super().__init__()
-        self._run = run
+class RunSeries(Series):
+    """The series of a run, which have the label run."""
 
     def add(self, name: str, value: float, **labels: str) -> None:
-        """A value of slipstream_NAME, with the unit written out; a counter when it only grows."""
-        if name not in self:
-            full = re.sub("_per_s$", "_per_second", re.sub("(?<!_per)_s$", "_seconds", name))
-            kind = CounterMetricFamily if name in GROWING or name.endswith("_total") else GaugeMetricFamily
-            self[name] = kind(f"slipstream_{full}", f"docs/sinks.md: {full}", labels=["run", *labels])
-        self[name].add_metric([self._run, *labels.values()], value)
+        """The unit is written out; a name of GROWING is a counter's."""
+        full = re.sub("_per_s$", "_per_second", re.sub("(?<!_per)_s$", "_seconds", name))
+        super().add(full + "_total" * (name in GROWING), value, **labels)
 
 
-class Prometheus(Collector):
+class Prometheus:
     """Serves the newest state; each scrape asks the broker."""
 
-    def __init__(self, job: Job, cursor: Cursor, feeds: Sequence[Feed]) -> None:
+    def __init__(self, job: FedRun, cursor: Cursor, feeds: Sequence[Feed]) -> None:
         """`feeds`: those of all sinks. Raises OSError when the port is in use."""
         self._has_broker = isinstance(job.config, Config)
         credentials = job.config.broker.credentials if isinstance(job.config, Config) else None
-        self._name, self._target, self._feeds = job.config.run.name, Target(job.run, credentials), feeds
-        self._events, self._counts = LineTail(job.run.events), Counter(dict.fromkeys(NOTED, 0))
+        self._name = job.config.run.name
+        self._target = Target(job.run, credentials)
+        self._feeds = feeds
+        self._events = LineTail(job.run.events, decoder_of(Event))
+        self._counts = Counter[str](dict.fromkeys(NOTED, 0))
         self._newest: dict[str, Point] = {}  # by dataset, '' for the steps
         self._checkpoint_s = 0.0  # Unix time of the newest one, or of the learner's first start
         self._lock = threading.Lock()  # each scrape is a thread
-        registry = CollectorRegistry()
-        registry.register(self)
-        self._server, _ = start_http_server(job.config.telemetry.prometheus_port, "127.0.0.1", registry)
+        self._server = ExitStack()
+        server = TextServer("127.0.0.1", job.config.telemetry.prometheus_port, self.answer)
+        self._server.enter_context(serving(server, "prometheus"))
 
     def write(self, points: Sequence[Point]) -> None:
         self._newest = self._newest | {point.dataset: point for point in points}
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
-    def collect(self) -> Iterable[Metric]:
+    def answer(self, path: str) -> tuple[int, str]:
         """All series, as of now; a thread of the server calls it for each scrape."""
-        series = Series(self._name)
+        if path.partition("?")[0] not in ("/", "/metrics"):
+            return 404, "expected /metrics\n"
+        series = RunSeries(run=self._name)
         with self._lock:
             self._add_events(series)
         for feed in self._feeds:
@@ -97,15 +91,13 @@ class Prometheus(Collector):
         except SlipstreamError:  # it left nothing
             if self._has_broker:
                 series.add("node_up", 0, **BROKER)
-        return series.values()
+        return 200, series.text()
 
     def _add_events(self, series: Series) -> None:
-        while events := self._events.read()[1]:
-            for event in events:
-                kind = str(event.get("kind"))
-                self._counts[kind] += 1
-                if kind == "checkpoint" or (kind == "learner_started" and not self._checkpoint_s):
-                    self._checkpoint_s = float(event.get("time_s", 0.0))
+        for event in self._events.all():
+            self._counts[event.kind] += 1
+            if event.kind == "checkpoint" or (event.kind == "learner_started" and not self._checkpoint_s):
+                self._checkpoint_s = event.time_s
         for kind, count in self._counts.items():
             series.add("events", count, kind=kind)
         if self._checkpoint_s:
@@ -118,7 +110,7 @@ def add_broker(series: Series, status: BrokerStatus) -> None:
         if isinstance(value, int | float) and name not in ("pid", "learner_last_seen_s"):
             series.add(f"broker_{name}", value)
     series.add("max_staleness", status.run.max_staleness)
-    wasted = waste_view.whole(status)
+    wasted = whole_waste(status)
     for reason in WASTE_REASONS:
         waste = wasted.get(reason, Waste())
         series.add("wasted_tokens", waste.tokens, reason=reason)

@@ -1,5 +1,8 @@
 """TensorBoard, W&B, MLflow and Trackio as sinks (launch/sinks/process.py). Each library is imported when it is used."""
 
+# pyright: reportMissingImports=false
+# The libraries come with the extra 'sinks', which few environments have.
+
 import os
 import re
 import time
@@ -7,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from launch.sinks.points import Cursor, Job, Point, leaves
+from launch.sinks.feed import Cursor, FedRun, Point, leaves
 
 PROJECT = "slipstream"
 WANDB_FLUSH_S = 0.1
@@ -17,7 +20,7 @@ WANDB_STEPS = 16  # numbers of W&B's own step per step of the run; those between
 class TensorBoard:
     """Event files in RUN/tensorboard; evaluations are a run of their own, because they come behind the steps."""
 
-    def __init__(self, job: Job, cursor: Cursor) -> None:
+    def __init__(self, job: FedRun, cursor: Cursor) -> None:
         self._folders = [str(job.run.path / "tensorboard" / name) for name in ("", "evaluation")]
         self._open(cursor.step + 1)
 
@@ -52,7 +55,7 @@ class TensorBoard:
 class Wandb:
     """Weights & Biases, as its environment variables say; WANDB_MODE=offline writes RUN/wandb."""
 
-    def __init__(self, job: Job, cursor: Cursor) -> None:
+    def __init__(self, job: FedRun, cursor: Cursor) -> None:
         import wandb
 
         project = os.environ.get("WANDB_PROJECT", PROJECT)
@@ -80,7 +83,7 @@ class Wandb:
 class Mlflow:
     """MLflow at MLFLOW_TRACKING_URI, else in RUN/mlflow.db."""
 
-    def __init__(self, job: Job, cursor: Cursor) -> None:
+    def __init__(self, job: FedRun, cursor: Cursor) -> None:
         import mlflow
 
         self._mlflow, default = mlflow, f"sqlite:///{job.run.path.resolve()}/mlflow.db"
@@ -111,7 +114,7 @@ def mlflow_name(name: str) -> str:
 class Trackio:
     """Trackio, locally or as its environment variables say. Each write is a session, whose end flushes."""
 
-    def __init__(self, job: Job, cursor: Cursor) -> None:
+    def __init__(self, job: FedRun, cursor: Cursor) -> None:
         self._job = job
 
     def write(self, points: Sequence[Point]) -> None:

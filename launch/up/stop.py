@@ -10,9 +10,10 @@ import time
 
 from broker.contract import BrokerStatus
 from common.errors import SlipstreamError, UsageError
+from common.metrics import StepMetrics
 from common.process.lock_file import is_locked
 from common.process.run_dir import write_json
-from launch.observe.metrics_tail import MetricsTail
+from common.run_reader import read_tail
 from launch.observe.observation import ask
 from launch.resolve_target import Target, find_run, find_target, handed_out
 
@@ -59,9 +60,10 @@ def over(job: Target, last: BrokerStatus | None, silent_s: float) -> bool:
 def resume(args: argparse.Namespace) -> int:
     """Say up to which step and evaluation rules have been answered. A paused learner looks about once a second."""
     run = find_run(args.run)
-    tail = MetricsTail.of(run)
-    newest = {"step": tail.last, "evaluation": tail.evaluations[-1] if tail.evaluations else {}}
-    answered = {kind: line["step"] for kind, line in newest.items() if "step" in line}
+    tail = read_tail(run.metrics, StepMetrics)
+    answered = {"step": tail.last.step} if tail.last else {}
+    if tail.evaluations:
+        answered["evaluation"] = tail.evaluations[-1].step
     if not answered:
         raise UsageError(f"{run.path} has trained no step: no rule can have acted")
     write_json(run.resume_json, answered)

@@ -17,15 +17,15 @@ from typing import Any
 from common.config.schema import Config
 from common.errors import EXIT_DONE, ConfigError, SlipstreamError, UsageError
 from common.json_lines import EventFile
+from common.metrics import StepMetrics
 from common.process.broker_address import running_broker
 from common.process.lifecycle import DrainFlag
 from common.process.lock_file import only_one
 from common.process.logs import log_path
 from common.process.run_dir import RunDir
+from common.run_reader import MetricsTail, read_tail
 from launch.observe.job_view import Display, open_display
-from launch.observe.metrics_tail import MetricsTail
-from launch.observe.observation import observe
-from launch.observe.outcome import outcome_of
+from launch.observe.observation import observe, outcome_of
 from launch.resolve_target import Target, load_job, need_broker_library
 from launch.sinks.process import TOLD_S, check_packages
 from launch.up.devices import Place, assign, available_cores, plan_cores, table
@@ -73,7 +73,7 @@ def command(args: argparse.Namespace) -> int:
 
 def finished(run: RunDir, config: Config) -> str:
     """Says what a run that has done all its steps has reached, and the next command; '' while it has not."""
-    reached = outcome_of(run, config, MetricsTail.of(run))
+    reached = outcome_of(run, config, read_tail(run.metrics, StepMetrics))
     return f"{run.path} is {reached.sentence()}\n{next_command(run)}" if reached.finished else ""
 
 
@@ -121,7 +121,7 @@ class Job:
     def __init__(self, config: Config, run: RunDir, places: Mapping[str, Place], web: bool = False) -> None:
         self.config = config
         self.run_dir = run
-        self.tail = MetricsTail(run.metrics)
+        self.tail = MetricsTail(run.metrics, StepMetrics)
         self.supervisor = Supervisor(self._on_event)
         self._specs = role_specs(config, run, places, web)
         self._nodes = [spec.name for spec in self._specs[2:] if spec.name not in BESIDE]

@@ -1,35 +1,64 @@
-"""The routes of the page, and the loops that read the runs."""
+"""The routes of the page, the loops that read the runs, and who may read: the check of every request."""
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+import re
+from collections.abc import AsyncIterator, Callable, MutableMapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import SlipstreamError
-from launch.web.guard import Guard
-from launch.web.run_view import Cursor, RunView
+from common.metrics import AGE_CLASSES, AGE_NAMES, PANELS
+from launch.web.run_view import BrowserCopy, RunView
 from launch.web.tables import TABLES, Query
 
 logger = logging.getLogger(__name__)
-TOLD_S, READ_S, OBSERVE_S, IDLE_S = 0.1, 0.25, 2.0, 10.0  # pauses between two looks; the last without a browser
+# Pauses between two looks.
+TOLD_S = 0.1
+READ_S = 0.25
+OBSERVE_S = 2.0
+IDLE_S = 10.0  # without a browser
 FOLDER = Path(__file__).parent / "static"
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LOCAL = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.IGNORECASE)
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
 
 
 class Hub:
     """Reads the runs in threads, and tells the browsers' streams what is new."""
 
     def __init__(self, views: Sequence[RunView]) -> None:
-        self.views, self.watchers = views, 0
+        self.views = views
+        self.watchers = 0
 
     @contextlib.asynccontextmanager
     async def running(self, _: Starlette) -> AsyncIterator[None]:
@@ -57,12 +86,12 @@ class Hub:
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Server-sent events: what a browser lacks of each run, first all of it, then what is added."""
-        cursors = [Cursor() for _ in self.views]
+        copies = [BrowserCopy() for _ in self.views]
         self.watchers += 1
         try:
             while True:
-                for index, (view, cursor) in enumerate(zip(self.views, cursors, strict=True)):
-                    if (new := await asyncio.to_thread(view.news, cursor)) is not None:
+                for index, (view, copy) in enumerate(zip(self.views, copies, strict=True)):
+                    if (new := await asyncio.to_thread(view.news, copy)) is not None:
                         yield b"data: " + msgspec.json.encode({"run": index, **new}) + b"\n\n"
                 await asyncio.sleep(TOLD_S)
         finally:
@@ -73,6 +102,8 @@ def make_app(views: Sequence[RunView], token: str | None) -> Starlette:
     """The page of these runs; every route only reads."""
     hub, by_number = Hub(views), {str(number): view for number, view in enumerate(views)}
     index = (FOLDER / "index.html").read_text()
+    ages = [{"least": least, "name": name} for least, name in zip(AGE_CLASSES, AGE_NAMES, strict=True)]
+    drawn = msgspec.json.encode({"panels": [panel for panel in PANELS if panel.live], "ages": ages})
 
     async def page(request: Request) -> Response:
         return HTMLResponse(index.replace("<!-- plain -->", "".join(map(plain, views))))
@@ -92,8 +123,12 @@ def make_app(views: Sequence[RunView], token: str | None) -> Starlette:
             return JSONResponse({"refused": str(error)}, 404 if isinstance(error, SlipstreamError) else 400)
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
+    async def panels(request: Request) -> Response:
+        return Response(drawn, media_type="application/json")
+
     static = Mount("/static", StaticFiles(directory=FOLDER))
-    routes = [Route("/", page), static, Route("/api/events", events), Route("/api/runs/{run}/{name}", table)]
+    routes = [Route("/", page), static, Route("/api/panels", panels), Route("/api/events", events)]
+    routes.append(Route("/api/runs/{run}/{name}", table))
     return Starlette(routes=routes, middleware=[Middleware(Guard, token=token)], lifespan=hub.running)
 
 
@@ -109,3 +144,48 @@ def plain(view: RunView) -> str:
         rows |= {"who waits": waits, "note": state.get("note", "")}
     cells = "".join(f"<tr><th scope=row>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in rows.items() if v)
     return f"<table><caption>{escape(state['name'])}</caption>{cells}</table>"
+
+
+class Guard:
+    """Refuses what may not be answered; `token` is None on loopback without one, which takes a local Host header."""
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app = app
+        self._token = token
+        self._cookie = hashlib.sha256(b"cookie " + (token or "").encode()).hexdigest()
+        self._name = f"slipstream-{self._cookie[:8]}"  # browsers share cookies between the ports of a host
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+
+        async def with_headers(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        refusal = self._refusal(Request(scope))
+        await (refusal or self._app)(scope, receive, with_headers)
+
+    def _refusal(self, request: Request) -> Response | None:
+        """The answer to a request that may not be served, or to a login; None for one that is served."""
+        if request.method not in ("GET", "HEAD"):
+            return PlainTextResponse("the page is read-only", 405, {"Allow": "GET, HEAD"})
+        if self._token is None:
+            local = LOCAL.fullmatch(request.headers.get("host", ""))
+            return None if local else PlainTextResponse("unknown Host header", 421)
+        words = parse_qs(request.scope["query_string"].decode("latin-1")).get("token")
+        if words and _same(words[0], self._token):
+            answer = RedirectResponse("/", 303)
+            answer.set_cookie(self._name, self._cookie, httponly=True, samesite="lax")
+            return answer
+        kind, _, found = request.headers.get("authorization", "").partition(" ")
+        bearer = kind.lower() == "bearer" and _same(found.strip(), self._token)
+        if bearer or (not words and _same(request.cookies.get(self._name, ""), self._cookie)):
+            return None
+        why = "this page needs the token of --token-file: open it once with ?token=TOKEN, or send Authorization: Bearer"
+        return PlainTextResponse(why, 401, {"WWW-Authenticate": "Bearer"})
+
+
+def _same(found: str, wanted: str) -> bool:
+    return hmac.compare_digest(found.encode(), wanted.encode())

@@ -4,8 +4,9 @@ import threading
 from collections import defaultdict, deque
 from typing import Any, NamedTuple
 
+from common.json_lines import Event, decoder_of
 from common.process.run_dir import RunDir
-from launch.observe.metrics_tail import LineTail, read_batches
+from common.run_reader import LineTail, read_batches
 
 PIECES = 256  # kept of a process
 # kind of an event: the field that names a process, and the state that follows
@@ -26,11 +27,13 @@ class Lanes:
     """The newest states of every process, in bounded memory; threads may call `page`."""
 
     def __init__(self, run: RunDir) -> None:
-        self._run, self._events = run, LineTail(run.events)
+        self._folder = run.trace
+        self._events = LineTail(run.events, decoder_of(Event))
         self._pieces: dict[str, deque[Piece]] = defaultdict(lambda: deque(maxlen=PIECES))
         self._read: dict[str, float] = {}  # start of the newest state, on the clock of the process
         self._ends: dict[str, deque[tuple[float, str]]] = defaultdict(lambda: deque(maxlen=PIECES))
-        self._end_s, self._lock = 0.0, threading.Lock()
+        self._end_s = 0.0
+        self._lock = threading.Lock()
 
     def page(self, text: str, rows: slice, window_s: float) -> dict[str, Any]:
         """The lanes of the processes whose names contain `text`, over the last `window_s` seconds that are known."""
@@ -54,7 +57,7 @@ class Lanes:
     def _update(self) -> None:
         """Read what is new; a span that was read before starts no later than the newest one of then."""
         read = dict(self._read)
-        for batch in read_batches(self._run, self._end_s - LATE_S if self._pieces else 0.0):
+        for batch in read_batches(self._folder, self._end_s - LATE_S if self._pieces else 0.0):
             for span in batch.spans:
                 if span.kind == "state" and span.start_s > read.get(batch.who, 0.0):
                     pieces, start_s = self._pieces[batch.who], span.start_s + batch.offset_s
@@ -63,9 +66,7 @@ class Lanes:
                         start_s = pieces.pop().start_s  # a long state is recorded in parts
                     pieces.append(Piece(start_s, end_s, span.name))
                     self._end_s = max(self._end_s, end_s)
-        while lines := self._events.read()[1]:
-            for line in lines:
-                end, detail, at_s = ENDS.get(str(line.get("kind"))), line.get("detail"), line.get("time_s")
-                if end and isinstance(detail, dict) and isinstance(at_s, int | float):
-                    field, how = end
-                    self._ends[str(detail.get(field))].append((float(at_s), how))
+        for event in self._events.all():
+            if event.kind in ENDS:
+                field, how = ENDS[event.kind]
+                self._ends[str(event.detail.get(field))].append((event.time_s, how))

@@ -5,7 +5,8 @@ import re
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,50 +15,84 @@ from broker.contract import LedgerEntry
 from broker.diagnosis.stalls import Stall
 from common.config.schema import Config
 from common.errors import SlipstreamError
+from common.metrics import AGE_CLASSES, EvaluationMetrics, StepMetrics
 from common.process.run_dir import RunDir
-from launch.observe import stall_text, waste_view
-from launch.observe.job_view import figures
+from common.run_reader import MetricsTail
+from launch.observe import stall_text
+from launch.observe.curves import Curves
+from launch.observe.job_view import figures, waste_sentence
 from launch.observe.ledger import observe_ledger
-from launch.observe.observation import Observation, as_json, observe
-from launch.observe.outcome import outcome_of
+from launch.observe.observation import Observation, as_json, observe, outcome_of
 from launch.resolve_target import Target, config_of
-from launch.web.curves import BoundedTail
 from launch.web.lanes import Lanes
 
 LEDGER_EVERY_S, LEDGER_SHARE = 5.0, 0.05  # A long ledger is asked for in this share of the time at most.
+RECENT, EVALUATIONS = 64, 1000  # lines of a run that are kept
 OF_A_TASK = ("straggler", "environment")  # kinds of stalls that a task ends; nodes end the others
 
 
-class Cursor:
+class BrowserCopy:
     """How much a browser has: the state, and the curves of a generation up to a bucket."""
 
     def __init__(self) -> None:
-        self.state, self.generation, self.bucket, self.steps = b"", -1, 0, -1
+        self.state = b""
+        self.generation = -1
+        self.bucket = 0
+        self.steps = -1
+
+
+class BoundedTail(MetricsTail[StepMetrics]):
+    """The metrics of a run for the page: `lines` and `evaluations` have only the newest ones, `curves` all."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, StepMetrics)
+        self.curves = Curves()
+        self.steps = 0
+        self.expired = 0  # tokens, over all steps
+
+    def take(self, replaced: bool, lines: Iterable[StepMetrics | EvaluationMetrics]) -> None:
+        if replaced:
+            self.curves = Curves(generation=self.curves.generation + 1)
+            self.steps = 0
+            self.expired = 0
+        lines = list(lines)
+        steps = [line for line in lines if isinstance(line, StepMetrics)]
+        super().take(replaced, lines)
+        self.lines = self.lines[-RECENT:]
+        self.evaluations = self.evaluations[-EVALUATIONS:]
+        self.curves.add(steps)
+        self.steps += len(steps)
+        self.expired += sum(line.tokens_expired for line in steps)
 
 
 class RunView:
     """Threads call `read`, `observe` and `news`; nothing here writes to the run."""
 
     def __init__(self, run: RunDir) -> None:
-        self.run, self.tail, self.lanes = run, BoundedTail(run.metrics), Lanes(run)
+        self.run = run
+        self.tail = BoundedTail(run.metrics)
+        self.lanes = Lanes(run)
         self.nodes: list[dict[str, Any]] = []
         self.state: dict[str, Any] = {"name": run.path.resolve().name, "path": str(run.path)}
         self._encoded = msgspec.json.encode(self.state)
         self._credentials: str | None = None
-        self._lock, self._ledger_lock = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._ledger_lock = threading.Lock()
         self._ledger: tuple[float, list[LedgerEntry], str] = (0.0, [], "")  # until when it counts; why there is none
 
     def read(self) -> bool:
         """Read one part of what is new in the metrics; whether anything was. Raises as `check_inside`."""
         self.check_inside()
-        replaced, lines = self.tail.tail.read()  # takes long at the start, and browsers wait for the lock
+        replaced, lines = self.tail.read()  # takes long at the start, and browsers wait for the lock
         with self._lock:
             self.tail.take(replaced, lines)
         return replaced or bool(lines)
 
     def observe(self) -> None:
         """Ask the broker, or read what it left behind, and make `state` of it."""
-        seen, config, note = None, None, ""
+        seen = None
+        config = None
+        note = ""
         try:
             self.check_inside()
             config = config_of(self.run)
@@ -68,22 +103,24 @@ class RunView:
         state = self._state(config, seen, note)
         encoded = msgspec.json.encode(state)
         with self._lock:
-            self.state, self._encoded = state, encoded
+            self.state = state
+            self._encoded = encoded
 
     def _state(self, config: Config | None, seen: Observation | None, note: str) -> dict[str, Any]:
-        tail, state = self.tail, {"note": note, "live": False}
+        tail = self.tail
+        state: dict[str, Any] = {"note": note, "live": False}
         with self._lock:
-            lines, state["steps"], state["evaluations"] = tail.lines, tail.steps, tail.evaluations
-        ages = [a for line in lines if isinstance(a := line.get("tokens_by_age"), list)]
-        with suppress(TypeError, ValueError):  # lines of another release
-            state["figures"] = figures(config, seen, tail) if config else {}
-            state["ages"] = [sum(counts) for counts in zip(*ages, strict=True)]
+            lines = tail.lines
+            state |= {"steps": tail.steps, "evaluations": tail.evaluations}
+        state["figures"] = figures(config, seen, tail, tail.expired) if config else {}
+        ages = [line.tokens_by_age for line in lines if len(line.tokens_by_age) == len(AGE_CLASSES)]
+        state["ages"] = [sum(counts) for counts in zip(*ages, strict=True)]
         if seen is not None:
             state |= as_json(None, seen)
             present, left = state.pop("nodes"), state.pop("left")
             self.nodes = [*present, *left]
             state["stalls"] = [_stall(stall, seen) for stall in stall_text.stalls_of(seen)[: stall_text.SHOWN]]
-            state["wasted"] = waste_view.sentence(seen.status)
+            state["wasted"] = waste_sentence(seen.status)
             state["states"] = Counter(node["state"] for node in present)
             versions = Counter(node["policy_version"] for node in present)
             state["versions"] = sorted(versions.items(), reverse=True)[:16]
@@ -93,19 +130,21 @@ class RunView:
                 reached = outcome_of(self.run, config, tail)
             if reached.finished:
                 state["finished"] = {"steps": reached.steps, "of": reached.of, "words": reached.places()}
-        state["bound"], state["wanted"] = (config.staleness.max, config.run.steps) if config else (None, None)
+        state["max_staleness"], state["wanted"] = (config.staleness.max, config.run.steps) if config else (None, None)
         return state
 
-    def news(self, cursor: Cursor) -> dict[str, Any] | None:
+    def news(self, copy: BrowserCopy) -> dict[str, Any] | None:
         """The part that a browser does not have yet; None for nothing."""
         with self._lock:
             new: dict[str, Any] = {}
-            if cursor.state != self._encoded:
-                cursor.state, new["state"] = self._encoded, self.state
+            if copy.state != self._encoded:
+                copy.state, new["state"] = self._encoded, self.state
             curves, steps = self.tail.curves, self.tail.steps
-            if (curves.generation, steps) != (cursor.generation, cursor.steps):
-                new["curves"] = curves.since(cursor.bucket if curves.generation == cursor.generation else 0)
-                cursor.generation, cursor.steps, cursor.bucket = curves.generation, steps, max(0, curves.used - 1)
+            if (curves.generation, steps) != (copy.generation, copy.steps):
+                new["curves"] = curves.since(copy.bucket if curves.generation == copy.generation else 0)
+                copy.generation = curves.generation
+                copy.steps = steps
+                copy.bucket = max(0, curves.used - 1)
             return new or None
 
     def ledger(self) -> list[LedgerEntry]:

@@ -49,7 +49,9 @@ def lanes(view: RunView, query: Query) -> dict[str, Any]:
 
 def tasks(view: RunView, query: Query) -> dict[str, Any]:
     """Tasks of the ledger, the newest first: of this serial, or whose nodes or reason contain the filter; `step:N`."""
-    entries, text, state = view.ledger(), query.filter, query.state
+    entries = view.ledger()
+    text = query.filter
+    state = query.state
     if state:
         entries = [e for e in entries if e.state == state or (state == "filtered" and e.filtered)]
     if text.startswith("step:"):
@@ -82,7 +84,9 @@ def transcript(view: RunView, query: Query) -> dict[str, Any]:
 
 def bounded(found: Transcript) -> dict[str, Any]:
     """A transcript with its first TOKENS tokens."""
-    room, cut, turns = TOKENS, found.cut_tokens, list[dict[str, Any]]()
+    room = TOKENS
+    cut = found.cut_tokens
+    turns = list[dict[str, Any]]()
     for turn in found.turns:
         kept = {name: getattr(turn, name)[:room] for name in PER_TOKEN}
         turns.append(msgspec.to_builtins(turn) | kept | {"text": "" if turn.pieces else turn.text})

@@ -11,8 +11,7 @@ import uvicorn
 
 from common.errors import UsageError
 from launch.resolve_target import find_run
-from launch.web.app import make_app
-from launch.web.guard import LOOPBACK
+from launch.web.app import LOOPBACK, make_app
 from launch.web.run_view import RunView
 
 SHORTEST = 16  # characters of a token

@@ -11,15 +11,14 @@ value of a checkpoint follows from the metrics file alone, so a killed learner d
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import msgspec
 
 from common.config.schema import Config, SftConfig
-from common.metrics import SftMetrics, StepMetrics, declarations
+from common.metrics import EvaluationMetrics, Metrics, SftMetrics, StepMetrics, declarations, value_of
 from common.process.run_dir import write_json
 
 logger = logging.getLogger(__name__)
@@ -57,16 +56,11 @@ class Best:
         self._newest = any(each.name == self._name and each.reduction == "last" for each in kinds)
         self._values: dict[int, float] = {}  # by step, or by version that was evaluated
 
-    def note(self, line: Mapping[str, Any]) -> None:
+    def note(self, line: Metrics) -> None:
         """A line of the metrics file, of any kind."""
-        at, found = line.get("step"), line
-        if self._evaluated:
-            at, prefix = line.get("policy_version"), f"evaluation/{line.get('dataset')}/"
-            found = {f"{prefix}pass_at/{k}": value for k, value in (line.get("pass_at") or {}).items()}
-            found[f"{prefix}mean_reward"] = line.get("mean_reward")
-        value, kind = found.get(self._name), "evaluation" if self._evaluated else None
-        if line.get("kind") == kind and isinstance(at, int) and isinstance(value, int | float) and math.isfinite(value):
-            self._values[at] = float(value)
+        value = value_of(line, self._name)
+        if value is not None and math.isfinite(value):
+            self._values[line.policy_version if isinstance(line, EvaluationMetrics) else line.step] = value
 
     def value(self, version: int) -> float | None:
         """The value of this version's checkpoint; None: unknown."""

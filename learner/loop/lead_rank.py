@@ -279,7 +279,9 @@ class Lead(RolloutSource):
         self._watch.trained = step.batch, self._groups
         regenerated, self._regenerated = self._regenerated, 0
         return step_metrics(
-            *(step, status, published),
+            step,
+            status,
+            published,
             incarnation=self.files.incarnation,
             groups_regenerated=regenerated,
             generation_stall_s=self._stalls.advance(status),

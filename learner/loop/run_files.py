@@ -11,10 +11,11 @@ import msgspec
 from common.config.schema import Config, SftConfig
 from common.errors import UsageError
 from common.evaluation import dataset_names
-from common.json_lines import EventFile, lines_of, read_jsonl
-from common.metrics import EvaluationMetrics
+from common.json_lines import EventFile
+from common.metrics import EvaluationMetrics, Metrics, SftMetrics, StepMetrics
 from common.process.lifecycle import alive, birth_of
 from common.process.run_dir import MetricsWriter, RunDir, write_json
+from common.run_reader import read_tail
 from learner.checkpoint.best import Best
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
 
@@ -68,7 +69,7 @@ class RunFiles:
         self.incarnation = 0  # which start of the learner this is
         self._metrics: MetricsWriter | None = None
         self._closed = False
-        self.recorded: Callable[[msgspec.Struct], None] = lambda line: None  # gets every line of the metrics
+        self.recorded: Callable[[Metrics], None] = lambda line: None  # gets every line of the metrics
         self.commit: Callable[[int], None] = lambda step: None  # gets the last step of a checkpoint that is durable
 
     def start(
@@ -113,14 +114,14 @@ class RunFiles:
         Later versions come again, too: their evaluations are removed.
         """
         self._metrics = MetricsWriter(self._run_dir.metrics, keep_before_step=version)
-        lines = lines_of(self._run_dir.metrics.read_bytes(), EvaluationMetrics)
-        self.evaluated = {(line.policy_version, line.dataset) for line in lines}
+        kept = read_tail(self._run_dir.metrics, SftMetrics if isinstance(self._config, SftConfig) else StepMetrics)
+        self.evaluated = {(line.policy_version, line.dataset) for line in kept.evaluations}
         for path in self.evaluation.glob("*.jsonl"):
             found = path.name.split("-")[0]
             if found.isdecimal() and int(found) > version:
                 path.unlink()
         if self.checkpoints.best is not None:
-            for line in read_jsonl(self._run_dir.metrics):
+            for line in [*kept.lines, *kept.evaluations]:
                 self.checkpoints.best.note(line)
             self._prune()  # the last learner may have been killed between a line and the choice
 
@@ -131,14 +132,14 @@ class RunFiles:
         except OSError as error:
             logger.error("events.jsonl cannot be written: %s", error)
 
-    def record(self, line: msgspec.Struct) -> None:
-        """Append a line: StepMetrics, SftMetrics, or one with a `kind`, which may decide which checkpoint is best."""
+    def record(self, line: Metrics) -> None:
+        """Append a line. That of an evaluation may decide which checkpoint is best."""
         assert self._metrics is not None
         self._metrics.write(line)
         self.recorded(line)
         if self.checkpoints.best is not None:
-            self.checkpoints.best.note(document := msgspec.to_builtins(line))
-            if "kind" in document:
+            self.checkpoints.best.note(line)
+            if isinstance(line, EvaluationMetrics):
                 self._prune()
 
     def _prune(self) -> None:

@@ -5,16 +5,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
-from broker.contract import BrokerStatus, Waste
+from broker.contract import WASTE_REASONS, BrokerStatus, Waste
 from broker.delivery.nodes import merged_waste, wasted_tokens
 from common.errors import SlipstreamError
-from common.metrics import StepMetrics
+from common.metrics import AGE_CLASSES, StepMetrics
 from common.span_buffer import SPANS
 from learner.backend_protocol import StepResult
 from learner.batch.batch import BatchStatistics, TrainingBatch
-from learner.loss.token_diagnostics import AGE_CLASSES, ratio_quantile
+from learner.loss.token_diagnostics import ratio_quantile
 from learner.publish.figures import PublishStats
 
 SHOWN_S = 1e-4  # shorter parts are not in the trace
@@ -62,37 +62,59 @@ class Totals:
 
 
 NO_AGES: Sequence[float] = (0.0,) * len(AGE_CLASSES)
-# Fields of common.metrics.StepMetrics that are the mean per loss token of a sum of learner.loss.losses.policy_loss.
-MEANS = {
-    "entropy": "entropy",
-    "ratio_mean": "ratio",
-    "correction_clip_fraction": "correction_clipped",
-    "correction_masked_fraction": "correction_masked",
-    "veto_fraction": "vetoed",
-    "objective_clip_fraction": "objective_clipped",
-    "drift_abs_mean": "mismatch",
-    "kl_mean": "kl",
-}
 
 
-def loss_figures(result: StepResult) -> dict[str, Any]:
-    """A step's loss sums under the names of common.metrics.StepMetrics; all 0 when nothing was trained."""
+class LossFigures(TypedDict):
+    """Fields of StepMetrics that follow from the sums of learner.loss.losses.policy_loss."""
+
+    entropy: float
+    ratio_mean: float
+    ratio_max: float
+    ratio_p1: float
+    ratio_p50: float
+    ratio_p99: float
+    correction_clip_fraction: float
+    correction_masked_fraction: float
+    veto_fraction: float
+    effective_sample_fraction: float
+    objective_clip_fraction: float
+    mismatch_abs_mean: float
+    drift_abs_mean: float
+    mismatch_by_age: list[float]
+    tokens_by_age: list[int]
+    kl_mean: float
+    routing_mismatch_fraction: float
+
+
+def loss_figures(result: StepResult) -> LossFigures:
+    """The figures of a step's loss; all 0 when nothing was trained."""
     sums, tokens = result.sums, max(result.loss_tokens, 1)
     bins, by_age = sums.get("ratio_bins", []), sums.get("tokens_by_age", NO_AGES)
     drifts = zip(sums.get("mismatch_by_age", NO_AGES), by_age, strict=True)
     mismatch = [total / max(count, 1.0) for total, count in drifts]
-    means = {name: sums.get(source, 0.0) / tokens for name, source in MEANS.items()}
     squares = sums.get("weight_squared", 0.0)
+
+    def mean(name: str) -> float:
+        """Per loss token."""
+        return sums.get(name, 0.0) / tokens
+
     return {
-        **means,
+        "entropy": mean("entropy"),
+        "ratio_mean": mean("ratio"),
         "ratio_max": result.maxima.get("ratio", 0.0),
         "ratio_p1": ratio_quantile(bins, 0.01),
         "ratio_p50": ratio_quantile(bins, 0.5),
         "ratio_p99": ratio_quantile(bins, 0.99),
+        "correction_clip_fraction": mean("correction_clipped"),
+        "correction_masked_fraction": mean("correction_masked"),
+        "veto_fraction": mean("vetoed"),
         "effective_sample_fraction": sums["weight"] ** 2 / squares / tokens if squares else 0.0,
-        "mismatch_abs_mean": mismatch[0] if by_age[0] else means["drift_abs_mean"],
+        "objective_clip_fraction": mean("objective_clipped"),
+        "mismatch_abs_mean": mismatch[0] if by_age[0] else mean("mismatch"),
+        "drift_abs_mean": mean("mismatch"),
         "mismatch_by_age": mismatch,
         "tokens_by_age": [round(count) for count in by_age],
+        "kl_mean": mean("kl"),
         "routing_mismatch_fraction": sums.get("routing_changed", 0.0) / max(sums.get("routing_replayed", 0.0), 1.0),
     }
 
@@ -133,34 +155,89 @@ class Step:
     elapsed_s: float  # since the loop began
 
 
-def step_metrics(done: Step, broker: BrokerStatus, publisher: PublishStats, **others: Any) -> StepMetrics:
-    """The metrics line of a step, with broker and publisher as they are at its end; `others`: further fields of it."""
-    step, result, statistics = done.batch.step, done.result, done.batch.statistics
-    samples = statistics.samples - statistics.samples_failed
+def step_metrics(
+    done: Step,
+    broker: BrokerStatus,
+    publisher: PublishStats,
+    *,
+    incarnation: int,
+    groups_regenerated: int,
+    generation_stall_s: float,
+    transcripts_dropped_total: int,
+) -> StepMetrics:
+    """The metrics line of a step, with broker and publisher as they are at its end."""
+    groups, result, times = done.batch.statistics, done.result, done.times
+    episodes = max(groups.samples - groups.samples_failed, 1)
     wasted = merged_waste((broker.waste, done.totals.waste()))
+    lost = {reason: wasted.get(reason, Waste()) for reason in WASTE_REASONS}
     reports = [node.report for node in broker.nodes if node.alive and not node.report.pool]
-    figures = loss_figures(result) | others
-    for part in (result, statistics, publisher, done, done.times, done.totals):
-        figures |= vars(part)
-    for reason, spent in wasted.items():
-        figures |= {f"tokens_wasted_{reason}": spent.tokens, f"seconds_wasted_{reason}": spent.seconds}
-    figures |= {
-        "step": step,
-        "policy_version": step + 1,
-        "time_s": time.time(),
-        "advantage_zero_fraction": statistics.groups_without_signal
-        / max(statistics.groups + statistics.groups_filtered, 1),
-        "truncated_fraction": statistics.samples_truncated / max(samples, 1),
-        "tokens_generated_total": broker.tokens_generated_total,
-        "tokens_wasted_total": wasted_tokens(wasted),
-        "groups_ready": broker.groups_ready,
-        "groups_leased": broker.groups_leased,
-        "nodes_live": len(reports),
-        "concurrency": sum(report.concurrency for report in reports),
-        "episodes_running": sum(report.episodes_running for report in reports),
-        "kv_cache_usage": max((report.kv_cache_usage for report in reports), default=0.0),
-        "preemptions_total": sum(report.preemptions for report in reports),
-        "mixed_version_fraction": statistics.samples_mixed / max(samples, 1),
-        "samples_failed_by_reason": statistics.failed_by_reason,
-    }
-    return StepMetrics(**{name: figures[name] for name in StepMetrics.__struct_fields__ if name in figures})
+    return StepMetrics(
+        **loss_figures(result),
+        step=done.batch.step,
+        policy_version=done.batch.step + 1,
+        time_s=time.time(),
+        elapsed_s=done.elapsed_s,
+        incarnation=incarnation,
+        reward_mean=groups.reward_mean,
+        reward_std=groups.reward_std,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        lr=result.lr,
+        advantage_zero_fraction=groups.groups_without_signal / max(groups.groups + groups.groups_filtered, 1),
+        staleness_mean=groups.staleness_mean,
+        staleness_max=groups.staleness_max,
+        tokens_expired=groups.tokens_expired,
+        tokens_expired_by_length_decile=list(groups.tokens_expired_by_length_decile),
+        groups_regenerated=groups_regenerated,
+        groups=groups.groups,
+        samples=groups.samples,
+        samples_failed=groups.samples_failed,
+        tokens_trained=groups.tokens_trained,
+        sequence_tokens=groups.sequence_tokens,
+        length_mean=groups.length_mean,
+        length_max=groups.length_max,
+        turns_mean=groups.turns_mean,
+        truncated_fraction=groups.samples_truncated / episodes,
+        microbatches=done.microbatches,
+        environment=groups.environment,
+        step_s=times.step_s,
+        learner_idle_s=times.learner_idle_s,
+        train_s=times.train_s,
+        batch_s=times.batch_s,
+        snapshot_s=times.snapshot_s,
+        checkpoint_s=times.checkpoint_s,
+        publish_s=publisher.publish_s,
+        publish_bytes=publisher.publish_bytes,
+        seconds_to_active=publisher.seconds_to_active,
+        canary_max_difference=publisher.canary_max_difference,
+        generation_stall_s=generation_stall_s,
+        tokens_generated_total=broker.tokens_generated_total,
+        tokens_trained_total=done.totals.tokens_trained_total,
+        tokens_wasted_total=wasted_tokens(wasted),
+        tokens_wasted_lost=lost["lost"].tokens,
+        tokens_wasted_failed=lost["failed"].tokens,
+        tokens_wasted_filtered=lost["filtered"].tokens,
+        tokens_wasted_regenerated=lost["regenerated"].tokens,
+        tokens_wasted_masked=lost["masked"].tokens,
+        tokens_wasted_cancelled=lost["cancelled"].tokens,
+        seconds_wasted_lost=lost["lost"].seconds,
+        seconds_wasted_failed=lost["failed"].seconds,
+        seconds_wasted_filtered=lost["filtered"].seconds,
+        seconds_wasted_regenerated=lost["regenerated"].seconds,
+        seconds_wasted_cancelled=lost["cancelled"].seconds,
+        seconds_wasted_stalled=lost["stalled"].seconds,
+        seconds_wasted_waiting=lost["waiting"].seconds,
+        groups_ready=broker.groups_ready,
+        groups_leased=broker.groups_leased,
+        nodes_live=len(reports),
+        groups_filtered=groups.groups_filtered,
+        mixed_version_fraction=groups.samples_mixed / episodes,
+        samples_failed_by_reason=groups.failed_by_reason,
+        kv_cache_age_mean=groups.kv_cache_age_mean,
+        kv_cache_age_max=groups.kv_cache_age_max,
+        concurrency=sum(report.concurrency for report in reports),
+        episodes_running=sum(report.episodes_running for report in reports),
+        kv_cache_usage=max((report.kv_cache_usage for report in reports), default=0.0),
+        preemptions_total=sum(report.preemptions for report in reports),
+        transcripts_dropped_total=transcripts_dropped_total,
+    )

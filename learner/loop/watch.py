@@ -8,14 +8,14 @@ The state follows from the lines alone, so a learner that is started again reads
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, median
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from common.config.observing import WatchRule
+from common.metrics import Metrics, StepMetrics, value_of
 from common.rollouts import Group, Sample
 from learner.backend_protocol import NOTHING_TRAINED
 from learner.batch.batch import TRUNCATED, TrainingBatch
@@ -74,9 +74,9 @@ class RuleState:
         self._best: float | None = None  # mean of `steps` values
         self._values: deque[float] = deque(maxlen=MEDIAN_OF if rule.drops is None else rule.steps)
 
-    def see(self, line: Mapping[str, Any]) -> None:
+    def see(self, line: Metrics) -> None:
         """Take the next line. It changes nothing where it lacks the metric."""
-        value = value_of(line, self.rule.metric)
+        value = judged_value(line, self.rule.metric)
         if value is None:
             return
         value, limit = self._judged(value)
@@ -87,7 +87,7 @@ class RuleState:
         if not astray:
             self.firing = None
         elif self.firing is None and self._astray >= (self.rule.steps if self.rule.drops is None else 1):
-            self.firing = self._fire(int(line["step"]), value, limit)
+            self.firing = self._fire(line.step, value, limit)
 
     def _judged(self, value: float) -> tuple[float, float | None]:
         """(the figure that counts, its limit or None where too little is known)."""
@@ -119,17 +119,11 @@ class RuleState:
         return Firing(rule=self.name, metric=rule.metric, step=step, value=found, limit=limit, do=rule.do, text=text)
 
 
-def value_of(line: Mapping[str, Any], metric: str) -> float | None:
-    """The metric in a line: NaN where it was not finite, which JSON does not have; None where the line lacks it."""
-    section, _, key = metric.partition("/")
-    found: Any = line.get(section) if key else line
-    if section == "evaluation":  # its lines have a kind, those of steps have none
-        dataset, _, key = key.partition("/")
-        found = line if (line.get("kind"), line.get("dataset")) == (section, dataset) else None
-    elif "kind" in line or (metric in OF_TRAINED and not line.get("tokens_trained")):
+def judged_value(line: Metrics, metric: str) -> float | None:
+    """The metric in a line; NaN where it was not finite, None where the line lacks it or trained no token of it."""
+    if isinstance(line, StepMetrics) and metric in OF_TRAINED and not line.tokens_trained:
         return None
-    value = found.get(key or metric, "") if isinstance(found, Mapping) else ""
-    return math.nan if value is None else float(value) if isinstance(value, int | float) else None
+    return value_of(line, metric)
 
 
 def largest(metric: str, batch: TrainingBatch, groups: Sequence[Group]) -> list[dict[str, float]]:

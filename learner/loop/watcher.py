@@ -16,9 +16,11 @@ import msgspec
 
 from common.config.observing import WatchRule
 from common.config.schema import Config
-from common.json_lines import EventFile, read_jsonl
+from common.json_lines import EventFile
+from common.metrics import EvaluationMetrics, Metrics, StepMetrics
 from common.process.run_dir import RunDir
 from common.rollouts import Group
+from common.run_reader import read_tail
 from learner.batch.batch import TrainingBatch
 from learner.loop.run_files import RunFiles
 from learner.loop.watch import Firing, RuleState, largest
@@ -48,10 +50,13 @@ class Watcher:
 
     def begin(self, version: int) -> None:
         """Remember the steps before `version`."""
-        for line in read_jsonl(self._run.metrics) if self._states else ():
-            if line.get("step", version + 1) < version + ("kind" in line):  # the lines that the file keeps
-                for state in self._states:
-                    state.see(line)
+        if self._states:
+            known = read_tail(self._run.metrics, StepMetrics)
+            lines = [*known.lines, *known.evaluations]  # a rule judges one of the two
+            for line in lines:
+                if line.step < version + isinstance(line, EvaluationMetrics):  # the lines that the file keeps
+                    for state in self._states:
+                        state.see(line)
         self.turn()
 
     @property
@@ -60,18 +65,17 @@ class Watcher:
         text = self._acting("stop")
         return f"stopped by {text}; `slipstream resume {self._run.path}`, then the same command, continues" * bool(text)
 
-    def see(self, line: msgspec.Struct) -> None:
+    def see(self, line: Metrics) -> None:
         """Take a line of the metrics and begin what rules ask for. `trained` belongs to the newest step."""
         try:
-            told = msgspec.json.decode(msgspec.json.encode(line))  # as it is read again after a restart
             before = [state.firing for state in self._states]
             for state in self._states:
-                state.see(told)
+                state.see(line)
             for state, firing in zip(self._states, before, strict=True):
                 if state.firing is not None and state.firing is not firing:
                     self._act(state.rule, state.firing)
                 elif firing is not None and state.firing is None:
-                    self._files.note("watch_well", rule=state.name, step=told["step"])
+                    self._files.note("watch_well", rule=state.name, step=line.step)
         except Exception:
             logger.exception("watch rules")
         self.trained = None

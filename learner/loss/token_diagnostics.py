@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.metrics import AGE_CLASSES
 from learner.loss.corrections import Corrected
 from learner.loss.ratios import LOG_BOUND, bounded_exp
 
 LINEAR_BELOW = 1e-3  # |log-ratio| up to which bins are of about equal width
 HALF_BINS = 120  # on either side of the bin around 0
 BIN_WIDTH = math.log1p(LOG_BOUND / LINEAR_BELOW) / HALF_BINS
-AGE_CLASSES = (0, 1, 2, 3, 5, 9)  # the lowest staleness of each class
 
 
 def token_sums(

@@ -158,7 +158,7 @@ def test_text_of_a_run_is_never_html(page, tmp_path):
     write_json(run.status_json, status_of(node, learner=msgspec.structs.replace(LEARNER, alarms=[EVIL])))
     write_json(run.ledger_json, [LedgerEntry(7, "dead", 1, [EVIL], None, None, None, None, EVIL)])
     line = {"step": 0, "reward_mean": 0.5, "samples_failed_by_reason": {EVIL: 1}}
-    evaluation = {"kind": "evaluation", "policy_version": 1, "mean_reward": 0.7, "dataset": EVIL}
+    evaluation = {"kind": "evaluation", "step": 1, "policy_version": 1, "mean_reward": 0.7, "dataset": EVIL}
     run.metrics.write_text(f"{json.dumps(line)}\n{json.dumps(evaluation)}\n")
     turn = Turn(author="policy", text="", tokens=[1, 2], pieces=[EVIL, "</pre>"], reward=1.0)
     plain = Turn(author="environment", text=EVIL, tokens=[], pieces=[])

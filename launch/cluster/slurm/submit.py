@@ -19,14 +19,15 @@ from common.config.loading import load_config
 from common.config.network_checks import COLLECTIVES_ARE_OPEN, is_loopback, is_wildcard, split_address
 from common.config.schema import Config
 from common.errors import EXIT_DONE, ConfigError, SlipstreamError, UsageError
+from common.metrics import StepMetrics
 from common.process.run_dir import RunDir, write_atomic, write_json
+from common.run_reader import MetricsTail, read_tail
 from common.security.credentials import KeyFolder
 from launch.checks.review import review
 from launch.cluster.slurm.jobs import Jobs, end_run, jobs_file, leave, read_jobs, slurm, tasks_of
 from launch.keys import make
 from launch.observe.advisor import Advice, advice_for
-from launch.observe.metrics_tail import MetricsTail
-from launch.observe.outcome import outcome_of
+from launch.observe.observation import outcome_of
 from launch.resolve_target import config_of, find_run
 
 NODE_KEY = "fleet"  # the credential that all nodes share
@@ -57,7 +58,7 @@ def command(args: argparse.Namespace) -> int:
     if not args.dry_run:
         slurm("sbatch", "--version")
     config, run = prepared(args.config, args.overrides)
-    reached = outcome_of(run, config, MetricsTail.of(run))
+    reached = outcome_of(run, config, read_tail(run.metrics, StepMetrics))
     if not args.dry_run and reached.finished:
         print(f"{run.path} is {reached.sentence()}")
         return EXIT_DONE
@@ -206,12 +207,12 @@ def scale_command(args: argparse.Namespace) -> int:
         print(scale(run, args.rollouts))
         return EXIT_DONE
     bounds = parse_bounds(args.follow_advice)
-    tail = MetricsTail(run.metrics)
+    tail = MetricsTail(run.metrics, StepMetrics)
     while tasks_of([read_jobs(run).learner]):
         tail.update()
         nodes = sum(task.stays for task in tasks_of(read_jobs(run).fleet))
         advice = advice_for(tail.lines, config.staleness.max)
-        if (wanted := wanted_nodes(advice, tail.last.get("nodes_live", 0), nodes, bounds)) != nodes:
+        if (wanted := wanted_nodes(advice, tail.last.nodes_live if tail.last else 0, nodes, bounds)) != nodes:
             print(scale(run, wanted), flush=True)
         time.sleep(LOOK_EVERY_S)
     return EXIT_DONE

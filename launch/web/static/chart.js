@@ -67,7 +67,7 @@ export class Chart {
         const label = runs.length > 1 ? `${run.title}${this.spec.lines.length > 1 ? ` ${line.label}` : ""}` : line.label;
         if (points.length) found.push({ points, colour, label, dash: runs.length > 1 && index > 0 });
       });
-      for (const [label, points] of Object.entries(this.spec.points?.(run) ?? {}))
+      for (const [label, points] of Object.entries((this.spec.points && this.spec.points(run)) ?? {}))
         found.push({ points, colour: runs.length > 1 ? run.colour : "line-3", label, dots: true });
     }
     return found;
@@ -78,7 +78,7 @@ export class Chart {
     const width = this.plot.clientWidth || 400;
     const height = this.plot.clientHeight || 190;
     const drawn = this.series(runs);
-    const bounds = runs.map((run) => this.spec.bound?.(run)).filter((bound) => typeof bound === "number");
+    const bounds = runs.map((run) => this.spec.bound && this.spec.bound(run)).filter((bound) => typeof bound === "number");
     this.legend.replaceChildren(...(drawn.length > 1 || bounds.length ? drawn.map((line) => h("span", { class: `key ${line.colour} ${line.dash ? "dash" : ""} ${line.dots ? "dots" : ""}` }, line.label)) : []));
     if (bounds.length) this.legend.append(h("span", { class: "key bound" }, "bound"));
     this.svg?.remove();

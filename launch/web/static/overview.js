@@ -4,8 +4,7 @@ import { Chart } from "./chart.js";
 import { bytes, duration, h, number, table } from "./dom.js";
 import { Lanes } from "./lanes.js";
 
-const AGES = ["0", "1", "2", "3–4", "5–8", "9 and more"];
-const OLDEST = [0, 1, 2, 4, 8, Infinity]; // of each class
+const { panels, ages: AGES } = await (await fetch("api/panels")).json(); // of common/metrics.py
 const evaluations = (run) => {
   const found = {};
   for (const line of run.state.evaluations ?? []) {
@@ -15,18 +14,14 @@ const evaluations = (run) => {
   }
   return found;
 };
-const CHARTS = [
-  { title: "Reward", unit: "mean, and its band of one standard deviation", wide: true, lines: [{ metric: "reward_mean", label: "mean", add: "reward_std" }], points: evaluations },
-  { title: "Staleness of trained tokens", unit: "versions", zero: true, lines: [{ metric: "staleness_max", label: "largest" }, { metric: "staleness_mean", label: "mean" }], bound: (run) => run.state.bound },
-  { title: "Seconds of a step", unit: "s", zero: true, cut: true, lines: [{ metric: "step_s", label: "whole" }, { metric: "train_s", label: "training" }, { metric: "learner_idle_s", label: "waiting for groups" }, { metric: "publish_s", label: "publish" }] },
-  { title: "Entropy", unit: "nat", lines: [{ metric: "entropy", label: "mean" }] },
-  { title: "Effective sample size", unit: "share", lines: [{ metric: "effective_sample_fraction", label: "share" }] },
-  { title: "Gradient norm", zero: true, cut: true, lines: [{ metric: "grad_norm", label: "norm" }] },
-  { title: "Loss", lines: [{ metric: "loss", label: "loss" }] },
-  { title: "Sampled tokens per sample", unit: "tokens", zero: true, lines: [{ metric: "length_mean", label: "mean" }] },
-  { title: "Mismatch of log-probabilities", unit: "nat", zero: true, lines: [{ metric: "mismatch_abs_mean", label: "mean" }] },
-  { title: "Samples cut at a limit", unit: "share", zero: true, lines: [{ metric: "truncated_fraction", label: "share" }] },
-];
+const CHARTS = panels.map((panel, index) => ({
+  ...panel,
+  unit: panel.note || panel.unit,
+  wide: index === 0,
+  lines: Object.entries(panel.lines).map(([metric, label]) => ({ metric, label, add: panel.band })),
+  bound: panel.bound && ((run) => run.state.max_staleness),
+  points: panel.evaluations && evaluations,
+}));
 
 const LANES_MS = 4000; // between two looks at the trace
 
@@ -81,17 +76,18 @@ function figures(state) {
   return card("Now", list([["steps", done], ...Object.entries(state.figures ?? {}).map(([name, text]) => [name, text.replaceAll("  ", " · ")])]));
 }
 
-function staleness({ ages: counts = [], bound }) {
+function staleness({ ages: counts = [], max_staleness: bound }) {
   const total = counts.reduce((sum, count) => sum + count, 0);
   const most = Math.max(...counts, 1);
+  const beyond = (i) => typeof bound === "number" && AGES[i].least > bound;
   const rows = total ? AGES.map((age, i) => {
-    const beyond = typeof bound === "number" && (OLDEST[i - 1] ?? -1) >= bound;
-    return h("tr", { class: beyond ? "beyond" : "" }, h("th", { scope: "row" }, age + (typeof bound === "number" && OLDEST[i] >= bound && !beyond ? " (bound)" : "")),
+    const last = typeof bound === "number" && !beyond(i) && (i + 1 === AGES.length || beyond(i + 1));
+    return h("tr", { class: beyond(i) ? "beyond" : "" }, h("th", { scope: "row" }, age.name.replace("-", "–") + (last ? " (bound)" : "")),
       h("td", { class: "bar" }, h("span", { "width%": (100 * (counts[i] ?? 0)) / most })),
       h("td", { class: "right" }, `${(100 * (counts[i] ?? 0) / total).toFixed(1)} %`));
   }) : [h("tr", {}, h("td", {}, "no trained tokens yet"))];
   const caption = `Trained tokens of the newest steps, bound ${bound ?? "unknown"}`;
-  const late = counts.some((count, i) => count && typeof bound === "number" && (OLDEST[i - 1] ?? -1) >= bound);
+  const late = counts.some((count, i) => count && beyond(i));
   return card("Staleness", table(caption, [["versions"], [""], ["share", "right"]], rows), late ? h("p", { class: "urgent" }, "Some tokens are beyond the bound.") : "");
 }
 

@@ -13,8 +13,9 @@ import yaml
 
 from broker.contract import LedgerEntry
 from broker.messaging.sync_client import BrokerClient
-from common.metrics import StepMetrics, read_metrics
+from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
+from common.run_reader import read_tail
 from tests import waiting
 from tests.integration.jobs.job_rig import Command, Process, until
 from tests.integration.megatron import fork_rig
@@ -67,7 +68,7 @@ class Run:
         return Process(self.folder / f"{name}.log", self.words(ranks))
 
     def lines(self) -> list[Any]:
-        return read_metrics(self.run.metrics, self.metrics)
+        return read_tail(self.run.metrics, self.metrics).lines
 
     def weights(self) -> str:
         return weights_of(self.run)

@@ -7,8 +7,9 @@ import msgspec
 import pytest
 
 from broker.contract import LedgerEntry
-from common.metrics import StepMetrics, read_metrics
+from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
+from common.run_reader import read_tail
 from tests.integration.jobs.job_rig import until
 from tests.integration.learner.learner_rig import STEPS, Job, weights_of
 from tests.launch_rig import run_cli
@@ -72,7 +73,7 @@ def test_a_learner_and_a_broker_killed_with_9_end_bitwise_as_if_neither_was(
 def test_a_replay_from_the_start_computes_what_the_run_computed(tmp_path: Path, unbroken: Job) -> None:
     said = replay(unbroken, tmp_path / "out")
     again = RunDir(tmp_path / "out")
-    assert figures(read_metrics(again.metrics, StepMetrics)) == figures(unbroken.lines())
+    assert figures(read_tail(again.metrics, StepMetrics).lines) == figures(unbroken.lines())
     assert weights_of(again) == unbroken.weights()
     assert "all 8 steps equal the run's, bit for bit" in said
     assert said.count("loss") == STEPS
@@ -85,7 +86,7 @@ def test_a_replay_from_a_checkpoint_goes_on_from_it_and_shows_where_an_override_
     before = {path: path.stat().st_mtime_ns for path in unbroken.run.path.rglob("*") if path.is_file()}
     said = replay(unbroken, tmp_path / "out", "--from", "6", "learner.optimizer.lr=0.002")
     again = RunDir(tmp_path / "out")
-    found, original = figures(read_metrics(again.metrics, StepMetrics)), figures(unbroken.lines(), first=6)
+    found, original = figures(read_tail(again.metrics, StepMetrics).lines), figures(unbroken.lines(), first=6)
     assert [line[0] for line in found] == [6, 7]
     assert found[0] == original[0], "the other learning rate shows in the step after"
     assert found[1] != original[1]

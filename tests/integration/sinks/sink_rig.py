@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.metrics import StepMetrics
+from common.metrics import StepMetrics, numbers
 from common.process.run_dir import MetricsWriter, RunDir, write_json
-from launch.sinks.points import Cursor
+from launch.sinks.feed import Cursor
 from tests.launch_rig import ROOT, config_of, prepared
 from tests.waiting import until
 
@@ -30,19 +30,18 @@ def python_with_trackers() -> str:
 
 def step_line(step: int, incarnation: int = 0, **values: Any) -> StepMetrics:
     """A line whose reward tells its step and the start of its learner."""
-    zero = dict.fromkeys(REQUIRED, 0)
-    given = {
+    known: dict[str, Any] = {
+        **dict.fromkeys(numbers(StepMetrics), 0),
+        "step": step,
+        "policy_version": step + 1,
+        "incarnation": incarnation,
+        "time_s": 1e9 + 100.0 * incarnation + step,
+        "step_s": 2.0,
         "reward_mean": step + incarnation / 10,
         "mismatch_by_age": [0.5, 0.25],
         "samples_failed_by_reason": {"x": 2},
     }
-    times = {"time_s": 1e9 + 100.0 * incarnation + step, "step_s": 2.0}
-    return StepMetrics(
-        **{**zero, "step": step, "policy_version": step + 1, "incarnation": incarnation, **times, **given, **values}
-    )
-
-
-REQUIRED = [f.name for f in msgspec.structs.fields(StepMetrics) if f.required]
+    return StepMetrics(**known | values)
 
 
 def write_steps(run: RunDir, steps: Sequence[int], incarnation: int = 0, **values: Any) -> None:

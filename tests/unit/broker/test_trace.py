@@ -12,9 +12,9 @@ from broker.messaging import wire
 from broker.messaging.async_client import AsyncBrokerClient
 from common.config.schema import TelemetryConfig
 from common.process.run_dir import RunDir
+from common.run_reader import read_batches
 from common.span_buffer import BATCH_BYTES
 from common.spans import Span, SpanBatch
-from launch.observe.metrics_tail import read_batches
 from tests.broker_rig import job, learner_report, new_state, node_report, run_info
 from tests.unit.broker.conftest import Running
 from tests.waiting import LIMIT_S
@@ -127,7 +127,7 @@ async def test_spans_that_come_with_a_heartbeat_are_in_the_run_folder_with_those
             assert run.trace
             reply = await node.heartbeat(node_report(), [], spans=BATCH)
             assert reply.span_bytes > 0
-    batches = {batch.who: batch for batch in read_batches(RunDir(tmp_path))}
+    batches = {batch.who: batch for batch in read_batches(RunDir(tmp_path).trace)}
     assert batches["n0"] == BATCH
     assert [(s.name, s.kind) for s in batches["broker"].spans] == [("leading", "state")]
     assert (batches["broker"].offset_s, batches["broker"].error_s) == (0.0, 0.0)

@@ -15,7 +15,7 @@ import pytest
 
 from broker.diagnosis.broker_signs import BrokerSigns
 from common.errors import UsageError
-from common.process.health import LATE_S, MOST_CLIENTS, HealthServer, LifeSigns, serving_health
+from common.process.health import LATE_S, MOST_CLIENTS, LifeSigns, Series, TextServer, serving_health
 from tests.broker_rig import learner_report, new_state, serving
 from tests.launch_rig import write_job
 from tests.waiting import LIMIT_S, until
@@ -31,7 +31,7 @@ class Clock:
 
 @contextlib.contextmanager
 def served(signs: LifeSigns) -> Iterator[int]:
-    with HealthServer(0, signs) as server:
+    with TextServer("", 0, signs.answer) as server:
         server.daemon_threads = False  # closing the server waits for what they print
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -125,6 +125,20 @@ def test_port_0_serves_nothing_and_a_taken_port_is_a_usage_error() -> None:
         get(port, "/healthz")
 
 
+def test_series_have_a_type_and_labels_that_no_word_breaks() -> None:
+    series = Series(run='a"b')
+    series.add("nodes", 3, host="c\\d\ne")
+    series.add("events_total", 1.5, kind="join")
+    series.add("nodes", 4)
+    assert series.text().splitlines() == [
+        "# TYPE slipstream_nodes gauge",
+        r'slipstream_nodes{run="a\"b",host="c\\d\ne"} 3.0',
+        r'slipstream_nodes{run="a\"b"} 4.0',
+        "# TYPE slipstream_events_total counter",
+        r'slipstream_events_total{run="a\"b",kind="join"} 1.5',
+    ]
+
+
 def test_a_broker_whose_loop_stands_still_is_not_alive() -> None:
     signs, stopped, goes_on = LifeSigns(late_s=1.5), threading.Event(), threading.Event()
 
@@ -176,7 +190,7 @@ def test_the_broker_counts_the_seconds_in_which_the_learner_waits() -> None:
         clock.now += seconds
         signs.tick(state.status)
         lines = signs.answer("/metrics")[1].splitlines()
-        return {words[0]: float(words[1]) for words in map(str.split, lines)}
+        return {words[0]: float(words[1]) for words in map(str.split, lines) if words[0] != "#"}
 
     assert after(2.0, "waiting")["slipstream_learner_waiting_seconds_total"] == 2.0
     assert after(5.0, "training")["slipstream_learner_waiting_seconds_total"] == 2.0

@@ -1,14 +1,18 @@
 """Metric declarations, the one-line-per-step file, and its reader."""
 
+import math
 from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec import UNSET
 
 from common.errors import UsageError
 from common.json_lines import read_jsonl
-from common.metrics import EvaluationMetrics, SftMetrics, StepMetrics, declarations, read_metrics
+from common.metrics import DERIVED, PANELS, EvaluationMetrics, SftMetrics, StepMetrics, declarations
 from common.process.run_dir import MetricsWriter
+from common.run_reader import READ_BYTES, MetricsTail, mean, metrics_decoder, read_tail
+from tests.run_fixture import read_line
 from tests.unit.broker.durable_rig import full_disk
 
 # other programs rely on these
@@ -36,6 +40,12 @@ def test_every_metric_says_unit_reduction_and_meaning(kind: type[msgspec.Struct]
     assert kind is not StepMetrics or set(REQUIRED.split()) <= {d.name for d in found}
 
 
+def test_every_curve_is_a_metric() -> None:
+    names = {name for panel in PANELS for name in (*panel.lines, panel.band, panel.compared) if name}
+    assert names - set(DERIVED) <= {*StepMetrics.__struct_fields__, *SftMetrics.__struct_fields__}
+    assert all(panel.compared in ("", *panel.lines) for panel in PANELS)
+
+
 def test_lines_come_back_as_written_and_resuming_removes_a_torn_one_and_those_that_are_trained_again(
     tmp_path: Path,
 ) -> None:
@@ -43,7 +53,7 @@ def test_lines_come_back_as_written_and_resuming_removes_a_torn_one_and_those_th
     writer = MetricsWriter(path)
     for step in range(3):
         writer.write(line(step))
-        assert len(read_metrics(path, SftMetrics)) == step + 1  # visible at once
+        assert len(read_tail(path, SftMetrics).lines) == step + 1  # visible at once
     writer.sync()
     with full_disk(tmp_path, path.stat().st_size + 10), pytest.raises(OSError, match="No space left"):
         writer.write(line(3))
@@ -53,7 +63,7 @@ def test_lines_come_back_as_written_and_resuming_removes_a_torn_one_and_those_th
     again = MetricsWriter(path, keep_before_step=2)
     again.write(line(2, loss=0.1))
     again.close()
-    assert read_metrics(path, SftMetrics) == [line(0), line(1), line(2, loss=0.1)]
+    assert read_tail(path, SftMetrics).lines == [line(0), line(1), line(2, loss=0.1)]
 
 
 def test_evaluations_are_lines_of_their_own_kind_and_those_of_the_checkpoints_version_stay(tmp_path: Path) -> None:
@@ -71,22 +81,68 @@ def test_evaluations_are_lines_of_their_own_kind_and_those_of_the_checkpoints_ve
         writer.write(written)
     writer.close()
     assert read_jsonl(path)[0]["kind"] == "evaluation"
-    assert read_metrics(path, SftMetrics) == [line(0), line(1), line(2)]
+    assert read_tail(path, SftMetrics).lines == [line(0), line(1), line(2)]
     MetricsWriter(path, keep_before_step=2).close()
-    assert read_metrics(path, SftMetrics) == [line(0), line(1)]
-    assert read_metrics(path, EvaluationMetrics) == [evaluated(0), evaluated(2)]
+    assert read_tail(path, SftMetrics).lines == [line(0), line(1)]
+    assert read_tail(path, StepMetrics).evaluations == [evaluated(0), evaluated(2)]
 
 
-def test_a_torn_last_line_is_left_out_and_a_damaged_one_or_a_folder_is_named(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_left_out_and_a_folder_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert read_metrics(path, SftMetrics) == []
+    assert read_tail(path, SftMetrics).lines == []
     path.write_bytes(msgspec.json.encode(line(0)) + b'\n{"step": 1')
-    assert read_metrics(path, SftMetrics) == [line(0)]
+    assert read_tail(path, SftMetrics).lines == [line(0)]
     MetricsWriter(path).close()
-    assert read_metrics(path, SftMetrics) == [], "a new run starts an empty file"
-    path.write_bytes(b'{"step": "x"}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl line 1"):
-        read_metrics(path, SftMetrics)
-    for use in (MetricsWriter, lambda path: read_metrics(path, SftMetrics)):
+    assert read_tail(path, SftMetrics).lines == [], "a new run starts an empty file"
+    for use in (MetricsWriter, lambda path: read_tail(path, SftMetrics).lines):
         with pytest.raises(UsageError, match="expected a file with one JSON line per step, found Is a directory"):
             use(tmp_path)
+
+
+# ---------------------------------------------------------------- lines of other releases, and files that grow
+
+
+def test_what_a_line_lacks_is_unset_or_no_number_and_null_is_nan() -> None:
+    found = read_line(3, reward_mean=math.nan, kl_mean=math.nan, groups="x", environment={"a": math.nan, "b": 1})
+    assert math.isnan(found.reward_mean) and math.isnan(found.loss)
+    assert isinstance(found.kl_mean, float) and found.environment["b"] == 1.0 and math.isnan(found.environment["a"])
+    assert (found.groups, found.samples, found.lr, found.tokens_by_age) == (0, UNSET, UNSET, [])
+    odd = read_line(3, time_s="late", loss=10**400, tokens_by_age=[1, 2.5], mismatch_by_age=[0.5, None])
+    assert math.isnan(odd.time_s) and math.isnan(odd.loss) and odd.tokens_by_age == []
+    assert odd.mismatch_by_age[0] == 0.5 and math.isnan(odd.mismatch_by_age[1])
+    evaluation = read_line(3, EvaluationMetrics, mean_reward_low=None)
+    assert (evaluation.mean_reward_low, evaluation.dataset, evaluation.pass_at) == (None, "", {})
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"step": -1}', b'{"step": "x"}', b'{"step": 0, "kind": "x"}'])
+def test_what_is_no_step_is_passed_over(data: bytes) -> None:
+    assert metrics_decoder(StepMetrics)(data) is None
+
+
+def test_a_tail_reads_only_whole_lines_and_starts_over_with_a_new_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path, SftMetrics)
+
+    def series() -> list[float]:
+        tail.update()
+        return tail.series(lambda line: line.loss)
+
+    assert series() == [] and tail.last is None and tail.mean(lambda line: line.loss) is mean([]) is None
+    path.write_text('{"step": 0, "loss": 1}\n{"step": 1, "loss": null}\n{"step": 2, "loss"')
+    assert series() == [1.0], "NaN is no value"
+    with path.open("a") as file:
+        file.write(": 2}\n")
+    assert series() == series() == [1.0, 2.0]
+    (tmp_path / "new").write_text('{"step": 0, "loss": 5}\n')
+    (tmp_path / "new").replace(path)
+    assert series() == [5.0]
+
+
+def test_a_part_of_the_file_without_a_line_and_nesting_without_end_hide_no_later_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 3}\n')
+    tail = read_tail(path, StepMetrics)
+    with path.open("ab") as file:
+        file.write(b"\0" * (READ_BYTES + 9) + b"\n" + b'{"a":' * 9999 + b"1" + b"}" * 9999 + b'\n{"step": 4}\n')
+    tail.update()
+    assert [line.step for line in tail.lines] == [line.step for line in read_tail(path, StepMetrics).lines] == [3, 4]

@@ -9,10 +9,10 @@ import pytest
 
 from common import span_buffer
 from common.process.run_dir import RunDir
+from common.run_reader import read_batches
 from common.segments import MOST_WAITING, SegmentWriter, segments
 from common.span_buffer import SpanBuffer, SpanFile
 from common.spans import Span, SpanBatch
-from launch.observe.metrics_tail import read_batches
 from tests.waiting import LIMIT_S, until
 
 
@@ -36,10 +36,13 @@ def test_own_spans_and_those_of_others_are_written_soon_and_the_last_ones_at_the
     run = RunDir(tmp_path)
     file = SpanFile(run.trace, "nodes", 1, "broker")
     file.put(batch_of("n0"))
-    until(lambda: [batch.who for batch in read_batches(run)] == ["n0"])
+    until(lambda: [batch.who for batch in read_batches(run.trace)] == ["n0"])
     spans.state("leading")
     file.close()
-    assert [(batch.who, batch.spans[0].name) for batch in read_batches(run)] == [("n0", "s"), ("broker", "leading")]
+    assert [(batch.who, batch.spans[0].name) for batch in read_batches(run.trace)] == [
+        ("n0", "s"),
+        ("broker", "leading"),
+    ]
 
 
 def test_the_folder_stays_within_its_share_and_loses_the_oldest_lines(tmp_path: Path, spans: SpanBuffer) -> None:
@@ -50,7 +53,7 @@ def test_the_folder_stays_within_its_share_and_loses_the_oldest_lines(tmp_path: 
         file.close()
     size = sum(path.stat().st_size for path in segments(run.trace, "learner"))
     assert 200_000 < size < 300_000, "a quarter of a MiB"
-    assert [batch.spans[0].name.split()[0] for batch in read_batches(run)][-1] == "39"
+    assert [batch.spans[0].name.split()[0] for batch in read_batches(run.trace)][-1] == "39"
 
 
 def test_lines_that_cannot_be_written_are_counted_and_the_reason_is_logged_once(
@@ -67,7 +70,7 @@ def test_lines_that_cannot_be_written_are_counted_and_the_reason_is_logged_once(
     run.trace.unlink()
     file.put(batch_of("n1"))
     file.close()
-    found = list(read_batches(run))
+    found = list(read_batches(run.trace))
     assert {batch.who: batch.dropped for batch in found} == {"n1": 0, "broker": 6}
 
 
@@ -92,6 +95,6 @@ def test_more_than_may_wait_is_lost_and_counted(
     gate.set()
     until(file._lines._queue.empty)
     file.close()
-    found = list(read_batches(RunDir(tmp_path)))
+    found = list(read_batches(RunDir(tmp_path).trace))
     assert sum(len(batch.spans) for batch in found) == 6 * (MOST_WAITING + 1)
     assert found[-1].dropped == 24

@@ -5,19 +5,18 @@ from typing import Any
 
 import pytest
 
+from common.metrics import StepMetrics
 from launch.observe.advisor import FEWEST, STEPS, Rates, advice_for, advise, rates_of
+from tests.run_fixture import read_line
 
 
 def lines(
     count: int = 10, step_s: float = 10.0, idle_s: float = 0.0, waiting: float = 0.0, nodes: int = 2, **more: Any
-) -> list[dict[str, Any]]:
+) -> list[StepMetrics]:
     """`waiting`: share of the nodes' time."""
     per_step = waiting * nodes * step_s
-    return [
-        {"step": i, "step_s": step_s, "learner_idle_s": idle_s, "nodes_live": nodes, "incarnation": 0,
-         "seconds_wasted_waiting": 7.0 + i * per_step, **more}
-        for i in range(count)
-    ]  # fmt: skip
+    known = {"step_s": step_s, "learner_idle_s": idle_s, "nodes_live": nodes, "incarnation": 0, **more}
+    return [read_line(i, seconds_wasted_waiting=7.0 + i * per_step, **known) for i in range(count)]
 
 
 def test_rates_are_those_of_the_newest_steps_of_one_fleet() -> None:
@@ -33,7 +32,7 @@ def test_rates_are_those_of_the_newest_steps_of_one_fleet() -> None:
 @pytest.mark.parametrize(
     "few", [[], lines(FEWEST), lines(20, nodes=0), lines(20) + lines(3, incarnation=1), lines(20) + lines(2, nodes=3)]
 )
-def test_too_few_steps_of_one_fleet_give_no_advice(few: list[dict[str, Any]]) -> None:
+def test_too_few_steps_of_one_fleet_give_no_advice(few: list[StepMetrics]) -> None:
     assert advice_for(few, 2) is None
 
 
@@ -66,14 +65,13 @@ def test_a_number_of_nodes_comes_with_its_speedup_and_stays_near_what_was_measur
 
 def test_status_gives_no_advice_on_metrics_that_it_cannot_read() -> None:
     good = {"nodes_live": 2, "step_s": 1.0, "learner_idle_s": 0.5}
-    assert advice_for([good] * 10, 1) is not None
-    bad = [{"nodes_live": "x"}, {"nodes_live": [1]}, {"step_s": None}, {"learner_idle_s": None}, {"concurrency": None}]
+    assert advice_for([read_line(**good)] * 10, 1) is not None
+    bad = [{"nodes_live": "x"}, {"nodes_live": [1]}, {"step_s": None}, {"learner_idle_s": None}]
     for line in ({}, {"nodes_live": 2}, *(good | change for change in bad)):
-        assert advice_for([line] * 10, 1) is None, line
+        assert advice_for([read_line(**line)] * 10, 1) is None, line
 
 
 @pytest.mark.parametrize("running", [0, 8])
 def test_advice_on_a_learner_that_only_waits_divides_by_nothing(running: int) -> None:
-    line = {"nodes_live": 2, "step_s": 1.0, "learner_idle_s": 1.0, "concurrency": 8, "episodes_running": running}
-    found = advice_for([line] * 10, 1)
+    found = advice_for(lines(step_s=1.0, idle_s=1.0, concurrency=8, episodes_running=running), 1)
     assert found is not None and found.change == ("larger_window" if running == 0 else "more_nodes")

@@ -13,9 +13,10 @@ import pytest
 
 from common.config.schema import Config, ModelConfig, RunConfig, SftConfig, SftTasksConfig, StalenessConfig
 from common.errors import EXIT_FAILED
+from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
+from common.run_reader import read_tail
 from launch.cli import main
-from launch.observe.metrics_tail import MetricsTail
 from launch.results.comparison import Compared, curve_of, evaluated, grouped
 from tests.launch_rig import config_of, prepared, refusal
 from tests.unit.launch.test_report import line
@@ -34,9 +35,9 @@ def made(folder: Path, name: str, steps: int = STEPS, seed: int = 0, shift: floa
     return run
 
 
-def loaded(run: RunDir, points: int = 120) -> Compared:
+def loaded(run: RunDir, points: int = 128) -> Compared:
     config = msgspec.convert(__import__("yaml").safe_load(run.config.read_text()), Config)
-    return Compared.of(run.path.name, config, MetricsTail.of(run), points=points)
+    return Compared.of(run.path.name, config, read_tail(run.metrics, StepMetrics), points=points)
 
 
 def test_runs_whose_configs_differ_only_in_seed_name_and_folder_are_one_curve_with_a_band(tmp_path: Path) -> None:
@@ -70,8 +71,8 @@ def test_a_long_run_becomes_means_of_successive_steps_at_the_place_of_the_last(t
     run = made(tmp_path, "a", steps=7)
     lines = run.metrics.read_text().splitlines()
     run.metrics.write_text("\n".join([*lines[:6], lines[6].replace('"reward_mean"', '"elsewhere"')]) + "\n")
-    x, y, _, _ = curve_of([loaded(run, points=3)], "steps", "reward_mean")
-    assert (x.tolist(), y.tolist()) == ([3, 6], [pytest.approx(0.05), pytest.approx(0.2)])
+    x, y, _, _ = curve_of([loaded(run, points=4)], "steps", "reward_mean")
+    assert (x.tolist(), y.tolist()) == ([2, 4, 6], [pytest.approx(0.025), pytest.approx(0.125), pytest.approx(0.225)])
 
 
 def test_metrics_of_an_older_version_have_no_curve_where_they_have_no_number(tmp_path: Path) -> None:
@@ -83,7 +84,13 @@ def test_metrics_of_an_older_version_have_no_curve_where_they_have_no_number(tmp
 
 
 def evaluation(version: int, reward: float, **more: Any) -> str:
-    known = {"kind": "evaluation", "policy_version": version, "dataset": "held<out>", "mean_reward": reward}
+    known = {
+        "kind": "evaluation",
+        "step": version,
+        "policy_version": version,
+        "dataset": "held<out>",
+        "mean_reward": reward,
+    }
     return json.dumps(known | more) + "\n"
 
 
@@ -254,12 +261,12 @@ def test_a_long_run_is_drawn_in_a_bounded_number_of_points(tmp_path: Path) -> No
     lines = [json.loads(text) for text in run.metrics.read_text().splitlines()]
     changed = [each | {"staleness_mean": n % 10, "staleness_max": n % 10} for n, each in enumerate(lines)]
     run.metrics.write_text("".join(json.dumps(each) + "\n" for each in changed) + evaluation(5, 0.5))
-    long = loaded(run, points=101)
+    long = loaded(run, points=126)
     x, y, _, _ = curve_of([long], "steps", "staleness_mean")
-    assert (len(x), x[0], y[0], x[-1], y[-1]) == (101, 10, 4.5, 1001, 0)
-    assert curve_of([long], "steps", "staleness_max")[1][0] == 9, "a maximum stays one"
+    assert (len(x), x[0], y[0], x[-1]) == (126, 8, 3.5, 1001)
+    assert curve_of([long], "steps", "staleness_max")[1][0] == 7, "a maximum stays one"
     assert evaluated([long], "tokens", "held<out>")[0] == 500, "between the points, too"
     assert main(["report", str(run.path)]) == 0
     page = (run.report / "report.html").read_text()
-    assert page.count("every point is the mean of 3 steps") == 5, "in a note, and in each of four pictures"
+    assert page.count("every point is the mean of 2 steps") == 5, "in a note, and in each of four pictures"
     assert "mean of 5 points" in page

@@ -14,11 +14,12 @@ from common.config.checks import resolve_paths
 from common.config.loading import load_config
 from common.config.schema import BrokerConfig
 from common.errors import SlipstreamError
+from common.metrics import StepMetrics
 from common.process.lifecycle import DrainFlag
 from common.process.run_dir import write_json
+from common.run_reader import read_tail
 from launch.cli import main
-from launch.observe.metrics_tail import MetricsTail
-from launch.observe.outcome import outcome_of
+from launch.observe.observation import outcome_of
 from launch.up.supervisor import Role, RoleSpec
 from launch.up.up import Job, role_specs
 from tests.launch_rig import json_of, node_status, prepared, status_of, write_broker, write_job
@@ -202,7 +203,7 @@ def test_run_is_finished_with_all_steps_and_a_model(config, run, record, model, 
     if model:
         run.model.mkdir()
         (run.model / "config.json").write_text("{}")
-    assert outcome_of(run, config, MetricsTail.of(run)).finished == expected
+    assert outcome_of(run, config, read_tail(run.metrics, StepMetrics)).finished == expected
 
 
 def test_up_on_a_finished_run_says_what_it_has_reached_and_the_next_command(tmp_path, capsys):
@@ -238,7 +239,8 @@ def test_the_status_of_a_finished_run_says_reward_accuracy_and_where_the_model_i
     assert not says("the broker has ended") and not says("gone")
     with run.metrics.open("a") as file:
         for version, reward in ((5, 0.1), (10, 0.75)):
-            line = {"kind": "evaluation", "policy_version": version, "dataset": "held", "mean_reward": reward}
+            known = {"kind": "evaluation", "step": version, "policy_version": version}
+            line = known | {"dataset": "held", "mean_reward": reward}
             file.write(json.dumps(line) + "\n")
     assert says("held-out accuracy 0.750 (held)")
     write_json(run.path / "eval.json", {"greedy_accuracy": 0.875, "sampled_accuracy": 0.8125, "problems": 16})

@@ -2,18 +2,18 @@
 
 import json
 import os
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from broker.contract import Waste
 from broker.diagnosis.stalls import Stall
+from common.metrics import StepMetrics
 from common.process.run_dir import RunDir, write_json
+from common.run_reader import MetricsTail, read_tail
 from launch.cli import main
-from launch.observe import stall_text, waste_view
-from launch.observe.job_view import BAR_WIDTH, plain_line, render_live, render_status, sparkline
-from launch.observe.metrics_tail import READ_BYTES, MetricsTail, mean
+from launch.observe import stall_text
+from launch.observe.job_view import BAR_WIDTH, plain_line, render_live, render_status, sparkline, waste_table
 from launch.observe.observation import Observation, as_json, observe
 from launch.observe.stall_text import duration
 from launch.resolve_target import Target
@@ -33,14 +33,14 @@ WASTEFUL = Observation(
 
 
 @pytest.fixture
-def tail(run: RunDir) -> MetricsTail:
+def tail(run: RunDir) -> MetricsTail[StepMetrics]:
     """The metrics of four steps."""
     with run.metrics.open("a") as file:
         for step in range(4):
             line = {"step": step, "policy_version": step + 1, "reward_mean": step / 10, "staleness_mean": 0.5,
                     "staleness_max": 1, "step_s": 2.0, "learner_idle_s": 0.5}  # fmt: skip
             file.write(json.dumps(line) + "\n")
-    return MetricsTail.of(run)
+    return read_tail(run.metrics, StepMetrics)
 
 
 def test_waste_is_shown_by_reason_for_the_run_and_for_each_node(config, run, tail):
@@ -61,11 +61,14 @@ def test_waste_is_shown_by_reason_for_the_run_and_for_each_node(config, run, tai
     assert "60 tokens (12% of those generated): 25 masked, 25 failed, 10 lost" in said
     assert "nothing wasted" in text_of(render_status(run, PLAIN))
     assert "of those generated" not in text_of(render_live(config, PLAIN, tail, []))
+    failed = Observation(status_of(node_status(samples_failed={"timeout": 12, "environment_flood": 1})), live=True)
+    assert "13 samples failed: 12 timeout, 1 environment_flood" in text_of(render_status(run, failed))
+    assert "samples failed" not in text_of(render_status(run, PLAIN))
 
 
 def test_of_many_nodes_and_stalls_the_first_are_shown_and_the_rest_counted(monkeypatch):
     nodes = [node_status(f"n{i}", waste={"failed": Waste(1)}) for i in range(20)]
-    shown = text_of(waste_view.table(status_of(*nodes, learner=None, waste={"failed": Waste(20)})))
+    shown = text_of(waste_table(status_of(*nodes, learner=None, waste={"failed": Waste(20)})))
     assert "n15" in shown and "n16" not in shown
     assert "and 4 more" in shown
     many = [Stall("k", f"w{i}", "x", None, "y") for i in range(stall_text.SHOWN + 3)]
@@ -98,33 +101,6 @@ def test_the_views_show_every_process_progress_and_waits(config, run, tail):
     assert "generating" not in line
 
 
-def test_tail_reads_only_whole_lines_and_starts_over_with_a_new_file(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    tail = MetricsTail(path)
-
-    def series() -> list[float]:
-        tail.update()
-        return tail.series("x")
-
-    assert series() == []
-    path.write_text('{"step": 0, "x": 1}\n{"step": 1, "x"')
-    assert series() == [1.0]
-    with path.open("a") as file:
-        file.write(": 2}\n")
-    assert series() == series() == [1.0, 2.0]
-    (tmp_path / "new").write_text('{"step": 0, "x": 5}\n')
-    (tmp_path / "new").replace(path)
-    assert series() == [5.0]
-
-
-def test_a_part_of_the_file_without_a_line_and_nesting_without_end_hide_no_later_step(run, tail):
-    with run.metrics.open("ab") as file:
-        file.write(b"\0" * (READ_BYTES + 9) + b"\n" + b'{"a":' * 9999 + b"1" + b"}" * 9999 + b'\n{"step": 4}\n')
-    tail.update()
-    assert tail.last == {"step": 4}
-    assert [line["step"] for line in MetricsTail.of(run).lines] == [0, 1, 2, 3, 4]
-
-
 def test_a_metric_that_was_no_number_is_left_out_of_the_views(config, run, tail):
     names = ("ratio_max", "entropy", "grad_norm", "staleness_mean", "staleness_max", "policy_version", "reward_mean")
     with run.metrics.open("a") as file:
@@ -141,7 +117,6 @@ def test_small_formats_and_sentences_that_agree_with_who_waits():
     assert len(sparkline([float(i) for i in range(500)], width=40)) == 40
     assert sparkline([]) == ""
     assert [duration(s) for s in (0.42, 12.0, 180.0, 7560.0)] == ["0.4 s", "12 s", "3 min", "2.1 h"]
-    assert mean([]) is None
     said = "node-0 waits for weights, since 3.0 s; until: they come"
     assert stall_text.sentence(Stall("k", "node-0", "weights", 3.0, "they come")) == said
     assert stall_text.sentence(Stall("k", "a and b", "room", None, "x")) == "a and b wait for room; until: x"
@@ -183,7 +158,7 @@ def test_a_broker_that_ended_is_a_stall_only_while_the_learner_has_work(state, k
 def test_status_and_the_live_view_show_who_waits_for_whom_or_that_the_job_moves(config, run, capsys):
     text = text_of(render_status(run, seen()))
     assert "and no node is alive" in text and "a node joins" in text
-    view = text_of(render_live(config, seen(), MetricsTail(run.metrics), []))
+    view = text_of(render_live(config, seen(), MetricsTail(run.metrics, StepMetrics), []))
     assert "the learner waits for groups for step 7: 1 of 4 ready, and no node is alive, since 3.0 s" in view
     write_json(run.status_json, WAITING)
     (stall,) = json_of(capsys, "status", str(run.path))["stalls"]
@@ -200,4 +175,4 @@ def test_status_ends_with_the_advisors_line(config, run, capsys):
     assert json_of(capsys, "status", str(run.path))["advice"]["change"] == "more_nodes"
     assert main(["status", str(run.path)]) == 0
     assert "advice: 2 more nodes: learner idle 41% -> about 0%" in capsys.readouterr().out
-    assert "2 more nodes" in text_of(render_live(config, seen(), MetricsTail.of(run), []))
+    assert "2 more nodes" in text_of(render_live(config, seen(), read_tail(run.metrics, StepMetrics), []))

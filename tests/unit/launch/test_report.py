@@ -9,11 +9,13 @@ import pytest
 
 from common.config.schema import Config, StalenessConfig
 from common.errors import EXIT_FAILED, EXIT_USAGE
+from common.metrics import StepMetrics
 from common.process.run_dir import RunDir, write_json
+from common.run_reader import MetricsTail
 from launch.cli import main
-from launch.observe.metrics_tail import MetricsTail
 from launch.results.report import first_above, format_figure
 from tests.launch_rig import config_of
+from tests.run_fixture import read_line
 
 STEPS = 20
 
@@ -66,10 +68,18 @@ def test_summary_has_the_figures_of_the_run_and_every_plot_shows_something(run, 
     names = {path.name for path in run.report.glob("*.png")}
     assert names == {f"over_{axis}.png" for axis in ("steps", "samples", "tokens", "seconds")} - {"over_samples.png"}
     page = (run.report / "report.html").read_text()
-    assert "several versions" not in page, "it has no points"
-    for title in ("Reward", "Staleness", "Seconds per step", "Tokens per second", "Entropy", "Importance ratio"):
+    assert "Samples of several versions" not in page, "it has no points"
+    titles = (
+        "Reward",
+        "Staleness",
+        "Seconds of a step",
+        "Effective sample size",
+        "Tokens per second",
+        "Importance ratio",
+    )
+    for title in titles:
         assert title in page
-    for legend in ("whole step", "publish", "99 %", "bound", "generated", "effective sample", "all trained tokens"):
+    for legend in ("whole", "publish", "99 %", "bound", "generated", "all trained tokens"):
         assert legend in page
     for path in run.report.glob("*.png"):
         data = path.read_bytes()
@@ -79,8 +89,8 @@ def test_summary_has_the_figures_of_the_run_and_every_plot_shows_something(run, 
 def points_of(name: str, lines: list[dict[str, Any]]) -> list[tuple[float, float]]:
     from launch.results.comparison import Compared, curve_of
 
-    tail = MetricsTail(None)
-    tail.lines = lines
+    tail = MetricsTail(None, StepMetrics)
+    tail.take(False, [read_line(**line) for line in lines])
     x, y, _, _ = curve_of([Compared.of("a", None, tail)], "steps", name)
     return list(zip(x, y, strict=True))
 

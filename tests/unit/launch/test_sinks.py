@@ -12,13 +12,14 @@ import msgspec
 import pytest
 
 from common.config.observing import TelemetryConfig
-from common.metrics import StepMetrics
+from common.metrics import SftMetrics, StepMetrics
 from common.process.lifecycle import DrainFlag
 from common.process.lock_file import take_lock
 from common.process.run_dir import write_json
+from common.run_reader import line_decoder
+from launch.sinks import feed as module
 from launch.sinks import process
-from launch.sinks.points import GROUP_OF, Cursor, Point, flat
-from launch.sinks.process import Feed
+from launch.sinks.feed import GROUP_OF, Cursor, Feed, Point
 from launch.up.up import Job
 from tests.launch_rig import prepared, refusal, run_cli, write_broker
 from tests.redis_server import free_port
@@ -30,8 +31,15 @@ def line(step: int, incarnation: int = 0, **values: Any) -> dict[str, Any]:
 
 
 def evaluation(version: int) -> dict[str, Any]:
-    known = {"kind": "evaluation", "policy_version": version, "dataset": "../a b.jsonl", "time_s": 1.0}
+    known = {"kind": "evaluation", "step": version, "policy_version": version, "dataset": "../a b.jsonl", "time_s": 1.0}
     return known | {"mean_reward": 0.5, "pass_at": {"1": 0.25}}
+
+
+def take(
+    cursor: Cursor, *lines: dict[str, Any], kind: type[StepMetrics] | type[SftMetrics] = StepMetrics
+) -> list[Point]:
+    found = (line_decoder(kind)(msgspec.json.encode(line)) for line in lines)
+    return cursor.take(line for line in found if line is not None)
 
 
 def steps(points: Sequence[Point]) -> list[tuple[int, bool]]:
@@ -39,47 +47,45 @@ def steps(points: Sequence[Point]) -> list[tuple[int, bool]]:
 
 
 def test_names_are_grouped_by_the_declared_unit_and_nested_values_are_flat() -> None:
-    (point,) = Cursor().take([line(0, step_s=2.0, tokens_trained=5, mismatch_by_age=[0.1, 0.2], newer=1, name="x")])
-    assert point.values == {
+    (point,) = take(Cursor(), line(0, step_s=2.0, tokens_trained=5, mismatch_by_age=[0.1, 0.2], environment={"a": 1.0}))
+    assert point.values.items() >= {
         "train/incarnation": 0.0, "train/loss": 0.5, "time/step_s": 2.0, "tokens/tokens_trained": 5.0,
-        "train/mismatch_by_age/0": 0.1, "train/mismatch_by_age/1": 0.2, "train/newer": 1.0,
-    }  # fmt: skip
-    assert flat({"a": {"b": [True, None, 2]}}) == {"train/a/b/2": 2.0}
+        "train/mismatch_by_age/0": 0.1, "train/mismatch_by_age/1": 0.2, "train/environment/a": 1.0,
+    }.items()  # fmt: skip
+    assert "train/reward_mean" not in point.values, "NaN is no value"
     assert GROUP_OF.keys() == set(StepMetrics.__struct_fields__)
 
 
 def test_lines_that_come_again_in_a_replaced_file_are_fed_once_and_repeated_steps_again() -> None:
     cursor = Cursor()
     old = [line(step) for step in range(5)]
-    assert steps(cursor.take(old)) == [(step, False) for step in range(5)]
+    assert steps(take(cursor, *old)) == [(step, False) for step in range(5)]
     resumed = [*old[:3], line(3, 1), line(4, 1), line(5, 1)]
-    assert steps(cursor.take(resumed)) == [(3, True), (4, False), (5, False)]
-    assert cursor.take(resumed) == []
+    assert steps(take(cursor, *resumed)) == [(3, True), (4, False), (5, False)]
+    assert take(cursor, *resumed) == []
 
 
-def test_a_line_that_no_tracker_could_take_is_passed_over() -> None:
-    odd = [line(1) | {"time_s": None}, line(2) | {"time_s": "x"}, line(3) | {"loss": 10**400}]
-    assert steps(Cursor().take([line(0), *odd, line(4)])) == [(0, False), (4, False)]
+def test_a_line_without_its_time_is_passed_over() -> None:
+    odd = [line(1) | {"time_s": None}, line(2) | {"time_s": "x"}]
+    assert steps(take(Cursor(), line(0), *odd, line(4))) == [(0, False), (4, False)]
 
 
 def test_a_warm_start_that_resumes_is_told_by_the_time_of_its_lines() -> None:
     cursor = Cursor()
     old = [{"step": step, "time_s": 10.0 + step, "loss": 1.0} for step in range(3)]
-    cursor.take(old)
-    assert steps(cursor.take([*old[:1], {"step": 1, "time_s": 20.0}, {"step": 2, "time_s": 21.0}])) == [
-        (1, True),
-        (2, False),
-    ]
+    take(cursor, *old, kind=SftMetrics)
+    again = [*old[:1], {"step": 1, "time_s": 20.0}, {"step": 2, "time_s": 21.0}]
+    assert steps(take(cursor, *again, kind=SftMetrics)) == [(1, True), (2, False)]
 
 
 def test_evaluations_are_points_at_their_version_once_per_dataset() -> None:
     cursor = Cursor()
-    (point, other) = cursor.take([evaluation(2), line(2), evaluation(2), {"kind": "other", "step": 3}])
+    point, other = take(cursor, evaluation(2), line(2), evaluation(2), {"kind": "other", "step": 3})
     assert (point.step, point.dataset) == (2, "a_b.jsonl")
     assert point.values["evaluation/a_b.jsonl/pass_at/1"] == 0.25
     assert other.step == 2 and not other.dataset
-    cursor.take([line(3), evaluation(4), line(1, 1)])  # a learner that resumes at step 1 voids later versions
-    assert [p.step for p in cursor.take([evaluation(2), evaluation(3)])] == [2, 3]
+    take(cursor, line(3), evaluation(4), line(1, 1))  # a learner that resumes at step 1 voids later versions
+    assert [p.step for p in take(cursor, evaluation(2), evaluation(3))] == [2, 3]
 
 
 # ---------------------------------------------------------------- feeds
@@ -99,14 +105,14 @@ class Recording:
 
 
 @pytest.fixture
-def feeds(run: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def feeds(run: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A function that starts a feed of a sink; all are ended with the test."""
-    monkeypatch.setattr(process, "POLL_S", 0.02)
-    monkeypatch.setattr(process, "FIRST_BACKOFF_S", 0.02)
+    monkeypatch.setattr(module, "POLL_S", 0.02)
+    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.02)
     started: list[Feed] = []
 
     def start(name: str, make: Any) -> Feed:
-        feed = Feed(name, make, run)
+        feed = Feed(name, make, module.FedRun(run, config, "id"))
         feed.start()
         started.append(feed)
         return feed
@@ -194,7 +200,7 @@ def test_a_feed_continues_behind_its_cursor_and_a_torn_state_begins_anew(run, fe
 
 
 def test_a_sink_of_the_newest_state_reads_the_end_of_a_long_file(run, feeds, monkeypatch) -> None:
-    monkeypatch.setattr(process, "FEED_BYTES", 300)
+    monkeypatch.setattr(module, "FEED_BYTES", 300)
     append(run, *(line(step) for step in range(100)))
     made: list[Recording] = []
 

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from common.process.run_dir import RunDir
+from common.run_reader import read_batches
 from common.spans import Span, SpanBatch
 from launch.cli import main
-from launch.observe.metrics_tail import read_batches
 from launch.results.trace import Trace
 from tests.chrome_trace import ChromeTrace
 from tests.launch_rig import refusal
@@ -261,13 +261,13 @@ def test_clocks_that_drift_and_restart_keep_slices_nested_and_later_round_trips_
 
 
 def test_the_reader_gives_batches_in_order_and_survives_pruning(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(read_batches(run)) == []
+    assert list(read_batches(run.trace)) == []
     for number in range(3):
         write(run, step(number), number=number)
-    everything = list(read_batches(run))
+    everything = list(read_batches(run.trace))
     assert [b.spans[0].name for b in everything if b.who == "learner"] == ["waiting"] * 3
     assert len(everything) == 9
-    reader = read_batches(run)
+    reader = read_batches(run.trace)
     next(reader)
     for path in run.trace.iterdir():
         path.unlink()

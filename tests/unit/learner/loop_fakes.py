@@ -17,9 +17,10 @@ from common.config.schema import Config
 from common.errors import SlipstreamError
 from common.evaluation import EvaluationResult
 from common.json_lines import read_jsonl
-from common.metrics import StepMetrics, read_metrics
+from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
+from common.run_reader import read_tail
 from common.weights.messages import Canary
 from common.wire_types import Array
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
@@ -320,7 +321,7 @@ class World:
         return RunDir(self.config.run.dir)
 
     def lines(self) -> list[StepMetrics]:
-        return read_metrics(self.run_dir.metrics, StepMetrics)
+        return read_tail(self.run_dir.metrics, StepMetrics).lines
 
     def final_table(self) -> np.ndarray:
         return np.load(self.run_dir.model / "table.npy")

@@ -12,9 +12,11 @@ from common.config.checks import check_config
 from common.config.loading import build_config
 from common.config.schema import Config, SftConfig
 from common.errors import ConfigError
+from common.metrics import EvaluationMetrics, SftMetrics, StepMetrics
 from learner.checkpoint import best as module
 from learner.checkpoint.best import MOST_WAITING, Best, read_best
 from learner.checkpoint.folder import CheckpointFolder, read_checkpoint
+from tests.run_fixture import read_line
 from tests.unit.learner.loop_fakes import MakeWorld, World
 from tests.unit.learner.test_checkpoints import kill_at, write
 
@@ -22,13 +24,9 @@ DATASET = "/data/held-out.jsonl"
 NAME = "data-held-out"  # in metrics
 
 
-class EvaluationLine(msgspec.Struct, tag_field="kind", tag="evaluation"):
-    """The fields of an evaluation's line that are read."""
-
-    policy_version: int
-    dataset: str
-    mean_reward: float
-    pass_at: dict[str, float] = {}
+def evaluated(version: int, reward: float, pass_at: dict[str, float] | None = None) -> EvaluationMetrics:
+    told = {"policy_version": version, "dataset": NAME, "mean_reward": reward, "pass_at": pass_at or {}}
+    return read_line(version, EvaluationMetrics, **told)
 
 
 def config_of(keep_best: str, every: int = 2, keep: int = 1, kind: Any = Config, **sections: Any) -> Any:
@@ -46,9 +44,9 @@ def evaluating(every: int = 2, **more: Any) -> dict[str, Any]:
 
 
 def best_of(config: Any, values: dict[int, float], metric: str = "reward_mean") -> Best:
-    best = Best(config)
+    best, kind = Best(config), SftMetrics if isinstance(config, SftConfig) else StepMetrics
     for step, value in values.items():
-        best.note({"step": step, metric: value})
+        best.note(read_line(step, kind, **{metric: value}))
     return best
 
 
@@ -60,8 +58,8 @@ def test_a_metric_of_steps_counts_as_its_mean_over_the_steps_before_the_checkpoi
     assert (best.value(3), best.value(6)) == (pytest.approx(0.4), pytest.approx(0.5))
     assert best.value(1) == 1.0, "there are no steps before 0"
     assert best.value(9) is None
-    best.note({"step": 6, "reward_mean": float("nan")})
-    best.note({"step": 7, "reward_mean": None})
+    best.note(msgspec.structs.replace(read_line(6), reward_mean=float("nan")))
+    best.note(read_line(7, reward_mean=None))
     assert best.value(7) == pytest.approx(0.45), "a step without a number counts for nothing"
 
 
@@ -76,8 +74,8 @@ def test_a_loss_of_held_out_rows_counts_as_its_newest_value() -> None:
 )
 def test_an_evaluation_counts_for_its_own_version(figure: str, expected: float | None) -> None:
     best = Best(config_of(f"evaluation/{figure}", **evaluating()))
-    best.note({"step": 1, "reward_mean": 1.0, "mean_reward": 1.0})
-    best.note(msgspec.to_builtins(EvaluationLine(2, NAME, 0.5, {"1": 0.5, "4": 0.75})))
+    best.note(read_line(1, reward_mean=1.0))
+    best.note(evaluated(2, 0.5, {"1": 0.5, "4": 0.75}))
     assert (best.value(2), best.value(4)) == (expected, None)
 
 
@@ -93,7 +91,7 @@ def test_the_best_stays_besides_the_newest_and_gives_way_to_a_better_one(tmp_pat
     best = best_of(config_of("reward_mean"), {})
     folder = CheckpointFolder(tmp_path, 1, best)
     for version, reward, kept in ((2, 0.5, [2]), (4, 0.9, [4]), (6, 0.2, [4, 6]), (8, 0.3, [4, 8]), (10, 0.9, [10])):
-        best.note({"step": version - 1, "reward_mean": reward})
+        best.note(read_line(version - 1, reward_mean=reward))
         write(folder, version)
         assert steps_of(tmp_path) == kept
         assert read_best(tmp_path).step == kept[0]
@@ -151,7 +149,7 @@ def test_a_checkpoint_waits_for_its_evaluation_until_a_later_one_is_there(tmp_pa
     assert steps_of(tmp_path) == [4, 8, 12, 14], "2, 6 and 10 are evaluated never"
     assert read_best(tmp_path) is None
     for version, reward, kept in ((4, 0.5, [4, 8, 12, 14]), (12, 0.2, [4, 14]), (8, 0.9, [4, 14])):
-        best.note(msgspec.to_builtins(EvaluationLine(version, NAME, reward)))
+        best.note(evaluated(version, reward))
         folder.prune()
         assert (steps_of(tmp_path), read_best(tmp_path).step) == (kept, 4)
 
@@ -174,7 +172,7 @@ def by_checkpoint(folder: CheckpointFolder, best: Best) -> None:
 
 
 def by_evaluation(folder: CheckpointFolder, best: Best) -> None:
-    best.note(msgspec.to_builtins(EvaluationLine(4, NAME, 0.9)))
+    best.note(evaluated(4, 0.9))
     folder.prune()
 
 
@@ -189,7 +187,7 @@ def test_killed_at_any_moment_the_file_names_a_whole_checkpoint_and_the_next_sta
             best = best_of(config_of("reward_mean"), {1: 0.5, 3: 0.1, 5: 0.9})
         else:
             best = Best(config_of("evaluation/data-held-out/mean_reward", **evaluating(every=2)))
-            best.note(msgspec.to_builtins(EvaluationLine(2, NAME, 0.5)))
+            best.note(evaluated(2, 0.5))
         return CheckpointFolder(parent, 1, best), best
 
     for moment in range(100):
@@ -267,7 +265,7 @@ def test_an_evaluation_that_ends_late_decides_when_its_line_is_written(make_worl
     files = again.lead.files
     files.open_metrics(8)
     for version, reward, kept in ((2, 0.4, [2, 4, 6, 8]), (4, 0.7, [4, 6, 8]), (8, 0.5, [4, 8])):
-        files.record(EvaluationLine(version, NAME, reward))
+        files.record(evaluated(version, reward))
         assert (steps_of(folder), read_best(folder).step) == (kept, kept[0])
 
 

@@ -15,7 +15,8 @@ from common.config.schema import Config
 from common.errors import HopelessError, SlipstreamError
 from common.evaluation import EvaluationResult, dataset_names
 from common.json_lines import lines_of, read_jsonl
-from common.metrics import EvaluationMetrics, StepMetrics, read_metrics
+from common.metrics import EvaluationMetrics, StepMetrics
+from common.run_reader import read_tail
 from launch.cli import main
 from learner.loop import evaluation as module
 from learner.loop.batch_source import Wait
@@ -81,7 +82,7 @@ def told(tmp_path: Path) -> dict[str, Any]:
 
 
 def lines(world: World) -> list[EvaluationMetrics]:
-    return read_metrics(world.run_dir.metrics, EvaluationMetrics)
+    return read_tail(world.run_dir.metrics, StepMetrics).evaluations
 
 
 def of_version(world: World, version: int) -> list[int]:
@@ -363,7 +364,7 @@ def test_trouble_with_an_evaluation_does_not_stop_the_training(
 
         world.lead.evaluations.turn = gone
     assert world.run() == "done"
-    assert [line.step for line in read_metrics(world.run_dir.metrics, StepMetrics)] == [0, 1, 2, 3]
+    assert [line.step for line in read_tail(world.run_dir.metrics, StepMetrics).lines] == [0, 1, 2, 3]
     assert ("evaluation_abandoned" in world.event_kinds()) == isinstance(error, OSError)
 
 

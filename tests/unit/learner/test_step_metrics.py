@@ -3,8 +3,10 @@
 import math
 import random
 
+import msgspec
 import pytest
 import torch
+from msgspec import UNSET
 
 from common.errors import SlipstreamError
 from learner.backend_protocol import StepResult
@@ -92,9 +94,10 @@ def test_engines_of_living_nodes_are_summed_up() -> None:
         node_status("n", alive, kv_cache_usage=x, **engine) for alive, x in ((True, 0.5), (True, 0.75), (False, 1))
     ]
     step = Step(TrainingBatch(0, [], BatchStatistics()), result(), 1, Times(), Totals(), 1.0)
-    others = {"incarnation": 0, "groups_regenerated": 0, "generation_stall_s": 0.0}
+    others = {"incarnation": 0, "groups_regenerated": 0, "generation_stall_s": 0.0, "transcripts_dropped_total": 0}
     found, alone = (step_metrics(step, status_of(*n), PublishStats(), **others) for n in (nodes, []))
     assert (found.nodes_live, found.concurrency, found.episodes_running, found.preemptions_total) == (2, 16, 10, 4)
+    assert UNSET not in msgspec.structs.astuple(found), "every metric is written"
     assert (found.kv_cache_usage, alone.kv_cache_usage, alone.nodes_live) == (0.75, 0.0, 0)
 
 

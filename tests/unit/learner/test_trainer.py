@@ -11,8 +11,9 @@ import pytest
 
 from broker.contract import StoredGroup, Waste
 from common.errors import HopelessError, UsageError
-from common.metrics import StepMetrics, read_metrics
+from common.metrics import StepMetrics
 from common.rollouts import Group, encode_group
+from common.run_reader import read_tail
 from tests.memory_broker import MemoryBroker
 from tests.recorded_spans import recorded
 from tests.unit.learner.loop_fakes import Killed, MakeWorld, World, make_group
@@ -338,7 +339,7 @@ def test_a_store_that_lost_what_the_checkpoint_was_trained_on_is_refused_before_
     again = world.with_new_broker()  # the store was moved away
     assert again.trainer.version == 2
     assert again.run() == "done"
-    assert [line.step for line in read_metrics(world.run_dir.metrics, StepMetrics)] == list(range(6))
+    assert [line.step for line in read_tail(world.run_dir.metrics, StepMetrics).lines] == list(range(6))
 
 
 # ---------------------------------------------------------------- the trace

@@ -1,9 +1,9 @@
 """Watch rules over series made by hand: when they act, when they may act again, and what a restart remembers."""
 
-import json
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import yaml
@@ -13,21 +13,23 @@ from common.config.loading import build_config
 from common.config.observing import WatchRule
 from common.config.schema import Config
 from common.errors import ConfigError
+from common.metrics import EvaluationMetrics, StepMetrics
 from common.rollouts import Group, Sample, VersionRun
 from common.wire_types import Array
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.batch.packing import Document
-from learner.loop.watch import FEWEST, LIKE, MEDIAN_OF, OF_SAMPLES, OF_TOKENS, RuleState, largest, value_of
+from learner.loop.watch import FEWEST, LIKE, MEDIAN_OF, OF_SAMPLES, OF_TOKENS, RuleState, judged_value, largest
 from tests.launch_rig import ROOT
+from tests.run_fixture import read_line
 from tests.unit.learner.conftest import BASE
 from tests.unit.learner.test_best import config_of, evaluating
 
 NAN, INF = math.nan, math.inf
 
 
-def line(step: int, value: float, metric: str = "reward_mean", **more: Any) -> dict[str, Any]:
-    """A line as it is read from the file: JSON has no NaN."""
-    return {"step": step, "tokens_trained": 4, metric: value if math.isfinite(value) else None, **more}
+def line(step: int, value: float, metric: str = "reward_mean", **more: Any) -> StepMetrics:
+    """A step that trained some tokens."""
+    return read_line(step, **{"tokens_trained": 4, metric: value, **more})
 
 
 def acts(rule: WatchRule, *series: float) -> list[int]:
@@ -121,36 +123,33 @@ def test_a_state_rebuilt_from_the_lines_at_any_step_continues_as_if_never_killed
     draw = np.random.default_rng(3)
     series = [float(x) for x in draw.normal(0.2, 0.7, 120)]
     series[40], series[41] = NAN, INF
-    lines = [json.dumps(line(step, value)) for step, value in enumerate(series)]
+    lines = [line(step, value) for step, value in enumerate(series)]
     never = [RuleState(number, one) for number, one in enumerate(rules)]
-    for end, text in enumerate(lines):
+    for end, newest in enumerate(lines):
         for state in never:
-            state.see(json.loads(text))
+            state.see(newest)
         if end % 7 == 0 or 38 < end < 44:
             again = [RuleState(number, one) for number, one in enumerate(rules)]
             for earlier in lines[: end + 1]:
                 for state in again:
-                    state.see(json.loads(earlier))
+                    state.see(earlier)
             assert [vars(state) for state in again] == [vars(state) for state in never]
     assert all(acts(one, *series) for one in rules), "each rule acts in this series"
 
 
 def test_values_are_found_by_name_and_a_step_that_trained_nothing_has_no_figures_of_tokens() -> None:
-    found = line(1, 0.5, environment={"solved": 0.25}, entropy=0.0)
-    assert value_of(found, "reward_mean") == 0.5
-    assert value_of(found, "environment/solved") == 0.25
-    assert value_of(found, "environment/lost") is None
-    assert value_of(found, "grad_norm") is None
-    assert value_of(found, "entropy") == 0.0
-    metric = "evaluation/addition-held_out/mean_reward"
-    evaluated = {"kind": "evaluation", "step": 1, "dataset": "addition-held_out", "mean_reward": 0.75, "pass_at": {}}
-    assert value_of(evaluated, metric) == 0.75
-    assert value_of({**evaluated, "dataset": "other"}, metric) is value_of(found, metric) is None
-    assert value_of({**evaluated, "length_mean": 3.0}, "length_mean") is None, "a figure of steps has the same name"
-    assert value_of(evaluated, "evaluation/addition-held_out/pass_at") is None
-    nothing = {**found, "tokens_trained": 0}
-    assert value_of(nothing, "entropy") is None
-    assert value_of(nothing, "reward_mean") == 0.5
+    found = line(1, 0.5, environment={"solved": 0.25, "broken": NAN}, entropy=0.0)
+    expected = {"reward_mean": 0.5, "environment/solved": 0.25, "environment/lost": None, "kl_mean": None}
+    expected |= {"entropy": 0.0, "evaluation/addition-held_out/mean_reward": None}
+    assert {name: judged_value(found, name) for name in expected} == expected
+    assert math.isnan(judged_value(found, "environment/broken") or 0.0)
+    evaluated = read_line(1, EvaluationMetrics, dataset="addition-held_out", mean_reward=0.75, length_mean=3.0)
+    expected = {"evaluation/addition-held_out/mean_reward": 0.75, "evaluation/addition-held_out/pass_at": None}
+    expected |= {"length_mean": None, "evaluation/other/mean_reward": None}
+    assert {name: judged_value(evaluated, name) for name in expected} == expected
+    nothing = msgspec.structs.replace(found, tokens_trained=0)
+    assert judged_value(nothing, "entropy") is None
+    assert judged_value(nothing, "reward_mean") == 0.5
     state = RuleState(0, rule("entropy", below=0.1))
     state.see(nothing)
     assert state.firing is None

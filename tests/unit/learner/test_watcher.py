@@ -17,10 +17,12 @@ from common.config.observing import WatchRule
 from common.config.schema import Config
 from common.errors import EXIT_HOPELESS, HopelessError
 from common.json_lines import read_jsonl
+from common.metrics import EvaluationMetrics
 from launch.cli import main, parse
 from learner.backend_protocol import StepResult
 from learner.loop import watcher as module
 from learner.loop.watcher import run_command
+from tests.run_fixture import read_line
 from tests.unit.learner.loop_fakes import World, world
 from tests.waiting import until
 
@@ -196,10 +198,8 @@ def test_a_pause_survives_a_restart_of_the_learner(watched) -> None:
     assert again.publisher.holds == set()
 
 
-class EvaluationLine(msgspec.Struct, tag_field="kind", tag="evaluation"):
-    step: int
-    mean_reward: float
-    dataset: str = "held-out"
+def held_out(version: int, reward: float) -> EvaluationMetrics:
+    return read_line(version, EvaluationMetrics, dataset="held-out", mean_reward=reward)
 
 
 def test_a_pause_for_an_evaluation_of_the_newest_version_can_be_resumed_and_a_later_one_pauses_again(watched) -> None:
@@ -209,7 +209,7 @@ def test_a_pause_for_an_evaluation_of_the_newest_version_can_be_resumed_and_a_la
     )
     made.trainer.run()
     watch, last = made.lead._watch, made.lines()[-1]
-    line = EvaluationLine(made.trainer.version, 0.25)
+    line = held_out(made.trainer.version, 0.25)
     made.lead.files.record(line)
     assert line.step == last.step + 1 and "mean_reward was 0.25" in watch.paused
     assert main(["resume", str(made.run_dir.path)]) == 0
@@ -219,7 +219,7 @@ def test_a_pause_for_an_evaluation_of_the_newest_version_can_be_resumed_and_a_la
     assert "reward_mean was -2" in watch.paused, "that step came after the answer"
     watch.see(msgspec.structs.replace(last, step=last.step + 2))
     for version, reward in ((9, 0.75), (10, 0.25)):
-        watch.see(EvaluationLine(version, reward))
+        watch.see(held_out(version, reward))
     assert "at step 10" in watch.paused
 
 
