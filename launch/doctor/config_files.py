@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig, Config
 from common.errors import SlipstreamError, UsageError
 from common.json_lines import dataset_files, dataset_rows
 from common.security.credentials import KeyFolder
@@ -40,9 +40,9 @@ def check_config_and_files(review: Review) -> Iterator[Finding]:
         yield fine("config", f"{file} passes the checks of a launch")
     yield from check_model(Path(config.model.path))
     yield from check_dataset("tasks.dataset", Path(config.tasks.dataset), config)
-    if isinstance(config, Config) and review.environment is not None and not review.environment.agent:
-        yield from check_first_row(config, review.environment)
-    if isinstance(config, Config) and config.broker.credentials is not None:
+    if config.rl is not None and review.environment is not None and not review.environment.agent:
+        yield from check_first_row(config.rl, review.environment)
+    if config.rl is not None and config.broker.credentials is not None:
         yield from check_permissions(Path(config.broker.credentials))
 
 
@@ -98,7 +98,7 @@ def broken_weights(file: Path) -> str:
     return "" if size == expected else f"{size:,} bytes, {expected:,} expected"
 
 
-def check_dataset(key: str, file: Path, config: Config | SftConfig) -> Iterator[Finding]:
+def check_dataset(key: str, file: Path, config: BaseConfig) -> Iterator[Finding]:
     """Every line is a JSON object, and a step finds enough of them."""
     if not any(map(Path.is_file, dataset_files(file))):
         return  # said by the config's checks, or a name of the hub
@@ -112,7 +112,7 @@ def check_dataset(key: str, file: Path, config: Config | SftConfig) -> Iterator[
         why = "a task is one JSON object on a line of its own, or a row of a parquet file"
         yield problem("dataset", str(error), why, "make the file readable; fix or remove the line")
         return
-    wanted = config.learner.groups_per_step if isinstance(config, Config) else config.learner.sequences_per_step
+    wanted = config.learner.rows_per_step
     whole = read <= READ_BYTES
     shown = f"{rows:,} rows" + ("" if whole else f" in the first {READ_BYTES >> 20} MiB")
     if rows < wanted and whole:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from common.config.checks import resolve_paths
 from common.config.loading import load_either
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig
 from common.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from common.process.run_dir import RunDir
 from launch.doctor import packages, resources
@@ -47,7 +47,7 @@ def command(args: argparse.Namespace) -> int:
     return EXIT_FAILED if any(f.level == "problem" for f in findings) else EXIT_DONE
 
 
-def examine(machine: Machine, role: str, config: Config | SftConfig | None, file: str) -> Iterable[Finding]:
+def examine(machine: Machine, role: str, config: BaseConfig | None, file: str) -> Iterable[Finding]:
     """Every finding: the machine, with the packages of `role`; then the config named `file`; then its run."""
     gpus = max(len(machine.gpus), GPUS_PER_NODE)
     reviewed = None if config is None else review(config, file, gpus)
@@ -67,8 +67,8 @@ def examine(machine: Machine, role: str, config: Config | SftConfig | None, file
     run = RunDir.of(config)
     yield from resources.check_disk(run.path, config, plan)
     found, running = check_run(run, config)
-    if isinstance(config, Config):
-        yield from check_network(config, running)
+    if config.rl is not None:
+        yield from check_network(config.rl, running)
     yield from found
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig
 from common.process.versions import INSTALL_BRIDGE, versions
 from launch.doctor.findings import Finding, fine, judged, problem, warning
 from launch.doctor.machine import Machine
@@ -93,7 +93,7 @@ def check_environments(checkout: Path = REQUIREMENTS.parent) -> Iterator[Finding
         yield judged("environments", "; ".join(other) or same, (bool(other), "problem", why, fix))
 
 
-def check_torch(machine: Machine, config: Config | SftConfig | None) -> Iterator[Finding]:
+def check_torch(machine: Machine, config: BaseConfig | None) -> Iterator[Finding]:
     """The build of torch fits the devices, and the transport of the weights."""
     version, cuda = machine.packages.get("torch"), machine.torch_cuda
     devices = f"{len(machine.gpus)} x {machine.gpus[0]}" if machine.gpus else "no GPU"
@@ -114,12 +114,12 @@ def check_torch(machine: Machine, config: Config | SftConfig | None) -> Iterator
         yield from _check_gpus(machine, config)
 
 
-def _check_gpus(machine: Machine, config: Config | SftConfig) -> Iterator[Finding]:
+def _check_gpus(machine: Machine, config: BaseConfig) -> Iterator[Finding]:
     """Weights can move between the GPUs, and `up` has one for every rank and engine."""
     wanted = config.learner.world_size
-    if isinstance(config, Config):
-        wanted += config.rollout.nodes * config.rollout.engine.devices
-        if "torch" in machine.packages and str(config.weights.transport) == "nccl":
+    if (job := config.rl) is not None:
+        wanted += job.rollout.nodes * job.rollout.engine.devices
+        if "torch" in machine.packages and str(job.weights.transport) == "nccl":
             nccl = next((f"{n} {v}" for n, v in machine.packages.items() if n.startswith("nvidia-nccl")), "")
             no_gpus = not machine.gpus or machine.torch_cuda is None
             nothing = "NCCL moves memory between CUDA devices, and there is none"

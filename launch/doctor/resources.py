@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from common.config.network_checks import is_loopback, split_address
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig
 from common.process.files import sync
 from launch.doctor.findings import Finding, fine, judged, problem, warning
 from launch.doctor.machine import Machine
@@ -32,12 +32,12 @@ SYNCS = 5
 LOCAL = "run.dir=FOLDER on a local file system"
 
 
-def check_cores(machine: Machine, config: Config | SftConfig | None) -> Finding:
+def check_cores(machine: Machine, config: BaseConfig | None) -> Finding:
     """Threads of learner and engines have cores of their own."""
     if config is None or machine.gpus:
         return fine("cores", str(machine.cores))
     learner = config.learner.world_size * config.learner.threads
-    nodes = [config.rollout.threads] * config.rollout.nodes if isinstance(config, Config) else []
+    nodes = [config.rl.rollout.threads] * config.rl.rollout.nodes if config.rl else []
     wanted = learner + sum(nodes)
     if nodes and plan_cores(list(range(machine.cores)), learner, nodes)[0] is not None:
         return fine("cores", f"{machine.cores}: `up` pins learner ({learner}) and engines ({sum(nodes)}) to their own")
@@ -48,19 +48,19 @@ def check_cores(machine: Machine, config: Config | SftConfig | None) -> Finding:
     return judged("cores", what, (wanted > machine.cores, "warning", why, fix))
 
 
-def check_memory(machine: Machine, config: Config | SftConfig | None, plan: Plan | None) -> Finding:
+def check_memory(machine: Machine, config: BaseConfig | None, plan: Plan | None) -> Finding:
     """`up` needs at least this much: without GPUs everything, else buffers of weights and offloaded bytes."""
     has = f"{machine.memory_bytes / GIB:.1f} GiB, {machine.available_bytes / GIB:.1f} available"
     if config is None or plan is None:
         return fine("memory", has)
-    ranks, nodes = config.learner.world_size, config.rollout.nodes if isinstance(config, Config) else 0
+    ranks, nodes = config.learner.world_size, config.rollout_nodes
     needed = (ranks + nodes) * ROLE_BYTES + ranks * plan.fullest.host
     if not machine.gpus:
         needed += ranks * plan.fullest.peak
-    if plan.rl is not None and isinstance(config, Config):
+    if plan.rl is not None and config.rl is not None:
         needed += (1 + nodes) * plan.rl.publish.bytes  # the flat buffer of the learner and of every node
         if not machine.gpus:
-            cache = (config.rollout.engine.kv_cache_mib or 0) * MIB
+            cache = (config.rl.rollout.engine.kv_cache_mib or 0) * MIB
             needed += nodes * (plan.rl.engine.weight_bytes * plan.rl.engine.devices + cache)
     fix = "fewer nodes, a smaller rollout.engine.kv_cache_mib or learner.micro_batch_tokens; `slipstream plan` has more"
     killed = "the kernel ends the process that asks for too much, mostly the learner"
@@ -72,23 +72,23 @@ def check_memory(machine: Machine, config: Config | SftConfig | None, plan: Plan
     )
 
 
-def check_shm(machine: Machine, config: Config | SftConfig | None) -> Finding:
+def check_shm(machine: Machine, config: BaseConfig | None) -> Finding:
     """/dev/shm has room for the buffers that processes of one machine share."""
     needed = 0
     if config is not None and config.learner.world_size > 1:
         needed += config.learner.world_size * SHM_OF_RANKS
-    if isinstance(config, Config) and config.rollout.engine.tensor_parallel > 1:
-        needed += config.rollout.nodes * SHM_OF_ENGINE
+    if config is not None and config.rl and config.rl.rollout.engine.tensor_parallel > 1:
+        needed += config.rollout_nodes * SHM_OF_ENGINE
     why = "ranks and engine workers talk through it: they die with a bus error, or hang at their first collective"
     what = f"/dev/shm has {machine.shm_bytes / MIB:,.0f} MiB" + (f", {needed / MIB:,.0f} needed" if needed else "")
     fix = "docker run --shm-size=8g, or a tmpfs of that size at /dev/shm"
     return judged("shm", what, (needed > machine.shm_bytes, "problem", why, fix))
 
 
-def check_open_files(machine: Machine, config: Config | SftConfig | None) -> Finding:
+def check_open_files(machine: Machine, config: BaseConfig | None) -> Finding:
     """Enough descriptors for the sockets of a fleet: broker and learner raise their limit to the hard one."""
     limit = machine.open_files
-    nodes = config.rollout.nodes if isinstance(config, Config) else 0
+    nodes = config.rollout_nodes if config is not None else 0
     fleet = max(nodes, FLEET)
     needed, wanted = (FILES + FILES_OF_NODE * n for n in (nodes, fleet))
     few = f"broker and learner need about {needed:,} for {nodes} nodes; without, nodes cannot connect"
@@ -101,7 +101,7 @@ def check_open_files(machine: Machine, config: Config | SftConfig | None) -> Fin
     )
 
 
-def check_clock(machine: Machine, config: Config | SftConfig | None) -> Finding:
+def check_clock(machine: Machine, config: BaseConfig | None) -> Finding:
     """The clock is set; leases do not depend on it, ages and TLS certificates do."""
     unset = machine.now_s < EARLIEST_S
     drifts = machine.clock_synchronised is False and _several_machines(config)
@@ -116,8 +116,8 @@ def check_clock(machine: Machine, config: Config | SftConfig | None) -> Finding:
     )
 
 
-def _several_machines(config: Config | SftConfig | None) -> bool:
-    if not isinstance(config, Config):
+def _several_machines(config: BaseConfig | None) -> bool:
+    if config is None or config.rl is None:
         return False
     try:
         hosts = [split_address(address)[0] for address in config.broker.addresses]
@@ -126,7 +126,7 @@ def _several_machines(config: Config | SftConfig | None) -> bool:
     return any(host and not is_loopback(host) for host in hosts)
 
 
-def check_disk(run_dir: Path, config: Config | SftConfig, plan: Plan | None) -> Iterator[Finding]:
+def check_disk(run_dir: Path, config: BaseConfig, plan: Plan | None) -> Iterator[Finding]:
     """Room, and whether a sync reaches the disk and a lock keeps a second broker out."""
     folder = next((path for path in (run_dir, *run_dir.parents) if path.is_dir()), Path("/"))
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -148,23 +148,23 @@ def check_disk(run_dir: Path, config: Config | SftConfig, plan: Plan | None) -> 
         yield problem("locks", f"{folder}: {error.strerror or error}", why, LOCAL)
 
 
-def _space(folder: Path, config: Config | SftConfig, plan: Plan | None) -> Finding:
+def _space(folder: Path, config: BaseConfig, plan: Plan | None) -> Finding:
     """Room for checkpoints, the final model, and the broker's groups, all of full length."""
     free, needed = shutil.disk_usage(folder).free, LOGS_BYTES
     if plan is not None:
         weights = plan.rl.publish.bytes if plan.rl is not None else plan.parameters * 4
         needed += plan.checkpoint.bytes * plan.checkpoint.kept + weights
-        if isinstance(config, Config) and plan.rl is not None and config.broker.store == "file":
-            step = config.learner.groups_per_step * plan.rl.window.group_bytes
-            steps = config.broker.retain_steps + config.learner.checkpoint.every + config.staleness.max + 1
-            needed += min(steps * step, 2 * config.broker.max_bytes)
+        if (job := config.rl) is not None and plan.rl is not None and job.broker.store == "file":
+            step = job.learner.groups_per_step * plan.rl.window.group_bytes
+            steps = job.broker.retain_steps + job.learner.checkpoint.every + job.staleness.max + 1
+            needed += min(steps * step, 2 * job.broker.max_bytes)
     why = "on a full disk the broker acknowledges nothing and checkpoints fail"
     fix = "run.dir=FOLDER on a larger disk, or a smaller learner.checkpoint.keep or broker.retain_steps"
     what = f"{free / GIB:.1f} GiB free under {folder}, up to {needed / GIB:.1f} needed"
     return judged("disk", what, (free < needed / 2, "problem", why, fix), (free < needed, "warning", why, fix))
 
 
-def _sync(folder: Path, config: Config | SftConfig) -> Finding:
+def _sync(folder: Path, config: BaseConfig) -> Finding:
     """The median time of one append and fsync, where fsync of a file and of its folder works."""
     taken: list[float] = []
     try:
@@ -179,7 +179,7 @@ def _sync(folder: Path, config: Config | SftConfig) -> Finding:
     except OSError as error:
         why = "neither checkpoints nor the broker's promises would be on the disk when they say so"
         return problem("fsync", f"{folder}: {error.strerror or error}", why, LOCAL)
-    waits = isinstance(config, Config) and config.broker.durability == "fsync"
+    waits = config.rl is not None and config.rl.broker.durability == "fsync"
     seconds = statistics.median(taken)
     why = "each promise of the broker waits for one, so groups take longer to be ready"
     fix = "run.dir on a faster disk, or broker.durability=everysec (docs/delivery.md says what that costs)"

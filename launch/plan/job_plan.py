@@ -10,7 +10,7 @@ from math import inf
 import msgspec
 
 from common.config.parallel_layout import document_multiple
-from common.config.schema import Config, RanksConfig, SftConfig
+from common.config.schema import BaseConfig, Config, RanksConfig
 from common.weights.layout import ALIGNMENT, Layout
 from launch.plan.architecture import Architecture, Attention
 from launch.plan.memory import ADAM_BYTES, ITEM_BYTES, Activations, Resident, activations, resident
@@ -126,7 +126,7 @@ class Plan(msgspec.Struct, frozen=True):
         return max(self.stages, key=lambda stage: stage.peak)
 
 
-def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: int, link_gbit: float) -> Plan:
+def make_plan(config: BaseConfig, model: Architecture, gpus_per_node: int, link_gbit: float) -> Plan:
     """Plan a config whose layout fits the model (common.config.parallel_layout has no problem with it).
 
     A machine has `gpus_per_node` consecutive learner ranks; a node leases LOOKAHEAD_GROUPS beyond its concurrency.
@@ -134,9 +134,9 @@ def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: in
     """
     learner, dtype, rl = config.learner, config.model.dtype, None
     sizes = Sizes.of(learner.world_size, learner.parallel)
-    if isinstance(config, Config):
-        publish = publish_of(config, model, gpus_per_node, link_gbit)
-        rl = RlPart(window_of(config, model), publish, engine_of(config, model), config.rollout.nodes)
+    if (job := config.rl) is not None:
+        publish = publish_of(job, model, gpus_per_node, link_gbit)
+        rl = RlPart(window_of(job, model), publish, engine_of(job, model), job.rollout.nodes)
     groups = [*group_kinds(sizes, gpus_per_node, model.experts is not None)]
     stages = [*stages_of(config, model, rl.publish.bytes if rl is not None else 0)]
     kept = learner.checkpoint.keep + 1 + bool(learner.checkpoint.keep_best)
@@ -145,7 +145,7 @@ def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: in
     return Plan(name, dtype, model, whole, active, sizes, gpus_per_node, groups, stages, batch, checkpoint, rl)
 
 
-def stages_of(config: Config | SftConfig, model: Architecture, version_bytes: int) -> Iterator[Stage]:
+def stages_of(config: BaseConfig, model: Architecture, version_bytes: int) -> Iterator[Stage]:
     """The ranks of each pipeline stage, when a published version has `version_bytes`."""
     learner, dtype = config.learner, config.model.dtype
     parallel, memory = learner.parallel, learner.memory
@@ -153,8 +153,8 @@ def stages_of(config: Config | SftConfig, model: Architecture, version_bytes: in
     microbatches = batch_of(config, sizes).microbatches
     tokens, item = learner.micro_batch_tokens, ITEM_BYTES[dtype]
     flowing = activations(model, parallel, memory, tokens, microbatches, item)
-    on_device = isinstance(config, Config) and config.weights.buffers == "device"
-    reference = isinstance(config, Config) and config.learner.loss.kl_coefficient > 0
+    on_device = config.rl is not None and config.rl.weights.buffers == "device"
+    reference = config.rl is not None and config.rl.learner.loss.kl_coefficient > 0
     for i, (r, a) in enumerate(zip(resident(model, parallel, sizes, dtype), flowing, strict=True)):
         parameters = r.parameters if memory.offload_parameters else 0
         gradients = r.gradients if memory.offload_gradients else 0
@@ -168,14 +168,14 @@ def stages_of(config: Config | SftConfig, model: Architecture, version_bytes: in
         yield Stage(layers, i == 0, last, r, a, versions, training, updating, waiting, max(training, updating), host)
 
 
-def batch_of(config: Config | SftConfig, sizes: Sizes) -> Batch:
+def batch_of(config: BaseConfig, sizes: Sizes) -> Batch:
     """The arithmetic of one step, as learner.batch.packing does it."""
     learner, parallel = config.learner, config.learner.parallel
-    if isinstance(config, Config):
-        sequences = config.learner.groups_per_step * config.rollout.group_size
-        longest = config.rollout.engine.max_model_len - 1  # inputs are all tokens but the last
-    else:
-        sequences, longest = config.learner.sequences_per_step, learner.micro_batch_tokens
+    sequences = learner.rows_per_step
+    longest = learner.micro_batch_tokens
+    if config.rl is not None:
+        sequences *= config.rl.rollout.group_size
+        longest = config.rl.rollout.engine.max_model_len - 1  # inputs are all tokens but the last
     multiple = document_multiple(parallel)
     longest = -(-longest // multiple) * multiple
     fitting = (max(1, n * learner.micro_batch_tokens // longest) for n in (1, 4))

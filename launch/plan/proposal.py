@@ -10,13 +10,13 @@ from msgspec.structs import replace
 
 from common.config.checks import problems
 from common.config.parallel_layout import ModelShape, model_problems, world_problems
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig
 from common.process.run_dir import other_values
 from launch.plan.job_plan import Plan, stages_of
 from launch.plan.memory import ADAM_BYTES, DEVICES, GRADIENT_BYTES, ITEM_BYTES, MAIN_BYTES, fits
 
 MOST_CONTEXT = 8
-C = TypeVar("C", Config, SftConfig)
+C = TypeVar("C", bound=BaseConfig)
 
 
 class Proposal(msgspec.Struct, frozen=True):
@@ -55,12 +55,12 @@ def _sizes(config: C, gpus_per_node: int) -> Iterator[C]:
             if (world := machines * gpus_per_node) > learner.world_size:
                 yield replace(config, learner=replace(learner, world_size=world, machines=machines))
         return
-    fleet = config.rollout.nodes * config.rollout.engine.devices if isinstance(config, Config) else 0
+    fleet = config.rl.rollout.nodes * config.rl.rollout.engine.devices if config.rl else 0
     elsewhere = learner.world_size + fleet > gpus_per_node
     for world in range(learner.world_size + 1, gpus_per_node + 1):
         larger = replace(config, learner=replace(learner, world_size=world))
-        if isinstance(larger, Config) and fleet and not elsewhere:
-            rollout = larger.rollout
+        if config.rl is not None and fleet and not elsewhere:
+            rollout = config.rl.rollout
             nodes = min(rollout.nodes, (gpus_per_node - world) // rollout.engine.devices)
             if not nodes:
                 return
@@ -74,7 +74,7 @@ def _layouts(config: C, shape: ModelShape, gpus_per_node: int) -> Iterator[C]:
     world, memory = learner.world_size, learner.memory
     recompute, offload = {memory.recompute, "full"}, {memory.offload_optimizer, True}
     memories = [replace(memory, recompute=r, offload_optimizer=o) for r, o in product(recompute, offload)]
-    weights = {config.weights, replace(config.weights, buffers="host")} if isinstance(config, Config) else {None}
+    weights = {config.rl.weights, replace(config.rl.weights, buffers="host")} if config.rl else {None}
     most = ((world, gpus_per_node), (world, world), (world, MOST_CONTEXT), (shape.experts or 1, world))
     sizes = [[n for n in range(1, limit + 1) if whole % n == 0] for whole, limit in most]
     even = replace(given, virtual_pipeline=1, first_stage_layers=None, last_stage_layers=None)
@@ -88,7 +88,7 @@ def _layouts(config: C, shape: ModelShape, gpus_per_node: int) -> Iterator[C]:
             yield changed if sent is None else replace(changed, weights=sent)
 
 
-def _least_bytes(tried: Config | SftConfig, plan: Plan) -> float:
+def _least_bytes(tried: BaseConfig, plan: Plan) -> float:
     """A rank of the average stage without activations needs as much; it is counted far sooner than all stages."""
     learner, parallel, experts = tried.learner, tried.learner.parallel, 0
     if (e := plan.model.experts) is not None:
@@ -98,14 +98,14 @@ def _least_bytes(tried: Config | SftConfig, plan: Plan) -> float:
     return whole + plan.parameters / learner.world_size * (ADAM_BYTES + MAIN_BYTES[plan.dtype])
 
 
-def _effort(given: Config | SftConfig, tried: Config | SftConfig) -> tuple[int, ...]:
+def _effort(given: BaseConfig, tried: BaseConfig) -> tuple[int, ...]:
     """How much a candidate changes and costs; the least is proposed."""
     before, after = given.learner.memory, tried.learner.memory
     again = before.recompute != after.recompute  # costs more than moving the optimizer's states once a step
     measures = again + (before.offload_optimizer != after.offload_optimizer)
     old, new = given.learner.parallel, tried.learner.parallel
     axes = sum(getattr(old, name) != getattr(new, name) for name in ("tensor", "pipeline", "context", "expert"))
-    host = isinstance(given, Config) and isinstance(tried, Config) and given.weights != tried.weights
+    host = given.rl is not None and tried.rl is not None and given.rl.weights != tried.rl.weights
     return measures, again, axes, new.model_ranks, new.pipeline, new.context, new.expert, host
 
 

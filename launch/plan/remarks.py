@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from common.config.passthrough import passthrough_warnings
-from common.config.schema import Config, LossConfig, SftConfig
+from common.config.schema import BaseConfig, Config, LossConfig
 from launch.plan.job_plan import GIB, Plan, RlPart
 from launch.plan.memory import DEVICES, HEADROOM, fits
 from launch.plan.proposal import Proposal
@@ -12,13 +12,13 @@ BUBBLE = 0.15
 UNEVEN = 1.15
 
 
-def remarks(config: Config | SftConfig, plan: Plan, proposal: Proposal | None) -> list[str]:
+def remarks(config: BaseConfig, plan: Plan, proposal: Proposal | None) -> list[str]:
     """In the order of the page: groups, memory, pipeline, loss, window, weight plane, engines."""
     out = [*_groups(plan), *_memory(config, plan, proposal), *_pipeline(config, plan), *_experts(config, plan)]
     out += passthrough_warnings(config)
-    if isinstance(config, Config) and plan.rl is not None:
-        out += [*_clipping(config.learner.loss), *_window(config, plan.rl)]
-        out += [*_publish(config, plan.rl), *_engines(config, plan.rl)]
+    if (job := config.rl) is not None and plan.rl is not None:
+        out += [*_clipping(job.learner.loss), *_window(job, plan.rl)]
+        out += [*_publish(job, plan.rl), *_engines(job, plan.rl)]
     return out
 
 
@@ -39,7 +39,7 @@ def _groups(plan: Plan) -> Iterator[str]:
         yield "Data x context parallelism is 1: nothing shards the optimizer states of the dense parameters."
 
 
-def _memory(config: Config | SftConfig, plan: Plan, proposal: Proposal | None) -> Iterator[str]:
+def _memory(config: BaseConfig, plan: Plan, proposal: Proposal | None) -> Iterator[str]:
     memory, stage = config.learner.memory, plan.fullest
     if too_small := [name for name, size in DEVICES.items() if not fits(stage.peak, size)]:
         advice = "No layout of these GPUs that was tried does; the job needs more machines, or a smaller model."
@@ -57,12 +57,12 @@ def _memory(config: Config | SftConfig, plan: Plan, proposal: Proposal | None) -
         yield "Without sequence parallelism every tensor-parallel rank keeps norms and residuals whole."
 
 
-def _pipeline(config: Config | SftConfig, plan: Plan) -> Iterator[str]:
+def _pipeline(config: BaseConfig, plan: Plan) -> Iterator[str]:
     batch, parallel = plan.batch, config.learner.parallel
     if batch.bubble > BUBBLE:
-        unit = "groups_per_step" if isinstance(config, Config) else "sequences_per_step"
         idles = f"the pipeline idles {batch.bubble:.0%} of the time"
-        fix = f"a larger learner.{unit}, a smaller micro_batch_tokens or learner.parallel.virtual_pipeline fills it"
+        larger = f"a larger learner.{config.learner.step_key}"
+        fix = f"{larger}, a smaller micro_batch_tokens or learner.parallel.virtual_pipeline fills it"
         yield f"With {batch.microbatches} microbatches per step {idles}; {fix}."
     if parallel.pipeline == 1:
         return
@@ -73,7 +73,7 @@ def _pipeline(config: Config | SftConfig, plan: Plan) -> Iterator[str]:
         yield f"Stage {heavy} has {max(sizes) / min(sizes):.2f} times the parameters of stage {light}; {fix}."
 
 
-def _experts(config: Config | SftConfig, plan: Plan) -> Iterator[str]:
+def _experts(config: BaseConfig, plan: Plan) -> Iterator[str]:
     experts = plan.model.experts
     if experts is None:
         return

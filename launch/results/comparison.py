@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig
 from launch.observe.metrics_tail import MetricsTail
 
 AXES = {"steps": "optimizer steps", "samples": "samples", "tokens": "trained tokens", "seconds": "seconds of training"}
@@ -60,14 +60,14 @@ class Compared:
     """One run, as far as it is drawn."""
 
     label: str
-    config: Config | SftConfig | None
+    config: BaseConfig | None
     columns: Mapping[str, Array]  # [points] of each axis and metric, NaN where the lines have no value
     evaluations: Sequence[Mapping[str, Any]]
     size: int  # steps of a point
 
     @classmethod
     def of(
-        cls, label: str, config: Config | SftConfig | None, tail: MetricsTail, alone: bool = True, points: int = POINTS
+        cls, label: str, config: BaseConfig | None, tail: MetricsTail, alone: bool = True, points: int = POINTS
     ) -> "Compared":
         """Totals over steps are NaN from the first line on that lacks the number, as those of older versions do.
 
@@ -81,8 +81,8 @@ class Compared:
         size = -(-len(tail.lines) // points)
         step_s, tokens, generated = column("step_s"), column("tokens_trained"), column("tokens_generated_total")
         samples = column("samples")
-        if isinstance(config, SftConfig):
-            samples = np.full(len(samples), float(config.learner.sequences_per_step))
+        if config is not None and config.rl is None:
+            samples = np.full(len(samples), float(config.learner.rows_per_step))
         totals = {"samples": samples, "tokens": tokens, "seconds": step_s}
         axes = {"steps": column("step") + 1} | {name: np.cumsum(values) for name, values in totals.items()}
         seconds, grown = np.where(step_s > 0, step_s, np.nan), np.diff(generated, prepend=np.nan)

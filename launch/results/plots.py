@@ -15,7 +15,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from common.config.schema import Config
 from launch.results.comparison import AXES, PANELS, Compared, Curve, Panel, curve_of, evaluated, grouped
 from launch.results.page import INK
 
@@ -92,8 +91,8 @@ def _panels(groups: list[list[Compared]], axis: str) -> Iterator[Draw]:
             sources = [(_style(n, panel.metrics[name]), runs, name) for n, name in enumerate(read)]
         found = [(style, curve) for style, group, each in sources if (curve := curve_of(group, axis, each))]
         if any(curve[1].any() for _, curve in found) or (found and first == "reward_mean"):
-            bounded = alone and first == "staleness_mean" and isinstance(config, Config)
-            yield partial(_draw, panel, AXES[axis], found, alone, config.staleness.max if bounded else None)
+            job = config.rl if config is not None and alone and first == "staleness_mean" else None
+            yield partial(_draw, panel, AXES[axis], found, alone, job.staleness.max if job else None)
     for dataset in dict.fromkeys(line["dataset"] for run in runs for line in run.evaluations):
         curves = [evaluated(group, axis, dataset) for group in groups]
         if found := [(style, curve) for style, curve in zip(styles, curves, strict=True) if curve]:

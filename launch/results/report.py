@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from broker.contract import WASTE_REASONS
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig, Config
 from common.errors import SlipstreamError, UsageError
 from common.process.run_dir import RunDir, differences, unwritable, write_json
 from launch.observe import waste_view
@@ -33,7 +33,7 @@ OFF_POLICY = (
 )  # fmt: skip
 AGES = ("0", "1", "2", "3-4", "5-8", "9 and more")  # the classes of StepMetrics.mismatch_by_age
 Figures = dict[str, dict[str, Any]]  # section of the table: name: number
-Named = tuple[str, RunDir, Config | SftConfig | None]  # a run, as it was named, too
+Named = tuple[str, RunDir, BaseConfig | None]  # a run, as it was named, too
 
 
 def command(args: argparse.Namespace) -> int:
@@ -45,7 +45,7 @@ def command(args: argparse.Namespace) -> int:
     found = {run.path.resolve(): (word, run, any_config_of(run)) for word, run in named}
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("plots need matplotlib, which the extra 'report' brings; launch/setup.sh cpu installs it")
-    kinds = {isinstance(config, SftConfig): word for word, _, config in found.values()}
+    kinds = {config is not None and config.rl is None: word for word, _, config in found.values()}
     if len(kinds) > 1:
         raise UsageError(f"{kinds[True]} is a warm start and {kinds[False]} an RL job: their metrics are not the same")
     alone = next(iter(found.values()))[1] if len(args.runs) == 1 else None
@@ -89,8 +89,10 @@ def read(found: list[Named], alone: bool) -> tuple[list[Compared], dict[str, Fig
             notes.append(f"{word} has no steps yet.")
             continue
         label = name if names.count(name) == 1 else f"{name} ({word})"
-        warm = isinstance(config, SftConfig)
-        summaries[label] = summarise_warm_start(config, tail) if warm else summarise(run, tail, config)
+        if config is not None and config.rl is None:
+            summaries[label] = summarise_warm_start(config, tail)
+        else:
+            summaries[label] = summarise(run, tail, config.rl if config else None)
         runs.append(Compared.of(label, config, tail, alone))
         if runs[-1].size > 1:
             notes.append(f"{label}: every point is the mean of {runs[-1].size} steps, or of a maximum the largest.")
@@ -110,7 +112,7 @@ def new_folder(runs: Iterable[Path]) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def difference_rows(configs: Mapping[str, Config | SftConfig | None]) -> list[list[str]]:
+def difference_rows(configs: Mapping[str, BaseConfig | None]) -> list[list[str]]:
     """A head with the names of runs, and the keys in which their configs differ with every run's value."""
     documents = [None if config is None else msgspec.to_builtins(config) for config in configs.values()]
     first, *others = [document for document in documents if document is not None] or [{}]
@@ -171,7 +173,7 @@ def summarise(run: RunDir, tail: MetricsTail, config: Config | None) -> Figures:
     return summary
 
 
-def summarise_warm_start(config: SftConfig, tail: MetricsTail) -> Figures:
+def summarise_warm_start(config: BaseConfig, tail: MetricsTail) -> Figures:
     validated = tail.series("validation_loss")
     losses, seconds = tail.series("loss"), sum(tail.series("step_s"))
     trained = sum(tail.series("tokens_trained"))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig
 from common.metrics import StepMetrics, declarations
 from common.process.run_dir import RunDir
 
@@ -21,7 +21,7 @@ class Job(NamedTuple):
     """The run that is fed; `id` is unique, and the same after a restart."""
 
     run: RunDir
-    config: Config | SftConfig
+    config: BaseConfig
     id: str
 
 

@@ -18,7 +18,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from broker.contract import LEARNER_ENDED, LOST_AFTER_S, WASTE_REASONS, BrokerStatus, LearnerReport, NodeReport, Waste
-from common.config.schema import Config
 from common.errors import SlipstreamError
 from launch.observe import waste_view
 from launch.observe.metrics_tail import LineTail
@@ -58,8 +57,8 @@ class Prometheus(Collector):
 
     def __init__(self, job: Job, cursor: Cursor, feeds: Sequence[Feed]) -> None:
         """`feeds`: those of all sinks. Raises OSError when the port is in use."""
-        self._has_broker = isinstance(job.config, Config)
-        credentials = job.config.broker.credentials if isinstance(job.config, Config) else None
+        self._has_broker = job.config.rl is not None
+        credentials = job.config.broker.credentials if self._has_broker else None
         self._name, self._target, self._feeds = job.config.run.name, Target(job.run, credentials), feeds
         self._events, self._counts = LineTail(job.run.events), Counter(dict.fromkeys(NOTED, 0))
         self._newest: dict[str, Point] = {}  # by dataset, '' for the steps

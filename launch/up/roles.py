@@ -16,7 +16,7 @@ from broker.connect import ask_status
 from broker.contract import BrokerStatus
 from common.config.checks import downloaded
 from common.config.loading import load_config, load_either
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig, SftConfig
 from common.errors import BrokerUnreachable, UsageError
 from common.process.broker_address import find_broker
 from common.process.logs import log_path, setup_logging
@@ -37,7 +37,7 @@ def broker(args: argparse.Namespace) -> int:
     """Run the broker until it is told to stop."""
     found = load_either(Path(args.config), args.overrides)
     config, run = checked(found, args.config, environment=False, reader="broker")
-    served = config.meeting if isinstance(config, SftConfig) else config
+    served = config.served
     need_broker_library(served)
     run.prepare(config)
     setup_logging("broker", "0", run.logs, config.telemetry.log_level)
@@ -67,7 +67,7 @@ def sft(args: argparse.Namespace) -> int:
     return run_ranks(args, *checked(config, args.config, environment=False))
 
 
-def run_ranks(args: argparse.Namespace, config: Config | SftConfig, run: RunDir, address: str = "") -> int:
+def run_ranks(args: argparse.Namespace, config: BaseConfig, run: RunDir, address: str = "") -> int:
     """Become torchrun, which does not return, or one launcher of several machines."""
     if config.learner.machines == 1:
         return become_torchrun(config, run, address)
@@ -92,7 +92,7 @@ def rollout(args: argparse.Namespace) -> int:
     return run_node(downloaded(config, "node"), address, node_id, args.pool or "")
 
 
-def answering_broker(args: argparse.Namespace, config: Config | SftConfig, run: RunDir) -> tuple[str, BrokerStatus]:
+def answering_broker(args: argparse.Namespace, config: BaseConfig, run: RunDir) -> tuple[str, BrokerStatus]:
     """The address and the status of the broker at --join, else of the run's; raises UsageError when none answers."""
     try:
         address = args.join or find_broker(config, run, args.join_timeout_s)
@@ -104,7 +104,7 @@ def answering_broker(args: argparse.Namespace, config: Config | SftConfig, run: 
 def evaluate(args: argparse.Namespace) -> int:
     """Accuracy of a model on held-out problems through the same engine and environment as training."""
     file = config_file(args.config)
-    if not isinstance(load_either(file), Config):
+    if load_either(file).rl is None:
         raise UsageError(f"{file} is a warm start's config; eval needs an RL job's, for its environment")
     config, run = load_job(str(file), args.overrides, environment=True)
     if not config.evaluation.datasets:
@@ -144,7 +144,7 @@ def output_to(path: Path) -> Iterator[None]:
             os.dup2(before, number)
 
 
-def become_torchrun(config: Config | SftConfig, run: RunDir, broker: str = "") -> NoReturn:
+def become_torchrun(config: BaseConfig, run: RunDir, broker: str = "") -> NoReturn:
     """Replace this process, so that signals and exit codes are torchrun's own."""
     need_learner_packages()
     run.prepare(config)
@@ -178,7 +178,7 @@ def thread_environment(threads: int) -> dict[str, str]:
     return {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS")}
 
 
-def learner_environment(config: Config | SftConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def learner_environment(config: BaseConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables of the ranks that their libraries read once, at import or at the first call of CUDA."""
     found = thread_environment(config.learner.threads)
     found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from common.errors import UsageError
-from learner.backend_protocol import Microbatch
+from learner.backend_protocol import Backend, Microbatch
 
 KEY = "learner.micro_batch_tokens"
 Plan = list[list[list[int]]]  # [rank][microbatch] -> document numbers
@@ -63,6 +63,18 @@ def cost(places: np.ndarray, hidden_size: int) -> np.ndarray:
     """Work of documents of `places`, in tokens: [n] float64. Without a hidden size attention counts for nothing."""
     linear = places.astype(np.float64)
     return linear + linear**2 / (12 * hidden_size) if hidden_size else linear
+
+
+def pack_for(backend: Backend, documents: Sequence[Document], micro_batch_tokens: int) -> list[Microbatch]:
+    """The microbatches of this rank. Raises UsageError as `plan`."""
+    plans = plan(
+        documents,
+        ranks=backend.data_parallel_size,
+        micro_batch_tokens=micro_batch_tokens,
+        multiple=backend.document_multiple,
+        hidden_size=backend.hidden_size,
+    )
+    return build(documents, plans[backend.data_parallel_rank])
 
 
 def plan(

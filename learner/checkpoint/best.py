@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from common.config.schema import Config, SftConfig
-from common.metrics import SftMetrics, StepMetrics, declarations
+from common.config.schema import BaseConfig
+from common.metrics import declarations
 from common.process.run_dir import write_json
 
 logger = logging.getLogger(__name__)
@@ -47,13 +47,13 @@ def read_best(folder: Path) -> BestRecord | None:
 class Best:
     """The choice among a run's checkpoints; `note` gets every line of the metrics file."""
 
-    def __init__(self, config: Config | SftConfig) -> None:
+    def __init__(self, config: BaseConfig) -> None:
         """`config` has passed its checks, and keep_best is set."""
         key = self._key = config.learner.checkpoint.keep_best or ""
         self._name, self._sign = key.removeprefix("-"), -1.0 if key.startswith("-") else 1.0
         self._window = config.learner.checkpoint.every
         self._evaluated = config.evaluation.every if key.removeprefix("-").startswith("evaluation/") else 0
-        kinds = declarations(SftMetrics if isinstance(config, SftConfig) else StepMetrics)
+        kinds = declarations(config.step_metrics)
         self._newest = any(each.name == self._name and each.reduction == "last" for each in kinds)
         self._values: dict[int, float] = {}  # by step, or by version that was evaluated
 

@@ -1,11 +1,11 @@
 """The lead rank's side of the training loop: broker, tasks, publisher, status and what the run leaves on disk.
 
-Other ranks have no Lead; they learn what to do from the commands that the trainer broadcasts.
+Other ranks have none; they learn what to do from the commands that the trainer broadcasts.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from learner.loop.batch_source import Command, Drain, Fail, Save, Train, Wait
 from learner.loop.evaluation import Evaluations
 from learner.loop.rollout_source import RolloutSource
 from learner.loop.run_files import RunFiles
-from learner.loop.status_reporter import Reporter
+from learner.loop.status_reporter import StatusReporter
 from learner.loop.step_metrics import StallMeter, Step, step_metrics
 from learner.loop.tasks import TaskSource, TaskStream, check_not_behind
 from learner.loop.transcripts import Logprobs, items, transcript_thread
@@ -47,7 +47,7 @@ DEAD_STEPS = 3  # steps' worth of tasks that may die without one step in between
 BAD_GROUP_ATTEMPTS = 3  # times one task may come back unusable before the run stops
 
 
-class Lead(RolloutSource):
+class LeadRank(RolloutSource):
     """The source of batches of the lead rank."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Lead(RolloutSource):
         publisher: WeightPublisher,
         tasks: TaskStream,
         files: RunFiles,
-        reporter: Reporter,
+        reporter: StatusReporter,
         stop_requested: Callable[[], str | None],
     ) -> None:
         """`stop_requested` returns why the job should drain, None while it should not."""
@@ -80,8 +80,7 @@ class Lead(RolloutSource):
         self._ejections = 0
         self._replays_below = 0
         self._dead_at_last_take = 0
-        self._groups: list[Group] = []  # the newest Train command has them
-        self._nodes: dict[int, str] = {}  # the node of each of them, by serial
+        self._nodes: dict[int, str] = {}  # the node of each group of the newest step, by serial
         self._transcripts = transcript_thread(config)
 
     def start(self) -> None:
@@ -189,7 +188,8 @@ class Lead(RolloutSource):
             self.files.events.add("replay", step=step, groups=len(taken))
         self.tasks.consume([group.serial for group in taken])
         self._missing, self._replaced = self.config.learner.groups_per_step, 0
-        self._groups, self._nodes = usable, {stored.serial: stored.node_id for stored in taken}
+        self._groups = usable
+        self._nodes = {stored.serial: stored.node_id for stored in taken}
         return Train(step, taken)
 
     def _filter(self, step: int, flat: list[int], taken: int) -> bool:
@@ -295,9 +295,6 @@ class Lead(RolloutSource):
     def report_silence(self, ranks: str) -> None:
         self.reporter.set_silence(ranks)
 
-    def _decoded(self, groups: Sequence[StoredGroup]) -> list[Group]:
-        return self._groups
-
     def _transcribe(self, batch: TrainingBatch, logprobs: Logprobs) -> None:
         for item in items(batch, self._groups, self._nodes, self._chosen, logprobs):
             self._transcripts.put(item)
@@ -336,7 +333,7 @@ def prepare_lead(
     broker_address: str | None,
     stop_requested: Callable[[], str | None],
     address: str | None = None,
-) -> tuple[Lead, TrainerState]:
+) -> tuple[LeadRank, TrainerState]:
     """Become the run's learner, then find where the run stands. The publisher and the reporter are not started.
     The publisher binds `address`; None: weights.address.
 
@@ -356,14 +353,14 @@ def prepare_lead(
     if several:  # a learner on another machine may have left its record with the broker
         with connect(access) as client:
             known = before.incarnation if (before := client.status().learner) else -1
-    reporter = Reporter(lambda: connect(access), None if several else run_dir.logs)
+    reporter = StatusReporter(lambda: connect(access), None if several else run_dir.logs)
     state = files.start(source.digest, reporter.take_over, known)
     reporter.set("starting", "loading the model", policy_version=state.policy_version)
     credentials = curve_credentials(config.broker.credentials)
     weights = msgspec.structs.replace(config.weights, address=address or config.weights.address)
     publisher = WeightPublisher(state.incarnation, config.model.dtype, weights, credentials)
     tasks = TaskStream(source, state.tasks)
-    lead = Lead(config, connect(access), publisher, tasks, files, reporter, stop_requested)
+    lead = LeadRank(config, connect(access), publisher, tasks, files, reporter, stop_requested)
     if config.evaluation.every:
         lead.evaluations = Evaluations(config, lead.broker, publisher, files)
     return lead, state

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig
 from common.errors import UsageError
 from common.evaluation import dataset_names
 from common.json_lines import EventFile, lines_of, read_jsonl
@@ -56,14 +56,14 @@ def write_record(run_dir: RunDir, incarnation: int, state: str, policy_version: 
 class RunFiles:
     """The run folder of one learner. Only the lead rank has one."""
 
-    def __init__(self, config: Config | SftConfig, run_dir: RunDir) -> None:
+    def __init__(self, config: BaseConfig, run_dir: RunDir) -> None:
         best = Best(config) if config.learner.checkpoint.keep_best else None
         self.checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep, best)
         self.events = EventFile(run_dir.events, "learner")
         self._config, self._run_dir = config, run_dir
         self.evaluation = run_dir.evaluation
         # Names come from the config: the places of downloaded files say less.
-        self.datasets = dataset_names(config.evaluation.datasets) if isinstance(config, Config) else []
+        self.datasets = dataset_names(config.rl.evaluation.datasets) if config.rl else []
         self.evaluated = set[tuple[int, str]]()  # versions and datasets with a metrics line
         self.incarnation = 0  # which start of the learner this is
         self._metrics: MetricsWriter | None = None

@@ -25,7 +25,7 @@ INTERVAL_S = 1.0
 SHOWN_DELIVERIES = 16
 
 
-class Reporter:
+class StatusReporter:
     """Sends the newest LearnerReport about once a second and at every change of state."""
 
     def __init__(self, connect: Callable[[], LearnerBroker], logs: Path | None) -> None:

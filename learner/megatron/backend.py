@@ -23,7 +23,7 @@ from torch import Tensor
 
 from common.config.parallel_layout import document_multiple, world_problems
 from common.config.passthrough import passthrough_warnings
-from common.config.schema import Config, LearnerConfig, ModelConfig, SftConfig, SftLearnerConfig
+from common.config.schema import BaseConfig, ModelConfig, RanksConfig
 from common.errors import UsageError
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
 from learner.megatron import parallel
@@ -54,16 +54,14 @@ class MegatronBackend:
     close = staticmethod(parallel.shutdown)
 
     @classmethod
-    def of(cls, config: Config | SftConfig) -> "MegatronBackend":
+    def of(cls, config: BaseConfig) -> "MegatronBackend":
         """The backend that a job's or a warm start's config describes. Collective; raises as `__init__` does."""
         made = cls(config.model, config.learner, config.run.steps, config.run.seed)
         for warning in passthrough_warnings(config) if made.rank == 0 else ():
             logger.warning("%s", warning)
         return made
 
-    def __init__(
-        self, model: ModelConfig, learner: LearnerConfig | SftLearnerConfig, total_steps: int, seed: int = 0
-    ) -> None:
+    def __init__(self, model: ModelConfig, learner: RanksConfig, total_steps: int, seed: int = 0) -> None:
         """Join the world, build the model and load its weights. Collective.
 
         Main gradients and optimizer states are float32, whatever the model's dtype is. `total_steps`: the step at which

@@ -21,7 +21,7 @@ import torch
 from megatron.bridge import AutoBridge
 from torch import Tensor
 
-from common.config.schema import LearnerConfig, MemoryConfig, ModelConfig, SftLearnerConfig
+from common.config.schema import MemoryConfig, ModelConfig, RanksConfig
 from common.errors import UsageError
 from learner.megatron.conversion import hf_folder
 from learner.megatron.conversion.model import Model
@@ -126,15 +126,13 @@ def _own(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[Tensor]:
 class Reference:
     """The reference's weights, read when they are first needed."""
 
-    def __init__(
-        self, config: ModelConfig, learner: LearnerConfig | SftLearnerConfig, model: Model, chunks: list[Any]
-    ) -> None:
+    def __init__(self, config: ModelConfig, learner: RanksConfig, model: Model, chunks: list[Any]) -> None:
         """The reference is in learner.loss.reference, or it is the model that training starts from.
 
         `model` is the policy, `chunks` are its data-parallel wrappers. Raises UsageError when the folder has a model of
         another shape, before anything is sampled.
         """
-        named = learner.loss.reference if isinstance(learner, LearnerConfig) else None
+        named = learner.reference
         self.path, self.model, self.chunks = Path(named or config.path), model, chunks
         self._elsewhere: list[Tensor] | None = None  # the reference's weights, or the policy's while `in_place`
         if named is None:

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from common.config.schema import Config, SftConfig, SftLearnerConfig, SftTasksConfig
+from common.config.schema import BaseConfig, Config, SftConfig, SftLearnerConfig, SftTasksConfig
 from common.rollouts import Group, Sample, VersionRun, encode_group
 from common.staleness import Window
 from common.weights import pieces
@@ -44,7 +44,7 @@ def job(
     return msgspec.convert({**document, **sections}, Config)
 
 
-def batch(config: Config | SftConfig):
+def batch(config: BaseConfig):
     return batch_of(config, Sizes.of(config.learner.world_size, config.learner.parallel))
 
 

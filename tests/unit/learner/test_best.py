@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.config.checks import check_config
 from common.config.loading import build_config
 from common.config.schema import Config, SftConfig
 from common.errors import ConfigError
@@ -289,7 +288,7 @@ def test_an_evaluation_that_ends_late_decides_when_its_line_is_written(make_worl
 )
 def test_an_unknown_metric_is_refused_with_the_nearest_name(config: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"job\.yaml: learner\.checkpoint\.keep_best: .*{said}"):
-        check_config(config, "job.yaml", "broker")
+        config.validate("job.yaml", "broker")
 
 
 @pytest.mark.parametrize(
@@ -298,4 +297,4 @@ def test_an_unknown_metric_is_refused_with_the_nearest_name(config: Any, said: s
      config_of("evaluation/data-held-out/pass_at/4", **evaluating())],
 )  # fmt: skip
 def test_a_metric_of_the_run_is_accepted(config: Any) -> None:
-    check_config(config, "job.yaml", "broker")
+    config.validate("job.yaml", "broker")

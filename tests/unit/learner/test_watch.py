@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import yaml
 
-from common.config.checks import check_config
 from common.config.loading import build_config
 from common.config.observing import WatchRule
 from common.config.schema import Config
@@ -236,6 +235,6 @@ def test_a_rule_on_an_evaluation_that_the_run_does_not_have_is_refused_with_the_
     told = {"watch": [{"metric": "loss", "above": 1}, {"metric": metric, "below": 0.5}], **evaluating()}
     said = r"watch\[1\]\.metric: .*; did you mean 'evaluation/data-held-out/mean_reward'\?"
     with pytest.raises(ConfigError, match=said):
-        check_config(config_of("reward_mean", **told), "job.yaml", "broker")
+        config_of("reward_mean", **told).validate("job.yaml", "broker")
     told["watch"][1]["metric"] = "evaluation/data-held-out/mean_reward_low"
-    check_config(config_of("reward_mean", **told), "job.yaml", "broker")
+    config_of("reward_mean", **told).validate("job.yaml", "broker")
