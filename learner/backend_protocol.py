@@ -102,6 +102,7 @@ class Backend(Protocol):
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, in a fixed order. Collective; yields on every rank."""
+        ...
 
     def export_part(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of the parameters that this rank sends, in the order of `part_layout`.
@@ -109,9 +110,11 @@ class Backend(Protocol):
         Over all ranks these are the tensors of `export`, each of them once; a rank may have none. No rank gathers the
         whole model. Collective: every rank consumes it to its end.
         """
+        ...
 
     def part_layout(self) -> list[tuple[str, tuple[int, ...]]]:
         """(Hugging Face name, shape) of this rank's part, always the same; [] on a rank that sends nothing."""
+        ...
 
     def largest(self, values: Tensor) -> Tensor:
         """The elementwise maximum of every rank's [n] float32 on the CPU, in place, on every rank. Collective."""

@@ -100,13 +100,13 @@ def rates_of(lines: Sequence[Mapping[str, Any]]) -> Rates | None:
     return Rates(nodes, total_s / len(steps), idle_s, waiting, min(1.0, taken))
 
 
-def advise(rates: Rates, staleness: int) -> Advice:
-    """The change that would help most; `staleness` is staleness.max of the run."""
+def advise(rates: Rates, max_staleness: int) -> Advice:
+    """The change that would help most; `max_staleness` is staleness.max of the run."""
     step_s = rates.predicted_s(rates.nodes)
     if rates.idle > IDLE and rates.taken < HALF_FULL:
-        return _window(rates, staleness, max(rates.busy_s, rates.taken * rates.work_s / rates.nodes))
+        return _window(rates, max_staleness, max(rates.busy_s, rates.taken * rates.work_s / rates.nodes))
     if rates.idle > IDLE and 1 - step_s / rates.step_s > LOST:
-        return _window(rates, staleness, step_s)
+        return _window(rates, max_staleness, step_s)
     if rates.idle > IDLE:
         nodes = max(rates.nodes + 1, min(math.ceil(rates.work_s / rates.busy_s), MOST_FACTOR * rates.nodes))
         words = f"{nodes - rates.nodes} more node{'s' * (nodes - rates.nodes > 1)}"
@@ -117,13 +117,13 @@ def advise(rates: Rates, staleness: int) -> Advice:
     return Advice("none", text, rates.nodes, rates.idle, rates.idle)
 
 
-def _window(rates: Rates, staleness: int, step_s: float) -> Advice:
+def _window(rates: Rates, max_staleness: int, step_s: float) -> Advice:
     why = f"learner and nodes wait for each other ({rates.idle:.0%} and {rates.waiting:.0%} of the time)"
     if rates.taken < HALF_FULL:
         why = f"engines are {rates.taken:.0%} full: the window is used up by groups of which long samples are left"
-    if staleness == 0:
+    if max_staleness == 0:
         why = "the run is synchronous: generation and training take turns"
-    words = f"staleness.max {staleness + 1} instead of {staleness}"
+    words = f"staleness.max {max_staleness + 1} instead of {max_staleness}"
     return _faster(rates, "larger_window", words, 0, step_s, f"; {why}")
 
 
@@ -150,7 +150,7 @@ def _fewer(rates: Rates) -> Advice:
     return Advice("fewer_nodes", text, enough, rates.idle, rates.idle)
 
 
-def advice_for(lines: Sequence[Mapping[str, Any]], staleness: int) -> Advice | None:
+def advice_for(lines: Sequence[Mapping[str, Any]], max_staleness: int) -> Advice | None:
     """The advisor's line on a run's metrics; None while there are too few steps."""
     rates = rates_of(lines)
-    return advise(rates, staleness) if rates is not None else None
+    return advise(rates, max_staleness) if rates is not None else None

@@ -93,7 +93,7 @@ class RunView:
                 reached = outcome_of(self.run, config, tail)
             if reached.finished:
                 state["finished"] = {"steps": reached.steps, "of": reached.of, "words": reached.places()}
-        state["bound"], state["wanted"] = (config.staleness.max, config.run.steps) if config else (None, None)
+        state["max_staleness"], state["wanted"] = (config.staleness.max, config.run.steps) if config else (None, None)
         return state
 
     def news(self, cursor: Cursor) -> dict[str, Any] | None:

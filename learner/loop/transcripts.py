@@ -13,6 +13,7 @@ import xxhash
 from torch import Tensor
 
 from common.config.schema import Config
+from common.hub import load_tokenizer
 from common.process.run_dir import RunDir
 from common.rollouts import Group, Sample
 from common.segments import SEGMENTS, LineThread, SegmentWriter
@@ -50,7 +51,8 @@ def choose(groups: Sequence[Group], share: float | Literal["none"], seed: int) -
     failed = tokens.keys() - rewards.keys()
     picked: list[tuple[Why, Place]] = [("best", max(rewards, key=rewards.__getitem__))] if rewards else []
     worst = max(sorted(failed), key=tokens.__getitem__) if failed else min(rewards, key=rewards.__getitem__)
-    picked += [("worst", worst), ("longest", max(tokens, key=tokens.__getitem__))]
+    picked.append(("worst", worst))
+    picked.append(("longest", max(tokens, key=tokens.__getitem__)))
     for why, where in picked:
         chosen.setdefault(where, []).append(why)
     for where in chosen.keys() & failed:
@@ -132,9 +134,7 @@ def transcript_thread(config: Config) -> LineThread[Item]:
     limit_bytes = min(LONGEST_BYTES, limit // SEGMENTS)
 
     def build() -> Callable[[Item], bytes]:
-        from transformers import AutoTokenizer  # only the lead rank needs it
-
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+        tokenizer = load_tokenizer(config.model.path)
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         text = TokenText(lambda ids: tokenizer.decode(ids, **options))
         text.pieces([0])  # transformers imports some modules only now

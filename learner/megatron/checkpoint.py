@@ -23,9 +23,8 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, Checkpoin
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -54,7 +53,7 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
 class Save:
     """One rank's share of one checkpoint on its way to the disk."""
 
-    def __init__(self, path: Path, sharded: dict[str, Any], common: dict[str, Any], live: set[int]) -> None:
+    def __init__(self, path: Path, sharded: Any, common: dict[str, Any], live: set[int]) -> None:
         """Plan the save into the empty folder `path` and copy the share to host memory. Collective.
 
         `sharded` is Megatron's sharded state, preprocessed, and `common` the state that is the same on every rank.
@@ -63,7 +62,7 @@ class Save:
         self.path, self.results, self.problem = path, [], ""
         # prepare_write_data uses this queue; without it, it would start a process for one
         filesystem_async._results_queue = queue.Queue()
-        strategy = _PlanOnly()
+        strategy: Any = _PlanOnly()
         self._config = CheckpointingConfig(strategy.backend, strategy.version)
         self._writer, self._metadata = strategy.async_save(sharded, self.path)
         self._transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
@@ -115,9 +114,11 @@ def _copied(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
 
 
 def _write(transforms: list[Any], bucket: Any) -> list[Any]:
-    done, running = queue.Queue(), queue.Queue()
+    done = queue.Queue()
+    running = queue.Queue()
     running.put(0)
-    filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, done, running, use_fsync=True)
+    writer: Any = filesystem_async.FileSystemWriterAsync
+    writer.write_preloaded_data(transforms, 0, bucket, done, running, use_fsync=True)
     outcome = done.get_nowait()[1]
     if isinstance(outcome, Exception):
         raise outcome
@@ -205,7 +206,7 @@ class Writer:
         if same_layout:
             random = loaded["random_state"]
             torch.set_rng_state(random["cpu"])
-            get_cuda_rng_tracker().set_states(random["tracker"])
+            parallel.rng_tracker().set_states(random["tracker"])
             if torch.cuda.is_available() and "cuda" in random:
                 torch.cuda.set_rng_state(random["cuda"])
 
@@ -237,7 +238,8 @@ def _header(path: Path) -> dict[str, Any]:
 
 def _read(path: Path, state: dict[str, Any], header: dict[str, Any], here: dict[str, int]) -> dict[str, Any]:
     try:
-        return dist_checkpointing.load(state, str(path))
+        loaded: Any = dist_checkpointing.load(state, str(path))
+        return loaded
     except (CheckpointException, CheckpointingException, KeyError) as error:
         raise UsageError(
             f"{path}: written under {_words(header['layout'])}, does not load under {_words(here)} with this model: "
@@ -285,7 +287,7 @@ def _words(layout: dict[str, int]) -> str:
 
 
 def _random_state() -> ShardedObject:
-    state = {"cpu": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+    state = {"cpu": torch.get_rng_state(), "tracker": parallel.rng_tracker().get_states()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     rank, size = dist.get_rank(), dist.get_world_size()

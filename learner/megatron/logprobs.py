@@ -114,7 +114,9 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (torch types it for one tensor)
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, index, mine, highest, log_sum, entropy, local = ctx.saved_tensors
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_sum)

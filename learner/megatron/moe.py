@@ -19,12 +19,12 @@ weighted by this model's own scores, through which the router's gradient flows.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
@@ -35,6 +35,7 @@ from common.errors import UsageError
 from learner.backend_protocol import LossFunction, Microbatch, RoutingShape
 from learner.megatron import parallel
 from learner.megatron.pack_layout import PackPart
+from learner.megatron.parallel import mpu
 
 
 def configure(provider: Any, config: MoeConfig) -> None:
@@ -64,13 +65,15 @@ def prepare(chunk: torch.nn.Module, config: MoeConfig) -> None:
         if isinstance(module, TEGroupedMLP):
             # With expert 1 upstream reduces experts over the dense model's data-parallel ranks. Where expert_tensor is
             # not tensor, that would add gradients of different parameters.
-            for parameter in module.parameters():
+            experts: Iterable[Any] = module.parameters()
+            for parameter in experts:
                 parameter.allreduce = False
         if isinstance(module, TopKRouter):
-            module.__class__ = Router
-            module.replaying = config.replay_routing
+            router: Any = module
+            router.__class__ = Router
+            router.replaying = config.replay_routing
             if config.freeze_router:
-                module.requires_grad_(False)
+                router.requires_grad_(False)
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,8 @@ class Router(TopKRouter):
             if padding_mask is not None:
                 routing_map = routing_map & ~padding_mask[:, None]
             with torch.no_grad():
-                self.local_tokens_per_expert += routing_map.sum(0)
+                tokens: Any = self.local_tokens_per_expert
+                tokens += routing_map.sum(0)  # in place
 
 
 Router.__name__ = "TopKRouter"  # the bridge recognises replicated modules by class name

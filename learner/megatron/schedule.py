@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -23,6 +22,7 @@ from learner.megatron import parallel
 from learner.megatron.logprobs import logprobs_and_entropy
 from learner.megatron.moe import Experts
 from learner.megatron.pack_layout import PackPart
+from learner.megatron.parallel import mpu
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,16 @@ def _pack(batch: Microbatch, parallel: ParallelConfig, rank: int, device: torch.
     longest = max(part.lengths)
     # Pads count as tokens at the end of documents, where a causal mask hides them. Otherwise Transformer Engine would
     # leave the outputs between documents uninitialised. It asks for the padded bounds under context parallelism.
-    padded = bounds if parallel.context > 1 else None
+    padded: Any = bounds if parallel.context > 1 else None
     params = PackedSeqParams("thd", bounds, bounds, padded, padded, longest, longest)
-    mine = (part.local(x) for x in (batch.tokens, batch.positions, batch.targets))
-    return _Packed(batch, part, *mine, params)
+    return _Packed(
+        batch=batch,
+        part=part,
+        tokens=part.local(batch.tokens),
+        positions=part.local(batch.positions),
+        targets=part.local(batch.targets),
+        params=params,
+    )
 
 
 def _filler() -> Microbatch:
@@ -66,7 +72,7 @@ class Head:
         """`chunks` are GPTModels, in their data-parallel wrappers or bare."""
         self._sequence_parallel = sequence_parallel
         self._group: dist.ProcessGroup = mpu.get_tensor_model_parallel_group()
-        last = chunks[-1].module if isinstance(chunks[-1], DistributedDataParallel) else chunks[-1]
+        last: Any = chunks[-1].module if isinstance(chunks[-1], DistributedDataParallel) else chunks[-1]
         self._model = last if last.post_process else None
         if self._model is not None:
             # (hidden states, no bias)

@@ -115,7 +115,8 @@ class ChatTemplate:
                     "more follows. So the assistant's part of the text cannot be found. End every row with its "
                     "only assistant message, or give model.path a template with {% generation %} marks"
                 )
-            segments += [(whole[done : len(before)], 0), (whole[len(before) : len(after)], 1)]
+            segments.append((whole[done : len(before)], 0))
+            segments.append((whole[len(before) : len(after)], 1))
             done = len(after)
         return [*segments, (whole[done:], 0)] if whole[done:] else segments
 

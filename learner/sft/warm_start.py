@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from common.config.schema import SftConfig
+from common.hub import load_tokenizer
 from common.metrics import SftMetrics
 from learner.backend_protocol import Backend
 from learner.batch.batch import BatchStatistics, TrainingBatch
@@ -20,7 +21,7 @@ from learner.batch.packing import Document, pack_for
 from learner.loop.batch_source import BatchSource, Command, Drain, Train
 from learner.loop.step_metrics import Step
 from learner.loss.losses import cross_entropy
-from learner.sft.rows import SftDataset, load_tokenizer
+from learner.sft.rows import SftDataset
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class SftSource(BatchSource):
 
     def __init__(self, config: SftConfig, stop_requested: Callable[[], str | None]) -> None:
         """Read and check the rows; raises UsageError. `stop_requested` returns why the run should drain, or None."""
-        tokenizer = load_tokenizer(Path(config.model.path))
+        tokenizer = load_tokenizer(config.model.path)
         tasks, share = config.tasks, config.evaluation.share if config.evaluation.every else 0.0
         self.dataset = SftDataset(Path(tasks.dataset), tokenizer, config.run.seed, tasks.shuffle, share)
         self._config, self._stop_requested = config, stop_requested

@@ -17,7 +17,7 @@ const evaluations = (run) => {
 };
 const CHARTS = [
   { title: "Reward", unit: "mean, and its band of one standard deviation", wide: true, lines: [{ metric: "reward_mean", label: "mean", add: "reward_std" }], points: evaluations },
-  { title: "Staleness of trained tokens", unit: "versions", zero: true, lines: [{ metric: "staleness_max", label: "largest" }, { metric: "staleness_mean", label: "mean" }], bound: (run) => run.state.bound },
+  { title: "Staleness of trained tokens", unit: "versions", zero: true, lines: [{ metric: "staleness_max", label: "largest" }, { metric: "staleness_mean", label: "mean" }], bound: (run) => run.state.max_staleness },
   { title: "Seconds of a step", unit: "s", zero: true, cut: true, lines: [{ metric: "step_s", label: "whole" }, { metric: "train_s", label: "training" }, { metric: "learner_idle_s", label: "waiting for groups" }, { metric: "publish_s", label: "publish" }] },
   { title: "Entropy", unit: "nat", lines: [{ metric: "entropy", label: "mean" }] },
   { title: "Effective sample size", unit: "share", lines: [{ metric: "effective_sample_fraction", label: "share" }] },
@@ -81,7 +81,7 @@ function figures(state) {
   return card("Now", list([["steps", done], ...Object.entries(state.figures ?? {}).map(([name, text]) => [name, text.replaceAll("  ", " · ")])]));
 }
 
-function staleness({ ages: counts = [], bound }) {
+function staleness({ ages: counts = [], max_staleness: bound }) {
   const total = counts.reduce((sum, count) => sum + count, 0);
   const most = Math.max(...counts, 1);
   const rows = total ? AGES.map((age, i) => {

@@ -33,7 +33,7 @@ LATENT_NORM_EPS = 1e-6
 @functools.cache
 def patch_bridge() -> None:
     """Silence the progress bars and repair the copy of tied embeddings under a virtual pipeline."""
-    cls = model_bridge.MegatronModelBridge
+    cls: Any = model_bridge.MegatronModelBridge
     share = cls._broadcast_shared_embeddings
 
     def broadcast_shared_embeddings(self: Any, model: Any) -> None:
@@ -170,7 +170,8 @@ def check_rope(config: Any, model: torch.nn.Module) -> None:
     if not rotaries:
         return
     module = inspect.getmodule(getattr(transformers, config.architectures[0]))
-    table = next(c for n, c in vars(module).items() if n.endswith("RotaryEmbedding") and inspect.isclass(c))(config)
+    kinds: list[Any] = [c for n, c in vars(module).items() if n.endswith("RotaryEmbedding") and inspect.isclass(c)]
+    table = kinds[0](config)
     for rotary in rotaries:
         _check_rotary(config, rotary, table.inv_freq.detach().float(), float(table.attention_scaling))
 

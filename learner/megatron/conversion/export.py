@@ -70,7 +70,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         total += sum(tensor.nbytes for tensor in shard.values())
         shard.clear()  # before the next one fills
     if len(files) == 1:
-        file.rename(folder / "model.safetensors")
+        files[0][0].rename(folder / "model.safetensors")
         return
     weight_map: dict[str, str] = {}
     for i, (file, names) in enumerate(files, 1):

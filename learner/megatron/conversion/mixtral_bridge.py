@@ -14,8 +14,10 @@ from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
 from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers import MixtralForCausalLM
 
+register: Any = MegatronModelBridge.register_bridge  # typed for classes that need no arguments
 
-@MegatronModelBridge.register_bridge(source=MixtralForCausalLM, target=GPTModel, model_type="mixtral")
+
+@register(source=MixtralForCausalLM, target=GPTModel, model_type="mixtral")
 class MixtralBridge(Qwen3MoEBridge):
     """Mixtral 8x7B and 8x22B: Qwen3's layers without norms of queries and keys, and other names for the experts.
 

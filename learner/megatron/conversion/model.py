@@ -68,7 +68,7 @@ def build(
     provider.finalize()
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     virtual = parallel.virtual_pipeline
-    chunks = [provider.provide(vp_stage=i if virtual > 1 else None) for i in range(virtual)]
+    chunks: list[torch.nn.Module] = [provider.provide(vp_stage=i if virtual > 1 else None) for i in range(virtual)]
     for chunk in chunks:
         if torch.cuda.is_available():
             chunk.cuda(torch.cuda.current_device())  # some modules, a router among them, are made on the CPU
@@ -111,7 +111,7 @@ def _check_tasks(path: Path, chunks: list[torch.nn.Module], tasks: list[Any]) ->
 
 
 def _check_names(path: Path, hf_config: Any, bridge: AutoBridge) -> None:
-    translator = bridge._model_bridge
+    translator: Any = bridge._model_bridge
     translator._hf_config = hf_config  # GLM's asks for it
     registry, names = translator.mapping_registry(), bridge.hf_pretrained.state.source.get_all_keys()
     alike = {name: re.sub(r"(?<=\.)\d+(?=\.)", "0", name) for name in names}  # one look-up for all layers and experts

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import torch
 import transformers
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from common.config.schema import MoeConfig, ParallelConfig
@@ -48,7 +47,9 @@ def check_translation(path: Path, config: Any, dtype: torch.dtype, layout: Paral
     """
     layout = msgspec.structs.replace(layout, first_stage_layers=None, last_stage_layers=None)
     kind = dtype if torch.cuda.is_available() else torch.float32
-    tracker, state, random = get_cuda_rng_tracker(), get_cuda_rng_tracker().get_states(), torch.get_rng_state()
+    tracker = parallel.rng_tracker()
+    state = tracker.get_states()
+    random = torch.get_rng_state()
     small = tiny_model.config_of(config, layout)
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         expected = _miniature(Path(folder), small, kind)

@@ -26,7 +26,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _norm_weight(config: Any, size: int) -> torch.nn.Parameter:
     if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
         raise NotImplementedError(f"normalization {config.normalization} without Transformer Engine")
-    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+    weight: Any = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
     weight.sequence_parallel = config.sequence_parallel
     return weight
 
@@ -70,13 +70,15 @@ class DuplicatedLinear(torch.nn.Module):
         super().__init__()
         if bias or parallel_mode != "duplicated":
             raise NotImplementedError(f"a {parallel_mode} linear layer, bias {bias}, without Transformer Engine")
-        self.config, self.parallel_mode = config, parallel_mode
-        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        self.config = config
+        self.parallel_mode = parallel_mode
+        weight: Any = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         if config.perform_initialization:
-            init_method(self.weight)
-        self.weight.allreduce = True
+            init_method(weight)
+        weight.allreduce = True
         # each rank has the gradient of its part of the sequence; Megatron adds them up
-        self.weight.sequence_parallel = config.sequence_parallel
+        weight.sequence_parallel = config.sequence_parallel
+        self.weight = weight
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return F.linear(x, self.weight), None
@@ -106,11 +108,13 @@ class _GroupedLinear(torch.nn.Module):
         shape = [output_size, input_size]
         shape[self.tp_axis] //= pg_collection.expt_tp.size()
         for i in range(num_gemms):
-            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+            weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
             if config.perform_initialization:
                 init_method(weight)
             weight.allreduce = config.expert_model_parallel_size == 1
-            weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, self.tp_axis, 1
+            weight.tensor_model_parallel = True
+            weight.partition_dim = self.tp_axis
+            weight.partition_stride = 1
             self.register_parameter(f"weight{i}", weight)
 
     def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:

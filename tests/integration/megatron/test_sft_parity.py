@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from common.hub import load_tokenizer
 from learner.batch.packing import build, plan
 from learner.loss.losses import cross_entropy
-from learner.sft.rows import SftDataset, load_tokenizer
+from learner.sft.rows import SftDataset
 from learner.sft.warm_start import Validation
 from tests.integration.learner import sft_assets
 from tests.integration.megatron import fork_rig, tiny_models

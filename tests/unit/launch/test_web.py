@@ -202,7 +202,7 @@ def test_the_state_has_the_figures_of_top_and_status(recorded):
     state = read(RunView(recorded)).state
     assert state["figures"]["reward"].startswith("0.") and "of 2 allowed" in state["figures"]["staleness"]
     assert "more node" in state["figures"]["advice"]
-    assert (state["bound"], state["steps"], state["wanted"]) == (2, 40, 40)
+    assert (state["max_staleness"], state["steps"], state["wanted"]) == (2, 40, 40)
     assert state["ages"] == [200 * 40, 384 * 40, 184 * 40, 0, 0, 0]
     assert state["waste"]["lost"]["tokens"] == 40 * 768 // 20
     assert state["broker"]["groups_ready"] == 3 and state["broker"]["oldest_lease_s"] == 400.0
