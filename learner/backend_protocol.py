@@ -93,12 +93,15 @@ class Backend(Protocol):
         `temperature` before the log-softmax. Gradients are those of (sum of loss_sum over all
         microbatches of all ranks) / (sum of denominator over the same).
         """
+        ...
 
     def logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         """[T] float32 log-probabilities of the targets, no gradient, on every rank of the replica. Collective."""
+        ...
 
     def reference_logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         """As `logprobs`, of the frozen reference model. Collective."""
+        ...
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, in a fixed order. Collective; yields on every rank."""
@@ -118,9 +121,11 @@ class Backend(Protocol):
 
     def largest(self, values: Tensor) -> Tensor:
         """The elementwise maximum of every rank's [n] float32 on the CPU, in place, on every rank. Collective."""
+        ...
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, by rank. Collective."""
+        ...
 
     def save_hf(self, path: Path) -> None:
         """Replace the folder `path` by a complete Hugging Face model, with config and tokenizer. Collective."""
@@ -136,12 +141,14 @@ class Backend(Protocol):
 
         Raises SlipstreamError when it could not be written; nothing of it is left.
         """
+        ...
 
     def load_checkpoint(self, path: Path) -> None:
         """The reverse, also under another parallel layout. Collective."""
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes to every rank. Collective."""
+        ...
 
     def close(self) -> None:
         """Leave torch.distributed; the backend is unusable afterwards. Collective."""

@@ -18,6 +18,7 @@ from common.config.loss import loss_problems
 from common.config.network_checks import address_problems, broker_problems, buffers_problems, weights_address_problems
 from common.config.parallel_layout import (
     ModelShape,
+    architecture_problems,
     attention_problems,
     document_multiple,
     model_problems,
@@ -25,7 +26,6 @@ from common.config.parallel_layout import (
 )
 from common.config.passthrough import passthrough_problems
 from common.config.schema import BaseConfig, Config, MoeConfig, Reader
-from common.config.supported_models import architecture_problems
 from common.errors import Problem, UsageError
 from common.evaluation import dataset_names, pass_ks
 from common.hub import SCHEME, TOKENIZER_FILES, absolute, local_copy

@@ -1,16 +1,23 @@
-"""Whether a model can be cut into a parallel layout, and into what; no torch, so config checks can ask too."""
+"""Whether a model is supported, and can be cut into a parallel layout; no torch, so config checks can ask too."""
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import cast
 
 from common.config.schema import ParallelConfig
 from common.errors import Problem
 
 PLAIN = "SLIPSTREAM_PLAIN_LAYERS"  # any value: do without Transformer Engine, though it is installed
 _KEY = "learner.parallel."
+# The architectures that are proven to load, compute and come back as in transformers: docs/models.md, and
+# tests/integration/megatron/test_architectures.py.
+SUPPORTED = (
+    "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM",
+    "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,18 @@ class ModelShape:
             expert_intermediate=number("moe_intermediate_size"),
             positions=number("max_position_embeddings"),
         )
+
+
+def architecture_problems(value: Callable[[str], object]) -> Iterator[Problem]:
+    """Why Megatron cannot be trusted with a model; `value` looks a name of its config.json up, None: not there."""
+    named = value("architectures")
+    first = cast("Sequence[object]", named)[0] if isinstance(named, list | tuple) and named else None
+    if first is not None and first not in SUPPORTED:
+        hint = "docs/models.md says why"
+        yield Problem("model.path", f"one of {', '.join(SUPPORTED)}", f"{first} in config.json", hint)
+    if value("quantization_config"):
+        found = "quantised ones (quantization_config in config.json)"
+        yield Problem("model.path", "weights in bfloat16 or float32", found, "Megatron-Bridge drops their scales")
 
 
 def document_multiple(parallel: ParallelConfig) -> int:

@@ -229,7 +229,7 @@ def publish_of(config: Config, model: Architecture, gpus_per_node: int, link_gbi
 
 
 def source_bytes(layout: Layout, model: Architecture, learner: RanksConfig) -> dict[int, int]:
-    """Rank -> bytes that it sends, as learner.megatron.conversion.part_export divides a model.
+    """Rank -> bytes that it sends, as learner.megatron.conversion.export divides a model.
 
     The first rank of a stage sends its dense tensors too. Gaps of alignment count, so all add up to the layout.
     """

@@ -18,7 +18,6 @@ from common.rollouts import Group, Sample, decode_group
 from common.staleness import expired
 from learner.backend_protocol import RoutingShape
 from learner.batch.dynamic_sampling import carries_signal
-from learner.batch.kv_age import cache_ages
 from learner.batch.packing import Document
 from learner.loss.advantages import ADVANTAGES
 
@@ -60,7 +59,7 @@ class BatchStatistics:
     groups_filtered: int = 0  # by learner.dynamic_sampling
     samples_mixed: int = 0  # sampled by more than one policy version
     failed_by_reason: dict[str, int] = field(default_factory=dict)  # stop reason of failed samples to their number
-    kv_cache_age_mean: float = 0.0  # learner/batch/kv_age.py, over trained tokens
+    kv_cache_age_mean: float = 0.0  # see cache_ages, over trained tokens
     kv_cache_age_max: int = 0
 
 
@@ -248,6 +247,28 @@ def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequen
         kv_cache_age_mean=sum(p.cache_age for p in played) / max(len(ages), 1),
         kv_cache_age_max=max((p.cache_age_max for p in played), default=0),
     )
+
+
+def cache_ages(versions: np.ndarray, sampled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For every token [T], (mean, largest) age of the KV cache that it was sampled over; 0 where nothing was sampled.
+
+    A call of the model begins with keys and values of its own version only. Prefix caches are salted by version and
+    checked again when the request enters the engine. With `weights.kv_cache: keep` a call in flight keeps its keys and
+    values over a flip, so later tokens depend on older ones. With `recompute` they are computed again; every age is 0.
+
+    The age of an entry is the version that sampled the token - the version that computed the entry. Entry p of a
+    call is computed when token p + 1 is sampled, those of its prompt when its first token is. A request that the
+    engine preempted and computed anew counts as if it had not been: the ages are upper bounds. `versions` has the
+    version of every token; `sampled` is false for the first one, since nothing came before it.
+    """
+    mean, largest = np.zeros(len(versions)), np.zeros(len(versions), np.int64)
+    edges = [*(np.flatnonzero(sampled[1:] != sampled[:-1]) + 1).tolist(), len(versions)]
+    for start, end in zip(edges[::2], edges[1::2], strict=False):  # a call may end with the sample
+        own = versions[start:end]
+        total = np.cumsum(own) + (start - 1) * own[0]  # over the `start` to `end` entries that the tokens attended to
+        mean[start:end] = own - total / np.arange(start, end)
+        largest[start:end] = own - np.minimum.accumulate(own)
+    return np.maximum(mean, 0), largest
 
 
 def length_deciles(lengths: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:

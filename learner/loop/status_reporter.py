@@ -36,7 +36,7 @@ class StatusReporter:
         self._report = LearnerReport(os.getpid(), 0, "starting", 0, instance=instance, host=host)
         self._silence = ""
         self._silent_since = 0.0
-        self.undelivered: Callable[[], Sequence[Undelivered]] = tuple  # called from the reporting thread
+        self._undelivered: Callable[[], Sequence[Undelivered]] = tuple
         self._since = time.monotonic()
         self._lock = threading.Lock()
         self._changed = threading.Event()
@@ -52,12 +52,14 @@ class StatusReporter:
         with closing(self._connect()) as client:
             client.report(self.snapshot())
 
-    def start(self) -> None:
+    def start(self, undelivered: Callable[[], Sequence[Undelivered]] = tuple) -> None:
+        """Report from a thread, which calls `undelivered` for the broadcasts that nodes still lack."""
+        self._undelivered = undelivered
         self._thread.start()
 
     def snapshot(self) -> LearnerReport:
         """The report as of now; silent ranks come before what the loop does."""
-        missing, now = self.undelivered(), time.perf_counter()
+        missing, now = self._undelivered(), time.perf_counter()
         oldest = [Delivery(m.node_id, m.version, m.stage, now - m.since) for m in missing[:SHOWN_DELIVERIES]]
         with self._lock:
             report, since = self._report, self._since

@@ -4,7 +4,7 @@
                |  waits for groups; nodes unblock it by completing leases (RUN/status says how many are on the way)
                v
     all:    broadcast of the command (WAIT | TRAIN groups | DRAIN | FAIL)
-               |  the other ranks wait here for the lead, at most lead_rank.TAKE_WAIT_S plus broker round trips
+               |  the other ranks wait here for the lead, at most gathering.TAKE_WAIT_S plus broker round trips
                v
     all:    batch (advantages, staleness, expiry) -> pack -> backend.train_step -> version + 1
                |  ranks wait for each other inside the backend's collectives, at most learner.timeout_s

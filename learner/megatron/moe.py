@@ -19,7 +19,6 @@ weighted by this model's own scores, through which the router's gradient flows.
 """
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,8 +64,8 @@ def prepare(chunk: torch.nn.Module, config: MoeConfig) -> None:
         if isinstance(module, TEGroupedMLP):
             # With expert 1 upstream reduces experts over the dense model's data-parallel ranks. Where expert_tensor is
             # not tensor, that would add gradients of different parameters.
-            experts: Iterable[Any] = module.parameters()
-            for parameter in experts:
+            weights: Any = module.parameters()
+            for parameter in weights:
                 parameter.allreduce = False
         if isinstance(module, TopKRouter):
             router: Any = module
@@ -164,7 +163,7 @@ class Experts:
     """Prepares the routers of one rank's chunks for the step and the microbatch; does nothing to a dense model."""
 
     def __init__(self, chunks: list[torch.nn.Module], config: Any, options: MoeConfig) -> None:
-        self.routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, Router)]
+        self.routers: list[Any] = [m for chunk in chunks for m in chunk.modules() if isinstance(m, Router)]
         experts = getattr(config, "num_moe_experts", None)
         self._balanced = bool(experts) and config.moe_aux_loss_coeff > 0
         self._sequence_rank = mpu.get_tensor_model_parallel_rank() if config.sequence_parallel else 0

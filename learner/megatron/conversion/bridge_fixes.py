@@ -1,6 +1,7 @@
 """Where Megatron-Bridge 0.3.1 gives wrong numbers without an error, on any device; each with its cause.
 
 `hf_folder.give_rope_theta` before the provider is made, `correct_provider` after, `check_rope` on the built model.
+Mixtral has no bridge there; ours is registered here.
 `within_the_part` is no correction: it takes out collectives for which the bridge has no switch.
 """
 
@@ -16,7 +17,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from megatron.bridge.models.conversion import model_bridge, param_mapping
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping
+from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
@@ -197,3 +202,36 @@ def _check_rotary(config: Any, rotary: Any, expected: Tensor, scaling: float) ->
     forward = type(rotary).forward
     if hasattr(forward, "cache_clear"):
         forward.cache_clear()
+
+
+register: Any = model_bridge.MegatronModelBridge.register_bridge  # typed for classes that need no arguments
+
+
+@register(source=transformers.MixtralForCausalLM, target=GPTModel, model_type="mixtral")
+class MixtralBridge(Qwen3MoEBridge):
+    """Mixtral 8x7B and 8x22B: Qwen3's layers without norms of queries and keys, and other names for the experts.
+
+    Checkpoints name one matrix per expert, `block_sparse_moe.experts.N.w1` (gate), `w3` (up) and `w2` (down);
+    transformers 5 fuses them in memory, but writes and reads these names.
+
+    Hugging Face divides the softmax over all experts by the sum of the chosen: the softmax over the chosen, as Qwen3's.
+    """
+
+    def provider_bridge(self, hf_pretrained: Any) -> Any:
+        """Megatron's provider for a Hugging Face configuration."""
+        provider = super().provider_bridge(hf_pretrained)
+        provider.qk_layernorm = False
+        provider.moe_ffn_hidden_size = hf_pretrained.config.intermediate_size
+        return provider
+
+    def mapping_registry(self) -> MegatronMappingRegistry:
+        """The parameters of Hugging Face that each of Megatron's is built from."""
+        ours, theirs = "decoder.layers.*.mlp", "model.layers.*.block_sparse_moe"
+        up, gate = f"{theirs}.experts.*.w3.weight", f"{theirs}.experts.*.w1.weight"
+        other = re.compile(r"\.mlp\.|[qk]_layernorm")
+        return MegatronMappingRegistry(
+            *(mapping for mapping in super().mapping_registry() if not other.search(mapping.megatron_param)),
+            AutoMapping(f"{ours}.router.weight", f"{theirs}.gate.weight"),
+            AutoMapping(f"{ours}.experts.linear_fc2.weight*", f"{theirs}.experts.*.w2.weight"),
+            GatedMLPMapping(f"{ours}.experts.linear_fc1.weight*", gate=gate, up=up),
+        )

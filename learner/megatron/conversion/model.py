@@ -17,7 +17,6 @@ from common.config.schema import MoeConfig, ParallelConfig, Recompute
 from common.errors import UsageError
 from learner.megatron import moe
 from learner.megatron.conversion import bridge_fixes, hf_folder
-from learner.megatron.conversion import mixtral_bridge as _mixtral_bridge  # noqa: F401  (registers itself)
 from learner.megatron.cpu import compat
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config.supported_models import SUPPORTED
+from common.config.parallel_layout import SUPPORTED
 from launch.plan.architecture import READERS, UnknownArchitecture, read_architecture
 from launch.plan.parameters import count, count_active, hf_tensors
 from tests.launch_rig import MODELS, architecture
