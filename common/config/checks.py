@@ -143,8 +143,10 @@ def _job_problems(config: Config, read: set[str], shape: ModelShape | None) -> I
     if "tasks.dataset" in read:
         yield from buffers_problems(config)
     if shape is not None and config.learner.moe.replay_routing:  # a group's routing must fit into its message
-        layers, chosen = shape.layers, shape.chosen_experts
-        longest, size = config.rollout.engine.max_model_len, config.rollout.group_size
+        layers = shape.layers
+        chosen = shape.chosen_experts
+        longest = config.rollout.engine.max_model_len
+        size = config.rollout.group_size
         needed = 2 * size * longest * layers * chosen
         if needed > config.broker.max_message_bytes:
             hint = f"learner.moe.replay_routing: {size} samples x {longest} tokens x {layers} layers x {chosen} experts"
@@ -169,7 +171,8 @@ def _keep_best(config: BaseConfig) -> Iterator[Problem]:
 def model_folder_problems(path: str) -> Generator[Problem, None, ModelShape | None]:
     """Why the folder of `model.path` cannot be used; returns its shape, None without a readable config.json."""
     folder = Path(path)
-    key, expected = "model.path", "a Hugging Face model folder"
+    key = "model.path"
+    expected = "a Hugging Face model folder"
     if path.startswith(SCHEME):
         return None
     if not folder.is_dir():
@@ -204,7 +207,8 @@ def _dataset(key: str, path: str) -> Iterator[Problem]:
 
 
 def _evaluation(config: Config, read: set[str]) -> Iterator[Problem]:
-    told, publish_every = config.evaluation, config.weights.publish_every
+    told = config.evaluation
+    publish_every = config.weights.publish_every
     for dataset in told.datasets if "evaluation.datasets" in read else ():
         yield from _dataset("evaluation.datasets", dataset)
     if len(set(told.datasets)) < len(told.datasets):
@@ -239,7 +243,8 @@ def _losses(config: Config) -> Iterator[Problem]:
 
 
 def _rollout(config: Config, shape: ModelShape | None) -> Iterator[Problem]:
-    rollout, engine = config.rollout, config.rollout.engine
+    rollout = config.rollout
+    engine = config.rollout.engine
     advantage = config.learner.loss.advantage
     if rollout.group_size == 1 and advantage != "reinforce_pp":
         hint = "a group of one has nothing to be compared with: every advantage would be zero"

@@ -237,7 +237,8 @@ def _rewritten(
     text: str, document: Document, file: str, overridden: set[str], schema: type[msgspec.Struct]
 ) -> ConfigError:
     """msgspec's error, with the key's whole path, what it accepts, what was found there, and the nearest name."""
-    place, field = _PLACE.search(text), _FIELD.match(text)
+    place = _PLACE.search(text)
+    field = _FIELD.match(text)
     key = place[1] if place else ""
     if key.endswith("[...]"):  # msgspec does not name the entry of a mapping
         key = key.removesuffix("[...]")
@@ -252,7 +253,8 @@ def _rewritten(
     kind = _type_of(key, schema)
     if field:
         return ConfigError(file, key, describe_type(kind), "nothing", "this key is required")
-    value, hint = _value_at(document, key), None
+    value = _value_at(document, key)
+    hint = None
     info = schema_info.type_info(kind)
     if isinstance(info, schema_info.LiteralType) and (near := nearest(str(value), map(str, info.values))):
         hint = f"did you mean '{near}'?"

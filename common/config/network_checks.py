@@ -124,10 +124,13 @@ def buffers_problems(config: Config) -> Iterator[Problem]:
 
 def weights_address_problems(config: Config) -> Iterator[Problem]:
     """Whether weights leave this machine only authenticated, or on a network that the config trusts."""
-    weights, loopback, several = config.weights, is_loopback(config.weights.address), config.learner.machines > 1
+    weights = config.weights
+    loopback = is_loopback(config.weights.address)
+    several = config.learner.machines > 1
     if loopback and not several:
         return
-    trusted, keys = weights.network == "trusted", curve_credentials(config.broker.credentials) is not None
+    trusted = weights.network == "trusted"
+    keys = curve_credentials(config.broker.credentials) is not None
     if keys and (trusted or weights.transport == "relay"):
         if is_wildcard(weights.address):
             hint = "nodes are told this address"

@@ -74,8 +74,10 @@ def document_multiple(parallel: ParallelConfig) -> int:
 
 def layers_per_stage(layers: int, parallel: ParallelConfig) -> tuple[int, ...]:
     """Layers of each pipeline stage, all its virtual stages together; raises ValueError(Problem)."""
-    first, last = parallel.first_stage_layers, parallel.last_stage_layers
-    stages, virtual = parallel.pipeline, parallel.virtual_pipeline
+    first = parallel.first_stage_layers
+    last = parallel.last_stage_layers
+    stages = parallel.pipeline
+    virtual = parallel.virtual_pipeline
     if stages == 1:
         for name, given in (("first_stage_layers", first), ("last_stage_layers", last)):
             if given is not None:

@@ -98,7 +98,8 @@ def plan(
             f"microbatch, but {KEY} is {micro_batch_tokens}; raise {KEY} or shorten the sequences"
         )
     order = np.lexsort((np.arange(len(places)), -places)).tolist()
-    sizes, costs = places.tolist(), cost(places, hidden_size).tolist()
+    sizes = places.tolist()
+    costs = cost(places, hidden_size).tolist()
     crowded = int((places * 2 > micro_batch_tokens).sum())  # no two of these share a microbatch
     count = max(1, -(-int(places.sum()) // (ranks * micro_batch_tokens)), -(-crowded // ranks))
     while (bins := _fill(order, sizes, costs, ranks * count, micro_batch_tokens)) is None:

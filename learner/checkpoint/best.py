@@ -50,7 +50,8 @@ class Best:
     def __init__(self, config: BaseConfig) -> None:
         """`config` has passed its checks, and keep_best is set."""
         key = self._key = config.learner.checkpoint.keep_best or ""
-        self._name, self._sign = key.removeprefix("-"), -1.0 if key.startswith("-") else 1.0
+        self._name = key.removeprefix("-")
+        self._sign = -1.0 if key.startswith("-") else 1.0
         self._window = config.learner.checkpoint.every
         self._evaluated = config.evaluation.every if key.removeprefix("-").startswith("evaluation/") else 0
         kinds = declarations(config.step_metrics)
@@ -59,12 +60,15 @@ class Best:
 
     def note(self, line: Mapping[str, Any]) -> None:
         """A line of the metrics file, of any kind."""
-        at, found = line.get("step"), line
+        at = line.get("step")
+        found = line
         if self._evaluated:
-            at, prefix = line.get("policy_version"), f"evaluation/{line.get('dataset')}/"
+            at = line.get("policy_version")
+            prefix = f"evaluation/{line.get('dataset')}/"
             found = {f"{prefix}pass_at/{k}": value for k, value in (line.get("pass_at") or {}).items()}
             found[f"{prefix}mean_reward"] = line.get("mean_reward")
-        value, kind = found.get(self._name), "evaluation" if self._evaluated else None
+        value = found.get(self._name)
+        kind = "evaluation" if self._evaluated else None
         if line.get("kind") == kind and isinstance(at, int) and isinstance(value, int | float) and math.isfinite(value):
             self._values[at] = float(value)
 
@@ -79,7 +83,8 @@ class Best:
 
         The newest of equal ones is the best. While best.json cannot be written, the one that it names stays, too.
         """
-        versions, before = sorted(versions), read_best(folder)
+        versions = sorted(versions)
+        before = read_best(folder)
         known = {version: value for version in versions if (value := self.value(version)) is not None}
         if before is not None and before.metric == self._key and before.step in versions:
             known.setdefault(before.step, before.value)

@@ -30,9 +30,11 @@ class StatusReporter:
 
     def __init__(self, connect: Callable[[], LearnerBroker], logs: Path | None) -> None:
         """`logs`: the folder of the ranks' logs, whose ends the broker may ask for; None: the launchers send them."""
-        self._connect, self._logs = connect, logs
+        self._connect = connect
+        self._logs = logs
         self.stop_requested: str | None = None  # why the broker wants this learner to leave
-        host, instance = socket.gethostname(), secrets.token_hex(8)
+        host = socket.gethostname()
+        instance = secrets.token_hex(8)
         self._report = LearnerReport(os.getpid(), 0, "starting", 0, instance=instance, host=host)
         self._silence = ""
         self._silent_since = 0.0
@@ -59,10 +61,12 @@ class StatusReporter:
 
     def snapshot(self) -> LearnerReport:
         """The report as of now; silent ranks come before what the loop does."""
-        missing, now = self._undelivered(), time.perf_counter()
+        missing = self._undelivered()
+        now = time.perf_counter()
         oldest = [Delivery(m.node_id, m.version, m.stage, now - m.since) for m in missing[:SHOWN_DELIVERIES]]
         with self._lock:
-            report, since = self._report, self._since
+            report = self._report
+            since = self._since
             if self._silence and report.state not in LEARNER_ENDED:
                 report = msgspec.structs.replace(report, state="stalled", waiting_on=self._silence)
                 since = self._silent_since
@@ -86,7 +90,8 @@ class StatusReporter:
     def update(self, **fields: object) -> None:
         """Change fields of the report. `since_s` starts over with another state, which is sent at once."""
         with self._lock:
-            before, self._report = self._report, msgspec.structs.replace(self._report, **fields)
+            before = self._report
+            self._report = msgspec.structs.replace(self._report, **fields)
             if before.state != self._report.state:
                 self._since = time.monotonic()
                 SPANS.state(self._report.state)

@@ -157,7 +157,8 @@ class Trainer:
     def _record(self, batch: TrainingBatch, result: StepResult, microbatches: int) -> None:
         """The step's metrics line, written before a checkpoint could make the step permanent."""
         now = time.monotonic()
-        self._times.step_s, self._line_s = now - self._line_s, now
+        self._times.step_s = now - self._line_s
+        self._line_s = now
         if self.files is not None:
             step = Step(batch, result, microbatches, self._times, self.totals, now - self._began_s)
             self.files.record(self.source.line(step))

@@ -80,7 +80,9 @@ class RecordingLoss:
 
     def watch(self, documents: Sequence[Document], chosen: Container[Place]) -> None:
         """Begin a step on these documents. Those with a `chosen` origin are kept while there is room."""
-        self._wanted, self._found, room = {}, {}, MOST_PLACES
+        self._wanted = {}
+        self._found = {}
+        room = MOST_PLACES
         for number, document in enumerate(documents):
             if document.origin in chosen and document.places <= room:
                 room -= document.places
@@ -88,7 +90,10 @@ class RecordingLoss:
 
     def collect(self, backend: Backend) -> Logprobs:
         """The log-probabilities of the chosen documents. Collective, unless nothing was chosen."""
-        wanted, found, self._wanted, self._found = self._wanted, self._found, {}, {}
+        wanted = self._wanted
+        found = self._found
+        self._wanted = {}
+        self._found = {}
         if not wanted:
             return {}
         parts = [found.get(n, torch.full((d.places,), -torch.inf)).float().cpu() for n, d in wanted.items()]
@@ -114,7 +119,8 @@ def items(
     filters = batch.statistics.groups_filtered > 0
     for where, why in chosen.items():
         serial, index = where
-        group, document = by_serial[serial], documents.get(where)
+        group = by_serial[serial]
+        document = documents.get(where)
         step = None if filters and not carries_signal(group) else batch.step
         facts = {"serial": serial, "sample": index, "node_id": nodes.get(serial, ""), "why": why, "step": step}
         yield Item(group.samples[index], document and _training(document, logprobs.get(where)), facts)

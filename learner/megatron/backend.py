@@ -68,15 +68,19 @@ class MegatronBackend:
         the schedule ends, unless the optimizer's decay_steps names another. `seed` is that of Megatron's random
         generators. Raises UsageError, naming the folder, the layout or the model that cannot be used.
         """
-        self.model_path, layout, dtype = Path(model.path), learner.parallel, DTYPES[model.dtype]
+        self.model_path = Path(model.path)
+        layout = learner.parallel
+        dtype = DTYPES[model.dtype]
         for problem in world_problems(parallel.world_size(), layout):
             raise UsageError(str(problem))
         hf_config = read_config(self.model_path)
         parallel.initialize(layout, seed, learner.timeout_s)
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
         self.data_parallel_rank = mpu.get_data_parallel_rank()
         self.data_parallel_size = mpu.get_data_parallel_world_size()
-        self.vocab_size, self.hidden_size = int(hf_config.vocab_size), int(hf_config.hidden_size)
+        self.vocab_size = int(hf_config.vocab_size)
+        self.hidden_size = int(hf_config.hidden_size)
         self.document_multiple = document_multiple(layout)
         if model.verify:
             verify.check_translation(self.model_path, hf_config, dtype, layout)

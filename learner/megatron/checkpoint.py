@@ -59,7 +59,9 @@ class Save:
         `sharded` is Megatron's sharded state, preprocessed, and `common` the state that is the same on every rank.
         `live` are the addresses of the storages that the next step changes.
         """
-        self.path, self.results, self.problem = path, [], ""
+        self.path = path
+        self.results = []
+        self.problem = ""
         # prepare_write_data uses this queue; without it, it would start a process for one
         filesystem_async._results_queue = queue.Queue()
         strategy: Any = _PlanOnly()
@@ -129,7 +131,9 @@ class Writer:
     """Saves and loads the checkpoints of one model and its optimizer; one save at a time."""
 
     def __init__(self, chunks: list[Any], optimizer: Optimizer, layout: ParallelConfig) -> None:
-        self.chunks, self.optimizer, self.layout = chunks, optimizer, layout
+        self.chunks = chunks
+        self.optimizer = optimizer
+        self.layout = layout
         self._save: Save | None = None
         self._validated = False
 
@@ -193,7 +197,8 @@ class Writer:
 
         Raises UsageError when there is no checkpoint, one of another format, or one that this model does not fit.
         """
-        header, here = _header(path), _sizes(self.layout)
+        header = _header(path)
+        here = _sizes(self.layout)
         same_layout = header["layout"] == here
         self.optimizer.steps = header["steps"]
         state = self._state(loading=True)
@@ -290,5 +295,6 @@ def _random_state() -> ShardedObject:
     state = {"cpu": torch.get_rng_state(), "tracker": parallel.rng_tracker().get_states()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     return ShardedObject("random_state", state, (size,), (rank,), replica_id=0)

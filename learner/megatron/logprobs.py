@@ -106,7 +106,9 @@ class _LogProbs(torch.autograd.Function):
         log_sum = sums[0].log()
         entropy = log_sum - sums[2] / sums[0] if with_entropy else torch.zeros_like(log_sum)
         ctx.save_for_backward(hidden, weight, index, mine, highest, log_sum, entropy, local)
-        ctx.temperature, ctx.chunks, ctx.kept = temperature, chunks, kept
+        ctx.temperature = temperature
+        ctx.chunks = chunks
+        ctx.kept = kept
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)

@@ -41,7 +41,9 @@ class OffloadedSet:
 
     def __init__(self, enabled: bool, tensors: Callable[[], Iterable[Tensor]], keep: bool) -> None:
         """`tensors` is called each time, since optimizers make their states late; without `keep` zeros come back."""
-        self._enabled, self._tensors, self._keep = enabled, tensors, keep
+        self._enabled = enabled
+        self._tensors = tensors
+        self._keep = keep
         self._host: dict[int, Tensor] = {}  # by storage: bytes in host memory, allocated once
         self._away: list[tuple[torch.UntypedStorage, int]] = []
         self._users = 0
@@ -96,7 +98,8 @@ class Offload:
         states = OffloadedSet(config.offload_optimizer, lambda: _own(optimizer, parameters), keep=True)
         self._gradients = OffloadedSet(config.offload_gradients, lambda: (b.grad_data for b in buffers), keep=False)
         # contexts in which the parameters, or main parameters and states, are on the device
-        self.parameters, self.optimizer = weights.in_use, states.in_use
+        self.parameters = weights.in_use
+        self.optimizer = states.in_use
         self._forget = optimizer.zero_grad if config.offload_gradients else None
 
     @contextmanager
@@ -133,11 +136,14 @@ class Reference:
         another shape, before anything is sampled.
         """
         named = learner.reference
-        self.path, self.model, self.chunks = Path(named or config.path), model, chunks
+        self.path = Path(named or config.path)
+        self.model = model
+        self.chunks = chunks
         self._elsewhere: list[Tensor] | None = None  # the reference's weights, or the policy's while `in_place`
         if named is None:
             return
-        found, expected = hf_folder.read_config(Path(named)).to_dict(), model.hf_config.to_dict()
+        found = hf_folder.read_config(Path(named)).to_dict()
+        expected = model.hf_config.to_dict()
         keys = sorted((found.keys() | expected.keys()) - _IRRELEVANT)
         pairs = [(key, found.get(key), expected.get(key)) for key in keys]
         different = [f"{key} {theirs} instead of {ours}" for key, theirs, ours in pairs if theirs != ours]

@@ -103,9 +103,11 @@ class Router(TopKRouter):
 
     def start(self) -> None:
         """A new step: nothing of an earlier one is asked for again."""
-        self.now, self.passed = Frame(), deque()
+        self.now = Frame()
+        self.passed = deque()
         # tokens that were sent elsewhere than this router would have, and tokens that were replayed
-        self.changed, self.known = torch.zeros((), dtype=torch.int64), 0
+        self.changed = torch.zeros((), dtype=torch.int64)
+        self.known = 0
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """([tokens, experts] weights, [tokens, experts] bool chosen); `padding_mask` is replaced by the frame's."""
@@ -133,7 +135,8 @@ class Router(TopKRouter):
         chosen = torch.where(known[:, None], target, own)
         if self.frame.counted and not in_backward():
             moved = (chosen.sort(1).values != own.sort(1).values).any(1)
-            self.changed, self.known = self.changed + moved.sum(), self.known + known.sum()
+            self.changed = self.changed + moved.sum()
+            self.known = self.known + known.sum()
         return scores.gather(1, chosen), chosen
 
     def is_aux_loss_enabled(self) -> bool:
@@ -169,7 +172,8 @@ class Experts:
         self._sequence_rank = mpu.get_tensor_model_parallel_rank() if config.sequence_parallel else 0
         self._sequence_ranks = mpu.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
         self._replaying = options.replay_routing  # also on a pipeline stage without routers
-        self._scale, self._training = 0.0, False
+        self._scale = 0.0
+        self._training = False
         # the shape of the routing that the model replays; None when it replays none
         self.shape: RoutingShape | None = None
         if experts:

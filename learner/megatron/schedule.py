@@ -61,7 +61,8 @@ def _pack(batch: Microbatch, parallel: ParallelConfig, rank: int, device: torch.
 
 def _filler() -> Microbatch:
     """A document of one token that trains nothing; it fills the rounds of ranks with fewer microbatches."""
-    one, zero = torch.ones(1, dtype=torch.int64), torch.zeros(1)
+    one = torch.ones(1, dtype=torch.int64)
+    zero = torch.zeros(1)
     return Microbatch(one, one, one - 1, (1,), zero, zero, zero, zero.int(), zero)
 
 
@@ -103,7 +104,9 @@ class Schedule:
     """Runs a model's chunks over microbatches, forward and backward or forward only."""
 
     def __init__(self, chunks: list[Any], config: Any, device: torch.device, experts: Experts) -> None:
-        self.chunks, self.device, self.experts = chunks, device, experts
+        self.chunks = chunks
+        self.device = device
+        self.experts = experts
         config.finalize_model_grads_func = finalize_model_grads
         self._run = get_forward_backward_func()
         self._head = Head(chunks, config.sequence_parallel)
@@ -231,7 +234,8 @@ class Schedule:
         def joined(values: Iterable[Tensor]) -> Tensor:
             return torch.cat([x.detach().double().reshape(-1) for x in values])
 
-        first, maxima = reports[0][0], None
+        first = reports[0][0]
+        maxima = None
         divisors = [tokens if output.denominator is None else output.denominator for output, tokens in reports]
         rows = [
             joined((output.loss_sum, tokens, divisor, *output.sums.values()))

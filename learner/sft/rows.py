@@ -77,7 +77,8 @@ class SftDataset:
     def documents(self, rows: Sequence[int]) -> list[Document]:
         """Token documents of these rows, all segments tokenised in one call; raises UsageError naming a bad row."""
         segments = [segment for row in rows if not isinstance(found := self._rows[row], Chat) for segment in found]
-        texts, eos = [text for text, _ in segments], self._tokenizer.eos_token_id
+        texts = [text for text, _ in segments]
+        eos = self._tokenizer.eos_token_id
         assert eos is not None
         pieces = iter(self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
         documents: list[Document] = []

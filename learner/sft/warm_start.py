@@ -61,9 +61,11 @@ class SftSource(BatchSource):
     def __init__(self, config: SftConfig, stop_requested: Callable[[], str | None]) -> None:
         """Read and check the rows; raises UsageError. `stop_requested` returns why the run should drain, or None."""
         tokenizer = load_tokenizer(config.model.path)
-        tasks, share = config.tasks, config.evaluation.share if config.evaluation.every else 0.0
+        tasks = config.tasks
+        share = config.evaluation.share if config.evaluation.every else 0.0
         self.dataset = SftDataset(Path(tasks.dataset), tokenizer, config.run.seed, tasks.shuffle, share)
-        self._config, self._stop_requested = config, stop_requested
+        self._config = config
+        self._stop_requested = stop_requested
         self._logged_s = time.monotonic()
         self._validation: Validation | None = None
         self._validation_loss: float | UnsetType = UNSET  # after the newest step; unset: not validated
@@ -97,7 +99,9 @@ class SftSource(BatchSource):
             logger.info("version %d: loss of the held-out rows %.4f", version, self._validation_loss)
 
     def line(self, step: Step) -> SftMetrics:
-        number, steps, result = step.batch.step, self._config.run.steps, step.result
+        number = step.batch.step
+        steps = self._config.run.steps
+        result = step.result
         if (now := time.monotonic()) - self._logged_s >= LOG_EVERY_S or number + 1 == steps:
             logger.info("step %d of %d: loss %.4f, %.3f s", number + 1, steps, result.loss, step.times.step_s)
             self._logged_s = now

@@ -114,7 +114,8 @@ def correct_window(config: Any, provider: Any) -> None:
     slides = [int(kind == "sliding_attention") for kind in kinds]
     if any(slides):
         # Hugging Face counts the token itself into the window, Megatron's left window does not
-        provider.window_size, provider.cp_comm_type = (window - 1, 0), "a2a"
+        provider.window_size = (window - 1, 0)
+        provider.cp_comm_type = "a2a"
         provider.window_attn_skip_freq = None if all(slides) else slides
 
 
@@ -151,8 +152,10 @@ def correct_latent_attention(config: Any, provider: Any) -> None:
         provider.rope_type = "yarn"
         provider.rotary_scaling_factor = rope["factor"]
         provider.original_max_position_embeddings = rope["original_max_position_embeddings"]
-        provider.beta_fast, provider.beta_slow = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
-        provider.mscale, provider.mscale_all_dim = rope.get("mscale") or 1.0, rope.get("mscale_all_dim") or 0.0
+        provider.beta_fast = rope.get("beta_fast") or 32
+        provider.beta_slow = rope.get("beta_slow") or 1
+        provider.mscale = rope.get("mscale") or 1.0
+        provider.mscale_all_dim = rope.get("mscale_all_dim") or 0.0
 
 
 def correct_latent_norms(model: torch.nn.Module) -> None:
@@ -182,7 +185,8 @@ def check_rope(config: Any, model: torch.nn.Module) -> None:
 
 
 def _check_rotary(config: Any, rotary: Any, expected: Tensor, scaling: float) -> None:
-    found, found_scaling = rotary.inv_freq.float().cpu(), 1.0
+    found = rotary.inv_freq.float().cpu()
+    found_scaling = 1.0
     if isinstance(rotary, YarnRotaryEmbedding):
         embedded, found_scaling = rotary.get_emb(2)
         found = embedded[1, 0, 0, : len(found)].float().cpu()  # angles of position 1
@@ -226,8 +230,10 @@ class MixtralBridge(Qwen3MoEBridge):
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         """The parameters of Hugging Face that each of Megatron's is built from."""
-        ours, theirs = "decoder.layers.*.mlp", "model.layers.*.block_sparse_moe"
-        up, gate = f"{theirs}.experts.*.w3.weight", f"{theirs}.experts.*.w1.weight"
+        ours = "decoder.layers.*.mlp"
+        theirs = "model.layers.*.block_sparse_moe"
+        up = f"{theirs}.experts.*.w3.weight"
+        gate = f"{theirs}.experts.*.w1.weight"
         other = re.compile(r"\.mlp\.|[qk]_layernorm")
         return MegatronMappingRegistry(
             *(mapping for mapping in super().mapping_registry() if not other.search(mapping.megatron_param)),

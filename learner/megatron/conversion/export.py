@@ -35,7 +35,8 @@ class Exporter:
     """Streams the current weights in Hugging Face terms; every rank's parameters must be gathered."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self.part = model, PartExporter(model)
+        self.model = model
+        self.part = PartExporter(model)
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -64,7 +65,8 @@ def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
     for name, tensor in tensors:
         if shard and size + tensor.nbytes > SHARD_BYTES:
             yield shard
-            shard, size = {}, 0
+            shard = {}
+            size = 0
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
         size += tensor.nbytes
     yield shard
@@ -127,7 +129,8 @@ class PartExporter:
                 yields = _leads(task)
                 yield task
 
-        bridge, chunks = self._model.bridge, self._model.chunks
+        bridge = self._model.bridge
+        chunks = self._model.chunks
         stream = iter(bridge.export_hf_weights(chunks, conversion_tasks=announced(), **EXPORT_OPTIONS))
         while True:
             with bridge_fixes.within_the_part():  # the caller may start a full export when it has the tensor

@@ -51,7 +51,8 @@ def check_names(path: Path, names: Iterable[str], known: Iterable[str], layers: 
 
     Files may have more than the model's `layers`; those predict further tokens than the next one.
     """
-    taken, lost = set(known), []
+    taken = set(known)
+    lost = []
     for name in names:
         parts = name.split(".")
         further = parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= layers

@@ -116,8 +116,10 @@ def _of_rank_0(compute: Callable[[], bytes]) -> bytes:
 def _documents(vocabulary: int) -> Microbatch:
     random = torch.Generator().manual_seed(11)
     documents = [torch.randint(vocabulary, (n + 1,), generator=random) for n in DOCUMENTS]
-    tokens, targets = torch.cat([d[:-1] for d in documents]), torch.cat([d[1:] for d in documents])
-    positions, zero = torch.cat([torch.arange(n) for n in DOCUMENTS]), torch.zeros(sum(DOCUMENTS))
+    tokens = torch.cat([d[:-1] for d in documents])
+    targets = torch.cat([d[1:] for d in documents])
+    positions = torch.cat([torch.arange(n) for n in DOCUMENTS])
+    zero = torch.zeros(sum(DOCUMENTS))
     return Microbatch(tokens, targets, positions, DOCUMENTS, zero + 1, advantages=zero, behavior_logprobs=zero)
 
 
@@ -131,7 +133,8 @@ def _logprobs(model: Any, batch: Microbatch) -> Tensor:
 
 
 def _expected(model: Any, dtype: torch.dtype) -> _Expected:
-    batch, limit = _documents(model.config.vocab_size), FLOOR_CUDA if torch.cuda.is_available() else FLOOR_CPU
+    batch = _documents(model.config.vocab_size)
+    limit = FLOOR_CUDA if torch.cuda.is_available() else FLOOR_CPU
     exact = _logprobs(model, batch)
     if dtype != torch.float32:
         limit += ROUNDING * _difference(_logprobs(model.to(dtype), batch), exact)

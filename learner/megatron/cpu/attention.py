@@ -63,7 +63,8 @@ class AttentionPlan:
         for documents in grouped.values():
             start, length = (torch.tensor(x)[:, None] for x in zip(*documents, strict=True))
             column, keys = _columns(start, length, self.total, contexts)
-            local, half = length // contexts, length // (2 * contexts)
+            local = length // contexts
+            half = length // (2 * contexts)
             row = torch.arange(int(local.max()))
             real = row < local
             queries = torch.where(real, start // contexts + row, 0)

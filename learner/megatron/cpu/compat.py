@@ -234,7 +234,9 @@ def _patch_distrib_optimizer(module: Any) -> None:
     parameter. It takes `step` from the parameter state, which has none. It writes into fp32 parameters outside no_grad.
     """
     cls = module.DistributedOptimizer
-    sharded, load, set_states = cls.sharded_state_dict, cls.load_state_dict, cls._set_main_param_and_optimizer_states
+    sharded = cls.sharded_state_dict
+    load = cls.load_state_dict
+    set_states = cls._set_main_param_and_optimizer_states
 
     def sharded_state_dict(self: Any, model_state: Any = None, is_loading: bool = False, *args: Any, **kwargs: Any):
         if is_loading and self.optimizer is not None:

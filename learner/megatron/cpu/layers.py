@@ -36,7 +36,8 @@ class Norm(torch.nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
-        self.eps, self.weight = eps, _norm_weight(config, hidden_size)
+        self.eps = eps
+        self.weight = _norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return _norm(x, self.weight, self.eps)
@@ -47,7 +48,8 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        self.eps, self.layer_norm_weight = config.layernorm_epsilon, _norm_weight(config, input_size)
+        self.eps = config.layernorm_epsilon
+        self.layer_norm_weight = _norm_weight(config, input_size)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().forward(_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
@@ -104,7 +106,8 @@ class _GroupedLinear(torch.nn.Module):
         super().__init__()
         if bias:
             raise NotImplementedError("expert bias without Transformer Engine")
-        self.num_gemms, self.groups = num_gemms, pg_collection
+        self.num_gemms = num_gemms
+        self.groups = pg_collection
         shape = [output_size, input_size]
         shape[self.tp_axis] //= pg_collection.expt_tp.size()
         for i in range(num_gemms):
@@ -127,7 +130,8 @@ class _GroupedLinear(torch.nn.Module):
         first = self.groups.ep.rank() * self.num_gemms
         for i in range(self.num_gemms):
             key = f"{i}.weight"
-            tensors, axes = {key: getattr(self, f"weight{i}")}, {key: self.tp_axis}
+            tensors = {key: getattr(self, f"weight{i}")}
+            axes = {key: self.tp_axis}
             offsets = (*sharded_offsets, (len(sharded_offsets), first + i, experts))
             groups = {"tp_group": self.groups.expt_tp, "dp_cp_group": metadata["dp_cp_group"]}
             part = make_sharded_tensors_for_checkpoint(tensors, "", axes, offsets, **groups)
