@@ -49,7 +49,7 @@ class RankMonitor:
         self._heard: dict[int, float] = {}  # monotonic time of a peer's last sign
         self._leaving = threading.Event()
         self._ending = threading.Lock()
-        self._store: Any = None  # of torch; None in a rank that is alone
+        self._store: Any = None  # torch's; None in a rank that is alone
 
     def __enter__(self) -> "RankMonitor":
         if self._world_size > 1:

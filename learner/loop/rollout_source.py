@@ -32,7 +32,7 @@ class RolloutSource(BatchSource):
     def __init__(self, config: Config, address: str | None = None) -> None:
         """`address`: where this rank serves its part of the weights; None: weights.address."""
         self.loss = self._recorder = RecordingLoss(policy_loss(config.learner.loss, config.rollout.max_tokens))
-        self._groups: list[Group] = []  # of the newest Train command
+        self._groups: list[Group] = []  # those of the newest Train command
         self._chosen: Chosen = {}
         self.temperature = config.rollout.temperature
         self.config = config

@@ -27,7 +27,7 @@ from common.config.schema import BaseConfig, ModelConfig, RanksConfig
 from common.errors import UsageError
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
 from learner.megatron import parallel
-from learner.megatron.checkpoint import Writer
+from learner.megatron.checkpoint import CheckpointWriter
 from learner.megatron.conversion import verify
 from learner.megatron.conversion.export import Exporter
 from learner.megatron.conversion.hf_folder import read_config
@@ -96,7 +96,7 @@ class MegatronBackend:
         self.exporter = Exporter(built)
         self.part_layout = self.exporter.part.layout
         self.reference = Reference(model, learner, built, self.chunks)
-        self.checkpoints = Writer(self.chunks, self.optimizer, layout)
+        self.checkpoints = CheckpointWriter(self.chunks, self.optimizer, layout)
         self.checkpoint_done = self.checkpoints.done
         self.offload = Offload(learner.memory, self.chunks, self.optimizer)
         if self.rank == 0:

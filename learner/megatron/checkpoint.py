@@ -50,7 +50,7 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
         return writer, save_state_dict_ret[1]
 
 
-class Save:
+class CheckpointSave:
     """One rank's share of one checkpoint on its way to the disk."""
 
     def __init__(self, path: Path, sharded: Any, common: dict[str, Any], live: set[int]) -> None:
@@ -127,14 +127,14 @@ def _write(transforms: list[Any], bucket: Any) -> list[Any]:
     return outcome
 
 
-class Writer:
+class CheckpointWriter:
     """Saves and loads the checkpoints of one model and its optimizer; one save at a time."""
 
     def __init__(self, chunks: list[Any], optimizer: Optimizer, layout: ParallelConfig) -> None:
         self.chunks = chunks
         self.optimizer = optimizer
         self.layout = layout
-        self._save: Save | None = None
+        self._save: CheckpointSave | None = None
         self._validated = False
 
     def start(self, path: Path) -> None:
@@ -158,7 +158,7 @@ class Writer:
         self._validated = True
         modules = [chunk.module for chunk in self.chunks]
         tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-        self._save = Save(path, sharded, common, {t.untyped_storage().data_ptr() for t in tensors})
+        self._save = CheckpointSave(path, sharded, common, {t.untyped_storage().data_ptr() for t in tensors})
 
     def done(self, wait: bool) -> bool:
         """Whether the last save is complete on the disk; with `wait` it is on return. Collective.
@@ -226,7 +226,7 @@ class Writer:
 
 
 def load_weights(path: Path, chunks: list[Any], layout: ParallelConfig) -> None:
-    """Load the weights of a checkpoint, and nothing else, into bare chunks. Collective; raises as Writer.load does."""
+    """Load nothing but a checkpoint's weights into bare chunks. Collective; raises as CheckpointWriter.load does."""
     loaded = _read(path, _weights(chunks, _metadata()), _header(path), _sizes(layout))
     for i, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[_key(i, chunks)], strict=True)
