@@ -46,9 +46,9 @@ READERS: dict[str, tuple[Reader, ...]] = {  # keys that name files, and who read
     "learner.loss.reference": ("all", "learner"),
 }
 PATHS = (
-    *("run.dir", "model.path", "tasks.dataset", "evaluation.datasets", "learner.loss.reference"),
-    *("learner.checkpoint.dir", "broker.credentials"),
-)
+    "run.dir", "model.path", "tasks.dataset", "evaluation.datasets", "learner.loss.reference",
+    "learner.checkpoint.dir", "broker.credentials",
+)  # fmt: skip
 C = TypeVar("C", bound=BaseConfig)
 
 

@@ -84,8 +84,15 @@ class MegatronBackend:
         self.document_multiple = document_multiple(layout)
         if model.verify:
             verify.check_translation(self.model_path, hf_config, dtype, layout)
-        more = learner.memory.recompute, learner.megatron.extra
-        built = build(self.model_path, hf_config, dtype, layout, learner.moe, *more)
+        built = build(
+            self.model_path,
+            hf_config,
+            dtype=dtype,
+            parallel=layout,
+            experts=learner.moe,
+            recompute=learner.memory.recompute,
+            extra=learner.megatron.extra,
+        )
         self.chunks = wrap_chunks(built, learner)
         self.optimizer = Optimizer(self.chunks, learner, dtype, total_steps)
         experts = Experts(built.chunks, built.config, learner.moe)
@@ -100,11 +107,10 @@ class MegatronBackend:
         self.checkpoint_done = self.checkpoints.done
         self.offload = Offload(learner.memory, self.chunks, self.optimizer)
         if self.rank == 0:
-            logger.info(
-                "model %s on %d ranks: tensor %d, pipeline %d x %d, expert %d, data %d; %s, %s",
-                *(self.model_path, self.world_size, layout.tensor, layout.pipeline, layout.virtual_pipeline),
-                *(layout.expert, self.data_parallel_size, model.dtype, parallel.device().type),
-            )
+            sizes = f"tensor {layout.tensor}, pipeline {layout.pipeline} x {layout.virtual_pipeline}"
+            sizes += f", expert {layout.expert}, data {self.data_parallel_size}"
+            kind = f"{model.dtype}, {parallel.device().type}"
+            logger.info("model %s on %d ranks: %s; %s", self.model_path, self.world_size, sizes, kind)
 
     def train_step(
         self, microbatches: list[Microbatch], loss: LossFunction, temperature: float = 1.0, entropy: bool = False

@@ -30,10 +30,10 @@ from learner.megatron.optimizer import Optimizer
 _PIECE_BYTES = 64 << 20
 # These keys of config.json do not change the forward pass.
 _IRRELEVANT = {
-    *("_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id"),
-    *("initializer_range", "max_position_embeddings", "pad_token_id", "torch_dtype"),
-    *("transformers_version", "use_cache"),
-}
+    "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
+    "initializer_range", "max_position_embeddings", "pad_token_id", "torch_dtype",
+    "transformers_version", "use_cache",
+}  # fmt: skip
 
 
 class OffloadedSet:

@@ -95,8 +95,9 @@ class Head:
             weight = self._model.shared_embedding_or_output_weight()
         else:
             weight = self._model.output_layer.weight
-        inputs = rows, weight, targets, temperature, self._group
-        logprobs, entropies = logprobs_and_entropy(*inputs, with_entropy=entropy)
+        logprobs, entropies = logprobs_and_entropy(
+            rows, weight, targets, temperature=temperature, group=self._group, with_entropy=entropy
+        )
         return logprobs, entropies if entropy else None
 
 

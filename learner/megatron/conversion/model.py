@@ -23,10 +23,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # Fused kernels of Apex and Transformer Engine.
 _FUSED_ONLY = (
-    *("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion", "cross_entropy_loss_fusion"),
-    *("gradient_accumulation_fusion", "masked_softmax_fusion", "moe_permute_fusion", "moe_router_fusion"),
-    *("persist_layer_norm", "moe_shared_expert_overlap"),
-)
+    "apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion", "cross_entropy_loss_fusion",
+    "gradient_accumulation_fusion", "masked_softmax_fusion", "moe_permute_fusion", "moe_router_fusion",
+    "persist_layer_norm", "moe_shared_expert_overlap",
+)  # fmt: skip
 
 
 @dataclass

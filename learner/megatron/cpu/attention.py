@@ -79,8 +79,13 @@ class AttentionPlan:
                 seen = seen[:, None]
             rows = torch.arange(base, base + queries.numel()).view_as(queries)
             order[queries[real]] = rows[real]
-            moved = (queries.flatten().to(device), keys.flatten().to(device))
-            self.groups.append(_Group(*moved, len(documents), None if seen is None else seen.to(device)))
+            group = _Group(
+                queries=queries.flatten().to(device),
+                keys=keys.flatten().to(device),
+                documents=len(documents),
+                seen=None if seen is None else seen.to(device),
+            )
+            self.groups.append(group)
             base += queries.numel()
         self.order = order.to(device)
 

@@ -35,7 +35,9 @@ _UNUSED = {
     "megatron.bridge.peft.lora": ("LoRA", "LoRAMerge", "VLMLoRA"),
     "megatron.bridge.peft.lora_layers": ("LinearAdapter", "LoRALinear", "LoRATopKRouter"),
     "megatron.core.inference.contexts.attention_context.triton.tensor_ops": (
-        *("tensor_get_slice_after", "tensor_masked_update", "tensor_merge"),
+        "tensor_get_slice_after",
+        "tensor_masked_update",
+        "tensor_merge",
     ),
 }
 
