@@ -54,6 +54,7 @@ class LeadRank(RolloutSource):
         files: RunFiles,
         reporter: StatusReporter,
         stop_requested: Callable[[], str | None],
+        evaluations: Evaluations | None = None,
     ) -> None:
         """`stop_requested` returns why the job should drain, None while it should not."""
         super().__init__(config)
@@ -63,9 +64,7 @@ class LeadRank(RolloutSource):
         self.tasks = tasks
         self.files = files
         self.stop_requested = stop_requested
-        self.evaluations: Evaluations | None = None
-        if config.evaluation.every:
-            self.evaluations = Evaluations(config, broker, publisher, files)
+        self.evaluations = evaluations
         self._watch = Watcher(config, files, publisher, reporter.update)
         files.commit = self._commit
         files.recorded = self._watch.see
@@ -257,4 +256,7 @@ def prepare_lead(
     weights = msgspec.structs.replace(config.weights, address=address or config.weights.address)
     publisher = WeightPublisher(state.incarnation, config.model.dtype, weights, credentials)
     tasks = TaskStream(source, state.tasks)
-    return LeadRank(config, connect(access), publisher, tasks, files, reporter, stop_requested), state
+    broker = connect(access)
+    evaluations = Evaluations(config, broker, publisher, files) if config.evaluation.every else None
+    lead = LeadRank(config, broker, publisher, tasks, files, reporter, stop_requested, evaluations)
+    return lead, state
