@@ -66,6 +66,18 @@ def local_copy(key: str, value: str, only_config: bool = False) -> str:
         raise UsageError(f"{key}: {no_folder}{value} cannot be used: {_cause(error, name)}") from None
 
 
+def load_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer in a model's folder; raises UsageError naming model.path."""
+    transformers: Any = importlib.import_module("transformers")  # takes seconds
+    try:
+        if not Path(folder).is_dir():
+            raise FileNotFoundError("it is not a folder")
+        return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # transformers raises whatever its parsers raise
+        reason = str(error).strip().split("\n")[0]
+        raise UsageError(f"model.path: {folder} has no usable tokenizer: {reason}") from error
+
+
 def _parse(key: str, value: str) -> re.Match[str]:
     """The groups `repo`, `revision` (None stands for the main branch) and `files` ('' for a model)."""
     model = key in MODEL_KEYS

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from broker.connect import ask_status
-from common.config.checks import C, Reader, check_config, downloaded, resolve_paths
+from common.config.checks import C, downloaded, resolve_paths
 from common.config.loading import build_config, kind_of, load_config, load_either, load_resolved
 from common.config.network_checks import fixed_address, is_redis, split_address
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig, Config, Reader
 from common.config.strict_yaml import Document
 from common.errors import UsageError
 from common.json_lines import EventFile
@@ -62,13 +62,13 @@ def checked(config: C, file: str, environment: bool = True, reader: Reader = "al
     a key is wrong.
     """
     config = resolve_paths(config)
-    check_config(config, file, reader)  # before a long download
+    config.validate(file, reader)  # before a long download
     if (local := downloaded(config, reader)) != config:  # the config that is returned keeps the hub's names
-        check_config(local, file, reader)
-    if environment and isinstance(config, Config):
+        local.validate(file, reader)
+    if environment and config.rl is not None:
         from rollout_fleet.environments.description import check_environment
 
-        check_environment(config.tasks, file)
+        check_environment(config.rl.tasks, file)
     return config, RunDir.of(config)
 
 
@@ -152,18 +152,16 @@ def config_of(run: RunDir, kind: type[C] = Config) -> C | None:
     return config if isinstance(config, kind) else None
 
 
-def any_config_of(run: RunDir) -> Config | SftConfig | None:
+def any_config_of(run: RunDir) -> BaseConfig | None:
     """The resolved config in a run folder, whichever kind; None when there is none."""
     return load_resolved(run.config) if run.config.exists() else None
 
 
-def check_same_job(config: Config | SftConfig, file: str, data: bytes, address: str) -> None:
+def check_same_job(config: BaseConfig, file: str, data: bytes, address: str) -> None:
     """Raise UsageError, naming the keys, when `config` computes something else than the job of the broker."""
     job = resolve_paths(handed_out(data, address))
     if type(job) is not type(config):
-        kinds = "a warm start (sft)", "an RL job"
-        ours, theirs = kinds if isinstance(config, SftConfig) else kinds[::-1]
-        raise UsageError(f"{file} is {ours}, and the broker at {address} serves {theirs}")
+        raise UsageError(f"{file} is {config.kind}, and the broker at {address} serves {job.kind}")
     others = other_values(job, config, CHANGEABLE + OF_A_MACHINE)
     differing = [f"{key} is {ours!r} in {file} and {theirs!r} there" for key, theirs, ours in others]
     if differing:
@@ -175,7 +173,7 @@ def joined_config(data: bytes, address: str, overrides: Sequence[str]) -> Config
     return build_config(*_document(data, address), overrides)
 
 
-def handed_out(data: bytes, address: str) -> Config | SftConfig:
+def handed_out(data: bytes, address: str) -> BaseConfig:
     """As `joined_config`, also that of a warm start on several machines."""
     document, name = _document(data, address)
     return build_config(document, name, schema=kind_of(document))

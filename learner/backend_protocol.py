@@ -93,15 +93,19 @@ class Backend(Protocol):
         `temperature` before the log-softmax. Gradients are those of (sum of loss_sum over all
         microbatches of all ranks) / (sum of denominator over the same).
         """
+        ...
 
     def logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         """[T] float32 log-probabilities of the targets, no gradient, on every rank of the replica. Collective."""
+        ...
 
     def reference_logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         """As `logprobs`, of the frozen reference model. Collective."""
+        ...
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, in a fixed order. Collective; yields on every rank."""
+        ...
 
     def export_part(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of the parameters that this rank sends, in the order of `part_layout`.
@@ -109,15 +113,19 @@ class Backend(Protocol):
         Over all ranks these are the tensors of `export`, each of them once; a rank may have none. No rank gathers the
         whole model. Collective: every rank consumes it to its end.
         """
+        ...
 
     def part_layout(self) -> list[tuple[str, tuple[int, ...]]]:
         """(Hugging Face name, shape) of this rank's part, always the same; [] on a rank that sends nothing."""
+        ...
 
     def largest(self, values: Tensor) -> Tensor:
         """The elementwise maximum of every rank's [n] float32 on the CPU, in place, on every rank. Collective."""
+        ...
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, by rank. Collective."""
+        ...
 
     def save_hf(self, path: Path) -> None:
         """Replace the folder `path` by a complete Hugging Face model, with config and tokenizer. Collective."""
@@ -133,12 +141,14 @@ class Backend(Protocol):
 
         Raises SlipstreamError when it could not be written; nothing of it is left.
         """
+        ...
 
     def load_checkpoint(self, path: Path) -> None:
         """The reverse, also under another parallel layout. Collective."""
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes to every rank. Collective."""
+        ...
 
     def close(self) -> None:
         """Leave torch.distributed; the backend is unusable afterwards. Collective."""

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
-from common.config.checks import check_config, downloaded, resolve_paths
+from common.config.checks import downloaded, resolve_paths
 from common.config.loading import load_either
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig, SftConfig
 from common.errors import EXIT_DONE
 from common.process.health import serving_health
 from common.process.lifecycle import leave, leaving_after, raise_open_files
@@ -38,37 +38,42 @@ CLOSE_S = 300.0  # more than the lead rank needs to say how it ended, for which 
 
 
 def prepare(
-    config: Config | SftConfig, run_dir: RunDir, process: RankProcess, broker: str | None, address: str | None
+    config: BaseConfig, named: BaseConfig, process: RankProcess, broker: str | None, address: str | None
 ) -> tuple[BatchSource, TrainerState | None, RunFiles | None]:
     """The source of batches, and on the lead rank the start state and its files; before the model is loaded."""
     from learner.loop.lead_rank import prepare_lead  # after the checks: these take seconds to import
     from learner.loop.rollout_source import RolloutSource
-    from learner.sft.warm_start import RowSource
+    from learner.sft.warm_start import SftSource
 
+    run_dir = RunDir.of(named)
     files = None
     if process.is_lead:
-        run_dir.prepare(config)
-        files = RunFiles(config, run_dir)
-    config = downloaded(config, "learner")
+        run_dir.prepare(named)
+        files = RunFiles(named, run_dir)
     if isinstance(config, SftConfig):
-        rows = RowSource(config, process.stop_requested)
+        rows = SftSource(config, process.stop_requested)
         return rows, files.start(rows.dataset.digest) if files else None, files
+    assert config.rl is not None
     if files is None:
-        return RolloutSource(config, address), None, None
-    return *prepare_lead(config, run_dir, files, broker, process.stop_requested, address), files
+        return RolloutSource(config.rl, address), None, None
+    return *prepare_lead(config.rl, run_dir, files, broker, process.stop_requested, address), files
 
 
 def train(
-    config: Config | SftConfig, run_dir: RunDir, process: RankProcess, broker: str | None, address: str | None = None
+    config: BaseConfig, named: BaseConfig, process: RankProcess, broker: str | None, address: str | None = None
 ) -> str:
-    """Load everything and run the loop; returns 'done' or 'drained'. Collective."""
-    trace_mib, trace = config.telemetry.trace_mib, None
+    """Load everything and run the loop; returns 'done' or 'drained'. Collective.
+
+    `config` has local paths; `named` is the same with the hub's names, which the run folder keeps.
+    """
+    run_dir = RunDir.of(named)
+    trace_mib = config.telemetry.trace_mib
+    trace: SpanFile | None = None
     if process.is_lead and trace_mib:
-        SPANS.open("starting", reference=isinstance(config, SftConfig))
-    source, start, files = prepare(config, run_dir, process, broker, address)
+        SPANS.open("starting", reference=config.rl is None)
+    source, start, files = prepare(config, named, process, broker, address)
     if files is not None and trace_mib:
         trace = SpanFile(run_dir.trace, "learner", trace_mib, "learner")
-    config = downloaded(config, "learner")
     logger.info("model.path is %s", config.model.path)
     from learner.loop.trainer import Trainer
     from learner.rank_monitor import RankMonitor
@@ -122,14 +127,13 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--address", metavar="HOST", help="where the weight plane binds, instead of weights.address")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     words = parser.parse_args(arguments)
-    config = resolve_paths(load_either(words.config, words.overrides))
-    check_config(downloaded(config, "learner"), str(words.config), "learner")
-    run_dir = RunDir.of(config)
-    role = "sft" if isinstance(config, SftConfig) else "learner"
-    process = RankProcess(role, run_dir, config.learner.threads, config.telemetry.log_level)
+    named = resolve_paths(load_either(words.config, words.overrides))
+    config = downloaded(named, "learner")
+    config.validate(str(words.config), "learner")
+    process = RankProcess(config.role, RunDir.of(named), config.learner.threads, config.telemetry.log_level)
     raise_open_files()
     keep_freed_memory()
-    state = train(config, run_dir, process, words.broker, words.address)
+    state = train(config, named, process, words.broker, words.address)
     logger.info("%s", {"done": "trained to run.steps", "drained": "stopped early; start again to continue"}[state])
     return 0
 

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-
-import torch.distributed as dist
+from typing import Any
 
 from common.errors import EXIT_FAILED, SlipstreamError
 from common.process.lifecycle import leave
+from common.weights.collectives import dist
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class RankMonitor:
         self._heard: dict[int, float] = {}  # monotonic time of a peer's last sign
         self._leaving = threading.Event()
         self._ending = threading.Lock()
-        self._store: dist.Store | None = None
+        self._store: Any = None  # torch's; None in a rank that is alone
 
     def __enter__(self) -> "RankMonitor":
         if self._world_size > 1:

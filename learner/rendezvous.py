@@ -22,9 +22,11 @@ PORT = "port"  # key of the meeting's store; the value is the port of the ranks'
 
 def listen(address: str, timeout_s: float) -> Any:
     """A TCPStore on a free port of this address alone; raises OSError. Waits in it have this limit."""
-    family, limit = socket.AF_INET6 if ":" in address else socket.AF_INET, datetime.timedelta(seconds=timeout_s)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    limit = datetime.timedelta(seconds=timeout_s)
     with socket.create_server((address, 0), family=family, backlog=128) as listener:
-        port, options = listener.getsockname()[1], {"timeout": limit, "wait_for_workers": False}
+        port = listener.getsockname()[1]
+        options = {"timeout": limit, "wait_for_workers": False}
         # TCPStore binds every interface by itself; a listening socket handed over keeps it on this one.
         return dist.TCPStore(address, port, is_master=True, master_listen_fd=listener.detach(), **options)
 

@@ -1,11 +1,10 @@
 """From a config to an episode driver."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from common.config.schema import Config
-from common.errors import ConfigError
+from common.hub import load_tokenizer
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.description import Description, check_environment
 from rollout_fleet.environments.isolation.placement import Stage, ThreadStage
@@ -13,7 +12,7 @@ from rollout_fleet.environments.isolation.process_host import ProcessHost, Proce
 from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
 from rollout_fleet.environments.protocol import Budget, Observation
 from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules, Sampling, bounded
-from rollout_fleet.episode.rendering import Renderer, Tokenizer
+from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Sampler
 
 
@@ -22,7 +21,7 @@ def build_driver(
 ) -> EpisodeDriver:
     """The driver of the config's environment and budgets, over an engine that may start later.
 
-    `sampling`: None stands for the config's. Raises ConfigError for an unusable environment, option or tokenizer.
+    `sampling`: None stands for the config's. Raises UsageError for an unusable environment, option or tokenizer.
     """
     rollout = config.rollout
     found = check_environment(config.tasks)
@@ -63,16 +62,3 @@ async def first_observation(config: Config, found: Description, problem: dict[st
             await seat.close()
     finally:
         host.close()
-
-
-def load_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder; raises ConfigError naming model.path."""
-    from transformers import AutoTokenizer
-
-    try:
-        if not Path(path).is_dir():
-            raise FileNotFoundError(f"{path} is not a folder")
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ConfigError("config", "model.path", "a Hugging Face folder with a tokenizer", reason) from error

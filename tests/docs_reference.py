@@ -24,7 +24,7 @@ def comments(kind: type[msgspec.Struct]) -> dict[str, str]:
     """Field name to the comment behind it, or to the comment lines above it."""
     out: dict[str, str] = {}
     above: list[str] = []
-    declared = [part for part in kind.__mro__ if part.__module__ in (schema.__name__, observing.__name__)]
+    declared = [part for part in reversed(kind.__mro__) if part.__module__ in (schema.__name__, observing.__name__)]
     for line in "".join(map(inspect.getsource, declared)).splitlines():
         if field := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
             out[field[1]] = field[2] or " ".join(above)

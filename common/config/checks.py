@@ -1,6 +1,6 @@
 """Checks of a config that need more than one key, or a look at the disk. No torch, no engine, no network.
 
-`check_config` raises the first ConfigError; `resolve_paths` makes the folders absolute first, so that every role
+`BaseConfig.validate` raises the first ConfigError; `resolve_paths` makes the folders absolute first, so that every role
 means the same place whatever directory it is started in. `downloaded` puts local copies in place of the hub's names,
 in the process that reads them. The run's config and the broker keep the names, which no check looks behind.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -19,6 +19,7 @@ from common.config.loading import describe_value, nearest
 from common.config.loss import loss_problems
 from common.config.network_checks import address_problems, broker_problems, buffers_problems, weights_address_problems
 from common.config.parallel_layout import (
+    architecture_problems,
     attention_problems,
     document_multiple,
     model_problems,
@@ -26,13 +27,12 @@ from common.config.parallel_layout import (
     world_problems,
 )
 from common.config.passthrough import passthrough_problems
-from common.config.schema import Config, MoeConfig, SftConfig
-from common.config.supported_models import architecture_problems
-from common.errors import ConfigError, Problem, UsageError
+from common.config.schema import BaseConfig, Config, MoeConfig, Reader
+from common.errors import Problem, UsageError
 from common.evaluation import dataset_names, pass_ks
 from common.hub import SCHEME, TOKENIZER_FILES, absolute, local_copy
 from common.json_lines import dataset_files, dataset_rows
-from common.metrics import EvaluationMetrics, SftMetrics, StepMetrics, numbers
+from common.metrics import EvaluationMetrics, numbers
 
 LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
 MODEL_HINT = (
@@ -40,7 +40,6 @@ MODEL_HINT = (
     "a warm start"
 )
 DATASET_HINT = "a file of the hub is hf://datasets/OWNER/NAME/FILE"
-Reader = Literal["all", "broker", "learner", "node"]
 READERS: dict[str, tuple[Reader, ...]] = {  # keys that name files, and who reads them: only there must they exist
     "model.path": ("all", "learner", "node"),
     "tasks.dataset": ("all", "learner"),
@@ -49,10 +48,10 @@ READERS: dict[str, tuple[Reader, ...]] = {  # keys that name files, and who read
     "learner.loss.reference": ("all", "learner"),
 }
 PATHS = (
-    *("run.dir", "model.path", "tasks.dataset", "evaluation.datasets", "learner.loss.reference"),
-    *("learner.checkpoint.dir", "broker.credentials"),
-)
-C = TypeVar("C", bound=Config | SftConfig)
+    "run.dir", "model.path", "tasks.dataset", "evaluation.datasets", "learner.loss.reference",
+    "learner.checkpoint.dir", "broker.credentials",
+)  # fmt: skip
+C = TypeVar("C", bound=BaseConfig)
 
 
 def resolve_paths(config: C) -> C:
@@ -65,7 +64,7 @@ def downloaded(config: C, reader: Reader = "all") -> C:
     return _with_paths(config, _read_by(reader, config), local_copy)
 
 
-def _read_by(reader: Reader, config: Config | SftConfig) -> set[str]:
+def _read_by(reader: Reader, config: BaseConfig) -> set[str]:
     """The keys of READERS whose files this role reads."""
     evaluates = reader == "all" or config.evaluation.every > 0
     return {key for key, roles in READERS.items() if reader in roles and (evaluates or key != "evaluation.datasets")}
@@ -83,16 +82,7 @@ def _with_paths(config: C, keys: Iterable[str], change: Callable[[str, str], str
     return msgspec.convert(document, type(config))
 
 
-def check_config(config: Config | SftConfig, file: str, reader: Reader = "all") -> None:
-    """Raise ConfigError, naming `file`, on the first thing in `config` that cannot work together.
-
-    `reader` is the role that is about to start here; files that only others read may be missing.
-    """
-    for problem in problems(config, reader):
-        raise ConfigError.of(file, problem)
-
-
-def problems(config: Config | SftConfig, reader: Reader = "all") -> Iterator[Problem]:
+def problems(config: BaseConfig, reader: Reader = "all") -> Iterator[Problem]:
     """Everything that does not fit, the most basic first."""
     for problem in _problems(config, _read_by(reader, config)):
         if not problem.found:
@@ -101,14 +91,11 @@ def problems(config: Config | SftConfig, reader: Reader = "all") -> Iterator[Pro
         yield problem
 
 
-def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
+def _problems(config: BaseConfig, read: set[str]) -> Iterator[Problem]:
     moe = config.learner.moe
     yield from world_problems(config.learner.world_size, config.learner.parallel)
     yield from attention_problems(config.model.dtype, config.learner.parallel)
     yield from passthrough_problems(config)
-    if moe.replay_routing and isinstance(config, SftConfig):
-        hint = "no engine has routed these tokens before"
-        yield Problem("learner.moe.replay_routing", "false in a warm start", hint=hint)
     if moe.freeze_router and moe.balance != "none":
         hint = "a frozen router balances nothing"
         yield Problem("learner.moe.balance", "none with learner.moe.freeze_router", hint=hint)
@@ -127,9 +114,17 @@ def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
     if config.learner.world_size % config.learner.machines:
         expected = f"a divisor of learner.world_size ({config.learner.world_size})"
         yield Problem("learner.machines", expected, hint="every machine runs as many ranks")
-    if isinstance(config, SftConfig):
-        yield from address_problems(config.broker)
+    if config.rl is not None:
+        yield from _job_problems(config.rl, read, model)
         return
+    if moe.replay_routing:
+        hint = "no engine has routed these tokens before"
+        yield Problem("learner.moe.replay_routing", "false in a warm start", hint=hint)
+    yield from address_problems(config.broker)
+
+
+def _job_problems(config: Config, read: set[str], model: Architecture | None) -> Iterator[Problem]:
+    """The problems that only an RL job can have."""
     yield from _evaluation(config, read)
     python = config.tasks.limits.python
     if python is not None and "tasks.limits.python" in read and shutil.which(python) is None:
@@ -149,7 +144,7 @@ def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
     yield from weights_address_problems(config)
     if "tasks.dataset" in read:
         yield from buffers_problems(config)
-    if model is not None and model.experts is not None and moe.replay_routing:
+    if model is not None and model.experts is not None and config.learner.moe.replay_routing:
         # a group's routing must fit into the message that brings it
         layers = model.layers
         chosen = model.experts.per_token
@@ -161,14 +156,15 @@ def _problems(config: Config | SftConfig, read: set[str]) -> Iterator[Problem]:
             yield Problem("broker.max_message_bytes", f"more than {needed} for the routing of a group", hint=hint)
 
 
-def _keep_best(config: Config | SftConfig) -> Iterator[Problem]:
+def _keep_best(config: BaseConfig) -> Iterator[Problem]:
     key = config.learner.checkpoint.keep_best
     if key is None:
         return
-    known = numbers(SftMetrics if isinstance(config, SftConfig) else StepMetrics)
-    if isinstance(config, Config) and config.evaluation.every:
-        figures = ["mean_reward", *(f"pass_at/{k}" for k in pass_ks(config.evaluation.samples))]
-        known += [f"evaluation/{name}/{each}" for name in dataset_names(config.evaluation.datasets) for each in figures]
+    known = numbers(config.step_metrics)
+    if config.rl and config.evaluation.every:
+        told = config.rl.evaluation
+        figures = ["mean_reward", *(f"pass_at/{k}" for k in pass_ks(told.samples))]
+        known += [f"evaluation/{name}/{each}" for name in dataset_names(told.datasets) for each in figures]
     if (name := key.removeprefix("-")) not in known:
         near = nearest(name, known)
         hint = f"did you mean '{'-' * key.startswith('-')}{near}'?" if near else "docs/metrics.md lists them"
@@ -218,7 +214,8 @@ def _dataset(key: str, path: str) -> Iterator[Problem]:
 
 
 def _evaluation(config: Config, read: set[str]) -> Iterator[Problem]:
-    told, publish_every = config.evaluation, config.weights.publish_every
+    told = config.evaluation
+    publish_every = config.weights.publish_every
     for dataset in told.datasets if "evaluation.datasets" in read else ():
         yield from _dataset("evaluation.datasets", dataset)
     if len(set(told.datasets)) < len(told.datasets):
@@ -253,7 +250,8 @@ def _losses(config: Config) -> Iterator[Problem]:
 
 
 def _rollout(config: Config, model: Architecture | None) -> Iterator[Problem]:
-    rollout, engine = config.rollout, config.rollout.engine
+    rollout = config.rollout
+    engine = config.rollout.engine
     advantage = config.learner.loss.advantage
     if rollout.group_size == 1 and advantage != "reinforce_pp":
         hint = "a group of one has nothing to be compared with: every advantage would be zero"

@@ -18,7 +18,7 @@ from msgspec import inspect as schema_info
 
 from common.config import strict_yaml
 from common.config.observing import WatchRule
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig, Config, SftConfig
 from common.config.strict_yaml import Document, parts_of
 from common.config.types import MOST_FLOAT, MOST_INTEGER
 from common.errors import ConfigError, Problem, UsageError
@@ -33,7 +33,7 @@ REPLACED = {
 }
 CONDITIONS = ("below", "above", "drops", "spikes")  # a watch rule has one of them
 OTHERS = re.compile(r"environment/.+|evaluation/[^/]+/\w+")  # metrics whose names only the run knows
-S = TypeVar("S", bound=msgspec.Struct)
+S = TypeVar("S", bound=BaseConfig)
 
 # how msgspec names the place of an error, and the field that is unknown or missing there
 _PLACE = re.compile(r" - at `\$\.?(.*)`$")
@@ -52,7 +52,18 @@ def load_config(path: Path, overrides: Sequence[str] = (), schema: type[S] = Con
         ConfigError: names file and line (or '<override>'), key path, what was expected and found, the nearest key.
     """
     text = _read(path)
+    return _built(text, strict_yaml.parse_mapping(text, str(path)), path, overrides, schema)
+
+
+def load_either(path: Path, overrides: Sequence[str] = ()) -> BaseConfig:
+    """Load an RL or a warm-start config, whichever `path` contains. Raises as `load_config`."""
+    text = _read(path)
     document = strict_yaml.parse_mapping(text, str(path))
+    return _built(text, document, path, overrides, kind_of(document))
+
+
+def _built(text: str, document: Document, path: Path, overrides: Sequence[str], schema: type[S]) -> S:
+    """The config of a parsed file; an error in the file names its line."""
     try:
         return build_config(document, str(path), overrides, schema)
     except ConfigError as error:
@@ -62,12 +73,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), schema: type[S] = Con
         raise ConfigError(error.file, error.key, error.expected, error.found, error.hint, line) from None
 
 
-def load_either(path: Path, overrides: Sequence[str] = ()) -> Config | SftConfig:
-    """Load an RL or a warm-start config, whichever `path` contains. Raises as `load_config`."""
-    return load_config(path, overrides, kind_of(strict_yaml.parse_mapping(_read(path), str(path))))
-
-
-def kind_of(document: Document) -> type[Config] | type[SftConfig]:
+def kind_of(document: Document) -> type[BaseConfig]:
     """The schema that a document looks like."""
     return SftConfig if _looks_like_sft(document) else Config
 
@@ -83,7 +89,7 @@ def build_config(document: Document, file: str, overrides: Sequence[str] = (), s
         config = msgspec.convert(document, schema)
     except msgspec.ValidationError as error:
         raise _rewritten(str(error), document, file, overridden, schema) from None
-    for number, rule in enumerate(config.watch if isinstance(config, Config) else []):
+    for number, rule in enumerate(config.rl.watch if config.rl else []):
         for problem in rule_problems(f"watch[{number}]", rule):
             raise ConfigError.of(OVERRIDE if "watch" in overridden else file, problem)
     return config
@@ -105,7 +111,7 @@ def rule_problems(at: str, rule: WatchRule) -> Iterator[Problem]:
         yield Problem(f"{at}.do", "run, for a rule with a command", describe_value(rule.do))
 
 
-def load_resolved(path: Path) -> Config | SftConfig:
+def load_resolved(path: Path) -> BaseConfig:
     """RUN/config.yaml; raises UsageError when an earlier release began the run in a way that is gone."""
     document = strict_yaml.parse_mapping(_read(path), str(path))
     broker = document.get("broker")
@@ -231,7 +237,8 @@ def _rewritten(
     text: str, document: Document, file: str, overridden: set[str], schema: type[msgspec.Struct]
 ) -> ConfigError:
     """msgspec's error, with the key's whole path, what it accepts, what was found there, and the nearest name."""
-    place, field = _PLACE.search(text), _FIELD.match(text)
+    place = _PLACE.search(text)
+    field = _FIELD.match(text)
     key = place[1] if place else ""
     if key.endswith("[...]"):  # msgspec does not name the entry of a mapping
         key = key.removesuffix("[...]")
@@ -246,7 +253,8 @@ def _rewritten(
     kind = _type_of(key, schema)
     if field:
         return ConfigError(file, key, describe_type(kind), "nothing", "this key is required")
-    value, hint = _value_at(document, key), None
+    value = _value_at(document, key)
+    hint = None
     info = schema_info.type_info(kind)
     if isinstance(info, schema_info.LiteralType) and (near := nearest(str(value), map(str, info.values))):
         hint = f"did you mean '{near}'?"

@@ -59,7 +59,8 @@ def loss_problems(loss: LossConfig) -> Iterator[Problem]:
 
 def _correction(loss: LossConfig) -> Iterator[Problem]:
     """Keys of the correction that cannot have an effect, or none that makes sense."""
-    key, unset = "learner.loss.", LossConfig()
+    key = "learner.loss."
+    unset = LossConfig()
     for name in ("correction", "correction_level", "correction_low", "correction_cap", "correction_normalize"):
         value = getattr(loss, name)
         if value in (getattr(unset, name), "none"):

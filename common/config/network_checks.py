@@ -8,7 +8,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
 
-from common.config.schema import BrokerAddress, BrokerConfig, Config, SftConfig
+from common.config.schema import BaseConfig, BrokerAddress, Config
 from common.errors import Problem
 from common.security.credentials import check_credentials, curve_credentials
 
@@ -41,7 +41,7 @@ def is_wildcard(host: str) -> bool:
     return host in ("0.0.0.0", "::", "*")
 
 
-def fixed_address(config: Config | SftConfig) -> str | None:
+def fixed_address(config: BaseConfig) -> str | None:
     """broker.address when it says where to connect to, with commas in a list; None when only RUN/broker.json does.
 
     The broker writes that file: a port that it picked, or this machine's address when it listens everywhere.
@@ -125,10 +125,13 @@ def buffers_problems(config: Config) -> Iterator[Problem]:
 
 def weights_address_problems(config: Config) -> Iterator[Problem]:
     """Whether weights leave this machine only authenticated, or on a network that the config trusts."""
-    weights, loopback, several = config.weights, is_loopback(config.weights.address), config.learner.machines > 1
+    weights = config.weights
+    loopback = is_loopback(config.weights.address)
+    several = config.learner.machines > 1
     if loopback and not several:
         return
-    trusted, keys = weights.network == "trusted", curve_credentials(config.broker.credentials) is not None
+    trusted = weights.network == "trusted"
+    keys = curve_credentials(config.broker.credentials) is not None
     if keys and (trusted or weights.transport == "relay"):
         if is_wildcard(weights.address):
             hint = "nodes are told this address"
@@ -166,7 +169,7 @@ def address_problems(broker: BrokerAddress) -> Iterator[Problem]:
             expected = "a loopback address such as tcp://127.0.0.1:5555 while broker.credentials is not set"
             hint = "other interfaces need authentication: `slipstream keys DIR` makes keys for broker.credentials"
             yield Problem("broker.address", expected, repr(address), hint)
-    if len(addresses) > 1 and not (isinstance(broker, BrokerConfig) and broker.store == "redis"):
+    if len(addresses) > 1 and not broker.reaches_standbys:
         hint = "a standby broker needs a store that it can reach"
         yield Problem("broker.address", "one address with broker.store: file", repr(list(addresses)), hint)
     if broker.credentials is not None and (wrong := check_credentials(broker.credentials)) is not None:

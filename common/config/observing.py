@@ -27,7 +27,13 @@ class TelemetryConfig(Strict, frozen=True, kw_only=True):
     profile_nodes: list[Text] = []  # Ids of the nodes that record them.
 
 
-class EvaluationConfig(Strict, frozen=True, kw_only=True):
+class EvaluationSchedule(Strict, frozen=True, kw_only=True):
+    """The key that the evaluations of both kinds of run have."""
+
+    every: Natural = 0
+
+
+class EvaluationConfig(EvaluationSchedule, frozen=True, kw_only=True):
     every: Natural = 0  # Steps between two evaluations while the job trains; 0: none. docs/evaluation.md.
     datasets: list[Text] = []  # Held-out problems, named like tasks.dataset; of `slipstream eval`, too.
     samples: Positive = 1  # Episodes per problem. Raise it for pass@k.
@@ -37,7 +43,7 @@ class EvaluationConfig(Strict, frozen=True, kw_only=True):
     fleet: Literal["pool", "shared"] | None = None
 
 
-class SftEvaluationConfig(Strict, frozen=True, kw_only=True):
+class SftEvaluationConfig(EvaluationSchedule, frozen=True, kw_only=True):
     every: Natural = 0  # Steps between two validations of a warm start; 0: none.
     share: Fraction = 0.05  # Share of the rows that is held out for them, the same rows for every run.seed.
 

@@ -1,9 +1,10 @@
-"""Whether a model can be cut into a parallel layout, and into what; no torch, so config checks can ask too."""
+"""Whether a model is supported, and can be cut into a parallel layout; no torch, so config checks can ask too."""
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from typing import cast
 
 from common.config.architecture import Architecture
 from common.config.schema import ParallelConfig
@@ -11,6 +12,24 @@ from common.errors import Problem
 
 PLAIN = "SLIPSTREAM_PLAIN_LAYERS"  # any value: do without Transformer Engine, though it is installed
 _KEY = "learner.parallel."
+# The architectures that are proven to load, compute and come back as in transformers: docs/models.md, and
+# tests/integration/megatron/test_architectures.py.
+SUPPORTED = (
+    "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM",
+    "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
+)  # fmt: skip
+
+
+def architecture_problems(value: Callable[[str], object]) -> Iterator[Problem]:
+    """Why Megatron cannot be trusted with a model; `value` looks a name of its config.json up, None: not there."""
+    named = value("architectures")
+    first = cast("Sequence[object]", named)[0] if isinstance(named, list | tuple) and named else None
+    if first is not None and first not in SUPPORTED:
+        hint = "docs/models.md says why"
+        yield Problem("model.path", f"one of {', '.join(SUPPORTED)}", f"{first} in config.json", hint)
+    if value("quantization_config"):
+        found = "quantised ones (quantization_config in config.json)"
+        yield Problem("model.path", "weights in bfloat16 or float32", found, "Megatron-Bridge drops their scales")
 
 
 def document_multiple(parallel: ParallelConfig) -> int:
@@ -26,8 +45,10 @@ def padded(places: int, parallel: ParallelConfig) -> int:
 
 def layers_per_stage(layers: int, parallel: ParallelConfig) -> tuple[int, ...]:
     """Layers of each pipeline stage, all its virtual stages together; raises ValueError(Problem)."""
-    first, last = parallel.first_stage_layers, parallel.last_stage_layers
-    stages, virtual = parallel.pipeline, parallel.virtual_pipeline
+    first = parallel.first_stage_layers
+    last = parallel.last_stage_layers
+    stages = parallel.pipeline
+    virtual = parallel.virtual_pipeline
     if stages == 1:
         for name, given in (("first_stage_layers", first), ("last_stage_layers", last)):
             if given is not None:

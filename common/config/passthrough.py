@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig
 from common.errors import Problem
 
 _OURS = ""  # no key sets these, but the code relies on their values
@@ -66,7 +66,7 @@ _SOURCES = {  # the options are fields of these classes
 }
 
 
-def passthrough_problems(config: Config | SftConfig) -> Iterator[Problem]:
+def passthrough_problems(config: BaseConfig) -> Iterator[Problem]:
     """Names that cannot be passed on: those of another key, and those that the library does not have."""
     for key, package, extra in _extras(config):
         known = known_names(package) if extra else frozenset[str]()
@@ -81,7 +81,7 @@ def passthrough_problems(config: Config | SftConfig) -> Iterator[Problem]:
                 yield Problem(f"{key}.{name}", f"an option of {package}", f"unknown name '{name}'", hint)
 
 
-def passthrough_warnings(config: Config | SftConfig) -> Iterator[str]:
+def passthrough_warnings(config: BaseConfig) -> Iterator[str]:
     """A sentence for each section that passes options on."""
     for key, package, extra in _extras(config):
         if extra:
@@ -101,7 +101,7 @@ def known_names(package: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def _extras(config: Config | SftConfig) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+def _extras(config: BaseConfig) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     yield "learner.megatron.extra", "megatron", config.learner.megatron.extra
-    if isinstance(config, Config):
-        yield "rollout.engine.extra", "vllm", config.rollout.engine.extra
+    if config.rl is not None:
+        yield "rollout.engine.extra", "vllm", config.rl.rollout.engine.extra

@@ -4,11 +4,17 @@ Loading, overrides and error messages are in common/config/loading.py; checks th
 key are in common/config/checks.py. A fact is stored once; what follows from it is a property.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from common.config.observing import EvaluationConfig, SftEvaluationConfig, TelemetryConfig, WatchRule
+from common.config.observing import (
+    EvaluationConfig,
+    EvaluationSchedule,
+    SftEvaluationConfig,
+    TelemetryConfig,
+    WatchRule,
+)
 from common.config.types import (
     AboveOne,
     AddressSpace,
@@ -23,9 +29,12 @@ from common.config.types import (
     Strict,
     Text,
 )
+from common.errors import ConfigError
+from common.metrics import SftMetrics, StepMetrics
 
 AUTO_FACTOR = 2  # rollout.concurrency: auto goes up to this many times rollout.engine.max_num_seqs
 Recompute = Literal["none", "selective", "full"]
+Reader = Literal["all", "broker", "learner", "node"]  # the role that is about to start
 
 
 class RunConfig(Strict, frozen=True, kw_only=True):
@@ -62,14 +71,20 @@ class LimitsConfig(Strict, frozen=True, kw_only=True):
     python: Text | None = None
 
 
-class TasksConfig(Strict, frozen=True, kw_only=True):
+class RowsConfig(Strict, frozen=True, kw_only=True):
+    """The keys that the tasks of an RL job and the rows of a warm start have in common."""
+
+    dataset: Text
+    shuffle: bool = True  # Gives every epoch its own order. False keeps the order of the file.
+
+
+class TasksConfig(RowsConfig, frozen=True, kw_only=True):
     environment: Text  # Built-in name or 'module:Class'; docs/environments.md lists both.
     # JSONL or parquet file with one problem per row; * in its name stands for several files. Or a file of the hub:
     # hf://datasets/OWNER/NAME[@REVISION]/FILE; docs/models.md.
     dataset: Text
     options: dict[str, Scalar] = {}  # Keyword arguments of the environment.
     limits: LimitsConfig = LimitsConfig()
-    shuffle: bool = True  # Gives every epoch its own order. False keeps the order of the file.
     max_attempts: Positive = 3  # Failed attempts after which a task is given up; docs/delivery.md.
 
 
@@ -178,6 +193,8 @@ class CheckpointConfig(Strict, frozen=True, kw_only=True):
 class RanksConfig(Strict, frozen=True, kw_only=True):
     """The keys that every learner has, of an RL job or of a warm start."""
 
+    step_key: ClassVar[str]  # Name of the key that says how many rows one optimizer step takes.
+
     world_size: Positive = 1  # Number of learner ranks.
     machines: Positive = 1  # Machines of the learner; each runs world_size / machines ranks. docs/machines.md.
     # Longest wait for that many machines, at the start and after one was lost.
@@ -198,11 +215,27 @@ class RanksConfig(Strict, frozen=True, kw_only=True):
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
+    @property
+    def reference(self) -> str | None:
+        """The reference model of the loss, where it is another than model.path."""
+        return None
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of the dataset that one optimizer step takes."""
+        return getattr(self, self.step_key)
+
 
 class LearnerConfig(RanksConfig, frozen=True, kw_only=True):
+    step_key = "groups_per_step"
+
     groups_per_step: Positive = 16  # Prompts of one optimizer step.
     dynamic_sampling: bool = False  # Replaces groups whose rewards are all equal by further groups.
     loss: LossConfig = LossConfig()
+
+    @property
+    def reference(self) -> str | None:
+        return self.loss.reference
 
 
 class EngineConfig(Strict, frozen=True, kw_only=True):
@@ -262,6 +295,11 @@ class BrokerAddress(Strict, frozen=True, kw_only=True):
         """`address` as a list."""
         return (self.address,) if isinstance(self.address, str) else tuple(self.address)
 
+    @property
+    def reaches_standbys(self) -> bool:
+        """Whether another machine's broker could go on with this one's store."""
+        return False
+
 
 class BrokerConfig(BrokerAddress, frozen=True, kw_only=True):
     store: Literal["file", "redis"] = "file"  # Use redis if you run it already, or need standby brokers.
@@ -274,6 +312,10 @@ class BrokerConfig(BrokerAddress, frozen=True, kw_only=True):
     lease_s: Seconds = 60.0  # A node that is silent for this long loses its tasks.
     max_lease_s: Seconds = 3600.0  # Longest lease that heartbeats renew. It bounds a node that never finishes a group.
     heartbeat_s: Seconds = 2.0  # Seconds between the reports of a node.
+
+    @property
+    def reaches_standbys(self) -> bool:
+        return self.store == "redis"
 
 
 class WeightsConfig(Strict, frozen=True, kw_only=True):
@@ -304,20 +346,74 @@ class StalenessConfig(Strict, frozen=True, kw_only=True):
     expired: Literal["mask", "regenerate", "wait"] = "mask"
 
 
-class Config(Strict, frozen=True, kw_only=True):
-    """A whole RL job."""
+class BaseConfig(Strict, frozen=True, kw_only=True):
+    """The sections that every run of the learner has, an RL job or a supervised warm start."""
+
+    role: ClassVar[str]  # Name of the learner's role in commands and logs.
+    kind: ClassVar[str]  # The kind of run in a message.
+    step_metrics: ClassVar[type[StepMetrics] | type[SftMetrics]]  # The metrics line of a step.
 
     run: RunConfig
     model: ModelConfig
+    tasks: RowsConfig
+    learner: RanksConfig = RanksConfig()
+    broker: BrokerAddress = BrokerAddress()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    evaluation: EvaluationSchedule = EvaluationSchedule()
+
+    @property
+    def rl(self) -> "Config | None":
+        """This config if it is an RL job's; a warm start has no fleet, no weight plane and no store."""
+        return None
+
+    @property
+    def served(self) -> "Config":
+        """The job that the run's broker serves."""
+        raise NotImplementedError
+
+    @property
+    def rollout_nodes(self) -> int:
+        """Nodes that `up` starts."""
+        return 0
+
+    def validate(self, file: str, reader: Reader = "all") -> None:
+        """Raise ConfigError, naming `file`, on the first thing that cannot work together.
+
+        `reader` is the role that is about to start here; files that only others read may be missing.
+        """
+        from common.config.checks import problems  # the checks know every section
+
+        for problem in problems(self, reader):
+            raise ConfigError.of(file, problem)
+
+
+class Config(BaseConfig, frozen=True, kw_only=True):
+    """A whole RL job."""
+
+    role = "learner"
+    kind = "an RL job"
+    step_metrics = StepMetrics
+
     tasks: TasksConfig
     learner: LearnerConfig = LearnerConfig()
     rollout: RolloutConfig = RolloutConfig()
     broker: BrokerConfig = BrokerConfig()
     weights: WeightsConfig = WeightsConfig()
     staleness: StalenessConfig = StalenessConfig()
-    telemetry: TelemetryConfig = TelemetryConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     watch: list[WatchRule] = []  # docs/watch.md
+
+    @property
+    def rl(self) -> "Config":
+        return self
+
+    @property
+    def served(self) -> "Config":
+        return self
+
+    @property
+    def rollout_nodes(self) -> int:
+        return self.rollout.nodes
 
     @property
     def device_shares(self) -> dict[str, int]:
@@ -326,29 +422,30 @@ class Config(Strict, frozen=True, kw_only=True):
         return {"learner": self.learner.world_size} | nodes
 
 
-class SftTasksConfig(Strict, frozen=True, kw_only=True):
+class SftTasksConfig(RowsConfig, frozen=True, kw_only=True):
     dataset: Text  # JSONL: {"prompt", "completion"}, {"segments": [[text, trained 0|1], ...]} or {"messages": [...]}.
-    shuffle: bool = True  # Gives every epoch its own order. False keeps the order of the file.
 
 
 class SftLearnerConfig(RanksConfig, frozen=True, kw_only=True):
+    step_key = "sequences_per_step"
+
     sequences_per_step: Positive = 32  # Sequences of one optimizer step.
     checkpoint: CheckpointConfig = CheckpointConfig(every=1000, keep=1)
 
 
-class SftConfig(Strict, frozen=True, kw_only=True):
-    """A supervised warm start; RUN/model is the resulting Hugging Face folder."""
+class SftConfig(BaseConfig, frozen=True, kw_only=True):
+    """A supervised warm start; RUN/model is the resulting Hugging Face folder. Only several machines have a broker."""
 
-    run: RunConfig
-    model: ModelConfig
+    role = "sft"
+    kind = "a warm start (sft)"
+    step_metrics = SftMetrics
+
     tasks: SftTasksConfig
     learner: SftLearnerConfig = SftLearnerConfig()
-    broker: BrokerAddress = BrokerAddress()  # Only several machines have one.
-    telemetry: TelemetryConfig = TelemetryConfig()
     evaluation: SftEvaluationConfig = SftEvaluationConfig()
 
     @property
-    def meeting(self) -> Config:
+    def served(self) -> Config:
         """The job of a broker that forms the rounds of this warm start's machines; it has no groups and no store."""
         tasks = TasksConfig(environment="none", dataset=self.tasks.dataset)
         broker = BrokerConfig(address=self.broker.address, credentials=self.broker.credentials, durability="memory")

@@ -54,7 +54,8 @@ def line_of(text: str, key: str) -> int | None:
             found = [pair for pair in pairs if pair[0].value == part]
         if not found:
             break
-        line, node = found[0][0].start_mark.line + 1, found[0][1]
+        line = found[0][0].start_mark.line + 1
+        node = found[0][1]
     return line
 
 

@@ -3,14 +3,14 @@
 import time
 
 from common.config.network_checks import fixed_address
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig
 from common.errors import BrokerUnreachable
 from common.process.run_dir import RunDir
 
 POLL_S = 0.1
 
 
-def find_broker(config: Config | SftConfig, run: RunDir, wait_s: float) -> str:
+def find_broker(config: BaseConfig, run: RunDir, wait_s: float) -> str:
     """The configured address, or the one in RUN/broker.json once a living broker wrote it: roles start in any order.
 
     After `wait_s` it takes the address of a process that is not alive here, which may run on another machine.

@@ -15,7 +15,7 @@ from typing import Any, cast
 import msgspec
 
 from common.config.loading import dump_yaml, load_resolved
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig
 from common.errors import SlipstreamError, UsageError
 from common.json_lines import LineFile, decoder_of
 from common.process import files
@@ -88,7 +88,7 @@ class RunDir:
         self.sinks = self.path / "sinks"
 
     @classmethod
-    def of(cls, config: Config | SftConfig) -> "RunDir":
+    def of(cls, config: BaseConfig) -> "RunDir":
         return cls(config.run.dir, config.learner.checkpoint.dir)
 
     def broker(self) -> BrokerFile | None:
@@ -98,7 +98,7 @@ class RunDir:
         except (OSError, ValueError):
             return None
 
-    def prepare(self, config: Config | SftConfig) -> None:
+    def prepare(self, config: BaseConfig) -> None:
         """Create the folder and write the resolved config.yaml and run.json.
 
         Raises UsageError when the folder has a run of a config that does not agree with this one, or cannot be written.
@@ -116,18 +116,18 @@ class RunDir:
         except OSError as error:
             raise unwritable("run.dir", self.path, error) from error
 
-    def check_agrees(self, config: Config | SftConfig) -> None:
+    def check_agrees(self, config: BaseConfig) -> None:
         """Raise UsageError, naming the keys, when RUN/config.yaml computes something else than `config`."""
         _check_same(self.config, config, "run.dir", _changeable(config))
 
-    def check_checkpoints(self, config: Config | SftConfig) -> None:
+    def check_checkpoints(self, config: BaseConfig) -> None:
         """Raise UsageError when the folder of checkpoints is another run's: learner.checkpoint.dir may name any."""
         may_differ, other = (*_changeable(config), *OF_A_MACHINE), RunDir(self.checkpoints.parent)
         _check_same(self._label, config, "learner.checkpoint.dir", may_differ)
         if other.run_json.exists() and other.checkpoints == self.checkpoints:
             _check_same(other.config, config, "learner.checkpoint.dir", may_differ)
 
-    def label_checkpoints(self, config: Config | SftConfig) -> None:
+    def label_checkpoints(self, config: BaseConfig) -> None:
         """Say in a folder of checkpoints outside of RUN whose they are. Raises as `check_checkpoints` and `prepare`."""
         self.check_checkpoints(config)
         try:
@@ -137,9 +137,9 @@ class RunDir:
             raise unwritable("learner.checkpoint.dir", self.checkpoints, error) from error
 
 
-def _changeable(config: Config | SftConfig) -> tuple[str, ...]:
+def _changeable(config: BaseConfig) -> tuple[str, ...]:
     """CHANGEABLE, for this kind of run: the evaluation of a warm start decides which rows are trained."""
-    return tuple(key for key in CHANGEABLE if key != "evaluation" or isinstance(config, Config))
+    return tuple(key for key in CHANGEABLE if key != "evaluation" or config.rl is not None)
 
 
 def unwritable(key: str, folder: Path, error: OSError) -> SlipstreamError:
@@ -148,23 +148,20 @@ def unwritable(key: str, folder: Path, error: OSError) -> SlipstreamError:
     return kind(f"{key}: {folder} cannot be written: {error}")
 
 
-def _check_same(file: Path, config: Config | SftConfig, key: str, may_differ: Sequence[str]) -> None:
+def _check_same(file: Path, config: BaseConfig, key: str, may_differ: Sequence[str]) -> None:
     try:
         before = load_resolved(file) if file.exists() else config
     except OSError as error:
         raise UsageError(f"{key}: {file} cannot be read: {error}") from error
     if type(before) is not type(config):
-        kind = "a warm start (sft)" if isinstance(before, SftConfig) else "an RL job"
-        raise UsageError(f"{file.parent} already has {kind}; choose another {key}")
+        raise UsageError(f"{file.parent} already has {before.kind}; choose another {key}")
     differing = [f"{key} was {old!r} and now is {new!r}" for key, old, new in other_values(before, config, may_differ)]
     if differing:
         shown = "; ".join(differing[:3]) + ("; ..." if len(differing) > 3 else "")
         raise UsageError(f"{file.parent} has a run of another config: {shown}; choose another {key} or remove it")
 
 
-def other_values(
-    old: Config | SftConfig, new: Config | SftConfig, may_differ: Sequence[str]
-) -> Iterator[tuple[str, object, object]]:
+def other_values(old: BaseConfig, new: BaseConfig, may_differ: Sequence[str]) -> Iterator[tuple[str, object, object]]:
     """As `differences`, without the dotted keys of `may_differ` and those in a section of them."""
     for key, before, now in differences(msgspec.to_builtins(old), msgspec.to_builtins(new)):
         if not any(key == c or key.startswith(c + ".") for c in may_differ):

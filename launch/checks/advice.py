@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from common.config.checks import problems
 from common.config.parallel_layout import model_problems, world_problems
 from common.config.passthrough import passthrough_warnings
-from common.config.schema import Config, LossConfig, SftConfig
+from common.config.schema import BaseConfig, Config, LossConfig
 from common.process.run_dir import other_values
 from launch.checks.findings import Finding, note
 from launch.plan.job_plan import GIB, Plan, RlPart, stages_of
@@ -23,7 +23,7 @@ from launch.plan.memory import ADAM_BYTES, DEVICES, GRADIENT_BYTES, HEADROOM, IT
 BUBBLE = 0.15
 UNEVEN = 1.15
 MOST_CONTEXT = 8
-C = TypeVar("C", bound=Config | SftConfig)
+C = TypeVar("C", bound=BaseConfig)
 
 
 class Proposal(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class Proposal(msgspec.Struct, frozen=True):
     overrides: list[str]  # KEY=VALUE words
 
 
-def propose(config: Config | SftConfig, plan: Plan) -> Proposal | None:
+def propose(config: BaseConfig, plan: Plan) -> Proposal | None:
     """The nearest layout for the smallest GPU that the plan of `config` does not fit; None where none is found.
 
     It has the fewest ranks, then the fewest new measures against memory, then the fewest other axes. A job of one
@@ -62,12 +62,12 @@ def _sizes(config: C, gpus_per_node: int) -> Iterator[C]:
             if (world := machines * gpus_per_node) > learner.world_size:
                 yield replace(config, learner=replace(learner, world_size=world, machines=machines))
         return
-    fleet = config.rollout.nodes * config.rollout.engine.devices if isinstance(config, Config) else 0
+    fleet = config.rollout_nodes * config.rl.rollout.engine.devices if config.rl else 0
     elsewhere = learner.world_size + fleet > gpus_per_node
     for world in range(learner.world_size + 1, gpus_per_node + 1):
         larger = replace(config, learner=replace(learner, world_size=world))
-        if isinstance(larger, Config) and fleet and not elsewhere:
-            rollout = larger.rollout
+        if config.rl is not None and fleet and not elsewhere:
+            rollout = config.rl.rollout
             nodes = min(rollout.nodes, (gpus_per_node - world) // rollout.engine.devices)
             if not nodes:
                 return
@@ -82,7 +82,7 @@ def _layouts(config: C, plan: Plan) -> Iterator[C]:
     recompute = {memory.recompute, "full"}
     offload = {memory.offload_optimizer, True}
     memories = [replace(memory, recompute=r, offload_optimizer=o) for r, o in product(recompute, offload)]
-    weights = {config.weights, replace(config.weights, buffers="host")} if isinstance(config, Config) else {None}
+    weights = {config.rl.weights, replace(config.rl.weights, buffers="host")} if config.rl else {None}
     experts = plan.model.experts.count if plan.model.experts is not None else 1
     most = ((world, plan.gpus_per_node), (world, world), (world, MOST_CONTEXT), (experts, world))
     sizes = [[n for n in range(1, limit + 1) if whole % n == 0] for whole, limit in most]
@@ -97,7 +97,7 @@ def _layouts(config: C, plan: Plan) -> Iterator[C]:
             yield changed if sent is None else replace(changed, weights=sent)
 
 
-def _least_bytes(tried: Config | SftConfig, plan: Plan) -> float:
+def _least_bytes(tried: BaseConfig, plan: Plan) -> float:
     """A rank of the average stage without activations needs as much; it is counted far sooner than all stages."""
     learner, parallel = tried.learner, tried.learner.parallel
     experts = 0
@@ -108,14 +108,14 @@ def _least_bytes(tried: Config | SftConfig, plan: Plan) -> float:
     return whole + plan.parameters / learner.world_size * (ADAM_BYTES + MAIN_BYTES[plan.dtype])
 
 
-def _effort(given: Config | SftConfig, tried: Config | SftConfig) -> tuple[int, ...]:
+def _effort(given: BaseConfig, tried: BaseConfig) -> tuple[int, ...]:
     """How much a candidate changes and costs; the least is proposed."""
     before, after = given.learner.memory, tried.learner.memory
     again = before.recompute != after.recompute  # costs more than moving the optimizer's states once a step
     measures = again + (before.offload_optimizer != after.offload_optimizer)
     old, new = given.learner.parallel, tried.learner.parallel
     axes = sum(getattr(old, name) != getattr(new, name) for name in ("tensor", "pipeline", "context", "expert"))
-    host = isinstance(given, Config) and isinstance(tried, Config) and given.weights != tried.weights
+    host = given.rl is not None and tried.rl is not None and given.rl.weights != tried.rl.weights
     return measures, again, axes, new.model_ranks, new.pipeline, new.context, new.expert, host
 
 
@@ -123,13 +123,13 @@ def _word(value: object) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-def remarks(config: Config | SftConfig, plan: Plan, proposal: Proposal | None) -> list[Finding]:
+def remarks(config: BaseConfig, plan: Plan, proposal: Proposal | None) -> list[Finding]:
     """In the order of the page: groups, memory, pipeline, loss, window, weight plane, engines."""
     out = [*_groups(plan), *_memory(config, plan, proposal), *_pipeline(config, plan), *_experts(config, plan)]
     out += [note("passthrough", "owned", text) for text in passthrough_warnings(config)]
-    if isinstance(config, Config) and plan.rl is not None:
-        out += [*_clipping(config.learner.loss), *_window(config, plan.rl)]
-        out += [*_publish(config, plan.rl), *_engines(config, plan.rl)]
+    if (job := config.rl) is not None and plan.rl is not None:
+        out += [*_clipping(job.learner.loss), *_window(job, plan.rl)]
+        out += [*_publish(job, plan.rl), *_engines(job, plan.rl)]
     return out
 
 
@@ -154,7 +154,7 @@ def _groups(plan: Plan) -> Iterator[Finding]:
         yield note("groups", "unsharded", text)
 
 
-def _memory(config: Config | SftConfig, plan: Plan, proposal: Proposal | None) -> Iterator[Finding]:
+def _memory(config: BaseConfig, plan: Plan, proposal: Proposal | None) -> Iterator[Finding]:
     memory, stage = config.learner.memory, plan.fullest
     if too_small := [name for name, size in DEVICES.items() if not fits(stage.peak, size)]:
         advice = "No layout of these GPUs that was tried does; the job needs more machines, or a smaller model."
@@ -176,12 +176,12 @@ def _memory(config: Config | SftConfig, plan: Plan, proposal: Proposal | None) -
         yield note("memory", "no_sequence", text)
 
 
-def _pipeline(config: Config | SftConfig, plan: Plan) -> Iterator[Finding]:
+def _pipeline(config: BaseConfig, plan: Plan) -> Iterator[Finding]:
     batch, parallel = plan.batch, config.learner.parallel
     if batch.bubble > BUBBLE:
-        unit = "groups_per_step" if isinstance(config, Config) else "sequences_per_step"
         idles = f"the pipeline idles {batch.bubble:.0%} of the time"
-        fix = f"a larger learner.{unit}, a smaller micro_batch_tokens or learner.parallel.virtual_pipeline fills it"
+        larger = f"a larger learner.{config.learner.step_key}"
+        fix = f"{larger}, a smaller micro_batch_tokens or learner.parallel.virtual_pipeline fills it"
         yield note("pipeline", "idles", f"With {batch.microbatches} microbatches per step {idles}; {fix}.")
     if parallel.pipeline == 1:
         return
@@ -194,7 +194,7 @@ def _pipeline(config: Config | SftConfig, plan: Plan) -> Iterator[Finding]:
         yield note("pipeline", "uneven", text)
 
 
-def _experts(config: Config | SftConfig, plan: Plan) -> Iterator[Finding]:
+def _experts(config: BaseConfig, plan: Plan) -> Iterator[Finding]:
     experts = plan.model.experts
     if experts is None:
         return

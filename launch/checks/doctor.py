@@ -13,7 +13,7 @@ import msgspec
 
 from common.config.checks import resolve_paths
 from common.config.loading import load_either
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig
 from common.errors import UsageError
 from common.process.run_dir import RunDir
 from launch.checks import job, machine
@@ -42,7 +42,7 @@ def command(args: argparse.Namespace) -> int:
     return exit_code(findings)
 
 
-def examine(here: Machine, role: str, config: Config | SftConfig | None, file: str) -> Iterator[Finding]:
+def examine(here: Machine, role: str, config: BaseConfig | None, file: str) -> Iterator[Finding]:
     """Every finding: the machine, with the packages of `role`; then the config named `file`; then its run."""
     reviewed = None if config is None else review(config, file, max(len(here.gpus), GPUS_PER_NODE))
     plan = None if reviewed is None else reviewed.plan
@@ -61,6 +61,6 @@ def examine(here: Machine, role: str, config: Config | SftConfig | None, file: s
     run = RunDir.of(config)
     yield from job.check_disk(run.path, config, plan)
     found, running = check_run(run, config)
-    if isinstance(config, Config):
-        yield from job.check_network(config, running)
+    if config.rl is not None:
+        yield from job.check_network(config.rl, running)
     yield from found

@@ -17,7 +17,7 @@ import msgspec
 import psutil
 
 from common.config.network_checks import split_address
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig, Config
 from common.errors import SlipstreamError, UsageError
 from common.json_lines import dataset_files, dataset_rows
 from common.process.files import sync
@@ -50,8 +50,8 @@ def check_config_and_files(review: Review) -> Iterator[Finding]:
         yield fine("config", f"{review.file} passes the checks of a launch")
     yield from check_model(Path(config.model.path))
     yield from check_dataset("tasks.dataset", Path(config.tasks.dataset), config)
-    if isinstance(config, Config) and review.environment is not None and not review.environment.agent:
-        yield from check_first_row(config, review.environment)
+    if config.rl is not None and review.environment is not None and not review.environment.agent:
+        yield from check_first_row(config.rl, review.environment)
     if config.broker.credentials is not None:
         yield from check_permissions(Path(config.broker.credentials))
 
@@ -114,7 +114,7 @@ def broken_weights(file: Path) -> str:
     return "" if size == expected else f"{size:,} bytes, {expected:,} expected"
 
 
-def check_dataset(key: str, file: Path, config: Config | SftConfig) -> Iterator[Finding]:
+def check_dataset(key: str, file: Path, config: BaseConfig) -> Iterator[Finding]:
     """Every line is a JSON object, and a step finds enough of them."""
     if not any(map(Path.is_file, dataset_files(file))):
         return  # said by the config's checks, or a name of the hub
@@ -129,7 +129,7 @@ def check_dataset(key: str, file: Path, config: Config | SftConfig) -> Iterator[
         why = "a task is one JSON object on a line of its own, or a row of a parquet file"
         yield problem("dataset", "bad_line", str(error), why=why, fix="make the file readable; fix or remove the line")
         return
-    wanted = config.learner.groups_per_step if isinstance(config, Config) else config.learner.sequences_per_step
+    wanted = config.learner.rows_per_step
     whole = read <= READ_BYTES
     what = f"{key}: {rows:,} rows" + ("" if whole else f" in the first {READ_BYTES >> 20} MiB")
     if rows < wanted and whole:
@@ -189,7 +189,7 @@ def check_permissions(path: Path) -> Iterator[Finding]:
 # ---------------------------------------------------------------- disk
 
 
-def check_disk(run_dir: Path, config: Config | SftConfig, plan: Plan | None) -> Iterator[Finding]:
+def check_disk(run_dir: Path, config: BaseConfig, plan: Plan | None) -> Iterator[Finding]:
     """Room, and whether a sync reaches the disk and a lock keeps a second broker out."""
     folder = next((path for path in (run_dir, *run_dir.parents) if path.is_dir()), Path("/"))
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -212,17 +212,17 @@ def check_disk(run_dir: Path, config: Config | SftConfig, plan: Plan | None) -> 
         yield problem("locks", "unsupported", f"{folder}: {error.strerror or error}", why=why, fix=LOCAL)
 
 
-def _space(folder: Path, config: Config | SftConfig, plan: Plan | None) -> Finding:
+def _space(folder: Path, config: BaseConfig, plan: Plan | None) -> Finding:
     """Room for checkpoints, the final model, and the broker's groups, all of full length."""
     free = shutil.disk_usage(folder).free
     needed: float = LOGS_BYTES
     if plan is not None:
         weights = plan.rl.publish.bytes if plan.rl is not None else plan.parameters * 4
         needed += plan.checkpoint.bytes * plan.checkpoint.kept + weights
-        if isinstance(config, Config) and plan.rl is not None and config.broker.store == "file":
-            step = config.learner.groups_per_step * plan.rl.window.group_bytes
-            steps = config.broker.retain_steps + config.learner.checkpoint.every + config.staleness.max + 1
-            needed += min(steps * step, 2 * config.broker.max_bytes)
+        if (job := config.rl) is not None and plan.rl is not None and job.broker.store == "file":
+            step = job.learner.groups_per_step * plan.rl.window.group_bytes
+            steps = job.broker.retain_steps + job.learner.checkpoint.every + job.staleness.max + 1
+            needed += min(steps * step, 2 * job.broker.max_bytes)
     why = "on a full disk the broker acknowledges nothing and checkpoints fail"
     fix = "run.dir=FOLDER on a larger disk, or a smaller learner.checkpoint.keep or broker.retain_steps"
     what = f"{free / GIB:.1f} GiB free under {folder}, up to {needed / GIB:.1f} needed"
@@ -231,7 +231,7 @@ def _space(folder: Path, config: Config | SftConfig, plan: Plan | None) -> Findi
     return warning("disk", "tight", what, why=why, fix=fix) if free < needed else fine("disk", what)
 
 
-def _sync(folder: Path, config: Config | SftConfig) -> Finding:
+def _sync(folder: Path, config: BaseConfig) -> Finding:
     """The median time of one append and fsync, where fsync of a file and of its folder works."""
     taken: list[float] = []
     try:
@@ -246,7 +246,7 @@ def _sync(folder: Path, config: Config | SftConfig) -> Finding:
     except OSError as error:
         why = "neither checkpoints nor the broker's promises would be on the disk when they say so"
         return problem("fsync", "unsupported", f"{folder}: {error.strerror or error}", why=why, fix=LOCAL)
-    waits = isinstance(config, Config) and config.broker.durability == "fsync"
+    waits = config.rl is not None and config.rl.broker.durability == "fsync"
     seconds = statistics.median(taken)
     if seconds > SLOW_SYNC_S and waits:
         why = "each promise of the broker waits for one, so groups take longer to be ready"

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from common.config.network_checks import is_loopback, split_address
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig
 from common.process.versions import INSTALL_BRIDGE, versions
 from launch.checks.findings import Finding, fine, problem, warning
 from launch.plan.job_plan import GIB, MIB, Plan
@@ -178,7 +178,7 @@ def check_environments(checkout: Path = ROOT) -> Iterator[Finding]:
 # ---------------------------------------------------------------- devices
 
 
-def check_torch(machine: Machine, config: Config | SftConfig | None) -> Iterator[Finding]:
+def check_torch(machine: Machine, config: BaseConfig | None) -> Iterator[Finding]:
     """The build of torch fits the devices, and the transport of the weights."""
     version = machine.packages.get("torch")
     cuda = machine.torch_cuda
@@ -200,12 +200,12 @@ def check_torch(machine: Machine, config: Config | SftConfig | None) -> Iterator
         yield from _check_gpus(machine, config)
 
 
-def _check_gpus(machine: Machine, config: Config | SftConfig) -> Iterator[Finding]:
+def _check_gpus(machine: Machine, config: BaseConfig) -> Iterator[Finding]:
     """Weights can move between the GPUs, and `up` has one for every rank and engine."""
     wanted = config.learner.world_size
-    if isinstance(config, Config):
-        wanted += config.rollout.nodes * config.rollout.engine.devices
-        if "torch" in machine.packages and config.weights.transport == "nccl":
+    if config.rl is not None:
+        wanted += config.rollout_nodes * config.rl.rollout.engine.devices
+        if "torch" in machine.packages and config.rl.weights.transport == "nccl":
             yield _check_nccl(machine)
     if machine.gpus and wanted > len(machine.gpus):
         what = f"{wanted} devices of learner and nodes, {len(machine.gpus)} here"
@@ -228,12 +228,12 @@ def _check_nccl(machine: Machine) -> Finding:
 # ---------------------------------------------------------------- resources
 
 
-def check_cores(machine: Machine, config: Config | SftConfig | None) -> Finding:
+def check_cores(machine: Machine, config: BaseConfig | None) -> Finding:
     """Threads of learner and engines have cores of their own."""
     if config is None or machine.gpus:
         return fine("cores", str(machine.cores))
     learner = config.learner.world_size * config.learner.threads
-    nodes = [config.rollout.threads] * config.rollout.nodes if isinstance(config, Config) else []
+    nodes = [config.rl.rollout.threads] * config.rollout_nodes if config.rl else []
     wanted = learner + sum(nodes)
     if nodes and plan_cores(list(range(machine.cores)), learner, nodes)[0] is not None:
         return fine("cores", f"{machine.cores}: `up` pins learner ({learner}) and engines ({sum(nodes)}) to their own")
@@ -246,20 +246,20 @@ def check_cores(machine: Machine, config: Config | SftConfig | None) -> Finding:
     return warning("cores", "few", what, why=why, fix=fix)
 
 
-def check_memory(machine: Machine, config: Config | SftConfig | None, plan: Plan | None) -> Finding:
+def check_memory(machine: Machine, config: BaseConfig | None, plan: Plan | None) -> Finding:
     """`up` needs at least this much: without GPUs everything, else buffers of weights and offloaded bytes."""
     has = f"{machine.memory_bytes / GIB:.1f} GiB, {machine.available_bytes / GIB:.1f} available"
     if config is None or plan is None:
         return fine("memory", has)
     ranks = config.learner.world_size
-    nodes = config.rollout.nodes if isinstance(config, Config) else 0
+    nodes = config.rollout_nodes
     needed = (ranks + nodes) * ROLE_BYTES + ranks * plan.fullest.host
     if not machine.gpus:
         needed += ranks * plan.fullest.peak
-    if plan.rl is not None and isinstance(config, Config):
+    if plan.rl is not None and config.rl is not None:
         needed += (1 + nodes) * plan.rl.publish.bytes  # the flat buffer of the learner and of every node
         if not machine.gpus:
-            cache = (config.rollout.engine.kv_cache_mib or 0) * MIB
+            cache = (config.rl.rollout.engine.kv_cache_mib or 0) * MIB
             needed += nodes * (plan.rl.engine.weight_bytes * plan.rl.engine.devices + cache)
     what = f"{needed / GIB:.1f} GiB needed at least, {has}"
     fix = "fewer nodes, a smaller rollout.engine.kv_cache_mib or learner.micro_batch_tokens; `slipstream plan` has more"
@@ -271,13 +271,13 @@ def check_memory(machine: Machine, config: Config | SftConfig | None, plan: Plan
     return fine("memory", what)
 
 
-def check_shm(machine: Machine, config: Config | SftConfig | None) -> Finding:
+def check_shm(machine: Machine, config: BaseConfig | None) -> Finding:
     """/dev/shm has room for the buffers that processes of one machine share."""
     needed = 0
     if config is not None and config.learner.world_size > 1:
         needed += config.learner.world_size * SHM_OF_RANKS
-    if isinstance(config, Config) and config.rollout.engine.tensor_parallel > 1:
-        needed += config.rollout.nodes * SHM_OF_ENGINE
+    if config is not None and config.rl and config.rl.rollout.engine.tensor_parallel > 1:
+        needed += config.rollout_nodes * SHM_OF_ENGINE
     what = f"/dev/shm has {machine.shm_bytes / MIB:,.0f} MiB" + (f", {needed / MIB:,.0f} needed" if needed else "")
     if needed <= machine.shm_bytes:
         return fine("shm", what)
@@ -285,10 +285,10 @@ def check_shm(machine: Machine, config: Config | SftConfig | None) -> Finding:
     return problem("shm", "little", what, why=why, fix="docker run --shm-size=8g, or a tmpfs of that size at /dev/shm")
 
 
-def check_open_files(machine: Machine, config: Config | SftConfig | None) -> Finding:
+def check_open_files(machine: Machine, config: BaseConfig | None) -> Finding:
     """Enough descriptors for the sockets of a fleet: broker and learner raise their limit to the hard one."""
     limit = machine.open_files
-    nodes = config.rollout.nodes if isinstance(config, Config) else 0
+    nodes = config.rollout_nodes if config is not None else 0
     fleet = max(nodes, FLEET)
     needed, wanted = (FILES + FILES_OF_NODE * n for n in (nodes, fleet))
     if limit < 0:
@@ -304,7 +304,7 @@ def check_open_files(machine: Machine, config: Config | SftConfig | None) -> Fin
     return fine("open files", f"{limit:,}")
 
 
-def check_clock(machine: Machine, config: Config | SftConfig | None) -> Finding:
+def check_clock(machine: Machine, config: BaseConfig | None) -> Finding:
     """The clock is set; leases do not depend on it, ages and TLS certificates do."""
     if machine.now_s < EARLIEST_S:
         what = f"{machine.now_s:.0f} s since 1970, which is years ago"
@@ -317,7 +317,7 @@ def check_clock(machine: Machine, config: Config | SftConfig | None) -> Finding:
     return fine("clock", "set")
 
 
-def _several_machines(config: Config | SftConfig | None) -> bool:
+def _several_machines(config: BaseConfig | None) -> bool:
     """Whether the learner has several, or the broker listens beyond this one."""
     if config is None:
         return False

@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from common.config.architecture import Attention
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig, Config
 from common.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from launch.checks.review import Review, make_review
 from launch.plan.job_plan import GIB, Plan, Stage
@@ -83,12 +83,12 @@ def page(review: Review) -> RenderableType:
         "GiB on one rank": _memory(plan),
         "Step": _facts(_step(config, plan)),
     }
-    if isinstance(config, Config):
-        bodies["Rollouts and weights"] = _facts(_rollouts(config, plan))
-        if sum(config.device_shares.values()) <= plan.gpus_per_node:
+    if (job := config.rl) is not None:
+        bodies["Rollouts and weights"] = _facts(_rollouts(job, plan))
+        if sum(job.device_shares.values()) <= plan.gpus_per_node:
             free = map(str, count())
-            devices = [(role, " ".join(islice(free, n))) for role, n in config.device_shares.items()]
-            devices += _shared(config, plan)
+            devices = [(role, " ".join(islice(free, n))) for role, n in job.device_shares.items()]
+            devices += _shared(job, plan)
             bodies["GPUs that `slipstream up` gives to each role"] = _facts(devices)
     for title, body in bodies.items():
         parts += (Text(), Text(title, "bold"), body)
@@ -110,7 +110,7 @@ def _facts(rows: Iterable[tuple[str, str]], gap: int = 2, justify: Literal["left
     return table
 
 
-def _layout(config: Config | SftConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+def _layout(config: BaseConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     model, sizes, parallel = plan.model, plan.sizes, config.learner.parallel
     a = model.attention
     heads = f"{a.heads} heads, {a.kv_heads} key-value" if isinstance(a, Attention) else f"{a.heads} heads, latent"
@@ -217,11 +217,11 @@ def _memory_row(stage: Stage) -> list[str]:
     return [*(f"{n / GIB:.1f}" for n in sizes), f"{a.in_flight:g}"]
 
 
-def _step(config: Config | SftConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+def _step(config: BaseConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     batch, learner = plan.batch, config.learner
     made = f"{batch.sequences} documents"
-    if isinstance(config, Config):
-        groups, size = config.learner.groups_per_step, config.rollout.group_size
+    if config.rl is not None:
+        groups, size = learner.rows_per_step, config.rl.rollout.group_size
         made = f"{groups} groups x {size} samples = {batch.sequences} samples"
     yield "batch", f"{made}, at most {batch.longest:,} tokens each: {batch.tokens:,} per step at most"
     each = f"{batch.microbatches} of {learner.micro_batch_tokens:,} tokens on each of {plan.sizes.data}"

@@ -12,7 +12,7 @@ from common.config.checks import MODEL_HINT, problems, resolve_paths
 from common.config.loading import load_either
 from common.config.network_checks import is_loopback, split_address
 from common.config.parallel_layout import model_problems, world_problems
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig
 from common.errors import ConfigError, Problem, UsageError
 from common.hub import SCHEME, local_copy
 from launch.checks.advice import Proposal, propose, remarks
@@ -31,7 +31,7 @@ class Review:
     """A config, the plan of its job, and everything that speaks against a launch."""
 
     file: str  # the config's name in messages
-    config: Config | SftConfig
+    config: BaseConfig
     plan: Plan | None = None  # None when the layout does not fit the model, or `no_plan` says why
     refused: list[Problem] = field(default_factory=list)  # even when every file is in its place
     missing: list[Problem] = field(default_factory=list)  # files that have to be brought along
@@ -62,7 +62,7 @@ def make_review(
 
 
 def review(
-    config: Config | SftConfig,
+    config: BaseConfig,
     file: str,
     gpus_per_node: int = GPUS_PER_NODE,
     link_gbit: float = LINK_GBIT,
@@ -92,9 +92,9 @@ def review(
         elif not downloaded:
             made.missing.append(problem)
     made.refused += machine_problems(config, gpus_per_node)
-    if isinstance(config, Config) and PYTHON_KEY not in [problem.key for problem in made.refused]:
+    if config.rl is not None and PYTHON_KEY not in [problem.key for problem in made.refused]:
         try:
-            made.environment = check_environment(config.tasks, file, libraries)
+            made.environment = check_environment(config.rl.tasks, file, libraries)
         except ConfigError as error:
             made.refused.append(Problem(error.key, error.expected, error.found, error.hint))
     try:
@@ -141,29 +141,29 @@ def describe(problem: Problem) -> str:
     return str(problem).replace(f"{Path.cwd()}{os.sep}", "")
 
 
-def machine_problems(config: Config | SftConfig, gpus_per_node: int) -> Iterator[Problem]:
+def machine_problems(config: BaseConfig, gpus_per_node: int) -> Iterator[Problem]:
     """Parts of a job that do not fit on machines of so many GPUs."""
     world, machines = config.learner.world_size, config.learner.machines
     hint = f"machines of {gpus_per_node} GPUs are assumed; --gpus-per-node of `slipstream plan` says otherwise"
     if world > machines * gpus_per_node:
         expected = f"at least {-(-world // gpus_per_node)} for {world} ranks; docs/machines.md"
         yield Problem("learner.machines", expected, f"{machines}", hint)
-    if isinstance(config, Config) and (engine := config.rollout.engine).devices > gpus_per_node:
+    if config.rl is not None and (engine := config.rl.rollout.engine).devices > gpus_per_node:
         expected = f"tensor_parallel x pipeline_parallel of at most {gpus_per_node}, the GPUs of its machine"
         found = f"{engine.tensor_parallel} x {engine.pipeline_parallel} = {engine.devices}"
         yield Problem("rollout.engine.tensor_parallel", expected, found, hint)
 
 
-def _not_yet(config: Config | SftConfig, gpus_per_node: int) -> Iterator[Finding]:
+def _not_yet(config: BaseConfig, gpus_per_node: int) -> Iterator[Finding]:
     """Parts that this version cannot launch by itself."""
     if config.learner.machines > 1:
         if any(is_loopback(split_address(address)[0]) for address in config.broker.addresses):
             machines = f"the {config.learner.machines} machines of the learner do not reach a loopback address"
             what = f"broker.address: {machines}; name one of the broker's machine, tcp://HOST:PORT"
             yield note("launch", "loopback_broker", what)
-    elif isinstance(config, Config):
-        devices = sum(config.device_shares.values())
-        if devices > gpus_per_node and is_loopback(config.weights.address):
+    elif config.rl is not None:
+        devices = sum(config.rl.device_shares.values())
+        if devices > gpus_per_node and is_loopback(config.rl.weights.address):
             why = f"{devices} devices of learner and rollout nodes are more than one machine of {gpus_per_node} has"
             needs = "broker.credentials, and weights.transport: relay or weights.network: trusted"
             what = f"weights.address: {why}, and weights.address is a loopback address; another one needs {needs}"

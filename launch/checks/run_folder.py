@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import psutil
 
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig
 from common.errors import SlipstreamError, UsageError
 from common.process.lock_file import is_locked, lock_holder
 from common.process.run_dir import RunDir
@@ -45,7 +45,7 @@ ADVICE = {
 }
 
 
-def check_run(run: RunDir, config: Config | SftConfig) -> tuple[list[Finding], bool]:
+def check_run(run: RunDir, config: BaseConfig) -> tuple[list[Finding], bool]:
     """(findings, whether a broker of this run answers)."""
     found: list[Finding] = []
     try:

@@ -12,7 +12,6 @@ from pathlib import Path
 from broker.contract import BrokerStatus
 from broker.messaging.client_methods import ObserverBroker
 from common.config.loading import nearest
-from common.config.schema import BrokerConfig
 from common.errors import SlipstreamError, UsageError
 from common.process.logs import log_end
 from common.process.run_dir import RunDir
@@ -59,8 +58,8 @@ def running(job: Target) -> BrokerStatus | None:
 
 def sent(job: Target, status: BrokerStatus, role: str) -> str:
     """The end of the log that a role of a running job sends. Raises SlipstreamError when it sends none."""
-    broker = handed_out(status.run.config, status.address).broker
-    wait_s = PATIENCE_S + (broker.heartbeat_s if isinstance(broker, BrokerConfig) else 0.0)
+    config = handed_out(status.run.config, status.address)
+    wait_s = PATIENCE_S + (config.rl.broker.heartbeat_s if config.rl else 0.0)
     text = ask(job, lambda client: fetch(client, role, wait_s))
     if not text:
         where = roles_of(status).get(role)  # none for a single rank

@@ -13,7 +13,7 @@ import numpy as np
 
 from common.config.architecture import Architecture, Attention
 from common.config.parallel_layout import padded
-from common.config.schema import Config, RanksConfig, SftConfig
+from common.config.schema import BaseConfig, Config, RanksConfig
 from common.weights.layout import ALIGNMENT, DEPTH_SHARE, Layout
 from launch.plan.layout import GroupKind, Sizes, count, count_active, group_kinds, hf_tensors, stage_chunks
 from launch.plan.memory import ADAM_BYTES, ITEM_BYTES, Activations, Resident, activations, resident
@@ -127,7 +127,7 @@ class Plan(msgspec.Struct, frozen=True):
         return max(self.stages, key=lambda stage: stage.peak)
 
 
-def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: int, link_gbit: float) -> Plan:
+def make_plan(config: BaseConfig, model: Architecture, gpus_per_node: int, link_gbit: float) -> Plan:
     """Plan a config whose layout fits the model (common.config.parallel_layout has no problem with it).
 
     A machine has `gpus_per_node` consecutive learner ranks; a node leases LOOKAHEAD_GROUPS beyond its concurrency.
@@ -136,12 +136,12 @@ def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: in
     learner = config.learner
     sizes = Sizes.of(learner.world_size, learner.parallel)
     rl = None
-    if isinstance(config, Config):
+    if (job := config.rl) is not None:
         rl = RlPart(
-            window=window_of(config, model),
-            publish=publish_of(config, model, gpus_per_node, link_gbit),
-            engine=engine_of(config, model),
-            nodes=config.rollout.nodes,
+            window=window_of(job, model),
+            publish=publish_of(job, model, gpus_per_node, link_gbit),
+            engine=engine_of(job, model),
+            nodes=job.rollout.nodes,
         )
     return Plan(
         name=config.run.name,
@@ -162,7 +162,7 @@ def make_plan(config: Config | SftConfig, model: Architecture, gpus_per_node: in
     )
 
 
-def stages_of(config: Config | SftConfig, model: Architecture, version_bytes: int) -> Iterator[Stage]:
+def stages_of(config: BaseConfig, model: Architecture, version_bytes: int) -> Iterator[Stage]:
     """The ranks of each pipeline stage, when a published version has `version_bytes`."""
     learner = config.learner
     parallel, memory = learner.parallel, learner.memory
@@ -171,8 +171,8 @@ def stages_of(config: Config | SftConfig, model: Architecture, version_bytes: in
     chunks = stage_chunks(model.layers, parallel)
     microbatches = batch_of(config, sizes).microbatches
     flowing = activations(model, parallel, memory, learner.micro_batch_tokens, microbatches, ITEM_BYTES[dtype])
-    on_device = isinstance(config, Config) and config.weights.buffers == "device"
-    reference = isinstance(config, Config) and config.learner.loss.kl_coefficient > 0
+    on_device = config.rl is not None and config.rl.weights.buffers == "device"
+    reference = config.rl is not None and config.rl.learner.loss.kl_coefficient > 0
     for i, (r, a) in enumerate(zip(resident(model, parallel, sizes, dtype), flowing, strict=True)):
         parameters = r.parameters if memory.offload_parameters else 0
         gradients = r.gradients if memory.offload_gradients else 0
@@ -195,16 +195,16 @@ def stages_of(config: Config | SftConfig, model: Architecture, version_bytes: in
         )
 
 
-def batch_of(config: Config | SftConfig, sizes: Sizes) -> Batch:
+def batch_of(config: BaseConfig, sizes: Sizes) -> Batch:
     """One step of documents that are all as long as they may be, packed as the learner packs them."""
     learner, parallel = config.learner, config.learner.parallel
     bound = learner.micro_batch_tokens
-    if isinstance(config, Config):
-        sequences = config.learner.groups_per_step * config.rollout.group_size
-        longest = padded(config.rollout.engine.max_model_len - 1, parallel)  # inputs are all tokens but the last
-    else:
-        sequences = config.learner.sequences_per_step
-        longest = padded(bound, parallel)
+    sequences = learner.rows_per_step
+    longest = bound
+    if config.rl is not None:
+        sequences *= config.rl.rollout.group_size
+        longest = config.rl.rollout.engine.max_model_len - 1  # inputs are all tokens but the last
+    longest = padded(longest, parallel)
     full = microbatches_of(sequences, longest, sizes.data, bound)
     short = microbatches_of(sequences, padded(max(1, longest // 4), parallel), sizes.data, bound)
     return Batch(
@@ -277,7 +277,7 @@ def publish_of(config: Config, model: Architecture, gpus_per_node: int, link_gbi
 
 
 def source_bytes(layout: Layout, model: Architecture, learner: RanksConfig) -> dict[int, int]:
-    """Rank -> bytes that it sends, as learner.megatron.conversion.part_export divides a model.
+    """Rank -> bytes that it sends, as learner.megatron.conversion.export divides a model.
 
     The first rank of a stage sends its dense tensors too. Gaps of alignment count, so all add up to the layout.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig
 from common.metrics import DERIVED, PANELS, EvaluationMetrics, SftMetrics, StepMetrics, declarations
 from common.run_reader import MetricsTail, known
 from launch.observe.curves import Array, Curves, columns
@@ -27,7 +27,7 @@ class Compared:
     """One run, as far as it is drawn."""
 
     label: str
-    config: Config | SftConfig | None
+    config: BaseConfig | None
     columns: Mapping[str, Array]  # [points] of each axis and metric, NaN where the lines have no value
     evaluations: Sequence[EvaluationMetrics]
     size: int  # steps of a point
@@ -36,7 +36,7 @@ class Compared:
     def of(
         cls,
         label: str,
-        config: Config | SftConfig | None,
+        config: BaseConfig | None,
         tail: MetricsTail[StepMetrics] | MetricsTail[SftMetrics] | MetricsTail[StepMetrics | SftMetrics],
         alone: bool = True,
         points: int = POINTS,
@@ -49,7 +49,7 @@ class Compared:
         lines: Sequence[StepMetrics | SftMetrics] = tail.lines
         steps = np.array([line.step for line in lines])
         totals = columns(lines, ("samples", "tokens_trained", "step_s"))
-        if isinstance(config, SftConfig):
+        if config is not None and config.rl is None:
             totals["samples"] = np.full(len(lines), float(config.learner.sequences_per_step))
         counted = Curves(("step", *totals), points)
         counted.fold(steps - steps.min(), np.stack([steps.astype(np.float64), *totals.values()], axis=1))

@@ -18,7 +18,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from common.config.schema import Config
 from common.metrics import PANELS, Panel
 from launch.results.comparison import AXES, Compared, Curve, curve_of, evaluated, grouped
 
@@ -97,7 +96,8 @@ def _panels(groups: list[list[Compared]], axis: str) -> Iterator[Draw]:
             sources = [(_style(n, panel.lines[name]), runs, name) for n, name in enumerate(drawn)]
         found = [(style, curve) for style, group, each in sources if (curve := curve_of(group, axis, each))]
         if any(curve[1].any() for _, curve in found) or (found and first == "reward_mean"):
-            bound = config.staleness.max if alone and panel.bound and isinstance(config, Config) else None
+            job = config.rl if config is not None and alone and panel.bound else None
+            bound = job.staleness.max if job else None
             yield partial(_draw, panel, AXES[axis], found, alone, bound)
     for dataset in dict.fromkeys(line.dataset for run in runs for line in run.evaluations):
         curves = [evaluated(group, axis, dataset) for group in groups]

@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from broker.contract import WASTE_REASONS
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig, Config
 from common.errors import SlipstreamError, UsageError
 from common.metrics import AGE_NAMES, OptFloat, SftMetrics, StepMetrics
 from common.process.run_dir import RunDir, differences, unwritable, write_json
@@ -44,7 +44,7 @@ OFF_POLICY: dict[str, Callable[[StepMetrics], OptFloat]] = {
     "mismatch_abs_mean": lambda line: line.mismatch_abs_mean,
 }
 Figures = dict[str, dict[str, Any]]  # section of the table: name: number
-Named = tuple[str, RunDir, Config | SftConfig | None]  # a run, as it was named, too
+Named = tuple[str, RunDir, BaseConfig | None]  # a run, as it was named, too
 
 
 def command(args: argparse.Namespace) -> int:
@@ -56,7 +56,7 @@ def command(args: argparse.Namespace) -> int:
     found = {run.path.resolve(): (word, run, any_config_of(run)) for word, run in named}
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("plots need matplotlib, which the extra 'report' brings; launch/setup.sh cpu installs it")
-    kinds = {isinstance(config, SftConfig): word for word, _, config in found.values()}
+    kinds = {config is not None and config.rl is None: word for word, _, config in found.values()}
     if len(kinds) > 1:
         raise UsageError(f"{kinds[True]} is a warm start and {kinds[False]} an RL job: their metrics are not the same")
     alone = next(iter(found.values()))[1] if len(args.runs) == 1 else None
@@ -92,17 +92,17 @@ def read(found: list[Named], alone: bool) -> tuple[list[Compared], dict[str, Fig
     summaries: dict[str, Figures] = {}
     notes: list[str] = []
     for (word, run, config), name in zip(found, names, strict=True):
-        tail = read_tail(run.metrics, SftMetrics if isinstance(config, SftConfig) else StepMetrics)
+        tail = read_tail(run.metrics, StepMetrics if config is None else config.step_metrics)
         if not tail.lines and alone:
             raise SlipstreamError(f"{run.metrics} has no steps yet")
         if not tail.lines:
             notes.append(f"{word} has no steps yet.")
             continue
         label = name if names.count(name) == 1 else f"{name} ({word})"
-        if isinstance(config, SftConfig):
+        if config is not None and config.rl is None:
             summaries[label] = summarise_warm_start(config, cast("MetricsTail[SftMetrics]", tail))
         else:
-            summaries[label] = summarise(run, cast("MetricsTail[StepMetrics]", tail), config)
+            summaries[label] = summarise(run, cast("MetricsTail[StepMetrics]", tail), config.rl if config else None)
         runs.append(Compared.of(label, config, tail, alone))
         if runs[-1].size > 1:
             notes.append(f"{label}: every point is the mean of {runs[-1].size} steps, or of a maximum the largest.")
@@ -122,7 +122,7 @@ def new_folder(runs: Iterable[Path]) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def difference_rows(configs: Mapping[str, Config | SftConfig | None]) -> list[list[str]]:
+def difference_rows(configs: Mapping[str, BaseConfig | None]) -> list[list[str]]:
     """A head with the names of runs, and the keys in which their configs differ with every run's value."""
     documents = [None if config is None else msgspec.to_builtins(config) for config in configs.values()]
     first, *others = [document for document in documents if document is not None] or [{}]
@@ -200,7 +200,7 @@ def summarise(run: RunDir, tail: MetricsTail[StepMetrics], config: Config | None
     return summary
 
 
-def summarise_warm_start(config: SftConfig, tail: MetricsTail[SftMetrics]) -> Figures:
+def summarise_warm_start(config: BaseConfig, tail: MetricsTail[SftMetrics]) -> Figures:
     validated = tail.series(lambda line: line.validation_loss)
     losses = tail.series(lambda line: line.loss)
     seconds = sum(tail.series(lambda line: line.step_s))

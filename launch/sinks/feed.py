@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 from msgspec import UNSET
 
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig
 from common.metrics import EvaluationMetrics, Metrics, SftMetrics, StepMetrics, declarations
 from common.process.run_dir import RunDir, write_json
 from common.run_reader import LineTail, line_decoder
@@ -32,7 +32,7 @@ class FedRun(NamedTuple):
     """The run that is fed; `id` is unique, and the same after a restart."""
 
     run: RunDir
-    config: Config | SftConfig
+    config: BaseConfig
     id: str
 
 
@@ -117,7 +117,7 @@ class Feed(threading.Thread):
         self.cursor = Cursor()
         self._make = make
         self._metrics = run.metrics
-        self._decode = line_decoder(SftMetrics if isinstance(job.config, SftConfig) else StepMetrics)
+        self._decode = line_decoder(job.config.step_metrics)
         self._file = run.sinks / f"{name}.json"
         self._wait_s = FIRST_BACKOFF_S
         with suppress(OSError, ValueError):

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 import msgspec
 
 from broker.contract import LEARNER_ENDED, LOST_AFTER_S, WASTE_REASONS, BrokerStatus, LearnerReport, NodeReport, Waste
-from common.config.schema import Config
 from common.errors import SlipstreamError
 from common.json_lines import Event, decoder_of
 from common.process.health import Series, TextServer, serving
@@ -48,8 +47,8 @@ class Prometheus:
 
     def __init__(self, job: FedRun, cursor: Cursor, feeds: Sequence[Feed]) -> None:
         """`feeds`: those of all sinks. Raises OSError when the port is in use."""
-        self._has_broker = isinstance(job.config, Config)
-        credentials = job.config.broker.credentials if isinstance(job.config, Config) else None
+        self._has_broker = job.config.rl is not None
+        credentials = job.config.broker.credentials if self._has_broker else None
         self._name = job.config.run.name
         self._target = Target(job.run, credentials)
         self._feeds = feeds

@@ -23,7 +23,7 @@ from broker.contract import Assembly, MachineReport, Member
 from broker.delivery.learner_machines import FENCE_S, INTERFACE
 from broker.messaging.client_methods import LearnerBroker
 from common.config.checks import downloaded
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, HopelessError, UsageError
 from common.json_lines import dataset_rows
 from common.process.lifecycle import DrainFlag
@@ -48,7 +48,7 @@ RETRY_S = 1.0  # the pause before it is repeated
 OWN_SETTINGS = ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG", "NCCL_TOPO_FILE")
 
 
-def run_machine(config: Config | SftConfig, run: RunDir, address: str) -> int:
+def run_machine(config: BaseConfig, run: RunDir, address: str) -> int:
     """Run the ranks of this machine for the job of the broker at `address`; returns the exit code.
 
     Raises UsageError when the machines do not fit together, HopelessError when too few of them come.
@@ -81,12 +81,12 @@ def run_machine(config: Config | SftConfig, run: RunDir, address: str) -> int:
         return Launcher(config, run, client, shared, report).run(address)
 
 
-def facts(config: Config | SftConfig, interface: Interface) -> dict[str, str]:
+def facts(config: BaseConfig, interface: Interface) -> dict[str, str]:
     """Versions and settings that must be the same on every machine of the learner."""
     same = {name: version for name, version in versions().items() if name != "vllm"}
     same["python"] = same["python"].rpartition(".")[0]
     same |= {"learner.machines": str(config.learner.machines), "learner.world_size": str(config.learner.world_size)}
-    if isinstance(config, SftConfig):  # every rank reads its machine's copy
+    if config.rl is None:  # every rank reads its machine's copy
         path = Path(downloaded(config, "learner").tasks.dataset)
         rows = hashlib.sha256()
         for _, row in dataset_rows(path, "tasks.dataset"):
@@ -98,7 +98,7 @@ def facts(config: Config | SftConfig, interface: Interface) -> dict[str, str]:
     return same | {name: os.environ[name] for name in names[:32]}
 
 
-def rank_command(config: Config | SftConfig, run: RunDir, report: MachineReport, broker: str) -> list[str]:
+def rank_command(config: BaseConfig, run: RunDir, report: MachineReport, broker: str) -> list[str]:
     """torchrun with the ranks of this machine in the round of `report`."""
     machines = config.learner.machines
     wait_s = int(max(config.learner.timeout_s, FENCE_S))
@@ -148,7 +148,7 @@ class Launcher:
 
     def __init__(
         self,
-        config: Config | SftConfig,
+        config: BaseConfig,
         run: RunDir,
         client: LearnerBroker,
         shared: SharedFolder,

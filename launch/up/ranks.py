@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig
 from common.errors import UsageError
 from common.process.run_dir import RunDir
 from common.process.versions import INSTALL_BRIDGE, versions
@@ -26,7 +26,7 @@ def slurm_machines() -> int:
     return int(machines) if machines == tasks and machines.isdecimal() and int(machines) > 1 else 0
 
 
-def become_torchrun(config: Config | SftConfig, run: RunDir, broker: str = "") -> NoReturn:
+def become_torchrun(config: BaseConfig, run: RunDir, broker: str = "") -> NoReturn:
     """Replace this process, so that signals and exit codes are torchrun's own."""
     need_learner_packages()
     run.prepare(config)
@@ -60,7 +60,7 @@ def thread_environment(threads: int) -> dict[str, str]:
     return {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS")}
 
 
-def learner_environment(config: Config | SftConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def learner_environment(config: BaseConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables of the ranks that their libraries read once, at import or at the first call of CUDA."""
     found = thread_environment(config.learner.threads)
     found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts

@@ -14,7 +14,7 @@ from broker.connect import ask_status
 from broker.contract import BrokerStatus
 from common.config.checks import downloaded
 from common.config.loading import load_config, load_either
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig, SftConfig
 from common.errors import BrokerUnreachable, UsageError
 from common.process.broker_address import find_broker
 from common.process.logs import log_path, setup_logging
@@ -29,7 +29,7 @@ def broker(args: argparse.Namespace) -> int:
     """Run the broker until it is told to stop."""
     found = load_either(Path(args.config), args.overrides)
     config, run = checked(found, args.config, environment=False, reader="broker")
-    served = config.meeting if isinstance(config, SftConfig) else config
+    served = config.served
     need_broker_library(served)
     run.prepare(config)
     setup_logging("broker", "0", run.logs, config.telemetry.log_level)
@@ -58,7 +58,7 @@ def _machines_override() -> list[str]:
     return [f"learner.machines={machines}"] if machines else []
 
 
-def run_ranks(args: argparse.Namespace, config: Config | SftConfig, run: RunDir, address: str = "") -> int:
+def run_ranks(args: argparse.Namespace, config: BaseConfig, run: RunDir, address: str = "") -> int:
     """Become torchrun, which does not return, or one launcher of several machines."""
     if config.learner.machines == 1:
         return become_torchrun(config, run, address)
@@ -81,7 +81,7 @@ def rollout(args: argparse.Namespace) -> int:
     return run_node(downloaded(config, "node"), address, node_id, args.pool or "")
 
 
-def answering_broker(args: argparse.Namespace, config: Config | SftConfig, run: RunDir) -> tuple[str, BrokerStatus]:
+def answering_broker(args: argparse.Namespace, config: BaseConfig, run: RunDir) -> tuple[str, BrokerStatus]:
     """The address and the status of the broker at --join, else of the run's; raises UsageError when none answers."""
     try:
         address = args.join or find_broker(config, run, args.join_timeout_s)
@@ -93,7 +93,7 @@ def answering_broker(args: argparse.Namespace, config: Config | SftConfig, run: 
 def evaluate(args: argparse.Namespace) -> int:
     """Accuracy of a model on held-out problems through the same engine and environment as training."""
     file = config_file(args.config)
-    if not isinstance(load_either(file), Config):
+    if load_either(file).rl is None:
         raise UsageError(f"{file} is a warm start's config; eval needs an RL job's, for its environment")
     config, run = load_job(str(file), args.overrides, environment=True)
     if not config.evaluation.datasets:

@@ -18,7 +18,6 @@ from common.rollouts import Group, Sample, decode_group
 from common.staleness import expired
 from learner.backend_protocol import RoutingShape
 from learner.batch.dynamic_sampling import carries_signal
-from learner.batch.kv_age import cache_ages
 from learner.batch.packing import Document
 from learner.loss.advantages import ADVANTAGES
 
@@ -30,7 +29,9 @@ class BadGroup(Exception):
     """A group that cannot be trained on, with the reason."""
 
     def __init__(self, serial: int, node_id: str, reason: str) -> None:
-        self.serial, self.node_id, self.reason = serial, node_id, reason
+        self.serial = serial
+        self.node_id = node_id
+        self.reason = reason
         super().__init__(f"group {serial} from node {node_id}: {reason}")
 
 
@@ -60,7 +61,7 @@ class BatchStatistics:
     groups_filtered: int = 0  # by learner.dynamic_sampling
     samples_mixed: int = 0  # sampled by more than one policy version
     failed_by_reason: dict[str, int] = field(default_factory=dict)  # stop reason of failed samples to their number
-    kv_cache_age_mean: float = 0.0  # learner/batch/kv_age.py, over trained tokens
+    kv_cache_age_mean: float = 0.0  # see cache_ages, over trained tokens
     kv_cache_age_max: int = 0
 
 
@@ -101,7 +102,8 @@ def _check_sample(sample: Sample, index: int, vocab_size: int) -> None:
     for name, dtype in ARRAY_DTYPES.items():
         if (found := getattr(sample, name).dtype) != dtype:
             raise ValueError(f"sample {index}: {name} is {found}, expected {dtype}")
-    tokens, mask = sample.tokens.numpy(), sample.loss_mask.numpy() > 0
+    tokens = sample.tokens.numpy()
+    mask = sample.loss_mask.numpy() > 0
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
         raise ValueError(f"sample {index}: token ids outside 0..{vocab_size - 1}")
     if not np.isfinite(sample.behavior_logprobs.numpy()[mask]).all():
@@ -114,8 +116,10 @@ def _check_routing(sample: Sample, index: int, shape: RoutingShape) -> None:
     """Raise ValueError when the experts that the engine used cannot be those of this model."""
     if sample.routed_experts is None:
         raise ValueError(f"sample {index}: no routed experts, which learner.moe.replay_routing needs of every node")
-    experts, tokens = sample.routed_experts.numpy(), len(sample.tokens.numpy())
-    found, expected = f"{sample.routed_experts.dtype} {len(experts)}", tokens * shape.layers * shape.chosen
+    experts = sample.routed_experts.numpy()
+    tokens = len(sample.tokens.numpy())
+    found = f"{sample.routed_experts.dtype} {len(experts)}"
+    expected = tokens * shape.layers * shape.chosen
     if found != f"int16 {expected}":
         raise ValueError(
             f"sample {index}: routed experts are {found}, expected int16 {expected} "
@@ -189,15 +193,20 @@ def _prepare(
     sample: Sample, step: int, advantage: float, config: Config, routing: RoutingShape | None
 ) -> tuple[_Played, Document]:
     """The sample for the statistics, and without its expired tokens for the loss."""
-    tokens, versions = sample.tokens.numpy(), sample.token_versions()
+    tokens = sample.tokens.numpy()
+    versions = sample.token_versions()
     sampled = sample.loss_mask.numpy() > 0
     sampled[:1] = False  # no token predicts it
     too_old = expired(step, versions, config.staleness.max) & sampled
-    mask, age = sampled & ~too_old, (step - versions).astype(np.int32)
-    cache_age, cache_age_max, experts = 0.0, 0, None
+    mask = sampled & ~too_old
+    age = (step - versions).astype(np.int32)
+    cache_age = 0.0
+    cache_age_max = 0
+    experts = None
     if config.weights.kv_cache == "keep" and len(sample.version_runs) > 1 and mask.any():
         mean, largest = cache_ages(versions, sampled)
-        cache_age, cache_age_max = float(mean @ mask), int(largest[mask].max())
+        cache_age = float(mean @ mask)
+        cache_age_max = int(largest[mask].max())
     if routing is not None and sample.routed_experts is not None:
         experts = sample.routed_experts.numpy().reshape(len(tokens), routing.layers, routing.chosen)
     document = Document(
@@ -215,7 +224,8 @@ def _prepare(
 def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequence[_Played]) -> BatchStatistics:
     failed = [s for group in (*kept, *filtered) for s in group.samples if s.error is not None]
     rewards = np.array([p.sample.reward for p in played], dtype=np.float64)
-    lengths, too_old = [p.sampled for p in played], [p.expired for p in played]
+    lengths = [p.sampled for p in played]
+    too_old = [p.expired for p in played]
     ages = np.concatenate([NO_AGES, *(p.ages for p in played)])
     count = max(len(played), 1)
     environment: dict[str, list[float]] = {}
@@ -248,6 +258,29 @@ def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequen
         kv_cache_age_mean=sum(p.cache_age for p in played) / max(len(ages), 1),
         kv_cache_age_max=max((p.cache_age_max for p in played), default=0),
     )
+
+
+def cache_ages(versions: np.ndarray, sampled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For every token [T], (mean, largest) age of the KV cache that it was sampled over; 0 where nothing was sampled.
+
+    A call of the model begins with keys and values of its own version only. Prefix caches are salted by version and
+    checked again when the request enters the engine. With `weights.kv_cache: keep` a call in flight keeps its keys and
+    values over a flip, so later tokens depend on older ones. With `recompute` they are computed again; every age is 0.
+
+    The age of an entry is the version that sampled the token - the version that computed the entry. Entry p of a
+    call is computed when token p + 1 is sampled, those of its prompt when its first token is. A request that the
+    engine preempted and computed anew counts as if it had not been: the ages are upper bounds. `versions` has the
+    version of every token; `sampled` is false for the first one, since nothing came before it.
+    """
+    mean = np.zeros(len(versions))
+    largest = np.zeros(len(versions), np.int64)
+    edges = [*(np.flatnonzero(sampled[1:] != sampled[:-1]) + 1).tolist(), len(versions)]
+    for start, end in zip(edges[::2], edges[1::2], strict=False):  # a call may end with the sample
+        own = versions[start:end]
+        total = np.cumsum(own) + (start - 1) * own[0]  # over the `start` to `end` entries that the tokens attended to
+        mean[start:end] = own - total / np.arange(start, end)
+        largest[start:end] = own - np.minimum.accumulate(own)
+    return np.maximum(mean, 0), largest
 
 
 def length_deciles(lengths: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:

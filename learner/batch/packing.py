@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from common.errors import UsageError
-from learner.backend_protocol import Microbatch
+from learner.backend_protocol import Backend, Microbatch
 from learner.batch.balance import Plan, balance, counted_places
 
 KEY = "learner.micro_batch_tokens"
@@ -46,6 +46,18 @@ class Document:
     def places(self) -> int:
         """Targets of the document: one less than its tokens."""
         return len(self.tokens) - 1
+
+
+def pack_for(backend: Backend, documents: Sequence[Document], micro_batch_tokens: int) -> list[Microbatch]:
+    """The microbatches of this rank. Raises UsageError as `plan`."""
+    plans = plan(
+        documents,
+        ranks=backend.data_parallel_size,
+        micro_batch_tokens=micro_batch_tokens,
+        multiple=backend.document_multiple,
+        hidden_size=backend.hidden_size,
+    )
+    return build(documents, plans[backend.data_parallel_rank])
 
 
 def plan(

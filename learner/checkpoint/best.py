@@ -17,8 +17,8 @@ from statistics import mean
 
 import msgspec
 
-from common.config.schema import Config, SftConfig
-from common.metrics import EvaluationMetrics, Metrics, SftMetrics, StepMetrics, declarations, value_of
+from common.config.schema import BaseConfig
+from common.metrics import EvaluationMetrics, Metrics, declarations, value_of
 from common.process.run_dir import write_json
 
 logger = logging.getLogger(__name__)
@@ -46,13 +46,14 @@ def read_best(folder: Path) -> BestRecord | None:
 class Best:
     """The choice among a run's checkpoints; `note` gets every line of the metrics file."""
 
-    def __init__(self, config: Config | SftConfig) -> None:
+    def __init__(self, config: BaseConfig) -> None:
         """`config` has passed its checks, and keep_best is set."""
         key = self._key = config.learner.checkpoint.keep_best or ""
-        self._name, self._sign = key.removeprefix("-"), -1.0 if key.startswith("-") else 1.0
+        self._name = key.removeprefix("-")
+        self._sign = -1.0 if key.startswith("-") else 1.0
         self._window = config.learner.checkpoint.every
         self._evaluated = config.evaluation.every if key.removeprefix("-").startswith("evaluation/") else 0
-        kinds = declarations(SftMetrics if isinstance(config, SftConfig) else StepMetrics)
+        kinds = declarations(config.step_metrics)
         self._newest = any(each.name == self._name and each.reduction == "last" for each in kinds)
         self._values: dict[int, float] = {}  # by step, or by version that was evaluated
 
@@ -73,7 +74,8 @@ class Best:
 
         The newest of equal ones is the best. While best.json cannot be written, the one that it names stays, too.
         """
-        versions, before = sorted(versions), read_best(folder)
+        versions = sorted(versions)
+        before = read_best(folder)
         known = {version: value for version in versions if (value := self.value(version)) is not None}
         if before is not None and before.metric == self._key and before.step in versions:
             known.setdefault(before.step, before.value)

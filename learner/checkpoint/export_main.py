@@ -42,7 +42,8 @@ def run(arguments: Sequence[str]) -> int:
     from learner.megatron.conversion.hf_folder import read_config
     from learner.megatron.conversion.model import DTYPES, build
 
-    source, alone = Path(config.model.path), ParallelConfig()
+    source = Path(config.model.path)
+    alone = ParallelConfig()
     hf_config = read_config(source)
     parallel.initialize(alone, seed=0, timeout_s=LearnerConfig().timeout_s)
     built = build(source, hf_config, DTYPES[config.model.dtype], alone, MoeConfig())

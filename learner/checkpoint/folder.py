@@ -71,7 +71,9 @@ class CheckpointFolder:
 
     def __init__(self, folder: Path, keep: int, best: Best | None = None) -> None:
         """Besides the newest `keep` checkpoints stay those that `best` chooses."""
-        self._folder, self._keep, self._token = folder, keep, secrets.token_hex(4)
+        self._folder = folder
+        self._keep = keep
+        self._token = secrets.token_hex(4)
         self.best = best
 
     def steps(self) -> dict[int, Path]:
@@ -114,7 +116,8 @@ class CheckpointFolder:
 
     def finish(self, state: TrainerState) -> Path:
         """Make the checkpoint complete, whose files the backend has flushed to the disk; returns its path."""
-        scratch, final = self.scratch(state.policy_version), self.path(state.policy_version)
+        scratch = self.scratch(state.policy_version)
+        final = self.path(state.policy_version)
         model = scratch / MODEL_FOLDER
         files = {str(path.relative_to(model)): path.stat().st_size for path in model.rglob("*") if path.is_file()}
         (scratch / STATE_FILE).write_bytes(pretty_json(msgspec.structs.replace(state, files=files)))

@@ -1,11 +1,8 @@
-"""The protocol between the training loop and its batches: rollouts (rollout_source.py) or rows (learner/sft).
+"""The training loop's source of batches: rollouts (rollout_source.py) or rows (learner/sft).
 
 The lead rank's source gives a command per turn of the loop, which every rank obeys. While the lead waits for groups it
 sends WAIT about once a second, so that no collective reaches its limit.
 """
-
-from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -22,10 +19,10 @@ class Wait(msgspec.Struct, frozen=True, tag="wait"):
 
 
 class Train(msgspec.Struct, frozen=True, tag="train"):
-    """Train step `step` on `groups`, which the lead has checked."""
+    """Train step `step` on `groups`, which the lead has decoded and checked. The other ranks decode them again."""
 
     step: int
-    groups: list[StoredGroup]
+    groups: list[StoredGroup] = []
 
 
 class Save(msgspec.Struct, frozen=True, tag="save"):
@@ -49,22 +46,28 @@ Command = Wait | Train | Save | Drain | Fail
 decode_command = msgspec.msgpack.Decoder(Command).decode
 
 
-class BatchSource(Protocol):
-    """Batches by step, and what belongs to their kind. Every rank has one; sources inherit the defaults."""
+class BatchSource:
+    """Batches by step, and what belongs to their kind. Every rank has one."""
 
     loss: LossFunction
     temperature = 1.0  # divides the logits
     entropy = False  # whether the loss needs it
-    lingers = False  # after the last step commands go on until one is no Wait
+    has_final_evaluation = False  # after the last step commands go on until one is no Wait
 
     def next_command(self, step: int) -> Command:
         """The command for every rank. Only the lead rank calls it."""
+        raise NotImplementedError
 
-    def batch(self, step: int, groups: Sequence[StoredGroup]) -> TrainingBatch:
-        """The batch of a Train command, the same on every rank."""
+    def receive(self, command: Command) -> None:
+        """Take the lead's command. Only the other ranks call it."""
+
+    def batch(self, step: int) -> TrainingBatch:
+        """The batch of the newest Train command, the same on every rank."""
+        raise NotImplementedError
 
     def line(self, step: Step) -> StepMetrics | SftMetrics:
         """The metrics line of a step. Only the lead rank calls it."""
+        raise NotImplementedError
 
     def start(self) -> None:
         """Called once, before the model is loaded."""
@@ -83,7 +86,7 @@ class BatchSource(Protocol):
         """The microbatches with everything that the loss reads. Collective."""
         return microbatches
 
-    def stepped(self, version: int, batch: TrainingBatch) -> None:
+    def after_step(self, version: int, batch: TrainingBatch) -> None:
         """Called after each optimizer step with the version that it made. Collective."""
 
     def report(self, state: str, waiting_on: str, version: int) -> None:

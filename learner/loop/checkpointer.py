@@ -19,7 +19,8 @@ class Checkpointer:
 
     def __init__(self, backend: Backend, files: RunFiles | None, version: int) -> None:
         """`files` are given on the lead rank; the loop starts at `version`."""
-        self._backend, self._files = backend, files
+        self._backend = backend
+        self._files = files
         self._started = version
         self._writing = False
         self._state: TrainerState | None = None  # belongs to the one being written; on the lead rank only
@@ -33,7 +34,9 @@ class Checkpointer:
         if version != self._started:
             self.poll(wait=True)
             self._backend.start_checkpoint(self._begin(version))
-            self._started, self._writing, self._state = version, True, state
+            self._started = version
+            self._writing = True
+            self._state = state
         if wait:
             self.poll(wait=True)
 

@@ -53,8 +53,12 @@ class Evaluations:
     def __init__(self, config: Config, broker: LearnerBroker, publisher: WeightPublisher, files: RunFiles) -> None:
         """Read the datasets; raises UsageError."""
         told = config.evaluation
-        self._broker, self._publisher, self._files = broker, publisher, files
-        self._every, self._samples, self._seed = told.every, told.samples, config.run.seed
+        self._broker = broker
+        self._publisher = publisher
+        self._files = files
+        self._every = told.every
+        self._samples = told.samples
+        self._seed = config.run.seed
         self._problems: list[bytes] = []
         self._datasets: dict[str, range] = {}  # numbers of the problems
         for name, path in zip(files.datasets, told.datasets, strict=True):
@@ -132,7 +136,8 @@ class Evaluations:
         return bool(text)
 
     def _open(self, version: int) -> None:
-        path, known = self._files.evaluation / f"{version:06d}-{self._digest}.jsonl", dict[int, EvaluationResult]()
+        path = self._files.evaluation / f"{version:06d}-{self._digest}.jsonl"
+        known = dict[int, EvaluationResult]()
         with contextlib.suppress(OSError):
             known = {line.problem: line for line in lines_of(path.read_bytes(), EvaluationResult)}
         self._round = Round(EvaluationOrder(version, self._files.incarnation, self._temperature), path, known)
@@ -190,7 +195,9 @@ class Evaluations:
 
     def _close(self) -> None:
         """End the round; the version that waits is next."""
-        self._round, version, self._next = None, self._next, -1
+        self._round = None
+        version = self._next
+        self._next = -1
         if self._shared:
             self._publisher.release(HOLD)
             if 0 <= version < self._newest:
@@ -209,7 +216,8 @@ class Evaluations:
 
 def summary(order: EvaluationOrder, dataset: str, results: list[EvaluationResult], held_s: float) -> EvaluationMetrics:
     """The metrics line of a dataset, from the results of all its problems."""
-    samples, episodes = len(results[0].rewards), len(results) * len(results[0].rewards)
+    samples = len(results[0].rewards)
+    episodes = len(results) * len(results[0].rewards)
     mean, bounds = mean_interval([sum(result.rewards) / samples for result in results])
     correct = [sum(reward >= 1.0 for reward in result.rewards) for result in results]
     passes = {str(k): mean_interval([pass_at(samples, c, k) for c in correct]) for k in pass_ks(samples)}

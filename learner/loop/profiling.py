@@ -21,7 +21,8 @@ class StepProfiler:
 
     def __init__(self, telemetry: TelemetryConfig, rank: int, folder: Path) -> None:
         self._steps = set(telemetry.profile_steps if rank in telemetry.profile_ranks else ())
-        self._rank, self._folder = rank, folder
+        self._rank = rank
+        self._folder = folder
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Batches of rollouts for the training loop, on every rank; lead_rank.py adds what only the lead rank does."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from broker.contract import StoredGroup
 from common.config.schema import Config
 from common.rollouts import Group
 from common.security.credentials import curve_credentials
@@ -17,7 +16,7 @@ from common.weights.messages import Canary
 from learner.backend_protocol import Backend, Microbatch
 from learner.batch.batch import TrainingBatch, assemble, decode
 from learner.batch.packing import Document, build
-from learner.loop.batch_source import BatchSource
+from learner.loop.batch_source import BatchSource, Command, Train
 from learner.loop.transcripts import Chosen, Logprobs, RecordingLoss, choose
 from learner.loss.losses import policy_loss
 from learner.publish.other_sources import Lead
@@ -32,12 +31,13 @@ class RolloutSource(BatchSource):
 
     def __init__(self, config: Config, address: str | None = None) -> None:
         """`address`: where this rank serves its part of the weights; None: weights.address."""
-        self.loss = RecordingLoss(policy_loss(config.learner.loss, config.rollout.max_tokens))
+        self.loss = self._recorder = RecordingLoss(policy_loss(config.learner.loss, config.rollout.max_tokens))
+        self._groups: list[Group] = []  # those of the newest Train command
         self._chosen: Chosen = {}
         self.temperature = config.rollout.temperature
         self.config = config
-        told = config.evaluation
-        self.lingers = told.every > 0 and config.run.steps % told.every == 0  # the last version is evaluated
+        every = config.evaluation.every
+        self.has_final_evaluation = every > 0 and config.run.steps % every == 0
         self._published = 0
         self._address = address or config.weights.address
         self._in_parts: bool | None = None  # every source sends its own part of the weights; None: not found out yet
@@ -55,11 +55,14 @@ class RolloutSource(BatchSource):
     def begin(self, version: int) -> None:
         self._publish(version)
 
-    def batch(self, step: int, groups: Sequence[StoredGroup]) -> TrainingBatch:
-        decoded = self._decoded(groups)
-        batch = assemble(decoded, step, self.config, self.backend.routing_shape)
-        self._chosen = choose(decoded, self.config.telemetry.transcripts, self.config.run.seed)
-        self.loss.watch(batch.documents, self._chosen)
+    def receive(self, command: Command) -> None:
+        if isinstance(command, Train):
+            self._groups = [self.decode(group) for group in command.groups]
+
+    def batch(self, step: int) -> TrainingBatch:
+        batch = assemble(self._groups, step, self.config, self.backend.routing_shape)
+        self._chosen = choose(self._groups, self.config.telemetry.transcripts, self.config.run.seed)
+        self._recorder.watch(batch.documents, self._chosen)
         return batch
 
     def complete(self, microbatches: list[Microbatch]) -> list[Microbatch]:
@@ -69,21 +72,20 @@ class RolloutSource(BatchSource):
         found = self.backend.reference_logprobs(microbatches, self.temperature)
         return [replace(batch, reference_logprobs=x) for batch, x in zip(microbatches, found, strict=True)]
 
-    def stepped(self, version: int, batch: TrainingBatch) -> None:
+    def after_step(self, version: int, batch: TrainingBatch) -> None:
         """Keep transcripts, and publish the version when it is due. Collective."""
-        logprobs = self.loss.collect(self.backend)
+        logprobs = self._recorder.collect(self.backend)
         self._transcribe(batch, logprobs)
         if batch.documents:
             # real text: the canary covers what the policy sees
             self._canary_tokens = batch.documents[0].tokens[: max(2, self.config.weights.canary_tokens)].tolist()
-        if version % self.config.weights.publish_every == 0 and (version < self.config.run.steps or self.lingers):
+        if version % self.config.weights.publish_every == 0 and (
+            version < self.config.run.steps or self.has_final_evaluation
+        ):
             self._publish(version)
 
     def _transcribe(self, batch: TrainingBatch, logprobs: Logprobs) -> None:
         """Keep the transcripts of a step; only the lead rank does."""
-
-    def _decoded(self, groups: Sequence[StoredGroup]) -> list[Group]:
-        return [self.decode(group) for group in groups]
 
     def _hand_over(self, version: int, canary: Canary | None) -> None:
         """Every rank takes part in producing the tensors, and sends its own part if there are several."""

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig
 from common.errors import UsageError
 from common.evaluation import dataset_names
 from common.json_lines import EventFile
-from common.metrics import EvaluationMetrics, Metrics, SftMetrics, StepMetrics
+from common.metrics import EvaluationMetrics, Metrics
 from common.process.lifecycle import alive, birth_of
 from common.process.run_dir import MetricsWriter, RunDir, write_json
 from common.run_reader import read_tail
@@ -57,14 +57,14 @@ def write_record(run_dir: RunDir, incarnation: int, state: str, policy_version: 
 class RunFiles:
     """The run folder of one learner. Only the lead rank has one."""
 
-    def __init__(self, config: Config | SftConfig, run_dir: RunDir) -> None:
+    def __init__(self, config: BaseConfig, run_dir: RunDir) -> None:
         best = Best(config) if config.learner.checkpoint.keep_best else None
         self.checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep, best)
         self.events = EventFile(run_dir.events, "learner")
         self._config, self._run_dir = config, run_dir
         self.evaluation = run_dir.evaluation
         # Names come from the config: the places of downloaded files say less.
-        self.datasets = dataset_names(config.evaluation.datasets) if isinstance(config, Config) else []
+        self.datasets = dataset_names(config.rl.evaluation.datasets) if config.rl else []
         self.evaluated = set[tuple[int, str]]()  # versions and datasets with a metrics line
         self.incarnation = 0  # which start of the learner this is
         self._metrics: MetricsWriter | None = None
@@ -114,7 +114,7 @@ class RunFiles:
         Later versions come again, too: their evaluations are removed.
         """
         self._metrics = MetricsWriter(self._run_dir.metrics, keep_before_step=version)
-        kept = read_tail(self._run_dir.metrics, SftMetrics if isinstance(self._config, SftConfig) else StepMetrics)
+        kept = read_tail(self._run_dir.metrics, self._config.step_metrics)
         self.evaluated = {(line.policy_version, line.dataset) for line in kept.evaluations}
         for path in self.evaluation.glob("*.jsonl"):
             found = path.name.split("-")[0]

@@ -25,18 +25,20 @@ INTERVAL_S = 1.0
 SHOWN_DELIVERIES = 16
 
 
-class Reporter:
+class StatusReporter:
     """Sends the newest LearnerReport about once a second and at every change of state."""
 
     def __init__(self, connect: Callable[[], LearnerBroker], logs: Path | None) -> None:
         """`logs`: the folder of the ranks' logs, whose ends the broker may ask for; None: the launchers send them."""
-        self._connect, self._logs = connect, logs
+        self._connect = connect
+        self._logs = logs
         self.stop_requested: str | None = None  # why the broker wants this learner to leave
-        host, instance = socket.gethostname(), secrets.token_hex(8)
+        host = socket.gethostname()
+        instance = secrets.token_hex(8)
         self._report = LearnerReport(os.getpid(), 0, "starting", 0, instance=instance, host=host)
         self._silence = ""
         self._silent_since = 0.0
-        self.undelivered: Callable[[], Sequence[Undelivered]] = tuple  # called from the reporting thread
+        self._undelivered: Callable[[], Sequence[Undelivered]] = tuple
         self._since = time.monotonic()
         self._lock = threading.Lock()
         self._changed = threading.Event()
@@ -52,15 +54,19 @@ class Reporter:
         with closing(self._connect()) as client:
             client.report(self.snapshot())
 
-    def start(self) -> None:
+    def start(self, undelivered: Callable[[], Sequence[Undelivered]] = tuple) -> None:
+        """Report from a thread, which calls `undelivered` for the broadcasts that nodes still lack."""
+        self._undelivered = undelivered
         self._thread.start()
 
     def snapshot(self) -> LearnerReport:
         """The report as of now; silent ranks come before what the loop does."""
-        missing, now = self.undelivered(), time.perf_counter()
+        missing = self._undelivered()
+        now = time.perf_counter()
         oldest = [Delivery(m.node_id, m.version, m.stage, now - m.since) for m in missing[:SHOWN_DELIVERIES]]
         with self._lock:
-            report, since = self._report, self._since
+            report = self._report
+            since = self._since
             if self._silence and report.state not in LEARNER_ENDED:
                 report = msgspec.structs.replace(report, state="stalled", waiting_on=self._silence)
                 since = self._silent_since
@@ -84,7 +90,8 @@ class Reporter:
     def update(self, **fields: object) -> None:
         """Change fields of the report. `since_s` starts over with another state, which is sent at once."""
         with self._lock:
-            before, self._report = self._report, msgspec.structs.replace(self._report, **fields)
+            before = self._report
+            self._report = msgspec.structs.replace(self._report, **fields)
             if before.state != self._report.state:
                 self._since = time.monotonic()
                 SPANS.state(self._report.state)

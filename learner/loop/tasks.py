@@ -28,7 +28,9 @@ class RowOrder:
     """The rows of a dataset, epoch after epoch; depends on nothing but the arguments."""
 
     def __init__(self, rows: int, seed: int, shuffle: bool) -> None:
-        self._rows, self._seed, self._shuffle = rows, seed, shuffle
+        self._rows = rows
+        self._seed = seed
+        self._shuffle = shuffle
         self._order = functools.lru_cache(maxsize=2)(self.of_epoch)
 
     def of_epoch(self, epoch: int) -> np.ndarray:
@@ -49,7 +51,8 @@ class TaskSource:
     def __init__(self, dataset: Path, seed: int, group_size: int, shuffle: bool = True) -> None:
         """Read and check the dataset; raises UsageError on a missing, empty or malformed file."""
         self._rows = [row for _, row in dataset_rows(dataset, "tasks.dataset")]
-        self._seed, self._group_size = seed, group_size
+        self._seed = seed
+        self._group_size = group_size
         self._order = RowOrder(len(self._rows), seed, shuffle)
         self.digest = hashlib.sha256(b"\n".join(self._rows)).hexdigest()[:16]
 
@@ -133,7 +136,8 @@ class TaskStream:
         state = self._state
         lost = [serial for serial in state.outstanding if serial >= first]
         state.backlog = sorted([*(state.outstanding.pop(serial) for serial in lost), *state.backlog])
-        state.next_serial, state.renumbered = first, True
+        state.next_serial = first
+        state.renumbered = True
 
     def next(self, count: int) -> list[Task]:
         """The next `count` tasks to offer, under the broker's serials."""
@@ -152,7 +156,8 @@ class TaskStream:
 
     def check_known(self, version: int, unfinished: Sequence[LedgerEntry]) -> None:
         """Refuse a broker that would hand out groups which the checkpoint of `version` was trained on, or filtered."""
-        offered, outstanding = range(self._state.next_serial), self._state.outstanding
+        offered = range(self._state.next_serial)
+        outstanding = self._state.outstanding
         again = [entry for entry in unfinished if entry.serial in offered and entry.serial not in outstanding]
         if again:
             raise UsageError(

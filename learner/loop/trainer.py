@@ -4,12 +4,12 @@
                |  waits for groups; nodes unblock it by completing leases (RUN/status says how many are on the way)
                v
     all:    broadcast of the command (WAIT | TRAIN groups | DRAIN | FAIL)
-               |  the other ranks wait here for the lead, at most lead_rank.TAKE_WAIT_S plus broker round trips
+               |  the other ranks wait here for the lead, at most gathering.TAKE_WAIT_S plus broker round trips
                v
     all:    batch (advantages, staleness, expiry) -> pack -> backend.train_step -> version + 1
                |  ranks wait for each other inside the backend's collectives, at most learner.timeout_s
                v
-    all:    source.stepped: export -> lead: publisher.publish(version), every weights.publish_every steps
+    all:    source.after_step: export -> lead: publisher.publish(version), every weights.publish_every steps
                |  waits for the copy only; a thread sends it, and a newer version replaces one that waits
                v
     lead:   metrics line
@@ -28,15 +28,14 @@ import time
 
 import msgspec
 
-from broker.contract import StoredGroup
-from common.config.schema import Config, SftConfig
+from common.config.schema import BaseConfig
 from common.errors import HopelessError, SlipstreamError
 from common.process.health import LifeSigns
 from common.process.run_dir import RunDir
 from common.span_buffer import SPANS
 from learner.backend_protocol import NOTHING_TRAINED, Backend, StepResult
 from learner.batch.batch import TrainingBatch
-from learner.batch.packing import build, plan
+from learner.batch.packing import pack_for
 from learner.checkpoint.folder import TrainerState
 from learner.loop.batch_source import BatchSource, Command, Drain, Fail, Save, Train, Wait, decode_command
 from learner.loop.checkpointer import Checkpointer
@@ -52,7 +51,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config | SftConfig,
+        config: BaseConfig,
         run_dir: RunDir,
         backend: Backend,
         source: BatchSource,
@@ -60,8 +59,12 @@ class Trainer:
         files: RunFiles | None,
     ) -> None:
         """`backend` is as `state` says; `files` are given on rank 0 and None elsewhere."""
-        self.config, self.run_dir, self.backend, self.source = config, run_dir, backend, source
-        self.state, self.files = state, files
+        self.config = config
+        self.run_dir = run_dir
+        self.backend = backend
+        self.source = source
+        self.state = state
+        self.files = files
         self.version = state.policy_version
         self.totals = Totals(state.tokens_trained_total, state.tokens_wasted_total, state.tokens_masked_total)
         self._checkpoints = Checkpointer(backend, files, self.version)
@@ -100,9 +103,9 @@ class Trainer:
                 self._checkpoint(wait=True)
             if isinstance(command, Train):
                 with self._profiler.around(self.version):
-                    self._turn(command.groups)
+                    self._turn([group.serial for group in command.groups])
         self._checkpoint(wait=True)
-        while self.source.lingers and isinstance(self._next_command(), Wait):
+        while self.source.has_final_evaluation and isinstance(self._next_command(), Wait):
             self.signs.show("evaluating", True)
         self._report("checkpointing", "the disk: exporting the final model")
         self.backend.save_hf(self.run_dir.model)
@@ -111,22 +114,25 @@ class Trainer:
     def _next_command(self) -> Command:
         """The lead's next command, on every rank."""
         if self.files is None:
-            return decode_command(self.backend.broadcast_bytes(None))
+            command = decode_command(self.backend.broadcast_bytes(None))
+            self.source.receive(command)
+            return command
         command = self.source.next_command(self.version)
         if self.backend.world_size > 1:
             self.backend.broadcast_bytes(msgspec.msgpack.encode(command))
         return command
 
-    def _turn(self, groups: list[StoredGroup]) -> None:
+    def _turn(self, serials: list[int]) -> None:
         """One optimizer step and what follows from it."""
-        step, backend, source, result = self.version, self.backend, self.source, NOTHING_TRAINED
+        step = self.version
+        backend = self.backend
+        source = self.source
+        result = NOTHING_TRAINED
         began = time.monotonic()
         self._report("training", f"the optimizer step {step}")
         with self._times.measure("batch_s"):
-            batch = source.batch(step, groups)
-            ranks, bound = backend.data_parallel_size, self.config.learner.micro_batch_tokens
-            plans = plan(batch.documents, ranks, bound, backend.document_multiple, backend.hidden_size)
-            packed = build(batch.documents, plans[backend.data_parallel_rank])
+            batch = source.batch(step)
+            packed = pack_for(backend, batch.documents, self.config.learner.micro_batch_tokens)
         with self._times.measure("train_s"):
             if batch.documents:
                 packed = source.complete(packed)
@@ -136,10 +142,10 @@ class Trainer:
         figures = batch.statistics
         self.totals.add(figures)
         with self._times.measure("snapshot_s"):
-            source.stepped(self.version, batch)
+            source.after_step(self.version, batch)
         self._record(batch, result, len(packed))
-        serials = " ".join(str(group.serial) for group in groups)
-        SPANS.add(f"step {step}", "step", began, track="loop", step=step, version=self.version, serials=serials)
+        told = {"step": step, "version": self.version, "serials": " ".join(map(str, serials))}
+        SPANS.add(f"step {step}", "step", began, track="loop", **told)
         self._untrained = self._untrained + 1 if figures.samples_failed == figures.samples else 0
         if self._untrained >= UNTRAINED_STEPS:
             raise HopelessError(
@@ -151,7 +157,8 @@ class Trainer:
     def _record(self, batch: TrainingBatch, result: StepResult, microbatches: int) -> None:
         """The step's metrics line, written before a checkpoint could make the step permanent."""
         now = time.monotonic()
-        self._times.step_s, self._line_s = now - self._line_s, now
+        self._times.step_s = now - self._line_s
+        self._line_s = now
         if self.files is not None:
             step = Step(batch, result, microbatches, self._times, self.totals, now - self._began_s)
             self.files.record(self.source.line(step))

@@ -13,6 +13,7 @@ import xxhash
 from torch import Tensor
 
 from common.config.schema import Config
+from common.hub import load_tokenizer
 from common.process.run_dir import RunDir
 from common.rollouts import Group, Sample
 from common.segments import SEGMENTS, LineThread, SegmentWriter
@@ -50,7 +51,8 @@ def choose(groups: Sequence[Group], share: float | Literal["none"], seed: int) -
     failed = tokens.keys() - rewards.keys()
     picked: list[tuple[Why, Place]] = [("best", max(rewards, key=rewards.__getitem__))] if rewards else []
     worst = max(sorted(failed), key=tokens.__getitem__) if failed else min(rewards, key=rewards.__getitem__)
-    picked += [("worst", worst), ("longest", max(tokens, key=tokens.__getitem__))]
+    picked.append(("worst", worst))
+    picked.append(("longest", max(tokens, key=tokens.__getitem__)))
     for why, where in picked:
         chosen.setdefault(where, []).append(why)
     for where in chosen.keys() & failed:
@@ -78,7 +80,9 @@ class RecordingLoss:
 
     def watch(self, documents: Sequence[Document], chosen: Container[Place]) -> None:
         """Begin a step on these documents. Those with a `chosen` origin are kept while there is room."""
-        self._wanted, self._found, room = {}, {}, MOST_PLACES
+        self._wanted = {}
+        self._found = {}
+        room = MOST_PLACES
         for number, document in enumerate(documents):
             if document.origin in chosen and document.places <= room:
                 room -= document.places
@@ -86,7 +90,10 @@ class RecordingLoss:
 
     def collect(self, backend: Backend) -> Logprobs:
         """The log-probabilities of the chosen documents. Collective, unless nothing was chosen."""
-        wanted, found, self._wanted, self._found = self._wanted, self._found, {}, {}
+        wanted = self._wanted
+        found = self._found
+        self._wanted = {}
+        self._found = {}
         if not wanted:
             return {}
         parts = [found.get(n, torch.full((d.places,), -torch.inf)).float().cpu() for n, d in wanted.items()]
@@ -112,7 +119,8 @@ def items(
     filters = batch.statistics.groups_filtered > 0
     for where, why in chosen.items():
         serial, index = where
-        group, document = by_serial[serial], documents.get(where)
+        group = by_serial[serial]
+        document = documents.get(where)
         step = None if filters and not carries_signal(group) else batch.step
         facts = {"serial": serial, "sample": index, "node_id": nodes.get(serial, ""), "why": why, "step": step}
         yield Item(group.samples[index], document and _training(document, logprobs.get(where)), facts)
@@ -132,9 +140,7 @@ def transcript_thread(config: Config) -> LineThread[Item]:
     limit_bytes = min(LONGEST_BYTES, limit // SEGMENTS)
 
     def build() -> Callable[[Item], bytes]:
-        from transformers import AutoTokenizer  # only the lead rank needs it
-
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+        tokenizer = load_tokenizer(config.model.path)
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         text = TokenText(lambda ids: tokenizer.decode(ids, **options))
         text.pieces([0])  # transformers imports some modules only now

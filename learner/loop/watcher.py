@@ -8,7 +8,7 @@ import os
 import select
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing, suppress
 from threading import Thread
 
@@ -19,11 +19,9 @@ from common.config.schema import Config
 from common.json_lines import EventFile
 from common.metrics import EvaluationMetrics, Metrics, StepMetrics
 from common.process.run_dir import RunDir
-from common.rollouts import Group
 from common.run_reader import read_tail
-from learner.batch.batch import TrainingBatch
 from learner.loop.run_files import RunFiles
-from learner.loop.watch import Firing, RuleState, largest
+from learner.loop.watch import Firing, RuleState
 from learner.publish.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
@@ -41,11 +39,13 @@ class Watcher:
 
     def __init__(self, config: Config, files: RunFiles, publisher: WeightPublisher, tell: Callable[..., None]) -> None:
         """`tell` gets the fields `alarms` and `paused` of the learner's report."""
-        self._run, self._files, self._publisher, self._tell = RunDir.of(config), files, publisher, tell
+        self._run = RunDir.of(config)
+        self._files = files
+        self._publisher = publisher
+        self._tell = tell
         self._every = config.learner.checkpoint.every
         self._states = [RuleState(number, rule) for number, rule in enumerate(config.watch)]
         self._commands: dict[str, Thread] = {}
-        self.trained: tuple[TrainingBatch, Sequence[Group]] | None = None  # the newest step's batch and groups
         self.paused = ""  # the rule's sentence while nothing is published
 
     def begin(self, version: int) -> None:
@@ -66,7 +66,7 @@ class Watcher:
         return f"stopped by {text}; `slipstream resume {self._run.path}`, then the same command, continues" * bool(text)
 
     def see(self, line: Metrics) -> None:
-        """Take a line of the metrics and begin what rules ask for. `trained` belongs to the newest step."""
+        """Take a line of the metrics and begin what rules ask for."""
         try:
             before = [state.firing for state in self._states]
             for state in self._states:
@@ -78,7 +78,6 @@ class Watcher:
                     self._files.note("watch_well", rule=state.name, step=line.step)
         except Exception:
             logger.exception("watch rules")
-        self.trained = None
         self.turn()
 
     def turn(self) -> None:
@@ -113,8 +112,7 @@ class Watcher:
             begun = last // self._every * self._every  # is perhaps still being written
             first = max(begun, *(step for step in self._files.checkpoints.steps() if step <= last), 0)
             replay = f"slipstream replay {self._run.path} --from {first} --to {last}"
-        causes = largest(rule.metric, *self.trained) if rule.upper and self.trained else []
-        self._files.note("watch", **msgspec.structs.asdict(firing), groups=causes, replay=replay)
+        self._files.note("watch", **msgspec.structs.asdict(firing), replay=replay)
         if rule.do != "run":
             return
         if firing.rule in self._commands and self._commands[firing.rule].is_alive():
@@ -142,13 +140,15 @@ def run_command(rule: WatchRule, firing: Firing, run: RunDir) -> None:
     facts = {**msgspec.structs.asdict(firing), "run": str(run.path)}
     env = os.environ | {f"SLIPSTREAM_WATCH_{name.upper()}": str(value) for name, value in facts.items()}
     words = ["timeout", "--signal=KILL", str(rule.timeout_s), *rule.command]
-    pipe, log = subprocess.PIPE, run.logs / "watch.log"
+    pipe = subprocess.PIPE
+    log = run.logs / "watch.log"
     try:
         with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, env=env) as child:
             assert child.stdin is not None and child.stdout is not None
             with suppress(BrokenPipeError), child.stdin:
                 child.stdin.write(msgspec.json.encode(facts))
-            output, end = b"", time.monotonic() + rule.timeout_s + SPARE_S
+            output = b""
+            end = time.monotonic() + rule.timeout_s + SPARE_S
             while (left := end - time.monotonic()) > 0 and select.select([child.stdout], [], [], left)[0]:
                 if not (part := os.read(child.stdout.fileno(), OUTPUT_BYTES)):
                     break

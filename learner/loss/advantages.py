@@ -49,13 +49,15 @@ def reinforce_pp(groups: Sequence[np.ndarray]) -> list[np.ndarray]:
     rewards = np.concatenate([np.zeros(0), *(group[~np.isnan(group)] for group in groups)])
     if len(rewards) < 2:
         return [np.zeros(len(group)) for group in groups]
-    mean, deviation = rewards.mean(), rewards.std(ddof=1) + STD_EPS
+    mean = rewards.mean()
+    deviation = rewards.std(ddof=1) + STD_EPS
     return [np.nan_to_num((group - mean) / deviation, nan=0.0) for group in groups]
 
 
 def _within(group: np.ndarray, estimate: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """[G] `estimate` of the rewards in their places, 0 elsewhere."""
-    out, valid = np.zeros(len(group)), ~np.isnan(group)
+    out = np.zeros(len(group))
+    valid = ~np.isnan(group)
     if valid.sum() >= 2:
         out[valid] = estimate(group[valid])
     return out

@@ -46,7 +46,8 @@ def _policy_loss(
     documents = Documents(batch.document_lengths, mask)
     behavior = within(mask, batch.behavior_logprobs.to(logprobs.dtype))
     logprobs = within(mask, logprobs)
-    current, vetoed = logprobs.detach(), None
+    current = logprobs.detach()
+    vetoed = None
     drift = current - behavior
     proximal = PROXIMALS[config.proximal](current, behavior, batch.staleness)
     corrected = CORRECTIONS[config.correction](proximal - behavior, documents, config)

@@ -49,7 +49,8 @@ def gspo(tokens: PolicyTokens, config: LossConfig) -> Surrogate:
     the document's ratio and its own gradient: s_t = sg[s] * exp(logprobs - sg[logprobs]). Where all tokens of a
     document have one advantage and one weight, its gradient is that of equation 5.
     """
-    documents, log_ratio = tokens.documents, (tokens.logprobs - tokens.proximal_logprobs).detach()
+    documents = tokens.documents
+    log_ratio = (tokens.logprobs - tokens.proximal_logprobs).detach()
     mean = documents.spread(documents.means(log_ratio))
     return _clip(mean + (tokens.logprobs - tokens.logprobs.detach()), tokens.advantages, config)
 
@@ -85,11 +86,13 @@ def _clip(log_ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogat
     ratio = bounded_exp(log_ratio)
     unclipped = ratio * advantages
     bounded = torch.clamp(ratio, 1.0 - low, 1.0 + high) * advantages
-    values, clipped = torch.minimum(unclipped, bounded), (bounded < unclipped).detach()
+    values = torch.minimum(unclipped, bounded)
+    clipped = (bounded < unclipped).detach()
     if config.clip_dual is not None:
         least = config.clip_dual * advantages
         below = ((advantages < 0) & (values < least)).detach()
-        values, clipped = torch.where(below, least, values), clipped | below
+        values = torch.where(below, least, values)
+        clipped = clipped | below
     return Surrogate(values, clipped)
 
 

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from common.config.parallel_layout import document_multiple, world_problems
 from common.config.passthrough import passthrough_warnings
-from common.config.schema import Config, LearnerConfig, ModelConfig, SftConfig, SftLearnerConfig
+from common.config.schema import BaseConfig, ModelConfig, RanksConfig
 from common.errors import UsageError
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
 from learner.megatron import parallel
-from learner.megatron.checkpoint import Writer
+from learner.megatron.checkpoint import CheckpointWriter
 from learner.megatron.conversion import verify
 from learner.megatron.conversion.export import Exporter
 from learner.megatron.conversion.hf_folder import read_config
@@ -54,36 +54,45 @@ class MegatronBackend:
     close = staticmethod(parallel.shutdown)
 
     @classmethod
-    def of(cls, config: Config | SftConfig) -> "MegatronBackend":
+    def of(cls, config: BaseConfig) -> "MegatronBackend":
         """The backend that a job's or a warm start's config describes. Collective; raises as `__init__` does."""
         made = cls(config.model, config.learner, config.run.steps, config.run.seed)
         for warning in passthrough_warnings(config) if made.rank == 0 else ():
             logger.warning("%s", warning)
         return made
 
-    def __init__(
-        self, model: ModelConfig, learner: LearnerConfig | SftLearnerConfig, total_steps: int, seed: int = 0
-    ) -> None:
+    def __init__(self, model: ModelConfig, learner: RanksConfig, total_steps: int, seed: int = 0) -> None:
         """Join the world, build the model and load its weights. Collective.
 
         Main gradients and optimizer states are float32, whatever the model's dtype is. `total_steps`: the step at which
         the schedule ends, unless the optimizer's decay_steps names another. `seed` is that of Megatron's random
         generators. Raises UsageError, naming the folder, the layout or the model that cannot be used.
         """
-        self.model_path, layout, dtype = Path(model.path), learner.parallel, DTYPES[model.dtype]
+        self.model_path = Path(model.path)
+        layout = learner.parallel
+        dtype = DTYPES[model.dtype]
         for problem in world_problems(parallel.world_size(), layout):
             raise UsageError(str(problem))
         hf_config = read_config(self.model_path)
         parallel.initialize(layout, seed, learner.timeout_s)
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
         self.data_parallel_rank = mpu.get_data_parallel_rank()
         self.data_parallel_size = mpu.get_data_parallel_world_size()
-        self.vocab_size, self.hidden_size = int(hf_config.vocab_size), int(hf_config.hidden_size)
+        self.vocab_size = int(hf_config.vocab_size)
+        self.hidden_size = int(hf_config.hidden_size)
         self.document_multiple = document_multiple(layout)
         if model.verify:
             verify.check_translation(self.model_path, hf_config, dtype, layout)
-        more = learner.memory.recompute, learner.megatron.extra
-        built = build(self.model_path, hf_config, dtype, layout, learner.moe, *more)
+        built = build(
+            self.model_path,
+            hf_config,
+            dtype=dtype,
+            parallel=layout,
+            experts=learner.moe,
+            recompute=learner.memory.recompute,
+            extra=learner.megatron.extra,
+        )
         self.chunks = wrap_chunks(built, learner)
         self.optimizer = Optimizer(self.chunks, learner, dtype, total_steps)
         experts = Experts(built.chunks, built.config, learner.moe)
@@ -94,15 +103,14 @@ class MegatronBackend:
         self.exporter = Exporter(built)
         self.part_layout = self.exporter.part.layout
         self.reference = Reference(model, learner, built, self.chunks)
-        self.checkpoints = Writer(self.chunks, self.optimizer, layout)
+        self.checkpoints = CheckpointWriter(self.chunks, self.optimizer, layout)
         self.checkpoint_done = self.checkpoints.done
         self.offload = Offload(learner.memory, self.chunks, self.optimizer)
         if self.rank == 0:
-            logger.info(
-                "model %s on %d ranks: tensor %d, pipeline %d x %d, expert %d, data %d; %s, %s",
-                *(self.model_path, self.world_size, layout.tensor, layout.pipeline, layout.virtual_pipeline),
-                *(layout.expert, self.data_parallel_size, model.dtype, parallel.device().type),
-            )
+            sizes = f"tensor {layout.tensor}, pipeline {layout.pipeline} x {layout.virtual_pipeline}"
+            sizes += f", expert {layout.expert}, data {self.data_parallel_size}"
+            kind = f"{model.dtype}, {parallel.device().type}"
+            logger.info("model %s on %d ranks: %s; %s", self.model_path, self.world_size, sizes, kind)
 
     def train_step(
         self, microbatches: list[Microbatch], loss: LossFunction, temperature: float = 1.0, entropy: bool = False

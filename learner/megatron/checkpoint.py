@@ -23,9 +23,8 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, Checkpoin
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -51,19 +50,21 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
         return writer, save_state_dict_ret[1]
 
 
-class Save:
+class CheckpointSave:
     """One rank's share of one checkpoint on its way to the disk."""
 
-    def __init__(self, path: Path, sharded: dict[str, Any], common: dict[str, Any], live: set[int]) -> None:
+    def __init__(self, path: Path, sharded: Any, common: dict[str, Any], live: set[int]) -> None:
         """Plan the save into the empty folder `path` and copy the share to host memory. Collective.
 
         `sharded` is Megatron's sharded state, preprocessed, and `common` the state that is the same on every rank.
         `live` are the addresses of the storages that the next step changes.
         """
-        self.path, self.results, self.problem = path, [], ""
+        self.path = path
+        self.results = []
+        self.problem = ""
         # prepare_write_data uses this queue; without it, it would start a process for one
         filesystem_async._results_queue = queue.Queue()
-        strategy = _PlanOnly()
+        strategy: Any = _PlanOnly()
         self._config = CheckpointingConfig(strategy.backend, strategy.version)
         self._writer, self._metadata = strategy.async_save(sharded, self.path)
         self._transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
@@ -115,21 +116,25 @@ def _copied(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
 
 
 def _write(transforms: list[Any], bucket: Any) -> list[Any]:
-    done, running = queue.Queue(), queue.Queue()
+    done = queue.Queue()
+    running = queue.Queue()
     running.put(0)
-    filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, 0, bucket, done, running, use_fsync=True)
+    writer: Any = filesystem_async.FileSystemWriterAsync
+    writer.write_preloaded_data(transforms, 0, bucket, done, running, use_fsync=True)
     outcome = done.get_nowait()[1]
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
 
 
-class Writer:
+class CheckpointWriter:
     """Saves and loads the checkpoints of one model and its optimizer; one save at a time."""
 
     def __init__(self, chunks: list[Any], optimizer: Optimizer, layout: ParallelConfig) -> None:
-        self.chunks, self.optimizer, self.layout = chunks, optimizer, layout
-        self._save: Save | None = None
+        self.chunks = chunks
+        self.optimizer = optimizer
+        self.layout = layout
+        self._save: CheckpointSave | None = None
         self._validated = False
 
     def start(self, path: Path) -> None:
@@ -153,7 +158,7 @@ class Writer:
         self._validated = True
         modules = [chunk.module for chunk in self.chunks]
         tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-        self._save = Save(path, sharded, common, {t.untyped_storage().data_ptr() for t in tensors})
+        self._save = CheckpointSave(path, sharded, common, {t.untyped_storage().data_ptr() for t in tensors})
 
     def done(self, wait: bool) -> bool:
         """Whether the last save is complete on the disk; with `wait` it is on return. Collective.
@@ -192,7 +197,8 @@ class Writer:
 
         Raises UsageError when there is no checkpoint, one of another format, or one that this model does not fit.
         """
-        header, here = _header(path), _sizes(self.layout)
+        header = _header(path)
+        here = _sizes(self.layout)
         same_layout = header["layout"] == here
         self.optimizer.steps = header["steps"]
         state = self._state(loading=True)
@@ -205,7 +211,7 @@ class Writer:
         if same_layout:
             random = loaded["random_state"]
             torch.set_rng_state(random["cpu"])
-            get_cuda_rng_tracker().set_states(random["tracker"])
+            parallel.rng_tracker().set_states(random["tracker"])
             if torch.cuda.is_available() and "cuda" in random:
                 torch.cuda.set_rng_state(random["cuda"])
 
@@ -220,7 +226,7 @@ class Writer:
 
 
 def load_weights(path: Path, chunks: list[Any], layout: ParallelConfig) -> None:
-    """Load the weights of a checkpoint, and nothing else, into bare chunks. Collective; raises as Writer.load does."""
+    """Load nothing but a checkpoint's weights into bare chunks. Collective; raises as CheckpointWriter.load does."""
     loaded = _read(path, _weights(chunks, _metadata()), _header(path), _sizes(layout))
     for i, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[_key(i, chunks)], strict=True)
@@ -237,7 +243,8 @@ def _header(path: Path) -> dict[str, Any]:
 
 def _read(path: Path, state: dict[str, Any], header: dict[str, Any], here: dict[str, int]) -> dict[str, Any]:
     try:
-        return dist_checkpointing.load(state, str(path))
+        loaded: Any = dist_checkpointing.load(state, str(path))
+        return loaded
     except (CheckpointException, CheckpointingException, KeyError) as error:
         raise UsageError(
             f"{path}: written under {_words(header['layout'])}, does not load under {_words(here)} with this model: "
@@ -285,8 +292,9 @@ def _words(layout: dict[str, int]) -> str:
 
 
 def _random_state() -> ShardedObject:
-    state = {"cpu": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+    state = {"cpu": torch.get_rng_state(), "tracker": parallel.rng_tracker().get_states()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     return ShardedObject("random_state", state, (size,), (rank,), replica_id=0)

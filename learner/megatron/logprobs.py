@@ -106,7 +106,9 @@ class _LogProbs(torch.autograd.Function):
         log_sum = sums[0].log()
         entropy = log_sum - sums[2] / sums[0] if with_entropy else torch.zeros_like(log_sum)
         ctx.save_for_backward(hidden, weight, index, mine, highest, log_sum, entropy, local)
-        ctx.temperature, ctx.chunks, ctx.kept = temperature, chunks, kept
+        ctx.temperature = temperature
+        ctx.chunks = chunks
+        ctx.kept = kept
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)
@@ -114,7 +116,9 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (torch types it for one tensor)
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, index, mine, highest, log_sum, entropy, local = ctx.saved_tensors
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_sum)

@@ -21,7 +21,7 @@ import torch
 from megatron.bridge import AutoBridge
 from torch import Tensor
 
-from common.config.schema import LearnerConfig, MemoryConfig, ModelConfig, SftLearnerConfig
+from common.config.schema import MemoryConfig, ModelConfig, RanksConfig
 from common.errors import UsageError
 from learner.megatron.conversion import hf_folder
 from learner.megatron.conversion.model import Model
@@ -30,10 +30,10 @@ from learner.megatron.optimizer import Optimizer
 _PIECE_BYTES = 64 << 20
 # These keys of config.json do not change the forward pass.
 _IRRELEVANT = {
-    *("_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id"),
-    *("initializer_range", "max_position_embeddings", "pad_token_id", "torch_dtype"),
-    *("transformers_version", "use_cache"),
-}
+    "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
+    "initializer_range", "max_position_embeddings", "pad_token_id", "torch_dtype",
+    "transformers_version", "use_cache",
+}  # fmt: skip
 
 
 class OffloadedSet:
@@ -41,7 +41,9 @@ class OffloadedSet:
 
     def __init__(self, enabled: bool, tensors: Callable[[], Iterable[Tensor]], keep: bool) -> None:
         """`tensors` is called each time, since optimizers make their states late; without `keep` zeros come back."""
-        self._enabled, self._tensors, self._keep = enabled, tensors, keep
+        self._enabled = enabled
+        self._tensors = tensors
+        self._keep = keep
         self._host: dict[int, Tensor] = {}  # by storage: bytes in host memory, allocated once
         self._away: list[tuple[torch.UntypedStorage, int]] = []
         self._users = 0
@@ -96,7 +98,8 @@ class Offload:
         states = OffloadedSet(config.offload_optimizer, lambda: _own(optimizer, parameters), keep=True)
         self._gradients = OffloadedSet(config.offload_gradients, lambda: (b.grad_data for b in buffers), keep=False)
         # contexts in which the parameters, or main parameters and states, are on the device
-        self.parameters, self.optimizer = weights.in_use, states.in_use
+        self.parameters = weights.in_use
+        self.optimizer = states.in_use
         self._forget = optimizer.zero_grad if config.offload_gradients else None
 
     @contextmanager
@@ -126,20 +129,21 @@ def _own(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[Tensor]:
 class Reference:
     """The reference's weights, read when they are first needed."""
 
-    def __init__(
-        self, config: ModelConfig, learner: LearnerConfig | SftLearnerConfig, model: Model, chunks: list[Any]
-    ) -> None:
+    def __init__(self, config: ModelConfig, learner: RanksConfig, model: Model, chunks: list[Any]) -> None:
         """The reference is in learner.loss.reference, or it is the model that training starts from.
 
         `model` is the policy, `chunks` are its data-parallel wrappers. Raises UsageError when the folder has a model of
         another shape, before anything is sampled.
         """
-        named = learner.loss.reference if isinstance(learner, LearnerConfig) else None
-        self.path, self.model, self.chunks = Path(named or config.path), model, chunks
+        named = learner.reference
+        self.path = Path(named or config.path)
+        self.model = model
+        self.chunks = chunks
         self._elsewhere: list[Tensor] | None = None  # the reference's weights, or the policy's while `in_place`
         if named is None:
             return
-        found, expected = hf_folder.read_config(Path(named)).to_dict(), model.hf_config.to_dict()
+        found = hf_folder.read_config(Path(named)).to_dict()
+        expected = model.hf_config.to_dict()
         keys = sorted((found.keys() | expected.keys()) - _IRRELEVANT)
         pairs = [(key, found.get(key), expected.get(key)) for key in keys]
         different = [f"{key} {theirs} instead of {ours}" for key, theirs, ours in pairs if theirs != ours]

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
@@ -35,6 +34,7 @@ from common.errors import UsageError
 from learner.backend_protocol import LossFunction, Microbatch, RoutingShape
 from learner.megatron import parallel
 from learner.megatron.pack_layout import PackPart
+from learner.megatron.parallel import mpu
 
 
 def configure(provider: Any, config: MoeConfig) -> None:
@@ -64,13 +64,15 @@ def prepare(chunk: torch.nn.Module, config: MoeConfig) -> None:
         if isinstance(module, TEGroupedMLP):
             # With expert 1 upstream reduces experts over the dense model's data-parallel ranks. Where expert_tensor is
             # not tensor, that would add gradients of different parameters.
-            for parameter in module.parameters():
+            weights: Any = module.parameters()
+            for parameter in weights:
                 parameter.allreduce = False
         if isinstance(module, TopKRouter):
-            module.__class__ = Router
-            module.replaying = config.replay_routing
+            router: Any = module
+            router.__class__ = Router
+            router.replaying = config.replay_routing
             if config.freeze_router:
-                module.requires_grad_(False)
+                router.requires_grad_(False)
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,11 @@ class Router(TopKRouter):
 
     def start(self) -> None:
         """A new step: nothing of an earlier one is asked for again."""
-        self.now, self.passed = Frame(), deque()
+        self.now = Frame()
+        self.passed = deque()
         # tokens that were sent elsewhere than this router would have, and tokens that were replayed
-        self.changed, self.known = torch.zeros((), dtype=torch.int64), 0
+        self.changed = torch.zeros((), dtype=torch.int64)
+        self.known = 0
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """([tokens, experts] weights, [tokens, experts] bool chosen); `padding_mask` is replaced by the frame's."""
@@ -131,7 +135,8 @@ class Router(TopKRouter):
         chosen = torch.where(known[:, None], target, own)
         if self.frame.counted and not in_backward():
             moved = (chosen.sort(1).values != own.sort(1).values).any(1)
-            self.changed, self.known = self.changed + moved.sum(), self.known + known.sum()
+            self.changed = self.changed + moved.sum()
+            self.known = self.known + known.sum()
         return scores.gather(1, chosen), chosen
 
     def is_aux_loss_enabled(self) -> bool:
@@ -150,7 +155,8 @@ class Router(TopKRouter):
             if padding_mask is not None:
                 routing_map = routing_map & ~padding_mask[:, None]
             with torch.no_grad():
-                self.local_tokens_per_expert += routing_map.sum(0)
+                tokens: Any = self.local_tokens_per_expert
+                tokens += routing_map.sum(0)  # in place
 
 
 Router.__name__ = "TopKRouter"  # the bridge recognises replicated modules by class name
@@ -160,13 +166,14 @@ class Experts:
     """Prepares the routers of one rank's chunks for the step and the microbatch; does nothing to a dense model."""
 
     def __init__(self, chunks: list[torch.nn.Module], config: Any, options: MoeConfig) -> None:
-        self.routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, Router)]
+        self.routers: list[Any] = [m for chunk in chunks for m in chunk.modules() if isinstance(m, Router)]
         experts = getattr(config, "num_moe_experts", None)
         self._balanced = bool(experts) and config.moe_aux_loss_coeff > 0
         self._sequence_rank = mpu.get_tensor_model_parallel_rank() if config.sequence_parallel else 0
         self._sequence_ranks = mpu.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
         self._replaying = options.replay_routing  # also on a pipeline stage without routers
-        self._scale, self._training = 0.0, False
+        self._scale = 0.0
+        self._training = False
         # the shape of the routing that the model replays; None when it replays none
         self.shape: RoutingShape | None = None
         if experts:

@@ -12,7 +12,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from common.config.schema import OptimizerConfig, RanksConfig
 from common.errors import SlipstreamError
@@ -74,7 +73,7 @@ class Optimizer:
     def __init__(self, chunks: list[Any], learner: RanksConfig, dtype: torch.dtype, total_steps: int) -> None:
         self.config = config = learner.optimizer
         self.total_steps, self.steps = total_steps, 0  # `steps`: those that are done
-        self.megatron: ChainedOptimizer = get_megatron_optimizer(
+        self.megatron: Any = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
                 lr=config.lr,

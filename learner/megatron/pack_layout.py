@@ -38,11 +38,13 @@ class PackPart:
     @staticmethod
     def of(lengths: tuple[int, ...], parallel: ParallelConfig, rank: int, device: torch.device) -> "PackPart":
         """The part of context rank `rank`; `lengths` are the tokens of each document, at least one."""
-        multiple, chunks = document_multiple(parallel), 2 * parallel.context
+        multiple = document_multiple(parallel)
+        chunks = 2 * parallel.context
         real = torch.tensor(lengths)
         padded = -(-real // multiple) * multiple
         padded[-1] += -int(padded.sum()) % pack_multiple(parallel)
-        total, tokens = int(padded.sum()), int(real.sum())
+        total = int(padded.sum())
+        tokens = int(real.sum())
         shift = (padded - real).cumsum(0) - (padded - real)  # pads before each document
         position = torch.arange(tokens) + shift.repeat_interleave(real)
         source = torch.full((total,), tokens)

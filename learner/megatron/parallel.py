@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from common.config.schema import ParallelConfig
 
+mpu: Any = parallel_state  # upstream types its groups as optional, or as numbers
 _JOIN_S = 300.0  # ranks start apart from one another: imports, the lead's search for its broker
 
 _control: dist.ProcessGroup | None = None
@@ -45,7 +47,7 @@ def initialize(parallel: ParallelConfig, seed: int, timeout_s: float) -> None:
         alone: dict[str, Any] = {}
         if "RANK" not in os.environ:
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-            alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # no port
+            alone = {"store": HashStore(), "rank": 0, "world_size": 1}  # no port
         join = timedelta(seconds=max(timeout_s, _JOIN_S))
         dist.init_process_group("nccl" if here.type == "cuda" else "gloo", timeout=join, **alone)
         dist.distributed_c10d._set_pg_timeout(limit)
@@ -58,8 +60,14 @@ def initialize(parallel: ParallelConfig, seed: int, timeout_s: float) -> None:
         expert_tensor_parallel_size=parallel.expert_tensor,
         distributed_timeout_minutes=timeout_s / 60,  # typed int, used as a timedelta's minutes
     )
-    _control = dist.new_group(backend="gloo", timeout=limit)
+    group: Any = dist.new_group(backend="gloo", timeout=limit)
+    _control = group
     model_parallel_cuda_manual_seed(seed)
+
+
+def rng_tracker() -> Any:
+    """Megatron's random generators of this rank's device."""
+    return get_cuda_rng_tracker()
 
 
 def shutdown() -> None:

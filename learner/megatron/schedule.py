@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -23,6 +22,7 @@ from learner.megatron import parallel
 from learner.megatron.logprobs import logprobs_and_entropy
 from learner.megatron.moe import Experts
 from learner.megatron.pack_layout import PackPart
+from learner.megatron.parallel import mpu
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,22 @@ def _pack(batch: Microbatch, parallel: ParallelConfig, rank: int, device: torch.
     longest = max(part.lengths)
     # Pads count as tokens at the end of documents, where a causal mask hides them. Otherwise Transformer Engine would
     # leave the outputs between documents uninitialised. It asks for the padded bounds under context parallelism.
-    padded = bounds if parallel.context > 1 else None
+    padded: Any = bounds if parallel.context > 1 else None
     params = PackedSeqParams("thd", bounds, bounds, padded, padded, longest, longest)
-    mine = (part.local(x) for x in (batch.tokens, batch.positions, batch.targets))
-    return _Packed(batch, part, *mine, params)
+    return _Packed(
+        batch=batch,
+        part=part,
+        tokens=part.local(batch.tokens),
+        positions=part.local(batch.positions),
+        targets=part.local(batch.targets),
+        params=params,
+    )
 
 
 def _filler() -> Microbatch:
     """A document of one token that trains nothing; it fills the rounds of ranks with fewer microbatches."""
-    one, zero = torch.ones(1, dtype=torch.int64), torch.zeros(1)
+    one = torch.ones(1, dtype=torch.int64)
+    zero = torch.zeros(1)
     return Microbatch(one, one, one - 1, (1,), zero, zero, zero, zero.int(), zero)
 
 
@@ -66,7 +73,7 @@ class Head:
         """`chunks` are GPTModels, in their data-parallel wrappers or bare."""
         self._sequence_parallel = sequence_parallel
         self._group: dist.ProcessGroup = mpu.get_tensor_model_parallel_group()
-        last = chunks[-1].module if isinstance(chunks[-1], DistributedDataParallel) else chunks[-1]
+        last: Any = chunks[-1].module if isinstance(chunks[-1], DistributedDataParallel) else chunks[-1]
         self._model = last if last.post_process else None
         if self._model is not None:
             # (hidden states, no bias)
@@ -88,8 +95,9 @@ class Head:
             weight = self._model.shared_embedding_or_output_weight()
         else:
             weight = self._model.output_layer.weight
-        inputs = rows, weight, targets, temperature, self._group
-        logprobs, entropies = logprobs_and_entropy(*inputs, with_entropy=entropy)
+        logprobs, entropies = logprobs_and_entropy(
+            rows, weight, targets, temperature=temperature, group=self._group, with_entropy=entropy
+        )
         return logprobs, entropies if entropy else None
 
 
@@ -97,7 +105,9 @@ class Schedule:
     """Runs a model's chunks over microbatches, forward and backward or forward only."""
 
     def __init__(self, chunks: list[Any], config: Any, device: torch.device, experts: Experts) -> None:
-        self.chunks, self.device, self.experts = chunks, device, experts
+        self.chunks = chunks
+        self.device = device
+        self.experts = experts
         config.finalize_model_grads_func = finalize_model_grads
         self._run = get_forward_backward_func()
         self._head = Head(chunks, config.sequence_parallel)
@@ -225,7 +235,8 @@ class Schedule:
         def joined(values: Iterable[Tensor]) -> Tensor:
             return torch.cat([x.detach().double().reshape(-1) for x in values])
 
-        first, maxima = reports[0][0], None
+        first = reports[0][0]
+        maxima = None
         divisors = [tokens if output.denominator is None else output.denominator for output, tokens in reports]
         rows = [
             joined((output.loss_sum, tokens, divisor, *output.sums.values()))

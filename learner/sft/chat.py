@@ -73,7 +73,8 @@ class ChatTemplate:
     def _by_marks(self, chat: Chat, name: str) -> tuple[list[int], list[int]]:
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         found = self._apply(chat, chat.messages, name, **options)
-        tokens, mask = list(found["input_ids"]), list(found["assistant_masks"])
+        tokens = list(found["input_ids"])
+        mask = list(found["assistant_masks"])
         for at in range(1, len(tokens)):  # marks that stop short of the token that ends the turn
             if mask[at - 1] and tokens[at] == self._tokenizer.eos_token_id and tokens[at - 1] != tokens[at]:
                 mask[at] = 1
@@ -115,7 +116,8 @@ class ChatTemplate:
                     "more follows. So the assistant's part of the text cannot be found. End every row with its "
                     "only assistant message, or give model.path a template with {% generation %} marks"
                 )
-            segments += [(whole[done : len(before)], 0), (whole[len(before) : len(after)], 1)]
+            segments.append((whole[done : len(before)], 0))
+            segments.append((whole[len(before) : len(after)], 1))
             done = len(after)
         return [*segments, (whole[done:], 0)] if whole[done:] else segments
 

@@ -40,20 +40,6 @@ LOOKS = (
 )
 
 
-def load_tokenizer(folder: Path) -> ChatTokenizer:
-    """The tokenizer in a Hugging Face folder; raises UsageError when there is none with an end-of-sequence token."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # transformers raises whatever its parsers raise
-        reason = str(error).strip().split("\n")[0]
-        raise UsageError(f"model.path: {folder} has no usable tokenizer: {reason}") from None
-    if tokenizer.eos_token_id is None:
-        raise UsageError(f"model.path: the tokenizer in {folder} has no end-of-sequence token; set eos_token")
-    return tokenizer
-
-
 class SftDataset:
     """Rows by step, tokenised when they are needed; `digest` lets a resumed run notice another dataset."""
 
@@ -62,6 +48,8 @@ class SftDataset:
 
         `held_out`: the share of the rows that no step trains: those of `held_out_rows`, not of `trained_rows`.
         """
+        if tokenizer.eos_token_id is None:
+            raise UsageError("model.path: its tokenizer has no end-of-sequence token; set eos_token")
         self._tokenizer = tokenizer
         self._chats = ChatTemplate(tokenizer)
         self._rows: list[Row] = []
@@ -89,7 +77,8 @@ class SftDataset:
     def documents(self, rows: Sequence[int]) -> list[Document]:
         """Token documents of these rows, all segments tokenised in one call; raises UsageError naming a bad row."""
         segments = [segment for row in rows if not isinstance(found := self._rows[row], Chat) for segment in found]
-        texts, eos = [text for text, _ in segments], self._tokenizer.eos_token_id
+        texts = [text for text, _ in segments]
+        eos = self._tokenizer.eos_token_id
         assert eos is not None
         pieces = iter(self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
         documents: list[Document] = []

@@ -6,38 +6,66 @@ Every evaluation.every steps, and at the end, the loss of the held-out rows join
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
-from broker.contract import StoredGroup
 from common.config.schema import SftConfig
+from common.hub import load_tokenizer
 from common.metrics import SftMetrics
 from learner.backend_protocol import Backend
 from learner.batch.batch import BatchStatistics, TrainingBatch
+from learner.batch.packing import Document, pack_for
 from learner.loop.batch_source import BatchSource, Command, Drain, Train
 from learner.loop.step_metrics import Step
 from learner.loss.losses import cross_entropy
-from learner.sft.rows import SftDataset, load_tokenizer
-from learner.sft.validation import Validation
+from learner.sft.rows import SftDataset
 
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 2.0
+AT_ONCE = 32  # microbatches whose log-probabilities are in memory together
 
 
-class RowSource(BatchSource):
+class Validation:
+    """Held-out documents, packed once; every rank has its part of them."""
+
+    def __init__(self, backend: Backend, documents: list[Document], micro_batch_tokens: int) -> None:
+        """Raises UsageError, naming the row, when one is longer than `micro_batch_tokens`."""
+        self._backend = backend
+        self._packed = pack_for(backend, documents, micro_batch_tokens)
+
+    def loss(self) -> float:
+        """Mean cross-entropy over the trained tokens, in nats; the same on every rank. No gradient. Collective."""
+        total = 0.0
+        tokens = 0
+        for at in range(0, len(self._packed), AT_ONCE):
+            part = self._packed[at : at + AT_ONCE]
+            for batch, logprobs in zip(part, self._backend.logprobs(part), strict=True):
+                trained = batch.loss_mask > 0
+                total -= logprobs.double()[trained].sum().item()
+                tokens += int(trained.sum())
+        mine = msgspec.msgpack.encode((self._backend.data_parallel_rank, total, tokens))
+        gathered = [msgspec.msgpack.decode(each) for each in self._backend.all_gather_bytes(mine)]
+        shares = {rank: share for rank, *share in gathered}  # the ranks of one replica have the same
+        return sum(shares[rank][0] for rank in sorted(shares)) / max(sum(count for _, count in shares.values()), 1)
+
+
+class SftSource(BatchSource):
     """See learner.loop.batch_source.BatchSource."""
 
     loss = staticmethod(cross_entropy)
 
     def __init__(self, config: SftConfig, stop_requested: Callable[[], str | None]) -> None:
         """Read and check the rows; raises UsageError. `stop_requested` returns why the run should drain, or None."""
-        tokenizer = load_tokenizer(Path(config.model.path))
-        tasks, share = config.tasks, config.evaluation.share if config.evaluation.every else 0.0
+        tokenizer = load_tokenizer(config.model.path)
+        tasks = config.tasks
+        share = config.evaluation.share if config.evaluation.every else 0.0
         self.dataset = SftDataset(Path(tasks.dataset), tokenizer, config.run.seed, tasks.shuffle, share)
-        self._config, self._stop_requested = config, stop_requested
+        self._config = config
+        self._stop_requested = stop_requested
         self._logged_s = time.monotonic()
         self._validation: Validation | None = None
         self._validation_loss: float | UnsetType = UNSET  # after the newest step; unset: not validated
@@ -53,9 +81,9 @@ class RowSource(BatchSource):
         if reason := self._stop_requested():
             logger.info("draining: %s", reason)
             return Drain()
-        return Train(step, [])
+        return Train(step)
 
-    def batch(self, step: int, groups: Sequence[StoredGroup]) -> TrainingBatch:
+    def batch(self, step: int) -> TrainingBatch:
         documents = self.dataset.step(step, self._config.learner.sequences_per_step)
         statistics = BatchStatistics(
             samples=len(documents),
@@ -64,14 +92,16 @@ class RowSource(BatchSource):
         )
         return TrainingBatch(step, documents, statistics)
 
-    def stepped(self, version: int, batch: TrainingBatch) -> None:
+    def after_step(self, version: int, batch: TrainingBatch) -> None:
         self._validation_loss = UNSET
         if self._validation and (version % self._config.evaluation.every == 0 or version == self._config.run.steps):
             self._validation_loss = self._validation.loss()
             logger.info("version %d: loss of the held-out rows %.4f", version, self._validation_loss)
 
     def line(self, step: Step) -> SftMetrics:
-        number, steps, result = step.batch.step, self._config.run.steps, step.result
+        number = step.batch.step
+        steps = self._config.run.steps
+        result = step.result
         if (now := time.monotonic()) - self._logged_s >= LOG_EVERY_S or number + 1 == steps:
             logger.info("step %d of %d: loss %.4f, %.3f s", number + 1, steps, result.loss, step.times.step_s)
             self._logged_s = now

@@ -1,6 +1,7 @@
 """Where Megatron-Bridge 0.3.1 gives wrong numbers without an error, on any device; each with its cause.
 
 `hf_folder.give_rope_theta` before the provider is made, `correct_provider` after, `check_rope` on the built model.
+Mixtral has no bridge there; ours is registered here.
 `within_the_part` is no correction: it takes out collectives for which the bridge has no switch.
 """
 
@@ -16,7 +17,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from megatron.bridge.models.conversion import model_bridge, param_mapping
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping
+from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
@@ -33,7 +38,7 @@ LATENT_NORM_EPS = 1e-6
 @functools.cache
 def patch_bridge() -> None:
     """Silence the progress bars and repair the copy of tied embeddings under a virtual pipeline."""
-    cls = model_bridge.MegatronModelBridge
+    cls: Any = model_bridge.MegatronModelBridge
     share = cls._broadcast_shared_embeddings
 
     def broadcast_shared_embeddings(self: Any, model: Any) -> None:
@@ -109,7 +114,8 @@ def correct_window(config: Any, provider: Any) -> None:
     slides = [int(kind == "sliding_attention") for kind in kinds]
     if any(slides):
         # Hugging Face counts the token itself into the window, Megatron's left window does not
-        provider.window_size, provider.cp_comm_type = (window - 1, 0), "a2a"
+        provider.window_size = (window - 1, 0)
+        provider.cp_comm_type = "a2a"
         provider.window_attn_skip_freq = None if all(slides) else slides
 
 
@@ -146,8 +152,10 @@ def correct_latent_attention(config: Any, provider: Any) -> None:
         provider.rope_type = "yarn"
         provider.rotary_scaling_factor = rope["factor"]
         provider.original_max_position_embeddings = rope["original_max_position_embeddings"]
-        provider.beta_fast, provider.beta_slow = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
-        provider.mscale, provider.mscale_all_dim = rope.get("mscale") or 1.0, rope.get("mscale_all_dim") or 0.0
+        provider.beta_fast = rope.get("beta_fast") or 32
+        provider.beta_slow = rope.get("beta_slow") or 1
+        provider.mscale = rope.get("mscale") or 1.0
+        provider.mscale_all_dim = rope.get("mscale_all_dim") or 0.0
 
 
 def correct_latent_norms(model: torch.nn.Module) -> None:
@@ -170,13 +178,15 @@ def check_rope(config: Any, model: torch.nn.Module) -> None:
     if not rotaries:
         return
     module = inspect.getmodule(getattr(transformers, config.architectures[0]))
-    table = next(c for n, c in vars(module).items() if n.endswith("RotaryEmbedding") and inspect.isclass(c))(config)
+    kinds: list[Any] = [c for n, c in vars(module).items() if n.endswith("RotaryEmbedding") and inspect.isclass(c)]
+    table = kinds[0](config)
     for rotary in rotaries:
         _check_rotary(config, rotary, table.inv_freq.detach().float(), float(table.attention_scaling))
 
 
 def _check_rotary(config: Any, rotary: Any, expected: Tensor, scaling: float) -> None:
-    found, found_scaling = rotary.inv_freq.float().cpu(), 1.0
+    found = rotary.inv_freq.float().cpu()
+    found_scaling = 1.0
     if isinstance(rotary, YarnRotaryEmbedding):
         embedded, found_scaling = rotary.get_emb(2)
         found = embedded[1, 0, 0, : len(found)].float().cpu()  # angles of position 1
@@ -196,3 +206,38 @@ def _check_rotary(config: Any, rotary: Any, expected: Tensor, scaling: float) ->
     forward = type(rotary).forward
     if hasattr(forward, "cache_clear"):
         forward.cache_clear()
+
+
+register: Any = model_bridge.MegatronModelBridge.register_bridge  # typed for classes that need no arguments
+
+
+@register(source=transformers.MixtralForCausalLM, target=GPTModel, model_type="mixtral")
+class MixtralBridge(Qwen3MoEBridge):
+    """Mixtral 8x7B and 8x22B: Qwen3's layers without norms of queries and keys, and other names for the experts.
+
+    Checkpoints name one matrix per expert, `block_sparse_moe.experts.N.w1` (gate), `w3` (up) and `w2` (down);
+    transformers 5 fuses them in memory, but writes and reads these names.
+
+    Hugging Face divides the softmax over all experts by the sum of the chosen: the softmax over the chosen, as Qwen3's.
+    """
+
+    def provider_bridge(self, hf_pretrained: Any) -> Any:
+        """Megatron's provider for a Hugging Face configuration."""
+        provider = super().provider_bridge(hf_pretrained)
+        provider.qk_layernorm = False
+        provider.moe_ffn_hidden_size = hf_pretrained.config.intermediate_size
+        return provider
+
+    def mapping_registry(self) -> MegatronMappingRegistry:
+        """The parameters of Hugging Face that each of Megatron's is built from."""
+        ours = "decoder.layers.*.mlp"
+        theirs = "model.layers.*.block_sparse_moe"
+        up = f"{theirs}.experts.*.w3.weight"
+        gate = f"{theirs}.experts.*.w1.weight"
+        other = re.compile(r"\.mlp\.|[qk]_layernorm")
+        return MegatronMappingRegistry(
+            *(mapping for mapping in super().mapping_registry() if not other.search(mapping.megatron_param)),
+            AutoMapping(f"{ours}.router.weight", f"{theirs}.gate.weight"),
+            AutoMapping(f"{ours}.experts.linear_fc2.weight*", f"{theirs}.experts.*.w2.weight"),
+            GatedMLPMapping(f"{ours}.experts.linear_fc1.weight*", gate=gate, up=up),
+        )

@@ -1,20 +1,32 @@
-"""Megatron chunks to Hugging Face tensors and folders."""
+"""Megatron chunks to Hugging Face tensors and folders: the whole model, or each rank's own part of it.
+
+So that no rank gathers the whole model, the first of the ranks that have a share of a tensor sends it:
+
+- Dense tensors (attention, norms, routers, shared experts, embeddings) come from the pipeline stage that has the layer.
+  There tensor-parallel rank 0 of data-parallel rank 0 sends them; data parallelism includes context parallelism.
+- Experts come from the pipeline stage and the expert-parallel rank that have them. There expert-tensor-parallel rank 0
+  of expert-data-parallel rank 0 sends them.
+- Tied embeddings come from the first stage, also where the model's files have both names.
+"""
 
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from safetensors.torch import save_file
 from torch import Tensor
 
 from common.process.files import pretty_json
 from learner.megatron import parallel
-from learner.megatron.conversion import hf_folder
+from learner.megatron.conversion import bridge_fixes, hf_folder
 from learner.megatron.conversion.model import Model
-from learner.megatron.conversion.part_export import EXPORT_OPTIONS, PartExporter
 
+EXPORT_OPTIONS = {"cpu": False, "show_progress": False, "merge_adapter_weights": False}
 SHARD_BYTES = 4 << 30
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
@@ -23,7 +35,8 @@ class Exporter:
     """Streams the current weights in Hugging Face terms; every rank's parameters must be gathered."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self.part = model, PartExporter(model)
+        self.model = model
+        self.part = PartExporter(model)
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -52,7 +65,8 @@ def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
     for name, tensor in tensors:
         if shard and size + tensor.nbytes > SHARD_BYTES:
             yield shard
-            shard, size = {}, 0
+            shard = {}
+            size = 0
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
         size += tensor.nbytes
     yield shard
@@ -70,7 +84,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         total += sum(tensor.nbytes for tensor in shard.values())
         shard.clear()  # before the next one fills
     if len(files) == 1:
-        file.rename(folder / "model.safetensors")
+        files[0][0].rename(folder / "model.safetensors")
         return
     weight_map: dict[str, str] = {}
     for i, (file, names) in enumerate(files, 1):
@@ -79,3 +93,62 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         weight_map |= dict.fromkeys(names, name)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_bytes(pretty_json(index))
+
+
+class PartExporter:
+    """Runs the bridge's export on the parameters that this rank has a share of."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        # A mapping does not ask other stages for what it knows already, and here it never asks. If a full export used
+        # the same mapping, its owner would be missing in the collectives of the stages that still ask.
+        self._tasks = [
+            replace(task, mapping=task.mapping.resolve(())) for task in model.tasks if task is not None and _kept(task)
+        ]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) of this rank's part, as learner.backend_protocol.Backend.export_part. Collective."""
+        return self._run(self._tasks)
+
+    def layout(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(name, shape) of this rank's part, as learner.backend_protocol.Backend.part_layout; may precede any export.
+
+        The bridge converts tensors without memory: no weights move and no rank waits.
+        """
+        leading = [task for task in self._tasks if _leads(task)]
+        empty = [replace(task, param_weight=torch.empty_like(task.param_weight, device="meta")) for task in leading]
+        return [(name, tuple(tensor.shape)) for name, tensor in self._run(empty)]
+
+    @torch.no_grad()
+    def _run(self, tasks: list[Any]) -> Iterator[tuple[str, Tensor]]:
+        yields = False
+
+        def announced() -> Any:  # the bridge takes a list, but only iterates over it
+            nonlocal yields
+            for task in tasks:
+                yields = _leads(task)
+                yield task
+
+        bridge = self._model.bridge
+        chunks = self._model.chunks
+        stream = iter(bridge.export_hf_weights(chunks, conversion_tasks=announced(), **EXPORT_OPTIONS))
+        while True:
+            with bridge_fixes.within_the_part():  # the caller may start a full export when it has the tensor
+                named = next(stream, None)
+            if named is None:
+                return
+            if yields:
+                yield named
+
+
+def _kept(task: Any) -> bool:
+    """Whether this rank has a share of the parameter, and is in the first of the replicas."""
+    if task.param_weight is None:  # another stage has it, or it is the last stage's copy of tied embeddings
+        return False
+    if task.mapping.is_expert:
+        return mpu.get_expert_data_parallel_rank() == 0
+    return mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+
+
+def _leads(task: Any) -> bool:
+    return task.mapping.tp_rank == 0  # an expert's mapping tells the rank in expert tensor parallelism

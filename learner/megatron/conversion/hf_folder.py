@@ -30,17 +30,9 @@ def read_config(path: Path) -> Any:
 def give_rope_theta(config: Any) -> None:
     """Copy rope_theta from rope_parameters, where transformers 5 keeps it, to where Megatron-Bridge 0.3.1 reads it.
 
-    The bridge silently takes 10000 without it. Raises UsageError for a scaled rotary embedding that transformers 4,
-    which does not read rope_parameters, would ignore.
+    The bridge silently takes 10000 without it.
     """
-    import transformers
-
     rope = getattr(config, "rope_parameters", None) or {}
-    if int(transformers.__version__.split(".")[0]) < 5 and rope.get("rope_type", "default") != "default":
-        raise UsageError(
-            f"model config has rope_parameters of type {rope['rope_type']!r}, written by transformers 5, which "
-            f"transformers {transformers.__version__} does not read; write the config with transformers 4"
-        )
     for name in ("rope_theta", "partial_rotary_factor"):
         if name in rope:
             setattr(config, name, rope[name])
@@ -51,7 +43,8 @@ def check_names(path: Path, names: Iterable[str], known: Iterable[str], layers: 
 
     Files may have more than the model's `layers`; those predict further tokens than the next one.
     """
-    taken, lost = set(known), []
+    taken = set(known)
+    lost = []
     for name in names:
         parts = name.split(".")
         further = parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= layers

@@ -17,17 +17,16 @@ from common.config.schema import MoeConfig, ParallelConfig, Recompute
 from common.errors import UsageError
 from learner.megatron import moe
 from learner.megatron.conversion import bridge_fixes, hf_folder
-from learner.megatron.conversion import mixtral_bridge as _mixtral_bridge  # noqa: F401  (registers itself)
 from learner.megatron.cpu import compat
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # Fused kernels of Apex and Transformer Engine.
 _FUSED_ONLY = (
-    *("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion", "cross_entropy_loss_fusion"),
-    *("gradient_accumulation_fusion", "masked_softmax_fusion", "moe_permute_fusion", "moe_router_fusion"),
-    *("persist_layer_norm", "moe_shared_expert_overlap"),
-)
+    "apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion", "cross_entropy_loss_fusion",
+    "gradient_accumulation_fusion", "masked_softmax_fusion", "moe_permute_fusion", "moe_router_fusion",
+    "persist_layer_norm", "moe_shared_expert_overlap",
+)  # fmt: skip
 
 
 @dataclass
@@ -68,7 +67,7 @@ def build(
     provider.finalize()
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     virtual = parallel.virtual_pipeline
-    chunks = [provider.provide(vp_stage=i if virtual > 1 else None) for i in range(virtual)]
+    chunks: list[torch.nn.Module] = [provider.provide(vp_stage=i if virtual > 1 else None) for i in range(virtual)]
     for chunk in chunks:
         if torch.cuda.is_available():
             chunk.cuda(torch.cuda.current_device())  # some modules, a router among them, are made on the CPU
@@ -111,9 +110,10 @@ def _check_tasks(path: Path, chunks: list[torch.nn.Module], tasks: list[Any]) ->
 
 
 def _check_names(path: Path, hf_config: Any, bridge: AutoBridge) -> None:
-    translator = bridge._model_bridge
+    translator: Any = bridge._model_bridge
     translator._hf_config = hf_config  # GLM's asks for it
-    registry, names = translator.mapping_registry(), bridge.hf_pretrained.state.source.get_all_keys()
+    registry = translator.mapping_registry()
+    names = bridge.hf_pretrained.state.source.get_all_keys()
     alike = {name: re.sub(r"(?<=\.)\d+(?=\.)", "0", name) for name in names}  # one look-up for all layers and experts
     taken = {one for one in set(alike.values()) if registry.hf_to_megatron_lookup(one) is not None}
     known = [name for name, one in alike.items() if one in taken]
@@ -132,7 +132,9 @@ def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig, reco
     provider.num_layers_in_first_pipeline_stage = parallel.first_stage_layers
     provider.num_layers_in_last_pipeline_stage = parallel.last_stage_layers
     provider.params_dtype = provider.pipeline_dtype = dtype
-    provider.bf16, provider.fp16, provider.autocast_dtype = dtype == torch.bfloat16, False, None
+    provider.bf16 = dtype == torch.bfloat16
+    provider.fp16 = False
+    provider.autocast_dtype = None
     provider.use_cpu_initialization = not on_cuda
     # False would drop the tensor-parallel attributes, and the gradient norm would come out too small
     provider.perform_initialization = True
@@ -146,7 +148,8 @@ def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig, reco
     provider.recompute_modules = ["core_attn"]
     if parallel.virtual_pipeline > 1:
         # batched p2p mixes messages between the same two ranks; the send buffer must outlive an asynchronous send
-        provider.overlap_p2p_comm, provider.batch_p2p_comm = True, False
+        provider.overlap_p2p_comm = True
+        provider.batch_p2p_comm = False
         provider.deallocate_pipeline_outputs = False
     if not compat.fused():
         for name in _FUSED_ONLY:

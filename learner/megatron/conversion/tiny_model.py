@@ -11,7 +11,9 @@ import transformers
 
 from common.config.schema import ParallelConfig
 
-HEAD_DIM, VOCABULARY, WINDOW = 32, 256, 6
+HEAD_DIM = 32
+VOCABULARY = 256
+WINDOW = 6
 
 
 def config_of(config: Any, parallel: ParallelConfig) -> Any:
@@ -46,7 +48,8 @@ def new_model(config: Any) -> Any:
 
 
 def _attention(config: Any, tensor: int) -> dict[str, Any]:
-    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None)
     if getattr(config, "kv_lora_rank", None):
         small = math.lcm(4, tensor)
         ranks = {"q_lora_rank": 24 if config.q_lora_rank is not None else None, "kv_lora_rank": 32}

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import torch
 import transformers
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from common.config.schema import MoeConfig, ParallelConfig
@@ -48,7 +47,9 @@ def check_translation(path: Path, config: Any, dtype: torch.dtype, layout: Paral
     """
     layout = msgspec.structs.replace(layout, first_stage_layers=None, last_stage_layers=None)
     kind = dtype if torch.cuda.is_available() else torch.float32
-    tracker, state, random = get_cuda_rng_tracker(), get_cuda_rng_tracker().get_states(), torch.get_rng_state()
+    tracker = parallel.rng_tracker()
+    state = tracker.get_states()
+    random = torch.get_rng_state()
     small = tiny_model.config_of(config, layout)
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         expected = _miniature(Path(folder), small, kind)
@@ -115,8 +116,10 @@ def _of_rank_0(compute: Callable[[], bytes]) -> bytes:
 def _documents(vocabulary: int) -> Microbatch:
     random = torch.Generator().manual_seed(11)
     documents = [torch.randint(vocabulary, (n + 1,), generator=random) for n in DOCUMENTS]
-    tokens, targets = torch.cat([d[:-1] for d in documents]), torch.cat([d[1:] for d in documents])
-    positions, zero = torch.cat([torch.arange(n) for n in DOCUMENTS]), torch.zeros(sum(DOCUMENTS))
+    tokens = torch.cat([d[:-1] for d in documents])
+    targets = torch.cat([d[1:] for d in documents])
+    positions = torch.cat([torch.arange(n) for n in DOCUMENTS])
+    zero = torch.zeros(sum(DOCUMENTS))
     return Microbatch(tokens, targets, positions, DOCUMENTS, zero + 1, advantages=zero, behavior_logprobs=zero)
 
 
@@ -130,7 +133,8 @@ def _logprobs(model: Any, batch: Microbatch) -> Tensor:
 
 
 def _expected(model: Any, dtype: torch.dtype) -> _Expected:
-    batch, limit = _documents(model.config.vocab_size), FLOOR_CUDA if torch.cuda.is_available() else FLOOR_CPU
+    batch = _documents(model.config.vocab_size)
+    limit = FLOOR_CUDA if torch.cuda.is_available() else FLOOR_CPU
     exact = _logprobs(model, batch)
     if dtype != torch.float32:
         limit += ROUNDING * _difference(_logprobs(model.to(dtype), batch), exact)

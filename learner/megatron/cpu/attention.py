@@ -63,7 +63,8 @@ class AttentionPlan:
         for documents in grouped.values():
             start, length = (torch.tensor(x)[:, None] for x in zip(*documents, strict=True))
             column, keys = _columns(start, length, self.total, contexts)
-            local, half = length // contexts, length // (2 * contexts)
+            local = length // contexts
+            half = length // (2 * contexts)
             row = torch.arange(int(local.max()))
             real = row < local
             queries = torch.where(real, start // contexts + row, 0)
@@ -78,8 +79,13 @@ class AttentionPlan:
                 seen = seen[:, None]
             rows = torch.arange(base, base + queries.numel()).view_as(queries)
             order[queries[real]] = rows[real]
-            moved = (queries.flatten().to(device), keys.flatten().to(device))
-            self.groups.append(_Group(*moved, len(documents), None if seen is None else seen.to(device)))
+            group = _Group(
+                queries=queries.flatten().to(device),
+                keys=keys.flatten().to(device),
+                documents=len(documents),
+                seen=None if seen is None else seen.to(device),
+            )
+            self.groups.append(group)
             base += queries.numel()
         self.order = order.to(device)
 

@@ -35,12 +35,14 @@ _UNUSED = {
     "megatron.bridge.peft.lora": ("LoRA", "LoRAMerge", "VLMLoRA"),
     "megatron.bridge.peft.lora_layers": ("LinearAdapter", "LoRALinear", "LoRATopKRouter"),
     "megatron.core.inference.contexts.attention_context.triton.tensor_ops": (
-        *("tensor_get_slice_after", "tensor_masked_update", "tensor_merge"),
+        "tensor_get_slice_after",
+        "tensor_masked_update",
+        "tensor_merge",
     ),
 }
 
 _view: types.ModuleType = torch
-_patches: dict[str, Callable[[types.ModuleType], None]] = {}
+_patches: dict[str, Callable[[Any], None]] = {}
 
 
 def fused() -> bool:
@@ -192,9 +194,9 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: types.ModuleType) -> None:
         super().exec_module(module)
         if module.__dict__.get("torch") is torch:
-            module.torch = _view
+            vars(module)["torch"] = _view
         if module.__dict__.get("dist") is dist:
-            module.dist = _view.distributed
+            vars(module)["dist"] = _view.distributed
         if patch := _patches.get(module.__name__):
             patch(module)
 
@@ -207,18 +209,18 @@ class _Finder:
         return spec
 
 
-def _patch_random(module: types.ModuleType) -> None:
+def _patch_random(module: Any) -> None:
     """The generator of 'the CUDA device' is the CPU's."""
     module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
 
-def _patch_moe_gemm(module: types.ModuleType) -> None:
+def _patch_moe_gemm(module: Any) -> None:
     """Without TE it uses te_general_gemm undefined."""
     module.te_general_gemm = None
 
 
-def _patch_moe_utils(module: types.ModuleType) -> None:
+def _patch_moe_utils(module: Any) -> None:
     """On CPU it hands split sizes over as tensors."""
     _patch_moe_gemm(module)
     module.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
@@ -226,7 +228,7 @@ def _patch_moe_utils(module: types.ModuleType) -> None:
     )
 
 
-def _patch_distrib_optimizer(module: types.ModuleType) -> None:
+def _patch_distrib_optimizer(module: Any) -> None:
     """Make DistributedOptimizer save and load torch's AdamW, its inner optimizer without TE and Apex.
 
     Upstream has four faults. It cannot describe a state that does not exist yet (assert len(steps) == 1), so it cannot
@@ -234,7 +236,9 @@ def _patch_distrib_optimizer(module: types.ModuleType) -> None:
     parameter. It takes `step` from the parameter state, which has none. It writes into fp32 parameters outside no_grad.
     """
     cls = module.DistributedOptimizer
-    sharded, load, set_states = cls.sharded_state_dict, cls.load_state_dict, cls._set_main_param_and_optimizer_states
+    sharded = cls.sharded_state_dict
+    load = cls.load_state_dict
+    set_states = cls._set_main_param_and_optimizer_states
 
     def sharded_state_dict(self: Any, model_state: Any = None, is_loading: bool = False, *args: Any, **kwargs: Any):
         if is_loading and self.optimizer is not None:
@@ -262,11 +266,11 @@ def _patch_distrib_optimizer(module: types.ModuleType) -> None:
     cls._set_main_param_and_optimizer_states = set_main_param_and_optimizer_states
 
 
-_ON_EVERY_DEVICE: dict[str, Callable[[types.ModuleType], None]] = {
+_ON_EVERY_DEVICE: dict[str, Callable[[Any], None]] = {
     "megatron.core.optimizer.distrib_optimizer": _patch_distrib_optimizer,
     "megatron.core.transformer.moe.moe_utils": _patch_moe_gemm,
 }
-_ON_CPU: dict[str, Callable[[types.ModuleType], None]] = {
+_ON_CPU: dict[str, Callable[[Any], None]] = {
     "megatron.core.jit": lambda module: module.disable_jit_fuser(),  # torch.compile would take minutes for nothing
     "megatron.core.tensor_parallel.random": _patch_random,
     "megatron.core.transformer.moe.moe_utils": _patch_moe_utils,

@@ -26,7 +26,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _norm_weight(config: Any, size: int) -> torch.nn.Parameter:
     if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
         raise NotImplementedError(f"normalization {config.normalization} without Transformer Engine")
-    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+    weight: Any = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
     weight.sequence_parallel = config.sequence_parallel
     return weight
 
@@ -36,7 +36,8 @@ class Norm(torch.nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
-        self.eps, self.weight = eps, _norm_weight(config, hidden_size)
+        self.eps = eps
+        self.weight = _norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return _norm(x, self.weight, self.eps)
@@ -47,7 +48,8 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        self.eps, self.layer_norm_weight = config.layernorm_epsilon, _norm_weight(config, input_size)
+        self.eps = config.layernorm_epsilon
+        self.layer_norm_weight = _norm_weight(config, input_size)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().forward(_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
@@ -70,13 +72,15 @@ class DuplicatedLinear(torch.nn.Module):
         super().__init__()
         if bias or parallel_mode != "duplicated":
             raise NotImplementedError(f"a {parallel_mode} linear layer, bias {bias}, without Transformer Engine")
-        self.config, self.parallel_mode = config, parallel_mode
-        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        self.config = config
+        self.parallel_mode = parallel_mode
+        weight: Any = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         if config.perform_initialization:
-            init_method(self.weight)
-        self.weight.allreduce = True
+            init_method(weight)
+        weight.allreduce = True
         # each rank has the gradient of its part of the sequence; Megatron adds them up
-        self.weight.sequence_parallel = config.sequence_parallel
+        weight.sequence_parallel = config.sequence_parallel
+        self.weight = weight
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return F.linear(x, self.weight), None
@@ -102,15 +106,18 @@ class _GroupedLinear(torch.nn.Module):
         super().__init__()
         if bias:
             raise NotImplementedError("expert bias without Transformer Engine")
-        self.num_gemms, self.groups = num_gemms, pg_collection
+        self.num_gemms = num_gemms
+        self.groups = pg_collection
         shape = [output_size, input_size]
         shape[self.tp_axis] //= pg_collection.expt_tp.size()
         for i in range(num_gemms):
-            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+            weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
             if config.perform_initialization:
                 init_method(weight)
             weight.allreduce = config.expert_model_parallel_size == 1
-            weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, self.tp_axis, 1
+            weight.tensor_model_parallel = True
+            weight.partition_dim = self.tp_axis
+            weight.partition_stride = 1
             self.register_parameter(f"weight{i}", weight)
 
     def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
@@ -123,7 +130,8 @@ class _GroupedLinear(torch.nn.Module):
         first = self.groups.ep.rank() * self.num_gemms
         for i in range(self.num_gemms):
             key = f"{i}.weight"
-            tensors, axes = {key: getattr(self, f"weight{i}")}, {key: self.tp_axis}
+            tensors = {key: getattr(self, f"weight{i}")}
+            axes = {key: self.tp_axis}
             offsets = (*sharded_offsets, (len(sharded_offsets), first + i, experts))
             groups = {"tp_group": self.groups.expt_tp, "dp_cp_group": metadata["dp_cp_group"]}
             part = make_sharded_tensors_for_checkpoint(tensors, "", axes, offsets, **groups)

@@ -12,11 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from common.hub import load_tokenizer
 from common.json_lines import read_jsonl
 from common.metrics import SftMetrics
 from learner.checkpoint.best import read_best
 from learner.checkpoint.folder import CheckpointFolder
-from learner.sft.rows import SftDataset, load_tokenizer
+from learner.sft.rows import SftDataset
 from tests.integration.jobs.job_rig import until
 from tests.integration.learner import sft_assets
 from tests.integration.learner.learner_rig import Job, Run

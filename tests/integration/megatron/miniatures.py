@@ -16,7 +16,14 @@ import msgspec
 from common.config.architecture import read_architecture
 from common.config.loading import load_either
 from common.config.parallel_layout import layers_per_stage
-from common.config.schema import Config, LearnerConfig, ModelConfig, ParallelConfig, SftConfig, SftLearnerConfig
+from common.config.schema import (
+    BaseConfig,
+    Config,
+    LearnerConfig,
+    ModelConfig,
+    ParallelConfig,
+    SftLearnerConfig,
+)
 from tests.integration.megatron import tiny_models
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -68,7 +75,7 @@ def miniature(name: str) -> Miniature:
     return Miniature(name, ranks, small, learner, config.rollout.max_tokens if rl else None)
 
 
-def _parallel(config: Config | SftConfig, layers: int) -> tuple[ParallelConfig, int]:
+def _parallel(config: BaseConfig, layers: int) -> tuple[ParallelConfig, int]:
     real = config.learner.parallel
     sizes = {"data": config.learner.world_size // real.model_ranks, "pipeline": real.pipeline}
     sizes |= {"tensor": real.tensor, "context": real.context}
@@ -96,7 +103,7 @@ def _layers(parallel: ParallelConfig) -> int:
     return parallel.first_stage_layers + 2 * (parallel.pipeline - 2) + parallel.last_stage_layers
 
 
-def _document(real: dict[str, Any], config: Config | SftConfig, parallel: ParallelConfig) -> dict[str, Any]:
+def _document(real: dict[str, Any], config: BaseConfig, parallel: ParallelConfig) -> dict[str, Any]:
     heads, layers = 2 * max(2, parallel.tensor), _layers(parallel)
     grouped = real["num_key_value_heads"] < real["num_attention_heads"]
     sizes: dict[str, Any] = {

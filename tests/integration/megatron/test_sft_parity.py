@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from common.hub import load_tokenizer
 from learner.batch.packing import build, plan
 from learner.loss.losses import cross_entropy
-from learner.sft.rows import SftDataset, load_tokenizer
-from learner.sft.validation import Validation
+from learner.sft.rows import SftDataset
+from learner.sft.warm_start import Validation
 from tests.integration.learner import sft_assets
 from tests.integration.megatron import fork_rig, tiny_models
 from tests.integration.megatron.fork_rig import Outcome, group, worst

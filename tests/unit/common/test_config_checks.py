@@ -7,12 +7,21 @@ import msgspec
 import pytest
 import yaml
 
-from common.config.checks import Reader, check_config, problems, resolve_paths
+from common.config.checks import problems, resolve_paths
 from common.config.loading import build_config, dump_yaml, load_config
 from common.config.network_checks import fixed_address, is_loopback, split_address
 from common.config.observing import EvaluationConfig
 from common.config.parallel_layout import PLAIN
-from common.config.schema import Config, ModelConfig, RunConfig, SftConfig, SftTasksConfig, TasksConfig
+from common.config.schema import (
+    BaseConfig,
+    Config,
+    ModelConfig,
+    Reader,
+    RunConfig,
+    SftConfig,
+    SftTasksConfig,
+    TasksConfig,
+)
 from common.errors import ConfigError
 from common.security.credentials import KeyFolder
 from launch.keys import make
@@ -115,12 +124,12 @@ def write_shape(model: Path, **entries: object) -> None:
 
 
 def passes(folder: Path, **sections: object) -> None:
-    check_config(job(folder, **sections), "job.yaml")
+    job(folder, **sections).validate("job.yaml")
 
 
-def refused(config: Config | SftConfig, key: str, *words: str) -> None:
+def refused(config: BaseConfig, key: str, *words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_config(config, "job.yaml")
+        config.validate("job.yaml")
     assert caught.value.key == key
     assert caught.value.file == "job.yaml"
     for word in words:
@@ -175,7 +184,7 @@ def test_the_routing_of_a_group_must_fit_into_a_message(folder):
     replaying = {"moe": {"replay_routing": True}}
     made = job(folder, learner=replaying)
     needed = 2 * made.rollout.group_size * made.rollout.engine.max_model_len * 4 * 2
-    check_config(made, "job.yaml")
+    made.validate("job.yaml")
     small = {"max_message_bytes": needed - 1, "max_bytes": 4 << 30}
     refused(job(folder, learner=replaying, broker=small), "broker.max_message_bytes", str(needed))
 
@@ -286,7 +295,7 @@ def test_an_untrusted_network_gives_the_weights_of_several_machines_to_the_relay
 def test_local_redis_addresses_pass_and_clients_get_all_brokers(folder, address):
     brokers = ["tcp://127.0.0.1:5", "tcp://127.0.0.1:6"]
     config = job(folder, broker={"store": "redis", "redis": address, "address": brokers})
-    check_config(config, "job.yaml")
+    config.validate("job.yaml")
     assert fixed_address(config) == ",".join(brokers)
 
 
@@ -314,7 +323,7 @@ def test_addresses_are_split_and_only_those_that_say_where_to_connect_to_are_fix
 def test_warm_start_is_checked_too(folder):
     run, model = RunConfig(name="warm", dir="x", steps=1), ModelConfig(path=str(folder / "model"))
     config = SftConfig(run=run, model=model, tasks=SftTasksConfig(dataset=str(folder / "train.jsonl")))
-    check_config(config, "job.yaml")
+    config.validate("job.yaml")
     refused(msgspec.structs.replace(config, tasks=SftTasksConfig(dataset="nowhere")), "tasks.dataset")
 
 
@@ -340,7 +349,7 @@ def test_a_reference_model_is_a_folder_with_config_and_weights(folder, monkeypat
     monkeypatch.chdir(folder)
     config = resolve_paths(referring_to("model"))
     assert config.learner.loss.reference == str(folder / "model")
-    check_config(config, "job.yaml")
+    config.validate("job.yaml")
     refused(referring_to("nowhere"), "learner.loss.reference", "config.json")
     (folder / "empty").mkdir()
     (folder / "empty" / "config.json").write_text("{}")
@@ -370,23 +379,23 @@ def test_a_role_needs_only_the_files_that_it_reads(folder: Path, reader: Reader,
     for key, section in sections.items():
         config = job(folder, **section)
         if key not in needed:
-            check_config(config, "job.yaml", reader)
+            config.validate("job.yaml", reader)
             continue
         with pytest.raises(ConfigError, match=rf"job.yaml: {key}"):
-            check_config(config, "job.yaml", reader)
+            config.validate("job.yaml", reader)
 
 
 def test_a_learner_needs_the_held_out_problems_only_if_it_evaluates(folder: Path) -> None:
     told = {"datasets": ["/nowhere/b.jsonl"]}
-    check_config(job(folder, evaluation=told), "job.yaml", "learner")
+    job(folder, evaluation=told).validate("job.yaml", "learner")
     with pytest.raises(ConfigError, match=r"evaluation\.datasets: .*does not exist"):
-        check_config(job(folder, evaluation=told | {"every": 1}), "job.yaml", "learner")
+        job(folder, evaluation=told | {"every": 1}).validate("job.yaml", "learner")
 
 
 def test_versions_that_are_evaluated_are_published_and_datasets_differ(folder: Path) -> None:
     (folder / "held.jsonl").write_text('{"a": 1}\n')
     told = {"datasets": [str(folder / "held.jsonl")], "every": 6}
-    check_config(job(folder, evaluation=told, weights={"publish_every": 3}), "job.yaml")
+    job(folder, evaluation=told, weights={"publish_every": 3}).validate("job.yaml")
     bad = job(folder, evaluation=told, weights={"publish_every": 4}, staleness={"max": 3})
     refused(bad, "evaluation.every", "a multiple of weights.publish_every (4)")
     twice = job(folder, evaluation={"datasets": told["datasets"] * 2})

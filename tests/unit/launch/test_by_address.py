@@ -17,7 +17,7 @@ from common.process.run_dir import RunDir
 from common.security.credentials import KeyFolder
 from launch.cli import main
 from launch.keys import make
-from learner.loop.status_reporter import Reporter
+from learner.loop.status_reporter import StatusReporter
 from rollout_fleet.node.broker_timeout import BrokerTimeout
 from rollout_fleet.node.heartbeat import Heartbeat
 from rollout_fleet.node.node_status import OwnStatus
@@ -130,7 +130,7 @@ def test_nodes_and_the_learner_send_the_ends_of_their_logs(served, tmp_path, cap
     for name in ("rollout-n1", "learner-0", "learner-1"):
         (logs / f"{name}.log").write_text(f"the end of {name}\n")
     access = Access(address=served.address, role="learner")
-    reporter = Reporter(lambda: connect(access), logs)
+    reporter = StatusReporter(lambda: connect(access), logs)
     reporter.take_over(2, 7)
     reporter.start()
     status = OwnStatus("n1")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from common.config.architecture import Architecture, Attention, Experts
-from common.config.schema import Config, SftConfig, SftLearnerConfig, SftTasksConfig
+from common.config.schema import BaseConfig, Config, SftConfig, SftLearnerConfig, SftTasksConfig
 from common.rollouts import Group, Sample, VersionRun, encode_group
 from common.staleness import Window
 from common.weights.layout import Layout
@@ -41,7 +41,7 @@ def job(
     return msgspec.convert({**document, **sections}, Config)
 
 
-def batch(config: Config | SftConfig):
+def batch(config: BaseConfig):
     return batch_of(config, Sizes.of(config.learner.world_size, config.learner.parallel))
 
 

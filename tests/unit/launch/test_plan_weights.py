@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.config.architecture import READERS, UnknownArchitecture, read_architecture
-from common.config.supported_models import SUPPORTED
+from common.config.parallel_layout import SUPPORTED
 from launch.plan.layout import count, count_active, hf_tensors
 from tests.launch_rig import MODELS, architecture
 

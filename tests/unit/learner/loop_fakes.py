@@ -25,9 +25,9 @@ from common.weights.messages import Canary
 from common.wire_types import Array
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
 from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder
-from learner.loop.lead_rank import Lead
+from learner.loop.lead_rank import LeadRank
 from learner.loop.run_files import RunFiles
-from learner.loop.status_reporter import Reporter
+from learner.loop.status_reporter import StatusReporter
 from learner.loop.tasks import TaskSource, TaskStream
 from learner.loop.trainer import Trainer
 from learner.publish.figures import PublishStats
@@ -289,7 +289,7 @@ class World:
     broker: FedBroker
     backend: BigramBackend
     trainer: Trainer
-    lead: Lead
+    lead: LeadRank
     stop: list[str]
 
     def run(self) -> str:
@@ -341,12 +341,12 @@ def world(config: Config, memory: MemoryBroker | None = None, lag: int = 0) -> W
     fleet = Fleet(memory, publisher, config.rollout.group_size, lag)
     broker = FedBroker(memory, fleet, files.checkpoints)
     source = TaskSource(Path(config.tasks.dataset), config.run.seed, config.rollout.group_size, config.tasks.shuffle)
-    reporter = Reporter(NoSink, Path())
+    reporter = StatusReporter(NoSink, Path())
     state = files.start(source.digest, reporter.take_over)
     if state.policy_version:
         backend.load_checkpoint(files.checkpoints.path(state.policy_version) / MODEL_FOLDER)
     tasks = TaskStream(source, state.tasks)
-    lead = Lead(config, broker, publisher, tasks, files, reporter, lambda: stop[0] if stop else None)
+    lead = LeadRank(config, broker, publisher, tasks, files, reporter, lambda: stop[0] if stop else None)
     trainer = Trainer(config, run_dir, backend, lead, state, files)
     return World(config, memory, publisher, fleet, broker, backend, trainer, lead, stop)
 

@@ -14,8 +14,7 @@ from common.config.schema import Config
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
 from common.wire_types import Array
 from learner.backend_protocol import RoutingShape
-from learner.batch.batch import BadGroup, assemble, decode, expired_groups, length_deciles
-from learner.batch.kv_age import cache_ages
+from learner.batch.batch import BadGroup, assemble, cache_ages, decode, expired_groups, length_deciles
 
 
 def sample(

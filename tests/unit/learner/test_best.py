@@ -8,11 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.config.checks import check_config
 from common.config.loading import build_config
 from common.config.schema import Config, SftConfig
 from common.errors import ConfigError
-from common.metrics import EvaluationMetrics, SftMetrics, StepMetrics
+from common.metrics import EvaluationMetrics
 from learner.checkpoint import best as module
 from learner.checkpoint.best import MOST_WAITING, Best, read_best
 from learner.checkpoint.folder import CheckpointFolder, read_checkpoint
@@ -44,7 +43,7 @@ def evaluating(every: int = 2, **more: Any) -> dict[str, Any]:
 
 
 def best_of(config: Any, values: dict[int, float], metric: str = "reward_mean") -> Best:
-    best, kind = Best(config), SftMetrics if isinstance(config, SftConfig) else StepMetrics
+    best, kind = Best(config), config.step_metrics
     for step, value in values.items():
         best.note(read_line(step, kind, **{metric: value}))
     return best
@@ -287,7 +286,7 @@ def test_an_evaluation_that_ends_late_decides_when_its_line_is_written(make_worl
 )
 def test_an_unknown_metric_is_refused_with_the_nearest_name(config: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"job\.yaml: learner\.checkpoint\.keep_best: .*{said}"):
-        check_config(config, "job.yaml", "broker")
+        config.validate("job.yaml", "broker")
 
 
 @pytest.mark.parametrize(
@@ -296,4 +295,4 @@ def test_an_unknown_metric_is_refused_with_the_nearest_name(config: Any, said: s
      config_of("evaluation/data-held-out/pass_at/4", **evaluating())],
 )  # fmt: skip
 def test_a_metric_of_the_run_is_accepted(config: Any) -> None:
-    check_config(config, "job.yaml", "broker")
+    config.validate("job.yaml", "broker")

@@ -428,5 +428,5 @@ def test_rewards_that_no_mean_can_take_end_the_round_and_not_the_training(
 def test_a_run_without_evaluation_waits_for_none(make_world: MakeWorld) -> None:
     world = make_world(run={"steps": 2})
     world.run()
-    assert world.publisher.versions == [0, 1] and not world.trainer.source.lingers
+    assert world.publisher.versions == [0, 1] and not world.trainer.source.has_final_evaluation
     assert isinstance(world.memory, MemoryBroker) and world.memory.state.evaluation.order is None

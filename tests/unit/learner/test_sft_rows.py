@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from common.errors import UsageError
-from learner.sft.rows import SftDataset, load_tokenizer
+from common.hub import load_tokenizer
+from learner.sft.rows import SftDataset
 
 EOS = 1
 

@@ -18,9 +18,9 @@ from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.process.broker_address import find_broker
 from common.process.run_dir import BrokerFile, RunDir, write_json
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
-from learner.loop.lead_rank import Lead, prepare_lead
+from learner.loop.lead_rank import LeadRank, prepare_lead
 from learner.loop.run_files import RunFiles, read_record, write_record
-from learner.loop.status_reporter import Reporter
+from learner.loop.status_reporter import StatusReporter
 from learner.main import train
 from tests.memory_broker import MemoryBroker, MemoryLearner
 from tests.waiting import LIMIT_S
@@ -66,7 +66,7 @@ def test_incarnations_count_over_records_and_checkpoints(make_config: MakeConfig
     assert next_incarnation() == 5
 
 
-def prepare(config: Config) -> tuple[Lead, TrainerState]:
+def prepare(config: Config) -> tuple[LeadRank, TrainerState]:
     run_dir = RunDir(config.run.dir)
     run_dir.prepare(config)
     return prepare_lead(config, run_dir, RunFiles(config, run_dir), "tcp://127.0.0.1:9", lambda: None)
@@ -124,10 +124,11 @@ def test_a_learner_that_cannot_send_weights_takes_no_run_over_and_one_that_canno
     run_dir = RunDir(config.run.dir)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UsageError, match="nccl needs a CUDA device"):
-        train(config, run_dir, process, "tcp://127.0.0.1:9")
+        train(config, config, process, "tcp://127.0.0.1:9")
     assert (read_record(run_dir), memory.learner().status().learner) == (None, None)
+    elsewhere = make_config(weights={"address": "192.0.2.1"})
     with pytest.raises(zmq.ZMQError, match="Cannot assign requested address"):
-        train(make_config(weights={"address": "192.0.2.1"}), run_dir, process, "tcp://127.0.0.1:9")
+        train(elsewhere, elsewhere, process, "tcp://127.0.0.1:9")
     record, learner = read_record(run_dir), memory.learner().status().learner
     assert (record.state, learner.state) == ("failed", "failed")
     assert "Cannot assign requested address" in learner.waiting_on
@@ -147,13 +148,13 @@ def test_a_learner_that_still_lives_commits_nothing_that_its_successor_has_not_r
         first.broker.commit(version - 1)
 
     complete_and_commit(1)
-    take_over = Reporter.take_over
+    take_over = StatusReporter.take_over
 
-    def at_the_last_moment(self: Reporter, incarnation: int, policy_version: int) -> None:
+    def at_the_last_moment(self: StatusReporter, incarnation: int, policy_version: int) -> None:
         complete_and_commit(2)
         take_over(self, incarnation, policy_version)
 
-    monkeypatch.setattr(Reporter, "take_over", at_the_last_moment)
+    monkeypatch.setattr(StatusReporter, "take_over", at_the_last_moment)
     second, state = prepare(config)
     assert (state.policy_version, state.incarnation) == (2, 1)
     assert second.reporter.snapshot().policy_version == 2

@@ -9,7 +9,7 @@ from broker.contract import BrokerStatus, HeartbeatReply, LearnerReport, NodeRep
 from common.errors import BrokerUnreachable
 from common.span_buffer import SpanBuffer
 from learner.loop import status_reporter
-from learner.loop.status_reporter import SHOWN_DELIVERIES, Reporter
+from learner.loop.status_reporter import SHOWN_DELIVERIES, StatusReporter
 from learner.loop.step_metrics import StallMeter
 from learner.publish.figures import Undelivered
 from tests.launch_rig import node_status, status_of
@@ -40,7 +40,7 @@ class Sink:
 
 def test_a_change_of_state_is_sent_at_once_or_when_the_broker_is_back_and_the_last_one_always() -> None:
     sink = Sink()
-    reporter = Reporter(lambda: sink, Path())
+    reporter = StatusReporter(lambda: sink, Path())
     reporter.take_over(incarnation=3, policy_version=7)
     reporter.update(weights_address="tcp://127.0.0.1:5")
     assert [r.state for r in sink.reports] == ["starting"]
@@ -60,7 +60,7 @@ def test_what_the_broker_asks_for_is_done_a_log_comes_with_the_next_report_and_a
     (tmp_path / "learner-1.log").write_text("first\n\nlast\n")
     sink = Sink()
     sink.answers = [HeartbeatReply(log_rank=1), HeartbeatReply(log_rank=7), HeartbeatReply(stop=True)]
-    reporter = Reporter(lambda: sink, tmp_path)
+    reporter = StatusReporter(lambda: sink, tmp_path)
     assert reporter.stop_requested is None
     reporter.start()
     for state in ("waiting", "training", "publishing", "waiting"):
@@ -82,7 +82,7 @@ def test_the_answers_tell_how_far_the_brokers_clock_is(monkeypatch: pytest.Monke
         def report(self, report: LearnerReport, log: str | None = None, log_rank: int = -1) -> HeartbeatReply:
             return HeartbeatReply(time_s=spans.now() + 50)
 
-    reporter = Reporter(Ahead, Path())
+    reporter = StatusReporter(Ahead, Path())
     reporter.start()
     reporter.set("training")
     reporter.set("waiting")
@@ -93,7 +93,7 @@ def test_the_answers_tell_how_far_the_brokers_clock_is(monkeypatch: pytest.Monke
 
 
 def test_since_starts_over_only_with_another_state_and_groups_are_missing_only_while_they_are_waited_for() -> None:
-    reporter = Reporter(Sink, Path())
+    reporter = StatusReporter(Sink, Path())
     reporter.set("waiting", "groups: 1 of 4", groups_missing=3)
     time.sleep(0.05)
     reporter.set("waiting", "groups: 2 of 4", groups_missing=2)
@@ -105,10 +105,10 @@ def test_since_starts_over_only_with_another_state_and_groups_are_missing_only_w
 
 
 def test_a_report_names_the_nodes_that_a_version_has_not_reached() -> None:
-    reporter = Reporter(Sink, Path())
+    reporter = StatusReporter(Sink, Path())
     began = time.perf_counter() - 5
     many = [Undelivered(f"n{i}", 8, "receiving", began) for i in range(SHOWN_DELIVERIES + 4)]
-    reporter.undelivered = lambda: many
+    reporter._undelivered = lambda: many
     report = reporter.snapshot()
     assert [d.node_id for d in report.deliveries] == [f"n{i}" for i in range(SHOWN_DELIVERIES)]
     assert (report.deliveries[0].version, report.deliveries[0].stage) == (8, "receiving")
@@ -117,7 +117,7 @@ def test_a_report_names_the_nodes_that_a_version_has_not_reached() -> None:
 
 
 def test_silent_ranks_are_reported_in_place_of_what_the_loop_does_until_they_answer() -> None:
-    reporter = Reporter(Sink, Path())
+    reporter = StatusReporter(Sink, Path())
     reporter.set("training", "the optimizer step 3")
     reporter.set_silence("rank 1 silent for 9 s")
     reporter.set("training", "the optimizer step 4")

@@ -1,0 +1,167 @@
+"""The groups of a step: tasks are offered, groups are taken, and what cannot be trained on is given back."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from broker.contract import BrokerStatus, LedgerEntry, StoredGroup
+from broker.messaging.client_methods import LearnerBroker
+from common.config.schema import Config
+from common.errors import HopelessError
+from common.rollouts import Group
+from learner.batch.batch import BadGroup, expired_groups
+from learner.batch.dynamic_sampling import carries_signal, most_replaced
+from learner.loop.run_files import RunFiles
+from learner.loop.tasks import TaskStream
+
+logger = logging.getLogger(__name__)
+
+TAKE_WAIT_S = 1.0  # bound on one turn of the loop without a batch, so that no rank waits longer in a broadcast
+DEAD_STEPS = 3  # steps' worth of tasks that may die without one step in between, before the run stops
+BAD_GROUP_ATTEMPTS = 3  # times one task may come back unusable before the run stops
+
+
+class Gathering:
+    """Gathers the groups of one step after the other; the lead rank has one."""
+
+    def __init__(
+        self,
+        config: Config,
+        broker: LearnerBroker,
+        tasks: TaskStream,
+        files: RunFiles,
+        decode: Callable[[StoredGroup], Group],
+    ) -> None:
+        """`decode` raises BadGroup for a group that cannot be trained on."""
+        self._config = config
+        self._broker = broker
+        self._tasks = tasks
+        self._files = files
+        self._decode = decode
+        self.regenerated = 0  # groups given back since the last metrics line
+        self.forget()
+
+    def forget(self) -> None:
+        """Another store took the place of the broker's: it knows no step and no group."""
+        self.missing = self._config.learner.groups_per_step  # groups that the step still waits for
+        self.replaced = 0  # filtered groups of the step that others are taken for
+        self._filtered_before: Counter[int | None] = Counter()  # groups that an earlier learner filtered, by step
+        self._bad: Counter[int] = Counter()  # by serial
+        self._dead_at_last_take = 0
+        self._replays_below = 0
+
+    def resume(self, version: int, unfinished: Iterable[LedgerEntry], status: BrokerStatus) -> None:
+        """Continue at the step `version`, with the groups that an earlier learner took and did not commit."""
+        if self._config.learner.dynamic_sampling:
+            self._filtered_before = Counter(e.step for e in unfinished if e.filtered and e.state == "taken")
+        self._dead_at_last_take = status.groups_dead
+        self._replays_below = version + status.steps_taken
+        if self._replays_below > version:
+            logger.info("steps %d to %d replay the groups they had", version, self._replays_below - 1)
+
+    def prepare(self, step: int, status: BrokerStatus) -> None:
+        """Offer the tasks that the step and its window lack. Raises HopelessError when tasks do nothing but die."""
+        self._check_deaths(status)
+        if filtered := self._filtered_before.pop(step, 0):  # the last learner may have been killed before it offered
+            self.replaced = min(filtered, most_replaced(self._config.learner.groups_per_step))
+        self._offer(step, status)
+
+    def take(self, step: int, status: BrokerStatus) -> tuple[list[StoredGroup], list[Group]] | None:
+        """The step's groups as they came and decoded; None: not enough yet, or some must be generated again."""
+        in_order = self._config.staleness.expired == "wait"
+        taken = self._broker.take(step, self._config.learner.groups_per_step, TAKE_WAIT_S, in_order)
+        if taken is None:
+            return None
+        self._dead_at_last_take = status.groups_dead
+        usable, refused = self._usable(taken)
+        filters = self._config.learner.dynamic_sampling
+        flat = [group.serial for group in usable if filters and not carries_signal(group)]
+        if self._config.staleness.expired == "regenerate":
+            trained = [group for group in usable if group.serial not in flat]
+            refused += expired_groups(trained, step, self._config.staleness.max)
+        if refused:
+            self._broker.regenerate(step, refused)
+            self.regenerated += len(refused)
+            self._files.events.add("groups_regenerated", step=step, groups=len(refused), first_serial=min(refused))
+            return None
+        if not self._filter(step, flat, len(taken)):
+            return None
+        if self.is_replayed(step):
+            self._files.events.add("replay", step=step, groups=len(taken))
+        self._tasks.consume([group.serial for group in taken])
+        self.missing = self._config.learner.groups_per_step
+        self.replaced = 0
+        return taken, usable
+
+    def is_replayed(self, step: int) -> bool:
+        """Whether the step gets the groups that an earlier learner took for it."""
+        return step < self._replays_below
+
+    def _filter(self, step: int, flat: list[int], taken: int) -> bool:
+        """Tell the broker which groups the step trains nothing on; returns whether it has all that it may take."""
+        size = self._config.learner.groups_per_step
+        if flat:
+            self._broker.filter(step, flat, most_replaced(size))
+        self.replaced = min(len(flat), most_replaced(size))
+        self.missing = size + self.replaced - taken
+        if self.missing <= 0 and flat and len(flat) == taken:
+            self._files.events.add("step_without_signal", step=step, groups=taken)
+            logger.warning("step %d trains nothing: in each of %d groups all rewards are equal", step, taken)
+        return self.missing <= 0
+
+    def _check_deaths(self, status: BrokerStatus) -> None:
+        """Raise HopelessError when tasks do nothing but die, as when every episode of the environment fails."""
+        died = status.groups_dead - self._dead_at_last_take
+        if died < DEAD_STEPS * self._config.learner.groups_per_step:
+            return
+        last = [entry for page in self._broker.ledger_pages() for entry in page if entry.state == "dead"][-1]
+        raise HopelessError(
+            f"{died} tasks died since the last step, each after {self._config.tasks.max_attempts} failed attempts; "
+            f"the last was task {last.serial}: {last.reason}"
+        )
+
+    def _offer(self, step: int, status: BrokerStatus) -> None:
+        """Keep the window full: B(k + 1) tasks that may be leased and, while the broker counts with us, B more.
+
+        Never more than the rest of the run consumes, so every group that is generated becomes a step's. Filtered
+        groups that the current step replaces are offered anew, one for one.
+        """
+        size = self._config.learner.groups_per_step
+        ahead = self._config.staleness.max + (1 if self._tasks.renumbered else 2)
+        wanted = size * min(ahead, self._config.run.steps - step)
+        missing = wanted - (self._tasks.outstanding - status.groups_dead - self.replaced)
+        if missing > 0:
+            self._broker.offer(self._tasks.next(missing))
+
+    def _usable(self, taken: list[StoredGroup]) -> tuple[list[Group], list[int]]:
+        """(usable groups, serials of the others); raises HopelessError for a task that stays unusable."""
+        usable: list[Group] = []
+        refused: list[int] = []
+        for stored in taken:
+            try:
+                usable.append(self._decode(stored))
+            except BadGroup as error:
+                logger.error("%s; it is generated again", error)
+                self._files.events.add("bad_group", serial=error.serial, node=error.node_id, reason=error.reason)
+                self._bad[error.serial] += 1
+                if self._bad[error.serial] >= BAD_GROUP_ATTEMPTS:
+                    raise HopelessError(f"unusable {BAD_GROUP_ATTEMPTS} times: {error}") from None
+                refused.append(error.serial)
+        return usable, refused
+
+
+def waits_for(step: int, status: BrokerStatus, missing: int, replaced: int) -> str:
+    """The sentence about the groups that a step waits for: `missing` ones, `replaced` of them for filtered groups."""
+    live = [node for node in status.nodes if node.alive and not node.report.pool]
+    text = f"groups for step {step}: {min(status.groups_ready, missing)} of {missing} ready, "
+    if replaced:
+        text += f"in place of {replaced} without signal, "
+    if not live:
+        return text + "no node is connected"
+    first = live[0].report
+    if not status.groups_leased and first.state != "generating":
+        waiting_on = f" ({first.waiting_on})" if first.waiting_on else ""
+        return text + f"none being generated: {first.node_id} is {first.state}{waiting_on}"
+    if all(node.report.state == "environments" for node in live):
+        return text + f"none being generated: {first.node_id} waits for {first.waiting_on}"
+    return text + f"{status.groups_leased} being generated by {len(live)} node{'s' * (len(live) > 1)}"
