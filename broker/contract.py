@@ -1,6 +1,6 @@
 """The delivery contract: what a broker promises, and what it and its clients tell each other.
 
-The calls are in broker/messaging/client_methods.py. Every backend passes tests/contract/.
+The calls are in broker/client/calls.py. Every backend passes tests/contract/.
 
 States of a task: pending -> leased(node, deadline) -> ready -> taken(step) -> committed, or dead after
 `max_attempts` failures or lost leases, of two nodes where two work.
@@ -33,6 +33,7 @@ from msgspec import Meta
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import GroupMeta, Task
 from common.staleness import Window
+from common.waste import WasteByReason
 from common.wire_types import Finite, Name, Seconds, StepNumber, Tally, Text, Version
 
 LOST_AFTER_S = 10.0  # a learner unseen for longer is lost; it reports about once a second
@@ -76,15 +77,6 @@ class StoredGroup(msgspec.Struct, frozen=True, gc=False):
     payload: bytes = b""
 
 
-class Waste(msgspec.Struct, frozen=True):
-    """Tokens and time spent and never trained on, for one of the reasons of docs/waste.md."""
-
-    tokens: Tally = 0  # sampled
-    seconds: Seconds = 0.0
-
-
-WASTE_REASONS = ("lost", "failed", "filtered", "regenerated", "masked", "cancelled", "stalled", "waiting")
-WasteByReason = Annotated[dict[Name, Waste], Meta(max_length=64)]
 CountByReason = Annotated[dict[Name, Tally], Meta(max_length=64)]
 
 
@@ -197,7 +189,7 @@ class MachineReport(msgspec.Struct, frozen=True):
     state: Text = ""  # how the learner has ended, where its lead rank ran here: done, drained
 
 
-class Assembly(msgspec.Struct, frozen=True):
+class RendezvousOrder(msgspec.Struct, frozen=True):
     """The order to a launcher of learner ranks: run the ranks of `round`, or end those that run and wait."""
 
     round: Tally = 0  # 0: none that this machine belongs to

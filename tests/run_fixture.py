@@ -19,6 +19,7 @@ from common.process.run_dir import RunDir, write_atomic, write_json
 from common.segments import SegmentWriter
 from common.spans import Span, SpanBatch
 from common.transcripts import Transcript, Turn
+from common.waste import Waste
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 STEP_S, RESTART_S, STARTS = 2.0, 60.0, 4  # seconds of a step and of a restart; starts of the learner
@@ -124,7 +125,7 @@ class Fixture:
 
     def status(self) -> c.BrokerStatus:
         """The learner waits for the first node, which is stuck in an environment. The last node is gone."""
-        nodes, steps, wasted = list[c.NodeStatus](), self.steps, c.Waste(self.steps * TOKENS // 20, 9.0)
+        nodes, steps, wasted = list[c.NodeStatus](), self.steps, Waste(self.steps * TOKENS // 20, 9.0)
         stuck = c.GroupWork(steps * GROUPS, SIZE, 7, 400.0, 900, 3, 120, "environment", 380.0)
         for number, name in enumerate(self.nodes):
             state = STATES[number % 5]

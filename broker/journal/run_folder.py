@@ -9,8 +9,8 @@ import msgspec
 
 from broker.contract import BrokerEvent
 from broker.delivery.state import DeliveryState
-from broker.journal.recovery import Memory
-from broker.journal.redis_store.leading import Leading
+from broker.journal.leader_election import LeaderElection
+from broker.journal.recovery import OpenedState
 from broker.journal.store import StoreFenced
 from common.config.schema import TelemetryConfig
 from common.json_lines import LineFile
@@ -36,12 +36,12 @@ class RunFolder:
     successor's files.
     """
 
-    def __init__(self, path: Path, leading: Leading | None) -> None:
+    def __init__(self, path: Path, leading: LeaderElection | None) -> None:
         self.path, self._leading = path, leading
         self._events = LineFile(RunDir(path).events)
         self._unwritten: list[BrokerEvent] = []
         self._status_files: StatusFiles | None = None
-        self._memory: Memory | None = None
+        self._memory: OpenedState | None = None
         self._address = ""
         self._remember_at = 0.0
 
@@ -51,7 +51,7 @@ class RunFolder:
         while self._unwritten and self._may_write():
             self._events.write(self._unwritten.pop(0))
 
-    def begin(self, memory: Memory, address: str) -> None:
+    def begin(self, memory: OpenedState, address: str) -> None:
         """The broker listens at `address`. Raises StoreFenced, writing nothing, when another one may lead by now."""
         if not self._may_write():
             raise StoreFenced(f"the term of the broker of {address} has ended before it served")

@@ -10,12 +10,11 @@ from urllib.parse import quote
 
 import zmq
 
-from broker.guard.request_guard import ROLES
-from broker.journal.redis_store.keys import Leader
+from broker import wire
+from broker.journal.redis_store import Leader
 from broker.journal.store import StoreUnavailable
-from broker.messaging import wire
-from broker.messaging.bind_address import reachable
-from broker.messaging.sockets import bind_router, frame_limit
+from broker.server.request_guard import ROLES
+from broker.sockets import bind_router, frame_limit, reachable
 from common.config.schema import BrokerConfig
 from common.errors import UsageError
 from common.process.lock_file import AlreadyLocked, take_lock

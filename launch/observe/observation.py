@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from broker.connect import connect_observer
+from broker.client.calls import LearnerBroker
+from broker.client.connect import connect_observer
 from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, NodeStatus
-from broker.messaging.client_methods import LearnerBroker
 from common.errors import SlipstreamError, UsageError
 from common.process.run_dir import RunDir
 from common.security.credentials import Role

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from broker.connect import Access, connect
+from broker.client.calls import LearnerBroker
+from broker.client.connect import Access, connect
 from broker.contract import BrokerStatus, StoredGroup
-from broker.messaging.client_methods import LearnerBroker
 from common.config.schema import Config
 from common.errors import HopelessError, SlipstreamError, StoreChanged
 from common.metrics import StepMetrics

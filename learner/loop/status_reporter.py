@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from broker.client.calls import LearnerBroker
 from broker.contract import LEARNER_ENDED, Delivery, LearnerReport
-from broker.messaging.client_methods import LearnerBroker
 from common.errors import SlipstreamError
 from common.process.logs import log_end, log_path
 from common.span_buffer import SPANS

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from broker.contract import NODE_AWAY, GroupWork, NodeReport, Waste
+from broker.contract import NODE_AWAY, GroupWork, NodeReport
 from common.process.health import LifeSigns
 from common.span_buffer import SPANS
+from common.waste import Waste
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
 from rollout_fleet.join_timing import JoinTimer
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from broker.contract import LOST_AFTER_S, Waste
+from broker.contract import LOST_AFTER_S
 from common.errors import BrokerError
+from common.waste import Waste
 from tests.broker_rig import learner_report, node_report
 from tests.contract.backends import Backend, tasks
 

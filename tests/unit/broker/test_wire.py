@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from broker import wire
 from broker.contract import Evaluated, GroupWork, HeartbeatReply, LearnerReport, Lease, NodeReport, StoredGroup
-from broker.messaging import wire
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import Task
 from tests.broker_rig import META

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from broker.contract import Waste
 from broker.diagnosis.stalls import Stall
 from common.process.run_dir import RunDir, write_json
+from common.waste import Waste
 from launch.cli import main
 from launch.observe import stall_text, waste_view
 from launch.observe.job_view import BAR_WIDTH, plain_line, render_live, render_status, sparkline

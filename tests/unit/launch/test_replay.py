@@ -8,7 +8,7 @@ import pytest
 
 from broker.contract import LearnerReport, RunInfo
 from broker.delivery.task_table import Entry
-from broker.journal.file_store.store import open_file_store
+from broker.journal.file_store import open_file_store
 from broker.journal.recording import Recording, open_recording, preloaded
 from common.config.loading import load_config
 from common.config.observing import WatchRule

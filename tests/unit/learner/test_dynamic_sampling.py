@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from broker.client.calls import ObserverBroker
 from broker.contract import LedgerEntry
-from broker.messaging.client_methods import ObserverBroker
 from common.rollouts import Group, encode_group
 from learner.batch.dynamic_sampling import carries_signal
 from tests.unit.learner.loop_fakes import Killed, MakeWorld, make_group

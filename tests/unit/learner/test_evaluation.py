@@ -193,8 +193,9 @@ def test_an_evaluation_continues_beside_an_empty_store(
         work()
         if pool.played[-1:] == [(version, 1)] and world.memory.state is first:
             other = MemoryBroker(first.run)
-            world.memory.state = world.broker._state = other.state
-            world.fleet.node._state = pool.node._state = other.state
+            world.memory.state = other.state
+            for client in (world.broker, world.fleet.node, pool.node):
+                client.use(other.state)
             world.fleet.registered = False
             world.fleet.held.clear()
 

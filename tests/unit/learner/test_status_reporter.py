@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from broker.contract import BrokerStatus, HeartbeatReply, LearnerReport, NodeReport
+from broker.delivery.node_rules import NodeRules
 from common.errors import BrokerUnreachable
 from common.span_buffer import SpanBuffer
 from learner.loop import status_reporter
@@ -161,12 +162,12 @@ def test_the_wait_names_who_unblocks_it(make_world: MakeWorld) -> None:
         "none being generated: fake is starting (the engine's start)"
     )
     state = world.memory.state
-    state.register(NodeReport("fake", 1, "here", "environments", 0, "the start of 2 environments"))
-    (lease,) = state.lease("fake", 0, 1)
+    NodeRules(state).register(NodeReport("fake", 1, "here", "environments", 0, "the start of 2 environments"))
+    (lease,) = NodeRules(state).lease("fake", 0, 1)
     world.trainer.source.next_command(0)
     assert world.lead.reporter.snapshot().waiting_on.endswith(
         "none being generated: fake waits for the start of 2 environments"
     )
-    state.release("fake", [lease.token])
+    NodeRules(state).release("fake", [lease.token])
     world.trainer.run()
     assert world.lead.reporter.snapshot().state == "checkpointing"

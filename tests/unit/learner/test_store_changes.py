@@ -24,7 +24,8 @@ def empty(world: World) -> MemoryBroker:
 def swap(world: World, memory: MemoryBroker) -> None:
     """The broker at the same address has another memory from now on; its nodes have to join it."""
     world.memory = memory
-    world.broker._state = world.fleet.node._state = memory.state
+    for client in (world.broker, world.fleet.node):
+        client.use(memory.state)
     world.fleet.registered = False
     world.fleet.held.clear()
 

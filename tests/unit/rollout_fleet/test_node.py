@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.contract import Waste
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, SlipstreamError
 from common.rollouts import decode_group
 from common.spans import Span, SpanBatch
+from common.waste import Waste
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.episode.concurrency import LOOKS, AdaptiveLimit
 from rollout_fleet.episode.group_runner import GroupRunner

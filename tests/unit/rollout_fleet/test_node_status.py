@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from broker.contract import GroupWork, Waste
+from broker.contract import GroupWork
+from common.waste import Waste
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
 from rollout_fleet.join_timing import JoinTimer, process_age_s
 from rollout_fleet.node.broker_timeout import BrokerLost, BrokerTimeout

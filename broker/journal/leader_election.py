@@ -5,11 +5,8 @@ import time
 
 import msgspec
 
-from broker.journal.redis_store.checks import check_server
-from broker.journal.redis_store.connection import open_client
-from broker.journal.redis_store.keys import Leader
-from broker.journal.redis_store.store import RedisStore
-from broker.journal.redis_store.term import TERM_S, Term
+from broker.journal.redis_server import check_server, open_client
+from broker.journal.redis_store import TERM_S, Leader, RedisStore, Term
 from broker.journal.store import StoreUnavailable
 from common.config.schema import Config
 from common.errors import BrokerUnreachable, UsageError
@@ -21,7 +18,7 @@ START_S = 20.0  # for a server that is still loading its data
 PAUSE_S = 0.5
 
 
-class Seen(msgspec.Struct, frozen=True):
+class StorePointer(msgspec.Struct, frozen=True):
     """RUN/redis.json: the run's store, the one before it, and the last record and term that were seen."""
 
     store: str
@@ -31,7 +28,7 @@ class Seen(msgspec.Struct, frozen=True):
     address: str = ""  # where the broker listened last
 
 
-class Leading:
+class LeaderElection:
     """One broker's way to the lead of a run, whose folder the job writes as `run_dir`."""
 
     def __init__(self, config: Config, run_dir: str) -> None:
@@ -40,7 +37,7 @@ class Leading:
         self._client = open_client(self.server, config.broker.credentials)
         self.term = Term(self._client, self.server, config.run.name, run_dir)
         self._file = RunDir(config.run.dir).redis_json
-        self._noted = Seen("")  # by this broker
+        self._noted = StorePointer("")  # by this broker
         self.lost = ""
         self._former: Leader | None = None  # the last other broker that led
         self._wait_until = 0.0  # it may return until then
@@ -61,12 +58,12 @@ class Leading:
                 time.sleep(PAUSE_S)
 
     @property
-    def seen(self) -> Seen:
+    def seen(self) -> StorePointer:
         """RUN/redis.json. Raises UsageError when it cannot be read."""
         try:
-            return msgspec.json.decode(self._file.read_bytes(), type=Seen)
+            return msgspec.json.decode(self._file.read_bytes(), type=StorePointer)
         except FileNotFoundError:
-            return Seen("")
+            return StorePointer("")
         except (OSError, msgspec.DecodeError) as error:
             raise UsageError(f"{self._file} cannot be read ({error}); it names this run's store in Redis") from None
 
@@ -115,7 +112,7 @@ class Leading:
         if self.lost:
             logger.error("Redis at %s: %s; an empty store takes its place", self.server, self.lost)
         self.term.renew()  # a broker that was stopped until now must not overwrite its successor's note
-        self._see(Seen(store.store_id, former, store.last_seq, self.term.number, seen.address))
+        self._see(StorePointer(store.store_id, former, store.last_seq, self.term.number, seen.address))
         return store
 
     def without_leading(self) -> RedisStore:
@@ -137,7 +134,7 @@ class Leading:
         """Note in RUN/redis.json where the broker listens, and how far the store came. After `open`; raises OSError."""
         self._see(msgspec.structs.replace(self._noted, address=address, seq=seq))
 
-    def _see(self, seen: Seen) -> None:
+    def _see(self, seen: StorePointer) -> None:
         if seen != self._noted:
             write_atomic(self._file, msgspec.json.encode(seen), sync=False)
             self._noted = seen

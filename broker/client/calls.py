@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Self, TypeVar
 
-from broker import contract
+from broker import contract, wire
 from broker.contract import HeartbeatReply, LearnerReport, NodeReport
-from broker.messaging import wire
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import GroupMeta, Task
 from common.spans import SpanBatch
@@ -136,7 +135,9 @@ class LearnerBroker(ObserverBroker):
         """Ask every role to leave; the answer says which are still `present`. May be repeated."""
         return self.ask(wire.Stop())
 
-    def gather(self, report: contract.MachineReport, log: str | None = None, log_rank: int = -1) -> contract.Assembly:
+    def gather(
+        self, report: contract.MachineReport, log: str | None = None, log_rank: int = -1
+    ) -> contract.RendezvousOrder:
         """A machine of the learner is here; what its launcher is to do (broker/delivery/learner_machines.py)."""
         return self.ask(wire.Gather(report=report, log=log, log_rank=log_rank))
 

@@ -12,18 +12,26 @@ from typing import IO
 
 import msgspec
 
-from broker.journal.file_store.frames import HEAD_BYTES, Buffer, Frame, checksum, head, read_frame, scan
-from broker.journal.file_store.segment_file import STAGE_BYTES, SegmentFile
+from broker.delivery.task_table import Location, StoredPayload
+from broker.journal.segments import (
+    HEAD_BYTES,
+    STAGE_BYTES,
+    Buffer,
+    Frame,
+    SegmentFile,
+    checksum,
+    head,
+    read_frame,
+    scan,
+)
 from broker.journal.store import (
     RESTORE,
     Compaction,
     Loaded,
-    Location,
     PayloadUnreadable,
     Record,
     Store,
     StoreCorrupt,
-    StoredPayload,
     StoredRecord,
     StoreUnavailable,
 )
