@@ -33,6 +33,7 @@ from msgspec import Meta
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import GroupMeta, Task
 from common.staleness import Window
+from common.waits import NO_WAIT, WaitFor, sentence
 from common.waste import WasteByReason
 from common.wire_types import Finite, Name, Seconds, StepNumber, Tally, Text, Version
 
@@ -129,7 +130,7 @@ class LearnerReport(msgspec.Struct, frozen=True):
     # starting | waiting | training | publishing | checkpointing | replaying | stalled | done | drained | failed
     state: Text
     policy_version: Version
-    waiting_on: Text = ""
+    wait: WaitFor = NO_WAIT
     since_s: Finite = 0.0  # seconds in this state
     weights_address: Text = ""  # control endpoint of the weight plane
     step: StepNumber = 0
@@ -141,6 +142,12 @@ class LearnerReport(msgspec.Struct, frozen=True):
     host: Text = ""  # the lead rank's machine
     alarms: Annotated[list[Text], Meta(max_length=64)] = []  # sentences of watch rules whose metric is not well
     paused: Text = ""  # the sentence of the rule that keeps new versions from the nodes
+
+    @property
+    def waiting_on(self) -> str:
+        """`wait` in words."""
+        text = sentence(self.wait)
+        return f"{text}; publishing is paused, `slipstream resume` ends that: {self.paused}" if self.paused else text
 
 
 class LogPosition(msgspec.Struct, frozen=True, gc=False):
@@ -232,7 +239,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     host: Text
     state: Text  # starting | joining | environments | generating | waiting | flipping | excluded | draining
     policy_version: Version  # -1 before the first weights
-    waiting_on: Text = ""
+    wait: WaitFor = NO_WAIT
     since_s: Finite = 0.0
     tokens_generated: Tally = 0
     tokens_wasted: Tally = 0  # the sum of `waste`
@@ -252,6 +259,11 @@ class NodeReport(msgspec.Struct, frozen=True):
     pool: Text = ""  # eval: it takes held-out problems only
     evaluation_tokens: Tally = 0  # sampled for held-out problems; `tokens_generated` is without them
     instance: Text = ""  # random, one per process: a restarted container has the host and the pid of its predecessor
+
+    @property
+    def waiting_on(self) -> str:
+        """`wait` in words."""
+        return sentence(self.wait)
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):

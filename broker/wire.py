@@ -100,7 +100,7 @@ class Take(LearnerRequest[list[contract.StoredGroup] | None], frozen=True, kw_on
         if len(payloads) != len(groups or ()):
             raise WireError(f"{len(groups or ())} groups came with {len(payloads)} payload frames", self.id)
         for group, payload in zip(groups or (), payloads, strict=True):
-            msgspec.structs.force_setattr(group, "payload", payload)  # nobody else has seen this group yet
+            msgspec.structs.force_setattr(group, "payload", payload)  # no other code has seen this group yet
         return groups
 
 

@@ -12,7 +12,7 @@ WASTE_REASONS = ("lost", "failed", "filtered", "regenerated", "masked", "cancell
 
 
 class Waste(msgspec.Struct, frozen=True):
-    """What was spent for one reason."""
+    """The waste for one reason."""
 
     tokens: Tally = 0  # sampled
     seconds: Seconds = 0.0

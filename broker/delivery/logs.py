@@ -1,4 +1,4 @@
-"""What observers read of the roles: the broker's events, and the tails of the roles' logs."""
+"""The broker's events, and the tails of the roles' logs that observers ask for."""
 
 import logging
 import time

@@ -1,9 +1,9 @@
 """Bounds on what one connection may cost: bytes without a complete message, unread replies, and replies a second.
 
-ZeroMQ limits the size of a frame and the number of waiting messages, but not the number of frames of one message, which
-it collects in memory. So the broker watches its own memory. When the groups that it stores do not explain the growth
-for PATIENCE_S, it closes connections without complete messages, those with the most received bytes first, and
-connections that read none of their replies. An innocent client among them reconnects and repeats its request.
+ZeroMQ limits the size of a frame and the number of waiting messages, but not the number of frames of one message. It
+collects them in memory. So the broker watches its own memory. When the groups that it stores do not explain the growth,
+it closes connections without complete messages, those with the most received bytes first. It also closes connections
+that read none of their replies. An innocent client among them reconnects and repeats its request.
 """
 
 import contextlib

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from broker.diagnosis.sentences import newest
+from broker.diagnosis.join_times import newest
 from common.config.schema import Config
 from common.process.run_dir import RunDir
 from launch.observe import stall_text, waste_view

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from broker.client.calls import NodeBroker
 from broker.contract import Lease
-from broker.diagnosis.sentences import sentence
+from broker.diagnosis.join_times import sentence
 from common.errors import BrokerError, SlipstreamError
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import Group, encode_group

@@ -71,7 +71,7 @@ class FileWeights:
             if self._path and (path := Path(self._path)).exists():
                 incarnation, version = map(int, path.read_text().split())
                 if (self.state.incarnation, self.state.version) != (incarnation, version):
-                    self.state = WeightsState(version=version, incarnation=incarnation, waiting_on="")
+                    self.state = WeightsState(version=version, incarnation=incarnation)
         return self.state
 
     async def close(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from broker.diagnosis.stalls import Stall
 from common.process.run_dir import RunDir, write_json
+from common.waits import WaitFor, WaitKind
 from common.waste import Waste
 from launch.cli import main
 from launch.observe import stall_text, waste_view
@@ -90,7 +91,7 @@ def test_the_views_show_every_process_progress_and_waits(config, run, tail):
     view = text_of(render_live(fewer, None, tail, []))
     assert view.count("█") == BAR_WIDTH + 1, "a full bar, and the highest reward"
     # a node whose environments start is not said to generate
-    node = node_status(state="environments", waiting_on="the start of 8 environments")
+    node = node_status(state="environments", wait=WaitFor(WaitKind.ENVIRONMENTS, count=8))
     seen = Observation(status_of(node), live=True)
     line = plain_line(config, seen, tail)
     assert "node-0: environments (the start of 8 environments)" in line

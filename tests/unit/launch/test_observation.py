@@ -5,7 +5,7 @@ import pytest
 
 from broker.contract import JoinTimes, LedgerEntry, NodeReport
 from broker.delivery.learner_rules import LearnerRules
-from broker.diagnosis.sentences import newest, sentence
+from broker.diagnosis.join_times import newest, sentence
 from common.errors import EXIT_FAILED
 from common.process.run_dir import BrokerFile, RunDir, write_json
 from launch.cli import main

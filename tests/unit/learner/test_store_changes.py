@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from broker.contract import RunInfo, StoredGroup
+from broker.delivery.learner_rules import LearnerRules
 from common.errors import SlipstreamError, UsageError
 from learner.loop.tasks import TaskStream
 from tests.memory_broker import MemoryBroker
@@ -168,7 +169,7 @@ def test_a_store_that_lost_part_of_a_step_of_the_checkpoint_is_refused_at_every_
         groups = take(now, count, wait_s, in_order)
         if now == 2 and groups and not found:
             found.append(copy.deepcopy(world.memory))
-            found[0].state.regenerate(2, [groups[0].serial])  # as before the last of several takes of the step
+            LearnerRules(found[0].state).regenerate(2, [groups[0].serial])  # as before the last of several takes of the step
         return groups
 
     world.broker.take = copying
