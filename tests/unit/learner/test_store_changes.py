@@ -169,7 +169,8 @@ def test_a_store_that_lost_part_of_a_step_of_the_checkpoint_is_refused_at_every_
         groups = take(now, count, wait_s, in_order)
         if now == 2 and groups and not found:
             found.append(copy.deepcopy(world.memory))
-            LearnerRules(found[0].state).regenerate(2, [groups[0].serial])  # as before the last of several takes of the step
+            # as before the last of several takes of the step
+            LearnerRules(found[0].state).regenerate(2, [groups[0].serial])
         return groups
 
     world.broker.take = copying
