@@ -93,7 +93,9 @@ def run_broker(config: Config, config_json: bytes) -> int:
 def stand_by_and_lead(config: Config, run: RunInfo, signs: BrokerSigns) -> bool:
     """Lead once no other broker does; returns whether the lead was lost, otherwise this broker was stopped."""
     election = LeaderElection(config, run.run_dir)
-    standby = Standby(config.broker, Path(config.run.dir), candidates(config.broker.addresses, election.seen.address))
+    standby = Standby(
+        config.broker, Path(config.run.dir), candidates(config.broker.addresses, election.pointer.address)
+    )
 
     def take() -> Leader | None:
         signs.show("standing by", False)

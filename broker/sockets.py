@@ -25,9 +25,11 @@ Context = zmq.Context[Socket]
 
 COPY_BYTES = 256 << 10  # up to here copying a frame costs less than telling pyzmq's own thread when it was sent
 HEADER_BYTES_FLOOR = 1 << 20  # a header may always be this large
-PING_S, SILENT_S = 10, 20  # before an idle connection is tested, and without an answer until it is closed
+PING_S = 10  # before an idle connection is tested
+SILENT_S = 20  # without an answer until it is closed
 PROBES = 4  # the kernel sends so many in that time
-_ACKED_AT, _RECEIVED_AT = 120, 128  # tcpi_bytes_acked, tcpi_bytes_received in Linux's struct tcp_info
+_ACKED_AT = 120  # tcpi_bytes_acked in Linux's struct tcp_info
+_RECEIVED_AT = 128  # tcpi_bytes_received there
 
 
 def bind_router(

@@ -342,7 +342,9 @@ def _decode(header: bytes | memoryview, decoder: msgspec.msgpack.Decoder[_Messag
         message = found = decoder.decode(header)
         reason = ""
     except unreadable as error:
-        message, found, reason = None, _Envelope(), f"does not decode: {error}"
+        message = None
+        found = _Envelope()
+        reason = f"does not decode: {error}"
         with contextlib.suppress(*unreadable):
             found = _envelopes.decode(header)
     if found.schema != SCHEMA:

@@ -17,7 +17,8 @@ from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import GroupMeta, Task
 from common.spans import SpanBatch
 
-TAKE_PIECE_S, LEASE_PIECE_S = 1.0, 15.0  # a longer wait is asked for in pieces; a dead link shows after one
+TAKE_PIECE_S = 1.0  # a longer wait is asked for in pieces; a dead link shows after one
+LEASE_PIECE_S = 15.0
 OFFER_TASKS = 512  # tasks in one message
 
 R = TypeVar("R")

@@ -32,11 +32,13 @@ WAITING_PAUSE_S = 0.5  # before an observer asks again that the broker has told 
 NOT_CONNECTED_S = 2.0  # without a connection for this long, the next of several addresses is tried
 SILENT_S = 8.0  # likewise without any answer; with one address, the client connects anew
 LOOK_S = 0.5  # between two looks at what moves
-BUFFER_BYTES, BUFFER_BYTES_PER_S = 8 << 20, 1 << 20  # a proxy may acknowledge so much, and pass it on this slowly
+BUFFER_BYTES = 8 << 20  # a proxy may acknowledge so much
+BUFFER_BYTES_PER_S = 1 << 20  # and pass it on this slowly
 TURN_PAUSE_S = 0.2
 TIMER_STEP_S = 0.01  # reminders this close come together, so that many calls without an answer cost few timers
 NEVER = float("inf")
-_EVENTS, _IN = int(zmq.EVENTS), int(zmq.POLLIN)  # plain numbers: operators of enums are slow
+_EVENTS = int(zmq.EVENTS)  # plain numbers: operators of enums are slow
+_IN = int(zmq.POLLIN)
 VIEW_BYTES = 16 << 10  # smaller frames are copied: their memory may be a small part of a larger buffer
 PART_BYTES = 1 << 10  # less than this is no part of a message, but what ZeroMQ adds to messages
 
@@ -60,7 +62,8 @@ class LoopSocket:
         on_connected: Callable[[], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._on_message, self._on_connected = on_message, on_connected
+        self._on_message = on_message
+        self._on_connected = on_connected
         self._socket, self.handshakes = connect_dealer(context, address, identity, max_frame_bytes, credential)
         self._fileno = cast(int, self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fileno, self.read)
@@ -96,7 +99,9 @@ class LoopSocket:
                 self._reading = True
                 self._loop.call_soon(self.read)
         if number != self._number:
-            self._number, self._sent, self._delivered = number, 0, 0
+            self._number = number
+            self._sent = 0
+            self._delivered = 0
         size = sum(map(len, frames))
         if size >= PART_BYTES:  # ZeroMQ has added bytes to all messages before, which would hide a part of this one
             self._sent = max(self._sent, tcp_bytes(self.handshakes.connected_fd)[1])
@@ -109,11 +114,14 @@ class LoopSocket:
         received -= self._delivered
         came = received - self._received >= PART_BYTES
         went = self._unsent >= PART_BYTES and acknowledged - self._acknowledged >= PART_BYTES
-        self._received, self._acknowledged, self._unsent = received, acknowledged, self._sent - acknowledged
+        self._received = received
+        self._acknowledged = acknowledged
+        self._unsent = self._sent - acknowledged
         return came or went
 
     def _watch(self) -> str:
-        before, refusal = self.handshakes.connection, self.handshakes.refusal()
+        before = self.handshakes.connection
+        refusal = self.handshakes.refusal()
         if self.handshakes.connection not in (0, before):
             self._on_connected()
         return refusal
@@ -201,8 +209,10 @@ class Connection:
     ) -> None:
         self._addresses = tuple(address.split(","))  # one of these brokers leads
         self.address = self._addresses[0]
-        self._deadline_s, self._retry_s = deadline_s, retry_s
-        self._max_message_bytes, self._credential = max_message_bytes, credential
+        self._deadline_s = deadline_s
+        self._retry_s = retry_s
+        self._max_message_bytes = max_message_bytes
+        self._credential = credential
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: LoopSocket | None = None
         self._identity = b"c" + secrets.token_bytes(12)  # the broker knows repeated requests by it
@@ -351,8 +361,15 @@ class Connection:
             raise self._was_closed()
         if self._socket is None:
             limit = frame_limit(self._max_message_bytes)
-            where = self._context, self.address, self._identity, limit, self._credential
-            self._socket = LoopSocket(*where, self._on_message, self._send_again)
+            self._socket = LoopSocket(
+                self._context,
+                self.address,
+                self._identity,
+                max_frame_bytes=limit,
+                credential=self._credential,
+                on_message=self._on_message,
+                on_connected=self._send_again,
+            )
             self._heard()
         return self._socket
 
@@ -372,7 +389,8 @@ class Connection:
         self._send_again()
 
     def _send_again(self) -> None:
-        self._due_at, now = NEVER, asyncio.get_running_loop().time()
+        self._due_at = NEVER
+        now = asyncio.get_running_loop().time()
         for call in self._calls.by_id.values():
             call.sent_on = 0
             self._calls.remind_at(call, now)
@@ -398,10 +416,12 @@ class Connection:
 
     def _wait_longer(self, reply: wire.Waiting) -> None:
         if (call := self._calls.by_id.get(reply.id)) is not None:
-            (reason, at), self._told = self._told, (reply.reason, self._since)
+            (reason, at) = self._told
+            self._told = (reply.reason, self._since)
             if reason != reply.reason or self._since > at + SILENT_S:  # otherwise each call would say so each second
                 logger.warning("the broker has this request but cannot answer yet: %s", reply.reason)
-            call.end, call.quiet_until = self._since + call.limit_s, max(call.quiet_until, self._since)
+            call.end = self._since + call.limit_s
+            call.quiet_until = max(call.quiet_until, self._since)
             if isinstance(call.request, wire.ObserverRequest):  # refused for now (broker/server/request_guard.py)
                 call.sent_on = 0
                 self._calls.remind_at(call, self._since + min(self._retry_s, WAITING_PAUSE_S))

@@ -62,7 +62,8 @@ class LearnerRecord:
 
     def status(self, now: float) -> LearnerReport | None:
         """The newest report, in state `lost` when the learner fell silent without reporting an end."""
-        report, silent_s = self.report, self.silent_s(now)
+        report = self.report
+        silent_s = self.silent_s(now)
         if report is None or silent_s <= LOST_AFTER_S or report.state in LEARNER_ENDED:
             return report
         wait = WaitFor(WaitKind.SIGN_OF_LIFE, count=round(silent_s), cause=report.state)

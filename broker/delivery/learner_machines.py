@@ -158,7 +158,8 @@ class LearnerMachines:
         for report in here[1:]:
             first = here[0]
             for key in {**first.facts, **report.facts}:
-                ours, theirs = report.facts.get(key, "nothing"), first.facts.get(key, "nothing")
+                ours = report.facts.get(key, "nothing")
+                theirs = first.facts.get(key, "nothing")
                 if ours != theirs and not (key == INTERFACE and "nothing" in (ours, theirs)):  # one was told
                     reason = f"{key}: {report.host} has {ours}, {first.host} has {theirs}; they must agree"
                     self.verdicts[report.machine] = RendezvousOrder(exit_code=EXIT_USAGE, reason=reason)
@@ -184,7 +185,8 @@ class LearnerMachines:
     def _answer(self, report: MachineReport, now: float) -> RendezvousOrder:
         if report.machine in self.verdicts:
             return self.verdicts[report.machine]
-        current, here = self.round, len(self._here(now))
+        current = self.round
+        here = len(self._here(now))
         if current is None or current.over or report.machine not in current.ids:
             return RendezvousOrder(reason=self._why(now), active=self._active, machines=here)
         return RendezvousOrder(current.number, current.members, current.draining, active=True, machines=here)

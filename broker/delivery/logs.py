@@ -29,7 +29,8 @@ class EventLog:
         wall_clock: Callable[[], float] = time.time,
         earlier: Sequence[BrokerEvent] = (),
     ) -> None:
-        self._sink, self._wall_clock = sink, wall_clock
+        self._sink = sink
+        self._wall_clock = wall_clock
         self._ring: deque[BrokerEvent] = deque(earlier, maxlen=RING_EVENTS)
         self.next_index = earlier[-1].index + 1 if earlier else 0
         self._unwritten = 0
@@ -41,7 +42,8 @@ class EventLog:
                 missed = replace(event, kind="events_unwritten", detail={"count": self._unwritten})
                 self._sink(missed)
                 self._ring.append(missed)
-                self._unwritten, event = 0, replace(event, index=event.index + 1)
+                self._unwritten = 0
+                event = replace(event, index=event.index + 1)
             self._sink(event)
         except OSError as error:
             if not self._unwritten:

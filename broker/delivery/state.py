@@ -145,7 +145,8 @@ class DeliveryState:
     @property
     def window(self) -> Window:
         """Which tasks may be leased, as of now."""
-        run, tasks = self.run, self.tasks
+        run = self.run
+        tasks = self.tasks
         return Window(run.groups_per_step, run.max_staleness, self.first_step, tasks.freed_earlier, tuple(tasks.freed))
 
     def begin_lease(self, entry: Entry) -> None:

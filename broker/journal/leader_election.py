@@ -44,7 +44,8 @@ class LeaderElection:
 
     def await_server(self) -> None:
         """Check the server's settings, once it has its data. Raises as `check_server`, BrokerUnreachable in the end."""
-        end, told = time.monotonic() + START_S, False
+        end = time.monotonic() + START_S
+        told = False
         while True:
             try:
                 check_server(self._client, self.server, self._config.broker.durability)
@@ -58,7 +59,7 @@ class LeaderElection:
                 time.sleep(PAUSE_S)
 
     @property
-    def seen(self) -> StorePointer:
+    def pointer(self) -> StorePointer:
         """RUN/redis.json. Raises UsageError when it cannot be read."""
         try:
             return msgspec.json.decode(self._file.read_bytes(), type=StorePointer)
@@ -78,14 +79,14 @@ class LeaderElection:
             if self._former is not None:
                 self._wait_until = time.monotonic() + TERM_S
             raise
-        seen = self.seen
-        behind = seen.seq > 0 and (about is None or about.store != seen.store or seq < seen.seq)
+        pointer = self.pointer
+        behind = pointer.seq > 0 and (about is None or about.store != pointer.store or seq < pointer.seq)
         if behind and not self._wait_until:
             self._wait_until = time.monotonic() + TERM_S
         if time.monotonic() < self._wait_until and self.term.leader() is None:
-            why = f"lacks records up to {seen.seq}" if behind else "was away"
+            why = f"lacks records up to {pointer.seq}" if behind else "was away"
             raise StoreUnavailable(f"Redis at {self.server} {why}; its former leader has {TERM_S:g} s to return")
-        self._former = self.term.take(address, seen.term)
+        self._former = self.term.take(address, pointer.term)
         if not behind:
             self._wait_until = 0.0
         return self._former
@@ -95,24 +96,25 @@ class LeaderElection:
 
         Raises as `Term.write`; UsageError when the server's run of that name is an earlier one.
         """
-        seen, store = self.seen, RedisStore(self.term)
-        if not store.is_new and store.store_id not in (seen.store, seen.former):
+        pointer = self.pointer
+        store = RedisStore(self.term)
+        if not store.is_new and store.store_id not in (pointer.store, pointer.former):
             raise UsageError(
                 f"run.dir: the Redis server has a run of {self.term.run_dir} with the store {store.store_id}, but "
-                f"{self._file} names {seen.store or 'none'}. Was the folder emptied after an earlier run? Its "
+                f"{self._file} names {pointer.store or 'none'}. Was the folder emptied after an earlier run? Its "
                 "keys are never deleted here: delete them as docs/redis.md says, or choose another run.name"
             )
         former = "" if store.is_new else store.store_id
-        if seen.seq and former != seen.store:
-            self.lost = f"store {seen.store} is gone, with all its records up to {seen.seq}"
-        elif store.last_seq < seen.seq:
-            self.lost = f"records {store.last_seq + 1} to {seen.seq} of store {seen.store} are gone"
-        if self.lost or former != seen.store:
+        if pointer.seq and former != pointer.store:
+            self.lost = f"store {pointer.store} is gone, with all its records up to {pointer.seq}"
+        elif store.last_seq < pointer.seq:
+            self.lost = f"records {store.last_seq + 1} to {pointer.seq} of store {pointer.store} are gone"
+        if self.lost or former != pointer.store:
             store.begin_anew()
         if self.lost:
             logger.error("Redis at %s: %s; an empty store takes its place", self.server, self.lost)
         self.term.renew()  # a broker that was stopped until now must not overwrite its successor's note
-        self._see(StorePointer(store.store_id, former, store.last_seq, self.term.number, seen.address))
+        self._note(StorePointer(store.store_id, former, store.last_seq, self.term.number, pointer.address))
         return store
 
     def without_leading(self) -> RedisStore:
@@ -126,15 +128,15 @@ class LeaderElection:
     def to_read(self) -> RedisStore:
         """The run's store, which a broker may lead. Raises UsageError when there is none; also as `asking`."""
         store = RedisStore(self.term)
-        if store.is_new or store.store_id != self.seen.store:
+        if store.is_new or store.store_id != self.pointer.store:
             raise UsageError(f"{self._file}: expected the store of a run in Redis at {self.server}, found none")
         return store
 
     def remember(self, address: str, seq: int) -> None:
         """Note in RUN/redis.json where the broker listens, and how far the store came. After `open`; raises OSError."""
-        self._see(msgspec.structs.replace(self._noted, address=address, seq=seq))
+        self._note(msgspec.structs.replace(self._noted, address=address, seq=seq))
 
-    def _see(self, seen: StorePointer) -> None:
-        if seen != self._noted:
-            write_atomic(self._file, msgspec.json.encode(seen), sync=False)
-            self._noted = seen
+    def _note(self, pointer: StorePointer) -> None:
+        if pointer != self._noted:
+            write_atomic(self._file, msgspec.json.encode(pointer), sync=False)
+            self._noted = pointer

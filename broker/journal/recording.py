@@ -97,7 +97,8 @@ def preloaded(run: RunInfo, recording: Recording, steps: Sequence[int]) -> Deliv
     """A state in which `steps` have taken what they took then, and everything before them is committed."""
     state = DeliveryState(run, store_id=recording.store_id)
     table = state.tasks
-    table.next_serial, state.committed_step = recording.next_serial, steps[0] - 1
+    table.next_serial = recording.next_serial
+    state.committed_step = steps[0] - 1
     for step in steps:
         groups = recording.steps[step]
         table.steps[step] = [group.serial for group in groups]

@@ -58,20 +58,20 @@ class OpenedState:
 
 
 def open_state(
-    config: Config, run: RunInfo, write_event: Callable[[BrokerEvent], None], leading: LeaderElection | None = None
+    config: Config, run: RunInfo, write_event: Callable[[BrokerEvent], None], election: LeaderElection | None = None
 ) -> OpenedState:
     """The state that this broker begins with.
 
-    `leading` is this broker's lead, with broker.store: redis. Raises UsageError when another broker has the store or
-    it is damaged, StoreUnavailable when Redis cannot be asked, StoreFenced when another broker leads.
+    `election` is the one that this broker has won, with broker.store: redis. Raises UsageError when another broker has
+    the store or it is damaged, StoreUnavailable when Redis cannot be asked, StoreFenced when another broker leads.
     """
     run_dir = RunDir(config.run.dir)
-    if leading is not None:
+    if election is not None:
         _set_aside_store(run_dir, "broker.store is redis")
-        memory = _recovered(config, run, leading.open(), write_event)
-        if leading.lost:
-            memory.state.event_log.add("store_lost", reason=leading.lost)
-        return memory
+        opened = _recovered(config, run, election.open(), write_event)
+        if election.lost:
+            opened.state.event_log.add("store_lost", reason=election.lost)
+        return opened
     if config.broker.durability == "memory":
         _set_aside_store(run_dir, "broker.durability is memory")
         _set_aside_redis(run_dir)
@@ -130,8 +130,9 @@ def _recovered(config: Config, run: RunInfo, store: Store, write_event: Callable
     assert config.broker.durability != "memory"
     journal = Journal(store, config.broker.durability)
     events = EventLog(write_event, earlier=_former_events(RunDir(config.run.dir).events))
-    steps, store_id = config.broker.retain_steps, store.store_id
-    state = DeliveryState(run, events=events, recorder=journal, retain_steps=steps, store_id=store_id)
+    state = DeliveryState(
+        run, events=events, recorder=journal, retain_steps=config.broker.retain_steps, store_id=store.store_id
+    )
     return OpenedState(state, journal, recover(journal, state).records > 0)
 
 

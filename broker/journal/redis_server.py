@@ -20,7 +20,8 @@ from common.errors import BrokerError, UsageError
 
 TIMEOUT_S = 5.0  # for one connection attempt, one write and one read
 RETRIES = 3
-RETRY_CAP_S, RETRY_BASE_S = 0.5, 0.02
+RETRY_CAP_S = 0.5
+RETRY_BASE_S = 0.02
 PASSING = ("MISCONF", "LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "READONLY", "OOM")
 
 
@@ -145,7 +146,8 @@ def check_server(client: Any, name: str, durability: str, doubt: Doubt = logger.
     if info.get("role") not in (None, "master"):
         raise UsageError(f"broker.redis: {name} is a replica, expected the primary; name that one")
     for setting, expected in {**EVICTION, **NEEDED[durability]}.items():
-        found, best = settings.get(setting), expected[0]
+        found = settings.get(setting)
+        best = expected[0]
         lost = setting in EVICTION
         why = "groups that were acknowledged would be evicted" if lost else f"broker.durability is {durability}"
         if found is None:

@@ -82,7 +82,10 @@ class Term:
     """The term of one broker on the run `run` of the folder `run_dir`, on the server `name`."""
 
     def __init__(self, client: Any, name: str, run: str, run_dir: str) -> None:
-        self.client, self.name, self.run_dir, self.prefix = client, name, run_dir, run_prefix(run)
+        self.client = client
+        self.name = name
+        self.run_dir = run_dir
+        self.prefix = run_prefix(run)
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         machine = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
         self._me = Leader(secrets.token_hex(8), "", run_dir, socket.gethostname(), os.getpid(), machine)
@@ -165,7 +168,8 @@ class Term:
             self.write(self.prefix, [], "resign")
         except (StoreUnavailable, BrokerError) as error:
             logger.warning("the term ends by itself: %s", error)
-        self.number, self.ends = 0, 0.0
+        self.number = 0
+        self.ends = 0.0
 
     @property
     def lapsed(self) -> bool:
@@ -228,7 +232,8 @@ class RedisStore(Store):
     idle_s = RENEW_S
 
     def __init__(self, term: Term) -> None:
-        self.term, self.name = term, f"Redis at {term.name}"
+        self.term = term
+        self.name = f"Redis at {term.name}"
         self._sizes: dict[str, int] = {}  # sizes of existing payload keys; 0 where one is not known
         self._stale: list[str] = []  # keys of former stores of the run
         self._bytes = 0
@@ -237,13 +242,15 @@ class RedisStore(Store):
         self._open(about or About(secrets.token_hex(8), term.run_dir))
 
     def _open(self, about: About) -> None:
-        self.store_id, self._about = about.store, msgspec.json.encode(about)
+        self.store_id = about.store
+        self._about = msgspec.json.encode(about)
         self._prefix = f"{self.term.prefix}{about.store}:"
 
     def begin_anew(self) -> None:
         """Leave the store that Redis has, which lacks acknowledged records, and begin an empty one."""
         self._open(About(secrets.token_hex(8), self.term.run_dir))
-        self.is_new, self.last_seq = True, 0
+        self.is_new = True
+        self.last_seq = 0
 
     def load(self) -> Loaded:
         records: list[StoredRecord] = []
@@ -266,7 +273,8 @@ class RedisStore(Store):
 
     def history(self, size: int) -> Iterator[bytes]:
         """See Store; the size is in records."""
-        key, found = f"{self._prefix}history", 0
+        key = f"{self._prefix}history"
+        found = 0
         for body in itertools.islice(self._elements(key), size):
             found += 1
             yield body
@@ -308,7 +316,8 @@ class RedisStore(Store):
         """See Store. Payloads that are no longer needed are deleted afterwards."""
         expected: int | str = "" if self.is_new else self.last_seq
         if compaction.rewritten is not None:
-            expected, history = "", 0
+            expected = ""
+            history = 0
             for record in compaction.rewritten:
                 self.term.renew()  # many payloads take longer than a term
                 sets, locations = self._payloads([record])
@@ -319,11 +328,14 @@ class RedisStore(Store):
         data = _encode(LogBatch(self.term.number, [(compaction.seq, compaction.snapshot(grown), None)]))
         arguments = (expected, compaction.seq, data, history, finished or b"", self._about)
         self.term.write(self._prefix, [], "compact", *arguments)
-        self.is_new, self.last_seq, self._bytes = False, compaction.seq, len(data)
+        self.is_new = False
+        self.last_seq = compaction.seq
+        self._bytes = len(data)
         wanted = {self._name(location): location.length for location in compaction.wanted()}
         for names in _chunks([*(self._sizes.keys() - wanted.keys()), *self._stale]):
             self.term.run([("UNLINK", *names)])
-        self._sizes, self._stale = wanted, []
+        self._sizes = wanted
+        self._stale = []
         return grown
 
     def size_bytes(self) -> int:
@@ -358,7 +370,8 @@ class RedisStore(Store):
 
     def _find_keys(self) -> None:
         """Payload keys that an earlier broker may have left behind, and keys of former stores of the run."""
-        payloads, known = f"{self._prefix}p:", (f"{self.term.prefix}head", f"{self.term.prefix}leader")
+        payloads = f"{self._prefix}p:"
+        known = (f"{self.term.prefix}head", f"{self.term.prefix}leader")
         cursor = -1
         while cursor:
             cursor, keys = self.term.run([("SCAN", max(0, cursor), "MATCH", f"{self.term.prefix}*", "COUNT", CHUNK)])[0]

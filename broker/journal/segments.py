@@ -83,13 +83,15 @@ def read_frame(data: Buffer, offset: int, seed: int) -> Frame | None:
 def scan(data: Buffer, seed: int) -> Scan:
     """All frames in order; payloads that were not known to be synced are checked too."""
     frames: list[Frame] = []
-    offset, torn = 0, ""
+    offset = 0
+    torn = ""
     expected: int | None = None
     while offset < len(data):
         frame = read_frame(data, offset, seed)
         if frame is not None and expected in (None, frame.seq):
             frames.append(frame)
-            offset, expected = frame.end, frame.seq + 1
+            offset = frame.end
+            expected = frame.seq + 1
             continue
         block = padded(offset)
         if block != offset and not any(data[offset : min(block, len(data))]):
@@ -157,17 +159,20 @@ class SegmentFile:
     def write(self, parts: Iterable[bytes | memoryview]) -> None:
         """Append the concatenation of `parts` and zeros up to the next block. Raises OSError, changing nothing."""
         begun = self.size
-        filled, offset = 0, begun
+        filled = 0
+        offset = begun
         try:
             for part in parts:
                 view = memoryview(part).cast("B")
                 while len(view):
                     room = min(len(view), STAGE_BYTES - filled)
                     self._stage[filled : filled + room] = view[:room]
-                    filled, view = filled + room, view[room:]
+                    filled = filled + room
+                    view = view[room:]
                     if filled == STAGE_BYTES:
                         self._flush(STAGE_BYTES, offset)
-                        offset, filled = offset + STAGE_BYTES, 0
+                        offset = offset + STAGE_BYTES
+                        filled = 0
             if filled:
                 end = padded(filled)
                 self._stage[filled:end] = bytes(end - filled)
@@ -211,5 +216,6 @@ class SegmentFile:
                 done += written
                 if self._direct and (written % BLOCK or not written):  # the page cache takes any length
                     self._direct = False
-                    old, self._handle = self._handle, self._open(0)
+                    old = self._handle
+                    self._handle = self._open(0)
                     os.close(old)

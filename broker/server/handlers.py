@@ -228,7 +228,8 @@ class Handlers:
     def _lease_candidates(self) -> Iterable[Key]:
         """Parked lease requests that may be answerable now: all after a change for all, else those of changed nodes."""
         state = self._state
-        changed, state.changed_nodes = state.changed_nodes, set()
+        changed = state.changed_nodes
+        state.changed_nodes = set()
         for_all = self._served_revision != state.lease_revision
         self._served_revision = state.lease_revision
         own = (key for node_id in changed for key in self.parked.of_node(node_id))

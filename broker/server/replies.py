@@ -83,7 +83,8 @@ class Outbox:
     """
 
     def __init__(self, router: "zmq.Socket[bytes]", undelivered: Callable[[bytes, wire.Reply], None]) -> None:
-        self._router, self._undelivered = router, undelivered
+        self._router = router
+        self._undelivered = undelivered
         self._waiting: dict[bytes, list[wire.Reply]] = {}
 
     def put(self, client: bytes, reply: wire.Reply, payloads: list[Payload] | None = None) -> None:

@@ -66,7 +66,8 @@ class Standby:
 
     def run(self, take: Callable[[], Leader | None]) -> bool:
         """Stand by until `take` returns no leader, because this broker leads; False when it was stopped. Closes."""
-        known, away = "", ""
+        known = ""
+        away = ""
         try:
             while not self._stopping:
                 try:
@@ -75,7 +76,8 @@ class Standby:
                         return True
                     if known != leader.name or away:
                         logger.info("standing by at %s; the broker of %s leads", self.address, leader.address)
-                    known, away = leader.name, ""
+                    known = leader.name
+                    away = ""
                     self._answer_all(leader.address)
                 except StoreUnavailable as error:
                     if not away:

@@ -158,7 +158,7 @@ def test_a_broker_leads_and_writes_over_tls_with_certificates_on_both_sides(
     first.term.resign()
     second = leading("NAME", front.address, credentials, tmp_path)
     assert second.take(LEADER) is None
-    assert second.seen.term == 1, "the first broker's term was kept"
+    assert second.pointer.term == 1, "the first broker's term was kept"
     second.term.resign()
 
 

@@ -163,7 +163,7 @@ def test_a_full_disk_ends_no_leader_and_what_its_folder_lacks_is_written_once_th
         folder.tick()
     assert "redis.json not written" in caplog.text and "status not written" in caplog.text
     assert not (tmp_path / "ledger.json").exists() and not list(tmp_path.glob(".*.json.*"))
-    until(lambda: folder.tick() or (leader.seen.address == HERE and (tmp_path / "status.json").exists()))
+    until(lambda: folder.tick() or (leader.pointer.address == HERE and (tmp_path / "status.json").exists()))
     memory.close()
     folder.close()
     leader.term.resign()
