@@ -208,7 +208,7 @@ def test_a_broker_that_is_lost_while_the_job_stops_and_comes_back_is_told_again(
         until(lambda: first.stopping)
     with serving(address, second):
         until(lambda: second.stopping)
-        second.leave("n0")
+        NodeRules(second).leave("n0")
         assert stop.result(LIMIT_S) == EXIT_DONE
 
 
