@@ -19,6 +19,7 @@ from common.process.run_dir import RunDir, write_atomic, write_json
 from common.segments import SegmentWriter
 from common.spans import Span, SpanBatch
 from common.transcripts import Transcript, Turn
+from common.waits import WaitFor, WaitKind
 from common.waste import Waste
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
@@ -138,8 +139,8 @@ class Fixture:
             nodes.append(c.NodeStatus(report, int(not number), alive, 0.4 if alive else 45.0))
         late = [c.Delivery(n.report.node_id, steps, "flipping", 12.0) for n in nodes if n.report.state == "flipping"]
         learner = c.LearnerReport(
-            10, STARTS - 1, "waiting", steps, f"groups for step {steps}: 3 of {GROUPS} ready", 350.0, step=steps,
-            groups_missing=GROUPS, deliveries=late[:64], deliveries_waiting=len(late), host="host-0",
+            10, STARTS - 1, "waiting", steps, WaitFor(WaitKind.GROUPS, version=steps, count=3, of=GROUPS), 350.0,
+            step=steps, groups_missing=GROUPS, deliveries=late[:64], deliveries_waiting=len(late), host="host-0",
         )  # fmt: skip
         run = c.RunInfo("fixture", str(self.run.path), GROUPS, 2, 3, 30.0, 1 << 30)
         return c.BrokerStatus(

@@ -13,7 +13,10 @@ from broker.delivery.state import DeliveryState
 from broker.diagnosis.stalls import explain
 from common.rollouts import GroupMeta
 from common.staleness import Window
+from common.waits import WaitFor, WaitKind
 from tests.broker_rig import run_info, tasks
+
+WINDOW = WaitFor(WaitKind.WINDOW)
 
 B, K = 2, 1
 
@@ -38,14 +41,14 @@ def state_at(step: int) -> DeliveryState:
     """A run whose learner began at `step`, with one node that waits for tasks, and more of them than it may lease."""
     state = DeliveryState(run_info(groups_per_step=B, max_staleness=K, max_attempts=1))
     LearnerRules(state).attach(LearnerReport(1, 1, "training", step, step=step, instance="me"))
-    NodeRules(state).register(NodeReport("n", 1, "h", "waiting", step, "task window"))
+    NodeRules(state).register(NodeReport("n", 1, "h", "waiting", step, WINDOW))
     LearnerRules(state).offer(tasks(60))
     return state
 
 
 def lease_all(state: DeliveryState, version: int) -> list[str]:
     """Everything that a node at `version` may lease; the tokens."""
-    NodeRules(state).heartbeat(NodeReport("n", 1, "h", "waiting", version, "task window"), list(state.tasks.leased))
+    NodeRules(state).heartbeat(NodeReport("n", 1, "h", "waiting", version, WINDOW), list(state.tasks.leased))
     return [lease.token for lease in NodeRules(state).lease("n", version, 60)]
 
 

@@ -188,7 +188,7 @@ def test_status_and_the_live_view_show_who_waits_for_whom_or_that_the_job_moves(
     assert "the learner waits for groups for step 7: 1 of 4 ready, and no node is alive, since 3.0 s" in view
     write_json(run.status_json, WAITING)
     (stall,) = json_of(capsys, "status", str(run.path))["stalls"]
-    assert set(stall) == {"kind", "who", "waits_for", "since_s", "release"}
+    assert set(stall) == {"kind", "who", "waits_for", "since_s", "release", "nodes", "task"}
     training = msgspec.structs.replace(LEARNER, state="training")
     moving = status_of(node_status("n0"), node_status("n1"), learner=training)
     assert "The learner is training; 2 nodes alive." in text_of(render_status(run, seen(moving)))
