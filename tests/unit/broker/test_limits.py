@@ -115,7 +115,7 @@ def test_the_first_messages_that_do_not_decode_are_kept_over_restarts_and_denied
     assert state.rejected.refused == 5 + 2 * KEPT_MESSAGES, "a message that cannot be kept is counted all the same"
 
 
-STRANGE: dict[str, object] = {"tokens_per_s": float("nan"), "tokens_generated": -1, "host": "x" * 100_000}
+STRANGE: dict[str, object] = {"tokens_per_s": float("nan"), "tokens_generated": -1, "pool": "x" * 100_000}
 BAD = [
     wire.Commit(id=1, step=1 << 31),
     wire.Take(id=1, step=-2, count=1, wait_s=0),
