@@ -8,9 +8,9 @@ import signal
 from contextlib import AsyncExitStack
 from functools import partial
 
-from broker.connect import Access, connect_node
+from broker.client.calls import NodeBroker
+from broker.client.connect import Access, connect_node
 from broker.contract import RunInfo
-from broker.messaging.client_methods import NodeBroker
 from common.config.schema import Config
 from common.errors import BrokerUnreachable, SlipstreamError, UsageError
 from common.process.health import serving_health

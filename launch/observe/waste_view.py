@@ -11,9 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from broker.contract import WASTE_REASONS, BrokerStatus, Waste
-from broker.delivery.nodes import merged_waste, wasted_tokens
+from broker.contract import BrokerStatus
 from common.process.run_dir import RunDir
+from common.waste import WASTE_REASONS, Waste, merged_waste, wasted_tokens
 from launch.observe.metrics_tail import MetricsTail
 
 SHOWN_NODES = 16

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from broker.contract import WASTE_REASONS
 from common.config.schema import Config, SftConfig
 from common.errors import SlipstreamError, UsageError
 from common.process.run_dir import RunDir, differences, unwritable, write_json
+from common.waste import WASTE_REASONS
 from launch.observe import waste_view
 from launch.observe.advisor import advice_for
 from launch.observe.metrics_tail import LATEST, MetricsTail, ends

@@ -17,9 +17,12 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from broker.contract import LEARNER_ENDED, LOST_AFTER_S, WASTE_REASONS, BrokerStatus, LearnerReport, NodeReport, Waste
+from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, LearnerReport, NodeReport
 from common.config.schema import Config
 from common.errors import SlipstreamError
+
+# Kinds of events that alerts count: they start at 0, so that the first one is an increase.
+from common.waste import WASTE_REASONS, Waste
 from launch.observe import waste_view
 from launch.observe.metrics_tail import LineTail
 from launch.observe.observation import Observation, observe
@@ -27,7 +30,6 @@ from launch.resolve_target import Target
 from launch.sinks.points import Cursor, Job, Point
 from launch.sinks.process import Feed
 
-# Kinds of events that alerts count: they start at 0, so that the first one is an increase.
 NOTED = ("ejection", "node_lost", "lease_expired", "task_dead", "role_crashed", "checkpoint")
 OF_NODE = ("episodes_running", "concurrency", "tokens_generated", "tokens_per_s", "flips", "generation_stall_s")
 OF_NODE += ("kv_cache_usage", "preemptions", "prefix_hit_rate")

@@ -34,6 +34,7 @@ from common.errors import HopelessError, SlipstreamError
 from common.process.health import LifeSigns
 from common.process.run_dir import RunDir
 from common.span_buffer import SPANS
+from common.waits import WaitFor, WaitKind
 from learner.backend_protocol import NOTHING_TRAINED, Backend, StepResult
 from learner.batch.batch import TrainingBatch
 from learner.batch.packing import build, plan
@@ -89,7 +90,7 @@ class Trainer:
             with self._times.measure("learner_idle_s"):
                 command = self._next_command()
             if isinstance(command, Drain):
-                self._report("draining", "the checkpoint")
+                self._report("draining", WaitFor(WaitKind.CHECKPOINT))
                 self._checkpoint(wait=True)
                 if command.reason:
                     raise HopelessError(command.reason)
@@ -104,7 +105,7 @@ class Trainer:
         self._checkpoint(wait=True)
         while self.source.lingers and isinstance(self._next_command(), Wait):
             self.signs.show("evaluating", True)
-        self._report("checkpointing", "the disk: exporting the final model")
+        self._report("checkpointing", WaitFor(WaitKind.EXPORT))
         self.backend.save_hf(self.run_dir.model)
         return "done"
 
@@ -121,7 +122,7 @@ class Trainer:
         """One optimizer step and what follows from it."""
         step, backend, source, result = self.version, self.backend, self.source, NOTHING_TRAINED
         began = time.monotonic()
-        self._report("training", f"the optimizer step {step}")
+        self._report("training", WaitFor(WaitKind.OPTIMIZER, version=step))
         with self._times.measure("batch_s"):
             batch = source.batch(step, groups)
             ranks, bound = backend.data_parallel_size, self.config.learner.micro_batch_tokens
@@ -159,7 +160,7 @@ class Trainer:
 
     def _checkpoint(self, wait: bool = False) -> None:
         """Begin a checkpoint of this version unless there is one; with `wait` it is complete on return. Collective."""
-        self._report("checkpointing", "the disk" if wait else "the copy of the weights")
+        self._report("checkpointing", WaitFor(WaitKind.DISK if wait else WaitKind.WEIGHTS_COPY))
         with self._times.measure("checkpoint_s"):
             state = None
             if self.files is not None:
@@ -167,5 +168,5 @@ class Trainer:
                 state = msgspec.structs.replace(self.state, **changed)
             self._checkpoints.start(self.version, state, wait or not self.config.learner.checkpoint.asynchronous)
 
-    def _report(self, state: str, waiting_on: str) -> None:
-        self.source.report(state, waiting_on, self.version)
+    def _report(self, state: str, wait: WaitFor) -> None:
+        self.source.report(state, wait, self.version)

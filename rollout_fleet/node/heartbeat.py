@@ -11,8 +11,8 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+from broker.client.calls import NodeBroker
 from broker.contract import HeartbeatReply
-from broker.messaging.client_methods import NodeBroker
 from common.errors import BrokerError, SlipstreamError
 from common.process.logs import log_end
 from common.span_buffer import SPANS

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 from broker.contract import HeartbeatReply, Lease
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, SlipstreamError
+from common.waits import WaitFor, WaitKind
 from rollout_fleet.episode.concurrency import AdaptiveLimit
 from rollout_fleet.node.broker_timeout import RETRY_S
 from rollout_fleet.node.node_status import explain
@@ -158,7 +159,7 @@ class Node:
 
     async def _drain(self) -> int:
         """Give back the tasks not started, let the others finish within the bound, then give back the rest."""
-        self._parts.status.show("draining", f"running groups ({self._drain_reason})")
+        self._parts.status.show("draining", WaitFor(WaitKind.RUNNING_GROUPS, cause=self._drain_reason))
         self._parts.beat_now()
         await self._groups.give_back(unstarted_only=True)
         deadline = asyncio.get_running_loop().time() + self._drain_s
@@ -175,7 +176,7 @@ class Node:
     async def _exclude(self, reason: str) -> int:
         """The engine may not generate any more: stop, give everything back, say why."""
         logger.error("excluded: %s", reason)
-        self._parts.status.show("excluded", reason)
+        self._parts.status.show("excluded", WaitFor(WaitKind.REPAIR, cause=reason))
         await self._groups.give_back()
         self._parts.beat_now()
         await asyncio.sleep(RETRY_S)  # a heartbeat carries the reason before the node leaves

@@ -9,9 +9,11 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from broker.contract import NODE_AWAY, GroupWork, NodeReport, Waste
+from broker.contract import NODE_AWAY, GroupWork, NodeReport
 from common.process.health import LifeSigns
 from common.span_buffer import SPANS
+from common.waits import NO_WAIT, WaitFor, WaitKind
+from common.waste import Waste
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
 from rollout_fleet.join_timing import JoinTimer
 
@@ -28,7 +30,7 @@ class OwnStatus:
         self._clock = clock
         self._lock = threading.Lock()
         host = socket.gethostname()
-        here = NodeReport(node_id, os.getpid(), host, "starting", -1, "the engine's start", pool=pool)
+        here = NodeReport(node_id, os.getpid(), host, "starting", -1, WaitFor(WaitKind.ENGINE), pool=pool)
         self._report = replace(here, instance=secrets.token_hex(8))
         self._since = clock()  # its state began
         self._leases: list[str] = []
@@ -37,7 +39,7 @@ class OwnStatus:
         self._waited_s = 0.0  # in states of IDLE that are over
         self._rate_at, self._rate_tokens = clock(), 0
 
-    def show(self, state: str, waiting_on: str = "") -> None:
+    def show(self, state: str, wait: WaitFor = NO_WAIT) -> None:
         """Set the state and what it waits for; the clock of a state runs on while it stays the same."""
         with self._lock:
             if state != self._report.state:
@@ -45,7 +47,7 @@ class OwnStatus:
                 self._waited_s += self._idle_s(now)
                 self._since = now
                 SPANS.state(state)
-            self._report = replace(self._report, state=state, waiting_on=waiting_on)
+            self._report = replace(self._report, state=state, wait=wait)
 
     def measure(self, weights: WeightsState, counters: EngineCounters, leases: list[str], evaluated: int = 0) -> None:
         """Current figures of engine, weights and leases; `evaluated`: tokens sampled for held-out problems so far."""
@@ -122,26 +124,28 @@ class OwnStatus:
 
 def explain(
     weights: WeightsState, learner: int | None, episodes: int, starting: int, leased: bool, pool: str = ""
-) -> tuple[str, str]:
-    """(state, waiting_on) of a node that is neither starting nor leaving.
+) -> tuple[str, WaitFor]:
+    """(state, what it waits for) of a node that is neither starting nor leaving.
 
     `learner`: the incarnation of the one that is attached; `leased`: this node has leased a task before.
     `starting` counts those of the running `episodes` whose environment has not given its first observation.
     """
     if weights.excluded is not None:
-        return "excluded", weights.excluded
+        return "excluded", WaitFor(WaitKind.REPAIR, cause=weights.excluded)
     if weights.flipping:
-        return "flipping", ""
+        return "flipping", NO_WAIT
     if episodes:
-        return ("environments", f"the start of {starting} environments") if starting == episodes else ("generating", "")
+        starts = starting == episodes
+        return ("environments", WaitFor(WaitKind.ENVIRONMENTS, count=starting)) if starts else ("generating", NO_WAIT)
+    state = "joining" if weights.version < 0 else "waiting"
     if learner is None:
-        return "joining" if weights.version < 0 else "waiting", "learner (none is attached)"
-    if pool and weights.waiting_on in ("", WeightsState().waiting_on):
-        return "joining" if weights.version < 0 else "waiting", "the next version that is evaluated"
+        return state, WaitFor(WaitKind.LEARNER)
+    if pool and not weights.refused:
+        return state, WaitFor(WaitKind.EVALUATED_VERSION)
     if weights.version < 0:
-        return "joining", weights.waiting_on or "weights from learner"
+        return state, WaitFor(WaitKind.WEIGHTS, cause=weights.refused)
     if weights.incarnation != learner:
-        return "waiting", f"weights from learner (it restarted as incarnation {learner})"
+        return state, WaitFor(WaitKind.OTHER_WEIGHTS, count=learner, cause=weights.refused)
     if not leased:
-        return "waiting", "tasks (learner has offered none)"
-    return "waiting", f"task window: version {weights.version} may lease no more tasks"
+        return state, WaitFor(WaitKind.TASKS)
+    return state, WaitFor(WaitKind.WINDOW, version=weights.version)

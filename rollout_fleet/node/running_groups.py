@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from broker.client.calls import NodeBroker
 from broker.contract import Lease
 from broker.diagnosis.join_times import sentence
-from broker.messaging.client_methods import NodeBroker
 from common.errors import BrokerError, SlipstreamError
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import Group, encode_group

@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 
-from broker.connect import Access, connect, connect_node
+from broker.client.calls import LearnerBroker, NodeBroker
+from broker.client.connect import Access, connect, connect_node
 from broker.contract import LearnerReport
 from broker.main import run_broker
-from broker.messaging.client_methods import LearnerBroker, NodeBroker
 from common.config.schema import Config
 from common.errors import SlipstreamError, StoreChanged, UsageError
 from common.process.run_dir import write_atomic
@@ -71,7 +71,7 @@ class FileWeights:
             if self._path and (path := Path(self._path)).exists():
                 incarnation, version = map(int, path.read_text().split())
                 if (self.state.incarnation, self.state.version) != (incarnation, version):
-                    self.state = WeightsState(version=version, incarnation=incarnation, waiting_on="")
+                    self.state = WeightsState(version=version, incarnation=incarnation)
         return self.state
 
     async def close(self) -> None:

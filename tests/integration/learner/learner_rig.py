@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
+from broker.client.connection import BrokerClient
 from broker.contract import LedgerEntry
-from broker.messaging.sync_client import BrokerClient
 from common.metrics import StepMetrics, read_metrics
 from common.process.run_dir import RunDir
 from tests import waiting

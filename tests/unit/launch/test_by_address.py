@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.connect import Access, connect, connect_node
+from broker.client.connect import Access, connect, connect_node
+from broker.delivery.learner_rules import LearnerRules
+from broker.delivery.node_rules import NodeRules
 from broker.server.server import BrokerServer
 from common.errors import EXIT_DONE, EXIT_FAILED
 from common.process.lock_file import take_lock
@@ -45,9 +47,9 @@ def served(tmp_path: Path) -> Iterator[BrokerServer]:
     (run.logs / "broker-0.log").write_text("".join(f"line {i}\n" for i in range(60)))
     with living_broker(config) as server:
         state = server._state
-        state.report(learner_report(step=7))
-        state.register(node_report("silent"))
-        state.offer(tasks(3))
+        LearnerRules(state).report(learner_report(step=7))
+        NodeRules(state).register(node_report("silent"))
+        LearnerRules(state).offer(tasks(3))
         yield server
 
 
@@ -187,7 +189,7 @@ def leaving(server: BrokerServer, node: str) -> None:
 def test_two_stops_at_once_wait_until_everybody_has_left_and_the_broker_has_ended(served, start, capsys) -> None:
     stops = [start("stop", served.address) for _ in range(2)]
     until(lambda: served._state.stopping)
-    served._state.report(learner_report("drained", step=7))
+    LearnerRules(served._state).report(learner_report("drained", step=7))
     leaving(served, "silent")
     assert [stop.result(LIMIT_S) for stop in stops] == [EXIT_DONE] * 2
     said = capsys.readouterr().out.splitlines()
@@ -200,13 +202,13 @@ def test_a_broker_that_is_lost_while_the_job_stops_and_comes_back_is_told_again(
     address = f"ipc://{tmp_path}/broker"
     first, second = (new_state(run_info(config=msgspec.json.encode(job_of(tmp_path)))) for _ in range(2))
     for state in (first, second):
-        state.register(node_report())
+        NodeRules(state).register(node_report())
     with serving(address, first):
         stop = start("stop", address)
         until(lambda: first.stopping)
     with serving(address, second):
         until(lambda: second.stopping)
-        second.leave("n0")
+        NodeRules(second).leave("n0")
         assert stop.result(LIMIT_S) == EXIT_DONE
 
 

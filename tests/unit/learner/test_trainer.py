@@ -9,10 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from broker.contract import StoredGroup, Waste
+from broker.contract import StoredGroup
 from common.errors import HopelessError, UsageError
 from common.metrics import StepMetrics, read_metrics
 from common.rollouts import Group, encode_group
+from common.waste import Waste
 from tests.memory_broker import MemoryBroker
 from tests.recorded_spans import recorded
 from tests.unit.learner.loop_fakes import Killed, MakeWorld, World, make_group

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from broker.client.calls import NodeBroker
 from broker.contract import HeartbeatReply, LearnerReport, NodeReport
-from broker.messaging.client_methods import NodeBroker
 from common.rollouts import Sample, Task, VersionRun
 from common.spans import SpanBatch
 from rollout_fleet.environments.isolation.placement import Stage, ThreadStage

@@ -6,13 +6,15 @@ import time
 
 import pytest
 
-from broker.contract import GroupWork, Waste
+from broker.contract import GroupWork
+from common.waits import NO_WAIT, WaitFor, WaitKind
+from common.waste import Waste
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
 from rollout_fleet.join_timing import JoinTimer, process_age_s
 from rollout_fleet.node.broker_timeout import BrokerLost, BrokerTimeout
 from rollout_fleet.node.node_status import OwnStatus, explain
 
-HELD = WeightsState(version=12, incarnation=0, waiting_on="")
+HELD = WeightsState(version=12, incarnation=0, refused="")
 
 
 class Clock:
@@ -34,32 +36,43 @@ def status(clock: Clock) -> OwnStatus:
 
 
 @pytest.mark.parametrize(
-    ("weights", "learner", "episodes", "starting", "leased", "state", "waiting_on"),
+    ("weights", "learner", "episodes", "starting", "leased", "state", "wait"),
     [
-        (WeightsState(), None, 0, 0, False, "joining", "learner (none is attached)"),
-        (WeightsState(), 0, 0, 0, False, "joining", "weights from learner"),
-        (HELD, 0, 0, 0, False, "waiting", "tasks (learner has offered none)"),
-        (HELD, 0, 0, 0, True, "waiting", "task window: version 12 may lease no more tasks"),
-        (HELD, None, 0, 0, True, "waiting", "learner (none is attached)"),
-        (HELD, 1, 0, 0, True, "waiting", "weights from learner (it restarted as incarnation 1)"),
-        (HELD, 0, 5, 5, True, "environments", "the start of 5 environments"),
-        (HELD, 0, 5, 4, True, "generating", ""),
-        (WeightsState(version=12, incarnation=0, flipping=True), 0, 5, 5, True, "flipping", ""),
-        (WeightsState(version=12, excluded="canary differs by 3"), 0, 5, 5, True, "excluded", "canary differs by 3"),
+        (WeightsState(), None, 0, 0, False, "joining", WaitFor(WaitKind.LEARNER)),
+        (WeightsState(), 0, 0, 0, False, "joining", WaitFor(WaitKind.WEIGHTS)),
+        (HELD, 0, 0, 0, False, "waiting", WaitFor(WaitKind.TASKS)),
+        (HELD, 0, 0, 0, True, "waiting", WaitFor(WaitKind.WINDOW, version=12)),
+        (HELD, None, 0, 0, True, "waiting", WaitFor(WaitKind.LEARNER)),
+        (HELD, 1, 0, 0, True, "waiting", WaitFor(WaitKind.OTHER_WEIGHTS, count=1)),
+        (HELD, 0, 5, 5, True, "environments", WaitFor(WaitKind.ENVIRONMENTS, count=5)),
+        (HELD, 0, 5, 4, True, "generating", NO_WAIT),
+        (WeightsState(version=12, incarnation=0, flipping=True), 0, 5, 5, True, "flipping", NO_WAIT),
+        (
+            WeightsState(version=12, excluded="canary differs by 3"),
+            0,
+            5,
+            5,
+            True,
+            "excluded",
+            WaitFor(WaitKind.REPAIR, cause="canary differs by 3"),
+        ),
     ],
 )
 def test_the_explanation_names_who_unblocks_the_node(
-    weights: WeightsState, learner: int | None, episodes: int, starting: int, leased: bool, state: str, waiting_on: str
+    weights: WeightsState, learner: int | None, episodes: int, starting: int, leased: bool, state: str, wait: WaitFor
 ) -> None:
-    assert explain(weights, learner, episodes, starting, leased) == (state, waiting_on)
+    assert explain(weights, learner, episodes, starting, leased) == (state, wait)
 
 
 def test_a_node_of_the_pool_waits_for_versions_and_its_tokens_are_no_training_tokens(clock: Clock) -> None:
-    waits = "the next version that is evaluated"
+    waits = WaitFor(WaitKind.EVALUATED_VERSION)
     for weights, state in ((WeightsState(), "joining"), (HELD, "waiting")):
         assert explain(weights, 0, 0, 0, False, "eval") == (state, waits)
-    refused = WeightsState(waiting_on="the learner refused this key")
-    assert explain(refused, 0, 0, 0, False, "eval") == ("joining", "the learner refused this key")
+    refused = WeightsState(refused="the learner refused this key")
+    assert explain(refused, 0, 0, 0, False, "eval") == (
+        "joining",
+        WaitFor(WaitKind.WEIGHTS, cause="the learner refused this key"),
+    )
     status = OwnStatus("n", clock, pool="eval")
     clock.now = 9.0
     status.measure(HELD, EngineCounters(tokens_generated=70), [])
@@ -78,11 +91,11 @@ def test_a_node_of_the_fleet_counts_tokens_of_held_out_problems_apart(status: Ow
 
 
 def test_since_counts_from_the_change_of_state_not_of_reason(clock: Clock, status: OwnStatus) -> None:
-    for clock.now, reason in ((5.0, "a"), (7.0, "b")):
-        status.show("waiting", reason)
+    for clock.now, kind in ((5.0, WaitKind.TASKS), (7.0, WaitKind.WINDOW)):
+        status.show("waiting", WaitFor(kind))
     clock.now = 9.0
     report = status.report()
-    assert (report.state, report.waiting_on, report.since_s) == ("waiting", "b", 4.0)
+    assert (report.state, report.wait.kind, report.since_s) == ("waiting", WaitKind.WINDOW, 4.0)
 
 
 def test_probes_hear_of_the_state_from_the_turns_of_the_loop(status: OwnStatus) -> None:

@@ -5,7 +5,7 @@ broker neither decodes nor copies. Every request has an id that its reply repeat
 same request again with the same id once another connection stands, so requests are idempotent or remembered. Replies
 without payloads that a client gets at the same time come in one message, a Batch.
 
-`Request[R]` is answered with an R; its tag is the name of a rule in the delivery state (broker/server/handlers.py).
+`Request[R]` is answered with an R (broker/server/handlers.py).
 Structs are keyed; fields are only appended and have defaults. SCHEMA changes when an old reader would misread one.
 """
 
@@ -99,8 +99,9 @@ class Take(LearnerRequest[list[contract.StoredGroup] | None], frozen=True, kw_on
         groups = super().read(value, ())
         if len(payloads) != len(groups or ()):
             raise WireError(f"{len(groups or ())} groups came with {len(payloads)} payload frames", self.id)
-        pairs = zip(groups or (), payloads, strict=True)
-        return groups and [msgspec.structs.replace(group, payload=payload) for group, payload in pairs]
+        for group, payload in zip(groups or (), payloads, strict=True):
+            msgspec.structs.force_setattr(group, "payload", payload)  # no other code has seen this group yet
+        return groups
 
 
 class Regenerate(LearnerRequest[None], frozen=True, kw_only=True, tag="regenerate"):
@@ -137,7 +138,7 @@ class Report(LearnerRequest[contract.HeartbeatReply | None], frozen=True, kw_onl
         return self.report.state in contract.LEARNER_ENDED
 
 
-class Gather(Request[contract.Assembly], frozen=True, kw_only=True, tag="gather"):
+class Gather(Request[contract.RendezvousOrder], frozen=True, kw_only=True, tag="gather"):
     report: contract.MachineReport
     log: Text | None = None  # as in Report
     log_rank: int = -1
@@ -248,10 +249,11 @@ class AskLog(ObserverRequest[str | None], frozen=True, kw_only=True, tag="log"):
     role: Name
 
 
-LearnerMessage = Attach | Offer | Take | Regenerate | Filter | Commit | Evaluate | Report | Gather | Stop
+LearnerMessage = Attach | Offer | Take | Regenerate | Filter | Commit | Evaluate | Report
+LauncherMessage = Gather | Stop
 NodeMessage = Register | AskLease | Cancel | Heartbeat | Complete | CompleteEvaluation | Fail | Release | Leave
 ObserverMessage = AskStatus | AskLedger | AskEvents | AskLog
-AnyRequest = LearnerMessage | NodeMessage | ObserverMessage
+AnyRequest = LearnerMessage | LauncherMessage | NodeMessage | ObserverMessage
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -340,7 +342,9 @@ def _decode(header: bytes | memoryview, decoder: msgspec.msgpack.Decoder[_Messag
         message = found = decoder.decode(header)
         reason = ""
     except unreadable as error:
-        message, found, reason = None, _Envelope(), f"does not decode: {error}"
+        message = None
+        found = _Envelope()
+        reason = f"does not decode: {error}"
         with contextlib.suppress(*unreadable):
             found = _envelopes.decode(header)
     if found.schema != SCHEMA:

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Self, TypeVar
 
-from broker import contract
+from broker import contract, wire
 from broker.contract import HeartbeatReply, LearnerReport, NodeReport
-from broker.messaging import wire
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import GroupMeta, Task
 from common.spans import SpanBatch
 
-TAKE_PIECE_S, LEASE_PIECE_S = 1.0, 15.0  # a longer wait is asked for in pieces; a dead link shows after one
+TAKE_PIECE_S = 1.0  # a longer wait is asked for in pieces; a dead link shows after one
+LEASE_PIECE_S = 15.0
 OFFER_TASKS = 512  # tasks in one message
 
 R = TypeVar("R")
@@ -136,7 +136,9 @@ class LearnerBroker(ObserverBroker):
         """Ask every role to leave; the answer says which are still `present`. May be repeated."""
         return self.ask(wire.Stop())
 
-    def gather(self, report: contract.MachineReport, log: str | None = None, log_rank: int = -1) -> contract.Assembly:
+    def gather(
+        self, report: contract.MachineReport, log: str | None = None, log_rank: int = -1
+    ) -> contract.RendezvousOrder:
         """A machine of the learner is here; what its launcher is to do (broker/delivery/learner_machines.py)."""
         return self.ask(wire.Gather(report=report, log=log, log_rank=log_rank))
 

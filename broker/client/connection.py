@@ -10,17 +10,18 @@ import asyncio
 import concurrent.futures
 import logging
 import secrets
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import zmq
 
+from broker import wire
+from broker.client.calls import LEASE_PIECE_S, LearnerBroker, NodeBroker
 from broker.contract import Lease, LogPosition
-from broker.messaging import wire
-from broker.messaging.client_methods import LEASE_PIECE_S, NodeBroker
-from broker.messaging.loop_socket import LoopSocket
-from broker.messaging.sockets import frame_limit
+from broker.sockets import connect_dealer, frame_limit, tcp_bytes
 from common.errors import BrokerError, BrokerUnreachable, SlipstreamError, StoreChanged, UsageError
 from common.security.credentials import Credential
 
@@ -31,13 +32,106 @@ WAITING_PAUSE_S = 0.5  # before an observer asks again that the broker has told 
 NOT_CONNECTED_S = 2.0  # without a connection for this long, the next of several addresses is tried
 SILENT_S = 8.0  # likewise without any answer; with one address, the client connects anew
 LOOK_S = 0.5  # between two looks at what moves
-BUFFER_BYTES, BUFFER_BYTES_PER_S = 8 << 20, 1 << 20  # a proxy may acknowledge so much, and pass it on this slowly
+BUFFER_BYTES = 8 << 20  # a proxy may acknowledge so much
+BUFFER_BYTES_PER_S = 1 << 20  # and pass it on this slowly
 TURN_PAUSE_S = 0.2
 TIMER_STEP_S = 0.01  # reminders this close come together, so that many calls without an answer cost few timers
 NEVER = float("inf")
+_EVENTS = int(zmq.EVENTS)  # plain numbers: operators of enums are slow
+_IN = int(zmq.POLLIN)
+VIEW_BYTES = 16 << 10  # smaller frames are copied: their memory may be a small part of a larger buffer
+PART_BYTES = 1 << 10  # less than this is no part of a message, but what ZeroMQ adds to messages
 
 R = TypeVar("R")
 AnyFuture = asyncio.Future[R] | concurrent.futures.Future[R]
+
+
+class LoopSocket:
+    """Connects on construction. In the loop, `on_message` is called with the frames of each message, `on_connected`
+    when another connection stands. `identity` is a routing id that no other client has.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        identity: bytes,
+        max_frame_bytes: int,
+        credential: Credential | None,
+        on_message: Callable[[list[bytes]], None],
+        on_connected: Callable[[], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_message = on_message
+        self._on_connected = on_connected
+        self._socket, self.handshakes = connect_dealer(context, address, identity, max_frame_bytes, credential)
+        self._fileno = cast(int, self._socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fileno, self.read)
+        self._reading = False  # a read is due in this turn of the loop
+        self._watched = self.handshakes.fileno()
+        self._loop.add_reader(self._watched, self._watch)
+        self._number = 0  # the connection whose bytes are counted here
+        self._sent = self._delivered = 0  # in whole messages
+        self._received = self._acknowledged = self._unsent = 0  # at the last look
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._fileno)
+        self._loop.remove_reader(self._watched)
+        self.handshakes.close()
+        self._socket.close(linger=0)
+
+    def send(self, frames: list[bytes]) -> int:
+        """Returns the number of the connection; 0 while there is none, or while what was sent before fills its queue.
+
+        Raises UsageError when the broker has refused this client.
+        """
+        number = self.handshakes.connection
+        if not number:  # a message into a connection that just broke would be lost, and nothing would show it later
+            if refusal := self._watch():
+                raise UsageError(refusal)
+            return 0
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return 0
+        finally:
+            if not self._reading:  # one read for all that is sent in this turn of the loop
+                self._reading = True
+                self._loop.call_soon(self.read)
+        if number != self._number:
+            self._number = number
+            self._sent = 0
+            self._delivered = 0
+        size = sum(map(len, frames))
+        if size >= PART_BYTES:  # ZeroMQ has added bytes to all messages before, which would hide a part of this one
+            self._sent = max(self._sent, tcp_bytes(self.handshakes.connected_fd)[1])
+        self._sent += size
+        return number
+
+    def moves(self) -> bool:
+        """Whether part of a message came or went since the last look, as on a slow link. Only TCP tells."""
+        received, acknowledged = tcp_bytes(self.handshakes.connected_fd)
+        received -= self._delivered
+        came = received - self._received >= PART_BYTES
+        went = self._unsent >= PART_BYTES and acknowledged - self._acknowledged >= PART_BYTES
+        self._received = received
+        self._acknowledged = acknowledged
+        self._unsent = self._sent - acknowledged
+        return came or went
+
+    def _watch(self) -> str:
+        before = self.handshakes.connection
+        refusal = self.handshakes.refusal()
+        if self.handshakes.connection not in (0, before):
+            self._on_connected()
+        return refusal
+
+    def read(self) -> None:
+        self._reading = False
+        while not self._socket.closed and cast(int, self._socket.get(_EVENTS)) & _IN:  # cheaper than zmq.Again
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)  # large ones are views of ZeroMQ's own memory
+            self._delivered += sum(map(len, frames))
+            self._on_message([f.bytes if len(f) < VIEW_BYTES else cast(bytes, f.buffer) for f in frames])
 
 
 @dataclass(slots=True)
@@ -102,7 +196,7 @@ class Connection:
     """Carries requests to the broker that leads. Belongs to the event loop that makes the first call.
 
     It takes one address or several with commas between them; the attribute `address` is the one in use. For the
-    rest see broker.connect.Access.
+    rest see broker.client.connect.Access.
     """
 
     def __init__(
@@ -115,8 +209,10 @@ class Connection:
     ) -> None:
         self._addresses = tuple(address.split(","))  # one of these brokers leads
         self.address = self._addresses[0]
-        self._deadline_s, self._retry_s = deadline_s, retry_s
-        self._max_message_bytes, self._credential = max_message_bytes, credential
+        self._deadline_s = deadline_s
+        self._retry_s = retry_s
+        self._max_message_bytes = max_message_bytes
+        self._credential = credential
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: LoopSocket | None = None
         self._identity = b"c" + secrets.token_bytes(12)  # the broker knows repeated requests by it
@@ -265,8 +361,15 @@ class Connection:
             raise self._was_closed()
         if self._socket is None:
             limit = frame_limit(self._max_message_bytes)
-            where = self._context, self.address, self._identity, limit, self._credential
-            self._socket = LoopSocket(*where, self._on_message, self._send_again)
+            self._socket = LoopSocket(
+                self._context,
+                self.address,
+                self._identity,
+                max_frame_bytes=limit,
+                credential=self._credential,
+                on_message=self._on_message,
+                on_connected=self._send_again,
+            )
             self._heard()
         return self._socket
 
@@ -286,7 +389,8 @@ class Connection:
         self._send_again()
 
     def _send_again(self) -> None:
-        self._due_at, now = NEVER, asyncio.get_running_loop().time()
+        self._due_at = NEVER
+        now = asyncio.get_running_loop().time()
         for call in self._calls.by_id.values():
             call.sent_on = 0
             self._calls.remind_at(call, now)
@@ -312,11 +416,13 @@ class Connection:
 
     def _wait_longer(self, reply: wire.Waiting) -> None:
         if (call := self._calls.by_id.get(reply.id)) is not None:
-            (reason, at), self._told = self._told, (reply.reason, self._since)
+            (reason, at) = self._told
+            self._told = (reply.reason, self._since)
             if reason != reply.reason or self._since > at + SILENT_S:  # otherwise each call would say so each second
                 logger.warning("the broker has this request but cannot answer yet: %s", reply.reason)
-            call.end, call.quiet_until = self._since + call.limit_s, max(call.quiet_until, self._since)
-            if isinstance(call.request, wire.ObserverRequest):  # refused for now (broker/guard/request_guard.py)
+            call.end = self._since + call.limit_s
+            call.quiet_until = max(call.quiet_until, self._since)
+            if isinstance(call.request, wire.ObserverRequest):  # refused for now (broker/server/request_guard.py)
                 call.sent_on = 0
                 self._calls.remind_at(call, self._since + min(self._retry_s, WAITING_PAUSE_S))
 
@@ -351,3 +457,40 @@ class AsyncBrokerClient(Connection, NodeBroker):
     def lease_piece_s(self) -> float:
         """A client with several addresses takes a broker for lost that answers nothing for SILENT_S."""
         return LEASE_PIECE_S if len(self._addresses) == 1 else SILENT_S / 2
+
+
+class BrokerClient(LearnerBroker):
+    """LearnerBroker and ObserverBroker over ZeroMQ; any thread may call. The arguments are those of Connection."""
+
+    def __init__(self, address: str, **options: Any) -> None:
+        self._connection = Connection(address, **options)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="broker-client", daemon=True)
+        self._thread.start()
+        self._closing = threading.Lock()
+
+    @property
+    def address(self) -> str:
+        return self._connection.address
+
+    @property
+    def position(self) -> LogPosition | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._connection.position
+
+    def ask(self, request: wire.Request[R], wait_s: float = 0.0) -> R:
+        answer: Future[R] = Future()
+        frames = [wire.encode(request)]
+        with self._closing:  # so that the loop does not end between the check and the call
+            if not self._thread.is_alive():  # closed, or this process was forked from the one that connected
+                raise BrokerUnreachable(f"the connection to the broker at {self.address} was closed")
+            self._loop.call_soon_threadsafe(self._connection.start, request, frames, answer, wait_s)
+        return answer.result()
+
+    def close(self) -> None:
+        """Close the connection; calls under way raise BrokerUnreachable."""
+        with self._closing:
+            if self._thread.is_alive():
+                asyncio.run_coroutine_threadsafe(self._connection.close(), self._loop).result()
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop.close()

@@ -1,25 +1,30 @@
-"""Delays every reply that promises something until the promise is durable.
+"""Delays every reply that promises something until the promise is durable, and sends replies.
 
-A reply waits for all records up to the end of its turn. So a repeated request waits like the first one, and an answer
-that depends on another client's move waits for that move.
+A delayed reply waits for all records up to the end of its turn. So a repeated request waits like the first one, and an
+answer that depends on another client's move waits for that move.
 """
 
 from collections import OrderedDict
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, cast
 
 import zmq
 
+from broker import wire
 from broker.journal.journal import Journal
-from broker.messaging import wire
 
 MOST_DELAYED = 1 << 16
 WAITING_EVERY_S = 1.0
+FLAGS = int(zmq.NOBLOCK)  # plain numbers: operators of enums are slow
+MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+
+Payload = bytes | zmq.Frame
 
 
 class Delayed(NamedTuple):
     client: bytes
     reply: wire.Reply
-    payloads: list[bytes | zmq.Frame]
+    payloads: list[Payload]
 
 
 class DelayedReplies:
@@ -69,3 +74,38 @@ class DelayedReplies:
         while self._delayed and next(iter(self._delayed.values()))[0] <= acknowledged:
             released.append(self._delayed.popitem(last=False)[1][1])
         return released
+
+
+class Outbox:
+    """Sends without ever waiting. `undelivered` is told of every reply whose client is gone (ROUTER_MANDATORY).
+
+    Replies without payload to one client go together in one message, which costs more than what is in it.
+    """
+
+    def __init__(self, router: "zmq.Socket[bytes]", undelivered: Callable[[bytes, wire.Reply], None]) -> None:
+        self._router = router
+        self._undelivered = undelivered
+        self._waiting: dict[bytes, list[wire.Reply]] = {}
+
+    def put(self, client: bytes, reply: wire.Reply, payloads: list[Payload] | None = None) -> None:
+        """With payloads: sent at once. Without: at the next `flush`."""
+        if payloads:
+            self._send(client, [reply], payloads)
+        else:
+            self._waiting.setdefault(client, []).append(reply)
+
+    def flush(self) -> None:
+        while self._waiting:
+            self._send(*self._waiting.popitem(), [])
+
+    def _send(self, client: bytes, replies: list[wire.Reply], payloads: list[Payload]) -> None:
+        batch = wire.Batch(id=-1, replies=cast(list[wire.SingleReply], replies))
+        header = wire.encode(replies[0] if len(replies) == 1 else batch)
+        try:
+            self._router.send(client, MORE)
+            self._router.send(header, MORE if payloads else FLAGS)
+            for i, payload in enumerate(payloads, 1):
+                self._router.send(payload, MORE if i < len(payloads) else FLAGS, copy=False)
+        except zmq.ZMQError:
+            for reply in replies:
+                self._undelivered(client, reply)

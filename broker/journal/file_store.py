@@ -12,18 +12,26 @@ from typing import IO
 
 import msgspec
 
-from broker.journal.file_store.frames import HEAD_BYTES, Buffer, Frame, checksum, head, read_frame, scan
-from broker.journal.file_store.segment_file import STAGE_BYTES, SegmentFile
+from broker.delivery.task_table import Location, StoredPayload
+from broker.journal.segments import (
+    HEAD_BYTES,
+    STAGE_BYTES,
+    Buffer,
+    Frame,
+    SegmentFile,
+    checksum,
+    head,
+    read_frame,
+    scan,
+)
 from broker.journal.store import (
     RESTORE,
     Compaction,
     Loaded,
-    Location,
     PayloadUnreadable,
     Record,
     Store,
     StoreCorrupt,
-    StoredPayload,
     StoredRecord,
     StoreUnavailable,
 )
@@ -51,8 +59,12 @@ class FileStore(Store):
     """See Store. Only the process that has the folder's `lock` may write."""
 
     def __init__(self, path: Path, info: StoreInfo, lock: IO[str] | None = None) -> None:
-        self.path, self.info, self.lock = path, info, lock
-        self.name, self.store_id, self.address = str(path), info.store_id, info.address
+        self.path = path
+        self.info = info
+        self.lock = lock
+        self.name = str(path)
+        self.store_id = info.store_id
+        self.address = info.address
         self._history = path / "history.log"
         self._number = 0
         self._file: SegmentFile | None = None
@@ -71,7 +83,8 @@ class FileStore(Store):
         for number in reversed(_segments(self.path)):
             path = self._segment(number)
             _settle(path)
-            found, byte = scan(_mapped(path), self.info.seed), f"{path}: byte"
+            found = scan(_mapped(path), self.info.seed)
+            byte = f"{path}: byte"
             if found.damaged:
                 raise StoreCorrupt(f"{byte} {found.end}", found.torn)
             if not found.frames:
@@ -151,7 +164,8 @@ class FileStore(Store):
             finished = compaction.finished()
             if finished is not None:
                 history = self._append_history(history, finished)
-            body, seq = compaction.snapshot(history), compaction.seq
+            body = compaction.snapshot(history)
+            seq = compaction.seq
             file = SegmentFile(self._segment(number), self._stage)
             try:
                 file.write([head(seq, seq - 1, body, 0, 0, self.info.seed), body])
@@ -163,7 +177,8 @@ class FileStore(Store):
                 raise
         if self._file is not None:
             self._file.close()
-        self._file, self._number = file, number
+        self._file = file
+        self._number = number
         self._unsynced.clear()
         wanted = {location.segment for location in compaction.wanted()} | {number}
         for former in _segments(self.path):
@@ -209,9 +224,11 @@ class FileStore(Store):
         seed = self.info.seed
         for record in batch:
             payload = record.payload
-            length, digest = 0, 0
+            length = 0
+            digest = 0
             if payload is not None:
-                length, digest = len(payload), checksum(payload, seed)
+                length = len(payload)
+                digest = checksum(payload, seed)
             yield head(record.seq, synced, record.body, length, digest, seed)
             yield record.body
             offset += HEAD_BYTES + len(record.body)

@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
+from broker.client.calls import LearnerBroker, NodeBroker
 from broker.contract import BrokerStatus
-from broker.messaging.client_methods import LearnerBroker, NodeBroker
 from common.config.network_checks import is_redis
 from common.errors import BrokerUnreachable, UsageError
 from common.security.credentials import Role, curve_credentials, load_credential
@@ -25,14 +25,14 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
 
 def connect(access: Access) -> LearnerBroker:
     """A learner's or an observer's connection; raises UsageError when the address or the credentials are of no use."""
-    from broker.messaging.sync_client import BrokerClient
+    from broker.client.connection import BrokerClient
 
     return BrokerClient(access.address, **_options(access))
 
 
 def connect_node(access: Access) -> NodeBroker:
     """A node's connection; raises UsageError when the address or the credentials are of no use."""
-    from broker.messaging.async_client import AsyncBrokerClient
+    from broker.client.connection import AsyncBrokerClient
 
     return AsyncBrokerClient(access.address, **_options(access))
 

@@ -8,9 +8,13 @@ tail, which was never acknowledged, from damage to older records, which is an er
 store, so that no payload can pass for a frame.
 """
 
+import contextlib
+import errno
+import mmap
+import os
 import struct
-from collections.abc import Iterator
-from mmap import mmap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
@@ -21,7 +25,7 @@ _FIELDS = struct.Struct("<4sIQQQQ")
 _DIGEST = struct.Struct("<Q")
 HEAD_BYTES = _FIELDS.size + _DIGEST.size
 
-Buffer = bytes | bytearray | memoryview | mmap
+Buffer = bytes | bytearray | memoryview | mmap.mmap
 checksum = xxhash.xxh3_64_intdigest
 
 
@@ -79,13 +83,15 @@ def read_frame(data: Buffer, offset: int, seed: int) -> Frame | None:
 def scan(data: Buffer, seed: int) -> Scan:
     """All frames in order; payloads that were not known to be synced are checked too."""
     frames: list[Frame] = []
-    offset, torn = 0, ""
+    offset = 0
+    torn = ""
     expected: int | None = None
     while offset < len(data):
         frame = read_frame(data, offset, seed)
         if frame is not None and expected in (None, frame.seq):
             frames.append(frame)
-            offset, expected = frame.end, frame.seq + 1
+            offset = frame.end
+            expected = frame.seq + 1
             continue
         block = padded(offset)
         if block != offset and not any(data[offset : min(block, len(data))]):
@@ -103,7 +109,7 @@ def scan(data: Buffer, seed: int) -> Scan:
 
 def find_frames(data: Buffer, start: int, seed: int) -> Iterator[Frame]:
     """Frames that begin anywhere at or after `start`, in order of their offset."""
-    whole = data if isinstance(data, bytes | bytearray | mmap) else bytes(data)
+    whole = data if isinstance(data, bytes | bytearray | mmap.mmap) else bytes(data)
     position = whole.find(MAGIC, start)
     while position >= 0:
         frame = read_frame(data, position, seed)
@@ -131,3 +137,85 @@ def _reason(data: Buffer, offset: int, frame: Frame | None, expected: int | None
     if not any(data[offset : offset + BLOCK]):
         return f"zeros where record {expected} belongs"
     return f"record {expected} is cut off or damaged"
+
+
+STAGE_BYTES = 4 << 20
+
+
+class SegmentFile:
+    """`size` is where the next write begins; a write that fails leaves it where it was and may be repeated.
+
+    Set it back to write the same bytes again.
+    """
+
+    def __init__(self, path: Path, stage: mmap.mmap) -> None:
+        """Create `path`, empty; `stage` is an aligned buffer of STAGE_BYTES for one file at a time. Raises OSError."""
+        self.path = path
+        self.size = self._end = 0
+        self._direct = True
+        self._handle = self._open(os.O_CREAT | os.O_TRUNC)
+        self._stage = stage
+
+    def write(self, parts: Iterable[bytes | memoryview]) -> None:
+        """Append the concatenation of `parts` and zeros up to the next block. Raises OSError, changing nothing."""
+        begun = self.size
+        filled = 0
+        offset = begun
+        try:
+            for part in parts:
+                view = memoryview(part).cast("B")
+                while len(view):
+                    room = min(len(view), STAGE_BYTES - filled)
+                    self._stage[filled : filled + room] = view[:room]
+                    filled = filled + room
+                    view = view[room:]
+                    if filled == STAGE_BYTES:
+                        self._flush(STAGE_BYTES, offset)
+                        offset = offset + STAGE_BYTES
+                        filled = 0
+            if filled:
+                end = padded(filled)
+                self._stage[filled:end] = bytes(end - filled)
+                self._flush(end, offset)
+                offset += end
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._handle, max(begun, self._end))  # bytes that are written again stay
+            raise
+        self.size = offset
+        self._end = max(self._end, offset)
+
+    def sync(self) -> None:
+        """Wait until everything written is on the disk. Raises OSError."""
+        os.fdatasync(self._handle)
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+    def _open(self, flags: int) -> int:
+        common = os.O_RDWR | os.O_CLOEXEC | flags
+        try:
+            return os.open(self.path, common | (os.O_DIRECT if self._direct else 0), 0o644)
+        except OSError as error:
+            if not self._direct or error.errno != errno.EINVAL:
+                raise
+        self._direct = False
+        return os.open(self.path, common, 0o644)
+
+    def _flush(self, count: int, offset: int) -> None:
+        assert count % BLOCK == 0
+        with memoryview(self._stage) as view:
+            done = 0
+            while done < count:
+                try:
+                    written = os.pwrite(self._handle, view[done:count], offset + done)
+                except OSError as error:
+                    if not (self._direct and error.errno == errno.EINVAL):
+                        raise
+                    written = 0
+                done += written
+                if self._direct and (written % BLOCK or not written):  # the page cache takes any length
+                    self._direct = False
+                    old = self._handle
+                    self._handle = self._open(0)
+                    os.close(old)

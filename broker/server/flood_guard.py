@@ -1,10 +1,9 @@
-"""Closes connections that send endless messages, or that ask for replies and do not read them.
+"""Bounds on what one connection may cost: bytes without a complete message, unread replies, and replies a second.
 
 ZeroMQ limits the size of a frame and the number of waiting messages, but not the number of frames of one message. It
-collects the frames in memory until the last one, which a hostile sender never sends. So the broker watches its own
-memory. When the groups that it stores do not explain the growth, it closes connections without complete messages,
-those with the most received bytes first. It also closes connections that read none of their replies. An innocent
-client among them reconnects and repeats its request.
+collects them in memory. So the broker watches its own memory. When the groups that it stores do not explain the growth,
+it closes connections without complete messages, those with the most received bytes first. It also closes connections
+that read none of their replies. An innocent client among them reconnects and repeats its request.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ import psutil
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from broker.messaging.sockets import tcp_bytes
+from broker.sockets import tcp_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +34,33 @@ LEAST_BYTES = 1 << 20  # a connection that received less is not closed
 LEAST_UNREAD_BYTES = 64 << 10
 
 
+class TokenBucket:
+    """A budget that grows by `rate` a second up to `burst`."""
+
+    def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._clock = clock
+        self._left = burst
+        self._at = clock()
+
+    def spend(self, cost: float) -> bool:
+        """Take `cost` from the budget; returns False, and takes nothing, when it is too small."""
+        now = self._clock()
+        self._left = min(self._burst, self._left + (now - self._at) * self._rate)
+        self._at = now
+        if cost > self._left and self._left < self._burst:
+            return False
+        self._left -= cost  # negative after a cost larger than the whole budget
+        return True
+
+
 class FloodGuard:
-    """Watches the connections of one bound socket, in the socket's thread.
+    """Watches the connections of one bound socket, in the socket's thread; growth by `allowed_bytes` is no flood."""
 
-    `memory` returns the bytes of this process's own memory; growth by `allowed_bytes` needs no explanation.
-    """
-
-    def __init__(self, router: zmq.Socket[bytes], allowed_bytes: int, memory: Callable[[], int] | None = None) -> None:
+    def __init__(self, router: zmq.Socket[bytes], allowed_bytes: int) -> None:
         self.connections: set[int] = set()  # file descriptors, as of the last tick
-        self._resident = memory or own_memory
-        self._limit = self._resident() + allowed_bytes
+        self._limit = own_memory() + allowed_bytes
         self._since: float | None = None  # begin of an alert, monotonic seconds
         self._heard: set[int] = set()  # connections that completed a message during the alert
         self._acked: dict[int, int] = {}  # bytes that each had acknowledged at the last check
@@ -71,18 +87,16 @@ class FloodGuard:
             message = cast("dict[str, Any]", recv_monitor_message(self._events, zmq.NOBLOCK))
             note = self.connections.add if message["event"] == zmq.EVENT_ACCEPTED else self.connections.discard
             note(int(message["value"]))
-        if self._resident() - explained_bytes > self._limit:
+        if own_memory() - explained_bytes > self._limit:
             with contextlib.suppress(OSError, AttributeError):  # not every C library can
                 ctypes.CDLL(None).malloc_trim(0)  # freed memory of an earlier flood still counts as resident
-        if self._resident() - explained_bytes <= self._limit:
+        if own_memory() - explained_bytes <= self._limit:
             self._since = None
-            return
-        now = time.monotonic()
-        if self._since is None:
-            self._since = now
+        elif self._since is None:
+            self._since = time.monotonic()
             self._heard.clear()
             self._acked.clear()
-        elif now - self._since >= PATIENCE_S:
+        elif time.monotonic() - self._since >= PATIENCE_S:
             self._cut()
 
     def close(self) -> None:
@@ -91,15 +105,13 @@ class FloodGuard:
 
     def _cut(self) -> None:
         counts = {fd: tcp_bytes(fd) for fd in self.connections}
-        silent = [(received, fd) for fd, (received, _) in counts.items() if fd not in self._heard]
-        worst = sorted((found for found in silent if found[0] >= LEAST_BYTES), reverse=True)[:CUT_AT_ONCE]
-        for received, fd in worst:
-            logger.warning("cut a connection that sent %d bytes and completed no message; memory is short", received)
-            _shut(fd)
+        silent = ((received, fd) for fd, (received, _) in counts.items() if fd not in self._heard)
+        for received, fd in sorted(silent, reverse=True)[:CUT_AT_ONCE]:
+            if received >= LEAST_BYTES:
+                _cut_off(fd, f"sent {received} bytes and completed no message")
         for fd, (_, acked) in counts.items():
             if acked == self._acked.get(fd) and unread_bytes(fd) >= LEAST_UNREAD_BYTES:
-                logger.warning("cut a connection that does not read its replies; memory is short")
-                _shut(fd)
+                _cut_off(fd, "does not read its replies")
         self._acked = {fd: acked for fd, (_, acked) in counts.items()}
 
 
@@ -111,7 +123,8 @@ def unread_bytes(fd: int) -> int:
         return 0
 
 
-def _shut(fd: int) -> None:
+def _cut_off(fd: int, why: str) -> None:
+    logger.warning("memory is short: cut a connection that %s", why)
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
         connection.shutdown(socket.SHUT_RDWR)
 
