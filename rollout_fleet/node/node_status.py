@@ -18,24 +18,33 @@ from rollout_fleet.join_timing import JoinTimer
 IDLE = ("joining", "waiting")  # states in which the engine runs and no episode does
 
 
-class OwnStatus:
+class NodeStatusTracker:
     """The node's state and since when, its leases and counters. Thread-safe."""
 
     def __init__(self, node_id: str, clock: Callable[[], float] = time.monotonic, pool: str = "") -> None:
-        self.node_id, self.pool = node_id, pool
+        self.node_id = node_id
+        self.pool = pool
         self.joining = JoinTimer()
         self.signs = LifeSigns()
         self._clock = clock
         self._lock = threading.Lock()
-        host = socket.gethostname()
-        here = NodeReport(node_id, os.getpid(), host, "starting", -1, "the engine's start", pool=pool)
-        self._report = replace(here, instance=secrets.token_hex(8))
+        self._report = NodeReport(
+            node_id=node_id,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            state="starting",
+            policy_version=-1,
+            waiting_on="the engine's start",
+            pool=pool,
+            instance=secrets.token_hex(8),
+        )
         self._since = clock()  # its state began
         self._leases: list[str] = []
         self._cancelled = Waste()
         self._failed: dict[str, int] = {}
         self._waited_s = 0.0  # in states of IDLE that are over
-        self._rate_at, self._rate_tokens = clock(), 0
+        self._rate_at = clock()
+        self._rate_tokens = 0
 
     def show(self, state: str, waiting_on: str = "") -> None:
         """Set the state and what it waits for; the clock of a state runs on while it stays the same."""
@@ -94,11 +103,14 @@ class OwnStatus:
     def report(self) -> NodeReport:
         """A snapshot for a heartbeat; tokens_per_s is over the time since the last one."""
         with self._lock:
-            now, known = self._clock(), self._report
-            generated, rate = known.tokens_generated + known.evaluation_tokens, known.tokens_per_s
+            now = self._clock()
+            known = self._report
+            rate = known.tokens_per_s
             if now - self._rate_at >= 0.5:
+                generated = known.tokens_generated + known.evaluation_tokens
                 rate = (generated - self._rate_tokens) / (now - self._rate_at)
-                self._rate_at, self._rate_tokens = now, generated
+                self._rate_at = now
+                self._rate_tokens = generated
             waste = {
                 "cancelled": self._cancelled,
                 "stalled": Waste(seconds=known.generation_stall_s),
@@ -121,7 +133,7 @@ class OwnStatus:
 
 
 def explain(
-    weights: WeightsState, learner: int | None, episodes: int, starting: int, leased: bool, pool: str = ""
+    weights: WeightsState, *, learner: int | None, episodes: int, starting: int, leased: bool, pool: str = ""
 ) -> tuple[str, str]:
     """(state, waiting_on) of a node that is neither starting nor leaving.
 
@@ -134,12 +146,13 @@ def explain(
         return "flipping", ""
     if episodes:
         return ("environments", f"the start of {starting} environments") if starting == episodes else ("generating", "")
+    state = "joining" if weights.version < 0 else "waiting"
     if learner is None:
-        return "joining" if weights.version < 0 else "waiting", "learner (none is attached)"
-    if pool and weights.waiting_on in ("", WeightsState().waiting_on):
-        return "joining" if weights.version < 0 else "waiting", "the next version that is evaluated"
+        return state, "learner (none is attached)"
+    if pool:
+        return state, weights.refusal or "the next version that is evaluated"
     if weights.version < 0:
-        return "joining", weights.waiting_on or "weights from learner"
+        return state, weights.refusal or "weights from learner"
     if weights.incarnation != learner:
         return "waiting", f"weights from learner (it restarted as incarnation {learner})"
     if not leased:

@@ -147,7 +147,7 @@ class WeightClient:
                 refusal = self._handshakes.refusal() if self._handshakes is not None else ""
                 if refusal:
                     logger.error("%s", refusal)
-                    await self._change(waiting_on=refusal)
+                    await self._change(refusal=refusal)
                 await self._join()
                 continue
             try:
@@ -236,7 +236,7 @@ class WeightClient:
             version=publish.version,
             incarnation=publish.incarnation,
             flipping=False,
-            waiting_on="",
+            refusal="",
             flips=state.flips + 1,
             stall_s=state.stall_s + flip.stall_s,
             canary_max_difference=state.canary_max_difference if difference is None else difference,
@@ -265,7 +265,7 @@ class WeightClient:
         logger.error("this node stops generating: %s", reason)
         with contextlib.suppress(Exception):  # the engine may be what is broken
             await self._target.exclude(reason)
-        await self._change(excluded=reason, flipping=False, waiting_on=reason)
+        await self._change(excluded=reason, flipping=False)
         incarnation, version = getattr(message, "incarnation", self._incarnation), getattr(message, "version", -1)
         await self._send(messages.Rejected(self._node_id, incarnation, version, reason, fatal=True))
 

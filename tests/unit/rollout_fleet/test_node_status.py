@@ -9,10 +9,10 @@ import pytest
 from broker.contract import GroupWork, Waste
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
 from rollout_fleet.join_timing import JoinTimer, process_age_s
-from rollout_fleet.node.broker_timeout import BrokerLost, BrokerTimeout
-from rollout_fleet.node.node_status import OwnStatus, explain
+from rollout_fleet.node.heartbeat import BrokerLost, BrokerTimeout
+from rollout_fleet.node.node_status import NodeStatusTracker, explain
 
-HELD = WeightsState(version=12, incarnation=0, waiting_on="")
+HELD = WeightsState(version=12, incarnation=0)
 
 
 class Clock:
@@ -29,8 +29,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def status(clock: Clock) -> OwnStatus:
-    return OwnStatus("n", clock)
+def status(clock: Clock) -> NodeStatusTracker:
+    return NodeStatusTracker("n", clock)
 
 
 @pytest.mark.parametrize(
@@ -51,23 +51,26 @@ def status(clock: Clock) -> OwnStatus:
 def test_the_explanation_names_who_unblocks_the_node(
     weights: WeightsState, learner: int | None, episodes: int, starting: int, leased: bool, state: str, waiting_on: str
 ) -> None:
-    assert explain(weights, learner, episodes, starting, leased) == (state, waiting_on)
+    found = explain(weights, learner=learner, episodes=episodes, starting=starting, leased=leased)
+    assert found == (state, waiting_on)
 
 
 def test_a_node_of_the_pool_waits_for_versions_and_its_tokens_are_no_training_tokens(clock: Clock) -> None:
     waits = "the next version that is evaluated"
     for weights, state in ((WeightsState(), "joining"), (HELD, "waiting")):
-        assert explain(weights, 0, 0, 0, False, "eval") == (state, waits)
-    refused = WeightsState(waiting_on="the learner refused this key")
-    assert explain(refused, 0, 0, 0, False, "eval") == ("joining", "the learner refused this key")
-    status = OwnStatus("n", clock, pool="eval")
+        assert explain(weights, learner=0, episodes=0, starting=0, leased=False, pool="eval") == (state, waits)
+    refused = WeightsState(refusal="the learner refused this key")
+    for pool in ("eval", ""):
+        found = explain(refused, learner=0, episodes=0, starting=0, leased=False, pool=pool)
+        assert found == ("joining", "the learner refused this key")
+    status = NodeStatusTracker("n", clock, pool="eval")
     clock.now = 9.0
     status.measure(HELD, EngineCounters(tokens_generated=70), [])
     report = status.report()
     assert (report.pool, report.tokens_generated, report.evaluation_tokens, report.waste) == ("eval", 0, 70, {})
 
 
-def test_a_node_of_the_fleet_counts_tokens_of_held_out_problems_apart(status: OwnStatus) -> None:
+def test_a_node_of_the_fleet_counts_tokens_of_held_out_problems_apart(status: NodeStatusTracker) -> None:
     counters = EngineCounters(tokens_generated=70)
     status.measure(HELD, counters, [], evaluated=30)
     assert (status.report().tokens_generated, status.report().evaluation_tokens) == (40, 30)
@@ -77,7 +80,7 @@ def test_a_node_of_the_fleet_counts_tokens_of_held_out_problems_apart(status: Ow
     assert (status.report().tokens_generated, status.report().evaluation_tokens) == (40, 60)
 
 
-def test_since_counts_from_the_change_of_state_not_of_reason(clock: Clock, status: OwnStatus) -> None:
+def test_since_counts_from_the_change_of_state_not_of_reason(clock: Clock, status: NodeStatusTracker) -> None:
     for clock.now, reason in ((5.0, "a"), (7.0, "b")):
         status.show("waiting", reason)
     clock.now = 9.0
@@ -85,7 +88,7 @@ def test_since_counts_from_the_change_of_state_not_of_reason(clock: Clock, statu
     assert (report.state, report.waiting_on, report.since_s) == ("waiting", "b", 4.0)
 
 
-def test_probes_hear_of_the_state_from_the_turns_of_the_loop(status: OwnStatus) -> None:
+def test_probes_hear_of_the_state_from_the_turns_of_the_loop(status: NodeStatusTracker) -> None:
     def ready() -> bool:
         return status.signs.answer("/readyz")[0] == 200
 
@@ -97,7 +100,7 @@ def test_probes_hear_of_the_state_from_the_turns_of_the_loop(status: OwnStatus) 
         assert ready() is expected
 
 
-def test_a_report_carries_engine_weights_groups_and_waste(clock: Clock, status: OwnStatus) -> None:
+def test_a_report_carries_engine_weights_groups_and_waste(clock: Clock, status: NodeStatusTracker) -> None:
     weights = WeightsState(version=3, incarnation=1, flips=4, stall_s=0.5, canary_max_difference=0.01)
     counters = EngineCounters(100, kv_cache_usage=0.75, preemptions=3, prompt_tokens=200, cached_tokens=150)
     status.measure(weights, counters, ["a", "b"])
@@ -116,7 +119,7 @@ def test_a_report_carries_engine_weights_groups_and_waste(clock: Clock, status: 
     assert (report.groups, report.concurrency) == ([GroupWork(4, 8, finished=2)], 24)
 
 
-def test_waiting_counts_the_time_without_work_also_while_it_lasts(clock: Clock, status: OwnStatus) -> None:
+def test_waiting_counts_the_time_without_work_also_while_it_lasts(clock: Clock, status: NodeStatusTracker) -> None:
     for clock.now, state in (
         (1.0, "joining"),
         (3.0, "waiting"),
@@ -133,7 +136,7 @@ def test_waiting_counts_the_time_without_work_also_while_it_lasts(clock: Clock, 
     assert status.report().waste["waiting"] == Waste(0, 2.75)
 
 
-def test_the_rate_covers_the_time_since_the_last_report(clock: Clock, status: OwnStatus) -> None:
+def test_the_rate_covers_the_time_since_the_last_report(clock: Clock, status: NodeStatusTracker) -> None:
     for clock.now, tokens, rate in ((1.0, 100, 100.0), (3.0, 120, 10.0), (3.1, 500, 10.0), (4.0, 500, 380.0)):
         status.measure(HELD, EngineCounters(tokens_generated=tokens), [])
         assert status.report().tokens_per_s == pytest.approx(rate)
