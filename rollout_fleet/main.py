@@ -121,8 +121,14 @@ def _weight_client(config: Config, engine: "Engine", status: NodeStatusTracker) 
 
     keys = curve_credentials(config.broker.credentials)
     credential = load_credential(keys, "node", status.node_id) if keys else None
-    transports = receivable(config.weights.transport)
-    return WeightClient(status.node_id, engine.weights, credential, transports, status.joining, status.pool)
+    return WeightClient(
+        status.node_id,
+        engine.weights,
+        credential=credential,
+        transports=receivable(config.weights.transport),
+        reached=status.joining.reached,
+        pool=status.pool,
+    )
 
 
 def _drain_on_signals(stack: AsyncExitStack, node: Node) -> None:

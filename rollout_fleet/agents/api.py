@@ -27,12 +27,6 @@ _HINTS = {
 }
 CODE = "invalid_request_error"
 BENT = "it would change the distribution that is sampled from, which the learner computes again as it is"
-CUT = "what the policy sampled is trained on as it is; end at its end token"
-ONE = "one conversation is one sample"
-DRAWN = "draws are the engine's own, different for every sample"
-FREE = "whether tools are called is the policy's choice, which is what is trained"
-SHOWN = "the chat template renders every request alike"
-ONLY_SAMPLED = "log-probabilities are recorded of the sampled tokens only"
 UNKNOWN = "this endpoint does not know it, and it might change what is sampled"
 
 # bookkeeping: neither tokens nor answer depend on it
@@ -41,52 +35,37 @@ WITHOUT_EFFECT = {
     "prompt_cache_options", "prompt_cache_retention", "request_id", "safety_identifier", "service_tier",
     "session_id", "store", "stream_interval", "user",
 }  # fmt: skip
-# the values that ask for nothing, and why others are refused; names of OpenAI's API and of vLLM's additions
-NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "add_generation_prompt": ((True,), SHOWN),
-    "add_special_tokens": ((False,), SHOWN),
-    "allowed_token_ids": (([],), BENT),
-    "audio": ((), "answers are text"),
-    "bad_words": (([],), BENT),
-    "best_of": ((1,), ONE),
-    "chat_template": ((), SHOWN),
-    "chat_template_kwargs": (({},), SHOWN),
-    "continue_final_message": ((False,), SHOWN),
-    "documents": (([],), SHOWN),
-    "echo": ((False,), "the answer is what the policy said"),
-    "frequency_penalty": ((0,), BENT),
-    "function_call": (("auto", "none"), FREE),
-    "functions": (([],), "name functions in 'tools'"),
-    "ignore_eos": ((False,), BENT),
-    "include_reasoning": ((True,), "the answer is all that the policy said"),
-    "length_penalty": ((1,), BENT),
-    "logit_bias": (({},), BENT),
-    "min_p": ((0,), BENT),
-    "min_tokens": ((0,), BENT),
-    "modalities": ((["text"],), "answers are text"),
-    "n": ((1,), ONE),
-    "parallel_tool_calls": ((True,), FREE),
-    "prediction": ((), "what the policy says is not guessed in advance"),
-    "presence_penalty": ((0,), BENT),
-    "prompt_logprobs": ((), ONLY_SAMPLED),
-    "reasoning_effort": ((), SHOWN),
-    "repetition_penalty": ((1,), BENT),
-    "response_format": (({"type": "text"},), BENT),
-    "return_tokens_as_token_ids": ((False,), "ask for 'return_token_ids'"),
-    "seed": ((), DRAWN),
-    "skip_special_tokens": ((False,), "the answer is all that the policy said"),
-    "stop": (([], ""), CUT),
-    "stop_token_ids": (([],), CUT),
-    "structured_outputs": ((), BENT),
-    "suffix": (("",), "completions continue their prompt"),
-    "tool_choice": (("auto", "none"), FREE),
-    "top_k": ((-1, 0), BENT),
-    "top_logprobs": ((0,), ONLY_SAMPLED),
-    "truncate_prompt_tokens": ((), "prompts are continued as they were recorded"),
-    "use_beam_search": ((False,), BENT),
-    "verbosity": ((), SHOWN),
-    "web_search_options": ((), "there is no web here; name a tool of your own"),
+# The values that ask for nothing, by the reason why others are refused; names of OpenAI's API and of vLLM's additions.
+_NEUTRAL_BY_REASON: dict[str, dict[str, tuple[Any, ...]]] = {
+    BENT: {
+        "allowed_token_ids": ([],), "bad_words": ([],), "frequency_penalty": (0,), "ignore_eos": (False,),
+        "length_penalty": (1,), "logit_bias": ({},), "min_p": (0,), "min_tokens": (0,), "presence_penalty": (0,),
+        "repetition_penalty": (1,), "response_format": ({"type": "text"},), "structured_outputs": (),
+        "top_k": (-1, 0), "use_beam_search": (False,),
+    },
+    "the chat template renders every request alike": {
+        "add_generation_prompt": (True,), "add_special_tokens": (False,), "chat_template": (),
+        "chat_template_kwargs": ({},), "continue_final_message": (False,), "documents": ([],), "reasoning_effort": (),
+        "verbosity": (),
+    },
+    "whether tools are called is the policy's choice, which is what is trained": {
+        "function_call": ("auto", "none"), "parallel_tool_calls": (True,), "tool_choice": ("auto", "none"),
+    },
+    "answers are text": {"audio": (), "modalities": (["text"],)},
+    "one conversation is one sample": {"best_of": (1,), "n": (1,)},
+    "the answer is all that the policy said": {"include_reasoning": (True,), "skip_special_tokens": (False,)},
+    "log-probabilities are recorded of the sampled tokens only": {"prompt_logprobs": (), "top_logprobs": (0,)},
+    "what the policy sampled is trained on as it is; end at its end token": {"stop": ([], ""), "stop_token_ids": ([],)},
+    "the answer is what the policy said": {"echo": (False,)},
+    "name functions in 'tools'": {"functions": ([],)},
+    "what the policy says is not guessed in advance": {"prediction": ()},
+    "ask for 'return_token_ids'": {"return_tokens_as_token_ids": (False,)},
+    "draws are the engine's own, different for every sample": {"seed": ()},
+    "completions continue their prompt": {"suffix": ("",)},
+    "prompts are continued as they were recorded": {"truncate_prompt_tokens": ()},
+    "there is no web here; name a tool of your own": {"web_search_options": ()},
 }  # fmt: skip
+NEUTRAL = {name: (values, why) for why, found in _NEUTRAL_BY_REASON.items() for name, values in found.items()}
 
 
 class BadRequest(Exception):

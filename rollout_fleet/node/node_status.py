@@ -6,15 +6,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from msgspec.structs import replace
 
-from broker.contract import NODE_AWAY, GroupWork, NodeReport, Waste
+from broker.contract import NODE_AWAY, GroupWork, JoinTimes, NodeReport, Waste
 from common.process.health import LifeSigns
+from common.process.lifecycle import start_ticks
 from common.span_buffer import SPANS
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
-from rollout_fleet.join_timing import JoinTimer
 
+JoinStage = Literal["registered", "engine", "staged", "active", "leased", "delivered"]
 IDLE = ("joining", "waiting")  # states in which the engine runs and no episode does
 
 
@@ -158,3 +160,29 @@ def explain(
     if not leased:
         return "waiting", "tasks (learner has offered none)"
     return "waiting", f"task window: version {weights.version} may lease no more tasks"
+
+
+class JoinTimer:
+    """When the process reached each stage on its way into the job; only the first time counts."""
+
+    def __init__(self, age_s: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`age_s`: as `process_age_s`, which stands in for None."""
+        age_s = process_age_s() if age_s is None else age_s
+        self._clock = clock
+        self._origin = clock() - age_s
+        self.times = JoinTimes(started_s=time.time() - age_s)  # may be read from any thread
+
+    def reached(self, stage: JoinStage) -> bool:
+        """Note a stage; True when it is new. For one thread."""
+        if getattr(self.times, stage):
+            return False
+        self.times = replace(self.times, **{stage: self._clock() - self._origin})
+        return True
+
+
+def process_age_s() -> float:
+    """Seconds since this process started, to a hundredth; 0 where the operating system does not say (not Linux)."""
+    ticks = start_ticks(os.getpid())
+    if ticks is None:
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))

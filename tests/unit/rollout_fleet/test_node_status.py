@@ -8,9 +8,8 @@ import pytest
 
 from broker.contract import GroupWork, Waste
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
-from rollout_fleet.join_timing import JoinTimer, process_age_s
 from rollout_fleet.node.heartbeat import BrokerLost, BrokerTimeout
-from rollout_fleet.node.node_status import NodeStatusTracker, explain
+from rollout_fleet.node.node_status import JoinTimer, NodeStatusTracker, explain, process_age_s
 
 HELD = WeightsState(version=12, incarnation=0)
 
@@ -167,7 +166,7 @@ def test_stages_count_from_the_start_of_the_process_and_only_once(clock: Clock) 
 
 def test_the_age_of_a_process_is_counted_from_its_start_not_from_the_import() -> None:
     program = (
-        "import time; time.sleep(0.4); from rollout_fleet.join_timing import process_age_s; print(process_age_s())"
+        "import time; time.sleep(0.4); from rollout_fleet.node.node_status import process_age_s; print(process_age_s())"
     )
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
