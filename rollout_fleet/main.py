@@ -61,14 +61,7 @@ async def _serve(config: Config, address: str, status: NodeStatusTracker) -> int
     engine = Engine(config, seed=_seed(config, status.node_id), profiles=folder.profiles if profiled else None)
     thread = EnvironmentThread()
     driver = build_driver(config, engine, thread)  # a config error shows before anything is started
-    access = Access(
-        address=address,
-        role="node",
-        deadline_s=CALL_DEADLINE_S,
-        max_message_bytes=config.broker.max_message_bytes,
-        credentials=config.broker.credentials,
-        name=status.node_id,
-    )
+    access = _access(config, address, status.node_id)
     timeout = BrokerTimeout(BROKER_TIMEOUT_S, address)
     log = log_path(folder.logs, "rollout", status.node_id)
     heartbeat = Heartbeat(partial(connect_node, access), status, timeout, config.broker.heartbeat_s, log)
@@ -113,6 +106,17 @@ async def _serve(config: Config, address: str, status: NodeStatusTracker) -> int
         code = await node.run()
         logger.info("node %s is finished with code %d; the engine stops", status.node_id, code)
         return code
+
+
+def _access(config: Config, address: str, node_id: str) -> Access:
+    return Access(
+        address=address,
+        role="node",
+        deadline_s=CALL_DEADLINE_S,
+        max_message_bytes=config.broker.max_message_bytes,
+        credentials=config.broker.credentials,
+        name=node_id,
+    )
 
 
 def _weight_client(config: Config, engine: "Engine", status: NodeStatusTracker) -> "WeightClient":

@@ -87,7 +87,9 @@ class Conversation:
         record.observe(new)
         before = len(record.tokens)
         try:
-            generation = await generate(self._sampler, record, room, self._sampling, self._progress)
+            generation = await generate(
+                self._sampler, record, room=room, sampling=self._sampling, progress=self._progress
+            )
         except BaseException:
             if len(record.tokens) == before:
                 record.retract(len(new))

@@ -177,7 +177,9 @@ class _EnvironmentEpisode:
             room = min(budget.max_tokens - record.sampled, budget.max_context - len(record.tokens))
             if room <= 0:
                 return self._no_room(len(ids))
-            generation = await generate(self._sampler, record, room, self._rules.sampling, self._progress)
+            generation = await generate(
+                self._sampler, record, room=room, sampling=self._rules.sampling, progress=self._progress
+            )
             ended = generation.finish_reason == "stop"
             result = await self._step(self._action(generation, ended, kind))
             if not result.trained:
@@ -229,9 +231,9 @@ class _EnvironmentEpisode:
 
 
 async def generate(
-    sampler: Sampler, record: TokenRecord, room: int, sampling: Sampling, progress: Progress
+    sampler: Sampler, record: TokenRecord, *, room: int, sampling: Sampling, progress: Progress
 ) -> Generation:
-    """One call of the model on the record's tokens, kept in the record and in `progress`.
+    """One call of the model on the record's tokens, kept in the record and in `progress`; at most `room` tokens.
 
     Raises EpisodeFailed when the engine refused or aborted the request, SlipstreamError when it failed.
     """

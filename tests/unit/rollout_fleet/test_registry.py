@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common.config.schema import Config, LimitsConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
@@ -196,6 +197,13 @@ def test_an_environment_whose_library_only_the_named_interpreter_has_is_describe
     driver = build_driver(config, ScriptedSampler(lambda _: say("x")), new_host())
     sample = play(driver, {})
     assert (sample.error, sample.reward) == (None, 3.0)
+    left = [child for child in psutil.Process().children() if "other_game" in child.cmdline()]
+    assert not left, "closing the driver ends the fork server"
+
+
+def test_an_empty_interpreter_stands_for_the_node_s_own() -> None:
+    limits = check_environment(tasks("", "addition")).limits
+    assert (limits.python, limits.process) == ("", False)
 
 
 @pytest.mark.parametrize(
