@@ -32,6 +32,7 @@ from typing import Any
 
 from rollout_fleet.environments.isolation import ipc_frames
 from rollout_fleet.environments.isolation.backend import EnvironmentDied, close_environment
+from rollout_fleet.environments.isolation.ipc_frames import ProcessOrder
 
 MOST_PROCESSES = 64  # an episode with more is ended; the kernel refuses twice as many
 FIRST_UID = 1_000_000_000  # real users of episodes, where the node runs as root
@@ -72,7 +73,7 @@ def main(arguments: list[str]) -> int:
         if not request:
             return 0
         if os.fork() == 0:
-            _become_guard(json.loads(request), fds[0])
+            _become_guard(ProcessOrder(**json.loads(request)), fds[0])
         os.close(fds[0])
 
 
@@ -83,18 +84,18 @@ def _namespaces_work() -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def _become_guard(request: dict[str, Any], fd: int) -> None:
+def _become_guard(order: ProcessOrder, fd: int) -> None:
     """In the first child: leave the fork server's world, then continue in a child that is the first of its own."""
     try:
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.closerange(3, fd)
         os.closerange(fd + 1, min(os.sysconf("SC_OPEN_MAX"), 1 << 20))
-        kinds = NEW_PID | (0 if request["network"] else NEW_NET)
-        alone = request["isolate"] and _unshare(kinds)
+        kinds = NEW_PID | (0 if order.network else NEW_NET)
+        alone = order.isolate and _unshare(kinds)
         uid = FIRST_UID + os.getpid()
         if os.fork() == 0:
-            _guard(request, fd, alone, uid)
+            _guard(order, fd, alone, uid)
     finally:
         os._exit(0)
 
@@ -102,7 +103,7 @@ def _become_guard(request: dict[str, Any], fd: int) -> None:
 # -------------------------------------------------------------------- guard
 
 
-def _guard(request: dict[str, Any], fd: int, alone: bool, uid: int) -> None:
+def _guard(order: ProcessOrder, fd: int, alone: bool, uid: int) -> None:
     """Watch one worker; when this process ends, so does everything that it started."""
     folder = tempfile.mkdtemp(prefix="episode-")
     died = ""
@@ -110,8 +111,8 @@ def _guard(request: dict[str, Any], fd: int, alone: bool, uid: int) -> None:
         LIBC.prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become children of this process
         child = os.fork()
         if child == 0:
-            _become_worker(request, fd, folder, uid, alone)
-        died = _watch(child, fd, time.monotonic() + request["wall_s"])
+            _become_worker(order, fd, folder, uid, alone)
+        died = _watch(child, fd, time.monotonic() + order.wall_s)
     finally:
         if died:
             with contextlib.suppress(OSError):
@@ -160,21 +161,21 @@ def _cause(code: int) -> str:
 # -------------------------------------------------------------------- worker
 
 
-def _become_worker(request: dict[str, Any], fd: int, folder: str, uid: int, alone: bool) -> None:
+def _become_worker(order: ProcessOrder, fd: int, folder: str, uid: int, alone: bool) -> None:
     code = 1
     try:
         os.setpgid(0, 0)
         os.chdir(folder)
         os.environ["HOME"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
         limits = {
-            resource.RLIMIT_AS: request["memory_mib"] << 20,
-            resource.RLIMIT_FSIZE: request["file_bytes"],
+            resource.RLIMIT_AS: order.memory_mib << 20,
+            resource.RLIMIT_FSIZE: order.file_bytes,
             resource.RLIMIT_NOFILE: OPEN_FILES,
             resource.RLIMIT_CORE: 0,
         }
         if _drop_privileges(uid) or alone:  # else the limit would count every process of the user
             limits[resource.RLIMIT_NPROC] = 2 * MOST_PROCESSES
-        resource.setrlimit(resource.RLIMIT_CPU, (request["cpu_s"], request["cpu_s"] + 1))
+        resource.setrlimit(resource.RLIMIT_CPU, (order.cpu_s, order.cpu_s + 1))
         for kind, most in limits.items():
             resource.setrlimit(kind, (most, most))
         asyncio.run(_serve(socket.socket(fileno=fd)))

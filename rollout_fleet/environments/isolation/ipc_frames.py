@@ -5,7 +5,7 @@ Standard library only: these modules also run under another interpreter (`python
 
 import json
 from asyncio import IncompleteReadError, StreamReader
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from rollout_fleet.environments.isolation.backend import EnvironmentDied, ObservationTooLarge
@@ -14,6 +14,18 @@ from rollout_fleet.environments.protocol import Action, Chat, Observation, StepR
 HEAD_BYTES = 4
 SMALL_BYTES = 1 << 16
 CHAR_BYTES = 8  # upper bound for the JSON of one character
+
+
+@dataclass(frozen=True)
+class ProcessOrder:
+    """The node's order to the fork server: a process for one episode, with these limits."""
+
+    cpu_s: int
+    memory_mib: int  # address space
+    file_bytes: int  # of the largest file
+    wall_s: float
+    network: bool
+    isolate: bool  # in namespaces, if the kernel allows it
 
 
 def pack(message: dict[str, Any]) -> bytes:

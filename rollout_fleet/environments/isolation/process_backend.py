@@ -47,8 +47,15 @@ class ProcessHost:
 
     async def open(self, limits: Limits, wall_s: float, network: bool = True, file_bytes: int = 1 << 26) -> "Channel":
         """A process for one episode. Raises BackendFailed, with the reason, when no process can be started at all."""
-        more = {"wall_s": wall_s, "network": network, "isolate": self._isolate, "file_bytes": file_bytes}
-        request = json.dumps({**vars(limits), **more}).encode()
+        order = ipc_frames.ProcessOrder(
+            cpu_s=limits.cpu_s,
+            memory_mib=limits.memory_mib,
+            file_bytes=file_bytes,
+            wall_s=wall_s,
+            network=network,
+            isolate=self._isolate,
+        )
+        request = json.dumps(vars(order)).encode()
         here, there = socket.socketpair()
         sending = asyncio.get_running_loop().run_in_executor(None, self._hand_over, request, there)
         try:
