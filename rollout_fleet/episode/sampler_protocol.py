@@ -44,7 +44,7 @@ class WeightsState:
     version: int = -1  # the engine's, -1 before the first; so is `incarnation`
     incarnation: int = -1
     flipping: bool = False
-    refusal: str = ""  # why the learner's weight plane refuses this node; '' while it does not
+    refused: str = ""  # why the learner does not let the node join
     excluded: str | None = None  # why this node must not generate any more (a proof failed)
     flips: int = 0
     stall_s: float = 0.0  # that generation stood still for all flips

@@ -152,9 +152,9 @@ def explain(
     if learner is None:
         return state, "learner (none is attached)"
     if pool:
-        return state, weights.refusal or "the next version that is evaluated"
+        return state, weights.refused or "the next version that is evaluated"
     if weights.version < 0:
-        return state, weights.refusal or "weights from learner"
+        return state, weights.refused or "weights from learner"
     if weights.incarnation != learner:
         return "waiting", f"weights from learner (it restarted as incarnation {learner})"
     if not leased:

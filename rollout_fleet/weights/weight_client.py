@@ -151,7 +151,7 @@ class WeightClient:
                 refusal = self._handshakes.refusal() if self._handshakes is not None else ""
                 if refusal:
                     logger.error("%s", refusal)
-                    await self._change(refusal=refusal)
+                    await self._change(refused=refusal)
                 await self._join()
                 continue
             try:
@@ -240,7 +240,7 @@ class WeightClient:
             version=publish.version,
             incarnation=publish.incarnation,
             flipping=False,
-            refusal="",
+            refused="",
             flips=state.flips + 1,
             stall_s=state.stall_s + flip.stall_s,
             canary_max_difference=state.canary_max_difference if difference is None else difference,

@@ -58,7 +58,7 @@ def test_a_node_of_the_pool_waits_for_versions_and_its_tokens_are_no_training_to
     waits = "the next version that is evaluated"
     for weights, state in ((WeightsState(), "joining"), (HELD, "waiting")):
         assert explain(weights, learner=0, episodes=0, starting=0, leased=False, pool="eval") == (state, waits)
-    refused = WeightsState(refusal="the learner refused this key")
+    refused = WeightsState(refused="the learner refused this key")
     for pool in ("eval", ""):
         found = explain(refused, learner=0, episodes=0, starting=0, leased=False, pool=pool)
         assert found == ("joining", "the learner refused this key")
