@@ -6,38 +6,49 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from msgspec.structs import replace
 
-from broker.contract import NODE_AWAY, GroupWork, NodeReport
+from broker.contract import NODE_AWAY, GroupWork, JoinTimes, NodeReport
 from common.process.health import LifeSigns
+from common.process.lifecycle import start_ticks
 from common.span_buffer import SPANS
 from common.waits import NO_WAIT, WaitFor, WaitKind
 from common.waste import Waste
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
-from rollout_fleet.join_timing import JoinTimer
 
+JoinStage = Literal["registered", "engine", "staged", "active", "leased", "delivered"]
 IDLE = ("joining", "waiting")  # states in which the engine runs and no episode does
 
 
-class OwnStatus:
+class NodeStatusTracker:
     """The node's state and since when, its leases and counters. Thread-safe."""
 
     def __init__(self, node_id: str, clock: Callable[[], float] = time.monotonic, pool: str = "") -> None:
-        self.node_id, self.pool = node_id, pool
+        self.node_id = node_id
+        self.pool = pool
         self.joining = JoinTimer()
         self.signs = LifeSigns()
         self._clock = clock
         self._lock = threading.Lock()
-        host = socket.gethostname()
-        here = NodeReport(node_id, os.getpid(), host, "starting", -1, WaitFor(WaitKind.ENGINE), pool=pool)
-        self._report = replace(here, instance=secrets.token_hex(8))
+        self._report = NodeReport(
+            node_id=node_id,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            state="starting",
+            policy_version=-1,
+            wait=WaitFor(WaitKind.ENGINE),
+            pool=pool,
+            instance=secrets.token_hex(8),
+        )
         self._since = clock()  # its state began
         self._leases: list[str] = []
         self._cancelled = Waste()
         self._failed: dict[str, int] = {}
         self._waited_s = 0.0  # in states of IDLE that are over
-        self._rate_at, self._rate_tokens = clock(), 0
+        self._rate_at = clock()
+        self._rate_tokens = 0
 
     def show(self, state: str, wait: WaitFor = NO_WAIT) -> None:
         """Set the state and what it waits for; the clock of a state runs on while it stays the same."""
@@ -96,11 +107,14 @@ class OwnStatus:
     def report(self) -> NodeReport:
         """A snapshot for a heartbeat; tokens_per_s is over the time since the last one."""
         with self._lock:
-            now, known = self._clock(), self._report
-            generated, rate = known.tokens_generated + known.evaluation_tokens, known.tokens_per_s
+            now = self._clock()
+            known = self._report
+            rate = known.tokens_per_s
             if now - self._rate_at >= 0.5:
+                generated = known.tokens_generated + known.evaluation_tokens
                 rate = (generated - self._rate_tokens) / (now - self._rate_at)
-                self._rate_at, self._rate_tokens = now, generated
+                self._rate_at = now
+                self._rate_tokens = generated
             waste = {
                 "cancelled": self._cancelled,
                 "stalled": Waste(seconds=known.generation_stall_s),
@@ -123,7 +137,7 @@ class OwnStatus:
 
 
 def explain(
-    weights: WeightsState, learner: int | None, episodes: int, starting: int, leased: bool, pool: str = ""
+    weights: WeightsState, *, learner: int | None, episodes: int, starting: int, leased: bool, pool: str = ""
 ) -> tuple[str, WaitFor]:
     """(state, what it waits for) of a node that is neither starting nor leaving.
 
@@ -149,3 +163,29 @@ def explain(
     if not leased:
         return state, WaitFor(WaitKind.TASKS)
     return state, WaitFor(WaitKind.WINDOW, version=weights.version)
+
+
+class JoinTimer:
+    """When the process reached each stage on its way into the job; only the first time counts."""
+
+    def __init__(self, age_s: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`age_s`: as `process_age_s`, which stands in for None."""
+        age_s = process_age_s() if age_s is None else age_s
+        self._clock = clock
+        self._origin = clock() - age_s
+        self.times = JoinTimes(started_s=time.time() - age_s)  # may be read from any thread
+
+    def reached(self, stage: JoinStage) -> bool:
+        """Note a stage; True when it is new. For one thread."""
+        if getattr(self.times, stage):
+            return False
+        self.times = replace(self.times, **{stage: self._clock() - self._origin})
+        return True
+
+
+def process_age_s() -> float:
+    """Seconds since this process started, to a hundredth; 0 where the operating system does not say (not Linux)."""
+    ticks = start_ticks(os.getpid())
+    if ticks is None:
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))

@@ -20,9 +20,8 @@ from common.security.credentials import KeyFolder
 from launch.cli import main
 from launch.keys import make
 from learner.loop.status_reporter import Reporter
-from rollout_fleet.node.broker_timeout import BrokerTimeout
-from rollout_fleet.node.heartbeat import Heartbeat
-from rollout_fleet.node.node_status import OwnStatus
+from rollout_fleet.node.heartbeat import BrokerTimeout, Heartbeat
+from rollout_fleet.node.node_status import NodeStatusTracker
 from tests.broker_rig import learner_report, new_state, node_report, run_info, serving, tasks
 from tests.integration.jobs.job_rig import Command
 from tests.launch_rig import job_of, json_of, living_broker, prepared, refusal, run_cli, write_job
@@ -135,7 +134,7 @@ def test_nodes_and_the_learner_send_the_ends_of_their_logs(served, tmp_path, cap
     reporter = Reporter(lambda: connect(access), logs)
     reporter.take_over(2, 7)
     reporter.start()
-    status = OwnStatus("n1")
+    status = NodeStatusTracker("n1")
     node = Heartbeat(lambda: connect_node(access), status, BrokerTimeout(LIMIT_S, ""), 0.1, logs / "rollout-n1.log")
 
     async def ask() -> None:

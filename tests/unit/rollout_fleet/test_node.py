@@ -18,12 +18,10 @@ from common.waits import WaitFor, WaitKind
 from common.waste import Waste
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.episode.concurrency import LOOKS, AdaptiveLimit
-from rollout_fleet.episode.group_runner import GroupRunner
 from rollout_fleet.node import node
-from rollout_fleet.node.broker_timeout import BrokerLost, BrokerTimeout
-from rollout_fleet.node.heartbeat import Heartbeat
+from rollout_fleet.node.heartbeat import BrokerLost, BrokerTimeout, Heartbeat
 from rollout_fleet.node.node import Node
-from rollout_fleet.node.node_status import OwnStatus
+from rollout_fleet.node.node_status import NodeStatusTracker
 from rollout_fleet.node.running_groups import NodeParts
 from tests.broker_rig import run_info
 from tests.memory_broker import MemoryBroker
@@ -64,15 +62,21 @@ class Site:
         if gated:
             self.sampler.gate.clear()
         self.feed = ScriptedFeed()
-        self.status = OwnStatus(name)
+        self.status = NodeStatusTracker(name)
         self.link = InOwnerLoop(self.broker.node())
         timeout = BrokerTimeout(patience_s, "memory")
         self.beat = Heartbeat(lambda: self.link, self.status, timeout, 0.05, log)  # type: ignore[arg-type,return-value]
         self.driver = make_driver(self.sampler, Addition)
-        self.runner = GroupRunner(SimpleNamespace(run=play) if play else self.driver, concurrency)
-        client = wrap(self.broker.node())
-        counters, beat_now = (lambda: self.sampler.counters), self.beat.beat_now
-        self.parts = NodeParts(client, self.feed, self.runner, self.status, timeout, counters, beat_now)
+        self.parts = NodeParts(
+            broker=wrap(self.broker.node()),
+            feed=self.feed,
+            driver=SimpleNamespace(run=play) if play else self.driver,  # type: ignore[arg-type]
+            concurrency=concurrency,
+            status=self.status,
+            timeout=timeout,
+            counters=self.sampler.counters,
+            beat_now=self.beat.beat_now,
+        )
         self.node = Node(self.parts, lambda: adapt, drain_s)
 
     async def __aenter__(self) -> "Site":
@@ -90,7 +94,7 @@ class Site:
         self.learner.attach(learner_report())
         self.learner.offer([addition_task(i, group_size) for i in range(tasks)])
         if version is not None:
-            self.feed.set(version=version, incarnation=0, refused="")
+            self.feed.set(version=version, incarnation=0)
 
     def states(self) -> list[str]:
         return [entry.state for entry in self.learner.ledger()]
@@ -129,7 +133,7 @@ async def test_a_new_version_opens_the_window_at_once_and_the_node_asks_for_what
 
     class Recording(Around):
         async def lease(self, node_id: str, version: int, max_groups: int, wait_s: float) -> Any:
-            asked.append((max_groups, site.runner.episodes_running))
+            asked.append((max_groups, site.node.groups.episodes_running))
             return await self.broker.lease(node_id, version, max_groups, wait_s)
 
     async with Site(concurrency=4, wrap=Recording) as site:
@@ -190,7 +194,7 @@ async def test_one_long_episode_of_a_group_keeps_no_slot_empty_and_the_start_of_
         assert site.status.report().state == "environments"
         answer.set()
         await until_async(lambda: site.status.report().state == "generating")
-        await until_async(lambda: site.runner.episodes_running == 4 and len(site.status.leases) >= 4)
+        await until_async(lambda: site.node.groups.episodes_running == 4 and len(site.status.leases) >= 4)
         # four groups with one long episode each use the four slots; counted by groups, two would have filled it
         await until_async(lambda: [g.finished for g in site.status.report().groups][:4] == [1, 1, 1, 0])
         work = site.status.report().groups[0]

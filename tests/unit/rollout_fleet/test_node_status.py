@@ -10,11 +10,10 @@ from broker.contract import GroupWork
 from common.waits import NO_WAIT, WaitFor, WaitKind
 from common.waste import Waste
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
-from rollout_fleet.join_timing import JoinTimer, process_age_s
-from rollout_fleet.node.broker_timeout import BrokerLost, BrokerTimeout
-from rollout_fleet.node.node_status import OwnStatus, explain
+from rollout_fleet.node.heartbeat import BrokerLost, BrokerTimeout
+from rollout_fleet.node.node_status import JoinTimer, NodeStatusTracker, explain, process_age_s
 
-HELD = WeightsState(version=12, incarnation=0, refused="")
+HELD = WeightsState(version=12, incarnation=0)
 
 
 class Clock:
@@ -31,8 +30,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def status(clock: Clock) -> OwnStatus:
-    return OwnStatus("n", clock)
+def status(clock: Clock) -> NodeStatusTracker:
+    return NodeStatusTracker("n", clock)
 
 
 @pytest.mark.parametrize(
@@ -61,26 +60,26 @@ def status(clock: Clock) -> OwnStatus:
 def test_the_explanation_names_who_unblocks_the_node(
     weights: WeightsState, learner: int | None, episodes: int, starting: int, leased: bool, state: str, wait: WaitFor
 ) -> None:
-    assert explain(weights, learner, episodes, starting, leased) == (state, wait)
+    found = explain(weights, learner=learner, episodes=episodes, starting=starting, leased=leased)
+    assert found == (state, wait)
 
 
 def test_a_node_of_the_pool_waits_for_versions_and_its_tokens_are_no_training_tokens(clock: Clock) -> None:
     waits = WaitFor(WaitKind.EVALUATED_VERSION)
     for weights, state in ((WeightsState(), "joining"), (HELD, "waiting")):
-        assert explain(weights, 0, 0, 0, False, "eval") == (state, waits)
+        assert explain(weights, learner=0, episodes=0, starting=0, leased=False, pool="eval") == (state, waits)
     refused = WeightsState(refused="the learner refused this key")
-    assert explain(refused, 0, 0, 0, False, "eval") == (
-        "joining",
-        WaitFor(WaitKind.WEIGHTS, cause="the learner refused this key"),
-    )
-    status = OwnStatus("n", clock, pool="eval")
+    for pool in ("eval", ""):
+        found = explain(refused, learner=0, episodes=0, starting=0, leased=False, pool=pool)
+        assert found == ("joining", WaitFor(WaitKind.WEIGHTS, cause="the learner refused this key"))
+    status = NodeStatusTracker("n", clock, pool="eval")
     clock.now = 9.0
     status.measure(HELD, EngineCounters(tokens_generated=70), [])
     report = status.report()
     assert (report.pool, report.tokens_generated, report.evaluation_tokens, report.waste) == ("eval", 0, 70, {})
 
 
-def test_a_node_of_the_fleet_counts_tokens_of_held_out_problems_apart(status: OwnStatus) -> None:
+def test_a_node_of_the_fleet_counts_tokens_of_held_out_problems_apart(status: NodeStatusTracker) -> None:
     counters = EngineCounters(tokens_generated=70)
     status.measure(HELD, counters, [], evaluated=30)
     assert (status.report().tokens_generated, status.report().evaluation_tokens) == (40, 30)
@@ -90,7 +89,7 @@ def test_a_node_of_the_fleet_counts_tokens_of_held_out_problems_apart(status: Ow
     assert (status.report().tokens_generated, status.report().evaluation_tokens) == (40, 60)
 
 
-def test_since_counts_from_the_change_of_state_not_of_reason(clock: Clock, status: OwnStatus) -> None:
+def test_since_counts_from_the_change_of_state_not_of_reason(clock: Clock, status: NodeStatusTracker) -> None:
     for clock.now, kind in ((5.0, WaitKind.TASKS), (7.0, WaitKind.WINDOW)):
         status.show("waiting", WaitFor(kind))
     clock.now = 9.0
@@ -98,7 +97,7 @@ def test_since_counts_from_the_change_of_state_not_of_reason(clock: Clock, statu
     assert (report.state, report.wait.kind, report.since_s) == ("waiting", WaitKind.WINDOW, 4.0)
 
 
-def test_probes_hear_of_the_state_from_the_turns_of_the_loop(status: OwnStatus) -> None:
+def test_probes_hear_of_the_state_from_the_turns_of_the_loop(status: NodeStatusTracker) -> None:
     def ready() -> bool:
         return status.signs.answer("/readyz")[0] == 200
 
@@ -110,7 +109,7 @@ def test_probes_hear_of_the_state_from_the_turns_of_the_loop(status: OwnStatus) 
         assert ready() is expected
 
 
-def test_a_report_carries_engine_weights_groups_and_waste(clock: Clock, status: OwnStatus) -> None:
+def test_a_report_carries_engine_weights_groups_and_waste(clock: Clock, status: NodeStatusTracker) -> None:
     weights = WeightsState(version=3, incarnation=1, flips=4, stall_s=0.5, canary_max_difference=0.01)
     counters = EngineCounters(100, kv_cache_usage=0.75, preemptions=3, prompt_tokens=200, cached_tokens=150)
     status.measure(weights, counters, ["a", "b"])
@@ -129,7 +128,7 @@ def test_a_report_carries_engine_weights_groups_and_waste(clock: Clock, status: 
     assert (report.groups, report.concurrency) == ([GroupWork(4, 8, finished=2)], 24)
 
 
-def test_waiting_counts_the_time_without_work_also_while_it_lasts(clock: Clock, status: OwnStatus) -> None:
+def test_waiting_counts_the_time_without_work_also_while_it_lasts(clock: Clock, status: NodeStatusTracker) -> None:
     for clock.now, state in (
         (1.0, "joining"),
         (3.0, "waiting"),
@@ -146,7 +145,7 @@ def test_waiting_counts_the_time_without_work_also_while_it_lasts(clock: Clock, 
     assert status.report().waste["waiting"] == Waste(0, 2.75)
 
 
-def test_the_rate_covers_the_time_since_the_last_report(clock: Clock, status: OwnStatus) -> None:
+def test_the_rate_covers_the_time_since_the_last_report(clock: Clock, status: NodeStatusTracker) -> None:
     for clock.now, tokens, rate in ((1.0, 100, 100.0), (3.0, 120, 10.0), (3.1, 500, 10.0), (4.0, 500, 380.0)):
         status.measure(HELD, EngineCounters(tokens_generated=tokens), [])
         assert status.report().tokens_per_s == pytest.approx(rate)
@@ -177,7 +176,7 @@ def test_stages_count_from_the_start_of_the_process_and_only_once(clock: Clock) 
 
 def test_the_age_of_a_process_is_counted_from_its_start_not_from_the_import() -> None:
     program = (
-        "import time; time.sleep(0.4); from rollout_fleet.join_timing import process_age_s; print(process_age_s())"
+        "import time; time.sleep(0.4); from rollout_fleet.node.node_status import process_age_s; print(process_age_s())"
     )
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from rollout_fleet.environments.isolation import thread_host as host_module
+from rollout_fleet.environments.isolation import thread_backend
 from tests.unit.rollout_fleet.fleet_fakes import new_host
 from tests.waiting import LIMIT_S, until_async
 
@@ -53,7 +53,7 @@ async def test_cancelling_the_caller_cancels_the_call_and_others_go_on() -> None
 
 
 async def test_a_blocked_thread_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_module, "PROBE_S", 0.05)
+    monkeypatch.setattr(thread_backend, "PROBE_S", 0.05)
     release = threading.Event()
 
     async def blocks() -> None:
@@ -68,7 +68,7 @@ async def test_a_blocked_thread_is_replaced(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_a_slow_call_on_a_healthy_thread_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_module, "PROBE_S", 0.5)
+    monkeypatch.setattr(thread_backend, "PROBE_S", 0.5)
 
     async def identity() -> int:
         return threading.get_ident()

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from common.rollouts import Sample
-from rollout_fleet.environments.isolation.placement import StageFailed
-from rollout_fleet.environments.isolation.process_host import Channel, ProcessHost, ProcessStage
+from rollout_fleet.environments.isolation.backend import BackendFailed
+from rollout_fleet.environments.isolation.process_backend import Channel, ProcessBackend, ProcessHost
 from rollout_fleet.environments.protocol import Budget, Limits
 from rollout_fleet.episode.rendering import Tokenizer
 from tests.unit.rollout_fleet.fleet_fakes import CharacterTokenizer, ScriptedSampler, make_driver, say, text_of
@@ -67,10 +67,10 @@ def new_host() -> Iterator[Callable[..., ProcessHost]]:
 
 def play(host: ProcessHost, how: str, count: int = 1, tokenizer: Tokenizer | None = None) -> list[Sample]:
     limits, sampler = replace(LIMITS, **TIGHT.get(how, {})), ScriptedSampler(lambda _: say("x"))
-    stage = ProcessStage("wild_environments:Wild", {}, limits, LIMIT_S, host, shares_seed=True)
+    backend = ProcessBackend("wild_environments:Wild", {}, limits, LIMIT_S, host, shares_seed=True)
 
     async def once() -> list[Sample]:
-        driver = make_driver(sampler, stage, None, BUDGET, limits=limits, tokenizer=tokenizer)
+        driver = make_driver(sampler, backend, None, BUDGET, limits=limits, tokenizer=tokenizer)
         return await asyncio.gather(*(driver.run({"how": how}, 3 + i, group_seed=3) for i in range(count)))
 
     return asyncio.run(once())
@@ -242,7 +242,7 @@ def test_processes_that_cannot_be_started_are_the_node_s_fault_and_no_sample_s(
     new_host: Callable[..., ProcessHost], wrong: dict[str, Any], why: str
 ) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(StageFailed, match=why):
+    with pytest.raises(BackendFailed, match=why):
         play(new_host(**wrong), "plain")
     assert len(os.listdir("/proc/self/fd")) <= before
 

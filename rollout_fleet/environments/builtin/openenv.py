@@ -43,7 +43,9 @@ class OpenEnv:
     ) -> None:
         self._url = url.rstrip("/").replace("http", "ws", 1) + "/ws"
         self._reset = {"seed": group_seed, **problem.get("reset", {})}
-        self._action, self._observation, self._prompt = action, observation, prompt
+        self._action = action
+        self._observation = observation
+        self._prompt = prompt
         self._session: Any = None
         self._socket: Any = None
         self._malformed = 0.0
@@ -66,8 +68,9 @@ class OpenEnv:
         except (ValueError, InvalidAction) as error:
             self._malformed += 1
             return StepResult(Chat((("user", f"error: {error}"),)), done=False, metrics={"malformed": self._malformed})
-        observation, reward = Chat((("user", self._text(data["observation"])),)), float(data.get("reward") or 0.0)
-        return StepResult(observation, reward, bool(data.get("done")), {"malformed": self._malformed})
+        shown = Chat((("user", self._text(data["observation"])),))
+        reward = float(data.get("reward") or 0.0)
+        return StepResult(shown, reward, bool(data.get("done")), {"malformed": self._malformed})
 
     async def close(self) -> None:
         if self._socket is not None:

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollout_fleet.environments.isolation import ipc_frames, placement
+from rollout_fleet.environments.isolation import backend, ipc_frames
 from rollout_fleet.environments.protocol import Action, Limits, Observation, StepResult
 
 logger = logging.getLogger(__name__)
@@ -37,16 +37,25 @@ class ProcessHost:
 
     def __init__(self, modules: tuple[str, ...] = (), python: str = sys.executable, isolate: bool = True) -> None:
         """`python` imports `modules` once, before it forks; `isolate`: in namespaces, if the kernel allows it."""
-        self._modules, self._python, self._isolate = modules, python, isolate
+        self._modules = modules
+        self._python = python
+        self._isolate = isolate
         self._lock = threading.Lock()
         self._server: _ForkServer | None = None
         self._learned: list[str] | None = None  # modules that the first episode imported
         self._closed = threading.Event()
 
     async def open(self, limits: Limits, wall_s: float, network: bool = True, file_bytes: int = 1 << 26) -> "Channel":
-        """A process for one episode. Raises StageFailed, with the reason, when no process can be started at all."""
-        more = {"wall_s": wall_s, "network": network, "isolate": self._isolate, "file_bytes": file_bytes}
-        request = json.dumps({**vars(limits), **more}).encode()
+        """A process for one episode. Raises BackendFailed, with the reason, when no process can be started at all."""
+        order = ipc_frames.ProcessOrder(
+            cpu_s=limits.cpu_s,
+            memory_mib=limits.memory_mib,
+            file_bytes=file_bytes,
+            wall_s=wall_s,
+            network=network,
+            isolate=self._isolate,
+        )
+        request = json.dumps(vars(order)).encode()
         here, there = socket.socketpair()
         sending = asyncio.get_running_loop().run_in_executor(None, self._hand_over, request, there)
         try:
@@ -86,13 +95,13 @@ class ProcessHost:
                 except OSError as error:
                     self._end()  # it was killed: once more, with a new one
                     if attempt == 2:
-                        raise placement.StageFailed(f"environment processes cannot be started: {error}") from error
+                        raise backend.BackendFailed(f"environment processes cannot be started: {error}") from error
 
     def _warm_up(self) -> None:
         started = time.monotonic()
         try:
             fresh = _ForkServer(self._python, self._modules, self._learned or [], self._closed)
-        except placement.StageFailed as error:
+        except backend.BackendFailed as error:
             logger.warning("the first episode's modules are not imported in advance: %s", error)
             self._learned = []
             return
@@ -102,7 +111,8 @@ class ProcessHost:
                 self._learned = []
                 fresh.end()
                 return
-            old, self._server = self._server, fresh
+            old = self._server
+            self._server = fresh
         took = time.monotonic() - started
         logger.info("environments start from %d modules imported in advance (%.1f s)", len(self._learned or []), took)
         if old is not None:
@@ -118,7 +128,7 @@ class _ForkServer:
     """A process of fork_server.py that has said that it is ready."""
 
     def __init__(self, python: str, modules: tuple[str, ...], learned: list[str], closed: threading.Event) -> None:
-        """Blocks until it is ready; `closed` ends the wait. Raises StageFailed."""
+        """Blocks until it is ready; `closed` ends the wait. Raises BackendFailed."""
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         name = "rollout_fleet.environments.isolation.fork_server"
         try:
@@ -131,14 +141,14 @@ class _ForkServer:
             )
         except OSError as error:
             self.control.close()
-            raise placement.StageFailed(f"environment processes of {python} cannot be started: {error}") from error
+            raise backend.BackendFailed(f"environment processes of {python} cannot be started: {error}") from error
         finally:
             theirs.close()
         said = self._ready(closed)
         self.control.settimeout(START_S)  # many requests at once fill the socket until some are forked
         if "error" in said:
             self.end()
-            raise placement.StageFailed(f"environment processes of {python} cannot be started: {said['error']}")
+            raise backend.BackendFailed(f"environment processes of {python} cannot be started: {said['error']}")
         self.threads = int(said["threads"])
         if not said["namespaces"]:
             logger.warning("no process namespaces here: environment processes are ended one by one, and have a network")
@@ -171,23 +181,24 @@ class Channel:
     """The connection to one episode's process."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+        self._reader = reader
+        self._writer = writer
         self.idle = True  # no question is open: the process listens
 
     async def ask(self, limit_bytes: int, **request: Any) -> Any:
-        """One request and its answer. Raises Flood, EnvironmentDied or EnvironmentRaised."""
+        """One request and its answer. Raises ObservationTooLarge, EnvironmentDied or EnvironmentRaised."""
         self.idle = False
         try:
             self._writer.write(ipc_frames.pack(request))
             await self._writer.drain()
         except ConnectionError as error:
-            raise placement.EnvironmentDied("its process has ended") from error
+            raise backend.EnvironmentDied("its process has ended") from error
         said = await ipc_frames.read(self._reader, max(limit_bytes, ipc_frames.SMALL_BYTES))
         if "died" in said:
-            raise placement.EnvironmentDied(str(said["died"])[:200])
+            raise backend.EnvironmentDied(str(said["died"])[:200])
         self.idle = True
         if "error" in said:
-            raise placement.EnvironmentRaised(str(said["error"]))
+            raise backend.EnvironmentRaised(str(said["error"]))
         return said["answer"]
 
     def close(self) -> None:
@@ -195,30 +206,39 @@ class Channel:
         self._writer.close()
 
 
-class ProcessStage(placement.Stage):
+class ProcessBackend(backend.Backend):
     """Each environment or agent in a process of its own."""
 
     def __init__(
         self, path: str, options: dict[str, Any], limits: Limits, timeout_s: float, host: ProcessHost, shares_seed: bool
     ) -> None:
         super().__init__(options, shares_seed)
-        self._path, self._limits, self._wall_s, self._host = path, limits, timeout_s + SPARE_S, host
+        self._path = path
+        self._limits = limits
+        self._wall_s = timeout_s + SPARE_S
+        self._host = host
 
-    def seat(self, problem: dict[str, Any], seed: int, group_seed: int) -> placement.Seat:
+    def environment(self, problem: dict[str, Any], seed: int, group_seed: int) -> backend.EnvironmentHandle:
         request = {"path": self._path, "problem": problem, "keywords": self.keywords(seed, group_seed)}
-        return _ProcessSeat(self._host, self._limits, self._wall_s, request)
+        return _ProcessHandle(self._host, self._limits, self._wall_s, request)
 
-    async def call(self, problem: dict[str, Any], seed: int, group_seed: int, **access: str) -> Any:
+    async def run_agent(self, problem: dict[str, Any], seed: int, group_seed: int, **access: str) -> Any:
         keywords = {"problem": problem, **self.keywords(seed, group_seed), **access}
         with contextlib.closing(await self._host.open(self._limits, self._wall_s)) as channel:
             said = await channel.ask(ipc_frames.SMALL_BYTES, do="call", path=self._path, keywords=keywords)
             await self._host.learn(channel)
             return said
 
+    def close(self) -> None:
+        self._host.close()
 
-class _ProcessSeat(placement.Seat):
+
+class _ProcessHandle(backend.EnvironmentHandle):
     def __init__(self, host: ProcessHost, limits: Limits, wall_s: float, request: dict[str, Any]) -> None:
-        self._host, self._limits, self._wall_s, self._request = host, limits, wall_s, request
+        self._host = host
+        self._limits = limits
+        self._wall_s = wall_s
+        self._request = request
         self._limit_bytes = limits.observation_chars * ipc_frames.CHAR_BYTES + ipc_frames.SMALL_BYTES
         self._channel: Channel | None = None
 
@@ -237,7 +257,7 @@ class _ProcessSeat(placement.Seat):
             return
         with contextlib.closing(self._channel), contextlib.suppress(Exception):
             if self._channel.idle:
-                async with asyncio.timeout(placement.CLOSE_S):
+                async with asyncio.timeout(backend.CLOSE_S):
                     await self._channel.ask(ipc_frames.SMALL_BYTES, do="close")
 
 

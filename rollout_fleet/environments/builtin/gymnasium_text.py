@@ -52,7 +52,9 @@ class GymnasiumText:
             raise ValueError(f"{id} has {count} actions, the option 'actions' names {len(self._names)}: {actions!r}")
         self._seed = int(problem.get("seed", group_seed))
         self._rules = f"Answer with one of: {', '.join(self._names)}.\n"
-        self._prompt, self._drawn, self._malformed = prompt, mode is not None, 0.0
+        self._prompt = prompt
+        self._drawn = mode is not None
+        self._malformed = 0.0
 
     def arguments(self, problem: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of gymnasium.make that follow from the problem."""
@@ -72,8 +74,8 @@ class GymnasiumText:
             self._malformed += 1
             return StepResult(Chat((("user", self._rules),)), done=False)
         observation, reward, terminated, truncated, _ = self._game.step(self._first + self._names.index(named[-1]))
-        shown, done = Chat((("user", self._text(observation)),)), bool(terminated or truncated)
-        return StepResult(shown, float(reward), done, {"malformed": self._malformed})
+        shown = Chat((("user", self._text(observation)),))
+        return StepResult(shown, float(reward), bool(terminated or truncated), {"malformed": self._malformed})
 
     async def close(self) -> None:
         self._game.close()
@@ -92,11 +94,14 @@ class FrozenLake(GymnasiumText):
     def __init__(
         self, problem: dict[str, Any], *, seed: int, group_seed: int, size: int = 4, slippery: bool = False
     ) -> None:
-        self._size, self._slippery, self._group_seed = size, slippery, group_seed
+        self._size = size
+        self._slippery = slippery
+        self._group_seed = group_seed
         super().__init__(problem, seed=seed, group_seed=group_seed, id="FrozenLake-v1", actions="left down right up")
 
     def arguments(self, problem: dict[str, Any]) -> dict[str, Any]:
         from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-        size, seed = int(problem.get("size", self._size)), int(problem.get("map_seed", self._group_seed))
+        size = int(problem.get("size", self._size))
+        seed = int(problem.get("map_seed", self._group_seed))
         return {"desc": generate_random_map(size=size, seed=seed), "is_slippery": self._slippery}

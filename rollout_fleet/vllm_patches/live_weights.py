@@ -1,9 +1,13 @@
-"""On the CPU, layers compute with their parameters and not with packed copies of them.
+"""Layers compute with their parameters, so that weights can be changed in place, read back and proven after a flip.
 
-vLLM 0.32 pads and prepacks weights (for oneDNN, AMX or its experts) in place of the parameters. A later
-load_weights then raises or writes rows of one layout into another, and weights cannot be read back. With tied
-embeddings lm_head silently keeps the old packed weights. Reading the parameters costs little, and makes updates in
-place, checksums and the proof after a flip possible.
+**Packed copies.** On the CPU vLLM 0.32 pads and prepacks weights (for oneDNN, AMX or its experts) in place of the
+parameters. A later load_weights then raises or writes rows of one layout into another, and weights cannot be read back.
+With tied embeddings lm_head silently keeps the old packed weights. Reading the parameters costs little.
+
+**Derived tensors.** Latent attention (MLA) decodes with two matrices that vLLM takes out of kv_b_proj once after
+loading. In vLLM 0.32-0.33 they are views of unquantised weights, which a flip changes too, on the backends with plain
+products. Other backends have copies: AMX_MLA packs its own, decode context parallelism gathers them, ROCm's kernels
+quantise them. Prefill never reads these. `renew` computes them again at every flip.
 """
 
 from typing import Any
@@ -13,7 +17,8 @@ from torch.nn import functional as F
 
 from rollout_fleet.vllm_patches.compat import require
 
-FEW_ROWS, SMALL_WEIGHT = 16, 1 << 18  # below, the overhead of a call dominates, and torch's own linear is faster
+FEW_ROWS = 16  # below these two, the overhead of a call dominates, and torch's own linear is faster
+SMALL_WEIGHT = 1 << 18
 _mkldnn = torch.ops.mkldnn
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(_mkldnn, "_linear_pointwise")
 
@@ -27,7 +32,7 @@ def keep_cpu_weights_live() -> None:
     require(CPUUnquantizedExperts, "process_weights_after_loading", "apply")
 
     def plain(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = linear
+        layer.cpu_linear = linear  # type: ignore[assignment]
 
     def nothing(experts: Any, layer: Any) -> None: ...
 
@@ -88,3 +93,40 @@ def _apply_experts(
         out = F.linear(functions[activation](gate) * up, w2[expert], bias2).float()
         total.index_add_(0, tokens, out if apply_router_weight_on_input else out * topk_weights.flatten()[places, None])
     output.copy_(total)
+
+
+def renew(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Compute again what attention layers of `model` derive from parameters; as after vLLM's own loading."""
+    from vllm.model_executor.layers import attention
+
+    require(attention, "is_deferred_attention_layer")
+    for layer in model.modules():
+        if attention.is_deferred_attention_layer(layer):
+            derived: Any = layer
+            derived.process_weights_after_loading(dtype)  # in place where it can: a CUDA graph has the addresses
+
+
+def compute_mla_from_parameters() -> None:
+    """On the CPU, latent attention keeps kv_b_proj beside AMX's packed copies, and rotates every head and key.
+
+    AMX_MLA (vLLM 0.32-0.33) frees kv_b_proj once its copies are made, so a flip could neither load nor prove it.
+    The CPU's rotary kernel takes the head stride of latent attention's queries [T, heads, rope] for the token stride.
+    """
+    from vllm.model_executor.layers.attention import MLAAttention
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    require(MLAAttention, "process_weights_after_loading")
+    require(RotaryEmbedding, "forward_cpu", "forward_native")
+    process = MLAAttention.process_weights_after_loading
+    rotate = RotaryEmbedding.forward_cpu
+
+    def process_and_keep(layer: Any, act_dtype: torch.dtype) -> None:
+        weight = layer.kv_b_proj.weight
+        process(layer, act_dtype)
+        layer.kv_b_proj.weight = weight
+
+    def rotate_any(layer: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+        return rotate(layer, positions, query, key) if query.dim() == 2 else layer.forward_native(positions, query, key)
+
+    MLAAttention.process_weights_after_loading = process_and_keep  # type: ignore[method-assign]
+    RotaryEmbedding.forward_cpu = rotate_any  # type: ignore[method-assign]

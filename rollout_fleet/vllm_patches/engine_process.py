@@ -1,10 +1,97 @@
-"""Outputs leave the engine process once per request."""
+"""Changes to vLLM's engine process: the change of weights as one call, and outputs that leave it once per request.
 
+A **flip** runs between two engine steps, and the prefix cache shares no block across it. A sender salts its request
+with the version, but a flip may come before the engine begins the request. The new weights would then read blocks of
+the old version, found under the old salt. So the engine decides the salt.
+
+**Outputs** are kept until their request ends, if only its end was asked for. A flip sends them first.
+"""
+
+import time
 from typing import Any
 
 import numpy as np
 
 from rollout_fleet.vllm_patches.compat import require
+
+SEPARATOR = "#"  # behind the version: what else keeps a request to itself
+
+
+def salt(label: str, own: str = "") -> str:
+    """The cache salt of a request under the weights `label`; with `own` it shares no blocks with other requests."""
+    return f"{label}{SEPARATOR}{own}" if own else label
+
+
+def flip_in_one_call() -> None:
+    """EngineCore.slipstream_flip: vLLM's own start / update / finish / set-version sequence between two steps.
+
+    Separate calls would each wait for an engine step, the pause too (vLLM's pause_generation also sleeps 20 ms).
+    Without the pause a token could be sampled between the new weights and the new label. One utility call runs in the
+    engine's loop between two steps, so labels are exact by construction. There a request is salted, too: vLLM
+    0.32 hashes its blocks in the thread that reads the socket.
+    """
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.request import Request
+
+    require(EngineCore, "set_weight_version", "_reset_caches", "collective_rpc", "pause_scheduler", "add_request")
+    require(Request, "update_block_hashes")
+    add = EngineCore.add_request
+
+    def add_salted(engine: Any, request: Any, request_wave: int = 0) -> None:
+        _resalt(request, engine.get_weight_version())
+        add(engine, request, request_wave)
+
+    EngineCore.add_request = add_salted  # type: ignore[method-assign]
+    EngineCore.slipstream_flip = _flip  # type: ignore[attr-defined]
+
+
+def _flip(engine: Any, incarnation: int, version: int, recompute: bool) -> float:
+    """Seconds that generation stood still. A failure leaves the engine paused: its weights may be half new."""
+    if engine.batch_queue:
+        raise RuntimeError("batches are in flight: pause generation before the flip")
+    started = time.perf_counter()
+    try:
+        engine.collective_rpc("start_weight_update")
+        update = {"incarnation": incarnation, "version": version}
+        engine.collective_rpc("update_weights", kwargs={"update_info": update})
+        engine.collective_rpc("finish_weight_update")
+    except BaseException:
+        engine.pause_scheduler("keep", False)
+        raise
+    _release_held(engine)  # tokens sampled so far keep their label
+    label = f"{incarnation}:{version}"
+    engine.set_weight_version(label)
+    if recompute:
+        drop_cache(engine)
+    for request in engine.scheduler.waiting:
+        if request.num_computed_tokens == 0:  # all its keys and values will be of the new weights
+            _resalt(request, label)
+    return time.perf_counter() - started
+
+
+def drop_cache(engine: Any) -> None:
+    """Put all running requests back, to be computed again from their prompts."""
+    running = list(engine.scheduler.running)
+    engine._reset_caches(reset_running_requests=True)
+    for request in running:
+        # scheduler_stats.py counts preemptions for want of KV cache, and a flip is none. Requests that were preempted
+        # earlier are reset too: the step that lets them in again would count as lost time, and the flip caused it.
+        request.num_preemptions = 0
+
+
+def _resalt(request: Any, label: str) -> None:
+    """Hash the blocks of a request without computed tokens under `label`; a request without salt stays without."""
+    if not request.cache_salt:
+        return
+    before, _, own = request.cache_salt.partition(SEPARATOR)
+    if before == label:
+        return
+    request.cache_salt = salt(label, own)
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+# -------------------------------------------------------------------- finished outputs
 
 
 def send_only_finished_outputs() -> None:
@@ -17,7 +104,8 @@ def send_only_finished_outputs() -> None:
 
     require(EngineCore, "_attach_weight_version")
     require(EngineCoreProc, "_send_finish_outputs_to_client")
-    attach, abort = EngineCore._attach_weight_version, EngineCore.abort_requests
+    attach = EngineCore._attach_weight_version
+    abort = EngineCore.abort_requests
     finish = EngineCoreProc._send_finish_outputs_to_client
 
     def attach_and_hold(engine: Any, outputs: dict[int, Any]) -> None:
@@ -25,7 +113,7 @@ def send_only_finished_outputs() -> None:
         _hold_unfinished(engine, outputs)
 
     def release_and_finish(engine: Any, req_ids: list[str], client_index: int, finish_reason: Any) -> None:
-        release_held(engine, set(req_ids))
+        _release_held(engine, set(req_ids))
         finish(engine, req_ids, client_index, finish_reason)
 
     def forget_and_abort(engine: Any, request_ids: list[str]) -> None:
@@ -33,9 +121,9 @@ def send_only_finished_outputs() -> None:
             _held(engine).pop(request_id, None)
         abort(engine, request_ids)
 
-    EngineCore._attach_weight_version = attach_and_hold
-    EngineCoreProc._send_finish_outputs_to_client = release_and_finish
-    EngineCore.abort_requests = forget_and_abort
+    EngineCore._attach_weight_version = attach_and_hold  # type: ignore[method-assign]
+    EngineCoreProc._send_finish_outputs_to_client = release_and_finish  # type: ignore[method-assign]
+    EngineCore.abort_requests = forget_and_abort  # type: ignore[method-assign]
 
 
 class _Held:
@@ -44,7 +132,8 @@ class _Held:
     __slots__ = ("client", "logprobs", "output", "routed")
 
     def __init__(self, client: int, output: Any) -> None:
-        self.client, self.output = client, output
+        self.client = client
+        self.output = output
         self.logprobs: list[Any] = []  # LogprobsLists of one step each
         self.routed: list[Any] = []  # [tokens, layers, experts per token] each, where routing is recorded
         self._take(output)
@@ -81,7 +170,8 @@ def _held(engine: Any) -> dict[str, _Held]:
 
 def _hold_unfinished(engine: Any, outputs: dict[int, Any]) -> None:
     """Take the outputs that do not end their request out of `outputs`, in place, and delay them."""
-    held, requests = _held(engine), engine.scheduler.requests
+    held = _held(engine)
+    requests = engine.scheduler.requests
     for client, batch in list(outputs.items()):
         sent = []
         for output in batch.outputs:
@@ -115,7 +205,7 @@ def _may_wait(output: Any, request: Any) -> bool:
     return params.logprobs in (None, 0) and params.prompt_logprobs is None
 
 
-def release_held(engine: Any, request_ids: set[str] | None = None) -> None:
+def _release_held(engine: Any, request_ids: set[str] | None = None) -> None:
     """Send the delayed outputs of these requests, or of all, under the current version."""
     from vllm.v1.engine import EngineCoreOutputs
 

@@ -1,4 +1,4 @@
-"""Runs environments on a thread with its own event loop, so that one that blocks cannot stall the node.
+"""Environments on a thread with its own event loop, so that one that blocks cannot stall the node.
 
 A call that outlives its deadline is cancelled. If an environment blocks without awaiting, the thread no longer answers:
 it is given up, and a new thread serves later calls.
@@ -8,16 +8,21 @@ calls of one turn of the event loop cross together with one wake-up, and so do t
 """
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
+
+from rollout_fleet.environments.isolation import backend
+from rollout_fleet.environments.protocol import Action, Observation, StepResult
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PROBE_S = 5.0
-CLOSE_S = 1.0
+THREAD_END_S = 1.0
 
 
 class _Crossing:
@@ -38,12 +43,11 @@ class _Crossing:
             self.target.call_soon_threadsafe(lambda: [callback() for callback in callbacks])
 
 
-class EnvironmentHost:
+class EnvironmentThread:
     """The thread that environments live on; used from one event loop."""
 
     def __init__(self) -> None:
         self._probing = False
-        self.at_close: list[Callable[[], None]] = []  # called when this host is closed
         self._renew()
 
     def _renew(self) -> None:
@@ -51,7 +55,8 @@ class EnvironmentHost:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_serve, args=(self._loop,), name="environments", daemon=True)
         self._thread.start()
-        self._there, self._back = _Crossing(self._loop), _Crossing(self._loop)
+        self._there = _Crossing(self._loop)
+        self._back = _Crossing(self._loop)
 
     async def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """Call `function` and await what it returns, both on the environment thread.
@@ -61,10 +66,12 @@ class EnvironmentHost:
         """
         if self._loop.is_closed():
             raise RuntimeError("the environment thread has ended")
-        here, there = asyncio.get_running_loop(), self._loop
+        here = asyncio.get_running_loop()
+        there = self._loop
         if self._back.target is not here:
             self._back = _Crossing(here)
-        back, answer = self._back, here.create_future()
+        back = self._back
+        answer = here.create_future()
         begun: list[asyncio.Task[T]] = []  # used on the environment thread
 
         def begin() -> None:
@@ -86,7 +93,8 @@ class EnvironmentHost:
         if self._probing or self._loop.is_closed():
             return
         self._probing = True
-        loop, answered = self._loop, threading.Event()
+        loop = self._loop
+        answered = threading.Event()
         loop.call_soon_threadsafe(answered.set)
 
         def check() -> None:
@@ -102,9 +110,7 @@ class EnvironmentHost:
         """End the thread; an environment that still blocks keeps it until the process ends."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_S)
-        while self.at_close:
-            self.at_close.pop()()
+        self._thread.join(THREAD_END_S)
 
 
 def _settle(answer: asyncio.Future[T], task: asyncio.Task[T]) -> None:
@@ -140,5 +146,43 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
     for task in left:
         task.cancel()
     if left:
-        loop.run_until_complete(asyncio.wait(left, timeout=CLOSE_S))
+        loop.run_until_complete(asyncio.wait(left, timeout=THREAD_END_S))
     loop.close()
+
+
+class ThreadBackend(backend.Backend):
+    """Environments or agents on the environments' thread."""
+
+    def __init__(self, kind: Callable[..., Any], options: dict[str, Any], thread: EnvironmentThread) -> None:
+        super().__init__(options, backend.takes_group_seed(kind))
+        self._kind = kind
+        self._thread = thread
+
+    def environment(self, problem: dict[str, Any], seed: int, group_seed: int) -> backend.EnvironmentHandle:
+        return _ThreadHandle(self._thread, partial(self._kind, problem, **self.keywords(seed, group_seed)))
+
+    async def run_agent(self, problem: dict[str, Any], seed: int, group_seed: int, **access: str) -> Any:
+        return await self._thread.call(partial(self._kind, problem, **access, **self.keywords(seed, group_seed)))
+
+
+class _ThreadHandle(backend.EnvironmentHandle):
+    def __init__(self, thread: EnvironmentThread, build: Callable[[], Any]) -> None:
+        self._thread = thread
+        self._build = build
+        self._environment: Any = None
+
+    async def reset(self) -> Observation:
+        async def begin() -> Observation:
+            self._environment = self._build()
+            return await self._environment.reset()
+
+        return await self._thread.call(begin)
+
+    async def step(self, action: Action) -> StepResult:
+        return await self._thread.call(lambda: self._environment.step(action))
+
+    async def close(self) -> None:
+        if hasattr(self._environment, "close"):  # without it, the thread need not be woken
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(backend.CLOSE_S):
+                    await self._thread.call(lambda: backend.close_environment(self._environment))
