@@ -13,10 +13,10 @@ import msgspec
 from broker_ways import Load, Served, Way
 from harness import PATIENCE_S
 
-from broker.connect import Access, connect, connect_node
+from broker.client.calls import LearnerBroker
+from broker.client.connect import Access, connect, connect_node
 from broker.contract import LearnerReport, Lease, NodeReport
 from broker.main import run_broker
-from broker.messaging.client_methods import LearnerBroker
 from common.config.schema import Config
 from common.process.malloc_tuning import keep_freed_memory
 from common.rollouts import GroupMeta, Task, decode_group, encode_group

@@ -14,8 +14,10 @@ import harness
 from broker_embedded import GROUPS_PER_STEP, META, PROBLEM
 
 from broker.contract import LearnerReport, NodeReport, RunInfo
+from broker.delivery.learner_rules import LearnerRules
+from broker.delivery.node_rules import NodeRules
 from broker.delivery.state import DeliveryState
-from broker.journal.file_store.store import FileStore, open_file_store
+from broker.journal.file_store import FileStore, open_file_store
 from broker.journal.journal import Journal
 from broker.journal.recovery import recover
 from common.rollouts import Task
@@ -35,16 +37,18 @@ def opened(store: FileStore) -> tuple[DeliveryState, Journal]:
 def fill(state: DeliveryState, journal: Journal, groups: int, payload_bytes: int, commit: bool) -> None:
     """`groups` groups through the state machine, all but the last steps committed where `commit` says so."""
     payload = os.urandom(payload_bytes)
-    state.attach(LearnerReport(1, 1, "training", 0))
-    state.register(NodeReport("n0", 1, "h", "generating", 0))
+    LearnerRules(state).attach(LearnerReport(1, 1, "training", 0))
+    NodeRules(state).register(NodeReport("n0", 1, "h", "generating", 0))
     for step in range(groups // GROUPS_PER_STEP):
         first = step * GROUPS_PER_STEP
-        state.offer([Task(serial, PROBLEM, serial, 8) for serial in range(first, first + GROUPS_PER_STEP)])
-        for lease in state.lease("n0", 1 << 20, GROUPS_PER_STEP):
-            state.complete("n0", lease.token, META, payload, payload_bytes)
+        LearnerRules(state).offer(
+            [Task(serial, PROBLEM, serial, 8) for serial in range(first, first + GROUPS_PER_STEP)]
+        )
+        for lease in NodeRules(state).lease("n0", 1 << 20, GROUPS_PER_STEP):
+            NodeRules(state).complete("n0", lease.token, META, payload, payload_bytes)
         if commit:
-            state.take(step, GROUPS_PER_STEP)
-            state.commit(step - 2)
+            LearnerRules(state).take(step, GROUPS_PER_STEP)
+            LearnerRules(state).commit(step - 2)
         last = journal.end_turn()
         until(lambda: journal.acknowledged >= last, every_s=0.001)  # noqa: B023
 

@@ -25,9 +25,9 @@ import psutil
 from broker_embedded import HEARTBEAT_S, Learner, broker_process
 from harness import cpu_s, received, spawned
 
-from broker.connect import Access, connect
+from broker.client.connect import Access, connect
+from broker.client.connection import AsyncBrokerClient
 from broker.contract import Lease, NodeReport
-from broker.messaging.async_client import AsyncBrokerClient
 from common.rollouts import encode_group
 
 NODE_PROCESSES = 4

@@ -15,7 +15,7 @@ import psutil
 from broker_embedded import GROUPS_PER_STEP, LEASES_AT_ONCE, Learner, broker_process
 from broker_scale import Plan, quantiles, start_fleets, tell
 
-from broker.connect import Access, connect
+from broker.client.connect import Access, connect
 
 SETTLED = 0.2  # part of the groups after which memory has to be flat
 AHEAD = 4 * GROUPS_PER_STEP  # tasks offered beyond the step that is taken

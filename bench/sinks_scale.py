@@ -15,8 +15,8 @@ from typing import Any
 import harness
 import psutil
 
+from broker import wire
 from broker.contract import LearnerReport
-from broker.messaging import wire
 from common.config.observing import TelemetryConfig
 from common.json_lines import LineFile
 from tests.broker_rig import ask, dealer, node_report

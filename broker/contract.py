@@ -1,6 +1,6 @@
 """The delivery contract: what a broker promises, and what it and its clients tell each other.
 
-The calls are in broker/messaging/client_methods.py. Every backend passes tests/contract/.
+The calls are in broker/client/calls.py. Every backend passes tests/contract/.
 
 States of a task: pending -> leased(node, deadline) -> ready -> taken(step) -> committed, or dead after
 `max_attempts` failures or lost leases, of two nodes where two work.
@@ -33,6 +33,8 @@ from msgspec import Meta
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import GroupMeta, Task
 from common.staleness import Window
+from common.waits import NO_WAIT, WaitFor, sentence
+from common.waste import WasteByReason
 from common.wire_types import Finite, Name, Seconds, StepNumber, Tally, Text, Version
 
 LOST_AFTER_S = 10.0  # a learner unseen for longer is lost; it reports about once a second
@@ -76,15 +78,6 @@ class StoredGroup(msgspec.Struct, frozen=True, gc=False):
     payload: bytes = b""
 
 
-class Waste(msgspec.Struct, frozen=True):
-    """Tokens and time spent and never trained on, for one of the reasons of docs/waste.md."""
-
-    tokens: Tally = 0  # sampled
-    seconds: Seconds = 0.0
-
-
-WASTE_REASONS = ("lost", "failed", "filtered", "regenerated", "masked", "cancelled", "stalled", "waiting")
-WasteByReason = Annotated[dict[Name, Waste], Meta(max_length=64)]
 CountByReason = Annotated[dict[Name, Tally], Meta(max_length=64)]
 
 
@@ -137,7 +130,7 @@ class LearnerReport(msgspec.Struct, frozen=True):
     # starting | waiting | training | publishing | checkpointing | replaying | stalled | done | drained | failed
     state: Text
     policy_version: Version
-    waiting_on: Text = ""
+    wait: WaitFor = NO_WAIT
     since_s: Finite = 0.0  # seconds in this state
     weights_address: Text = ""  # control endpoint of the weight plane
     step: StepNumber = 0
@@ -149,6 +142,12 @@ class LearnerReport(msgspec.Struct, frozen=True):
     host: Text = ""  # the lead rank's machine
     alarms: Annotated[list[Text], Meta(max_length=64)] = []  # sentences of watch rules whose metric is not well
     paused: Text = ""  # the sentence of the rule that keeps new versions from the nodes
+
+    @property
+    def waiting_on(self) -> str:
+        """`wait` in words."""
+        text = sentence(self.wait)
+        return f"{text}; publishing is paused, `slipstream resume` ends that: {self.paused}" if self.paused else text
 
 
 class LogPosition(msgspec.Struct, frozen=True, gc=False):
@@ -197,7 +196,7 @@ class MachineReport(msgspec.Struct, frozen=True):
     state: Text = ""  # how the learner has ended, where its lead rank ran here: done, drained
 
 
-class Assembly(msgspec.Struct, frozen=True):
+class RendezvousOrder(msgspec.Struct, frozen=True):
     """The order to a launcher of learner ranks: run the ranks of `round`, or end those that run and wait."""
 
     round: Tally = 0  # 0: none that this machine belongs to
@@ -240,7 +239,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     host: Text
     state: Text  # starting | joining | environments | generating | waiting | flipping | excluded | draining
     policy_version: Version  # -1 before the first weights
-    waiting_on: Text = ""
+    wait: WaitFor = NO_WAIT
     since_s: Finite = 0.0
     tokens_generated: Tally = 0
     tokens_wasted: Tally = 0  # the sum of `waste`
@@ -260,6 +259,11 @@ class NodeReport(msgspec.Struct, frozen=True):
     pool: Text = ""  # eval: it takes held-out problems only
     evaluation_tokens: Tally = 0  # sampled for held-out problems; `tokens_generated` is without them
     instance: Text = ""  # random, one per process: a restarted container has the host and the pid of its predecessor
+
+    @property
+    def waiting_on(self) -> str:
+        """`wait` in words."""
+        return sentence(self.wait)
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):

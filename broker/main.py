@@ -3,38 +3,67 @@
 import logging
 import signal
 import threading
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from broker.connect import Access, connect
-from broker.contract import RunInfo
-from broker.diagnosis.broker_signs import BrokerSigns
-from broker.journal.recovery import open_memory
-from broker.journal.redis_store.keys import Leader
-from broker.journal.redis_store.leading import Leading
-from broker.journal.redis_store.term import TERM_S
+from broker.client.connect import Access, connect
+from broker.contract import NODE_AWAY, BrokerStatus, RunInfo
+from broker.journal.leader_election import LeaderElection
+from broker.journal.recovery import open_state
+from broker.journal.redis_store import TERM_S, Leader
 from broker.journal.run_folder import RunFolder, failed_transcripts
 from broker.journal.store import StoreFenced, StoreUnavailable
-from broker.messaging.bind_address import candidates
 from broker.server.server import BrokerServer
 from broker.server.standby import Standby
+from broker.sockets import candidates
 from common.config.schema import Config
 from common.errors import EXIT_DONE, BrokerError, BrokerUnreachable, UsageError
-from common.process.health import serving_health
+from common.process.health import LifeSigns, serving_health
 from common.process.lifecycle import raise_open_files
 from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
 from common.security.credentials import curve_credentials
 from common.span_buffer import SPANS, SpanFile
+from common.waste import Waste
 
 logger = logging.getLogger(__name__)
 
 ALIVE_CHECK_S = 5.0
 QUARANTINE = "quarantine"
 OWN_ADDRESS_S = TERM_S / 2  # a leader must renew its term soon
+
+
+class BrokerSigns(LifeSigns):
+    """Signs of life and the figures that an autoscaler of the fleet needs (docs/kubernetes.md)."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock=clock)
+        self._looked_at = clock()
+        self._waited_s = 0.0
+
+    def tick(self, status: Callable[[], BrokerStatus]) -> None:
+        """Called in every turn of the loop; looks at the status about once a second."""
+        now = self._clock()
+        passed_s = now - self._looked_at
+        if passed_s < 1.0:
+            return
+        self._looked_at = now
+        found = status()
+        if found.learner is not None and found.learner.state == "waiting":
+            self._waited_s += passed_s
+        figures = {
+            "groups_pending": found.groups_pending,
+            "groups_leased": found.groups_leased,
+            "groups_ready": found.groups_ready,
+            "nodes_ready": sum(node.alive and node.report.state not in NODE_AWAY for node in found.nodes),
+            "nodes_waiting_seconds_total": found.waste.get("waiting", Waste()).seconds,
+            "learner_waiting_seconds_total": self._waited_s,
+        }
+        self.show("leading", True, figures)
 
 
 def run_broker(config: Config, config_json: bytes) -> int:
@@ -48,13 +77,14 @@ def run_broker(config: Config, config_json: bytes) -> int:
     keep_freed_memory(one_heap=True)
     run_dir = Path(config.run.dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    run, signs = run_info(config, config_json), BrokerSigns()
+    run = run_info(config, config_json)
+    signs = BrokerSigns()
     with serving_health(config.telemetry.health_port, signs):
         if config.broker.store == "file":
             refuse_second_broker(run_dir, config.broker.credentials)
             lead(config, run, config.broker.addresses, signs)
             return EXIT_DONE
-        Leading(config, run.run_dir).await_server()
+        LeaderElection(config, run.run_dir).await_server()
         while stand_by_and_lead(config, run, signs):
             pass
         return EXIT_DONE
@@ -62,63 +92,72 @@ def run_broker(config: Config, config_json: bytes) -> int:
 
 def stand_by_and_lead(config: Config, run: RunInfo, signs: BrokerSigns) -> bool:
     """Lead once no other broker does; returns whether the lead was lost, otherwise this broker was stopped."""
-    leading = Leading(config, run.run_dir)
-    standby = Standby(config.broker, Path(config.run.dir), candidates(config.broker.addresses, leading.seen.address))
+    election = LeaderElection(config, run.run_dir)
+    standby = Standby(
+        config.broker, Path(config.run.dir), candidates(config.broker.addresses, election.pointer.address)
+    )
 
     def take() -> Leader | None:
         signs.show("standing by", False)
-        return leading.take(standby.address)
+        return election.take(standby.address)
 
     try:
         with stopping_on_signals(standby):
             leads = standby.run(take)
         if leads:
-            lead(config, run, [standby.bound], signs, leading)
+            lead(config, run, [standby.bound], signs, election)
         return False
     except (StoreFenced, StoreUnavailable) as error:
         logger.error("this broker no longer leads and stands by again: %s", error)
         return True
     finally:
-        leading.term.resign()
+        election.term.resign()
         standby.release()
 
 
 def lead(
-    config: Config, run: RunInfo, addresses: Sequence[str], signs: BrokerSigns, leading: Leading | None = None
+    config: Config, run: RunInfo, addresses: Sequence[str], signs: BrokerSigns, election: LeaderElection | None = None
 ) -> None:
     """Serve until a signal, and write the run folder.
 
     Raises as `run_broker`; also StoreFenced when another broker leads by now, and StoreUnavailable when Redis is away.
     """
     with ExitStack() as at_end:
-        files = RunFolder(Path(config.run.dir), leading)
+        files = RunFolder(Path(config.run.dir), election)
         at_end.callback(files.close)
-        with leading.term.renewing() if leading is not None else nullcontext():
-            memory = open_memory(config, run, files.write_event, leading)
+        with election.term.renewing() if election is not None else nullcontext():
+            opened = open_state(config, run, files.write_event, election)
         at_end.callback(files.finish)
-        at_end.callback(memory.close)
-        memory.state.transcripts = transcripts = failed_transcripts(files.path, config.telemetry)
+        at_end.callback(opened.close)
+        opened.state.transcripts = transcripts = failed_transcripts(files.path, config.telemetry)
         if transcripts is not None:
             at_end.callback(transcripts.close)
         if run.trace:
             SPANS.open("leading", reference=True)
             trace = SpanFile(RunDir(files.path).trace, "nodes", config.telemetry.trace_mib, "broker")
             at_end.callback(trace.close)
-            memory.state.trace = trace.put
-        if memory.journal is not None:
-            addresses = candidates(addresses, memory.journal.store.address)
+            opened.state.trace = trace.put
+        if opened.journal is not None:
+            addresses = candidates(addresses, opened.journal.store.address)
 
         def tick() -> None:
             files.tick()
             if config.telemetry.health_port:
-                signs.tick(memory.state.status)
+                signs.tick(opened.state.status)
 
-        limit, keys = config.broker.max_message_bytes, curve_credentials(config.broker.credentials)
-        # Another broker that looks for an address may have bound the one of `leading` for a moment.
-        parts = memory.state, addresses, limit, tick, keys, files.path / QUARANTINE, memory.journal
-        server = BrokerServer(*parts, bind_wait_s=OWN_ADDRESS_S if leading is not None else 0.0)
+        server = BrokerServer(
+            opened.state,
+            addresses,
+            config.broker.max_message_bytes,
+            on_tick=tick,
+            credentials=curve_credentials(config.broker.credentials),
+            quarantine=files.path / QUARANTINE,
+            journal=opened.journal,
+            # Another broker that looks for an address may have bound the one of this leader for a moment.
+            bind_wait_s=OWN_ADDRESS_S if election is not None else 0.0,
+        )
         try:
-            files.begin(memory, server.address)
+            files.begin(opened, server.address)
         except BaseException:
             server.close()
             raise

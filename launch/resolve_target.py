@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from broker.connect import ask_status
+from broker.client.connect import ask_status
 from common.config.checks import C, downloaded, resolve_paths
 from common.config.loading import build_config, kind_of, load_config, load_either, load_resolved
 from common.config.network_checks import fixed_address, is_redis, split_address
@@ -83,7 +83,7 @@ def config_file(word: str) -> Path:
 def need_broker_library(config: Config) -> None:
     """Raise UsageError when this Python lacks what broker.store takes; asked before the run folder is made."""
     if config.broker.store == "redis":
-        from broker.journal.redis_store.connection import redis_module
+        from broker.journal.redis_server import redis_module
 
         redis_module("redis.connection")
 

@@ -1,15 +1,16 @@
 """From a config to an episode driver."""
 
 import sys
+from contextlib import closing
 from typing import Any
 
 from common.config.schema import Config
 from common.hub import load_tokenizer
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.description import Description, check_environment
-from rollout_fleet.environments.isolation.placement import Stage, ThreadStage
-from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
-from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
+from rollout_fleet.environments.isolation.backend import Backend
+from rollout_fleet.environments.isolation.process_backend import ProcessBackend, ProcessHost
+from rollout_fleet.environments.isolation.thread_backend import EnvironmentThread, ThreadBackend
 from rollout_fleet.environments.protocol import Budget, Observation
 from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules, Sampling, bounded
 from rollout_fleet.episode.rendering import Renderer
@@ -17,7 +18,7 @@ from rollout_fleet.episode.sampler_protocol import Sampler
 
 
 def build_driver(
-    config: Config, sampler: Sampler, host: EnvironmentHost, sampling: Sampling | None = None
+    config: Config, sampler: Sampler, thread: EnvironmentThread, sampling: Sampling | None = None
 ) -> EpisodeDriver:
     """The driver of the config's environment and budgets, over an engine that may start later.
 
@@ -29,36 +30,33 @@ def build_driver(
     budget = Budget(rollout.max_turns, rollout.max_tokens, rollout.engine.max_model_len)
     job = Sampling(rollout.temperature, rollout.top_p)
     rules = EpisodeRules(budget, sampling or job, rollout.sample_timeout_s, found.limits, job)
-    stage = build_stage(config, found, host)
+    backend = _backend(config, found, thread)
     if found.agent:
         from rollout_fleet.agents.driver import AgentDriver
 
-        return AgentDriver(sampler, renderer, stage, rules)
-    return EpisodeDriver(sampler, renderer, stage, rules)
+        return AgentDriver(sampler, renderer, backend, rules)
+    return EpisodeDriver(sampler, renderer, backend, rules)
 
 
-def build_stage(config: Config, found: Description, host: EnvironmentHost) -> Stage:
-    """The place of the config's environments: the thread of `host`, or processes that end with it."""
-    options, timeout_s = dict(config.tasks.options), config.rollout.sample_timeout_s
+def _backend(config: Config, found: Description, thread: EnvironmentThread) -> Backend:
+    """Runs the config's environments: on `thread`, or in processes."""
+    options = dict(config.tasks.options)
     if not found.limits.process:
-        return ThreadStage(registry.resolve(config.tasks.environment), options, host)
+        return ThreadBackend(registry.resolve(config.tasks.environment), options, thread)
     processes = ProcessHost(found.modules, found.limits.python or sys.executable)
-    host.at_close.append(processes.close)
-    return ProcessStage(found.path, options, found.limits, timeout_s, processes, found.shares_seed)
+    timeout_s = config.rollout.sample_timeout_s
+    return ProcessBackend(found.path, options, found.limits, timeout_s, processes, found.shares_seed)
 
 
 async def first_observation(config: Config, found: Description, problem: dict[str, Any]) -> Observation:
     """The first observation of a dataset row, made where an episode would run and within its limits.
 
-    Raises EpisodeFailed with the reason why a sample would fail, StageFailed when no environment can be started.
+    Raises EpisodeFailed with the reason why a sample would fail, BackendFailed when no environment can be started.
     """
-    host = EnvironmentHost()
-    try:
-        seat = build_stage(config, found, host).seat(problem, config.run.seed, config.run.seed)
+    with closing(EnvironmentThread()) as thread, closing(_backend(config, found, thread)) as backend:
+        environment = backend.environment(problem, config.run.seed, config.run.seed)
         try:
             async with bounded("reset", found.limits.reset_s):
-                return await seat.reset()
+                return await environment.reset()
         finally:
-            await seat.close()
-    finally:
-        host.close()
+            await environment.close()

@@ -7,10 +7,10 @@ import logging
 import signal
 from contextlib import AsyncExitStack
 from functools import partial
+from typing import TYPE_CHECKING
 
-from broker.connect import Access, connect_node
-from broker.contract import RunInfo
-from broker.messaging.client_methods import NodeBroker
+from broker.client.calls import NodeBroker
+from broker.client.connect import Access, connect_node
 from common.config.schema import Config
 from common.errors import BrokerUnreachable, SlipstreamError, UsageError
 from common.process.health import serving_health
@@ -21,14 +21,16 @@ from common.security.credentials import curve_credentials, load_credential
 from common.span_buffer import SPANS
 from common.transcripts import FailedTranscripts
 from rollout_fleet.driver_factory import build_driver
-from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
+from rollout_fleet.environments.isolation.thread_backend import EnvironmentThread
 from rollout_fleet.episode.concurrency import AdaptiveLimit
-from rollout_fleet.episode.group_runner import GroupRunner
-from rollout_fleet.node.broker_timeout import BrokerTimeout
-from rollout_fleet.node.heartbeat import Heartbeat
+from rollout_fleet.node.heartbeat import BrokerTimeout, Heartbeat
 from rollout_fleet.node.node import Node
-from rollout_fleet.node.node_status import OwnStatus
+from rollout_fleet.node.node_status import NodeStatusTracker
 from rollout_fleet.node.running_groups import NodeParts
+
+if TYPE_CHECKING:  # importing them takes torch, and vLLM's settings must be in the environment before
+    from rollout_fleet.engine.engine import Engine
+    from rollout_fleet.weights.weight_client import WeightClient
 
 logger = logging.getLogger(__name__)
 
@@ -46,23 +48,68 @@ def run_node(config: Config, broker_address: str, node_id: str, pool: str = "") 
     keep_freed_memory()
     if config.telemetry.trace_mib:
         SPANS.open("starting")
-    return asyncio.run(_serve(config, broker_address, OwnStatus(node_id, pool=pool)))
+    return asyncio.run(_serve(config, broker_address, NodeStatusTracker(node_id, pool=pool)))
 
 
-async def _serve(config: Config, address: str, status: OwnStatus) -> int:
-    from common.weights.transports.registry import receivable, require
-    from rollout_fleet.engine.engine import Engine
-    from rollout_fleet.engine.profiling import record
-    from rollout_fleet.weights.weight_client import WeightClient
+async def _serve(config: Config, address: str, status: NodeStatusTracker) -> int:
+    from common.weights.transports.registry import require
+    from rollout_fleet.engine.engine import Engine, record_profiles
 
     require(config.weights.transport)
-    node_id, host = status.node_id, EnvironmentHost()
-    telemetry = config.telemetry
-    profiled = telemetry.profile_steps and node_id in telemetry.profile_nodes
-    profiles = RunDir(config.run.dir).profiles if profiled else None
-    engine = Engine(config, seed=_seed(config, node_id), profiles=profiles)
-    driver = build_driver(config, engine, host)  # a config error shows before anything is started
-    access = Access(
+    folder = RunDir(config.run.dir)
+    profiled = config.telemetry.profile_steps and status.node_id in config.telemetry.profile_nodes
+    engine = Engine(config, seed=_seed(config, status.node_id), profiles=folder.profiles if profiled else None)
+    thread = EnvironmentThread()
+    driver = build_driver(config, engine, thread)  # a config error shows before anything is started
+    access = _access(config, address, status.node_id)
+    timeout = BrokerTimeout(BROKER_TIMEOUT_S, address)
+    log = log_path(folder.logs, "rollout", status.node_id)
+    heartbeat = Heartbeat(partial(connect_node, access), status, timeout, config.broker.heartbeat_s, log)
+    low, high = config.rollout.concurrency_bounds
+
+    def adaptive() -> AdaptiveLimit | None:
+        return AdaptiveLimit(low, high, config.rollout.group_size, engine.holds) if low < high else None
+
+    # The stack closes in reverse order: a node leaves the job when its engine and its heartbeats have ended.
+    async with AsyncExitStack() as stack:
+        stack.enter_context(serving_health(config.telemetry.health_port, status.signs))
+        stack.callback(thread.close)
+        stack.push_async_callback(driver.close)
+        broker = await stack.enter_async_context(connect_node(access))
+        await _register(broker, status, address)
+        stack.push_async_callback(_leave, broker, status)
+        feed = _weight_client(config, engine, status)
+        transcripts = FailedTranscripts(driver.renderer.text, status.node_id)
+        parts = NodeParts(
+            broker=broker,
+            feed=feed,
+            driver=driver,
+            concurrency=high,
+            status=status,
+            timeout=timeout,
+            counters=engine.counters,
+            beat_now=heartbeat.beat_now,
+            transcribe=transcripts.line if config.telemetry.transcripts != "none" else None,
+        )
+        node = Node(parts, adaptive, config.rollout.drain_s)
+        heartbeat.start(node.on_heartbeat, node.fail)
+        stack.push_async_callback(heartbeat.stop)
+        _drain_on_signals(stack, node)
+        stack.push_async_callback(engine.shutdown)
+        stack.push_async_callback(feed.close)
+        if await _started(asyncio.create_task(engine.start()), node):
+            status.joining.reached("engine")
+            if profiled:
+                recording = asyncio.create_task(record_profiles(engine, feed, config.telemetry, status.node_id))
+                stack.push_async_callback(asyncio.wait, [recording])
+                stack.callback(recording.cancel)
+        code = await node.run()
+        logger.info("node %s is finished with code %d; the engine stops", status.node_id, code)
+        return code
+
+
+def _access(config: Config, address: str, node_id: str) -> Access:
+    return Access(
         address=address,
         role="node",
         deadline_s=CALL_DEADLINE_S,
@@ -70,48 +117,31 @@ async def _serve(config: Config, address: str, status: OwnStatus) -> int:
         credentials=config.broker.credentials,
         name=node_id,
     )
-    async with AsyncExitStack() as stack:
-        stack.enter_context(serving_health(config.telemetry.health_port, status.signs))
-        stack.callback(host.close)
-        stack.push_async_callback(driver.close)
-        broker = await stack.enter_async_context(connect_node(access))
-        run = await _register(broker, status, address)
-        status.joining.reached("registered")
-        logger.info("node %s joined job %r at %s", node_id, run.name, address)
-        stack.push_async_callback(_leave, broker, status)
-        timeout = BrokerTimeout(BROKER_TIMEOUT_S, address)
-        log = log_path(RunDir(config.run.dir).logs, "rollout", node_id)
-        heartbeat = Heartbeat(partial(connect_node, access), status, timeout, config.broker.heartbeat_s, log)
-        keys = curve_credentials(config.broker.credentials)
-        credential = load_credential(keys, "node", node_id) if keys else None
-        transports = receivable(config.weights.transport)
-        feed = WeightClient(node_id, engine.weights, credential, transports, status.joining, status.pool)
-        low, high = config.rollout.concurrency_bounds
-        runner = GroupRunner(driver, high, status.sample_failed)
-        line = FailedTranscripts(driver.renderer.text, node_id).line if telemetry.transcripts != "none" else None
-        parts = NodeParts(broker, feed, runner, status, timeout, lambda: engine.counters, heartbeat.beat_now, line)
 
-        def adaptive() -> AdaptiveLimit | None:
-            return AdaptiveLimit(low, high, config.rollout.group_size, engine.holds) if low < high else None
 
-        node = Node(parts, adaptive, config.rollout.drain_s)
-        heartbeat.start(node.on_heartbeat, node.fail)
-        stack.push_async_callback(heartbeat.stop)
-        loop, count = asyncio.get_running_loop(), itertools.count()
-        for number in (signal.SIGTERM, signal.SIGINT):  # the first asks for a drain, the second gives groups back
-            loop.add_signal_handler(number, lambda by=number.name: node.request_drain(by, abandon=next(count) > 0))
-            stack.callback(loop.remove_signal_handler, number)
-        stack.push_async_callback(engine.shutdown)
-        stack.push_async_callback(feed.close)
-        if await _started(asyncio.create_task(engine.start()), node):
-            status.joining.reached("engine")
-            if profiles is not None:
-                recording = asyncio.create_task(record(engine, feed, telemetry, node_id))
-                stack.push_async_callback(asyncio.wait, [recording])
-                stack.callback(recording.cancel)
-        code = await node.run()
-        logger.info("node %s is finished with code %d; the engine stops", node_id, code)
-        return code
+def _weight_client(config: Config, engine: "Engine", status: NodeStatusTracker) -> "WeightClient":
+    from common.weights.transports.registry import receivable
+    from rollout_fleet.weights.weight_client import WeightClient
+
+    keys = curve_credentials(config.broker.credentials)
+    credential = load_credential(keys, "node", status.node_id) if keys else None
+    return WeightClient(
+        status.node_id,
+        engine.weights,
+        credential=credential,
+        transports=receivable(config.weights.transport),
+        reached=status.joining.reached,
+        pool=status.pool,
+    )
+
+
+def _drain_on_signals(stack: AsyncExitStack, node: Node) -> None:
+    """The first signal asks for a drain, the second gives running groups back."""
+    loop = asyncio.get_running_loop()
+    count = itertools.count()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda by=number.name: node.request_drain(by, abandon=next(count) > 0))
+        stack.callback(loop.remove_signal_handler, number)
 
 
 def _seed(config: Config, node_id: str) -> int:
@@ -120,15 +150,17 @@ def _seed(config: Config, node_id: str) -> int:
     return int.from_bytes(digest[:4], "little") >> 1
 
 
-async def _register(broker: NodeBroker, status: OwnStatus, address: str) -> RunInfo:
+async def _register(broker: NodeBroker, status: NodeStatusTracker, address: str) -> None:
     try:
-        return await asyncio.wait_for(broker.register(status.report()), JOIN_WAIT_S)
+        run = await asyncio.wait_for(broker.register(status.report()), JOIN_WAIT_S)
     except (BrokerUnreachable, TimeoutError) as error:
         reason = str(error) or f"no answer within {JOIN_WAIT_S:g} s"
         raise UsageError(f"cannot join a job at {address}: {reason}; is its broker running?") from error
+    status.joining.reached("registered")
+    logger.info("node %s joined job %r at %s", status.node_id, run.name, address)
 
 
-async def _leave(broker: NodeBroker, status: OwnStatus) -> None:
+async def _leave(broker: NodeBroker, status: NodeStatusTracker) -> None:
     try:
         SPANS.close()
         await broker.heartbeat(status.report(), [], spans=SPANS.batch(status.node_id))

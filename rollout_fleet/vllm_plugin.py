@@ -21,15 +21,15 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from rollout_fleet.vllm_patches import cpu_routing, cpu_weights, derived_weights
+    from rollout_fleet.vllm_patches import cpu_routing, live_weights
 
     if not vllm.__version__.startswith(TESTED):
         logger.warning("vLLM %s is untested; the patches here were read against %s*", vllm.__version__, TESTED)
     module = "rollout_fleet.weights.worker_extension"
     WeightTransferEngineFactory.register_engine(BACKEND, module, "SlipstreamTransferEngine")
     if current_platform.is_cpu():
-        cpu_weights.keep_cpu_weights_live()
-        derived_weights.compute_mla_from_parameters()
+        live_weights.keep_cpu_weights_live()
+        live_weights.compute_mla_from_parameters()
         cpu_routing.return_routed_experts_on_cpu()
     # A forked child inherits that vLLM has loaded its plugins and that this function has run: neither runs again.
     multiprocessing.util.register_after_fork(register, lambda _: _prepare_engine_process())
@@ -46,7 +46,7 @@ def _prepare_engine_process() -> None:
 
 @cache  # a forked worker inherits the patches of its engine, and must not apply them twice
 def _patch_engine() -> None:
-    from rollout_fleet.vllm_patches import finished_outputs, flip
+    from rollout_fleet.vllm_patches import engine_process
 
-    flip.flip_in_one_call()
-    finished_outputs.send_only_finished_outputs()
+    engine_process.flip_in_one_call()
+    engine_process.send_only_finished_outputs()

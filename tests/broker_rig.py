@@ -10,9 +10,9 @@ from typing import Any
 
 import zmq
 
+from broker import wire
 from broker.contract import LearnerReport, NodeReport, RunInfo
 from broker.delivery.state import DeliveryState
-from broker.messaging import wire
 from broker.server.server import BrokerServer
 from common.config.schema import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
 from common.rollouts import GroupMeta, Task

@@ -24,6 +24,7 @@ from common.config.loading import build_config
 from common.config.schema import Config, ModelConfig, RunConfig, TasksConfig
 from common.errors import EXIT_USAGE
 from common.process.run_dir import RunDir, write_json
+from common.waits import WaitFor, WaitKind
 from launch.cli import main
 from tests.broker_rig import new_state, serving
 from tests.waiting import LIMIT_S
@@ -35,7 +36,9 @@ SHAPE = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads":
 SHAPE |= {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 1024}
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 RUN_INFO = RunInfo("demo", "/runs/demo", 4, 1, 3, 60.0, 1 << 20, b"{}")
-LEARNER = LearnerReport(11, 0, "waiting", 7, "groups for step 7: 1 of 4 ready", 2.5, step=7, groups_missing=3)
+LEARNER = LearnerReport(
+    11, 0, "waiting", 7, WaitFor(WaitKind.GROUPS, version=7, count=1, of=4), 2.5, step=7, groups_missing=3
+)
 NODE = NodeReport("node-0", 12, "here", "generating", 6, since_s=1.0, tokens_generated=500, tokens_per_s=1234.0)
 
 

@@ -5,14 +5,17 @@ The contract suite runs against it as well as against the server; simulations us
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
 
+import msgspec
+
+from broker import wire
+from broker.client.calls import LearnerBroker, NodeBroker
 from broker.contract import RunInfo
 from broker.delivery.state import DeliveryState
-from broker.messaging import wire
-from broker.messaging.client_methods import LearnerBroker, NodeBroker
-from broker.server.handlers import NOT_YET, answer, nothing
+from broker.server.handlers import Handlers, NotYet
 
 POLL_S = 0.005
 
@@ -37,36 +40,54 @@ class MemoryLearner(LearnerBroker):
     """A client for a learner or an observer."""
 
     def __init__(self, state: DeliveryState) -> None:
-        self._state = state
+        self.use(state)
+
+    def use(self, state: DeliveryState) -> None:
+        """Ask another broker from now on."""
+        self._handlers = Handlers(state)
 
     def ask(self, request: wire.Request[R], wait_s: float = 0.0) -> R:
-        for value in _looks(self._state, request, wait_s):
-            if value is not NOT_YET:
-                if isinstance(request, wire.LearnerRequest) and request.promised:
-                    self.position = self._state.position
-                return value
+        for reply in _looks(self._handlers, request, wait_s):
+            if reply is not None:
+                self.position = reply.position or self.position
+                return reply.value
             time.sleep(POLL_S)
-        return nothing(cast(wire.AnyRequest, request))
+        return None if isinstance(request, wire.Take) else []  # type: ignore[return-value]
 
 
 class MemoryNode(NodeBroker):
     """A client for a node."""
 
     def __init__(self, state: DeliveryState) -> None:
-        self._state = state
+        self.use(state)
+
+    def use(self, state: DeliveryState) -> None:
+        """Ask another broker from now on."""
+        self._handlers = Handlers(state)
 
     async def ask(self, request: wire.Request[R], wait_s: float = 0.0, payload: bytes | None = None) -> R:
-        for value in _looks(self._state, request, wait_s, payload):
-            if value is not NOT_YET:
-                return value
+        for reply in _looks(self._handlers, request, wait_s, payload):
+            if reply is not None:
+                return reply.value
             await asyncio.sleep(POLL_S)
-        return nothing(cast(wire.AnyRequest, request))
+        return []  # type: ignore[return-value]
 
 
-def _looks(state: DeliveryState, request: wire.Request[Any], wait_s: float, payload: bytes | None = None) -> Any:
-    """Yield the answer as it is now, and again whenever the caller comes back within `wait_s`."""
-    end, again = time.monotonic() + wait_s, False
-    while not again or time.monotonic() < end:
-        state.expire()
-        yield answer(state, cast(wire.AnyRequest, request), payload, again)
-        again = True
+def _looks(
+    handlers: Handlers, request: wire.Request[R], wait_s: float, payload: bytes | None = None
+) -> Iterator[wire.Answer[R] | None]:
+    """Yield the answer as it is now, and again whenever the caller comes back within `wait_s`; None: not yet."""
+    end = time.monotonic() + wait_s
+    look: Any = partial(handlers.answers.first, payload=payload)
+    while True:
+        handlers.answers.nodes.expire()
+        try:
+            reply = look(request)
+            for number, data in enumerate(handlers.payloads(reply) or ()):
+                msgspec.structs.force_setattr(reply.value[number], "payload", data)
+            yield reply
+        except NotYet:
+            yield None
+        look = handlers.answers.again
+        if time.monotonic() >= end:
+            return

@@ -13,9 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from broker.journal.redis_store.connection import open_client
-from broker.journal.redis_store.keys import run_prefix
-from broker.journal.redis_store.term import Term
+from broker.journal.redis_server import open_client
+from broker.journal.redis_store import Term, run_prefix
 from tests.waiting import LIMIT_S, until
 
 

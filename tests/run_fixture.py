@@ -21,6 +21,8 @@ from common.run_reader import Line, metrics_decoder
 from common.segments import SegmentWriter
 from common.spans import Span, SpanBatch
 from common.transcripts import Transcript, Turn
+from common.waits import WaitFor, WaitKind
+from common.waste import Waste
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 STEP_S, RESTART_S, STARTS = 2.0, 60.0, 4  # seconds of a step and of a restart; starts of the learner
@@ -129,7 +131,7 @@ class Fixture:
 
     def status(self) -> c.BrokerStatus:
         """The learner waits for the first node, which is stuck in an environment. The last node is gone."""
-        nodes, steps, wasted = list[c.NodeStatus](), self.steps, c.Waste(self.steps * TOKENS // 20, 9.0)
+        nodes, steps, wasted = list[c.NodeStatus](), self.steps, Waste(self.steps * TOKENS // 20, 9.0)
         stuck = c.GroupWork(steps * GROUPS, SIZE, 7, 400.0, 900, 3, 120, "environment", 380.0)
         for number, name in enumerate(self.nodes):
             state = STATES[number % 5]
@@ -142,8 +144,8 @@ class Fixture:
             nodes.append(c.NodeStatus(report, int(not number), alive, 0.4 if alive else 45.0))
         late = [c.Delivery(n.report.node_id, steps, "flipping", 12.0) for n in nodes if n.report.state == "flipping"]
         learner = c.LearnerReport(
-            10, STARTS - 1, "waiting", steps, f"groups for step {steps}: 3 of {GROUPS} ready", 350.0, step=steps,
-            groups_missing=GROUPS, deliveries=late[:64], deliveries_waiting=len(late), host="host-0",
+            10, STARTS - 1, "waiting", steps, WaitFor(WaitKind.GROUPS, version=steps, count=3, of=GROUPS), 350.0,
+            step=steps, groups_missing=GROUPS, deliveries=late[:64], deliveries_waiting=len(late), host="host-0",
         )  # fmt: skip
         run = c.RunInfo("fixture", str(self.run.path), GROUPS, 2, 3, 30.0, 1 << 30)
         return c.BrokerStatus(

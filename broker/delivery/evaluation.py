@@ -33,7 +33,8 @@ class EvaluationTable:
 
     def begin(self, order: EvaluationOrder | None, shared: bool) -> None:
         """Forget the round before; `shared`: nodes of the training fleet may lease, too."""
-        self.order, self.shared = order, shared
+        self.order = order
+        self.shared = shared
         self._problems: dict[int, Entry] = {}  # whose results the learner has not stored
         self.pending: list[int] = []
         self.leased: dict[str, Entry] = {}  # by token
@@ -59,7 +60,8 @@ class EvaluationTable:
             if task.serial not in self._problems:
                 self._problems[task.serial] = Entry(task)
                 insort(self.pending, task.serial)
-        answer, left = Evaluated(len(self._problems)), ANSWER_BYTES
+        answer = Evaluated(len(self._problems))
+        left = ANSWER_BYTES
         for result in islice(self._results.values(), MOST_RESULTS):
             left -= len(msgspec.msgpack.encode(result))
             if left < 0 and answer.results:
@@ -75,7 +77,8 @@ class EvaluationTable:
     def lease(self, node_id: str, token: str) -> Entry:
         """Give the first pending problem to a node."""
         entry = self.leased[token] = self._problems[self.pending.pop(0)]
-        entry.node, entry.token = node_id, token
+        entry.node = node_id
+        entry.token = token
         return entry
 
     def complete(self, node_id: str, token: str, result: EvaluationResult) -> bool:
@@ -103,7 +106,8 @@ class EvaluationTable:
         """Take a lease back. A problem that was lost as often as a task may fail counts as failed."""
         entry = self.leased.pop(token)
         entry.failures += 1
-        serial, n = entry.serial, entry.task.group_size
+        serial = entry.serial
+        n = entry.task.group_size
         if entry.failures < self._max_attempts:
             insort(self.pending, serial)
         else:

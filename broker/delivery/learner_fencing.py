@@ -4,6 +4,7 @@ import msgspec
 
 from broker.contract import LEARNER_ENDED, LOST_AFTER_S, LearnerReport
 from common.errors import BrokerError
+from common.waits import WaitFor, WaitKind
 
 
 class LearnerRecord:
@@ -42,7 +43,9 @@ class LearnerRecord:
 
     def accept(self, report: LearnerReport) -> None:
         """Keep a report that passed `check_report`. An earlier instance of its incarnation is replaced for good."""
-        before, self.report, self.job_ended = self.report, report, False
+        before = self.report
+        self.report = report
+        self.job_ended = False
         if before is None or report.incarnation > before.incarnation:
             self.replaced.clear()
         elif before.instance and report.instance and before.instance != report.instance:
@@ -59,11 +62,12 @@ class LearnerRecord:
 
     def status(self, now: float) -> LearnerReport | None:
         """The newest report, in state `lost` when the learner fell silent without reporting an end."""
-        report, silent_s = self.report, self.silent_s(now)
+        report = self.report
+        silent_s = self.silent_s(now)
         if report is None or silent_s <= LOST_AFTER_S or report.state in LEARNER_ENDED:
             return report
-        waiting_on = f"not seen for {silent_s:.0f} s, was {report.state}"
-        return msgspec.structs.replace(report, state="lost", waiting_on=waiting_on, since_s=silent_s)
+        wait = WaitFor(WaitKind.SIGN_OF_LIFE, count=round(silent_s), cause=report.state)
+        return msgspec.structs.replace(report, state="lost", wait=wait, since_s=silent_s)
 
 
 def lasting(report: LearnerReport) -> tuple[int | str, ...]:

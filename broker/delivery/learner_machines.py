@@ -11,7 +11,7 @@ of a running round from its members; until LOST_S have passed it forms none.
 
 from dataclasses import dataclass, field
 
-from broker.contract import Assembly, MachineReport, MachineStatus, Member
+from broker.contract import MachineReport, MachineStatus, Member, RendezvousOrder
 from common.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXITS_FOR_GOOD
 
 FENCE_S = 30.0  # a launcher without an answer for this long ends its ranks
@@ -49,15 +49,17 @@ class LearnerMachines:
     last_number: int = 0
     reports: dict[str, MachineReport] = field(default_factory=dict[str, MachineReport])  # in order of arrival
     seen_at: dict[str, float] = field(default_factory=dict[str, float])
-    verdicts: dict[str, Assembly] = field(default_factory=dict[str, Assembly])  # last answers, with an exit code
+    # last answers, with an exit code
+    verdicts: dict[str, RendezvousOrder] = field(default_factory=dict[str, RendezvousOrder])
 
-    def gather(self, report: MachineReport, learner_state: str, now: float, stopping: bool = False) -> Assembly:
+    def gather(self, report: MachineReport, learner_state: str, now: float, stopping: bool = False) -> RendezvousOrder:
         """Keep a launcher's report; returns what it is to do. `learner_state` is that of the learner's own report.
 
         A warm start has none; its launchers say how it ended. `stopping`: after `slipstream stop` no round begins any
         more, and the ranks of a warm start are told to drain.
         """
-        self.reports[report.machine], self.seen_at[report.machine] = report, now
+        self.reports[report.machine] = report
+        self.seen_at[report.machine] = now
         self.last_number = max(self.last_number, report.round)
         if self.round is None and report.running and report.members:  # an earlier broker process formed it
             self.round = Round(report.round, report.members, now)
@@ -137,7 +139,7 @@ class LearnerMachines:
     def _end_job(self, exit_code: int, reason: str) -> None:
         """Every launcher of now is told; one that comes later starts the job again."""
         for name in self.reports:
-            self.verdicts.setdefault(name, Assembly(exit_code=exit_code, reason=reason))
+            self.verdicts.setdefault(name, RendezvousOrder(exit_code=exit_code, reason=reason))
         self.restarts = 0
 
     def _forget(self, now: float) -> None:
@@ -156,10 +158,11 @@ class LearnerMachines:
         for report in here[1:]:
             first = here[0]
             for key in {**first.facts, **report.facts}:
-                ours, theirs = report.facts.get(key, "nothing"), first.facts.get(key, "nothing")
+                ours = report.facts.get(key, "nothing")
+                theirs = first.facts.get(key, "nothing")
                 if ours != theirs and not (key == INTERFACE and "nothing" in (ours, theirs)):  # one was told
                     reason = f"{key}: {report.host} has {ours}, {first.host} has {theirs}; they must agree"
-                    self.verdicts[report.machine] = Assembly(exit_code=EXIT_USAGE, reason=reason)
+                    self.verdicts[report.machine] = RendezvousOrder(exit_code=EXIT_USAGE, reason=reason)
                     break
 
     def _form(self, now: float) -> None:
@@ -179,13 +182,14 @@ class LearnerMachines:
         reports = [self.reports[name] for name in last.ids if name in self.reports]
         return [r for r in reports if r.running or (r.round != last.number and r.machine not in last.ended)]
 
-    def _answer(self, report: MachineReport, now: float) -> Assembly:
+    def _answer(self, report: MachineReport, now: float) -> RendezvousOrder:
         if report.machine in self.verdicts:
             return self.verdicts[report.machine]
-        current, here = self.round, len(self._here(now))
+        current = self.round
+        here = len(self._here(now))
         if current is None or current.over or report.machine not in current.ids:
-            return Assembly(reason=self._why(now), active=self._active, machines=here)
-        return Assembly(current.number, current.members, current.draining, active=True, machines=here)
+            return RendezvousOrder(reason=self._why(now), active=self._active, machines=here)
+        return RendezvousOrder(current.number, current.members, current.draining, active=True, machines=here)
 
     @property
     def _active(self) -> bool:

@@ -9,11 +9,12 @@ O(log n). Structs are keyed and tagged as on the wire: fields are only appended,
 import heapq
 from bisect import bisect_left, insort
 
-from broker.contract import LearnerReport, NodeReport, Waste
+from broker.contract import LearnerReport, NodeReport
 from broker.delivery.nodes import NodeCounts
-from broker.delivery.tables import Move, Tables
+from broker.delivery.state import DeliveryState, Move
 from broker.delivery.task_table import COMMITTED, DEAD, LEASED, READY, TAKEN, Entry
 from common.rollouts import GroupMeta, Task
+from common.waste import Waste
 
 REMEMBERED_TOKENS = 8192  # a repeated result with one of the newest accepted tokens is still answered with True
 MOST_NODES_NAMED = 64  # the newest nodes that leased a task
@@ -24,10 +25,10 @@ class Offered(Move, frozen=True, tag="offered"):
 
     task: Task
 
-    def apply(self, tables: Tables) -> None:
-        entry = tables.tasks.living[self.task.serial] = Entry(self.task)
-        tables.tasks.requeue(entry)
-        tables.tasks.next_serial = max(tables.tasks.next_serial, entry.serial + 1)
+    def apply(self, state: DeliveryState) -> None:
+        entry = state.tasks.living[self.task.serial] = Entry(self.task)
+        state.tasks.requeue(entry)
+        state.tasks.next_serial = max(state.tasks.next_serial, entry.serial + 1)
 
 
 class Leased(Move, frozen=True, tag="leased"):
@@ -37,15 +38,17 @@ class Leased(Move, frozen=True, tag="leased"):
     node: str
     token: str
 
-    def apply(self, tables: Tables) -> None:
-        entry = tables.tasks.living[heapq.heappop(tables.tasks.pending)]
+    def apply(self, state: DeliveryState) -> None:
+        entry = state.tasks.living[heapq.heappop(state.tasks.pending)]
         if entry.serial != self.serial:
             raise ValueError(f"task {self.serial} was leased, the oldest pending one is {entry.serial}")
-        entry.state, entry.node, entry.token = LEASED, self.node, self.token
+        entry.state = LEASED
+        entry.node = self.node
+        entry.token = self.token
         entry.attempts += 1
         entry.nodes = [*entry.nodes, self.node][-MOST_NODES_NAMED:]
-        tables.tasks.leased[self.token] = entry
-        node = tables.fleet.nodes.get(self.node)
+        state.tasks.leased[self.token] = entry
+        node = state.fleet.nodes.get(self.node)
         if node is not None:
             node.has_leased = True
             node.tokens.add(self.token)
@@ -56,10 +59,10 @@ class HandedBack(Move, frozen=True, tag="handed_back"):
 
     token: str
 
-    def apply(self, tables: Tables) -> None:
-        entry = tables.end_lease(self.token)
+    def apply(self, state: DeliveryState) -> None:
+        entry = state.end_lease(self.token)
         entry.attempts -= 1
-        tables.tasks.requeue(entry)
+        state.tasks.requeue(entry)
 
 
 class Lost(Move, frozen=True, tag="lost"):
@@ -70,18 +73,18 @@ class Lost(Move, frozen=True, tag="lost"):
     max_attempts: int
     spared: bool = False
 
-    def apply(self, tables: Tables) -> None:
-        node = tables.tasks.leased[self.token].node
-        entry = tables.end_lease(self.token)
+    def apply(self, state: DeliveryState) -> None:
+        node = state.tasks.leased[self.token].node
+        entry = state.end_lease(self.token)
         if node not in entry.failed_by and len(entry.failed_by) < 2:
             entry.failed_by = [*entry.failed_by, node]
         entry.failures += 1
         entry.reason = self.reason
         if entry.failures < self.max_attempts or self.spared:
-            tables.tasks.requeue(entry)
+            state.tasks.requeue(entry)
         else:
-            tables.tasks.finish(entry, DEAD)
-            insort(tables.tasks.freed, entry.serial)
+            state.tasks.finish(entry, DEAD)
+            insort(state.tasks.freed, entry.serial)
 
 
 class Accepted(Move, frozen=True, tag="accepted"):
@@ -90,13 +93,14 @@ class Accepted(Move, frozen=True, tag="accepted"):
     token: str
     meta: GroupMeta
 
-    def apply(self, tables: Tables) -> None:
-        tables.accepted[self.token] = tables.tasks.leased[self.token].node
-        if len(tables.accepted) > REMEMBERED_TOKENS:
-            tables.accepted.popitem(last=False)
-        entry = tables.end_lease(self.token)
-        entry.state, entry.meta = READY, self.meta
-        insort(tables.tasks.ready, entry.serial)
+    def apply(self, state: DeliveryState) -> None:
+        state.accepted[self.token] = state.tasks.leased[self.token].node
+        if len(state.accepted) > REMEMBERED_TOKENS:
+            state.accepted.popitem(last=False)
+        entry = state.end_lease(self.token)
+        entry.state = READY
+        entry.meta = self.meta
+        insort(state.tasks.ready, entry.serial)
 
 
 class Taken(Move, frozen=True, tag="taken"):
@@ -105,14 +109,16 @@ class Taken(Move, frozen=True, tag="taken"):
     step: int
     serials: list[int]
 
-    def apply(self, tables: Tables) -> None:
-        tasks, count = tables.tasks, len(self.serials)
+    def apply(self, state: DeliveryState) -> None:
+        tasks = state.tasks
+        count = len(self.serials)
         if tasks.ready[:count] != self.serials:
             raise ValueError(f"step {self.step} took {self.serials}, ready are {tasks.ready[:count]}")
         del tasks.ready[:count]
         for serial in self.serials:
             entry = tasks.living[serial]
-            entry.state, entry.step = TAKEN, self.step
+            entry.state = TAKEN
+            entry.step = self.step
         tasks.steps.setdefault(self.step, []).extend(self.serials)
 
 
@@ -122,8 +128,8 @@ class Filtered(Move, frozen=True, tag="filtered"):
     serial: int
     most_replaced: int
 
-    def apply(self, tables: Tables) -> None:
-        tasks = tables.tasks
+    def apply(self, state: DeliveryState) -> None:
+        tasks = state.tasks
         entry = tasks.living[self.serial]
         assert entry.step is not None
         entry.filtered = True
@@ -139,11 +145,11 @@ class GivenUp(Move, frozen=True, tag="given_up"):
 
     serial: int
 
-    def apply(self, tables: Tables) -> None:
-        entry = tables.tasks.living[self.serial]
+    def apply(self, state: DeliveryState) -> None:
+        entry = state.tasks.living[self.serial]
         assert entry.step is not None
-        tables.tasks.steps[entry.step].remove(entry.serial)
-        tables.tasks.give_up(entry)
+        state.tasks.steps[entry.step].remove(entry.serial)
+        state.tasks.give_up(entry)
 
 
 class Committed(Move, frozen=True, tag="committed"):
@@ -151,9 +157,9 @@ class Committed(Move, frozen=True, tag="committed"):
 
     step: int
 
-    def apply(self, tables: Tables) -> None:
-        tasks = tables.tasks
-        highest = max(tasks.steps, default=tables.committed_step)
+    def apply(self, state: DeliveryState) -> None:
+        tasks = state.tasks
+        highest = max(tasks.steps, default=state.committed_step)
         for step in sorted(s for s in tasks.steps if s <= self.step):
             tasks.freed_by_step.pop(step, None)
             entries = [tasks.living[serial] for serial in tasks.steps.pop(step)]
@@ -163,7 +169,7 @@ class Committed(Move, frozen=True, tag="committed"):
             if tasks.retain_steps is not None:
                 oldest = step - tasks.retain_steps + 1
                 tasks.retained = {s: kept for s, kept in (tasks.retained | {step: entries}).items() if s >= oldest}
-        tables.committed_step = max(tables.committed_step, min(self.step, highest))
+        state.committed_step = max(state.committed_step, min(self.step, highest))
         gone = bisect_left(tasks.freed, min(tasks.living, default=tasks.next_serial))
         del tasks.freed[:gone]  # older than every unfinished task: the list does not grow with the run
         tasks.freed_earlier += gone
@@ -174,8 +180,8 @@ class Reported(Move, frozen=True, tag="reported"):
 
     report: LearnerReport
 
-    def apply(self, tables: Tables) -> None:
-        tables.learner.accept(self.report)
+    def apply(self, state: DeliveryState) -> None:
+        state.learner.accept(self.report)
 
 
 class Joined(Move, frozen=True, tag="joined"):
@@ -183,8 +189,8 @@ class Joined(Move, frozen=True, tag="joined"):
 
     report: NodeReport
 
-    def apply(self, tables: Tables) -> None:
-        tables.fleet.join(self.report, tables.clock())
+    def apply(self, state: DeliveryState) -> None:
+        state.fleet.join(self.report, state.clock())
 
 
 class Left(Move, frozen=True, tag="left"):
@@ -192,18 +198,19 @@ class Left(Move, frozen=True, tag="left"):
 
     node_id: str
 
-    def apply(self, tables: Tables) -> None:
-        tables.fleet.leave(self.node_id)
+    def apply(self, state: DeliveryState) -> None:
+        state.fleet.leave(self.node_id)
 
 
-class Marks(Move, frozen=True, tag="marks"):
+class StepCursor(Move, frozen=True, tag="marks"):
     """Single values that replies to the learner depend on."""
 
     first_step: int
     committed_step: int
 
-    def apply(self, tables: Tables) -> None:
-        tables.first_step, tables.committed_step = self.first_step, self.committed_step
+    def apply(self, state: DeliveryState) -> None:
+        state.first_step = self.first_step
+        state.committed_step = self.committed_step
 
 
 class Statistics(Move, frozen=True, tag="statistics"):
@@ -217,31 +224,38 @@ class Statistics(Move, frozen=True, tag="statistics"):
     nodes: dict[str, NodeCounts] = {}
 
     @classmethod
-    def of(cls, tables: Tables) -> "Statistics":
+    def of(cls, state: DeliveryState) -> "Statistics":
         """The counters as they are now."""
-        fleet, next_event = tables.fleet, tables.event_log.next_index
-        nodes = {name: NodeCounts(node.handed_in, dict(node.counted)) for name, node in fleet.nodes.items()}
-        past = fleet.past_generated, dict(fleet.past_wasted)
-        return cls(next_event, tables.lease_expiries, tables.stale_results, *past, nodes)
+        fleet = state.fleet
+        return cls(
+            next_event=state.event_log.next_index,
+            lease_expiries=state.lease_expiries,
+            stale_results=state.stale_results,
+            past_generated=fleet.past_generated,
+            past_wasted=dict(fleet.past_wasted),
+            nodes={name: NodeCounts(node.delivered_tokens, dict(node.counted)) for name, node in fleet.nodes.items()},
+        )
 
-    def apply(self, tables: Tables) -> None:
-        fleet = tables.fleet
-        tables.lease_expiries, tables.stale_results = self.lease_expiries, self.stale_results
-        fleet.past_generated, fleet.past_wasted = self.past_generated, dict(self.past_wasted)
+    def apply(self, state: DeliveryState) -> None:
+        fleet = state.fleet
+        state.lease_expiries = self.lease_expiries
+        state.stale_results = self.stale_results
+        fleet.past_generated = self.past_generated
+        fleet.past_wasted = dict(self.past_wasted)
         for name in self.nodes.keys() & fleet.nodes.keys():
-            fleet.nodes[name].handed_in = self.nodes[name].handed_in
+            fleet.nodes[name].delivered_tokens = self.nodes[name].delivered_tokens
             fleet.nodes[name].counted = dict(self.nodes[name].counted)
-        tables.event_log.next_index = max(tables.event_log.next_index, self.next_event)
+        state.event_log.next_index = max(state.event_log.next_index, self.next_event)
 
 
 class Closed(Move, frozen=True, tag="closed"):
     """The broker ended in good order: everything before this record was synced."""
 
-    def apply(self, tables: Tables) -> None:
-        tables.learner.job_ended = True
+    def apply(self, state: DeliveryState) -> None:
+        state.learner.job_ended = True
 
 
 AnyMove = (
     Offered | Leased | HandedBack | Lost | Accepted | Taken | Filtered | GivenUp | Committed
-    | Reported | Joined | Left | Marks | Statistics | Closed
+    | Reported | Joined | Left | StepCursor | Statistics | Closed
 )  # fmt: skip

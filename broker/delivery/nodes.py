@@ -1,13 +1,12 @@
 """The rollout nodes as the broker sees them: reports, versions, liveness, and the waste of docs/waste.md."""
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
-from broker.contract import WASTE_REASONS, NodeReport, NodeStatus, Waste
+from broker.contract import NodeReport, NodeStatus
 from broker.delivery.deadlines import Deadlines
-from common.wire_types import SECONDS_MAX, TALLY_MAX
+from common.waste import WASTE_REASONS, Waste, add_waste, merged_waste
 
 MOST_NODES = 1 << 14  # including dead ones that are not forgotten yet
 NOT_WORKING = ("excluded", "draining")  # states in which a node takes no tasks
@@ -15,10 +14,10 @@ MOST_LEFT = 64  # nodes that have left and are still shown
 FORGET_AFTER_S = 600.0  # a dead node stays in the status for at least this long
 
 
-class NodeCounts(msgspec.Struct, frozen=True):
+class NodeCounts(msgspec.Struct, frozen=True, rename={"delivered_tokens": "handed_in"}):
     """The broker's counters of a node, as they are recorded."""
 
-    handed_in: int
+    delivered_tokens: int
     counted: dict[str, Waste]
 
 
@@ -32,14 +31,15 @@ class Node:
     tokens: set[str] = field(default_factory=set[str])  # its leases
     alive: bool = True
     has_leased: bool = False  # whether this process of the node ever leased a task
-    handed_in: int = 0  # sampled tokens of the groups that this process handed in
+    delivered_tokens: int = 0  # sampled tokens of the groups that this process handed in
     # waste that the broker counted, and all waste of earlier processes of the node
     counted: dict[str, Waste] = field(default_factory=dict[str, Waste])
     in_doubt: bool = False  # the last heartbeat named an older version than `version`
     spans_at: float = 0.0  # when it was last allowed to send spans; 0: never
 
     def set_version(self, version: int) -> None:
-        self.version, self.in_doubt = version, False
+        self.version = version
+        self.in_doubt = False
 
     def note_heartbeat(self, version: int) -> bool:
         """Note the version that a heartbeat named; returns whether the node's version changed.
@@ -57,7 +57,7 @@ class Node:
     @property
     def tokens_generated(self) -> int:
         """Tokens of this process. Reports come with heartbeats; groups handed in since then may raise the bound."""
-        return max(self.report.tokens_generated, self.handed_in)
+        return max(self.report.tokens_generated, self.delivered_tokens)
 
     @property
     def wasted(self) -> dict[str, Waste]:
@@ -92,7 +92,9 @@ class Fleet:
         old = self.nodes.get(report.node_id)
         node = Node(report, report.policy_version, now, old.tokens if old else set())
         if old is not None and same_process(old.report, report):
-            node.counted, node.has_leased, node.handed_in = old.counted, old.has_leased, old.handed_in
+            node.counted = old.counted
+            node.has_leased = old.has_leased
+            node.delivered_tokens = old.delivered_tokens
         elif old is not None:
             node.counted = old.wasted
             self.past_generated += old.tokens_generated
@@ -104,7 +106,8 @@ class Fleet:
     def seen(self, node: Node, now: float) -> bool:
         """Note a sign of life. Returns whether the node was thought dead."""
         was_dead = not node.alive
-        node.seen_at, node.alive = now, True
+        node.seen_at = now
+        node.alive = True
         if was_dead:
             self.deadlines.add(node.report.node_id, now + self._silent_s)
         return was_dead
@@ -175,22 +178,3 @@ def _status(node: Node, alive: bool, now: float) -> NodeStatus:
 
 def same_process(a: NodeReport, b: NodeReport) -> bool:
     return (a.host, a.pid, a.instance) == (b.host, b.pid, b.instance)
-
-
-def add_waste(counts: dict[str, Waste], reason: str, tokens: int = 0, seconds: float = 0.0) -> None:
-    """Count what nodes report under `reason`, clipped to the limits of the wire, so that a status always decodes."""
-    before = counts.get(reason, Waste())
-    tokens, seconds = before.tokens + max(0, tokens), before.seconds + max(0.0, seconds)
-    counts[reason] = Waste(min(tokens, TALLY_MAX), min(seconds, SECONDS_MAX))
-
-
-def merged_waste(parts: Iterable[Mapping[str, Waste]]) -> dict[str, Waste]:
-    total: dict[str, Waste] = {}
-    for part in parts:
-        for reason, waste in part.items():
-            add_waste(total, reason, waste.tokens, waste.seconds)
-    return total
-
-
-def wasted_tokens(counts: Mapping[str, Waste]) -> int:
-    return sum(waste.tokens for waste in counts.values())

@@ -1,29 +1,130 @@
-"""The delivery state machine: single-threaded, with the clock, the token generator and the recorder passed in.
+"""All data of a run, and the recorder that every change of it goes to.
 
-The rules are those of broker/contract.py. They are in taking.py (learner) and leasing.py (nodes), the changes that
-they make in moves.py, and the data in tables.py.
+It has no rules. They are in learner_rules.py and node_rules.py, the changes that they make in moves.py.
 """
 
 import os
 import re
-from itertools import islice
+import secrets
+import time
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from broker.contract import LEARNER_ENDED, LEDGER_LINES, BrokerEvent, BrokerStatus, Evaluated, LedgerEntry
-from broker.delivery.learner_machines import LOST_S, MACHINES_EVENT
-from broker.delivery.leasing import Leasing
-from broker.delivery.nodes import wasted_tokens
-from broker.delivery.taking import Taking
+from broker.contract import LEARNER_ENDED, BrokerStatus, LedgerEntry, LogPosition, RunInfo, StoreStatus
+from broker.delivery.deadlines import Deadlines
+from broker.delivery.evaluation import EvaluationTable
+from broker.delivery.learner_fencing import LearnerRecord
+from broker.delivery.learner_machines import LOST_S, MACHINES_EVENT, LearnerMachines
+from broker.delivery.logs import EventLog, LogTails
+from broker.delivery.nodes import Fleet
+from broker.delivery.task_table import Entry, StoredPayload, TaskTable
 from common.errors import BrokerError
-from common.evaluation import EvaluationOrder, EvaluationResult
 from common.process.logs import log_end, log_path
-from common.rollouts import Task
+from common.segments import LineThread
+from common.span_buffer import SPANS
+from common.spans import SpanBatch
+from common.staleness import Window
+from common.transcripts import SentTranscript
+from common.waste import wasted_tokens
+
+TOKEN_BYTES = 8
+MOST_OPENINGS = 64
 
 
-class DeliveryState(Taking, Leasing):
-    """Tasks, leases, groups and nodes of one run; see Tables for the arguments."""
+class Move(msgspec.Struct, frozen=True):
+    """A change that survives a restart. The subclasses are in broker/delivery/moves.py."""
+
+    @abstractmethod
+    def apply(self, state: "DeliveryState") -> None:
+        """Make the change. Raises LookupError or ValueError when it does not fit the data."""
+
+
+class Recorder:
+    """Receives every move, in order. This one records nothing: its state is in memory only, or only read."""
+
+    def record(self, move: Move) -> None: ...
+
+    def record_group(self, move: Move, payload: object) -> StoredPayload | None:
+        """Record a move with a group's payload; returns the payload's place in the store."""
+
+    def status(self) -> StoreStatus | None:
+        """The store's status; None when there is no store."""
+
+    @property
+    def seq(self) -> int:
+        """Number of the last record; 0 when nothing is recorded."""
+        return 0
+
+
+@dataclass
+class RejectedMessages:
+    """How many messages were refused; `denied` and `kept` are some of them."""
+
+    refused: int = 0
+    denied: int = 0  # their sender's role may not send them
+    kept: int = 0  # in RUN/quarantine
+
+
+class DeliveryState:
+    """Tasks, leases, groups, nodes and the learner of one run. Single-threaded."""
+
+    def __init__(
+        self,
+        run: RunInfo,
+        clock: Callable[[], float] = time.monotonic,  # seconds
+        new_token: Callable[[], str] = lambda: secrets.token_hex(TOKEN_BYTES),  # lease tokens that never repeat
+        events: EventLog | None = None,
+        recorder: Recorder | None = None,
+        retain_steps: int | None = None,  # so many committed steps stay known for a replay; None: there is no store
+        store_id: str = "",  # that of the store that is read; '': a new one is made
+    ) -> None:
+        self.run = run
+        self.clock = clock
+        self.new_token = new_token
+        self.event_log = events or EventLog()
+        self.recorder = recorder or Recorder()
+        self.store_id = store_id or new_token()
+        # starts of brokers on this store, oldest first: random id -> the last record before it
+        self.openings: dict[str, int] = {secrets.token_hex(TOKEN_BYTES): 0}
+        self.tasks = TaskTable(retain_steps)
+        self.fleet = Fleet(run.lease_s)
+        self.learner = LearnerRecord()
+        self.machines = LearnerMachines()
+        self.evaluation = EvaluationTable(run.max_attempts)
+        self.logs = LogTails(clock)
+        self.accepted: OrderedDict[str, str] = OrderedDict()  # token -> node of the newest accepted results
+        self.lease_deadlines: Deadlines[str] = Deadlines()
+        self.first_step = 0  # the step at which task 0 is due
+        self.committed_step = -1
+        self.lease_expiries = 0
+        self.stale_results = 0
+        self.wanted = run.groups_per_step  # groups that the learner's next take needs
+        self.unconfirmed: set[str] = set()  # recovered leases whose nodes have sent no heartbeat yet
+        self.lease_revision = 0  # grows whenever a lease that was refused may now be given to any node
+        self.newest_version = -1  # no node has a later one
+        self.changed_nodes: set[str] = set()  # nodes whose long polls must be checked again
+        self.address = ""  # where clients reach the broker; the server sets it
+        self.stopping = False  # the job is being stopped; a broker that starts anew knows nothing of it
+        self.recovery_s = 0.0
+        self.transcripts: LineThread[SentTranscript] | None = None  # writes those of failed groups
+        self.trace: Callable[[SpanBatch], None] = lambda batch: None  # gets the nodes' spans
+        self.trace_clock = lambda: SPANS.now()  # for answers, Unix seconds
+        self.rejected = RejectedMessages()
+
+    def do(self, move: Move) -> None:
+        """Make a change and record it."""
+        move.apply(self)
+        self.recorder.record(move)
+
+    def open(self, seq: int) -> None:
+        """A broker starts to write behind record `seq`."""
+        newest = list(self.openings.items())[1 - MOST_OPENINGS :]
+        self.openings = {**dict(newest), secrets.token_hex(TOKEN_BYTES): seq}
 
     def resume(self) -> None:
         """Begin to serve what was recovered: leases and nodes get a fresh deadline, since the time away is unknown."""
@@ -37,43 +138,45 @@ class DeliveryState(Taking, Leasing):
         self.unconfirmed = set(self.tasks.leased)
         self.lease_revision += 1
 
+    @property
+    def position(self) -> LogPosition:
+        return LogPosition(next(reversed(self.openings)), self.recorder.seq)
+
+    @property
+    def window(self) -> Window:
+        """Which tasks may be leased, as of now."""
+        run = self.run
+        tasks = self.tasks
+        return Window(run.groups_per_step, run.max_staleness, self.first_step, tasks.freed_earlier, tuple(tasks.freed))
+
+    def begin_lease(self, entry: Entry) -> None:
+        entry.leased_at = self.clock()
+        entry.deadline = entry.leased_at + min(self.run.lease_s, self.run.max_lease_s)
+        self.lease_deadlines.add(entry.token, entry.deadline)
+
+    def end_lease(self, token: str) -> Entry:
+        """Take a lease from its node; returns the task, which is in no state until the caller gives it one."""
+        entry = self.tasks.leased[token]
+        del self.tasks.leased[token]
+        self.lease_deadlines.discard(token)
+        node = self.fleet.nodes.get(entry.node)
+        if node is not None:
+            node.tokens.discard(token)
+        entry.token = entry.node = ""
+        return entry
+
+    def lease_of(self, token: str) -> Entry | None:
+        """The task or held-out problem that is leased under this token."""
+        return self.tasks.leased.get(token) or self.evaluation.leased.get(token)
+
     def next_deadline(self) -> float | None:
-        """When `expire` may next have something to do, in monotonic seconds; None: never."""
+        """When `NodeRules.expire` may next have something to do, in monotonic seconds; None: never."""
         times = (self.lease_deadlines.next(), self.fleet.deadlines.next())
         return min((time for time in times if time is not None), default=None)
-
-    def evaluate(self, order: EvaluationOrder | None, tasks: list[Task], stored: list[int], shared: bool) -> Evaluated:
-        """Begin, continue or (None) end the round of evaluation; see LearnerBroker.evaluate."""
-        if order != self.evaluation.order:
-            self.evaluation.begin(order, shared)
-        self.lease_revision += bool(tasks) or shared != self.evaluation.shared
-        self.evaluation.shared = shared
-        return self.evaluation.turn(tasks, stored)
-
-    def complete_evaluation(self, node_id: str, token: str, result: EvaluationResult) -> bool:
-        """Take the samples of a held-out problem; see NodeBroker.complete_evaluation."""
-        self._seen(node_id)
-        return self.evaluation.complete(node_id, token, result)
 
     def ledger(self) -> list[LedgerEntry]:
         """Every task at once; for tests and measurements."""
         return [self.tasks.line(serial) for serial in self.tasks.known()]
-
-    def ledger_page(self, first: int, unfinished: bool) -> list[LedgerEntry]:
-        """The next tasks from `first` on; see ObserverBroker.ledger_pages."""
-        tasks = self.tasks
-        serials = sorted(serial for serial in tasks.living if serial >= first) if unfinished else tasks.known(first)
-        return [tasks.line(serial) for serial in islice(serials, LEDGER_LINES)]
-
-    def events(self, after: int) -> list[BrokerEvent]:
-        return self.event_log.after(after)
-
-    def stop(self) -> BrokerStatus:
-        """Ask every role to leave; the server ends when they have."""
-        if not self.stopping:
-            self.stopping = True
-            self.event_log.add("stop_requested")
-        return self.status()
 
     def log(self, role: str) -> str | None:
         """The end of a role's log, None until the role has sent it. Raises BrokerError for an unknown role."""
@@ -87,7 +190,9 @@ class DeliveryState(Taking, Leasing):
 
     def status(self) -> BrokerStatus:
         now = self.clock()
-        tasks, wasted, store = self.tasks, self.fleet.waste(), self.recorder.status()
+        tasks = self.tasks
+        wasted = self.fleet.waste()
+        store = self.recorder.status()
         if store is not None:
             store = msgspec.structs.replace(store, recovery_s=self.recovery_s)
         return BrokerStatus(
@@ -109,9 +214,9 @@ class DeliveryState(Taking, Leasing):
             learner_last_seen_s=self.learner.silent_s(now),
             nodes=self.fleet.status(now),
             oldest_lease_s=max((now - e.leased_at for e in tasks.leased.values()), default=0.0),
-            refused_messages=self.refused_messages,
-            denied_requests=self.denied_requests,
-            quarantined_messages=self.quarantined_messages,
+            refused_messages=self.rejected.refused,
+            denied_requests=self.rejected.denied,
+            quarantined_messages=self.rejected.kept,
             steps_taken=sum(tasks.slots_filled(step) >= self.run.groups_per_step for step in tasks.steps),
             groups_filtered=tasks.filtered,
             waste=wasted,

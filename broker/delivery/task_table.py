@@ -3,26 +3,51 @@
 import heapq
 import struct
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import isnan
 
 import msgspec
 
-from broker.contract import LedgerEntry
+from broker.contract import LEDGER_LINES, LedgerEntry
 from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
 
-PENDING, LEASED, READY, TAKEN, COMMITTED, DEAD = "pending", "leased", "ready", "taken", "committed", "dead"
-_ABSENT, _COMMITTED, _DEAD, _FILTERED = 0, 1, 2, 3
+PENDING = "pending"
+LEASED = "leased"
+READY = "ready"
+TAKEN = "taken"
+COMMITTED = "committed"
+DEAD = "dead"
+
+# rows of History
+_ABSENT, _COMMITTED, _DEAD, _FILTERED = range(4)
 _NAMES = {_COMMITTED: COMMITTED, _DEAD: DEAD, _FILTERED: COMMITTED}
 _NONE = -(1 << 31)
 _ROW = struct.Struct("<Biiiiid")  # state, attempts, step, lowest and highest version, list of nodes, mean reward
 
 
-class Stored(Protocol):
-    """A payload in a store. Reading it may raise BrokerError."""
+class Location(msgspec.Struct, frozen=True):
+    """Where a payload lies in the store."""
 
-    def read(self) -> bytes: ...
+    segment: int  # number of the file; in Redis the term of the broker that wrote it
+    offset: int  # first byte in the file; in Redis the sequence number of the record
+    length: int
+    checksum: int  # xxh3; 0 in Redis
+
+
+@dataclass(slots=True, eq=False)
+class StoredPayload:
+    """A group's encoded common.rollouts.Group in the store; `location` is set once it has been written."""
+
+    read_at: Callable[[Location], bytes]
+    location: Location | None = None
+
+    def read(self) -> bytes:
+        """The payload. Raises BrokerError when it cannot be read."""
+        assert self.location is not None
+        return self.read_at(self.location)
 
 
 class TaskRecord(msgspec.Struct):
@@ -50,18 +75,26 @@ class Entry(TaskRecord):
     deadline: float = 0.0
     payload: object = None  # the group's bytes, or what reads them
     payload_bytes: int = 0
-    stored: Stored | None = None  # the group's payload in the store; None without a store
+    stored: StoredPayload | None = None  # the group's payload in the store; None without a store
 
     @property
     def serial(self) -> int:
         return self.task.serial
 
     def ledger(self) -> LedgerEntry:
-        result = None, None, None
-        if self.meta is not None:
-            result = self.meta.version_min, self.meta.version_max, self.meta.reward_mean
-        so_far = self.state, self.attempts, list(self.nodes), self.step
-        return LedgerEntry(self.serial, *so_far, *result, reason=self.reason, filtered=self.filtered)
+        meta = self.meta
+        return LedgerEntry(
+            serial=self.serial,
+            state=self.state,
+            attempts=self.attempts,
+            nodes=list(self.nodes),
+            step=self.step,
+            version_min=None if meta is None else meta.version_min,
+            version_max=None if meta is None else meta.version_max,
+            reward_mean=None if meta is None else meta.reward_mean,
+            reason=self.reason,
+            filtered=self.filtered,
+        )
 
 
 class LeasedTasks(dict[str, Entry]):
@@ -99,7 +132,9 @@ class History:
         return 0 <= serial < len(self._rows) // _ROW.size and self._rows[serial * _ROW.size] != _ABSENT
 
     def add(self, entry: LedgerEntry) -> None:
-        committed, at, nodes = entry.state == COMMITTED, entry.serial * _ROW.size, tuple(entry.nodes)
+        committed = entry.state == COMMITTED
+        at = entry.serial * _ROW.size
+        nodes = tuple(entry.nodes)
         self.committed += committed
         self.dead += not committed
         if at >= len(self._rows):
@@ -119,12 +154,19 @@ class History:
         if serial not in self:
             raise KeyError(serial)
         row: tuple[int, int, int, int, int, int, float] = _ROW.unpack_from(self._rows, serial * _ROW.size)
-        state, attempts, node_list, reward = row[0], row[1], row[5], row[6]
-        step, lowest, highest = (None if value == _NONE else value for value in row[2:5])
-        so_far = _NAMES[state], attempts, list(self._node_lists[node_list]), step
-        result = lowest, highest, None if reward != reward else reward
-        reason = self._reasons.get(serial, "")
-        return LedgerEntry(serial, *so_far, *result, reason=reason, filtered=state == _FILTERED)
+        state, attempts, step, lowest, highest, node_list, reward = row
+        return LedgerEntry(
+            serial=serial,
+            state=_NAMES[state],
+            attempts=attempts,
+            nodes=list(self._node_lists[node_list]),
+            step=None if step == _NONE else step,
+            version_min=None if lowest == _NONE else lowest,
+            version_max=None if highest == _NONE else highest,
+            reward_mean=None if isnan(reward) else reward,
+            reason=self._reasons.get(serial, ""),
+            filtered=state == _FILTERED,
+        )
 
     def serials(self) -> Iterator[int]:
         return (serial for serial, state in enumerate(self._rows[:: _ROW.size]) if state != _ABSENT)
@@ -134,7 +176,7 @@ class TaskTable:
     """Unfinished tasks in ordered structures, finished ones in `history`.
 
     Each step has a quota of slots. A dead task, or a filtered group that the step replaces, frees its slot: every later
-    task then counts as one slot earlier. Tables explains `retain_steps`.
+    task then counts as one slot earlier. DeliveryState explains `retain_steps`.
     """
 
     def __init__(self, retain_steps: int | None = None) -> None:
@@ -150,7 +192,8 @@ class TaskTable:
         self.freed_by_step: dict[int, int] = {}  # filtered groups of each uncommitted step that freed their slot
         self.filtered = 0
         self.bytes_held = 0
-        self.accepted_groups = self.accepted_bytes = 0
+        self.accepted_groups = 0
+        self.accepted_bytes = 0
         self.retain_steps = retain_steps
         self.retained: dict[int, list[Entry]] = {}  # tasks of each retained step, in the order given out
         # serials that ended since the history file was last written; empty without a store
@@ -188,6 +231,11 @@ class TaskTable:
         """Serials from `first` on, ascending; a broker that replays a run lacks those before its first step."""
         return (n for n in range(first, self.next_serial) if n in self.living or n in self.history)
 
+    def page(self, first: int, unfinished: bool) -> list[LedgerEntry]:
+        """The ledger's next LEDGER_LINES lines from task `first` on; `unfinished`: only tasks that are not finished."""
+        serials = sorted(serial for serial in self.living if serial >= first) if unfinished else self.known(first)
+        return [self.line(serial) for serial in islice(serials, LEDGER_LINES)]
+
     def requeue(self, entry: Entry) -> None:
         entry.state = PENDING
         heapq.heappush(self.pending, entry.serial)
@@ -200,9 +248,11 @@ class TaskTable:
         if self.retain_steps is not None:
             self.finished.append(entry.serial)
 
-    def put_group(self, entry: Entry, payload: object, payload_bytes: int, stored: Stored | None) -> None:
+    def put_group(self, entry: Entry, payload: object, payload_bytes: int, stored: StoredPayload | None) -> None:
         """Attach the payload of a group that was just accepted."""
-        entry.payload, entry.payload_bytes, entry.stored = payload, payload_bytes, stored
+        entry.payload = payload
+        entry.payload_bytes = payload_bytes
+        entry.stored = stored
         self.bytes_held += payload_bytes
         self.accepted_groups += 1
         self.accepted_bytes += payload_bytes
@@ -215,4 +265,5 @@ class TaskTable:
 
     def drop_payload(self, entry: Entry) -> None:
         self.bytes_held -= entry.payload_bytes
-        entry.payload, entry.payload_bytes = None, 0
+        entry.payload = None
+        entry.payload_bytes = 0

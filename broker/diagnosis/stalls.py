@@ -9,12 +9,46 @@ from typing import NamedTuple
 
 import msgspec
 
-from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, Delivery, GroupWork, LearnerReport, NodeStatus
+from broker.contract import (
+    LEARNER_ENDED,
+    LOST_AFTER_S,
+    BrokerStatus,
+    Delivery,
+    GroupWork,
+    LearnerReport,
+    NodeReport,
+    NodeStatus,
+)
+from common.waits import WaitKind, sentence
 
 NAMED = 4  # a sentence names so many nodes or groups and counts the rest
 PROMPT_S = 2.0  # shorter flips, broadcasts and copies of the weights are not reported
 SLOW_ENVIRONMENT_S = 20.0
 MIB = 1 << 20
+
+# Advice on a wait that lasts, by its kind, where a person can do more than the wait's own `release` says.
+ADVICE = {
+    "store": "make room on the disk of run.dir",
+    "full": "a larger broker.max_bytes, a smaller learner.checkpoint.every, or a smaller staleness.max",
+    "no_node": "start nodes; RUN/logs/rollout-*.log says why earlier ones ended",
+    "no_learner": "start the learner; RUN/logs/learner-0.log says why an earlier one ended",
+    "learner_silent": "look at the learner's process: stopped (kill -CONT), out of memory (dmesg), a rank that hangs",
+    "learner_failed": "RUN/logs/learner-0.log",
+    "learner_stalled": "look at the processes and the network of these ranks; a larger learner.timeout_s",
+    "learner_starting": "model.verify=false saves the forward check; a large model is read from the disk first",
+    "learner_checkpointing": "learner.checkpoint.asynchronous, a larger learner.checkpoint.every, or a faster disk",
+    "learner_publishing": "a larger weights.publish_every",
+    "groups": "more nodes, a larger rollout.concurrency, a smaller rollout.max_tokens; `status` has the advisor's line",
+    "broadcast": "look at the node that is named: stopped, swapping, or cut off; it is ejected by itself",
+    "window": "a larger staleness.max or fewer nodes: the learner is what is slow; `status` has the advisor's line",
+    "excluded": "the node's log; memory errors of the machine; learner and node from the same release",
+    "node_gone": "the node's log; dmesg for the out-of-memory killer; the network between node and broker",
+    "starting": "the node's log; the first start of an engine compiles",
+    "flipping": "the node's log",
+    "environment": "the environment: what does it wait for? rollout.sample_timeout_s bounds an episode",
+    "straggler": "a smaller rollout.max_tokens or rollout.max_turns; staleness.expired=mask does not wait for it",
+    "broker_away": "the broker's process and its log, or the Redis server",
+}
 
 
 class Stall(msgspec.Struct, frozen=True):
@@ -25,6 +59,13 @@ class Stall(msgspec.Struct, frozen=True):
     waits_for: str  # the other side, and its progress
     since_s: float | None  # duration so far; None where it is unknown
     release: str  # the event that would end the wait
+    nodes: list[str] = []  # that take part, those that are waited for first
+    task: int | None = None  # a task that is late
+
+    @property
+    def advice(self) -> str:
+        """Help for a person when this lasts."""
+        return ADVICE.get(self.kind, self.release)
 
 
 def explain(status: BrokerStatus) -> list[Stall]:
@@ -58,8 +99,9 @@ def _full(status: BrokerStatus) -> Iterator[Stall]:
         return
     used = f"{status.bytes_held / MIB:,.1f} of {status.run.max_bytes / MIB:,.1f} MiB"
     release = "the learner takes a step's groups or commits a checkpoint; or a larger broker.max_bytes"
-    who = named(n.report.node_id for n in _alive(status)) or "nodes"
-    yield Stall("full", who, f"room in the broker: {used} used, and more on its way", None, release)
+    nodes = [n.report.node_id for n in _alive(status)]
+    waits = f"room in the broker: {used} used, and more on its way"
+    yield Stall("full", named(nodes) or "nodes", waits, None, release, nodes)
 
 
 ENDED = {  # state -> the one that waits, the end, the release
@@ -92,12 +134,12 @@ def _learner(status: BrokerStatus) -> Iterator[Stall]:
         yield Stall("learner_silent", "everyone", waits, status.learner_last_seen_s, release)
     elif learner.state in ENDED:
         who, how, release = ENDED[learner.state]
-        how = how.format(version=learner.policy_version, reason=learner.waiting_on or "see its log")
+        how = how.format(version=learner.policy_version, reason=sentence(learner.wait) or "see its log")
         yield Stall(f"learner_{learner.state}", who, f"the learner, which {how}", status.learner_last_seen_s, release)
     elif learner.state in ("waiting", "replaying"):
         yield from _waiting(status, learner, since_s)
     elif learner.state in BUSY and since_s > PROMPT_S:
-        waits = f"{learner.waiting_on or 'itself'} ({learner.state})"
+        waits = f"{sentence(learner.wait) or 'itself'} ({learner.state})"
         yield Stall(f"learner_{learner.state}", "the learner", waits, since_s, BUSY[learner.state])
 
 
@@ -119,9 +161,11 @@ def _waiting(status: BrokerStatus, learner: LearnerReport, since_s: float) -> It
         release = "a node joins: `slipstream rollout CONFIG`, or `--join ADDRESS` elsewhere"
         yield Stall("no_node", "the learner", f"{waits}, and no node is alive", since_s, release)
         return
+    nodes = [node.report.node_id for node in alive]
     at_work = [(node.report.node_id, g) for node in alive for g in node.report.groups if g.evaluates < 0]
     if at_work:
         nearest = sorted(at_work, key=lambda pair: (pair[1].samples - pair[1].finished, pair[1].serial))
+        nodes = [node for node, _ in nearest]
         shown = [
             f"{node} task {group.serial}: {group.finished} of {group.samples} samples, {group.tokens:,} tokens"
             for node, group in nearest[:NAMED]
@@ -129,15 +173,15 @@ def _waiting(status: BrokerStatus, learner: LearnerReport, since_s: float) -> It
         waits += f", {status.groups_leased} being generated ({'; '.join(shown)})"
         release = f"{missing - ready} more of them are finished" if missing > ready else "the broker hands them out"
     elif status.groups_leased:
-        waits += f", {status.groups_leased} leased by {named(n.report.node_id for n in alive)}"
+        waits += f", {status.groups_leased} leased by {named(nodes)}"
         release = "they are finished"
     elif status.groups_pending:
-        waits += f", none being generated by {named(n.report.node_id for n in alive)}"
+        waits += f", none being generated by {named(nodes)}"
         release = "a node leases a task; the lines below say what each of them waits for"
     else:
         release = "the learner offers tasks"
         waits += ", and no task is offered"
-    yield Stall("groups", "the learner", waits, since_s, release)
+    yield Stall("groups", "the learner", waits, since_s, release, nodes)
 
 
 def _evaluation(status: BrokerStatus) -> Iterator[Stall]:
@@ -146,10 +190,10 @@ def _evaluation(status: BrokerStatus) -> Iterator[Stall]:
     if now is None or now.leased or not now.pending:
         return
     done = f"{now.finished} of {now.pending + now.finished} problems are done"
-    nodes = [node for node in _alive(status) if now.shared or node.report.pool]
-    who = named(node.report.node_id for node in nodes) if nodes else "a node of the pool, and none is alive"
+    nodes = [node.report.node_id for node in _alive(status) if now.shared or node.report.pool]
+    who = named(nodes) if nodes else "a node of the pool, and none is alive"
     release = f"version {now.version} reaches it" if nodes else "`slipstream rollout --pool eval` starts one"
-    yield Stall("evaluation", f"the evaluation of version {now.version}", f"{who}: {done}", None, release)
+    yield Stall("evaluation", f"the evaluation of version {now.version}", f"{who}: {done}", None, release, nodes)
 
 
 def _broadcast(status: BrokerStatus) -> Iterator[Stall]:
@@ -164,13 +208,15 @@ def _broadcast(status: BrokerStatus) -> Iterator[Stall]:
     does = {"receiving": "has not staged it", "flipping": "staged it and is not active"}
     more = learner.deliveries_waiting - len(learner.deliveries)
     for (version, stage), deliveries in late.items():
-        names = named(d.node_id for d in deliveries)
+        nodes = [d.node_id for d in deliveries]
+        names = named(nodes)
         waits = f"{names}, which {does.get(stage, f'is {stage}')}" + (f" (and {more} nodes more)" if more > 0 else "")
         release = "it answers, or is ejected at the end of weights.timeout_s and the others continue without it"
         if stage == "queued":
-            waits, release = f"the broadcast before it, to reach {names}", "that one is through, or cut off"
+            waits = f"the broadcast before it, to reach {names}"
+            release = "that one is through, or cut off"
         since_s = max(d.since_s for d in deliveries) + status.learner_last_seen_s
-        yield Stall("broadcast", f"version {version}", waits, since_s, release)
+        yield Stall("broadcast", f"version {version}", waits, since_s, release, nodes)
 
 
 def _alive(status: BrokerStatus) -> list[NodeStatus]:
@@ -185,17 +231,19 @@ def _nodes(status: BrokerStatus) -> Iterator[Stall]:
         if reason is not None:
             merged.setdefault(reason, {})[node.report.node_id] = node.report.since_s + node.last_seen_s
     for (kind, waits, release), since in merged.items():
-        yield Stall(kind, named(since), waits, max(since.values()), release)
+        yield Stall(kind, named(since), waits, max(since.values()), release, list(since))
     gone = {node.report.node_id: node.last_seen_s for node in status.nodes if not node.alive}
     if gone:
         release = "it comes back, or the broker forgets it; other nodes get its tasks"
-        yield Stall("node_gone", named(gone), "nobody: it sends no heartbeats", min(gone.values()), release)
+        waits = "nobody: it sends no heartbeats"
+        yield Stall("node_gone", named(gone), waits, min(gone.values()), release, list(gone))
 
 
 def _reason(status: BrokerStatus, node: NodeStatus) -> tuple[str, str, str] | None:
     """(kind, waits for, release) of a living node; None while it generates or is about to."""
-    report, learner = node.report, status.learner
-    on = report.waiting_on
+    report = node.report
+    learner = status.learner
+    on = sentence(report.wait)
     if report.state == "excluded":
         return "excluded", f"nobody: it may not generate ({on})", "it is started again and proves its weights"
     if report.state in ("starting", "draining"):
@@ -210,20 +258,21 @@ def _reason(status: BrokerStatus, node: NodeStatus) -> tuple[str, str, str] | No
         return None
     if learner is None or learner.state in LEARNER_ENDED or learner_silent(status):
         return "node_waits", on or "the learner", "see the learner"
-    if report.state == "joining" or on.startswith("weights"):
+    if report.state == "joining" or report.wait.kind in (WaitKind.WEIGHTS, WaitKind.OTHER_WEIGHTS):
         return "weights", on or "weights", f"version {learner.policy_version} reaches it"
-    return _window(status, learner, report.policy_version, on)
+    return _window(status, learner, report)
 
 
-def _window(status: BrokerStatus, learner: LearnerReport, version: int, on: str) -> tuple[str, str, str]:
+def _window(status: BrokerStatus, learner: LearnerReport, report: NodeReport) -> tuple[str, str, str]:
     """The reason why a node with weights gets no task: the window, a full broker, or a lack of tasks."""
+    version = report.policy_version
     if status.full:
         return "full", "room in the broker", "see the broker"
     if (new := learner.policy_version) > version:
         waits = f"version {new}, with which it may lease more tasks; it has version {version}"
         return "weights", waits, f"version {new} reaches it"
     idle = status.groups_pending == 0 and learner.state not in ("waiting", "replaying")
-    if idle and not on.startswith("task window"):
+    if idle and report.wait.kind != WaitKind.WINDOW:
         return "tasks", "tasks: none is pending", f"the learner, which is {learner.state}, offers more"
     end = f"below {status.window.end(version)}" if status.window is not None else "in it"
     waits = f"the window: with version {version} tasks {end} may be leased, and they are"
@@ -265,7 +314,8 @@ def _straggler(state: str, overtaken: bool, groups: list[_Late]) -> Stall:
     longest = max(groups, key=lambda late: late.since_s)
     samples = sum(late.group.samples for late in groups)
     missing = samples - sum(late.group.finished for late in groups)
-    at = f"{missing} of {samples} samples on {named(sorted({late.node_id for late in groups}))}"
+    nodes = sorted({late.node_id for late in groups})
+    at = f"{missing} of {samples} samples on {named(nodes)}"
     first = f"task {longest.group.serial}: " if len(groups) > 1 else ""
     # A node counts tokens when a call to the engine returns, so a running call adds none.
     known = f"{longest.group.episode_tokens:,} tokens" + (" before it" if state == "engine" else "")
@@ -278,4 +328,4 @@ def _straggler(state: str, overtaken: bool, groups: list[_Late]) -> Stall:
     names = named(str(serial) for serial in sorted(late.group.serial for late in groups))
     who = f"task{'s' if len(groups) > 1 else ''} {names}" + (", which later ones have overtaken" if overtaken else "")
     kind = "environment" if state == "environment" else "straggler"
-    return Stall(kind, who, waits, longest.since_s, _ENDS[state])
+    return Stall(kind, who, waits, longest.since_s, _ENDS[state], nodes, longest.group.serial)

@@ -11,11 +11,10 @@ from typing import cast
 
 from broker.contract import StoreStatus
 from broker.delivery.moves import Closed, Statistics
-from broker.delivery.state import DeliveryState
-from broker.delivery.tables import Move, Recorder
-from broker.delivery.task_table import READY, Entry
+from broker.delivery.state import DeliveryState, Move, Recorder
+from broker.delivery.task_table import READY, Entry, StoredPayload
 from broker.journal import records
-from broker.journal.store import Record, Store, StoredPayload, StoreFailed, StoreFenced, StoreUnavailable
+from broker.journal.store import Record, Store, StoreFailed, StoreFenced, StoreUnavailable
 from broker.journal.writer import Sync, Writer
 from common.process.wake import Wake
 
@@ -33,9 +32,11 @@ class Journal(Recorder):
     """
 
     def __init__(self, store: Store, sync: Sync, segment_bytes: int = SEGMENT_BYTES) -> None:
-        self.store, self._segment_bytes = store, segment_bytes
+        self.store = store
+        self._segment_bytes = segment_bytes
         self._state: DeliveryState | None = None  # nothing is recorded without one
-        self._seq = self._written_bytes = 0
+        self._seq = 0
+        self._written_bytes = 0
         self._statistics: Statistics | None = None
         self._statistics_at = 0.0
         self._pending = False
@@ -45,7 +46,8 @@ class Journal(Recorder):
 
     def begin(self, state: DeliveryState, seq: int, history: int) -> None:
         """Record from now on, behind `seq`, beginning with a snapshot; `history` is the size of the history."""
-        self._state, self._seq = state, seq
+        self._state = state
+        self._seq = seq
         state.open(seq)
         self._writer.start(seq, history)
         self._compact(state)
@@ -63,7 +65,8 @@ class Journal(Recorder):
 
     def end_turn(self) -> int:
         """Send off what was recorded; returns the last sequence number. Raises StoreFailed, once nothing is kept."""
-        writer, state = self._writer, self._state
+        writer = self._writer
+        state = self._state
         if state is None:
             return self._seq
         if isinstance(writer.failure, StoreFenced):
@@ -75,9 +78,10 @@ class Journal(Recorder):
             self._write_again(state)
         if (now := time.monotonic()) >= self._statistics_at:
             self._statistics_at = now + STATISTICS_S
-            before, self._statistics = self._statistics, Statistics.of(state)
-            if self._statistics != before:
-                self.record(self._statistics)
+            statistics = Statistics.of(state)
+            if statistics != self._statistics:
+                self._statistics = statistics
+                self.record(statistics)
         if self._pending:
             self._pending = False
             if self._written_bytes >= self._segment_bytes:
@@ -123,7 +127,8 @@ class Journal(Recorder):
         self._writer.put(Record(self._seq, body, payload, stored))
 
     def _tell_if_stuck(self, state: DeliveryState) -> None:
-        before, self._told_stuck = self._told_stuck, self.stuck
+        before = self._told_stuck
+        self._told_stuck = self.stuck
         if self._told_stuck and not before:
             state.event_log.add("store_full", reason=self._told_stuck)
         elif before and not self._told_stuck:
@@ -136,7 +141,7 @@ class Journal(Recorder):
         except StoreUnavailable:
             return  # the writer tries again, and this is called again
         payloads = [
-            Record(self._seq + i, b"", memoryview(cast(bytes, entry.payload)), cast(StoredPayload, entry.stored))
+            Record(self._seq + i, b"", memoryview(cast(bytes, entry.payload)), entry.stored)
             for i, entry in enumerate(again, 1)
         ]
         self._seq += len(payloads)
@@ -149,10 +154,10 @@ class Journal(Recorder):
         self._writer.put(self._captured(state))
         self._writer.kick()
 
-    def _captured(self, state: DeliveryState, rewritten: Sequence[Record] | None = None) -> records.Captured:
+    def _captured(self, state: DeliveryState, rewritten: Sequence[Record] | None = None) -> records.PendingSnapshot:
         self._seq += 1
         self._written_bytes = 0
-        return records.Captured(state, self._seq, rewritten)
+        return records.PendingSnapshot(state, self._seq, rewritten)
 
 
 def lose_payloads(state: DeliveryState, store: Store) -> tuple[list[int], list[Entry]]:
@@ -166,13 +171,14 @@ def lose_payloads(state: DeliveryState, store: Store) -> tuple[list[int], list[E
     tasks = state.tasks
     retained = [entry for group in tasks.retained.values() for entry in group]
     stored = [entry.stored for entry in [*tasks.living.values(), *retained]]
-    missing = store.missing([s.location for s in stored if isinstance(s, StoredPayload) and s.location is not None])
+    missing = store.missing([s.location for s in stored if s is not None and s.location is not None])
 
     def is_lost(entry: Entry) -> bool:
         stored = entry.stored
-        return isinstance(stored, StoredPayload) and (stored.location is None or stored.location in missing)
+        return stored is not None and (stored.location is None or stored.location in missing)
 
-    lost, again = list[int](), list[Entry]()
+    lost: list[int] = []
+    again: list[Entry] = []
     for entry in filter(is_lost, tasks.living.values()):
         if not isinstance(entry.payload, StoredPayload):
             again.append(entry)

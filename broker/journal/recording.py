@@ -9,9 +9,9 @@ import msgspec
 from broker.contract import LedgerEntry, RunInfo
 from broker.delivery.state import DeliveryState
 from broker.delivery.task_table import TAKEN, Entry
-from broker.journal.file_store.store import FileStore, lock_store, read_info
+from broker.journal.file_store import FileStore, lock_store, read_info
+from broker.journal.leader_election import LeaderElection
 from broker.journal.recovery import rebuild
-from broker.journal.redis_store.leading import Leading
 from broker.journal.store import Store, StoreUnavailable
 from common.config.schema import Config
 from common.errors import BrokerError, UsageError
@@ -39,7 +39,7 @@ def open_recording(run_dir: RunDir, config: Config) -> Generator[Recording]:
     """
     if config.broker.store == "redis":
         try:
-            store = Leading(config, str(run_dir.path.resolve())).without_leading()
+            store = LeaderElection(config, str(run_dir.path.resolve())).without_leading()
             recording = recorded(store, config.learner.groups_per_step)
         except (StoreUnavailable, BrokerError) as error:
             raise UsageError(f"broker.redis: the recorded groups of {run_dir.path} cannot be read: {error}") from error
@@ -72,7 +72,7 @@ def stored_ledger(run_dir: RunDir, config: Config) -> list[LedgerEntry]:
     """
     try:
         if config.broker.store == "redis":
-            return _state_in(Leading(config, str(run_dir.path.resolve())).to_read()).ledger()
+            return _state_in(LeaderElection(config, str(run_dir.path.resolve())).to_read()).ledger()
         return _state_in(existing_file_store(run_dir)).ledger()
     except (OSError, StoreUnavailable, BrokerError) as error:
         raise UsageError(f"the store of {run_dir.path} cannot be read: {error}") from error
@@ -97,7 +97,8 @@ def preloaded(run: RunInfo, recording: Recording, steps: Sequence[int]) -> Deliv
     """A state in which `steps` have taken what they took then, and everything before them is committed."""
     state = DeliveryState(run, store_id=recording.store_id)
     table = state.tasks
-    table.next_serial, state.committed_step = recording.next_serial, steps[0] - 1
+    table.next_serial = recording.next_serial
+    state.committed_step = steps[0] - 1
     for step in steps:
         groups = recording.steps[step]
         table.steps[step] = [group.serial for group in groups]

@@ -12,11 +12,10 @@ from copy import deepcopy
 import msgspec
 
 from broker.contract import LearnerReport, LedgerEntry, NodeReport
-from broker.delivery.moves import AnyMove, Marks, Statistics
-from broker.delivery.state import DeliveryState
-from broker.delivery.tables import Move
-from broker.delivery.task_table import COMMITTED, LEASED, PENDING, READY, Entry, TaskRecord
-from broker.journal.store import Compaction, Location, Record, StoredPayload
+from broker.delivery.moves import AnyMove, Statistics, StepCursor
+from broker.delivery.state import DeliveryState, Move
+from broker.delivery.task_table import COMMITTED, LEASED, PENDING, READY, Entry, Location, StoredPayload, TaskRecord
+from broker.journal.store import Compaction, Record
 from common.rollouts import GroupMeta, Task
 
 SCHEMA = 1
@@ -51,7 +50,7 @@ _RENAMED = {"freed_by_step": "replaced", "freed": "passed", "freed_earlier": "pa
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", rename=_RENAMED):
     """The state without finished tasks, which are the first `history_bytes` of the history file.
 
-    TaskTable and Tables explain the attributes of the same names. `accepted` has (token, node), oldest first.
+    TaskTable and DeliveryState explain the attributes of the same names. `accepted` has (token, node), oldest first.
     """
 
     schema: int
@@ -65,7 +64,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", rename=_RENAMED):
     retained: dict[int, list[KeptGroup]]
     learner: LearnerReport | None
     nodes: list[SavedNode]
-    marks: Marks
+    marks: StepCursor
     statistics: Statistics
     replaced_learners: list[str] = []
     job_ended: bool = False
@@ -112,11 +111,12 @@ def decode_finished(body: bytes) -> list[LedgerEntry]:
         raise msgspec.DecodeError(str(error)) from error
 
 
-class Captured(Compaction):
+class PendingSnapshot(Compaction):
     """A copy of the state. The places of its newest groups are only known once the store's thread has written them."""
 
     def __init__(self, state: DeliveryState, seq: int, rewritten: Sequence[Record] | None = None) -> None:
-        self.seq, self.rewritten = seq, rewritten
+        self.seq = seq
+        self.rewritten = rewritten
         tasks = state.tasks
         surviving = [{name: getattr(entry, name) for name in _SURVIVING} for entry in tasks.living.values()]
         self._tasks = [(SavedTask(**f), e.stored) for f, e in zip(surviving, tasks.living.values(), strict=True)]
@@ -133,7 +133,7 @@ class Captured(Compaction):
             replaced_learners=sorted(state.learner.replaced),
             job_ended=state.learner.job_ended,
             nodes=[SavedNode(n.report, n.has_leased) for n in state.fleet.nodes.values()],
-            marks=Marks(state.first_step, state.committed_step),
+            marks=StepCursor(state.first_step, state.committed_step),
             statistics=Statistics.of(state),
             openings=dict(state.openings),
         )
@@ -175,11 +175,13 @@ def restore(state: DeliveryState, snapshot: Snapshot, read: Callable[[Location],
         tasks.retained[step] = []
         for group in groups:
             entry = Entry(group.task, COMMITTED, nodes=[group.node_id], meta=group.meta, step=step)
-            entry.filtered, entry.stored = group.filtered, StoredPayload(read, group.location)
+            entry.filtered = group.filtered
+            entry.stored = StoredPayload(read, group.location)
             tasks.retained[step].append(entry)
     state.accepted.update(snapshot.accepted)
     state.openings = snapshot.openings
-    state.learner.report, state.learner.replaced = snapshot.learner, set(snapshot.replaced_learners)
+    state.learner.report = snapshot.learner
+    state.learner.replaced = set(snapshot.replaced_learners)
     state.learner.job_ended = snapshot.job_ended
     snapshot.marks.apply(state)
     snapshot.statistics.apply(state)
@@ -190,6 +192,6 @@ def _kept(entry: Entry) -> KeptGroup:
     return KeptGroup(entry.task, entry.nodes[-1], entry.meta, entry.filtered, _location(entry.stored))
 
 
-def _location(stored: object) -> Location:
-    assert isinstance(stored, StoredPayload) and stored.location is not None
+def _location(stored: StoredPayload | None) -> Location:
+    assert stored is not None and stored.location is not None
     return stored.location

@@ -13,14 +13,15 @@ from pathlib import Path
 import msgspec
 
 from broker.contract import BrokerEvent, RunInfo
-from broker.delivery.event_log import RING_EVENTS, EventLog
+from broker.delivery.logs import RING_EVENTS, EventLog
 from broker.delivery.moves import Accepted
 from broker.delivery.state import DeliveryState
+from broker.delivery.task_table import StoredPayload
 from broker.journal import records
-from broker.journal.file_store.store import lock_store, open_file_store
+from broker.journal.file_store import lock_store, open_file_store
 from broker.journal.journal import Journal, lose_payloads
-from broker.journal.redis_store.leading import Leading
-from broker.journal.store import Store, StoreCorrupt, StoredPayload, StoredRecord
+from broker.journal.leader_election import LeaderElection
+from broker.journal.store import Store, StoreCorrupt, StoredRecord
 from common.config.schema import Config
 from common.errors import UsageError
 from common.json_lines import lines_of
@@ -43,7 +44,7 @@ class Recovered(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class Memory:
+class OpenedState:
     """A delivery state, and where it is kept; `journal` is None when it is kept nowhere."""
 
     state: DeliveryState
@@ -56,25 +57,25 @@ class Memory:
             self.journal.close()
 
 
-def open_memory(
-    config: Config, run: RunInfo, write_event: Callable[[BrokerEvent], None], leading: Leading | None = None
-) -> Memory:
+def open_state(
+    config: Config, run: RunInfo, write_event: Callable[[BrokerEvent], None], election: LeaderElection | None = None
+) -> OpenedState:
     """The state that this broker begins with.
 
-    `leading` is this broker's lead, with broker.store: redis. Raises UsageError when another broker has the store or
-    it is damaged, StoreUnavailable when Redis cannot be asked, StoreFenced when another broker leads.
+    `election` is the one that this broker has won, with broker.store: redis. Raises UsageError when another broker has
+    the store or it is damaged, StoreUnavailable when Redis cannot be asked, StoreFenced when another broker leads.
     """
     run_dir = RunDir(config.run.dir)
-    if leading is not None:
+    if election is not None:
         _set_aside_store(run_dir, "broker.store is redis")
-        memory = _recovered(config, run, leading.open(), write_event)
-        if leading.lost:
-            memory.state.event_log.add("store_lost", reason=leading.lost)
-        return memory
+        opened = _recovered(config, run, election.open(), write_event)
+        if election.lost:
+            opened.state.event_log.add("store_lost", reason=election.lost)
+        return opened
     if config.broker.durability == "memory":
         _set_aside_store(run_dir, "broker.durability is memory")
         _set_aside_redis(run_dir)
-        return Memory(DeliveryState(run, events=EventLog(write_event)))
+        return OpenedState(DeliveryState(run, events=EventLog(write_event)))
     store = open_file_store(run_dir.store, config.run.name)
     try:
         _set_aside_redis(run_dir)
@@ -125,13 +126,14 @@ def rebuild(store: Store, state: DeliveryState) -> Recovered:
     return Recovered(found.records[-1].seq, snapshot.history_bytes, len(found.records), seconds, found.torn)
 
 
-def _recovered(config: Config, run: RunInfo, store: Store, write_event: Callable[[BrokerEvent], None]) -> Memory:
+def _recovered(config: Config, run: RunInfo, store: Store, write_event: Callable[[BrokerEvent], None]) -> OpenedState:
     assert config.broker.durability != "memory"
     journal = Journal(store, config.broker.durability)
     events = EventLog(write_event, earlier=_former_events(RunDir(config.run.dir).events))
-    steps, store_id = config.broker.retain_steps, store.store_id
-    state = DeliveryState(run, events=events, recorder=journal, retain_steps=steps, store_id=store_id)
-    return Memory(state, journal, recover(journal, state).records > 0)
+    state = DeliveryState(
+        run, events=events, recorder=journal, retain_steps=config.broker.retain_steps, store_id=store.store_id
+    )
+    return OpenedState(state, journal, recover(journal, state).records > 0)
 
 
 def _former_events(path: Path) -> list[BrokerEvent]:

@@ -9,8 +9,8 @@ import msgspec
 
 from broker.contract import BrokerEvent
 from broker.delivery.state import DeliveryState
-from broker.journal.recovery import Memory
-from broker.journal.redis_store.leading import Leading
+from broker.journal.leader_election import LeaderElection
+from broker.journal.recovery import OpenedState
 from broker.journal.store import StoreFenced
 from common.config.schema import TelemetryConfig
 from common.json_lines import LineFile
@@ -36,12 +36,13 @@ class RunFolder:
     successor's files.
     """
 
-    def __init__(self, path: Path, leading: Leading | None) -> None:
-        self.path, self._leading = path, leading
+    def __init__(self, path: Path, election: LeaderElection | None) -> None:
+        self.path = path
+        self._election = election
         self._events = LineFile(RunDir(path).events)
         self._unwritten: list[BrokerEvent] = []
         self._status_files: StatusFiles | None = None
-        self._memory: Memory | None = None
+        self._opened: OpenedState | None = None
         self._address = ""
         self._remember_at = 0.0
 
@@ -51,19 +52,20 @@ class RunFolder:
         while self._unwritten and self._may_write():
             self._events.write(self._unwritten.pop(0))
 
-    def begin(self, memory: Memory, address: str) -> None:
+    def begin(self, opened: OpenedState, address: str) -> None:
         """The broker listens at `address`. Raises StoreFenced, writing nothing, when another one may lead by now."""
         if not self._may_write():
             raise StoreFenced(f"the term of the broker of {address} has ended before it served")
-        self._memory, self._address = memory, address
-        self._status_files = StatusFiles(self.path, memory.state)
+        self._opened = opened
+        self._address = address
+        self._status_files = StatusFiles(self.path, opened.state)
         former = RunDir(self.path).ledger_json
-        if not memory.recovered and former.exists() and former.stat().st_size > len("[]"):
+        if not opened.recovered and former.exists() and former.stat().st_size > len("[]"):
             move_aside(former)  # to ledger-1.json and so on: it is a record of the run's earlier broker
         file = BrokerFile.of_this_process(address)
         write_atomic(RunDir(self.path).broker_json, msgspec.json.encode(file))
-        if memory.journal is not None:
-            memory.journal.store.listens_at(address)
+        if opened.journal is not None:
+            opened.journal.store.listens_at(address)
 
     def tick(self) -> None:
         """Called in every turn of the broker's loop."""
@@ -83,14 +85,14 @@ class RunFolder:
         self._events.close()
 
     def _may_write(self) -> bool:
-        return self._leading is None or not self._leading.term.lapsed
+        return self._election is None or not self._election.term.lapsed
 
     def _remember(self) -> None:
-        if self._leading is None or self._memory is None or self._memory.journal is None:
+        if self._election is None or self._opened is None or self._opened.journal is None:
             return
         self._remember_at = time.monotonic() + REMEMBER_S
         try:
-            self._leading.remember(self._address, self._memory.journal.acknowledged)
+            self._election.remember(self._address, self._opened.journal.acknowledged)
         except OSError as error:
             logger.error("redis.json not written: %s", error)
             self._remember_at += STATUS_S
@@ -106,7 +108,9 @@ class StatusFiles:
     """
 
     def __init__(self, run_dir: Path, state: DeliveryState, clock: Callable[[], float] = time.monotonic) -> None:
-        self._run_dir, self._state, self._clock = run_dir, state, clock
+        self._run_dir = run_dir
+        self._state = state
+        self._clock = clock
         self._next_at = 0.0  # monotonic seconds
         self._next_commit_at = 0.0
         self._committed_step = state.committed_step
@@ -122,7 +126,8 @@ class StatusFiles:
         if self._file is None:
             if started < (self._next_commit_at if committed else self._next_at):
                 return
-            self._for_commit, self._used_s = committed, 0.0
+            self._for_commit = committed
+            self._used_s = 0.0
             self._committed_step = self._state.committed_step
         ended = self.go_on(started + PART_S)
         now = self._clock()
@@ -144,8 +149,10 @@ class StatusFiles:
         """Write lines until `until`, monotonic seconds; returns whether both files are complete, or given up."""
         try:
             if self._file is None:
-                self._file, self._serial = AtomicFile(self._run_dir / "ledger.json"), 0
-            tasks, end = self._state.tasks, self._state.tasks.next_serial
+                self._file = AtomicFile(self._run_dir / "ledger.json")
+                self._serial = 0
+            tasks = self._state.tasks
+            end = self._state.tasks.next_serial
             while self._serial < end:
                 last = min(end, self._serial + LINES)
                 lines = msgspec.json.encode([tasks.line(serial) for serial in range(self._serial, last)])

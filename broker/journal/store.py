@@ -5,37 +5,14 @@ by a new snapshot. The history of finished tasks only grows.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import msgspec
-
+from broker.delivery.task_table import Location, StoredPayload
 from common.errors import BrokerError, UsageError
 
 RESTORE = "Restore the file from a copy, or start another run from the last checkpoint"
-
-
-class Location(msgspec.Struct, frozen=True):
-    """Where a payload lies."""
-
-    segment: int  # number of the file; in Redis the term of the broker that wrote it
-    offset: int  # first byte in the file; in Redis the sequence number of the record
-    length: int
-    checksum: int  # xxh3; 0 in Redis
-
-
-@dataclass(slots=True, eq=False)
-class StoredPayload:
-    """A group's encoded common.rollouts.Group in the store; `location` is set once it has been written."""
-
-    read_at: Callable[[Location], bytes]
-    location: Location | None = None
-
-    def read(self) -> bytes:
-        """The payload. Raises PayloadUnreadable."""
-        assert self.location is not None
-        return self.read_at(self.location)
 
 
 @dataclass(slots=True)

@@ -30,7 +30,8 @@ class Writer:
         self.stuck = ""  # why nothing can be written at the moment, '' when it can
         self.failure: Exception | None = None  # why nothing will be written any more
         self.sync_s = 0.0  # how long syncing took lately, on average
-        self._store, self._notify = store, notify
+        self._store = store
+        self._notify = notify
         self._sync: Sync = sync
         self._history = 0
         self._queue: deque[Record | Compaction] = deque()
@@ -128,7 +129,8 @@ class Writer:
             else:
                 if self.stuck:
                     logger.warning("the store can be written again")
-                self.stuck, self._lacking = "", -1  # the server that has every record may have come back
+                self.stuck = ""
+                self._lacking = -1  # the server that has every record may have come back
                 return
 
     def _write(self, batch: list[Record]) -> None:

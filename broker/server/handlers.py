@@ -1,29 +1,155 @@
-"""Answers requests from the delivery state at once or lets them wait, and serves those that wait; no sockets.
-
-A request's tag is the name of the rule in the delivery state that answers it, and its own fields are the arguments.
-"""
+"""Answers requests from the delivery state at once or lets them wait, and serves those that wait; no sockets."""
 
 import itertools
 import time
 from collections.abc import Iterable
-from typing import Any, Final, TypeVar, cast, get_args
+from typing import Any, TypeVar, assert_never, cast
 
 import msgspec
-import zmq
 
+from broker import wire
 from broker.contract import Lease, StoredGroup
+from broker.delivery.learner_rules import LearnerRules
+from broker.delivery.node_rules import NodeRules
 from broker.delivery.state import DeliveryState
-from broker.journal.store import PayloadLost, StoredPayload
-from broker.messaging import wire
-from broker.server.long_polls import AnyParked, Key, ParkingLot
+from broker.delivery.task_table import StoredPayload
+from broker.journal.store import PayloadLost
+from broker.server.long_polls import AnyParked, Key, LongPolls
+from broker.server.replies import Payload
 from common.errors import BrokerError, StoreChanged
 
 MAX_WAIT_S = 60.0
-NOT_YET: Final = object()  # the answer of a request that waits for something to happen
 
-Payload = bytes | zmq.Frame
-
+R = TypeVar("R")
 T = TypeVar("T")
+
+
+class NotYet(Exception):
+    """The request waits for something to happen."""
+
+
+class Answers:
+    """Answers each request by its rule. pyright checks the arguments, and that a Request[R] is answered with an R."""
+
+    def __init__(self, state: DeliveryState) -> None:
+        self._state = state
+        self.learner = LearnerRules(state)
+        self.nodes = NodeRules(state)
+
+    def first(self, request: wire.AnyRequest, payload: Payload | None = None) -> wire.Reply:
+        """The answer to a new request. Raises NotYet when it must wait, BrokerError when it is refused."""
+        match request:
+            case wire.LearnerRequest():
+                self.learner.check_learner(request.incarnation, request.instance)
+                self.learner.check_position(request.position)
+                reply = self._to_learner(request)
+                return msgspec.structs.replace(reply, position=self._state.position) if request.promised else reply
+            case wire.NodeRequest():
+                return self._to_node(request, payload)
+            case wire.Gather():
+                return _answer(request, self.learner.gather(request.report, request.log, request.log_rank))
+            case wire.Stop():
+                return _answer(request, self.learner.stop())
+            case wire.AskStatus():
+                return _answer(request, self._state.status())
+            case wire.AskLedger():
+                return _answer(request, self._state.tasks.page(request.first, request.unfinished))
+            case wire.AskEvents():
+                return _answer(request, self._state.event_log.after(request.after))
+            case wire.AskLog():
+                return _answer(request, self._state.log(request.role))
+            case _:
+                assert_never(request)
+
+    def again(self, request: wire.AskLease | wire.Take) -> wire.Reply:
+        """As `first`, for a request that waits. Only a new request is a sign of life."""
+        if isinstance(request, wire.Take):
+            self._state.learner.check(request.incarnation, request.instance)
+            return msgspec.structs.replace(self._take(request), position=self._state.position)
+        if not self._state.fleet.alive(request.node_id):
+            return _answer(request, [])
+        return self._lease(request, None)
+
+    def _to_learner(self, request: wire.LearnerMessage) -> wire.Answer[Any]:
+        rules = self.learner
+        match request:
+            case wire.Take():
+                return self._take(request)
+            case wire.Report():
+                return _answer(request, rules.report(request.report, request.log, request.log_rank))
+            case wire.Offer():
+                return _answer(request, rules.offer(request.tasks))
+            case wire.Commit():
+                return _answer(request, rules.commit(request.step))
+            case wire.Filter():
+                return _answer(request, rules.filter(request.step, request.serials, request.most_replaced))
+            case wire.Regenerate():
+                return _answer(request, rules.regenerate(request.step, request.serials))
+            case wire.Evaluate():
+                found = rules.evaluate(request.order, request.tasks, request.stored, request.shared)
+                return _answer(request, found)
+            case wire.Attach():
+                return _answer(request, rules.attach(request.report))
+            case _:
+                assert_never(request)
+
+    def _to_node(self, request: wire.NodeMessage, payload: Payload | None) -> wire.Answer[Any]:
+        rules = self.nodes
+        match request:
+            case wire.Complete():
+                assert payload is not None
+                accepted = rules.complete(request.node_id, request.token, request.meta, payload, len(payload))
+                return _answer(request, accepted)
+            case wire.AskLease():
+                return self._lease(request, request.version)
+            case wire.Heartbeat():
+                told = rules.heartbeat(request.report, request.tokens, request.log, request.spans)
+                return _answer(request, told)
+            case wire.CompleteEvaluation():
+                accepted = rules.complete_evaluation(request.node_id, request.token, request.result)
+                return _answer(request, accepted)
+            case wire.Fail():
+                failed = rules.fail(
+                    request.node_id,
+                    request.token,
+                    request.reason,
+                    tokens=request.tokens,
+                    seconds=request.seconds,
+                    transcript=request.transcript,
+                )
+                return _answer(request, failed)
+            case wire.Release():
+                return _answer(request, rules.release(request.node_id, request.tokens))
+            case wire.Register():
+                return _answer(request, rules.register(request.report))
+            case wire.Leave():
+                return _answer(request, rules.leave(request.node_id))
+            case wire.Cancel():
+                return _answer(request, None)  # the state knows nothing of requests that wait
+            case _:
+                assert_never(request)
+
+    def _take(self, request: wire.Take) -> wire.Answer[list[StoredGroup] | None]:
+        """The groups come without their payloads, which Handlers.payloads reads."""
+        taken = self.learner.take(request.step, request.count, request.in_order)
+        if taken is None:
+            raise NotYet
+        return _answer(request, [StoredGroup(e.serial, e.nodes[-1], e.meta) for e in taken if e.meta is not None])
+
+    def _lease(self, request: wire.AskLease, version: int | None) -> wire.Answer[list[Lease]]:
+        leases = self.nodes.lease(request.node_id, version, request.max_groups)
+        if not leases:
+            raise NotYet
+        return _answer(request, leases)
+
+
+def _answer(request: wire.Request[R], value: R) -> wire.Answer[R]:
+    return wire.Answer(id=request.id, value=value)
+
+
+def nothing(request: wire.AskLease | wire.Take) -> wire.Reply:
+    """The answer to a request that has waited in vain."""
+    return wire.Answer(id=request.id, value=[] if isinstance(request, wire.AskLease) else None)
 
 
 class Handlers:
@@ -31,7 +157,8 @@ class Handlers:
 
     def __init__(self, state: DeliveryState) -> None:
         self._state = state
-        self.parked = ParkingLot()
+        self.answers = Answers(state)
+        self.parked = LongPolls()
         self._served_revision = -1
 
     def handle(
@@ -39,13 +166,13 @@ class Handlers:
     ) -> tuple[wire.Reply | None, list[AnyParked]]:
         """The reply, None when the request is parked; and parked requests that their senders have given up."""
         try:
-            value = answer(self._state, request, payload)
+            reply = self.answers.first(request, payload)
+        except NotYet:
+            assert isinstance(request, wire.AskLease | wire.Take)
+            return None, self.parked.park(client, request, time.monotonic() + min(request.wait_s, MAX_WAIT_S))
         except (BrokerError, StoreChanged) as error:
             changed = isinstance(error, StoreChanged)
             return wire.Refused(id=request.id, reason=str(error), store_changed=changed), []
-        if value is NOT_YET:
-            assert isinstance(request, wire.AskLease | wire.Take)
-            return None, self.parked.park(client, request, time.monotonic() + min(request.wait_s, MAX_WAIT_S))
         displaced: list[AnyParked] = []
         if isinstance(request, wire.AskLease | wire.Take):
             self.parked.drop((client, request.id))  # a repetition that was answered at once
@@ -53,7 +180,7 @@ class Handlers:
             displaced = self.parked.drop_all([(client, request.target)])
         elif isinstance(request, wire.Leave):
             displaced = self.parked.drop_all(self.parked.of_node(request.node_id))
-        return self._answer(request, value), displaced
+        return reply, displaced
 
     def serve_parked(self) -> list[tuple[AnyParked, wire.Reply]]:
         """Every parked request that can be answered now, with its reply."""
@@ -92,19 +219,17 @@ class Handlers:
 
     def _look_again(self, parked: AnyParked) -> wire.Reply | None:
         try:
-            value = answer(self._state, parked.request, again=True)
+            return self.answers.again(parked.request)
+        except NotYet:
+            return None
         except BrokerError as error:
             return wire.Refused(id=parked.request.id, reason=str(error))
-        return None if value is NOT_YET else self._answer(parked.request, value)
-
-    def _answer(self, request: wire.AnyRequest, value: object) -> wire.Reply:
-        told = isinstance(request, wire.LearnerRequest) and request.promised
-        return wire.Answer(id=request.id, value=value, position=self._state.position if told else None)
 
     def _lease_candidates(self) -> Iterable[Key]:
         """Parked lease requests that may be answerable now: all after a change for all, else those of changed nodes."""
         state = self._state
-        changed, state.changed_nodes = state.changed_nodes, set()
+        changed = state.changed_nodes
+        state.changed_nodes = set()
         for_all = self._served_revision != state.lease_revision
         self._served_revision = state.lease_revision
         own = (key for node_id in changed for key in self.parked.of_node(node_id))
@@ -113,34 +238,30 @@ class Handlers:
         dead = (key for key in own if not state.fleet.alive(self.parked.leases[key].request.node_id))
         return itertools.chain(dead, self.parked.leases)
 
-    def split(self, reply: wire.Reply) -> tuple[wire.Reply, list[Payload]]:
-        """A reply without its payloads, and these as frames. Raises BrokerError when one cannot be read.
+    def payloads(self, reply: wire.Reply) -> list[Payload] | None:
+        """The payloads of the groups in a reply, as frames. Raises BrokerError when one cannot be read.
 
-        When the store has lost some, the step gives these groups up and the take waits for others.
+        None when the store has lost some: the step gives these groups up and has to take others.
         """
-        groups = _all_of(StoredGroup, reply)
-        if not groups:
-            return reply, []
-        payloads: list[Payload] = []
-        for group in groups:
-            stored = cast(Payload | StoredPayload, group.payload)
+        found: list[Payload] = []
+        lost = False
+        for group in _all_of(StoredGroup, reply):
+            entry = self._state.tasks.living[group.serial]
             try:
-                payloads.append(stored.read() if isinstance(stored, StoredPayload) else stored)
+                stored = cast(Payload | StoredPayload, entry.payload)
+                found.append(stored.read() if isinstance(stored, StoredPayload) else stored)
             except PayloadLost:
-                step = self._state.tasks.living[group.serial].step
-                assert step is not None
-                self._state.regenerate(step, [group.serial])
-        if len(payloads) < len(groups):
-            return wire.Answer(id=reply.id, value=None), []
-        bare = [StoredGroup(group.serial, group.node_id, group.meta) for group in groups]
-        return msgspec.structs.replace(reply, value=bare), payloads
+                assert entry.step is not None
+                self.answers.learner.regenerate(entry.step, [entry.serial])
+                lost = True
+        return None if lost else found
 
     def undo(self, reply: wire.Reply) -> None:
         """Take back the leases of a reply that never arrived."""
         for lease in _all_of(Lease, reply):
             entry = self._state.lease_of(lease.token)
             if entry is not None:
-                self._state.release(entry.node, [lease.token])
+                self.answers.nodes.release(entry.node, [lease.token])
 
 
 def _all_of(kind: type[T], reply: wire.Reply) -> list[T]:
@@ -148,52 +269,3 @@ def _all_of(kind: type[T], reply: wire.Reply) -> list[T]:
     value = wire.value_of(reply)
     found = cast("list[T]", value) if isinstance(value, list) else []
     return found if found and isinstance(found[0], kind) else []
-
-
-def rule(kind: type[wire.Request[Any]]) -> tuple[str, tuple[str, ...]]:
-    """The rule's name in DeliveryState, and the names of its arguments."""
-    of_sender = wire.LearnerRequest.__struct_fields__
-    return str(kind.__struct_config__.tag), tuple(name for name in kind.__struct_fields__ if name not in of_sender)
-
-
-_RULES = {kind: rule(kind) for kind in get_args(wire.AnyRequest)}
-
-
-def answer(state: DeliveryState, request: wire.AnyRequest, payload: Payload | None = None, again: bool = False) -> Any:
-    """The request's answer, or NOT_YET; `again`: it waits, and this is another look.
-
-    The groups of a take have their payloads as they are stored. Raises BrokerError when the request is refused.
-    """
-    match request:
-        case wire.AskLease():
-            if again and not state.fleet.alive(request.node_id):
-                return []
-            return state.lease(request.node_id, None if again else request.version, request.max_groups) or NOT_YET
-        case wire.Complete():
-            assert payload is not None
-            return state.complete(request.node_id, request.token, request.meta, payload, len(payload))
-        case wire.Cancel():
-            return None  # the state knows nothing of requests that wait
-        case wire.LearnerRequest():  # only a new request is a sign of life
-            check = state.learner.check if again else state.check_learner
-            check(request.incarnation, request.instance)
-            if not again:
-                state.check_position(request.position)
-            if isinstance(request, wire.Take):
-                return _take(state, request)
-        case _:
-            pass
-    name, arguments = _RULES[type(request)]
-    return getattr(state, name)(*[getattr(request, argument) for argument in arguments])
-
-
-def nothing(request: wire.AnyRequest) -> Any:
-    """The answer of a request that has waited in vain."""
-    return [] if isinstance(request, wire.AskLease) else None
-
-
-def _take(state: DeliveryState, request: wire.Take) -> Any:
-    taken = state.take(request.step, request.count, request.in_order)
-    if taken is None:
-        return NOT_YET
-    return [StoredGroup(e.serial, e.nodes[-1], e.meta, cast(bytes, e.payload)) for e in taken if e.meta is not None]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from broker.delivery.deadlines import Deadlines
-from broker.messaging.wire import AskLease, Take
+from broker.wire import AskLease, Take
 
 Key = tuple[bytes, int]  # client, request id
 MOST_LEASES = 8  # parked requests of one node; a client that behaves has one, besides those that it cancels
@@ -26,7 +26,7 @@ class Parked(Generic[Q]):
 AnyParked = Parked[AskLease] | Parked[Take]
 
 
-class ParkingLot:
+class LongPolls:
     """Parked requests in order of arrival, each with a deadline in monotonic seconds."""
 
     def __init__(self) -> None:

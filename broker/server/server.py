@@ -11,20 +11,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
 
 import zmq
 
+from broker import wire
 from broker.delivery.state import DeliveryState
-from broker.guard.rejected_messages import Later
-from broker.guard.request_guard import Gate
 from broker.journal.journal import Journal
-from broker.messaging import wire
-from broker.messaging.bind_address import reachable
-from broker.messaging.sockets import bind_router, frame_limit
-from broker.server.durable_replies import Delayed, DelayedReplies
 from broker.server.handlers import Handlers, nothing
 from broker.server.long_polls import AnyParked
+from broker.server.replies import Delayed, DelayedReplies, Outbox, Payload
+from broker.server.request_guard import RateLimited, RequestGuard
+from broker.sockets import bind_router, frame_limit, reachable
 from common.errors import BrokerError
 from common.process.wake import Wake
 from common.security.credentials import Identity
@@ -37,42 +34,7 @@ MOST_REMEMBERED = 4096  # replies
 TICK_S = 1.0
 FLUSH_MS = 1000  # for the last replies at the end
 LINGER_S = 2.0  # a job that is being stopped: for `slipstream stop`, which asks several times a second who is left
-FLAGS, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # plain numbers: operators of enums are slow
 HOLD_FRAME_BYTES = 16 << 10  # smaller payloads are copied out of ZeroMQ's receive buffer, which they would pin
-
-
-class Outbox:
-    """Sends without ever waiting. `undelivered` is told of every reply whose client is gone (ROUTER_MANDATORY).
-
-    Replies without payload to one client go together in one message, which costs more than what is in it.
-    """
-
-    def __init__(self, router: "zmq.Socket[bytes]", undelivered: Callable[[bytes, wire.Reply], None]) -> None:
-        self._router, self._undelivered = router, undelivered
-        self._waiting: dict[bytes, list[wire.Reply]] = {}
-
-    def put(self, client: bytes, reply: wire.Reply, payloads: "list[bytes | zmq.Frame] | None" = None) -> None:
-        """With payloads: sent at once. Without: at the next `flush`."""
-        if payloads:
-            self._send(client, [reply], payloads)
-        else:
-            self._waiting.setdefault(client, []).append(reply)
-
-    def flush(self) -> None:
-        while self._waiting:
-            self._send(*self._waiting.popitem(), [])
-
-    def _send(self, client: bytes, replies: list[wire.Reply], payloads: "list[bytes | zmq.Frame]") -> None:
-        batch = wire.Batch(id=-1, replies=cast(list[wire.SingleReply], replies))
-        header = wire.encode(replies[0] if len(replies) == 1 else batch)
-        try:
-            self._router.send(client, MORE)
-            self._router.send(header, MORE if payloads else FLAGS)
-            for i, payload in enumerate(payloads, 1):
-                self._router.send(payload, MORE if i < len(payloads) else FLAGS, copy=False)
-        except zmq.ZMQError:
-            for reply in replies:
-                self._undelivered(client, reply)
 
 
 class BrokerServer:
@@ -98,12 +60,12 @@ class BrokerServer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         with ExitStack() as undo:
             undo.callback(self._context.term)
-            self._gate = Gate(self._context, state, credentials, quarantine)
-            undo.callback(self._gate.close)
-            limit, curve = frame_limit(max_message_bytes), self._gate.curve
-            self._router = bind_router(self._context, addresses, limit, curve, wait_s=bind_wait_s)
+            self._guard = RequestGuard(self._context, state, credentials, quarantine)
+            undo.callback(self._guard.close)
+            limit = frame_limit(max_message_bytes)
+            self._router = bind_router(self._context, addresses, limit, self._guard.curve, wait_s=bind_wait_s)
             undo.pop_all()
-        self._gate.watch(self._router, max_message_bytes)
+        self._guard.watch(self._router, max_message_bytes)
         self.address = reachable(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
         state.address = self.address
         self._handlers = Handlers(state)
@@ -149,7 +111,7 @@ class BrokerServer:
     def close(self) -> None:
         """Close the sockets; `run` does it at its end."""
         self._router.close(linger=FLUSH_MS)
-        self._gate.close()
+        self._guard.close()
         self._context.term()
 
     def _turn(self) -> None:
@@ -157,12 +119,12 @@ class BrokerServer:
         now = time.monotonic()
         ticking = now >= self._next_tick
         if drained or ticking:  # heartbeats that wait in the socket are read before leases are called lost
-            self._state.expire()
+            self._handlers.answers.nodes.expire()
         self._serve_parked()
         self._give_up(self._handlers.parked.overdue(now))
         if ticking:
             self._next_tick = now + TICK_S
-            self._gate.tick()
+            self._guard.tick()
             if self._state.stopping and not self._state.status().present:
                 self.stop()
         self._flush()
@@ -186,16 +148,16 @@ class BrokerServer:
                 self._flush()
                 flush_at = now + FLUSH_S
             try:
-                client, sender = self._gate.receive(self._router)
+                client, sender = self._guard.receive(self._router)
             except zmq.Again:
                 return True
             self._handle(client, sender, *self._read_frames())
         return False
 
-    def _read_frames(self) -> tuple[bytes, list[bytes | zmq.Frame]]:
+    def _read_frames(self) -> tuple[bytes, list[Payload]]:
         """The rest of the current message; of many payload frames only the number matters."""
         header = self._router.recv()  # a ROUTER puts the client's frame before each message, which has one or more
-        payloads: list[bytes | zmq.Frame] = []
+        payloads: list[Payload] = []
         while self._router.getsockopt(zmq.RCVMORE):
             frame = self._router.recv(copy=False)
             if not payloads:
@@ -204,19 +166,19 @@ class BrokerServer:
                 payloads.append(b"")
         return header, payloads
 
-    def _handle(self, client: bytes, sender: Identity | None, header: bytes, payloads: list[bytes | zmq.Frame]) -> None:
+    def _handle(self, client: bytes, sender: Identity | None, header: bytes, payloads: list[Payload]) -> None:
         limit = self._max_message_bytes
         try:
             request = wire.decode_request(header, len(payloads))
             largest = max(len(header), *(len(p) for p in payloads)) if payloads else len(header)
             if largest > limit:
                 raise wire.WireError(f"{largest} bytes; broker.max_message_bytes is {limit}", request.id)
-            self._gate.check(sender, request)
-        except Later as error:
+            self._guard.check(sender, request)
+        except RateLimited as error:
             self._outbox.put(client, wire.Waiting(id=error.request_id, reason=str(error)))
             return
         except wire.WireError as error:
-            self._gate.refusals.note(client, error, header, len(payloads))
+            self._guard.rejections.note(client, error, header, len(payloads))
             self._outbox.put(client, wire.Refused(id=error.request_id, reason=str(error)))
             return
         try:
@@ -237,20 +199,23 @@ class BrokerServer:
     def _give_up(self, waiting: list[AnyParked]) -> None:
         """Answer requests that wait no longer."""
         for parked in waiting:
-            self._outbox.put(parked.client, wire.Answer(id=parked.request.id, value=nothing(parked.request)))
+            self._outbox.put(parked.client, nothing(parked.request))
 
     def _send(self, client: bytes, request: wire.AnyRequest, reply: wire.Reply) -> None:
         """Answer at once; only a promise is delayed until it is durable."""
+        payloads: list[Payload] | None = []
         try:
-            reply, payloads = self._handlers.split(reply)
+            payloads = self._handlers.payloads(reply)
         except BrokerError as error:
-            reply, payloads = wire.Refused(id=reply.id, reason=str(error)), []
+            reply = wire.Refused(id=reply.id, reason=str(error))
+        if payloads is None:
+            reply = wire.Answer(id=reply.id, value=None)
         if request.once and wire.value_of(reply):
             self._remembered[client, reply.id] = reply
             if len(self._remembered) > MOST_REMEMBERED:
                 self._remembered.popitem(last=False)
         if request.promised and self._delayed is not None and not isinstance(reply, wire.Refused):
-            self._delayed.add(Delayed(client, reply, payloads))
+            self._delayed.add(Delayed(client, reply, payloads or []))
         else:
             self._outbox.put(client, reply, payloads)
 

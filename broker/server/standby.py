@@ -10,12 +10,11 @@ from urllib.parse import quote
 
 import zmq
 
-from broker.guard.request_guard import ROLES
-from broker.journal.redis_store.keys import Leader
+from broker import wire
+from broker.journal.redis_store import Leader
 from broker.journal.store import StoreUnavailable
-from broker.messaging import wire
-from broker.messaging.bind_address import reachable
-from broker.messaging.sockets import bind_router, frame_limit
+from broker.server.request_guard import ROLES
+from broker.sockets import bind_router, frame_limit, reachable
 from common.config.schema import BrokerConfig
 from common.errors import UsageError
 from common.process.lock_file import AlreadyLocked, take_lock
@@ -67,7 +66,8 @@ class Standby:
 
     def run(self, take: Callable[[], Leader | None]) -> bool:
         """Stand by until `take` returns no leader, because this broker leads; False when it was stopped. Closes."""
-        known, away = "", ""
+        known = ""
+        away = ""
         try:
             while not self._stopping:
                 try:
@@ -76,7 +76,8 @@ class Standby:
                         return True
                     if known != leader.name or away:
                         logger.info("standing by at %s; the broker of %s leads", self.address, leader.address)
-                    known, away = leader.name, ""
+                    known = leader.name
+                    away = ""
                     self._answer_all(leader.address)
                 except StoreUnavailable as error:
                     if not away:

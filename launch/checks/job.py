@@ -309,8 +309,7 @@ def bind_error(host: str, port: int) -> str:
 
 def check_redis(config: Config) -> Iterator[Finding]:
     """Redis answers, in a version and with settings that keep what it acknowledges."""
-    from broker.journal.redis_store.checks import check_server
-    from broker.journal.redis_store.connection import open_client
+    from broker.journal.redis_server import check_server, open_client
     from broker.journal.store import StoreUnavailable
 
     address = str(config.broker.redis)

@@ -20,30 +20,6 @@ LOCKS = ("up.lock", "store/lock")
 LONG_S = 60.0  # a wait of this length is worth a warning
 ANSWER_S = 3.0
 
-# Advice on a wait that lasts, by its kind, where a person can do more than the wait's own `release` says.
-ADVICE = {
-    "store": "make room on the disk of run.dir",
-    "full": "a larger broker.max_bytes, a smaller learner.checkpoint.every, or a smaller staleness.max",
-    "no_node": "start nodes; RUN/logs/rollout-*.log says why earlier ones ended",
-    "no_learner": "start the learner; RUN/logs/learner-0.log says why an earlier one ended",
-    "learner_silent": "look at the learner's process: stopped (kill -CONT), out of memory (dmesg), a rank that hangs",
-    "learner_failed": "RUN/logs/learner-0.log",
-    "learner_stalled": "look at the processes and the network of these ranks; a larger learner.timeout_s",
-    "learner_starting": "model.verify=false saves the forward check; a large model is read from the disk first",
-    "learner_checkpointing": "learner.checkpoint.asynchronous, a larger learner.checkpoint.every, or a faster disk",
-    "learner_publishing": "a larger weights.publish_every",
-    "groups": "more nodes, a larger rollout.concurrency, a smaller rollout.max_tokens; `status` has the advisor's line",
-    "broadcast": "look at the node that is named: stopped, swapping, or cut off; it is ejected by itself",
-    "window": "a larger staleness.max or fewer nodes: the learner is what is slow; `status` has the advisor's line",
-    "excluded": "the node's log; memory errors of the machine; learner and node from the same release",
-    "node_gone": "the node's log; dmesg for the out-of-memory killer; the network between node and broker",
-    "starting": "the node's log; the first start of an engine compiles",
-    "flipping": "the node's log",
-    "environment": "the environment: what does it wait for? rollout.sample_timeout_s bounds an episode",
-    "straggler": "a smaller rollout.max_tokens or rollout.max_turns; staleness.expired=mask does not wait for it",
-    "broker_away": "the broker's process and its log, or the Redis server",
-}
-
 
 def check_run(run: RunDir, config: BaseConfig) -> tuple[list[Finding], bool]:
     """(findings, whether a broker of this run answers)."""
@@ -76,7 +52,7 @@ def check_run(run: RunDir, config: BaseConfig) -> tuple[list[Finding], bool]:
 def _stalls(seen: Observation) -> list[Finding]:
     found: list[Finding] = []
     for stall in stalls_of(seen):
-        fix = ADVICE.get(stall.kind, stall.release)
+        fix = stall.advice
         if stall.kind in STOPPING:
             found.append(problem("stall", stall.kind, sentence(stall), why="the job makes no progress", fix=fix))
         elif (stall.since_s or 0.0) > LONG_S:

@@ -9,8 +9,8 @@ import re
 import time
 from pathlib import Path
 
+from broker.client.calls import ObserverBroker
 from broker.contract import BrokerStatus
-from broker.messaging.client_methods import ObserverBroker
 from common.config.loading import nearest
 from common.errors import SlipstreamError, UsageError
 from common.process.logs import log_end

@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from broker.connect import connect_observer
-from broker.contract import LEARNER_ENDED, LOST_AFTER_S, WASTE_REASONS, BrokerStatus, NodeStatus, Waste
-from broker.delivery.nodes import merged_waste
-from broker.messaging.client_methods import LearnerBroker
+from broker.client.calls import LearnerBroker
+from broker.client.connect import connect_observer
+from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, NodeStatus
 from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError
 from common.evaluation import EvalResult
@@ -21,6 +20,7 @@ from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
 from common.run_reader import MetricsTail, ends, read_tail
 from common.security.credentials import Role
+from common.waste import WASTE_REASONS, Waste, merged_waste
 from launch.resolve_target import Target
 from learner.loop.run_files import read_record
 
@@ -93,6 +93,7 @@ def as_json(run: RunDir | None, seen: Observation) -> dict[str, Any]:
         last_seen_s = status.learner_last_seen_s
         times = {"since_s": status.learner.since_s + (last_seen_s if live else 0.0), "last_seen_s": last_seen_s}
         learner = msgspec.to_builtins(status.learner) | {"state": seen.learner_state, **times}
+        learner["waiting_on"] = status.learner.waiting_on
     broker = {name: value for name, value in msgspec.to_builtins(status).items() if name not in ELSEWHERE}
     folder = str(run.path.resolve()) if run else status.run.run_dir
     about = {"run": folder, "name": status.run.name, "live": live, "note": seen.note, "learner": learner}
@@ -104,6 +105,7 @@ def as_json(run: RunDir | None, seen: Observation) -> dict[str, Any]:
 def _node(node: NodeStatus) -> dict[str, Any]:
     report = node.report
     about = {"id": report.node_id, "state": report.state if node.alive else "gone", "leases": node.leases}
+    about["waiting_on"] = report.waiting_on
     times = {"since_s": report.since_s + node.last_seen_s, "last_seen_s": node.last_seen_s}
     return msgspec.to_builtins(report) | about | times | {"waste": waste_json(node.waste)}
 

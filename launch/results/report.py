@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from broker.contract import WASTE_REASONS
 from common.config.schema import BaseConfig, Config
 from common.errors import SlipstreamError, UsageError
 from common.metrics import AGE_NAMES, OptFloat, SftMetrics, StepMetrics
 from common.process.run_dir import RunDir, differences, unwritable, write_json
 from common.run_reader import LATEST, MetricsTail, ends, known, read_tail
+from common.waste import WASTE_REASONS
 from launch.observe.advisor import advice_for
 from launch.observe.observation import summed
 from launch.resolve_target import any_config_of, find_run

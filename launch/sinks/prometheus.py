@@ -14,16 +14,16 @@ from contextlib import ExitStack
 
 import msgspec
 
-from broker.contract import LEARNER_ENDED, LOST_AFTER_S, WASTE_REASONS, BrokerStatus, LearnerReport, NodeReport, Waste
+from broker.contract import LEARNER_ENDED, LOST_AFTER_S, BrokerStatus, LearnerReport, NodeReport
 from common.errors import SlipstreamError
 from common.json_lines import Event, decoder_of
 from common.process.health import Series, TextServer, serving
 from common.run_reader import LineTail
+from common.waste import WASTE_REASONS, Waste
 from launch.observe.observation import Observation, observe, whole_waste
 from launch.resolve_target import Target
 from launch.sinks.feed import Cursor, FedRun, Feed, Point
 
-# Kinds of events that alerts count: they start at 0, so that the first one is an increase.
 NOTED = ("ejection", "node_lost", "lease_expired", "task_dead", "role_crashed", "checkpoint")
 OF_NODE = ("episodes_running", "concurrency", "tokens_generated", "tokens_per_s", "flips", "generation_stall_s")
 OF_NODE += ("kv_cache_usage", "preemptions", "prefix_hit_rate")

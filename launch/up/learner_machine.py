@@ -18,10 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from broker.connect import Access, connect
-from broker.contract import Assembly, MachineReport, Member
+from broker.client.calls import LearnerBroker
+from broker.client.connect import Access, connect
+from broker.contract import MachineReport, Member, RendezvousOrder
 from broker.delivery.learner_machines import FENCE_S, INTERFACE
-from broker.messaging.client_methods import LearnerBroker
 from common.config.checks import downloaded
 from common.config.schema import BaseConfig
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, HopelessError, UsageError
@@ -186,7 +186,7 @@ class Launcher:
                 self._ended(EXIT_FAILED)
             self._tell(leaving=True)
 
-    def _tell(self, **changes: object) -> Assembly | None:
+    def _tell(self, **changes: object) -> RendezvousOrder | None:
         """Report; returns the answer, None while the broker does not answer. Raises UsageError when it refuses."""
         self._report = msgspec.structs.replace(self._report, **changes)
         sent_at = time.monotonic()  # the broker counts this machine's silence from here on, or later
@@ -210,7 +210,7 @@ class Launcher:
     def _log_sizes(self) -> dict[Path, int]:
         return {path: _bytes(path) for path in self._run.logs.glob("learner-*")}
 
-    def _follow(self, told: Assembly | None, flag: DrainFlag, broker: str) -> None:
+    def _follow(self, told: RendezvousOrder | None, flag: DrainFlag, broker: str) -> None:
         """Start, drain or kill the ranks as the broker says."""
         learner = self._config.learner
         if told is None:
@@ -233,7 +233,7 @@ class Launcher:
         if not self._report.running and time.monotonic() - self._waiting_since > learner.machines_wait_s:
             raise HopelessError(f"{self._said}; waited {learner.machines_wait_s:g} s (learner.machines_wait_s)")
 
-    def _start(self, told: Assembly, flag: DrainFlag, broker: str) -> None:
+    def _start(self, told: RendezvousOrder, flag: DrainFlag, broker: str) -> None:
         """Start this machine's ranks of a round, or report why that cannot be."""
         self._report = msgspec.structs.replace(self._report, round=told.round, members=told.members, exit_code=0)
         hosts = ", ".join(member.host for member in told.members)
@@ -283,7 +283,7 @@ class Launcher:
         if self._ranks is not None:
             self._ranks.kill()
 
-    def _end(self, told: Assembly) -> int:
+    def _end(self, told: RendezvousOrder) -> int:
         """The job has ended, or this machine does not fit."""
         assert told.exit_code is not None
         level = logging.INFO if told.exit_code == EXIT_DONE else logging.ERROR

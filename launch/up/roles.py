@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from broker.connect import ask_status
+from broker.client.connect import ask_status
 from broker.contract import BrokerStatus
 from common.config.checks import downloaded
 from common.config.loading import load_config, load_either

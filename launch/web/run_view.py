@@ -1,7 +1,6 @@
 """One run as the page shows it: read from its files, and asked from its broker as an observer."""
 
 import os
-import re
 import threading
 import time
 from collections import Counter
@@ -28,7 +27,6 @@ from launch.web.lanes import Lanes
 
 LEDGER_EVERY_S, LEDGER_SHARE = 5.0, 0.05  # A long ledger is asked for in this share of the time at most.
 RECENT, EVALUATIONS = 64, 1000  # lines of a run that are kept
-OF_A_TASK = ("straggler", "environment")  # kinds of stalls that a task ends; nodes end the others
 
 
 class BrowserCopy:
@@ -175,10 +173,11 @@ class RunView:
 
 def _stall(stall: Stall, seen: Observation) -> dict[str, Any]:
     """A stall in words, and the place of the page that shows what would end it."""
-    text = f"{stall.waits_for} {stall.release} {stall.who}"
-    names, urgent = {node.report.node_id for node in seen.status.nodes}, stall.kind in stall_text.STOPPING
-    found = next((word for word in re.split(r"[\s,;:()]+", text) if word in names), "")
+    present = {node.report.node_id for node in seen.status.nodes}
+    found = next((name for name in stall.nodes if name in present), "")
     tab = "nodes" if found else "timeline"
-    if stall.kind in OF_A_TASK and (task := re.search(r"\btasks? (\d+)", text)):
-        tab, found = "tasks", task[1]
+    if stall.task is not None:
+        tab = "tasks"
+        found = str(stall.task)
+    urgent = stall.kind in stall_text.STOPPING
     return {"kind": stall.kind, "text": stall_text.sentence(stall), "urgent": urgent, "tab": tab, "find": found}

@@ -8,6 +8,7 @@ import msgspec
 
 from broker.contract import StoredGroup
 from common.metrics import SftMetrics, StepMetrics
+from common.waits import WaitFor
 from learner.backend_protocol import Backend, LossFunction, Microbatch
 from learner.batch.batch import TrainingBatch
 from learner.checkpoint.folder import StreamState
@@ -89,7 +90,7 @@ class BatchSource:
     def after_step(self, version: int, batch: TrainingBatch) -> None:
         """Called after each optimizer step with the version that it made. Collective."""
 
-    def report(self, state: str, waiting_on: str, version: int) -> None:
+    def report(self, state: str, wait: WaitFor, version: int) -> None:
         """Say what the loop does now."""
 
     def report_silence(self, ranks: str) -> None:

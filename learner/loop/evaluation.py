@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from broker.messaging.client_methods import LearnerBroker
+from broker.client.calls import LearnerBroker
 from common.config.schema import Config
 from common.errors import BrokerError, SlipstreamError, StoreChanged
 from common.evaluation import EvaluationOrder, EvaluationResult, mean_interval, pass_at, pass_ks

@@ -5,20 +5,20 @@ Other ranks have none; they learn what to do from the commands that the trainer 
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from broker.connect import Access, connect
+from broker.client.calls import LearnerBroker
+from broker.client.connect import Access, connect
 from broker.contract import BrokerStatus
-from broker.messaging.client_methods import LearnerBroker
 from common.config.schema import Config
 from common.errors import HopelessError, SlipstreamError, StoreChanged
 from common.metrics import StepMetrics
 from common.process.broker_address import find_broker
 from common.process.run_dir import RunDir
 from common.security.credentials import curve_credentials
+from common.waits import WaitFor, WaitKind
 from common.weights.messages import Canary
 from common.weights.transports.registry import require
 from learner.backend_protocol import Backend
@@ -26,7 +26,7 @@ from learner.batch.batch import TrainingBatch
 from learner.checkpoint.folder import StreamState, TrainerState
 from learner.loop.batch_source import Command, Drain, Fail, Save, Train, Wait
 from learner.loop.evaluation import Evaluations
-from learner.loop.gathering import Gathering, waits_for
+from learner.loop.gathering import Gathering
 from learner.loop.rollout_source import RolloutSource
 from learner.loop.run_files import RunFiles
 from learner.loop.status_reporter import StatusReporter
@@ -118,7 +118,10 @@ class LeadRank(RolloutSource):
     def _turn(self, step: int) -> Command:
         """Evaluate, and gather groups unless the run is trained."""
         if step >= self.config.run.steps:
-            tell = partial(self.reporter.set, "evaluating", policy_version=step)
+
+            def tell(text: str) -> None:
+                self.reporter.set("evaluating", WaitFor(WaitKind.EVALUATION, cause=text), policy_version=step)
+
             return Wait() if self.evaluations is not None and self.evaluations.last_turn(tell) else Drain()
         if self.evaluations is not None:
             self.evaluations.turn()
@@ -127,7 +130,7 @@ class LeadRank(RolloutSource):
     def _follow(self, step: int, why: str) -> Wait | Save:
         """Attach to the store that took the place of the one this learner knew. Raises as TaskStream.follow."""
         logger.warning("%s; attaching to the broker again", why)
-        self.reporter.set("waiting", "another store of the broker", policy_version=step)
+        self.reporter.set("waiting", WaitFor(WaitKind.OTHER_STORE), policy_version=step)
         self.tasks.follow(self.broker.attach(self.reporter.snapshot()))
         self.files.events.add("store_followed", step=step)
         self._status = None
@@ -147,11 +150,9 @@ class LeadRank(RolloutSource):
         self._status = None
         gathering = self._gathering
         gathering.prepare(step, status)
-        text = waits_for(step, status, gathering.missing, gathering.replaced)
-        if self._watch.paused:
-            text += f"; publishing is paused, `slipstream resume` ends that: {self._watch.paused}"
         state = "replaying" if gathering.is_replayed(step) else "waiting"
-        self.reporter.set(state, text, policy_version=step, groups_missing=gathering.missing)
+        wait = gathering.wait(step, status)
+        self.reporter.set(state, wait, policy_version=step, groups_missing=gathering.missing)
         if (found := gathering.take(step, status)) is None:
             return Wait()
         stored, self._groups = found
@@ -184,8 +185,8 @@ class LeadRank(RolloutSource):
     def stream_state(self) -> StreamState:
         return self.tasks.state()
 
-    def report(self, state: str, waiting_on: str, version: int) -> None:
-        self.reporter.set(state, waiting_on, policy_version=version)
+    def report(self, state: str, wait: WaitFor, version: int) -> None:
+        self.reporter.set(state, wait, policy_version=version)
 
     def report_silence(self, ranks: str) -> None:
         self.reporter.set_silence(ranks)
@@ -213,7 +214,8 @@ class LeadRank(RolloutSource):
 
     def close(self, state: str, version: int, reason: str) -> None:
         """Tell the broker how the job ended and release everything but the files."""
-        self.reporter.set(state, reason or f"{state} at version {version}", policy_version=version)
+        wait = WaitFor(WaitKind.RESTART, cause=reason or f"{state} at version {version}")
+        self.reporter.set(state, wait, policy_version=version)
         self._watch.close()
         self.publisher.close()
         self._transcripts.close()
@@ -251,7 +253,7 @@ def prepare_lead(
             known = before.incarnation if (before := client.status().learner) else -1
     reporter = StatusReporter(lambda: connect(access), None if several else run_dir.logs)
     state = files.start(source.digest, reporter.take_over, known)
-    reporter.set("starting", "loading the model", policy_version=state.policy_version)
+    reporter.set("starting", WaitFor(WaitKind.MODEL), policy_version=state.policy_version)
     credentials = curve_credentials(config.broker.credentials)
     weights = msgspec.structs.replace(config.weights, address=address or config.weights.address)
     publisher = WeightPublisher(state.incarnation, config.model.dtype, weights, credentials)

@@ -12,6 +12,7 @@ from torch import Tensor
 from common.config.schema import Config
 from common.rollouts import Group
 from common.security.credentials import curve_credentials
+from common.waits import WaitFor, WaitKind
 from common.weights.messages import Canary
 from learner.backend_protocol import Backend, Microbatch
 from learner.batch.batch import TrainingBatch, assemble, decode
@@ -132,7 +133,7 @@ class RolloutSource(BatchSource):
 
     def _publish(self, version: int) -> None:
         """Hand this version to the weight plane; with a canary when one is due or a node has missed the newest."""
-        self.report("publishing", "the copy of the weights", version)
+        self.report("publishing", WaitFor(WaitKind.WEIGHTS_COPY), version)
         every = self.config.weights.canary_every
         due = self._published == 0 or (every > 0 and self._published % every == 0)
         due = due or self.backend.broadcast_bytes(self._canary_owed()) == b"+"

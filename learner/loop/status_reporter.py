@@ -12,11 +12,12 @@ from pathlib import Path
 
 import msgspec
 
+from broker.client.calls import LearnerBroker
 from broker.contract import LEARNER_ENDED, Delivery, LearnerReport
-from broker.messaging.client_methods import LearnerBroker
 from common.errors import SlipstreamError
 from common.process.logs import log_end, log_path
 from common.span_buffer import SPANS
+from common.waits import NO_WAIT, WaitFor, WaitKind
 from learner.publish.figures import Undelivered
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,9 @@ class StatusReporter:
             report = self._report
             since = self._since
             if self._silence and report.state not in LEARNER_ENDED:
-                report = msgspec.structs.replace(report, state="stalled", waiting_on=self._silence)
+                report = msgspec.structs.replace(
+                    report, state="stalled", wait=WaitFor(WaitKind.RANKS, cause=self._silence)
+                )
                 since = self._silent_since
             return msgspec.structs.replace(
                 report, since_s=time.monotonic() - since, deliveries=oldest, deliveries_waiting=len(missing)
@@ -82,10 +85,12 @@ class StatusReporter:
                 self._changed.set()
             self._silence = silence
 
-    def set(self, state: str, waiting_on: str = "", policy_version: int | None = None, groups_missing: int = 0) -> None:
+    def set(
+        self, state: str, wait: WaitFor = NO_WAIT, policy_version: int | None = None, groups_missing: int = 0
+    ) -> None:
         """Say what the loop does now."""
         version = {} if policy_version is None else {"policy_version": policy_version, "step": policy_version}
-        self.update(state=state, waiting_on=waiting_on, groups_missing=groups_missing, **version)
+        self.update(state=state, wait=wait, groups_missing=groups_missing, **version)
 
     def update(self, **fields: object) -> None:
         """Change fields of the report. `since_s` starts over with another state, which is sent at once."""

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypedDict
 
-from broker.contract import WASTE_REASONS, BrokerStatus, Waste
-from broker.delivery.nodes import merged_waste, wasted_tokens
+from broker.contract import BrokerStatus
 from common.errors import SlipstreamError
 from common.metrics import AGE_CLASSES, StepMetrics
 from common.span_buffer import SPANS
+from common.waste import WASTE_REASONS, Waste, merged_waste, wasted_tokens
 from learner.backend_protocol import StepResult
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.loss.token_diagnostics import ratio_quantile

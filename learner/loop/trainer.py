@@ -33,6 +33,7 @@ from common.errors import HopelessError, SlipstreamError
 from common.process.health import LifeSigns
 from common.process.run_dir import RunDir
 from common.span_buffer import SPANS
+from common.waits import WaitFor, WaitKind
 from learner.backend_protocol import NOTHING_TRAINED, Backend, StepResult
 from learner.batch.batch import TrainingBatch
 from learner.batch.packing import pack_for
@@ -92,7 +93,7 @@ class Trainer:
             with self._times.measure("learner_idle_s"):
                 command = self._next_command()
             if isinstance(command, Drain):
-                self._report("draining", "the checkpoint")
+                self._report("draining", WaitFor(WaitKind.CHECKPOINT))
                 self._checkpoint(wait=True)
                 if command.reason:
                     raise HopelessError(command.reason)
@@ -107,7 +108,7 @@ class Trainer:
         self._checkpoint(wait=True)
         while self.source.has_final_evaluation and isinstance(self._next_command(), Wait):
             self.signs.show("evaluating", True)
-        self._report("checkpointing", "the disk: exporting the final model")
+        self._report("checkpointing", WaitFor(WaitKind.EXPORT))
         self.backend.save_hf(self.run_dir.model)
         return "done"
 
@@ -129,7 +130,7 @@ class Trainer:
         source = self.source
         result = NOTHING_TRAINED
         began = time.monotonic()
-        self._report("training", f"the optimizer step {step}")
+        self._report("training", WaitFor(WaitKind.OPTIMIZER, version=step))
         with self._times.measure("batch_s"):
             batch = source.batch(step)
             packed = pack_for(backend, batch.documents, self.config.learner.micro_batch_tokens)
@@ -166,7 +167,7 @@ class Trainer:
 
     def _checkpoint(self, wait: bool = False) -> None:
         """Begin a checkpoint of this version unless there is one; with `wait` it is complete on return. Collective."""
-        self._report("checkpointing", "the disk" if wait else "the copy of the weights")
+        self._report("checkpointing", WaitFor(WaitKind.DISK if wait else WaitKind.WEIGHTS_COPY))
         with self._times.measure("checkpoint_s"):
             state = None
             if self.files is not None:
@@ -174,5 +175,5 @@ class Trainer:
                 state = msgspec.structs.replace(self.state, **changed)
             self._checkpoints.start(self.version, state, wait or not self.config.learner.checkpoint.asynchronous)
 
-    def _report(self, state: str, waiting_on: str) -> None:
-        self.source.report(state, waiting_on, self.version)
+    def _report(self, state: str, wait: WaitFor) -> None:
+        self.source.report(state, wait, self.version)

@@ -1,25 +1,81 @@
-"""The part of OpenAI's API that agents use: requests checked, answers built. Plain JSON, no client library."""
+"""The part of OpenAI's API that agents use: requests checked, answers built. Plain JSON, no client library.
 
+Every parameter of a request is honoured or refused by name, never silently dropped. The learner recomputes
+log-probabilities of the unmodified distribution at the job's temperature. Penalties, biases, masks, grammars and other
+temperatures change the sampling distribution, which would bias every importance ratio. So a request that asks for one
+gets an error. null stands for the default.
+"""
+
+import difflib
 import json
-import re
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
-from rollout_fleet.agents.parameters import BadRequest, check_parameters
 from rollout_fleet.environments.protocol import ToolCall
 from rollout_fleet.episode.driver import Sampling
 from rollout_fleet.episode.rendering import Message
 
 MODEL = "policy"  # the only one that is served
-_BLAMED = re.compile(r"`(?:\$\.)?(\w+)[^`]*`$")  # the parameter in msgspec's message, whose last word it is
 _HINTS = {
     "messages": "at least one message; contents are text: images, audio and files are not served",
     "prompt": "one text or one list of token ids",
     "logprobs": "log-probabilities are recorded of the sampled tokens only: true in a chat, 0 in a completion",
 }
+CODE = "invalid_request_error"
+BENT = "it would change the distribution that is sampled from, which the learner computes again as it is"
+UNKNOWN = "this endpoint does not know it, and it might change what is sampled"
+
+# bookkeeping: neither tokens nor answer depend on it
+WITHOUT_EFFECT = {
+    "cache_salt", "include_stop_str_in_output", "metadata", "moderation", "priority", "prompt_cache_key",
+    "prompt_cache_options", "prompt_cache_retention", "request_id", "safety_identifier", "service_tier",
+    "session_id", "store", "stream_interval", "user",
+}  # fmt: skip
+# The values that ask for nothing, by the reason why others are refused; names of OpenAI's API and of vLLM's additions.
+_NEUTRAL_BY_REASON: dict[str, dict[str, tuple[Any, ...]]] = {
+    BENT: {
+        "allowed_token_ids": ([],), "bad_words": ([],), "frequency_penalty": (0,), "ignore_eos": (False,),
+        "length_penalty": (1,), "logit_bias": ({},), "min_p": (0,), "min_tokens": (0,), "presence_penalty": (0,),
+        "repetition_penalty": (1,), "response_format": ({"type": "text"},), "structured_outputs": (),
+        "top_k": (-1, 0), "use_beam_search": (False,),
+    },
+    "the chat template renders every request alike": {
+        "add_generation_prompt": (True,), "add_special_tokens": (False,), "chat_template": (),
+        "chat_template_kwargs": ({},), "continue_final_message": (False,), "documents": ([],), "reasoning_effort": (),
+        "verbosity": (),
+    },
+    "whether tools are called is the policy's choice, which is what is trained": {
+        "function_call": ("auto", "none"), "parallel_tool_calls": (True,), "tool_choice": ("auto", "none"),
+    },
+    "answers are text": {"audio": (), "modalities": (["text"],)},
+    "one conversation is one sample": {"best_of": (1,), "n": (1,)},
+    "the answer is all that the policy said": {"include_reasoning": (True,), "skip_special_tokens": (False,)},
+    "log-probabilities are recorded of the sampled tokens only": {"prompt_logprobs": (), "top_logprobs": (0,)},
+    "what the policy sampled is trained on as it is; end at its end token": {"stop": ([], ""), "stop_token_ids": ([],)},
+    "the answer is what the policy said": {"echo": (False,)},
+    "name functions in 'tools'": {"functions": ([],)},
+    "what the policy says is not guessed in advance": {"prediction": ()},
+    "ask for 'return_token_ids'": {"return_tokens_as_token_ids": (False,)},
+    "draws are the engine's own, different for every sample": {"seed": ()},
+    "completions continue their prompt": {"suffix": ("",)},
+    "prompts are continued as they were recorded": {"truncate_prompt_tokens": ()},
+    "there is no web here; name a tool of your own": {"web_search_options": ()},
+}  # fmt: skip
+NEUTRAL = {name: (values, why) for why, found in _NEUTRAL_BY_REASON.items() for name, values in found.items()}
+
+
+class BadRequest(Exception):
+    """The request cannot be served: `parameter` is to blame, if any; `code` and `status` are as in OpenAI's API."""
+
+    def __init__(self, message: str, parameter: str = "", code: str = CODE, status: int = 400) -> None:
+        self.parameter = parameter
+        self.code = code
+        self.status = status
+        super().__init__(message)
 
 
 @dataclass(frozen=True)
@@ -54,7 +110,7 @@ class _Call(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-class _Said(msgspec.Struct, omit_defaults=True):
+class _ChatMessage(msgspec.Struct, omit_defaults=True):
     """A message as chat templates want it: its content as text, arguments of calls as objects."""
 
     role: str
@@ -67,7 +123,8 @@ class _Said(msgspec.Struct, omit_defaults=True):
         found = self.content or ""
         self.content = found if isinstance(found, str) else "".join(part.text for part in found)
         # Templates ask whether a message has these, so what is empty is left out.
-        self.tool_call_id, self.name = self.tool_call_id or None, self.name or None
+        self.tool_call_id = self.tool_call_id or None
+        self.name = self.name or None
         self.tool_calls = self.tool_calls or None
 
 
@@ -83,18 +140,12 @@ class Request(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     return_token_ids: bool | None = None
-    logprobs: Literal[0] | bool | None = None
-
-    @property
-    def scored(self) -> bool:
-        """Whether the answer has log-probabilities; a completion asks with 0."""
-        return self.logprobs is not None and self.logprobs is not False
 
 
 class ChatRequest(Request, kw_only=True):
     """The body of a chat completion."""
 
-    said: Annotated[list[_Said], msgspec.Meta(min_length=1)] = msgspec.field(name="messages")
+    said: Annotated[list[_ChatMessage], msgspec.Meta(min_length=1)] = msgspec.field(name="messages")
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     logprobs: bool | None = None
     tools: Any = None
@@ -104,6 +155,11 @@ class ChatRequest(Request, kw_only=True):
         """Afterwards `tools` is a JSON list of function schemas, or '' for none."""
         self.max_tokens = self.max_completion_tokens or self.max_tokens
         self.tools = json.dumps(self.tools) if self.tools and self.tool_choice != "none" else ""
+
+    @property
+    def scored(self) -> bool:
+        """Whether the answer has log-probabilities."""
+        return bool(self.logprobs)
 
     @property
     def messages(self) -> list[Message]:
@@ -118,7 +174,12 @@ class CompletionRequest(Request, kw_only=True):
     logprobs: Literal[0] | None = None
     tools: ClassVar[str] = ""
 
+    @property
+    def scored(self) -> bool:
+        return self.logprobs is not None
 
+
+AnyRequest = ChatRequest | CompletionRequest
 R = TypeVar("R", bound=Request)
 
 
@@ -126,20 +187,58 @@ def read(body: Any, kind: type[R], job: Sampling) -> R:
     """A request's body, which may name the sampling distribution `job`; raises BadRequest if it is not served."""
     if not isinstance(body, dict):
         raise BadRequest(f"the body must be a JSON object, found {type(body).__name__}")
-    check_parameters(body, job, kind.__struct_encode_fields__)
+    _check_parameters(body, job, kind.__struct_encode_fields__)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
         body = {**body, "prompt": prompt[0]}
     try:
         found = msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
-        (name,) = _BLAMED.findall(str(error))
+        name = _unreadable(body, kind)
         hint = _HINTS.get(name)
         raise BadRequest(f"'{name}' cannot be read: {error}" + (f" ({hint})" if hint else ""), name) from error
     if found.model not in (None, MODEL):
         message = f"'model' must be '{MODEL}', found {found.model[:80]!r}: the policy answers, and no other model"
         raise BadRequest(message, "model", "model_not_found", 404)
     return found
+
+
+def _unreadable(body: dict[str, Any], kind: type[Request]) -> str:
+    """The first parameter that cannot be read as what `kind` declares; '' for none."""
+    for field in msgspec.structs.fields(kind):
+        if field.encode_name not in body:
+            if field.required:
+                return field.encode_name
+            continue
+        try:
+            msgspec.convert(body[field.encode_name], field.type)
+        except msgspec.ValidationError:
+            return field.encode_name
+    return ""
+
+
+def _check_parameters(body: dict[str, Any], job: Sampling, served: Collection[str]) -> None:
+    """Raise BadRequest when `body` asks for what it would not get; the caller honours the parameters in `served`."""
+    expected: tuple[Any, ...]
+    for name, found in body.items():
+        if found is None or name in WITHOUT_EFFECT:
+            continue
+        if name in ("temperature", "top_p"):
+            expected = (getattr(job, name),)
+            why = f"the job's, or absent: {BENT}"
+        elif name in NEUTRAL:
+            expected, why = NEUTRAL[name]
+        elif name in served:
+            continue
+        else:
+            near = difflib.get_close_matches(name, [*served, *NEUTRAL], 1)
+            expected = ()
+            why = UNKNOWN + (f"; did you mean '{near[0]}'?" if near else "")
+        if not expected:
+            raise BadRequest(f"'{name}' is not served: {why}", name, "unsupported_parameter")
+        if not any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in expected):
+            wanted = " or ".join(map(repr, expected))
+            raise BadRequest(f"'{name}' must be {wanted}, found {str(found)[:80]!r}: {why}", name, "unsupported_value")
 
 
 def identity(message: Message) -> tuple[str, str, str]:
@@ -149,7 +248,7 @@ def identity(message: Message) -> tuple[str, str, str]:
     return message["role"], str(message["content"]).strip(), json.dumps(calls, sort_keys=True)
 
 
-def answer_body(answer: Answer, request: Request, name: str) -> dict[str, Any]:
+def answer_body(answer: Answer, request: AnyRequest, name: str) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason}
     if isinstance(request, ChatRequest):
         choice["message"] = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
@@ -167,7 +266,8 @@ def answer_body(answer: Answer, request: Request, name: str) -> dict[str, Any]:
         choice["text"] = answer.text
         logprobs = {"tokens": answer.pieces, "token_logprobs": answer.logprobs, "top_logprobs": None}
     choice["logprobs"] = logprobs if request.scored else None
-    prompt, sampled = len(answer.prompt_tokens), len(answer.tokens)
+    prompt = len(answer.prompt_tokens)
+    sampled = len(answer.tokens)
     body: dict[str, Any] = {
         "id": name,
         "object": "chat.completion" if isinstance(request, ChatRequest) else "text_completion",
@@ -182,7 +282,7 @@ def answer_body(answer: Answer, request: Request, name: str) -> dict[str, Any]:
     return body
 
 
-def chunks(body: dict[str, Any], request: Request) -> list[dict[str, Any]]:
+def chunks(body: dict[str, Any], request: AnyRequest) -> list[dict[str, Any]]:
     """The answer's body as the chunks of a stream; a chat's are role, text, finish reason and, if asked for, counts."""
     if not isinstance(request, ChatRequest):
         return [body]
@@ -192,11 +292,13 @@ def chunks(body: dict[str, Any], request: Request) -> list[dict[str, Any]]:
     content = {"content": message["content"] or "", **({"tool_calls": calls} if calls else {})}
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}, content, {}]
     parts = [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None} for delta in deltas]
-    parts[1]["logprobs"], parts[2]["finish_reason"] = choice["logprobs"], choice["finish_reason"]
+    parts[1]["logprobs"] = choice["logprobs"]
+    parts[2]["finish_reason"] = choice["finish_reason"]
     common = {key: body[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     found = [{**common, "choices": [part]} for part in parts]
     if request.return_token_ids:
-        found[0]["prompt_token_ids"], parts[1]["token_ids"] = body["prompt_token_ids"], choice["token_ids"]
+        found[0]["prompt_token_ids"] = body["prompt_token_ids"]
+        parts[1]["token_ids"] = choice["token_ids"]
     if request.stream_options is not None and request.stream_options.include_usage:
         found.append({**common, "choices": [], "usage": body["usage"]})
     return found

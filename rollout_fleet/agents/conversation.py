@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from rollout_fleet.agents import api
 from rollout_fleet.environments.protocol import StopReason
 from rollout_fleet.episode.driver import EpisodeRules, Progress, generate
-from rollout_fleet.episode.rendering import Renderer
+from rollout_fleet.episode.rendering import ParsedTurn, Renderer, parse_turn, tool_format
 from rollout_fleet.episode.sampler_protocol import Generation, Sampler
 from rollout_fleet.episode.token_record import TokenRecord
-from rollout_fleet.episode.tool_calls import Said, format_of, parse
 
 Words = tuple[tuple[str, str, str], ...]
-AnyRequest = api.ChatRequest | api.CompletionRequest
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,16 +43,19 @@ class Conversation:
     """One episode as the endpoint sees it. It calls the model for one request at a time, in the order of arrival."""
 
     def __init__(self, sampler: Sampler, renderer: Renderer, rules: EpisodeRules, progress: Progress) -> None:
-        self._sampler, self._renderer, self._progress = sampler, renderer, progress
-        self._budget, self._sampling = rules.budget, rules.sampling
+        self._sampler = sampler
+        self._renderer = renderer
+        self._progress = progress
+        self._budget = rules.budget
+        self._sampling = rules.sampling
         self.job = rules.named or rules.sampling  # the distribution that a request may name
-        self._format = format_of(renderer.template)
+        self._format = tool_format(renderer.template)
         self._lock = asyncio.Lock()
         self.turns: list[Turn] = []
         self.sampled = 0
         self.exhausted: StopReason | None = None  # a request was refused because the budget is used up
 
-    async def answer(self, request: AnyRequest) -> api.Answer:
+    async def answer(self, request: api.AnyRequest) -> api.Answer:
         """Sample one turn.
 
         Raises api.BadRequest when the budget is used up or the request cannot be served, and EpisodeFailed or
@@ -86,7 +87,9 @@ class Conversation:
         record.observe(new)
         before = len(record.tokens)
         try:
-            generation = await generate(self._sampler, record, room, self._sampling, self._progress)
+            generation = await generate(
+                self._sampler, record, room=room, sampling=self._sampling, progress=self._progress
+            )
         except BaseException:
             if len(record.tokens) == before:
                 record.retract(len(new))
@@ -134,11 +137,11 @@ class Conversation:
         return record, list(prompt[len(record.tokens) :]), ()
 
     def _kept(
-        self, request: AnyRequest, record: TokenRecord, words: Words, prompt: list[int], generation: Generation
+        self, request: api.AnyRequest, record: TokenRecord, words: Words, prompt: list[int], generation: Generation
     ) -> api.Answer:
         ended = generation.finish_reason == "stop"
         text = self._renderer.text(generation.tokens[:-1] if ended else generation.tokens)
-        found = parse(text, self._format) if request.tools and ended else Said(text)
+        found = parse_turn(text, self._format) if request.tools and ended else ParsedTurn(text)
         number = len(self.turns)
         answer = api.Answer(
             text=found.text,

@@ -14,7 +14,7 @@ from typing import Any
 from rollout_fleet.agents.api import MODEL
 from rollout_fleet.agents.conversation import Conversation
 from rollout_fleet.agents.endpoint import Endpoint, Session
-from rollout_fleet.environments.isolation.placement import Stage
+from rollout_fleet.environments.isolation.backend import Backend
 from rollout_fleet.environments.protocol import StopReason
 from rollout_fleet.episode import driver
 from rollout_fleet.episode.driver import Episode, EpisodeDriver, EpisodeFailed, EpisodeRules, Progress
@@ -26,17 +26,18 @@ from rollout_fleet.episode.token_record import TokenRecord
 class AgentDriver(EpisodeDriver):
     """Runs episodes of one agent; of several conversations the one with most sampled tokens counts."""
 
-    def __init__(self, sampler: Sampler, renderer: Renderer, stage: Stage, rules: EpisodeRules) -> None:
-        super().__init__(sampler, renderer, stage, rules)
+    def __init__(self, sampler: Sampler, renderer: Renderer, backend: Backend, rules: EpisodeRules) -> None:
+        super().__init__(sampler, renderer, backend, rules)
         self._endpoint = Endpoint()
 
     async def begin(self, problem: dict[str, Any], seed: int, group_seed: int, progress: Progress) -> Episode:
         progress.at("environment")
         session = await self._endpoint.open(Conversation(self.sampler, self.renderer, self.rules, progress))
         access = {"base_url": session.base_url, "api_key": session.api_key, "model": MODEL}
-        return _AgentEpisode(session, partial(self.stage.call, problem, seed, group_seed, **access))
+        return _AgentEpisode(session, partial(self.backend.run_agent, problem, seed, group_seed, **access))
 
     async def close(self) -> None:
+        await super().close()
         await self._endpoint.close()
 
 
@@ -44,7 +45,9 @@ class _AgentEpisode:
     """An agent talks to the policy until it returns its reward."""
 
     def __init__(self, session: Session, agent: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        self._session, self._agent, self._talk = session, agent, session.conversation
+        self._session = session
+        self._agent = agent
+        self._talk = session.conversation
         self._final: TokenRecord | None = None
 
     @property
@@ -55,8 +58,9 @@ class _AgentEpisode:
     async def play(self) -> StopReason:
         said = await self._returned()
         try:
-            told = said if isinstance(said, dict) else {"reward": 0.0 if said is None else said}
-            reward, metrics = driver.finite(told["reward"]), driver.checked_metrics(told.get("metrics", {}))
+            told: dict[str, Any] = said if isinstance(said, dict) else {"reward": 0.0 if said is None else said}
+            reward = driver.finite(told["reward"])
+            metrics = driver.checked_metrics(told.get("metrics", {}))
         except Exception as error:
             raise EpisodeFailed(f"the agent returned {str(said)[:100]!r}, expected a number: {error}") from error
         turn = self._talk.longest()
@@ -74,7 +78,8 @@ class _AgentEpisode:
 
     async def _returned(self) -> Any:
         """The agent's return value; None when it gave up because its budget was used up."""
-        agent, broken = asyncio.create_task(self._agent()), self._session.broken
+        agent = asyncio.create_task(self._agent())
+        broken = self._session.broken
         try:
             await asyncio.wait({agent, broken}, return_when=asyncio.FIRST_COMPLETED)
             if broken.done():

@@ -3,7 +3,7 @@
     agent --HTTP, messages--> endpoint --tokens--> engine        Conversation keeps what was sampled, exactly
 
 Served: POST /v1/chat/completions (tools, streams), POST /v1/completions, GET /v1/models. The sampling distribution is
-the job's: what a request asks for and would not get is refused by name (parameters.py).
+the job's: what a request asks for and would not get is refused by name (api.py).
 """
 
 import asyncio
@@ -17,8 +17,7 @@ from aiohttp import web
 
 from common.errors import SlipstreamError
 from rollout_fleet.agents import api
-from rollout_fleet.agents.conversation import AnyRequest, Conversation
-from rollout_fleet.agents.parameters import CODE
+from rollout_fleet.agents.conversation import Conversation
 from rollout_fleet.episode.driver import EpisodeFailed
 
 logger = logging.getLogger(__name__)
@@ -30,13 +29,15 @@ class Session:
     """One episode's access: `api_key` is valid until it is closed."""
 
     def __init__(self, endpoint: "Endpoint", conversation: Conversation) -> None:
-        self._sessions, self.conversation = endpoint.sessions, conversation
-        self.base_url, self.api_key = endpoint.base_url, secrets.token_urlsafe(32)
+        self._sessions = endpoint.sessions
+        self.conversation = conversation
+        self.base_url = endpoint.base_url
+        self.api_key = secrets.token_urlsafe(32)
         self.broken: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()  # the engine's failure
         self._asking: set[asyncio.Task[api.Answer]] = set()
         self._sessions[self.api_key] = self
 
-    async def answer(self, asked: AnyRequest) -> api.Answer:
+    async def answer(self, asked: api.AnyRequest) -> api.Answer:
         """The policy's answer, as from Conversation.answer; cancelled when the episode ends meanwhile."""
         asking = asyncio.create_task(self.conversation.answer(asked))
         self._asking.add(asking)
@@ -128,7 +129,7 @@ async def _streamed(request: web.Request, chunks: list[dict[str, Any]]) -> web.S
 
 
 def _error(message: str, code: str, status: int, parameter: str = "") -> web.Response:
-    kind = code if status in (401, 500) else CODE
+    kind = code if status in (401, 500) else api.CODE
     error = {"message": message, "type": kind, "param": parameter or None, "code": code}
     return web.json_response({"error": error}, status=status)
 

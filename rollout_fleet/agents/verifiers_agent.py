@@ -36,7 +36,9 @@ async def agent(
     """
     environment = _environment(env_id, arguments)
     from openai import AsyncOpenAI
-    from verifiers.clients.openai_chat_completions_client import OpenAIChatCompletionsClient
+    from verifiers.clients.openai_chat_completions_client import (  # pyright: ignore[reportMissingImports]
+        OpenAIChatCompletionsClient,
+    )
 
     row = {"example_id": 0, **problem}
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
@@ -67,7 +69,7 @@ def export_rows(env_id: str, path: Path, arguments: str = "{}", rows: int = -1) 
 
 @functools.cache
 def _environment(env_id: str, arguments: str) -> Any:
-    import verifiers
+    import verifiers  # pyright: ignore[reportMissingImports]
 
     if not hasattr(verifiers, "load_environment"):
         expected = "expected 0.1 to 0.3 under tasks.limits.python (launch/setup.sh adapters installs one)"

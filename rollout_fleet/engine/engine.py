@@ -9,6 +9,7 @@ import itertools
 import json
 import logging
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -17,15 +18,15 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from common.config.observing import TelemetryConfig
 from common.config.passthrough import passthrough_warnings
 from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError
 from common.rollouts import VersionRun
 from rollout_fleet.engine import scheduler_stats
-from rollout_fleet.engine.profiling import profiler_config
-from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation
+from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation, WeightFeed
 from rollout_fleet.vllm_patches import shared_files
-from rollout_fleet.vllm_patches.flip import salt
+from rollout_fleet.vllm_patches.engine_process import salt
 from rollout_fleet.vllm_plugin import BACKEND
 from rollout_fleet.weights.engine_weights import UNLABELLED, EngineWeights
 
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN_S = 2.0  # for the engine process, which has nothing worth saving
 WORKERS_END_S = 10.0  # for its workers, once they were killed
+MOST_PROFILED_STEPS = 500  # engine steps; a profile with more would take long to write
+PROFILE_LOOK_S = 0.5
 
 
 class Engine:
@@ -52,7 +55,8 @@ class Engine:
         those of the model folder (version -1).
         """
         self._config = config
-        self._random, self._profiles = weights == "random", profiles
+        self._random = weights == "random"
+        self._profiles = profiles
         self._seed = config.run.seed if seed is None else seed
         self.stop_token_ids = end_tokens(Path(config.model.path)) if stop_token_ids is None else stop_token_ids
         self.counters = EngineCounters()
@@ -120,8 +124,9 @@ class Engine:
 
     async def shutdown(self) -> None:
         """Abort what runs and end the engine's processes; safe to call twice."""
-        llm, self._llm = self._llm, None
-        creator, self._creator = self._creator, None
+        llm = self._llm
+        creator = self._creator
+        self._llm = self._creator = None
         loop = asyncio.get_running_loop()
         if llm is not None:
             self.weights.detach()
@@ -135,10 +140,9 @@ class Engine:
             llm.shutdown = lambda timeout=None: None  # AsyncLLM.__del__ calls it again, when its imports may be gone
             # vLLM leaves its ZeroMQ context, with two threads, to the garbage collector. Its sockets, made by the
             # asynchronous view of the context, are closed on this loop by now; any left would make this wait forever.
-            view, context = llm.engine_core.ctx, llm.engine_core.resources.ctx
-            for socket in list(view._sockets):
+            for socket in list(llm.engine_core.ctx._sockets):
                 socket.close(linger=0)
-            context.destroy(linger=0)
+            llm.engine_core.resources.ctx.destroy(linger=0)
             await loop.run_in_executor(creator, shared_files.remove_after, self._workers, WORKERS_END_S)
         if creator is not None:
             await loop.run_in_executor(None, creator.shutdown)
@@ -289,13 +293,14 @@ def to_generation(output: Any, moe_layers: list[int] | None = None) -> Generatio
 def _routing(output: Any, moe_layers: list[int]) -> np.ndarray | None:
     """[prompt + N - 1, MoE layers, experts per token] int16; None of an aborted request that has none."""
     completion = output.outputs[0]
-    if completion.routed_experts is None and completion.finish_reason not in ("stop", "length"):
+    experts = completion.routed_experts
+    if experts is None and completion.finish_reason not in ("stop", "length"):
         return None
     fed = len(output.prompt_token_ids) + len(completion.token_ids) - 1
-    got = 0 if completion.routed_experts is None else len(completion.routed_experts)
+    got = 0 if experts is None else len(experts)
     if got != fed:
         raise SlipstreamError(f"the engine gave the experts of {got} tokens, {fed} were fed")
-    return completion.routed_experts[:, moe_layers].astype(np.int16)
+    return None if experts is None else experts[:, moe_layers].astype(np.int16)
 
 
 def end_tokens(folder: Path) -> list[int]:
@@ -313,3 +318,36 @@ def end_tokens(folder: Path) -> list[int]:
     if not (folder / "config.json").is_file():
         raise UsageError(f"model.path: {folder} has no config.json; it must be a Hugging Face model folder")
     return []
+
+
+def profiler_config(folder: Path) -> dict[str, Any]:
+    """vLLM's profiler_config of an engine that writes profiles into `folder`; nothing is recorded before it is told."""
+    return {
+        "profiler": "torch",
+        "torch_profiler_dir": str(folder.absolute()),
+        "torch_profiler_with_stack": False,  # many times the size
+        "torch_profiler_with_memory": True,
+        "torch_profiler_dump_cuda_time_total": False,
+        "ignore_frontend": True,
+        "max_iterations": MOST_PROFILED_STEPS,
+    }
+
+
+async def record_profiles(engine: Engine, feed: WeightFeed, telemetry: TelemetryConfig, node_id: str) -> None:
+    """Profile each chosen version from its flip to the end of the next one. Failures are logged."""
+    left = set(telemetry.profile_steps)
+    try:
+        while left:
+            version = feed.state.version
+            if version in left:
+                left.remove(version)
+                try:
+                    await engine.profile(f"rollout-{re.sub('[^A-Za-z0-9._-]', '-', node_id)[:96]}-step-{version}")
+                    while feed.state.version == version:
+                        await feed.wait_change(PROFILE_LOOK_S)
+                finally:
+                    await engine.profile(None)
+            else:
+                await feed.wait_change(PROFILE_LOOK_S)
+    except Exception:
+        logger.warning("this node records no more profiles", exc_info=True)

@@ -1,4 +1,4 @@
-"""Describes an environment before a node starts, from within the interpreter that will run the episodes.
+"""Checks an environment before a node starts, within the interpreter that will run the episodes, and describes it.
 
 That interpreter may be another one (`tasks.limits.python`) with libraries that this one lacks. Then a child process of
 it imports the environment, checks it, and answers in JSON. This module needs the standard library only, because the
@@ -6,24 +6,46 @@ child runs it too: python -m rollout_fleet.environments.description NAME OPTIONS
 """
 
 import contextlib
+import difflib
+import importlib.util
+import inspect
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError
-from rollout_fleet.environments import registry
-from rollout_fleet.environments.isolation.process_host import child_variables
+from rollout_fleet.environments.isolation.backend import takes_group_seed
+from rollout_fleet.environments.isolation.process_backend import child_variables
 from rollout_fleet.environments.protocol import Limits
+from rollout_fleet.environments.registry import BUILT_IN, KEY, resolve
 
 if TYPE_CHECKING:
     from common.config.schema import TasksConfig
 
 CHECK_S = 300.0  # for the other interpreter to import the environment
 PYTHON_KEY = "tasks.limits.python"
+AGENT_KEYWORDS = ("base_url", "api_key", "model", "seed")
+AGENT = f"async def agent(problem, *, {', '.join(AGENT_KEYWORDS)})"
+WRAPPER = """an environment gives the prompt of a dataset row and judges the policy's answer.
+Around a function that only judges, it is this; save it beside {module} and name it here (docs/environments.md):
+
+from {module} import {function}
+from rollout_fleet.environments.protocol import StepResult
+
+class Judged:
+    def __init__(self, problem, *, seed):
+        self.problem = problem  # a row of tasks.dataset
+
+    async def reset(self):
+        return self.problem["prompt"]  # the row's text for the policy
+
+    async def step(self, action):
+        return StepResult(reward=float({call}(action.text, self.problem)))  # with the arguments that it takes"""
 
 
 @dataclass(frozen=True)
@@ -43,24 +65,106 @@ def check_environment(tasks: "TasksConfig", file: str = "config", libraries: boo
     `libraries` is False on a machine that runs no episodes, where this interpreter may lack the environment's `NEEDS`.
     Raises ConfigError for a name or options that do not fit, with the nearest valid name.
     """
-    name, options, python = tasks.environment, dict(tasks.options), tasks.limits.python
-    if python is None:
-        found = registry.resolve(name, options, file)
-        own = _described(name, found)
-        python = own.limits.python
-        if libraries and not python:
-            registry.check_libraries(found, name, file)
-    if python:
-        own = _ask(python, name, options, file)
+    own = _own_description(tasks, file, libraries)
     said = {f.name: getattr(tasks.limits, f.name) for f in fields(Limits)}
     limits = replace(own.limits, **{key: value for key, value in said.items() if value is not None})
     return replace(own, limits=replace(limits, process=limits.process or bool(limits.python)))
 
 
-def _described(name: str, found: Any) -> Description:
-    path, limits = registry.BUILT_IN.get(name, name), getattr(found, "LIMITS", Limits())
-    modules = path.partition(":")[0], *getattr(found, "PRELOAD", ())
-    return Description(path, registry.is_agent(found), registry.takes_group_seed(found), limits, modules)
+def _own_description(tasks: "TasksConfig", file: str, libraries: bool) -> Description:
+    """The description without the config's limits."""
+    options = dict(tasks.options)
+    python = tasks.limits.python
+    if not python:
+        found = describe(tasks.environment, options, file)
+        python = found.limits.python if python is None else ""
+        if not python:
+            if libraries:
+                check_libraries(tasks.environment, file)
+            return found
+    return _ask(python, tasks.environment, options, file)
+
+
+def describe(name: str, options: Mapping[str, Any], file: str = "config") -> Description:
+    """Check an environment or agent within this interpreter, but for its libraries; raises as check_environment."""
+    found = resolve(name, file)
+    _check_shape(found, name, file)
+    _check_options(found, options, file)
+    path = BUILT_IN.get(name, name)
+    return Description(
+        path=path,
+        agent=_is_agent(found),
+        shares_seed=takes_group_seed(found),
+        limits=getattr(found, "LIMITS", Limits()),
+        modules=(path.partition(":")[0], *getattr(found, "PRELOAD", ())),
+    )
+
+
+def _check_shape(found: object, name: str, file: str) -> None:
+    """Raise ConfigError for anything but an environment class or an agent's coroutine function."""
+    limits = getattr(found, "LIMITS", Limits())
+    modules = getattr(found, "PRELOAD", ())
+    if not isinstance(limits, Limits):
+        raise ConfigError(file, KEY, "Limits(...) as LIMITS", f"{name!r} with {limits!r}"[:200])
+    if not isinstance(modules, tuple | list) or not all(isinstance(module, str) for module in modules):
+        raise ConfigError(file, KEY, "names of modules as PRELOAD", f"{name!r} with {modules!r}"[:200])
+    if _is_agent(found) and _takes(found, AGENT_KEYWORDS):
+        return
+    if not inspect.isclass(found):
+        reason = f"{name!r}, which is a {type(found).__name__}"
+        module, _, function = name.partition(":")
+        call = f"await {function}" if _is_agent(found) else function
+        wrapper = WRAPPER.format(module=module, function=function, call=call) if callable(found) else None
+        raise ConfigError(file, KEY, f"an environment class, or an agent ({AGENT})", reason, wrapper)
+    for method in ("reset", "step"):
+        if not inspect.iscoroutinefunction(getattr(found, method, None)):
+            raise ConfigError(file, KEY, f"a class with 'async def {method}'", f"{name!r} without it")
+
+
+def _is_agent(found: object) -> bool:
+    """Whether it is an agent's coroutine function and no environment class; see rollout_fleet/agents/driver.py."""
+    return inspect.iscoroutinefunction(found)
+
+
+def _takes(function: Any, keywords: Sequence[str]) -> bool:
+    try:
+        inspect.signature(function).bind_partial({}, **dict.fromkeys(keywords))
+    except TypeError:
+        return False
+    return True
+
+
+def _check_options(found: Any, options: Mapping[str, Any], file: str) -> None:
+    """Raise ConfigError unless the constructor takes the options; it is not called."""
+    signature = inspect.signature(found)
+    given = AGENT_KEYWORDS if _is_agent(found) else ("seed",)
+    if takes_group_seed(found):
+        given = (*given, "group_seed")
+    known = [p for p in signature.parameters if p not in ("problem", *given)]
+    try:
+        signature.bind({}, **dict.fromkeys(given), **options)
+    except TypeError as error:
+        unknown = next((o for o in options if o not in known), None)
+        lacks = [p for p in known if p not in options and signature.parameters[p].default is inspect.Parameter.empty]
+        hint = f"give the option {lacks[0]!r}" if lacks else "see its constructor"
+        if unknown is not None:
+            near = difflib.get_close_matches(unknown, known, 1, 0.0)
+            hint = f"did you mean {near[0]!r}?" if near else f"{found.__name__} takes no options"
+        expected = f"options of {found.__name__} ({', '.join(known) or 'none'})"
+        raise ConfigError(file, "tasks.options", expected, f"{dict(options)}: {error}", hint) from error
+
+
+def check_libraries(name: str, file: str = "config") -> None:
+    """Raise ConfigError when this interpreter lacks libraries (`NEEDS`) of the environment."""
+    needs: tuple[str, ...] = getattr(resolve(name, file), "NEEDS", ())
+    lacks = [library for library in needs if importlib.util.find_spec(library) is None]
+    if lacks:
+        reason = f"{name!r}, which needs {', '.join(lacks)}"
+        expected = "an environment whose libraries are installed"
+        raise ConfigError(file, KEY, expected, reason, "pip install 'slipstream-rl[environments]'")
+
+
+# -------------------------------------------------------------------- under another interpreter
 
 
 def _ask(python: str, name: str, options: dict[str, Any], file: str) -> Description:
@@ -104,9 +208,9 @@ def main(name: str, options: str) -> None:
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)  # output of the import must not mix with the answer
         try:
-            found = registry.resolve(name, json.loads(options))
-            registry.check_libraries(found, name)
-            json.dump(asdict(_described(name, found)), answer)
+            found = describe(name, json.loads(options))
+            check_libraries(name)
+            json.dump(asdict(found), answer)
         except ConfigError as error:
             json.dump({"refused": [error.key, error.expected, f"{error.found} ({sys.executable})", error.hint]}, answer)
 

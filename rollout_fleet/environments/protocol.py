@@ -122,9 +122,11 @@ class Environment(Protocol):
 
     async def reset(self) -> Observation:
         """The prompt; called once."""
+        ...
 
     async def step(self, action: Action) -> StepResult:
         """Judge one turn; called until a result is done or a budget is used up.
 
         An action with `ended` False was cut off; nothing follows it, whatever the result says.
         """
+        ...

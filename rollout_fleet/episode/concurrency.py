@@ -68,7 +68,9 @@ class AdaptiveLimit:
 
     def __init__(self, low: int, high: int, step: int, holds: int = 0) -> None:
         """Between `low` and `high`; starts with four groups of `step`, or with `holds`, which surely fit the cache."""
-        self._low, self._high, self._step = low, max(low, high), step
+        self._low = low
+        self._high = max(low, high)
+        self._step = step
         self.limit = min(self._high, max(low, 4 * step, holds))
         self._doubling = True
         self._credit = 0.0  # slots earned by requests that ended
@@ -80,7 +82,8 @@ class AdaptiveLimit:
         ended = 0 if self._requests is None else now.requests - self._requests
         self._requests = now.requests
         self._looks.append((at_s, replace(now)))
-        (began_s, first), enough = self._looks[0], QUEUE * self._step
+        began_s, first = self._looks[0]
+        enough = QUEUE * self._step
         lost = (now.recompute_s - first.recompute_s) / (at_s - began_s) if at_s > began_s else 0.0
         settled = len(self._looks) > LOOKS and taken <= self.limit
         spare = min(look.waiting for _, look in self._looks) - enough

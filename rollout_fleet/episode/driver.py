@@ -20,12 +20,18 @@ from typing import Any, Protocol, Self
 
 from common.rollouts import Sample
 from common.span_buffer import SPANS
-from rollout_fleet.environments.isolation import placement
+from rollout_fleet.environments.isolation.backend import (
+    Backend,
+    BackendFailed,
+    EnvironmentDied,
+    EnvironmentHandle,
+    EnvironmentRaised,
+    ObservationTooLarge,
+)
 from rollout_fleet.environments.protocol import Action, Budget, Chat, Limits, Observation, StepResult, StopReason
-from rollout_fleet.episode.rendering import Renderer
+from rollout_fleet.episode.rendering import Renderer, parse_turn, tool_format
 from rollout_fleet.episode.sampler_protocol import Generation, Sampler
 from rollout_fleet.episode.token_record import TokenRecord
-from rollout_fleet.episode.tool_calls import format_of, parse
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +70,12 @@ class Progress:
     track: str = "episodes"  # for its spans
 
     def at(self, state: str) -> None:
-        before, since, self.state, self.since = self.state, self.since, state, time.monotonic()
-        if before in ("engine", "environment"):
-            SPANS.add(before, before, since, self.since, self.track, turn=self.turns)
+        """Begin a state; the one that ends becomes a span."""
+        now = time.monotonic()
+        if self.state in ("engine", "environment"):
+            SPANS.add(self.state, self.state, self.since, now, self.track, turn=self.turns)
+        self.state = state
+        self.since = now
 
 
 class EpisodeFailed(Exception):
@@ -91,8 +100,11 @@ class Episode(Protocol):
 class EpisodeDriver:
     """Runs episodes of one environment class against a sampler; safe to call concurrently."""
 
-    def __init__(self, sampler: Sampler, renderer: Renderer, stage: placement.Stage, rules: EpisodeRules) -> None:
-        self.sampler, self.renderer, self.stage, self.rules = sampler, renderer, stage, rules
+    def __init__(self, sampler: Sampler, renderer: Renderer, backend: Backend, rules: EpisodeRules) -> None:
+        self.sampler = sampler
+        self.renderer = renderer
+        self.backend = backend
+        self.rules = rules
         most = rules.limits.max_concurrent
         self._slots = nullcontext() if most is None else asyncio.Semaphore(most)
 
@@ -104,7 +116,7 @@ class EpisodeDriver:
 
     async def begin(self, problem: dict[str, Any], seed: int, group_seed: int, progress: Progress) -> Episode:
         """A new episode, not played yet."""
-        return _EnvironmentEpisode(self, self.stage.seat(problem, seed, group_seed), progress)
+        return _EnvironmentEpisode(self, self.backend.environment(problem, seed, group_seed), progress)
 
     async def run(
         self, problem: dict[str, Any], seed: int, progress: Progress | None = None, group_seed: int | None = None
@@ -137,29 +149,37 @@ class EpisodeDriver:
                 await episode.close()
 
     async def close(self) -> None:
-        """Release the resources that the episodes shared: environments share none."""
+        """End what the episodes shared."""
+        self.backend.close()
 
 
 class _EnvironmentEpisode:
     """The policy and an environment take turns."""
 
-    def __init__(self, driver: EpisodeDriver, seat: placement.Seat, progress: Progress) -> None:
-        self._sampler, self._renderer, self._rules = driver.sampler, driver.renderer, driver.rules
-        self._seat, self._progress, self.record = seat, progress, TokenRecord()
+    def __init__(self, driver: EpisodeDriver, environment: EnvironmentHandle, progress: Progress) -> None:
+        self._sampler = driver.sampler
+        self._renderer = driver.renderer
+        self._rules = driver.rules
+        self._environment = environment
+        self._progress = progress
+        self.record = TokenRecord()
 
     async def play(self) -> StopReason:
         self._progress.at("environment")
-        record, budget, limits = self.record, self._rules.budget, self._rules.limits
-        async with bounded("reset", limits.reset_s):
-            observation = await self._seat.reset()
+        record = self.record
+        budget = self._rules.budget
+        async with bounded("reset", self._rules.limits.reset_s):
+            observation = await self._environment.reset()
         ids = self._ids(observation)
-        kind = format_of(self._renderer.template) if isinstance(observation, Chat) and observation.tools else None
+        kind = tool_format(self._renderer.template) if isinstance(observation, Chat) and observation.tools else None
         while True:
             record.observe(ids)
             room = min(budget.max_tokens - record.sampled, budget.max_context - len(record.tokens))
             if room <= 0:
                 return self._no_room(len(ids))
-            generation = await generate(self._sampler, record, room, self._rules.sampling, self._progress)
+            generation = await generate(
+                self._sampler, record, room=room, sampling=self._rules.sampling, progress=self._progress
+            )
             ended = generation.finish_reason == "stop"
             result = await self._step(self._action(generation, ended, kind))
             if not result.trained:
@@ -173,12 +193,13 @@ class _EnvironmentEpisode:
             ids = self._ids(result.observation, generation.tokens[-1])
 
     async def close(self) -> None:
-        await self._seat.close()
+        await self._environment.close()
 
     async def _step(self, action: Action) -> StepResult:
         async with bounded("step", self._rules.limits.step_s):
-            result = await self._seat.step(action)
-            reward, metrics = finite(result.reward), checked_metrics(result.metrics)
+            result = await self._environment.step(action)
+            reward = finite(result.reward)
+            metrics = checked_metrics(result.metrics)
         self.record.turn_rewards.append(reward)
         self.record.metrics = {**self.record.metrics, **metrics}
         return result
@@ -189,7 +210,7 @@ class _EnvironmentEpisode:
         try:
             size = sum(len(c) for _, c in observation.messages) if isinstance(observation, Chat) else len(observation)
             if size > most:
-                raise placement.Flood(f"{size} characters or tokens, the limit is {most}")
+                raise ObservationTooLarge(f"{size} characters or tokens, the limit is {most}")
             return self._renderer.ids(observation, end_token)
         except Exception as error:
             raise failure(error, "observation") from error
@@ -198,21 +219,21 @@ class _EnvironmentEpisode:
         if self.record.turns:
             self.record.retract(observed)
             return StopReason.LENGTH
-        prompt, context = len(self.record.tokens), self._rules.budget.max_context
-        raise EpisodeFailed(f"the prompt has {prompt} tokens, the context has {context}")
+        context = self._rules.budget.max_context
+        raise EpisodeFailed(f"the prompt has {len(self.record.tokens)} tokens, the context has {context}")
 
-    def _action(self, generation: Generation, ended: bool, tool_format: str | None) -> Action:
+    def _action(self, generation: Generation, ended: bool, kind: str | None) -> Action:
         text = self._renderer.text(generation.tokens[:-1] if ended else generation.tokens)
-        if tool_format is None or not ended:
+        if kind is None or not ended:
             return Action(text, tuple(generation.tokens), ended)
-        said = parse(text, tool_format)
-        return Action(text, tuple(generation.tokens), ended, said.calls, said.malformed)
+        turn = parse_turn(text, kind)
+        return Action(text, tuple(generation.tokens), ended, turn.calls, turn.malformed)
 
 
 async def generate(
-    sampler: Sampler, record: TokenRecord, room: int, sampling: Sampling, progress: Progress
+    sampler: Sampler, record: TokenRecord, *, room: int, sampling: Sampling, progress: Progress
 ) -> Generation:
-    """One call of the model on the record's tokens, kept in the record and in `progress`.
+    """One call of the model on the record's tokens, kept in the record and in `progress`; at most `room` tokens.
 
     Raises EpisodeFailed when the engine refused or aborted the request, SlipstreamError when it failed.
     """
@@ -237,7 +258,7 @@ async def bounded(where: str, limit_s: float) -> AsyncIterator[None]:
     try:
         async with clock:
             yield
-    except (placement.StageFailed, EpisodeFailed):
+    except (BackendFailed, EpisodeFailed):
         raise
     except Exception as error:
         if isinstance(error, TimeoutError) and clock.expired():
@@ -247,12 +268,12 @@ async def bounded(where: str, limit_s: float) -> AsyncIterator[None]:
 
 def failure(error: Exception, where: str) -> EpisodeFailed:
     """Why a sample fails whose environment raised `error` in `where`."""
-    if isinstance(error, placement.EnvironmentRaised):
+    if isinstance(error, EnvironmentRaised):
         return EpisodeFailed(f"{where} {error}")
-    if isinstance(error, placement.Flood | placement.EnvironmentDied):
-        flood = isinstance(error, placement.Flood)
-        reason = StopReason.ENVIRONMENT_FLOOD if flood else StopReason.ENVIRONMENT_KILLED
-        return EpisodeFailed(f"{where}: {error}", reason)
+    if isinstance(error, ObservationTooLarge):
+        return EpisodeFailed(f"{where}: {error}", StopReason.ENVIRONMENT_FLOOD)
+    if isinstance(error, EnvironmentDied):
+        return EpisodeFailed(f"{where}: {error}", StopReason.ENVIRONMENT_KILLED)
     return EpisodeFailed(f"{where} raised {type(error).__name__}: {error}")
 
 

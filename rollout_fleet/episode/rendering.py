@@ -1,20 +1,34 @@
-"""Turns an environment's messages into token ids; the policy's text is never tokenised.
+"""Between text and tokens: an environment's messages become token ids, and the policy's text shows its tool calls.
 
-A chat template renders whole conversations; this module takes only the new text from it. For the text between two
-turns it renders a made-up conversation, in which the assistant says a mark and the new messages follow. So a turn's
-tokens are an exact prefix of the next prompt, even if the template would change earlier turns.
+The policy's text is never tokenised. A chat template renders whole conversations; this module takes only the new text
+from it. For the text between two turns it renders a made-up conversation, in which the assistant says a mark and the
+new messages follow. So a turn's tokens are an exact prefix of the next prompt, even if the template would change
+earlier turns.
+
+The template also teaches the format of tool calls:
+
+    hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>      Hermes, Qwen 2.5, Qwen 3; the default
+    xml      <tool_call><function=add><parameter=a>1</parameter></function></tool_call>                Qwen3-Coder
+    mistral  [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]
+    llama3   {"name": "add", "parameters": {"a": 1}}, alone or after <|python_tag|>
 """
 
 import json
 import operator
+import re
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
-from rollout_fleet.environments.protocol import Chat, Observation
+from rollout_fleet.environments.protocol import Chat, Observation, ToolCall
 
 MARK = "SLIPSTREAM-ASSISTANT-SAID-THIS"
 Message = dict[str, Any]
 CACHED_CHARS = 4096  # longer texts are tokenised each time, so that the cache stays small
+MOST_CALLS = 32  # more calls in one turn are refused
+_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^>]+)>(.*?)(?:</function>|$)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
 class Tokenizer(Protocol):
@@ -44,11 +58,11 @@ class Renderer:
         """Token ids of an observation: of the prompt, or of what follows a turn that ended with `end_token`."""
         if isinstance(observation, Chat):
             messages: list[Message] = [{"role": role, "content": content} for role, content in observation.messages]
-            tools, options = observation.tools, dict(observation.options)
+            options = dict(observation.options)
             if end_token is None:
-                observation = self.conversation(messages, tools, options)
+                observation = self.conversation(messages, observation.tools, options)
             else:
-                observation = self.continuation(messages, end_token, tools, options)
+                observation = self.continuation(messages, end_token, observation.tools, options)
         return self.encode(observation) if isinstance(observation, str) else [_token(found) for found in observation]
 
     def conversation(self, messages: list[Message], tools: str = "", options: Message | None = None) -> str:
@@ -93,3 +107,95 @@ def _token(found: object) -> int:
         return operator.index(found)  # type: ignore[arg-type]
     except TypeError:
         raise ValueError(f"a token id must be an integer, found {found!r}") from None
+
+
+# -------------------------------------------------------------------- tool calls
+
+
+@dataclass(frozen=True)
+class ParsedTurn:
+    """A turn of the policy, split into its text and its tool calls."""
+
+    text: str  # before the first call
+    calls: tuple[ToolCall, ...] = ()
+    malformed: str = ""  # why something that looks like a call is none; then there are no calls
+
+
+def tool_format(template: str) -> str:
+    """The format that a chat template teaches; 'hermes' when it teaches none."""
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<tool_call>" in template:
+        return "xml" if "<function=" in template else "hermes"
+    return "llama3" if "python_tag" in template or '"parameters": ' in template else "hermes"
+
+
+def parse_turn(text: str, kind: str) -> ParsedTurn:
+    """Split a turn; `kind` is one of the formats above."""
+    try:
+        before, calls = _PARSERS[kind](text)
+    except ValueError as error:
+        return ParsedTurn(text, malformed=str(error))
+    if len(calls) > MOST_CALLS:
+        return ParsedTurn(text, malformed=f"{len(calls)} calls in one turn, at most {MOST_CALLS} are run")
+    return ParsedTurn(before, tuple(calls))
+
+
+def _hermes(text: str) -> tuple[str, list[ToolCall]]:
+    bodies = _TAGGED.findall(text)
+    return text.partition("<tool_call>")[0], [_call(_json(body, "a call that is"), "arguments") for body in bodies]
+
+
+def _xml(text: str) -> tuple[str, list[ToolCall]]:
+    calls: list[ToolCall] = []
+    for body in _TAGGED.findall(text):
+        function = _FUNCTION.search(body)
+        if function is None:
+            raise ValueError("a call without <function=NAME>")
+        arguments = {name: _value(value) for name, value in _PARAMETER.findall(function[2])}
+        calls.append(ToolCall(function[1].strip(), json.dumps(arguments)))
+    return text.partition("<tool_call>")[0], calls
+
+
+def _mistral(text: str) -> tuple[str, list[ToolCall]]:
+    before, mark, body = text.partition("[TOOL_CALLS]")
+    found = _json(body, "text after [TOOL_CALLS] that is") if mark else []
+    return before, [_call(call, "arguments") for call in (found if isinstance(found, list) else [found])]
+
+
+def _llama3(text: str) -> tuple[str, list[ToolCall]]:
+    before, mark, body = text.partition("<|python_tag|>")
+    if not mark:
+        before = ""
+        body = text
+        if not body.strip().startswith("{") or '"name"' not in body:
+            return text, []
+    return before, [_call(_json(body, "a call that is"), "parameters")]
+
+
+_PARSERS = {"hermes": _hermes, "xml": _xml, "mistral": _mistral, "llama3": _llama3}
+
+
+def _call(found: Any, key: str) -> ToolCall:
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        raise ValueError("a call without a name")
+    arguments = found.get(key, found.get("arguments", {}))
+    if isinstance(arguments, str):
+        arguments = _json(arguments, "arguments that are")
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{key} that are no object")
+    return ToolCall(found["name"], json.dumps(arguments))
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} not JSON: {error}") from error
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,4 +1,4 @@
-"""An engine and the state of its weights, as the episode driver and the node loop see them without importing vllm."""
+"""The engine and its weights, as the episode driver and the node loop see them without importing vllm or torch."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -34,6 +34,7 @@ class Sampler(Protocol):
 
         Raises SlipstreamError when the engine is dead, ValueError when this request cannot be served.
         """
+        ...
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,24 @@ class WeightsState:
     version: int = -1  # the engine's, -1 before the first; so is `incarnation`
     incarnation: int = -1
     flipping: bool = False
-    waiting_on: str = "weights from learner"  # why the node has no usable weights; '' when it has them
+    refused: str = ""  # why the learner does not let the node join
     excluded: str | None = None  # why this node must not generate any more (a proof failed)
     flips: int = 0
     stall_s: float = 0.0  # that generation stood still for all flips
     canary_max_difference: float = 0.0  # largest |log-probability difference| of the last canary
+
+
+class WeightFeed(Protocol):
+    """The node's source of weights: rollout_fleet/weights/weight_client.py, which flips the engine by itself."""
+
+    state: WeightsState
+
+    def follow(self, address: str, incarnation: int) -> None:
+        """The learner's address from a heartbeat; '' while no learner is attached."""
+
+    async def wait_change(self, timeout_s: float) -> WeightsState:
+        """Return when `state` differs from what it was at the call, or after `timeout_s`."""
+        ...
 
 
 @dataclass
@@ -59,7 +73,7 @@ class EngineCounters:
     aborted: int = 0
     prompt_tokens: int = 0  # prompts of finished requests; every turn of an episode counts its whole prompt
     cached_tokens: int = 0  # prompt tokens whose keys and values the prefix cache had
-    # The counters below are only there where rollout.concurrency is auto.
+    # The counters below are counted only where rollout.concurrency is auto.
     kv_cache_usage: float = 0.0  # share in use at the last engine step
     running: int = 0  # requests that it computed and did not end
     waiting: int = 0  # requests that the engine had not let in then

@@ -39,7 +39,8 @@ class TokenRecord:
 
     def extend(self, generation: Generation) -> None:
         """Append the policy's tokens as they were sampled."""
-        offset, count = len(self.tokens), len(generation.tokens)
+        offset = len(self.tokens)
+        count = len(generation.tokens)
         for run in generation.version_runs:
             if not self.runs or self.runs[-1].version != run.version:
                 self.runs.append(VersionRun(offset + run.start, run.version))

@@ -13,7 +13,7 @@ from common.evaluation import EvalResult, dataset_names
 from common.json_lines import dataset_rows
 from common.rollouts import Sample
 from rollout_fleet.driver_factory import build_driver
-from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
+from rollout_fleet.environments.isolation.thread_backend import EnvironmentThread
 from rollout_fleet.episode.driver import Sampling
 from rollout_fleet.episode.sampler_protocol import Sampler
 
@@ -23,7 +23,8 @@ def run_eval(config: Config, model_path: Path) -> EvalResult:
 
     Raises UsageError without dataset or model or for an unusable environment, SlipstreamError when the engine failed.
     """
-    datasets, key = config.evaluation.datasets, "evaluation.datasets"
+    key = "evaluation.datasets"
+    datasets = config.evaluation.datasets
     if not datasets:
         raise UsageError(f"{key} names no held-out problems")
     rows = [[msgspec.json.decode(row) for _, row in dataset_rows(Path(path), key)] for path in datasets]
@@ -38,17 +39,17 @@ async def _with_engine(config: Config, problems: dict[str, list[dict[str, Any]]]
     from rollout_fleet.engine.engine import Engine
 
     engine = Engine(config, weights="folder")
-    host = EnvironmentHost()
+    thread = EnvironmentThread()
     try:
-        build_driver(config, engine, host)  # a config error shows before the engine starts
+        build_driver(config, engine, thread)  # a config error shows before the engine starts
         await engine.start()
         found = {
-            name: [await evaluate(engine, config, rows, greedy, host) for greedy in (True, False)]
+            name: [await evaluate(engine, config, rows, greedy, thread) for greedy in (True, False)]
             for name, rows in problems.items()
         }
     finally:
         await engine.shutdown()
-        host.close()
+        thread.close()
     parts = {name: _result(*samples) for name, samples in found.items()} if len(found) > 1 else {}
     whole = _result(*(list(chain.from_iterable(samples)) for samples in zip(*found.values(), strict=True)))
     return msgspec.structs.replace(whole, datasets=parts)
@@ -60,10 +61,10 @@ def _result(greedy: list[Sample], sampled: list[Sample]) -> EvalResult:
 
 
 async def evaluate(
-    sampler: Sampler, config: Config, problems: list[dict[str, Any]], greedy: bool, host: EnvironmentHost
+    sampler: Sampler, config: Config, problems: list[dict[str, Any]], greedy: bool, thread: EnvironmentThread
 ) -> list[Sample]:
     """One episode per problem, `rollout.concurrency` at a time, in the order of `problems`."""
-    driver = build_driver(config, sampler, host, Sampling(temperature=0.0) if greedy else None)
+    driver = build_driver(config, sampler, thread, Sampling(temperature=0.0) if greedy else None)
     slots = asyncio.Semaphore(config.rollout.concurrency_bounds[1])
 
     async def one(index: int, problem: dict[str, Any]) -> Sample:

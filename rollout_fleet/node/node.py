@@ -19,8 +19,9 @@ from collections.abc import Callable
 
 from broker.contract import HeartbeatReply, Lease
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, SlipstreamError
+from common.waits import WaitFor, WaitKind
 from rollout_fleet.episode.concurrency import AdaptiveLimit
-from rollout_fleet.node.broker_timeout import RETRY_S
+from rollout_fleet.node.heartbeat import RETRY_S
 from rollout_fleet.node.node_status import explain
 from rollout_fleet.node.running_groups import NodeParts, RunningGroups
 
@@ -38,22 +39,21 @@ class Node:
     """One node between registering and leaving; belongs to one event loop."""
 
     def __init__(
-        self,
-        parts: NodeParts,
-        adapt: Callable[[], AdaptiveLimit | None] = lambda: None,
-        drain_s: float = 10.0,
+        self, parts: NodeParts, make_limit: Callable[[], AdaptiveLimit | None] = lambda: None, drain_s: float = 10.0
     ) -> None:
         """It may be made before the engine is up; until `run` it only takes note of a drain or a failure.
 
-        `adapt` makes the limit that follows the engine's load, once the engine is up; None: the limit is fixed.
+        `make_limit` makes the limit that follows the engine's load, once the engine is up; None: the limit is fixed.
         `drain_s` bounds how long a signalled drain waits for groups that run.
         """
-        self._parts, self._drain_s = parts, drain_s
-        self._make_limit, self._adapt, self._adapt_at = adapt, None, 0.0
+        self._parts = parts
+        self._drain_s = drain_s
+        self._make_limit = make_limit
+        self._limit: AdaptiveLimit | None = None
+        self._adapt_at = 0.0
         self._room = asyncio.Event()  # an episode ended, or the loop has to look
         self._interrupt = asyncio.Event()  # a waiting lease request is out of date
-        self._groups = RunningGroups(parts, self._room.set, self.fail)
-        parts.runner.on_episode_end = self._room.set
+        self.groups = RunningGroups(parts, self._room.set, self.fail)
         self._working = False
         self._learner: int | None = None  # incarnation of the attached learner
         self._leased_before = False
@@ -89,7 +89,7 @@ class Node:
             self._wake()
         self._parts.feed.follow(reply.weights_address, reply.learner_incarnation)
         for token in reply.lost:
-            self._groups.lost(token)
+            self.groups.lost(token)
         if reply.drain and self._drain_reason is None:
             self.request_drain("the learner is done", abandon=True)
 
@@ -97,9 +97,9 @@ class Node:
         """Work until drained (0) or excluded (1); raises SlipstreamError when engine or broker are lost."""
         self._working = True
         if not self.stopping.is_set():  # otherwise there may be no engine that the limit could follow
-            self._adapt = self._make_limit()
-        if self._adapt is not None:
-            self._parts.runner.slots.resize(self._adapt.limit)
+            self._limit = self._make_limit()
+        if self._limit is not None:
+            self.groups.slots.resize(self._limit.limit)
         self._parts.beat_now()  # the answer has the learner's address
         watcher = asyncio.create_task(self._watch())
         try:
@@ -112,15 +112,16 @@ class Node:
             return await (self._exclude(reason) if reason is not None else self._drain())
         finally:
             watcher.cancel()
-            await self._groups.end(self._drain_s)
+            await self.groups.end(self._drain_s)
             self._measure()
 
     async def _turn(self) -> None:
         """Lease as many tasks as fit, or wait for the event that is missing."""
         self._room.clear()
         self._interrupt.clear()
-        size, weights = self._group_size, self._parts.feed.state
-        wanted = (self._parts.runner.slots.limit + LOOKAHEAD_GROUPS * size - self._groups.unfinished) // size
+        size = self._group_size
+        weights = self._parts.feed.state
+        wanted = (self.groups.slots.limit + LOOKAHEAD_GROUPS * size - self.groups.unfinished) // size
         if wanted <= 0 or weights.version < 0 or self._learner not in (None, weights.incarnation):
             await self._room.wait()
             return
@@ -128,7 +129,7 @@ class Node:
             self._leased_before = True
             self._group_size = lease.task.group_size
             self._parts.status.joining.reached("leased")
-            self._groups.start(lease)
+            self.groups.start(lease)
             self._measure()
 
     async def _lease(self, count: int) -> list[Lease]:
@@ -158,25 +159,25 @@ class Node:
 
     async def _drain(self) -> int:
         """Give back the tasks not started, let the others finish within the bound, then give back the rest."""
-        self._parts.status.show("draining", f"running groups ({self._drain_reason})")
+        self._parts.status.show("draining", WaitFor(WaitKind.RUNNING_GROUPS, cause=self._drain_reason))
         self._parts.beat_now()
-        await self._groups.give_back(unstarted_only=True)
+        await self.groups.give_back(unstarted_only=True)
         deadline = asyncio.get_running_loop().time() + self._drain_s
-        while self._groups and not self._abandon and self._fatal is None:
+        while self.groups and not self._abandon and self._fatal is None:
             left_s = deadline - asyncio.get_running_loop().time()
             if left_s <= 0:
                 break
             self._room.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._room.wait(), left_s)
-        await self._groups.give_back()
+        await self.groups.give_back()
         return EXIT_DONE
 
     async def _exclude(self, reason: str) -> int:
         """The engine may not generate any more: stop, give everything back, say why."""
         logger.error("excluded: %s", reason)
-        self._parts.status.show("excluded", reason)
-        await self._groups.give_back()
+        self._parts.status.show("excluded", WaitFor(WaitKind.REPAIR, cause=reason))
+        await self.groups.give_back()
         self._parts.beat_now()
         await asyncio.sleep(RETRY_S)  # a heartbeat carries the reason before the node leaves
         return EXIT_FAILED
@@ -196,24 +197,33 @@ class Node:
             self.fail(SlipstreamError(f"the node's status cannot be measured: {error!r}"))
 
     def _measure(self) -> None:
-        parts, weights, groups, now = self._parts, self._parts.feed.state, self._groups.progress, time.monotonic()
+        groups = self.groups
+        status = self._parts.status
+        weights = self._parts.feed.state
+        now = time.monotonic()
         self._adjust(now)
-        episodes, starting = parts.runner.episodes_running, sum(group.starting for group in groups)
         oldest = [group.report(now) for group in sorted(groups, key=lambda group: group.leased_at)[:REPORTED]]
-        parts.status.measure(weights, parts.counters(), self._groups.tokens, self._groups.evaluation_tokens)
-        parts.status.work(episodes, oldest, parts.runner.slots.limit)
+        status.measure(weights, self._parts.counters, groups.tokens, groups.evaluation_tokens)
+        status.work(groups.episodes_running, oldest, groups.slots.limit)
         if self._drain_reason is None:
-            about = self._leased_before, parts.status.pool
-            parts.status.show(*explain(weights, self._learner, episodes, starting, *about))
-        parts.status.turned()
+            state, wait = explain(
+                weights,
+                learner=self._learner,
+                episodes=groups.episodes_running,
+                starting=sum(group.starting for group in groups),
+                leased=self._leased_before,
+                pool=status.pool,
+            )
+            status.show(state, wait)
+        status.turned()
 
     def _adjust(self, now: float) -> None:
         """Follow the pressure on the KV cache, now and then."""
-        adapt, slots = self._adapt, self._parts.runner.slots
-        if adapt is None or now < self._adapt_at:
+        slots = self.groups.slots
+        if self._limit is None or now < self._adapt_at:
             return
         self._adapt_at = now + ADAPT_S
-        limit = adapt.look(self._parts.counters(), now, slots.taken)
+        limit = self._limit.look(self._parts.counters, now, slots.taken)
         if limit != slots.limit:
             slots.resize(limit)
             self._room.set()

@@ -6,38 +6,51 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from msgspec.structs import replace
 
-from broker.contract import NODE_AWAY, GroupWork, NodeReport, Waste
+from broker.contract import NODE_AWAY, GroupWork, JoinTimes, NodeReport
 from common.process.health import LifeSigns
+from common.process.lifecycle import start_ticks
 from common.span_buffer import SPANS
+from common.waits import NO_WAIT, WaitFor, WaitKind
+from common.waste import Waste
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
-from rollout_fleet.join_timing import JoinTimer
 
+JoinStage = Literal["registered", "engine", "staged", "active", "leased", "delivered"]
 IDLE = ("joining", "waiting")  # states in which the engine runs and no episode does
 
 
-class OwnStatus:
+class NodeStatusTracker:
     """The node's state and since when, its leases and counters. Thread-safe."""
 
     def __init__(self, node_id: str, clock: Callable[[], float] = time.monotonic, pool: str = "") -> None:
-        self.node_id, self.pool = node_id, pool
+        self.node_id = node_id
+        self.pool = pool
         self.joining = JoinTimer()
         self.signs = LifeSigns()
         self._clock = clock
         self._lock = threading.Lock()
-        host = socket.gethostname()
-        here = NodeReport(node_id, os.getpid(), host, "starting", -1, "the engine's start", pool=pool)
-        self._report = replace(here, instance=secrets.token_hex(8))
+        self._report = NodeReport(
+            node_id=node_id,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            state="starting",
+            policy_version=-1,
+            wait=WaitFor(WaitKind.ENGINE),
+            pool=pool,
+            instance=secrets.token_hex(8),
+        )
         self._since = clock()  # its state began
         self._leases: list[str] = []
         self._cancelled = Waste()
         self._failed: dict[str, int] = {}
         self._waited_s = 0.0  # in states of IDLE that are over
-        self._rate_at, self._rate_tokens = clock(), 0
+        self._rate_at = clock()
+        self._rate_tokens = 0
 
-    def show(self, state: str, waiting_on: str = "") -> None:
+    def show(self, state: str, wait: WaitFor = NO_WAIT) -> None:
         """Set the state and what it waits for; the clock of a state runs on while it stays the same."""
         with self._lock:
             if state != self._report.state:
@@ -45,7 +58,7 @@ class OwnStatus:
                 self._waited_s += self._idle_s(now)
                 self._since = now
                 SPANS.state(state)
-            self._report = replace(self._report, state=state, waiting_on=waiting_on)
+            self._report = replace(self._report, state=state, wait=wait)
 
     def measure(self, weights: WeightsState, counters: EngineCounters, leases: list[str], evaluated: int = 0) -> None:
         """Current figures of engine, weights and leases; `evaluated`: tokens sampled for held-out problems so far."""
@@ -94,11 +107,14 @@ class OwnStatus:
     def report(self) -> NodeReport:
         """A snapshot for a heartbeat; tokens_per_s is over the time since the last one."""
         with self._lock:
-            now, known = self._clock(), self._report
-            generated, rate = known.tokens_generated + known.evaluation_tokens, known.tokens_per_s
+            now = self._clock()
+            known = self._report
+            rate = known.tokens_per_s
             if now - self._rate_at >= 0.5:
+                generated = known.tokens_generated + known.evaluation_tokens
                 rate = (generated - self._rate_tokens) / (now - self._rate_at)
-                self._rate_at, self._rate_tokens = now, generated
+                self._rate_at = now
+                self._rate_tokens = generated
             waste = {
                 "cancelled": self._cancelled,
                 "stalled": Waste(seconds=known.generation_stall_s),
@@ -121,27 +137,55 @@ class OwnStatus:
 
 
 def explain(
-    weights: WeightsState, learner: int | None, episodes: int, starting: int, leased: bool, pool: str = ""
-) -> tuple[str, str]:
-    """(state, waiting_on) of a node that is neither starting nor leaving.
+    weights: WeightsState, *, learner: int | None, episodes: int, starting: int, leased: bool, pool: str = ""
+) -> tuple[str, WaitFor]:
+    """(state, what it waits for) of a node that is neither starting nor leaving.
 
     `learner`: the incarnation of the one that is attached; `leased`: this node has leased a task before.
     `starting` counts those of the running `episodes` whose environment has not given its first observation.
     """
     if weights.excluded is not None:
-        return "excluded", weights.excluded
+        return "excluded", WaitFor(WaitKind.REPAIR, cause=weights.excluded)
     if weights.flipping:
-        return "flipping", ""
+        return "flipping", NO_WAIT
     if episodes:
-        return ("environments", f"the start of {starting} environments") if starting == episodes else ("generating", "")
+        starts = starting == episodes
+        return ("environments", WaitFor(WaitKind.ENVIRONMENTS, count=starting)) if starts else ("generating", NO_WAIT)
+    state = "joining" if weights.version < 0 else "waiting"
     if learner is None:
-        return "joining" if weights.version < 0 else "waiting", "learner (none is attached)"
-    if pool and weights.waiting_on in ("", WeightsState().waiting_on):
-        return "joining" if weights.version < 0 else "waiting", "the next version that is evaluated"
+        return state, WaitFor(WaitKind.LEARNER)
+    if pool and not weights.refused:
+        return state, WaitFor(WaitKind.EVALUATED_VERSION)
     if weights.version < 0:
-        return "joining", weights.waiting_on or "weights from learner"
+        return state, WaitFor(WaitKind.WEIGHTS, cause=weights.refused)
     if weights.incarnation != learner:
-        return "waiting", f"weights from learner (it restarted as incarnation {learner})"
+        return state, WaitFor(WaitKind.OTHER_WEIGHTS, count=learner, cause=weights.refused)
     if not leased:
-        return "waiting", "tasks (learner has offered none)"
-    return "waiting", f"task window: version {weights.version} may lease no more tasks"
+        return state, WaitFor(WaitKind.TASKS)
+    return state, WaitFor(WaitKind.WINDOW, version=weights.version)
+
+
+class JoinTimer:
+    """When the process reached each stage on its way into the job; only the first time counts."""
+
+    def __init__(self, age_s: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`age_s`: as `process_age_s`, which stands in for None."""
+        age_s = process_age_s() if age_s is None else age_s
+        self._clock = clock
+        self._origin = clock() - age_s
+        self.times = JoinTimes(started_s=time.time() - age_s)  # may be read from any thread
+
+    def reached(self, stage: JoinStage) -> bool:
+        """Note a stage; True when it is new. For one thread."""
+        if getattr(self.times, stage):
+            return False
+        self.times = replace(self.times, **{stage: self._clock() - self._origin})
+        return True
+
+
+def process_age_s() -> float:
+    """Seconds since this process started, to a hundredth; 0 where the operating system does not say (not Linux)."""
+    ticks = start_ticks(os.getpid())
+    if ticks is None:
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))

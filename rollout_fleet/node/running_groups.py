@@ -1,28 +1,36 @@
-"""The leases that a node works on, each from its start until the broker has its group or has the lease back."""
+"""The leases that a node works on, each from its start until the broker has its group or has the lease back.
+
+Lease --> RunningGroup: one episode per sample --> CompletedGroup --> complete, or fail if every sample failed
+              |
+              +-- lost, drained, or meant for other weights --> release
+"""
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from broker.contract import Lease
+import msgspec
+
+from broker.client.calls import NodeBroker
+from broker.contract import GroupWork, Lease
 from broker.diagnosis.join_times import sentence
-from broker.messaging.client_methods import NodeBroker
 from common.errors import BrokerError, SlipstreamError
 from common.evaluation import EvaluationOrder, EvaluationResult
-from common.rollouts import Group, encode_group
+from common.rollouts import Group, GroupMeta, Sample, encode_group
 from common.span_buffer import SPANS
-from rollout_fleet.episode.group_runner import GroupProgress, GroupRunner, RolledOut
-from rollout_fleet.episode.sampler_protocol import EngineCounters
-from rollout_fleet.node.broker_timeout import RETRY_S, BrokerTimeout
-from rollout_fleet.node.node_status import OwnStatus
-
-if TYPE_CHECKING:  # `plan` imports this room without torch
-    from rollout_fleet.weights.weight_client import WeightClient
+from rollout_fleet.episode.concurrency import Slots
+from rollout_fleet.episode.driver import EpisodeDriver, Progress
+from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightFeed
+from rollout_fleet.node.heartbeat import RETRY_S, BrokerTimeout
+from rollout_fleet.node.node_status import NodeStatusTracker
 
 logger = logging.getLogger(__name__)
+
+NO_SAMPLES = GroupMeta(version_min=-1, version_max=-1, reward_mean=0.0, sampled_tokens=0)
 
 
 @dataclass(frozen=True)
@@ -30,174 +38,294 @@ class NodeParts:
     """The parts of a node; rollout_fleet/main.py builds the real ones."""
 
     broker: NodeBroker
-    feed: "WeightClient"
-    runner: GroupRunner
-    status: OwnStatus
+    feed: WeightFeed
+    driver: EpisodeDriver
+    concurrency: int  # episodes at once, to begin with
+    status: NodeStatusTracker
     timeout: BrokerTimeout
-    counters: Callable[[], EngineCounters]
+    counters: EngineCounters
     beat_now: Callable[[], None]
     transcribe: Callable[[Group], bytes] | None = None  # a failed group's transcript; None: none are kept
 
 
+@dataclass(frozen=True)
+class CompletedGroup:
+    """A group whose episodes have all ended; `failure` is set when every one of its samples failed."""
+
+    group: Group
+    meta: GroupMeta
+    failure: str | None = None
+
+    @classmethod
+    def of(cls, serial: int, samples: list[Sample], generation_s: float) -> "CompletedGroup":
+        """The group of `samples`, with the figures for the broker and the ledger."""
+        good = [s for s in samples if s.error is None]
+        versions = [run.version for sample in samples for run in sample.version_runs]  # each starts at a sampled token
+        meta = GroupMeta(
+            version_min=min(versions, default=-1),
+            version_max=max(versions, default=-1),
+            reward_mean=sum(s.reward for s in good) / len(good) if good else 0.0,
+            sampled_tokens=sum(int(s.loss_mask.numpy().sum()) for s in samples),
+            failed_samples=len(samples) - len(good),
+            generation_s=generation_s,
+        )
+        failure = None if good else f"every sample failed, the first with {samples[0].stop_reason}: {samples[0].error}"
+        return cls(Group(serial, samples), meta, failure)
+
+    def evaluation_result(self, node_id: str) -> EvaluationResult:
+        """The samples of a held-out problem, without their tokens."""
+        samples = self.group.samples
+        return EvaluationResult(
+            problem=self.group.serial,
+            rewards=[0.0 if s.error is not None else s.reward for s in samples],
+            lengths=[int(s.loss_mask.numpy().sum()) for s in samples],
+            stop_reasons=[s.stop_reason for s in samples],
+            errors=[s.error or "" for s in samples],
+            node_id=node_id,
+            version_min=self.meta.version_min,
+            version_max=self.meta.version_max,
+            started_s=time.time() - self.meta.generation_s,
+            seconds=self.meta.generation_s,
+        )
+
+
 @dataclass(eq=False)
-class _Running:
+class RunningGroup:
+    """A lease and its episodes. Its figures are also right when it is cancelled half-way."""
+
     lease: Lease
-    progress: GroupProgress
-    task: "asyncio.Task[None]"
+    leased_at: float = field(default_factory=time.monotonic)
+    started_at: float | None = None  # when its first episode began, monotonic seconds
+    lost: bool = False  # the lease was lost, so the broker has counted its seconds
     handing_in: bool = False
+    episodes: list[Progress] = field(default_factory=list)  # one per sample; empty before the group runs
+
+    @property
+    def sampled_tokens(self) -> int:
+        """By calls of the model that ended."""
+        return sum(episode.sampled_tokens for episode in self.episodes)
+
+    @property
+    def finished(self) -> int:
+        return sum(episode.state == "done" for episode in self.episodes)
+
+    @property
+    def starting(self) -> int:
+        """Episodes whose environment has not given its first observation."""
+        return sum(episode.state == "environment" and not episode.turns for episode in self.episodes)
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """Arguments of its spans. A held-out problem has no serial, so no step is linked to it."""
+        number = self.lease.task.serial
+        order = self.lease.evaluation
+        return {"serial": number} if order is None else {"problem": number, "version": order.version}
+
+    def seconds(self) -> float:
+        """Since its first episode began; 0 before."""
+        return 0.0 if self.started_at is None else time.monotonic() - self.started_at
+
+    def report(self, now: float) -> GroupWork:
+        """For a heartbeat at `now` (monotonic seconds); about its oldest episode, those that wait for a slot last."""
+        left = [e for e in self.episodes if e.state != "done"]
+        running = [e for e in left if e.state != "queued"]
+        oldest = min(running or left, key=lambda e: e.since, default=Progress(since=now))
+        return GroupWork(
+            serial=self.lease.task.serial,
+            samples=self.lease.task.group_size,
+            finished=self.finished,
+            age_s=max(0.0, now - self.leased_at),
+            tokens=self.sampled_tokens,
+            turns=oldest.turns,
+            episode_tokens=oldest.sampled_tokens,
+            state=oldest.state,
+            state_s=max(0.0, now - oldest.since),
+            evaluates=self.lease.evaluation.version if self.lease.evaluation else -1,
+        )
 
 
 class RunningGroups:
-    """Rolls out leased tasks and hands them in. Belongs to one event loop."""
+    """Rolls out leased tasks and hands them in. Belongs to one event loop.
+
+    Episodes start in the order in which their groups came, as many at a time as there are `slots`.
+    """
 
     def __init__(self, parts: NodeParts, on_end: Callable[[], None], fail: Callable[[SlipstreamError], None]) -> None:
-        """`on_end` is called when a group ends for any reason, `fail` when the engine or the broker failed."""
-        self._parts, self._on_end, self._fail, self._node_id = parts, on_end, fail, parts.status.node_id
-        self._running: dict[str, _Running] = {}
+        """`on_end` is called when an episode or a group ends, `fail` when the engine or the broker failed."""
+        self._parts = parts
+        self._on_end = on_end
+        self._fail = fail
+        self._node_id = parts.status.node_id
+        self._work_of: dict[RunningGroup, asyncio.Task[None]] = {}
         self._evaluated_tokens = 0  # sampled for held-out problems that ended
+        self.slots = Slots(parts.concurrency)
+        self.episodes_running = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._running)
+    def __iter__(self) -> Iterator[RunningGroup]:
+        return iter(self._work_of)
+
+    def __len__(self) -> int:
+        return len(self._work_of)
 
     @property
     def tokens(self) -> list[str]:
-        return list(self._running)
-
-    @property
-    def progress(self) -> list[GroupProgress]:
-        return [running.progress for running in self._running.values()]
+        return [group.lease.token for group in self]
 
     @property
     def evaluation_tokens(self) -> int:
         """Sampled for held-out problems so far."""
-        return self._evaluated_tokens + sum(p.sampled_tokens for p in self.progress if p.evaluation)
+        return self._evaluated_tokens + sum(group.sampled_tokens for group in self if group.lease.evaluation)
 
     @property
     def unfinished(self) -> int:
         """Episodes that run or wait for a slot."""
-        groups = [r for r in self._running.values() if not r.handing_in]
-        return sum(r.lease.task.group_size - r.progress.finished for r in groups)
+        return sum(group.lease.task.group_size - group.finished for group in self if not group.handing_in)
 
     def start(self, lease: Lease) -> None:
-        progress = GroupProgress(lease.task, evaluation=lease.evaluation)
-        task = asyncio.create_task(self._work(lease, progress), name=f"group {lease.task.serial}")
-        self._running[lease.token] = _Running(lease, progress, task)
+        group = RunningGroup(lease)
+        self._work_of[group] = asyncio.create_task(self._work(group), name=f"group {lease.task.serial}")
 
     def lost(self, token: str) -> None:
         """The broker gave this task to another node."""
-        running = self._running.get(token)
-        if running is not None and not running.handing_in:
-            logger.warning("lease of task %d is lost; its episodes are cancelled", running.lease.task.serial)
-            running.progress.lost = True
-            running.task.cancel()
+        for group in self:
+            if group.lease.token == token and not group.handing_in:
+                logger.warning("lease of task %d is lost; its episodes are cancelled", group.lease.task.serial)
+                group.lost = True
+                self._work_of[group].cancel()
 
     async def give_back(self, unstarted_only: bool = False) -> None:
         """Cancel groups and release their leases. Groups that are being handed in end by themselves."""
-        groups = [r for r in self._running.values() if not r.handing_in]
-        groups = [r for r in groups if r.progress.started_at is None or not unstarted_only]
-        for running in groups:
-            running.task.cancel()
-        await asyncio.gather(*(r.task for r in groups), return_exceptions=True)
-        if not groups:
+        cancelled = {
+            group.lease.token: work
+            for group, work in self._work_of.items()
+            if not group.handing_in and (group.started_at is None or not unstarted_only)
+        }
+        for work in cancelled.values():
+            work.cancel()
+        await asyncio.gather(*cancelled.values(), return_exceptions=True)
+        if not cancelled:
             return
-        logger.info("releasing %d leases", len(groups))
+        logger.info("releasing %d leases", len(cancelled))
         try:
-            await self._parts.broker.release(self._node_id, [r.lease.token for r in groups])
+            await self._parts.broker.release(self._node_id, list(cancelled))
         except SlipstreamError as error:
             logger.warning("leases run out by themselves: %s", error)
 
     async def end(self, limit_s: float) -> None:
         """Give back what runs. Groups that are being handed in get `limit_s`, then they are cancelled."""
         await self.give_back()
-        tasks = [r.task for r in self._running.values()]
-        if tasks:
-            _, left = await asyncio.wait(tasks, timeout=limit_s)
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        works = list(self._work_of.values())
+        if works:
+            _, left = await asyncio.wait(works, timeout=limit_s)
+            for work in left:
+                work.cancel()
+            await asyncio.gather(*works, return_exceptions=True)
 
-    async def _work(self, lease: Lease, progress: GroupProgress) -> None:
+    async def _work(self, group: RunningGroup) -> None:
         """One lease from start to hand-in; wasted tokens are counted (docs/waste.md)."""
+        lease = group.lease
         accepted = False
         try:
-            done = await self._parts.runner.run(progress) if self._fits(lease.evaluation) else None
-            self._running[lease.token].handing_in = True
+            done = await self.roll_out(group) if self._fits(lease.evaluation) else None
+            group.handing_in = True
             if done is None or not self._fits(lease.evaluation):
                 await self._parts.timeout.repeat(lambda: self._parts.broker.release(self._node_id, [lease.token]))
                 await asyncio.sleep(RETRY_S)  # the broker may not know the version yet, and would lease it again
             else:
-                hand_in = self._hand_in if lease.evaluation is None else self._hand_in_evaluation
-                accepted = await hand_in(lease, done)
+                accepted = await self._hand_in(lease, done)
         except (asyncio.CancelledError, SlipstreamError) as error:
             if lease.evaluation is None:
-                self._parts.status.cancelled(progress.sampled_tokens, 0.0 if progress.lost else progress.seconds())
+                self._parts.status.cancelled(group.sampled_tokens, 0.0 if group.lost else group.seconds())
             if isinstance(error, asyncio.CancelledError):
                 raise
             self._fail(error)
         finally:
-            self._running.pop(lease.token, None)
-            facts = {**progress.facts, "attempt": lease.attempt, "accepted": int(accepted)}
-            SPANS.add(f"group {lease.task.serial}", "lease", progress.leased_at, track=f"groups/{lease.token}", **facts)
-            self._evaluated_tokens += progress.sampled_tokens if lease.evaluation else 0
+            self._work_of.pop(group, None)
+            facts = {**group.facts, "attempt": lease.attempt, "accepted": int(accepted)}
+            SPANS.add(f"group {lease.task.serial}", "lease", group.leased_at, track=f"groups/{lease.token}", **facts)
+            self._evaluated_tokens += group.sampled_tokens if lease.evaluation else 0
             self._on_end()
 
-    async def _hand_in(self, lease: Lease, done: RolledOut) -> bool:
-        """Whether the broker accepted the group."""
-        parts = self._parts
-        if done.failure is not None:
-            return await self._give_up(lease, done, done.failure)
-        work = self._node_id, lease.token, done.meta, encode_group(done.group)
+    def _fits(self, order: EvaluationOrder | None) -> bool:
+        """Whether the engine's weights are those of the evaluation round; always outside a round."""
+        weights = self._parts.feed.state
+        return order is None or (weights.version, weights.incarnation) == (order.version, order.incarnation)
+
+    async def roll_out(self, group: RunningGroup) -> CompletedGroup:
+        """All samples of the group's task, whose figures are kept current.
+
+        Raises SlipstreamError when the engine failed.
+        """
+        task = group.lease.task
+        order = group.lease.evaluation
         try:
-            accepted = await parts.timeout.repeat(lambda: parts.broker.complete(*work))
+            problem = msgspec.json.decode(task.problem, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            reason = f"task {task.serial}: the problem is not a JSON object: {error}"
+            return CompletedGroup(Group(task.serial, []), NO_SAMPLES, reason)
+        driver = self._parts.driver if order is None else self._parts.driver.at(order.temperature)
+        group.episodes = [Progress(track=f"episodes/{task.serial}.{i}") for i in range(task.group_size)]
+        try:
+            async with asyncio.TaskGroup() as episodes:
+                tasks = [episodes.create_task(self._play(driver, group, problem, i)) for i in range(task.group_size)]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        samples = [t.result() for t in tasks]
+        for sample in samples:
+            if sample.error is not None:
+                self._parts.status.sample_failed(sample.stop_reason)
+        return CompletedGroup.of(task.serial, samples, group.seconds())
+
+    async def _play(self, driver: EpisodeDriver, group: RunningGroup, problem: dict[str, Any], index: int) -> Sample:
+        task = group.lease.task
+        episode = group.episodes[index]
+        async with self.slots:
+            began = time.monotonic()
+            if group.started_at is None:
+                group.started_at = began
+            self.episodes_running += 1
+            try:
+                return await driver.run(problem, task.seed + index, episode, task.seed)
+            finally:
+                episode.at("done")
+                name = f"episode {task.serial}.{index}"
+                facts = {**group.facts, "sample": index, "turns": episode.turns, "tokens": episode.sampled_tokens}
+                SPANS.add(name, "episode", began, episode.since, episode.track, **facts)
+                self.episodes_running -= 1
+                self._on_end()
+
+    async def _hand_in(self, lease: Lease, done: CompletedGroup) -> bool:
+        """Whether the broker accepted the group, or the result of a held-out problem."""
+        parts = self._parts
+        serial = lease.task.serial
+        if lease.evaluation is None and done.failure is not None:
+            return await self._give_up(lease, done, done.failure)
+        try:
+            if lease.evaluation is None:
+                payload = encode_group(done.group)
+                complete = partial(parts.broker.complete, self._node_id, lease.token, done.meta, payload)
+            else:
+                result = done.evaluation_result(self._node_id)
+                complete = partial(parts.broker.complete_evaluation, self._node_id, lease.token, result)
+            accepted = await parts.timeout.repeat(complete)
         except BrokerError as error:
             return await self._give_up(lease, done, str(error))
-        if not accepted:  # the broker counts its tokens as wasted
-            logger.warning("the group of task %d came too late and was refused", lease.task.serial)
-        elif parts.status.joining.reached("delivered"):
+        if not accepted:  # the broker counts a group's tokens as wasted
+            what = "group of task" if lease.evaluation is None else "samples of held-out problem"
+            logger.warning("the %s %d came too late and was refused", what, serial)
+        elif lease.evaluation is None and parts.status.joining.reached("delivered"):
             times = parts.status.joining.times
             logger.info("%s; the process started at Unix time %.3f", sentence(times), times.started_s)
             parts.beat_now()
         return accepted
 
-    def _fits(self, order: EvaluationOrder | None) -> bool:
-        """Whether the engine's weights are the ones that a round is about; always without a round."""
-        weights = self._parts.feed.state
-        return order is None or (weights.version, weights.incarnation) == (order.version, order.incarnation)
-
-    async def _hand_in_evaluation(self, lease: Lease, done: RolledOut) -> bool:
-        """Whether the broker accepted the samples of a held-out problem."""
-        broker, work = self._parts.broker, (self._node_id, lease.token, result_of(done, self._node_id))
-        try:
-            accepted = await self._parts.timeout.repeat(lambda: broker.complete_evaluation(*work))
-        except BrokerError as error:
-            return await self._give_up(lease, done, str(error))
-        if not accepted:
-            logger.warning("the samples of held-out problem %d came too late and were refused", lease.task.serial)
-        return accepted
-
-    async def _give_up(self, lease: Lease, done: RolledOut, reason: str) -> bool:
+    async def _give_up(self, lease: Lease, done: CompletedGroup, reason: str) -> bool:
         """Tell the broker that a group failed, and its cost; it counts as an attempt."""
         logger.warning("task %d failed: %s", lease.task.serial, reason)
-        parts, transcript = self._parts, b""
+        parts = self._parts
+        transcript = b""
         if parts.transcribe is not None and done.failure is not None:
             transcript = await asyncio.to_thread(parts.transcribe, done.group)
         cost = done.meta.sampled_tokens, max(0.0, done.meta.generation_s)
         await parts.timeout.repeat(lambda: parts.broker.fail(self._node_id, lease.token, reason, *cost, transcript))
         return False
-
-
-def result_of(done: RolledOut, node_id: str) -> EvaluationResult:
-    """The samples of a held-out problem, without their tokens."""
-    samples, meta = done.group.samples, done.meta
-    return EvaluationResult(
-        problem=done.group.serial,
-        rewards=[0.0 if s.error is not None else s.reward for s in samples],
-        lengths=[int(s.loss_mask.numpy().sum()) for s in samples],
-        stop_reasons=[s.stop_reason for s in samples],
-        errors=[s.error or "" for s in samples],
-        node_id=node_id,
-        version_min=meta.version_min,
-        version_max=meta.version_max,
-        started_s=time.time() - meta.generation_s,
-        seconds=meta.generation_s,
-    )

@@ -19,7 +19,8 @@ def return_routed_experts_on_cpu() -> None:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     require(VllmConfig, "_verify_aux_output_compatibility")
-    initialize, execute = CPUModelRunner.initialize_kv_cache, CPUModelRunner.execute_model
+    initialize = CPUModelRunner.initialize_kv_cache
+    execute = CPUModelRunner.execute_model
     sample = CPUModelRunner.sample_tokens
 
     def verify(config: Any) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from common.errors import SlipstreamError
 from common.weights.receiver import StagingStatus
-from rollout_fleet.vllm_patches.flip import salt
+from rollout_fleet.vllm_patches.engine_process import salt
 from rollout_fleet.weights.weight_proof import Proof
 
 logger = logging.getLogger(__name__)

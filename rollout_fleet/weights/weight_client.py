@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
+from typing import Literal
 
 import zmq
 import zmq.asyncio
@@ -27,7 +28,6 @@ from common.weights.receiver import StagingStatus
 from common.weights.transports.nccl import shared_versions
 from common.weights.transports.relay import Stall
 from rollout_fleet.episode.sampler_protocol import WeightsState
-from rollout_fleet.join_timing import JoinTimer
 from rollout_fleet.weights.engine_weights import EngineWeights, ProofFailed, StagingFailed
 
 logger = logging.getLogger(__name__)
@@ -49,11 +49,15 @@ class WeightClient:
         target: EngineWeights,
         credential: Credential | None = None,
         transports: tuple[str, ...] = ("gloo", "relay"),
-        joining: JoinTimer | None = None,
+        reached: Callable[[Literal["staged", "active"]], object] = lambda stage: None,
         pool: str = "",
     ) -> None:
-        """Needs a running event loop only from `follow` on; `transports`: the ways by which the target can receive."""
-        self._joining = joining or JoinTimer()
+        """Needs a running event loop only from `follow` on.
+
+        `transports`: the ways by which the target can receive. `reached` is called when a version is staged, and when
+        it is active.
+        """
+        self._reached = reached
         self._transports, self._credential = transports, credential
         self._handshakes: Handshakes | None = None
         self._node_id, self._pool, self._target = node_id, pool, target
@@ -147,7 +151,7 @@ class WeightClient:
                 refusal = self._handshakes.refusal() if self._handshakes is not None else ""
                 if refusal:
                     logger.error("%s", refusal)
-                    await self._change(waiting_on=refusal)
+                    await self._change(refused=refusal)
                 await self._join()
                 continue
             try:
@@ -213,7 +217,7 @@ class WeightClient:
         self._staged = publish
         told = {"version": publish.version, "incarnation": publish.incarnation}
         SPANS.add(f"receive version {publish.version}", "stage", began, track="weights/receive", **told)
-        self._joining.reached("staged")
+        self._reached("staged")
         await self._send(messages.Staged(*version, seconds, publish.epoch))
 
     async def _activate(self, message: messages.Activate) -> None:
@@ -231,12 +235,12 @@ class WeightClient:
             await self._exclude(message, str(error))
             return
         state = self.state
-        self._joining.reached("active")
+        self._reached("active")
         await self._change(
             version=publish.version,
             incarnation=publish.incarnation,
             flipping=False,
-            waiting_on="",
+            refused="",
             flips=state.flips + 1,
             stall_s=state.stall_s + flip.stall_s,
             canary_max_difference=state.canary_max_difference if difference is None else difference,
@@ -265,7 +269,7 @@ class WeightClient:
         logger.error("this node stops generating: %s", reason)
         with contextlib.suppress(Exception):  # the engine may be what is broken
             await self._target.exclude(reason)
-        await self._change(excluded=reason, flipping=False, waiting_on=reason)
+        await self._change(excluded=reason, flipping=False)
         incarnation, version = getattr(message, "incarnation", self._incarnation), getattr(message, "version", -1)
         await self._send(messages.Rejected(self._node_id, incarnation, version, reason, fatal=True))
 

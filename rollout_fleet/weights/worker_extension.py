@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer import base
 from common.weights import messages, packing
 from common.weights.layout import Layout
 from common.weights.transports.nccl import remember_device
-from rollout_fleet.vllm_patches import derived_weights
+from rollout_fleet.vllm_patches import live_weights
 from rollout_fleet.vllm_patches.shared_files import this_worker
 from rollout_fleet.weights import weight_proof
 from rollout_fleet.weights.tensor_parallel import Ranks
@@ -66,7 +66,7 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
             flat = self.ranks.take(update_info.incarnation, update_info.version, layout.total_bytes)
             with torch.no_grad():
                 self.model.load_weights(packing.view(flat, layout))
-                derived_weights.renew(self.model, self.model_config.dtype)
+                live_weights.renew(self.model, self.model_config.dtype)
             if torch.cuda.is_available():  # other threads prove the parameters and write the buffer
                 torch.cuda.current_stream().synchronize()
         except Exception as failure:  # without it the other ranks would wait for this one for ever

@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 import psutil
 import yaml
 
-from broker.connect import connect_observer
+from broker.client.calls import ObserverBroker
+from broker.client.connect import connect_observer
 from broker.contract import BrokerStatus
-from broker.messaging.client_methods import ObserverBroker
 from common.process.run_dir import write_atomic
 from common.security.credentials import KeyFolder
 from launch.keys import make

@@ -10,18 +10,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from broker.contract import NodeReport, RunInfo, Waste
-from broker.delivery.nodes import wasted_tokens
+from broker.client.calls import NodeBroker
+from broker.client.connection import AsyncBrokerClient, BrokerClient
+from broker.contract import NodeReport, RunInfo
 from broker.delivery.state import DeliveryState
-from broker.journal.file_store.store import open_file_store
+from broker.journal.file_store import open_file_store
 from broker.journal.journal import Journal
 from broker.journal.recovery import recover
-from broker.journal.redis_store.store import RedisStore
+from broker.journal.redis_store import RedisStore
 from broker.journal.store import Store
-from broker.messaging.async_client import AsyncBrokerClient
-from broker.messaging.client_methods import NodeBroker
-from broker.messaging.sync_client import BrokerClient
 from common.rollouts import GroupMeta, Task
+from common.waste import Waste, wasted_tokens
 from tests import broker_rig
 from tests.broker_rig import new_state, node_report, serving
 from tests.memory_broker import MemoryBroker

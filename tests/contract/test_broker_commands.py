@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from broker.delivery.log_ends import FRESH_S, MOST_LOGS
+from broker.delivery.logs import FRESH_S, MOST_LOGS
 from common.errors import BrokerError
 from tests.broker_rig import learner_report, node_report
 from tests.contract.backends import Backend, run_info

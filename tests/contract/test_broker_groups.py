@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from broker.contract import Waste
 from common.errors import BrokerError
 from common.rollouts import GroupMeta
+from common.waste import Waste
 from tests.broker_rig import learner_report, node_report
 from tests.contract.backends import META, Backend
 

@@ -1,13 +1,14 @@
 """The learner's side: what it offers, its incarnations, its end; and the events of a run."""
 
-import re
 from collections.abc import Callable
 
 import msgspec
 import pytest
 
-from broker.contract import LOST_AFTER_S, Waste
+from broker.contract import LOST_AFTER_S
 from common.errors import BrokerError
+from common.waits import WaitKind
+from common.waste import Waste
 from tests.broker_rig import learner_report, node_report
 from tests.contract.backends import Backend, tasks
 
@@ -77,7 +78,7 @@ def test_of_two_learners_with_one_incarnation_the_second_is_refused_until_the_fi
         assert backend.learner.status().learner.state == "training"
         backend.pass_time(silent_s)
         assert (shown := backend.learner.status().learner).state == state
-    assert re.fullmatch(r"not seen for \d+ s, was training", shown.waiting_on)
+    assert (shown.wait.kind, shown.wait.cause) == (WaitKind.SIGN_OF_LIFE, "training")
     second.attach(learner_report(instance="b"))
     with pytest.raises(BrokerError, match="incarnation 1 was replaced by another process of the same incarnation"):
         backend.learner.offer(tasks(0))

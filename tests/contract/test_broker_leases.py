@@ -6,10 +6,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from broker.contract import Waste
-from broker.delivery.leasing import ALONE
+from broker.delivery.node_rules import ALONE
 from broker.delivery.nodes import FORGET_AFTER_S, MOST_LEFT
 from common.errors import BrokerError
+from common.waste import Waste
 from tests.broker_rig import node_report
 from tests.contract.backends import GROUPS_PER_STEP, LEASE_S, META, Backend, tasks
 from tests.waiting import LIMIT_S

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from broker.connect import Access, connect
+from broker.client.calls import LearnerBroker
+from broker.client.connect import Access, connect
 from broker.contract import LedgerEntry
-from broker.messaging.client_methods import LearnerBroker
 from common.config.schema import Config, StalenessConfig
 from common.errors import BrokerError, BrokerUnreachable
 from common.process.run_dir import RunDir

@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 
-from broker.connect import Access, connect, connect_node
+from broker.client.calls import LearnerBroker, NodeBroker
+from broker.client.connect import Access, connect, connect_node
 from broker.contract import LearnerReport
 from broker.main import run_broker
-from broker.messaging.client_methods import LearnerBroker, NodeBroker
 from common.config.schema import Config
 from common.errors import SlipstreamError, StoreChanged, UsageError
 from common.process.run_dir import write_atomic
@@ -30,12 +30,10 @@ from common.rollouts import Sample, VersionRun, decode_group
 from common.wire_types import Array
 from learner.loop.tasks import TaskSource, TaskStream
 from rollout_fleet.episode.driver import Progress
-from rollout_fleet.episode.group_runner import GroupRunner
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
-from rollout_fleet.node.broker_timeout import BrokerTimeout
-from rollout_fleet.node.heartbeat import Heartbeat
+from rollout_fleet.node.heartbeat import BrokerTimeout, Heartbeat
 from rollout_fleet.node.node import Node
-from rollout_fleet.node.node_status import OwnStatus
+from rollout_fleet.node.node_status import NodeStatusTracker
 from rollout_fleet.node.running_groups import NodeParts
 from tests.faults.options import (
     GROUP_SIZE,
@@ -71,7 +69,7 @@ class FileWeights:
             if self._path and (path := Path(self._path)).exists():
                 incarnation, version = map(int, path.read_text().split())
                 if (self.state.incarnation, self.state.version) != (incarnation, version):
-                    self.state = WeightsState(version=version, incarnation=incarnation, waiting_on="")
+                    self.state = WeightsState(version=version, incarnation=incarnation)
         return self.state
 
     async def close(self) -> None:
@@ -132,15 +130,21 @@ class Repeating:
 
 async def node(o: NodeOptions) -> int:
     access = Access(address=o.address, role="node", deadline_s=10.0, retry_s=RETRY_S)
-    status, feed = OwnStatus(o.name), FileWeights()
+    status, feed = NodeStatusTracker(o.name), FileWeights()
     timeout = BrokerTimeout(60.0, o.address)
     async with connect_node(access) as client:
         run = await client.register(status.report())
         heartbeat = Heartbeat(lambda: connect_node(access), status, timeout, o.heartbeat_s, Path())
-        driver = SleepingDriver(o, feed)
-        runner = GroupRunner(driver, o.concurrency)
-        handing_in = Repeating(client, 2 * run.lease_s) if o.repeats else client
-        parts = NodeParts(handing_in, feed, runner, status, timeout, EngineCounters, heartbeat.beat_now)  # type: ignore[arg-type]
+        parts = NodeParts(
+            broker=Repeating(client, 2 * run.lease_s) if o.repeats else client,  # type: ignore[arg-type]
+            feed=feed,
+            driver=SleepingDriver(o, feed),  # type: ignore[arg-type]
+            concurrency=o.concurrency,
+            status=status,
+            timeout=timeout,
+            counters=EngineCounters(),
+            beat_now=heartbeat.beat_now,
+        )
         loop = Node(parts, drain_s=0.5)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, loop.request_drain, "SIGTERM", True)
         heartbeat.start(loop.on_heartbeat, loop.fail)

@@ -17,8 +17,7 @@ from common.weights import messages
 from launch.quickstart.assets import build_tokenizer
 from rollout_fleet.agents.driver import AgentDriver
 from rollout_fleet.engine import engine
-from rollout_fleet.environments.isolation.placement import ThreadStage
-from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
+from rollout_fleet.environments.isolation.thread_backend import EnvironmentThread, ThreadBackend
 from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.episode.driver import EpisodeRules, Sampling
 from rollout_fleet.episode.rendering import Renderer
@@ -389,12 +388,13 @@ def test_an_agent_s_tokens_and_log_probabilities_are_those_of_the_engine_version
                 messages += [said.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and?"}]
         return 1.0
 
-    host = EnvironmentHost()
+    host = EnvironmentThread()
 
     async def once() -> Any:
-        stage, budget = ThreadStage(agent, {}, host), Budget(8, 100, 400)
+        backend = ThreadBackend(agent, {}, host)
+        budget = Budget(8, 100, 400)
         rules = EpisodeRules(budget, Sampling(temperature))
-        driver = AgentDriver(rig.engine, Renderer(tokenizer), stage, rules)
+        driver = AgentDriver(rig.engine, Renderer(tokenizer), backend, rules)
         try:
             return await driver.run({"say": "hello there"}, 0)
         finally:

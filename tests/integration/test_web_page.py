@@ -13,6 +13,7 @@ from broker.contract import LedgerEntry
 from common.process.run_dir import RunDir, write_json
 from common.segments import SegmentWriter
 from common.transcripts import Transcript, Turn
+from common.waits import WaitFor, WaitKind
 from tests.chromium import Page, browser, serving
 from tests.launch_rig import LEARNER, node_status, status_of
 from tests.run_fixture import Fixture
@@ -154,7 +155,7 @@ def test_nothing_is_wider_than_a_narrow_screen(page, address, tab):
 def test_text_of_a_run_is_never_html(page, tmp_path):
     run = RunDir(tmp_path / EVIL.replace("/", "∕"))
     run.path.mkdir()
-    node = node_status(EVIL, alive=True, state=EVIL, waiting_on=EVIL, host=EVIL)
+    node = node_status(EVIL, alive=True, state=EVIL, wait=WaitFor(WaitKind.REPAIR, cause=EVIL), host=EVIL)
     write_json(run.status_json, status_of(node, learner=msgspec.structs.replace(LEARNER, alarms=[EVIL])))
     write_json(run.ledger_json, [LedgerEntry(7, "dead", 1, [EVIL], None, None, None, None, EVIL)])
     line = {"step": 0, "reward_mean": 0.5, "samples_failed_by_reason": {EVIL: 1}}

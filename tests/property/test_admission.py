@@ -17,7 +17,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from broker.contract import LearnerReport, Lease, NodeReport, RunInfo
-from broker.delivery.event_log import EventLog
+from broker.delivery.learner_rules import LearnerRules
+from broker.delivery.logs import EventLog
+from broker.delivery.node_rules import NodeRules
 from broker.delivery.state import DeliveryState
 from broker.delivery.task_table import Entry
 from common.rollouts import GroupMeta, Task
@@ -92,7 +94,7 @@ class World:
         ]
 
     def run(self) -> None:
-        self.state.attach(LearnerReport(1, 1, "training", 0))
+        LearnerRules(self.state).attach(LearnerReport(1, 1, "training", 0))
         for node in self.nodes:
             self.start(node)
             self.after(LEASE_S / 4, lambda n=node: self.heartbeat(n))
@@ -101,7 +103,7 @@ class World:
         while self.step < STEPS:
             self.now, _, happen = heapq.heappop(self.queue)
             assert self.now < GIVE_UP_S, f"stuck at step {self.step}: {self.state.status()}"
-            self.state.expire()
+            NodeRules(self.state).expire()
             happen()
             outstanding = len(self.state.tasks.leased) + len(self.state.tasks.ready)
             self.most_outstanding = max(self.most_outstanding, outstanding)
@@ -118,8 +120,8 @@ class World:
         tasks = self.state.tasks
         freed = tasks.freed_earlier + len(tasks.freed)
         end = s.groups_per_step * (self.version + s.max_staleness + 2) + freed
-        self.state.offer([Task(n, b"", n, 2) for n in range(self.state.tasks.next_serial, end)])
-        taken = self.state.take(self.step, s.groups_per_step, in_order=s.mode == "wait")
+        LearnerRules(self.state).offer([Task(n, b"", n, 2) for n in range(self.state.tasks.next_serial, end)])
+        taken = LearnerRules(self.state).take(self.step, s.groups_per_step, in_order=s.mode == "wait")
         if taken is None:
             self.after(POLL_S, self.learn)
             return
@@ -127,11 +129,11 @@ class World:
         old = [e.serial for e in taken if self.step - self.version_of(e) > s.max_staleness]
         expired = sorted(set(old) - set(flat))
         if s.mode == "regenerate" and expired:
-            self.state.regenerate(self.step, expired)
+            LearnerRules(self.state).regenerate(self.step, expired)
             self.after(0.1, self.learn)
             return
         most = (MOST_TAKEN - 1) * s.groups_per_step
-        self.state.filter(self.step, flat, most)
+        LearnerRules(self.state).filter(self.step, flat, most)
         if len(taken) < s.groups_per_step + min(len(flat), most):
             self.after(0.1, self.learn)
             return
@@ -145,7 +147,7 @@ class World:
     def publish(self) -> None:
         self.training = False
         if self.step % 3 == 2:
-            self.state.commit(self.step)
+            LearnerRules(self.state).commit(self.step)
         self.step += 1
         self.version += 1
         for node in self.nodes:
@@ -165,7 +167,7 @@ class World:
 
     def start(self, node: SimulatedNode) -> None:
         node.pid, node.version, node.held = next(self.order), -1, {}
-        self.state.register(self.report(node))
+        NodeRules(self.state).register(self.report(node))
         self.give_weights(node)
         self.after(0, lambda: self.lease(node, node.pid))
 
@@ -182,7 +184,7 @@ class World:
         if node.pid != pid:
             return
         if self.now >= node.frozen_until and len(node.held) < node.slots:
-            for lease in self.state.lease(node.name, node.version, node.slots - len(node.held)):
+            for lease in NodeRules(self.state).lease(node.name, node.version, node.slots - len(node.held)):
                 node.held[lease.token] = lease
                 seconds = node.pace_s * self.random.uniform(0.5, 2.0)
                 if self.random.random() < self.scenario.straggler_share:
@@ -199,14 +201,14 @@ class World:
             return
         node.held.pop(lease.token, None)
         if lease.task.serial in self.scenario.poison or self.random.random() < self.scenario.failure_share:
-            self.state.fail(node.name, lease.token, "bad luck")
+            NodeRules(self.state).fail(node.name, lease.token, "bad luck")
         else:
             meta = GroupMeta(version_min=version, version_max=node.version, reward_mean=0.0, sampled_tokens=1)
-            self.state.complete(node.name, lease.token, meta, b"", PAYLOAD_BYTES)
+            NodeRules(self.state).complete(node.name, lease.token, meta, b"", PAYLOAD_BYTES)
 
     def heartbeat(self, node: SimulatedNode) -> None:
         if node.pid and self.now >= node.frozen_until:
-            reply = self.state.heartbeat(self.report(node), list(node.held))
+            reply = NodeRules(self.state).heartbeat(self.report(node), list(node.held))
             for token in reply.lost:
                 node.held.pop(token, None)
         self.after(LEASE_S / 4, lambda: self.heartbeat(node))

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from broker.contract import LearnerReport, Lease, NodeReport, RunInfo
-from broker.delivery.event_log import EventLog
-from broker.delivery.leasing import ALONE
+from broker.delivery.learner_rules import LearnerRules
+from broker.delivery.logs import EventLog
+from broker.delivery.node_rules import ALONE, NodeRules
 from broker.delivery.state import DeliveryState
 from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
@@ -56,9 +57,9 @@ class Delivery(RuleBasedStateMachine):
         )
         self.b = groups_per_step
         self.state = self.new_state(run, lambda: f"t{next(numbers)}")
-        self.state.attach(LearnerReport(1, 1, "training", 0))
+        LearnerRules(self.state).attach(LearnerReport(1, 1, "training", 0))
         for node in NODES:
-            self.state.register(NodeReport(node, next(self.pids), "h", "generating", 0))
+            NodeRules(self.state).register(NodeReport(node, next(self.pids), "h", "generating", 0))
 
     def new_state(self, run: RunInfo, new_token: Callable[[], str]) -> DeliveryState:
         return DeliveryState(run, lambda: self.now, new_token, EventLog(wall_clock=lambda: 0))
@@ -68,14 +69,14 @@ class Delivery(RuleBasedStateMachine):
         next_serial = self.state.tasks.next_serial
         first = max(0, next_serial - again)
         tasks = [Task(s, b"", s, 2) for s in range(first, next_serial + count)]
-        assert self.state.offer(tasks) == count
+        assert LearnerRules(self.state).offer(tasks) == count
 
     @rule(target=leases, node=st.sampled_from(NODES), count=st.integers(1, 6), lag=st.integers(0, 2))
     def lease(self, node: str, count: int, lag: int) -> object:
         if node not in self.state.fleet.nodes:
             return multiple()
         older = [s for s, e in self.state.tasks.living.items() if e.state == "pending"]
-        got = self.state.lease(node, max(0, self.learner_version - lag), count)
+        got = NodeRules(self.state).lease(node, max(0, self.learner_version - lag), count)
         assert [le.task.serial for le in got] == sorted(older)[: len(got)]
         for le in got:
             assert le.token not in self.tokens, "tokens never repeat"
@@ -88,7 +89,7 @@ class Delivery(RuleBasedStateMachine):
         self.offer(self.b, 0)
         if node not in self.state.fleet.nodes:
             self.go(node, True)
-        leases = self.state.lease(node, self.learner_version, 2 * self.b)
+        leases = NodeRules(self.state).lease(node, self.learner_version, 2 * self.b)
         self.tokens |= {lease.token for lease in leases}
         for lease in leases[:done]:
             self.complete((node, lease), False)
@@ -98,44 +99,46 @@ class Delivery(RuleBasedStateMachine):
     def complete(self, held: tuple[str, Lease], again: bool) -> None:
         node, lease = held
         entry = self.state.tasks.leased.get(lease.token)
-        accepted = self.state.complete(node, lease.token, META, payload(lease.token), PAYLOAD_BYTES)
+        accepted = NodeRules(self.state).complete(node, lease.token, META, payload(lease.token), PAYLOAD_BYTES)
         if entry is not None:
             assert accepted
             self.accepted[lease.task.serial] += 1
         if again:
-            assert self.state.complete(node, lease.token, META, payload(lease.token), PAYLOAD_BYTES) == accepted
+            assert (
+                NodeRules(self.state).complete(node, lease.token, META, payload(lease.token), PAYLOAD_BYTES) == accepted
+            )
 
     @rule(held=leases)
     def complete_under_another_name(self, held: tuple[str, Lease]) -> None:
-        assert not self.state.complete("stranger", held[1].token, META, b"", 0)
+        assert not NodeRules(self.state).complete("stranger", held[1].token, META, b"", 0)
 
     @rule(held=consumes(leases))
     def fail(self, held: tuple[str, Lease]) -> None:
-        self.state.fail(held[0], held[1].token, "because")
+        NodeRules(self.state).fail(held[0], held[1].token, "because")
 
     @rule(held=consumes(leases))
     def release(self, held: tuple[str, Lease]) -> None:
-        self.state.release(held[0], [held[1].token])
+        NodeRules(self.state).release(held[0], [held[1].token])
 
     @rule(node=st.sampled_from(NODES), keep=st.booleans())
     def heartbeat(self, node: str, keep: bool) -> None:
         known = self.state.fleet.nodes.get(node)
         pid = known.report.pid if known else next(self.pids)
         tokens = sorted(known.tokens) if known and keep else []
-        reply = self.state.heartbeat(NodeReport(node, pid, "h", "generating", self.learner_version), tokens)
+        reply = NodeRules(self.state).heartbeat(NodeReport(node, pid, "h", "generating", self.learner_version), tokens)
         assert reply.lost == []
 
     @rule(node=st.sampled_from(NODES), restart=st.booleans())
     def go(self, node: str, restart: bool) -> None:
         if restart:
-            self.state.register(NodeReport(node, next(self.pids), "h", "generating", self.learner_version))
+            NodeRules(self.state).register(NodeReport(node, next(self.pids), "h", "generating", self.learner_version))
         else:
-            self.state.leave(node)
+            NodeRules(self.state).leave(node)
 
     @rule(seconds=st.floats(0.1, 2 * LEASE_S))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        self.state.expire()
+        NodeRules(self.state).expire()
         assert all(e.deadline > self.now for e in self.state.tasks.leased.values())
         assert all(e.leased_at > self.now - MAX_LEASE_S for e in self.state.tasks.leased.values())
 
@@ -144,7 +147,7 @@ class Delivery(RuleBasedStateMachine):
         step = self.learner_version
         before = self.taken.get(step, [])
         unfinished = [s for s, e in self.state.tasks.living.items() if e.state in ("pending", "leased")]
-        got = self.state.take(step, self.b, in_order)
+        got = LearnerRules(self.state).take(step, self.b, in_order)
         if got is None:
             return
         serials = [e.serial for e in got]
@@ -159,10 +162,10 @@ class Delivery(RuleBasedStateMachine):
     @rule(data=st.data())
     def learner_restarts_and_replays(self, data: st.DataObject) -> None:
         first = max([s for s, serials in self.taken.items() if set(serials) <= self.committed], default=-1) + 1
-        self.state.attach(LearnerReport(2, 1, "replaying", first))
+        LearnerRules(self.state).attach(LearnerReport(2, 1, "replaying", first))
         for step in range(first, self.learner_version):
             if len(self.taken[step]) == self.b + self.replaced(step):
-                replayed = self.state.take(step, self.b)
+                replayed = LearnerRules(self.state).take(step, self.b)
                 assert replayed is not None
                 assert [e.serial for e in replayed] == self.taken[step]
                 assert all(e.payload is not None for e in replayed)
@@ -174,7 +177,7 @@ class Delivery(RuleBasedStateMachine):
             return
         step = max(open_steps)
         serial = data.draw(st.sampled_from(self.taken[step]))
-        self.state.regenerate(step, [serial])
+        LearnerRules(self.state).regenerate(step, [serial])
         if serial in self.filtered.get(step, []):
             return  # a filtered group stays where it is
         self.taken[step].remove(serial)
@@ -197,7 +200,7 @@ class Delivery(RuleBasedStateMachine):
         known = self.filtered.setdefault(step, [])
         known += [serial for serial in chosen if serial not in known]
         for _ in range(1 + again):
-            self.state.filter(step, chosen, 2 * self.b)
+            LearnerRules(self.state).filter(step, chosen, 2 * self.b)
         now = self.state.tasks.freed_earlier + len(self.state.tasks.freed)
         assert now - freed == self.replaced(step) - before, "a slot is freed once"
         if self.replaced(step) > before:
@@ -207,13 +210,13 @@ class Delivery(RuleBasedStateMachine):
     def commit(self, back: int, repeat: bool) -> None:
         step = self.learner_version - 1 - back
         for _ in range(1 + repeat):
-            self.state.commit(step)
+            LearnerRules(self.state).commit(step)
         for taken_step, serials in self.taken.items():
             if taken_step <= step:
                 self.committed |= set(serials)
         if step in self.taken:
             try:
-                self.state.take(step, self.b)
+                LearnerRules(self.state).take(step, self.b)
             except BrokerError:
                 pass
             else:

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from broker.contract import RunInfo
-from broker.delivery.event_log import EventLog
 from broker.delivery.learner_fencing import lasting
+from broker.delivery.logs import EventLog
 from broker.delivery.state import DeliveryState
 from broker.delivery.task_table import TaskRecord
-from broker.journal.file_store.store import open_file_store
+from broker.journal.file_store import open_file_store
 from broker.journal.journal import Journal
 from broker.journal.recovery import recover
 from broker.journal.store import Store, StoredPayload

@@ -6,7 +6,7 @@ from hypothesis import Phase, settings
 
 from broker.delivery.state import DeliveryState
 from broker.journal.journal import Journal
-from broker.journal.redis_store.store import RedisStore
+from broker.journal.redis_store import RedisStore
 from tests.property.test_durable_delivery import DurableDelivery
 from tests.redis_server import leading, redis_server
 

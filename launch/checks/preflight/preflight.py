@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from broker.messaging.bind_address import bindable
-from broker.messaging.sockets import bind_router, connect_dealer
+from broker.sockets import bind_router, bindable, connect_dealer
 from common.config.checks import resolve_paths
 from common.config.loading import load_config
 from common.config.network_checks import is_loopback, is_wildcard, split_address

@@ -18,7 +18,7 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Literal
 
-from broker.connect import ask_status
+from broker.client.connect import ask_status
 from common.config.loading import load_resolved
 from common.config.network_checks import is_loopback
 from common.errors import EXIT_DONE, EXITS_FOR_GOOD, HopelessError, SlipstreamError, UsageError

@@ -23,8 +23,11 @@ class NumberGuessing:
         number = problem.get("number")
         if not isinstance(number, int) or not 1 <= number <= highest:
             raise ValueError(f"'number' must be an integer in 1..{highest}, the problem has {number!r}")
-        self.number, self.guesses, self.made = number, guesses, 0
-        self.low, self.high = 1, highest
+        self.number = number
+        self.guesses = guesses
+        self.made = 0
+        self.low = 1
+        self.high = highest
 
     async def reset(self) -> str:
         return f"Guess {self.low}-{self.high}\n"

@@ -1,14 +1,33 @@
-"""Word problems with a Python tool: the policy may run code, in a sandbox, before it answers."""
+"""Word problems with a Python tool: the policy may run code before it answers.
 
+Each call runs in a process of its own, with limits and without network, which is gone afterwards. process_backend.py
+says which faults that contains.
+"""
+
+import ast
+import asyncio
+import atexit
+import contextlib
+import functools
+import math
+import os
+import sys
+import tempfile
+import traceback
 from typing import Any
 
-from rollout_fleet.environments.builtin.gsm8k import final_number, read_row
-from rollout_fleet.environments.isolation.sandbox import run_python
+from rollout_fleet.environments.builtin.math_problems import final_number, read_row
+from rollout_fleet.environments.isolation import ipc_frames
+from rollout_fleet.environments.isolation.backend import EnvironmentDied, EnvironmentRaised, ObservationTooLarge
+from rollout_fleet.environments.isolation.process_backend import ProcessHost
 from rollout_fleet.environments.protocol import Limits
 from rollout_fleet.environments.tools import Tool, ToolEnvironment
 
 PROMPT = "{question}\nYou may run Python with the tool `python`. Give the final number after ####."
 PARAMETERS = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
+NAME = "<code>"  # the file that tracebacks name
+LEAST_FILE_BYTES = 1 << 20
+FULL_OR_CLOSED = contextlib.suppress(OSError, ValueError)  # the output's file is full, or the code closed the stream
 
 
 class PythonTool(ToolEnvironment):
@@ -42,3 +61,64 @@ class PythonTool(ToolEnvironment):
 
     async def judge(self, answer: str) -> float:
         return float(final_number(answer) == self.gold)
+
+
+@functools.cache
+def _host() -> ProcessHost:
+    host = ProcessHost((__name__,))
+    atexit.register(host.close)
+    return host
+
+
+async def run_python(code: str, seconds: float = 5.0, memory_mib: int = 512, output_chars: int = 4000) -> str:
+    """Runs `code`; returns its stdout and stderr, the value of a last expression, and the traceback if it raises.
+
+    `seconds` limits wall time and, rounded up, CPU time; `memory_mib` limits address space. Output beyond
+    `output_chars` is cut and says so; far more makes the write fail. It is `killed: ...` when the process was ended.
+    """
+    limits = Limits(cpu_s=max(1, math.ceil(seconds)), memory_mib=memory_mib)
+    file_bytes = max(LEAST_FILE_BYTES, 4 * output_chars)
+    channel = await _host().open(limits, seconds + 5.0, network=False, file_bytes=file_bytes)
+    with contextlib.closing(channel):
+        try:
+            async with asyncio.timeout(seconds):
+                limit = output_chars * ipc_frames.CHAR_BYTES + ipc_frames.SMALL_BYTES
+                keywords = {"code": code, "chars": output_chars}
+                return await channel.ask(limit, do="call", path=f"{__name__}:execute", keywords=keywords)
+        except TimeoutError:
+            return f"killed: it took longer than {seconds:g} s"
+        except (EnvironmentDied, EnvironmentRaised, ObservationTooLarge) as error:
+            return f"killed: {error}"
+
+
+def execute(code: str, chars: int) -> str:
+    """In the process: run `code`, with both streams into a file, and return the file's beginning."""
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        _run(code)
+        for stream in (sys.stdout, sys.stderr):
+            with FULL_OR_CLOSED:
+                stream.flush()
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        text = file.read(4 * chars).decode("utf-8", "replace")
+    return text if len(text) <= chars and size <= 4 * chars else f"{text[:chars]}\n... (of {size} bytes)"
+
+
+def _run(code: str) -> None:
+    world = {"__name__": "__main__"}
+    try:
+        tree = ast.parse(code, NAME)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, NAME, "exec"), world)
+        if isinstance(last, ast.Expr):
+            sys.displayhook(eval(compile(ast.Expression(last.value), NAME, "eval"), world))  # noqa: S307
+    except SystemExit:
+        return
+    except BaseException as error:  # whatever it raises is its output
+        frames_of_code = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == NAME]
+        said = traceback.format_list(frames_of_code) + traceback.format_exception_only(error)
+        with FULL_OR_CLOSED:
+            sys.stderr.write("".join(said))

@@ -5,15 +5,27 @@ Standard library only: these modules also run under another interpreter (`python
 
 import json
 from asyncio import IncompleteReadError, StreamReader
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-from rollout_fleet.environments.isolation.placement import EnvironmentDied, Flood
+from rollout_fleet.environments.isolation.backend import EnvironmentDied, ObservationTooLarge
 from rollout_fleet.environments.protocol import Action, Chat, Observation, StepResult, ToolCall
 
 HEAD_BYTES = 4
 SMALL_BYTES = 1 << 16
 CHAR_BYTES = 8  # upper bound for the JSON of one character
+
+
+@dataclass(frozen=True)
+class ProcessOrder:
+    """The node's order to the fork server: a process for one episode, with these limits."""
+
+    cpu_s: int
+    memory_mib: int  # address space
+    file_bytes: int  # of the largest file
+    wall_s: float
+    network: bool
+    isolate: bool  # in namespaces, if the kernel allows it
 
 
 def pack(message: dict[str, Any]) -> bytes:
@@ -24,12 +36,13 @@ def pack(message: dict[str, Any]) -> bytes:
 async def read(reader: StreamReader, limit_bytes: int) -> dict[str, Any]:
     """The next frame.
 
-    Raises Flood, with nothing read, for one larger than `limit_bytes`, and EnvironmentDied when the stream ended.
+    Raises ObservationTooLarge for one larger than `limit_bytes`, which is not read, and EnvironmentDied at the end of
+    the stream.
     """
     try:
         size = int.from_bytes(await reader.readexactly(HEAD_BYTES), "little")
         if size > limit_bytes:
-            raise Flood(f"an answer of {size} bytes, the limit is {limit_bytes}")
+            raise ObservationTooLarge(f"an answer of {size} bytes, the limit is {limit_bytes}")
         body = await reader.readexactly(size)
     except (IncompleteReadError, ConnectionError) as error:
         raise EnvironmentDied("its process ended without an answer") from error

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from broker.messaging import wire
+from broker import wire
 from common.weights import messages
 from tests.unit.broker.test_authorization import REQUESTS
 from tests.waiting import LIMIT_S

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from broker.guard import flood_guard
 from broker.main import run_broker
+from broker.server import flood_guard
 from common.config.schema import WeightsConfig
 from common.process.run_dir import write_atomic
 from tests.broker_rig import job

@@ -20,9 +20,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from broker.client.connection import AsyncBrokerClient, BrokerClient
 from broker.contract import BrokerStatus, LearnerReport, LedgerEntry, NodeReport
-from broker.messaging.async_client import AsyncBrokerClient
-from broker.messaging.sync_client import BrokerClient
 from common.rollouts import GroupMeta, Task
 from common.security.credentials import Credential, KeyFolder, load_credential
 from common.weights import messages

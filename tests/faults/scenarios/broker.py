@@ -10,8 +10,8 @@ import time
 import pytest
 import zmq
 
+from broker.client.connection import AsyncBrokerClient
 from broker.contract import NodeReport
-from broker.messaging.async_client import AsyncBrokerClient
 from common.errors import BrokerError, BrokerUnreachable
 from common.process.local_address import host_and_port
 from common.rollouts import GroupMeta

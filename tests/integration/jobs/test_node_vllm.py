@@ -16,8 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from broker.client.connection import BrokerClient
 from broker.contract import LearnerReport, NodeStatus
-from broker.messaging.sync_client import BrokerClient
 from common.config.schema import WeightsConfig
 from common.process.run_dir import RunDir
 from common.rollouts import Sample, Task, decode_group

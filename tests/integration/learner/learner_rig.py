@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
+from broker.client.connection import BrokerClient
 from broker.contract import LedgerEntry
-from broker.messaging.sync_client import BrokerClient
 from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
 from common.run_reader import read_tail

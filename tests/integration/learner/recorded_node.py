@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from broker.connect import Access, connect_node
+from broker.client.connect import Access, connect_node
 from broker.contract import NodeReport
 from common.process.lifecycle import die_with_parent
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group

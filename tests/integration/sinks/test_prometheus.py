@@ -16,12 +16,13 @@ import msgspec
 import pytest
 import yaml
 
-from broker.contract import LearnerReport, Waste
-from broker.messaging import wire
+from broker import wire
+from broker.contract import LearnerReport
 from broker.server.server import BrokerServer
 from common.config.observing import TelemetryConfig
 from common.json_lines import EventFile
 from common.process.run_dir import RunDir
+from common.waste import Waste
 from tests.broker_rig import ask, dealer, node_report
 from tests.integration.sinks.sink_rig import EVALUATION, feeding, new_run, python_with_trackers, said, write_steps
 from tests.launch_rig import ROOT, config_of, living_broker

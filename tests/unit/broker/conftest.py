@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from broker import main
-from broker.messaging.sync_client import BrokerClient
+from broker.client.connection import BrokerClient
 from broker.server.server import BrokerServer
 from common.config.schema import Config
 from tests.waiting import LIMIT_S, until

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from broker.contract import LearnerReport, Lease, RunInfo
-from broker.delivery.event_log import EventLog
+from broker.delivery.learner_rules import LearnerRules
+from broker.delivery.logs import EventLog
+from broker.delivery.node_rules import NodeRules
 from broker.delivery.state import DeliveryState
-from broker.journal.file_store.store import open_file_store
+from broker.journal.file_store import open_file_store
 from broker.journal.journal import SEGMENT_BYTES, Journal
 from broker.journal.recovery import recover
 from broker.journal.store import Store
@@ -75,19 +77,19 @@ class Rig:
 
     def begin(self) -> "Rig":
         """With a learner and a node."""
-        self.state.attach(LearnerReport(1, 1, "training", 0))
-        self.state.register(node_report())
+        LearnerRules(self.state).attach(LearnerReport(1, 1, "training", 0))
+        NodeRules(self.state).register(node_report())
         return self
 
     def offer(self, count: int) -> None:
-        self.state.offer(tasks(count, self.state.tasks.next_serial))
+        LearnerRules(self.state).offer(tasks(count, self.state.tasks.next_serial))
 
     def lease(self, count: int = 2) -> Sequence[Lease]:
-        return self.state.lease("n0", 1 << 20, count)
+        return NodeRules(self.state).lease("n0", 1 << 20, count)
 
     def complete(self, lease: Lease, size: int = 100) -> bytes:
         payload = b"%d." % lease.task.serial * size
-        assert self.state.complete("n0", lease.token, meta(), payload, len(payload))
+        assert NodeRules(self.state).complete("n0", lease.token, meta(), payload, len(payload))
         return payload
 
     def ready(self, count: int = 1, size: int = 100) -> list[bytes]:
@@ -98,7 +100,7 @@ class Rig:
     def step(self, number: int, size: int = 100) -> list[bytes]:
         """Two tasks from the offer to the take; their payloads."""
         payloads = self.ready(2, size)
-        assert self.state.take(number, 2) is not None
+        assert LearnerRules(self.state).take(number, 2) is not None
         return payloads
 
     def settle(self) -> None:

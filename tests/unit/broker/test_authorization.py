@@ -6,9 +6,10 @@ from typing import Any, get_args
 
 import pytest
 
+from broker import wire
 from broker.contract import LearnerReport, MachineReport
-from broker.guard.request_guard import PERMITTED, refusal
-from broker.messaging import wire
+from broker.delivery.node_rules import NodeRules
+from broker.server.request_guard import PERMITTED, refusal
 from broker.server.server import BrokerServer
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import Task
@@ -53,7 +54,7 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[BrokerSer
     folder = KeyFolder(tmp_path_factory.mktemp("keys") / "k")
     make(folder, ["a"])
     state = new_state(run_info(lease_s=1e6))
-    state.register(node_report("stays"))  # so that the broker does not end when it is told to stop
+    NodeRules(state).register(node_report("stays"))  # so that the broker does not end when it is told to stop
     with serving(state=state, credentials=str(folder.path)) as server:
         yield server, folder
 

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 
-from broker.messaging import wire
-from broker.messaging.async_client import Call, Calls
+from broker import wire
+from broker.client.connection import Call, Calls
 from tests.waiting import until_async
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.connect import Access, connect, connect_node
+from broker.client.connect import Access, connect, connect_node
 from broker.contract import LearnerReport
 from broker.server.server import BrokerServer
 from common.errors import BrokerError, BrokerUnreachable, UsageError

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from broker import main
-from broker.journal.file_store.segment_file import SegmentFile
+from broker.client.connection import AsyncBrokerClient, BrokerClient
+from broker.journal.segments import SegmentFile
 from broker.journal.store import StoreCorrupt, StoreFailed
-from broker.messaging.async_client import AsyncBrokerClient
-from broker.messaging.sync_client import BrokerClient
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from tests import broker_rig
 from tests.broker_rig import META, learner_report, node_report, tasks

@@ -7,10 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from broker import wire
+from broker.client.connection import AsyncBrokerClient
+from broker.delivery.learner_rules import LearnerRules
+from broker.delivery.node_rules import NodeRules
 from broker.delivery.state import DeliveryState
 from broker.journal.run_folder import failed_transcripts
-from broker.messaging import wire
-from broker.messaging.async_client import AsyncBrokerClient
 from common.config.schema import TelemetryConfig
 from common.json_lines import read_jsonl
 from common.transcripts import FAILED_BYTES, Transcript, Turn
@@ -23,8 +25,8 @@ from tests.waiting import LIMIT_S, until
 @pytest.fixture
 def state() -> DeliveryState:
     made = new_state(run_info(groups_per_step=4))
-    made.offer(tasks(0, 1))
-    made.register(node_report("n0"))
+    LearnerRules(made).offer(tasks(0, 1))
+    NodeRules(made).register(node_report("n0"))
     return made
 
 
@@ -35,8 +37,8 @@ def transcript(text: str = "no", **changes: Any) -> bytes:
 
 
 def fail(state: DeliveryState, data: bytes) -> None:
-    lease = state.lease("n0", 0, 1)[0]
-    state.fail("n0", lease.token, "every sample failed", 10, 1.0, data)
+    lease = NodeRules(state).lease("n0", 0, 1)[0]
+    NodeRules(state).fail("n0", lease.token, "every sample failed", 10, 1.0, data)
 
 
 def kept(path: Path) -> list[dict[str, Any]]:
@@ -46,7 +48,7 @@ def kept(path: Path) -> list[dict[str, Any]]:
 def test_it_is_written_under_the_task_and_node_that_failed_whatever_it_claims(state, tmp_path) -> None:
     state.transcripts = files = failed_transcripts(tmp_path, TelemetryConfig())
     fail(state, transcript(error="no calculator").replace(b'"serial":99', b'"serial":\n99'))
-    state.fail("n0", "an old token", "late", 0, 0.0, transcript())
+    NodeRules(state).fail("n0", "an old token", "late", 0, 0.0, transcript())
     files.close()
     (line,) = kept(tmp_path)
     assert (line["serial"], line["sample"], line["node_id"]) == (0, 3, "n0")

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from broker.guard import flood_guard
-from broker.guard.flood_guard import FloodGuard, own_memory, unread_bytes
-from broker.messaging.sockets import tcp_bytes
+from broker.server import flood_guard
+from broker.server.flood_guard import FloodGuard, own_memory, unread_bytes
+from broker.sockets import tcp_bytes
 from tests.faults.fuzz.attacks import FRAME, speaking
 from tests.waiting import until
 
@@ -21,10 +21,11 @@ MIB = 1 << 20
 class Rig:
     """A bound ROUTER under guard, and the memory that the guard believes in."""
 
-    def __init__(self, router: "zmq.Socket[bytes]") -> None:
+    def __init__(self, router: "zmq.Socket[bytes]", patch: pytest.MonkeyPatch) -> None:
         self.router = router
         self.memory = 100 * MIB
-        self.guard = FloodGuard(router, 50 * MIB, lambda: self.memory)
+        patch.setattr(flood_guard, "own_memory", lambda: self.memory)
+        self.guard = FloodGuard(router, 50 * MIB)
         self.port = router.bind_to_random_port("tcp://127.0.0.1")
 
     def read(self) -> None:
@@ -47,9 +48,9 @@ class Rig:
 
 @contextmanager
 def rigged() -> Iterator[Rig]:
-    with zmq.Context() as context:
+    with zmq.Context() as context, pytest.MonkeyPatch.context() as patch:
         router = context.socket(zmq.ROUTER)
-        rig = Rig(router)
+        rig = Rig(router, patch)
         try:
             yield rig
         finally:

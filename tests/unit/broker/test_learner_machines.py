@@ -6,9 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.contract import Assembly, MachineReport
+from broker.contract import MachineReport, RendezvousOrder
 from broker.delivery.learner_machines import FENCE_S, LOST_S, MACHINES_EVENT, LearnerMachines
-from broker.delivery.log_ends import FRESH_S
+from broker.delivery.learner_rules import LearnerRules
+from broker.delivery.logs import FRESH_S
 from tests.broker_rig import learner_report, new_state, run_info
 
 FACTS = {"torch": "2.13.0", "network interface": "eth0"}
@@ -19,7 +20,7 @@ class Launcher:
 
     def __init__(self, host: str, wanted: int = 2, facts: dict[str, str] | None = None, max_restarts: int = 99) -> None:
         self.report = MachineReport(host, host, "a", "a:1", facts or FACTS, wanted=wanted, max_restarts=max_restarts)
-        self.told = Assembly()
+        self.told = RendezvousOrder()
         self.cut, self.answered = False, 0.0
 
     def change(self, **fields: Any) -> None:
@@ -27,7 +28,7 @@ class Launcher:
 
     def tick(
         self, machines: LearnerMachines, now: float, learner: str = "training", stopping: bool = False
-    ) -> Assembly:
+    ) -> RendezvousOrder:
         """A second of its life."""
         if self.cut:
             if self.report.running and now - self.answered > FENCE_S:
@@ -61,7 +62,7 @@ def started(*hosts: str, learner: str = "training", **options: Any) -> tuple[Lea
 def test_the_first_machines_form_a_round_and_a_further_one_is_spare() -> None:
     machines, launchers = started("h1", "h2", "h3")
     assert running(launchers) == ["h1", "h2"]
-    assert launchers[2].told == Assembly(active=True, machines=3)
+    assert launchers[2].told == RendezvousOrder(active=True, machines=3)
     states = [(m.host, m.state, m.index) for m in machines.status(1.0)]
     assert states == [("h1", "running", 0), ("h2", "running", 1), ("h3", "waiting", -1)]
 
@@ -70,20 +71,22 @@ def test_launchers_are_asked_for_the_log_of_a_rank_until_one_has_sent_it_or_nobo
     now = [0.0]
     state = new_state(clock=lambda: now[0])
     one, two = (Launcher(host).report for host in ("h1", "h2"))
-    assert state.gather(one).log_rank == -1
+    assert LearnerRules(state).gather(one).log_rank == -1
     assert state.log("learner-3") is None
-    assert [state.gather(one).log_rank, state.gather(two, None, 3).log_rank] == [3, 3], "it is not theirs yet"
-    assert state.gather(two, "the end", 3).log_rank == -1
+    assert [LearnerRules(state).gather(one).log_rank, LearnerRules(state).gather(two, None, 3).log_rank] == [3, 3], (
+        "it is not theirs yet"
+    )
+    assert LearnerRules(state).gather(two, "the end", 3).log_rank == -1
     assert [state.log("learner-3"), state.log("learner-9"), state.log("learner-4")] == ["the end", None, None]
     now[0] += FRESH_S / 2
     state.log("learner-4")
     now[0] += FRESH_S / 2
-    assert state.gather(one).log_rank == 4, "the question for rank 9 is out of date"
+    assert LearnerRules(state).gather(one).log_rank == 4, "the question for rank 9 is out of date"
 
 
 def test_too_few_machines_wait() -> None:
     _, launchers = started("h1")
-    assert launchers[0].told == Assembly(machines=1)
+    assert launchers[0].told == RendezvousOrder(machines=1)
 
 
 def test_failed_ranks_end_the_round_everywhere_and_the_next_one_waits_for_that() -> None:
@@ -229,7 +232,7 @@ def test_a_broker_that_starts_waits_where_ranks_of_before_may_run(last: str, for
     if formed:
         state.event_log.add(MACHINES_EVENT)
     if last:
-        state.report(learner_report(last))
+        LearnerRules(state).report(learner_report(last))
     state.resume()
     assert state.machines.hold_until == (1000.0 + LOST_S if held else 0.0)
 

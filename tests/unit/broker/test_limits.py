@@ -7,25 +7,29 @@ import msgspec
 import pytest
 import zmq
 
+from broker import wire
+from broker.client.connection import BrokerClient
 from broker.contract import LearnerReport
+from broker.delivery.learner_rules import LearnerRules
 from broker.delivery.moves import MOST_NODES_NAMED
+from broker.delivery.node_rules import NodeRules
 from broker.delivery.nodes import MOST_NODES
-from broker.guard import request_guard
-from broker.guard.rejected_messages import (
+from broker.server import request_guard
+from broker.server.flood_guard import TokenBucket
+from broker.server.handlers import Handlers
+from broker.server.long_polls import MOST_LEASES
+from broker.server.request_guard import (
     KEPT_BYTES,
     KEPT_MESSAGES,
     LOGGED_A_MINUTE,
     Denied,
-    Later,
-    Refusals,
+    RateLimited,
+    RejectionLog,
+    RequestGuard,
     anonymous,
+    reply_bytes,
 )
-from broker.guard.request_guard import BURST_BYTES, BYTES_A_SECOND, Gate, Pace, reply_bytes
-from broker.messaging import wire
-from broker.messaging.sync_client import BrokerClient
-from broker.messaging.wire import WireError
-from broker.server.handlers import Handlers
-from broker.server.long_polls import MOST_LEASES
+from broker.wire import WireError
 from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
 from common.security.credentials import Identity
@@ -48,32 +52,31 @@ def test_a_node_that_parks_lease_requests_without_end_has_only_its_newest_ones_p
 def test_a_broker_takes_a_bounded_number_of_nodes_and_says_so() -> None:
     state = new_state()
     for i in range(MOST_NODES):
-        state.register(node_report(f"n{i}"))
+        NodeRules(state).register(node_report(f"n{i}"))
     with pytest.raises(BrokerError, match="16384 nodes have joined"):
-        state.register(node_report("one more"))
-    state.register(node_report("n5", pid=2))
+        NodeRules(state).register(node_report("one more"))
+    NodeRules(state).register(node_report("n5", pid=2))
 
 
 def test_a_node_that_leases_and_releases_for_ever_does_not_grow_the_ledger() -> None:
     state = new_state()
-    state.offer([Task(0, b"{}", 0, 4)])
+    LearnerRules(state).offer([Task(0, b"{}", 0, 4)])
     for node in ("first", "n0"):
-        state.register(node_report(node))
+        NodeRules(state).register(node_report(node))
     for _ in range(3 * MOST_NODES_NAMED):
-        [lease] = state.lease("n0", 0, 1)
-        state.release("n0", [lease.token])
-    [lease] = state.lease("first", 0, 1)
+        [lease] = NodeRules(state).lease("n0", 0, 1)
+        NodeRules(state).release("n0", [lease.token])
+    [lease] = NodeRules(state).lease("first", 0, 1)
     [entry] = state.ledger()
     assert (len(entry.nodes), entry.nodes[-1]) == (MOST_NODES_NAMED, "first")
 
 
 def test_refusals_are_all_counted_but_logged_at_a_bounded_rate(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("broker.guard.rejected_messages.time.monotonic", lambda: now)
-    state = new_state()
-    refusals = Refusals(state)
+    state = new_state(clock=lambda: now)
+    refusals = RejectionLog(state)
     with caplog.at_level(logging.WARNING):
         for _ in range(10_000):
             refusals.note(b"secret-id", WireError("strange"), b"x", 0)
@@ -82,8 +85,8 @@ def test_refusals_are_all_counted_but_logged_at_a_bounded_rate(
         refusals.note(b"client", Denied("not yours"), b"x", 0)
     assert caplog.records[-2].message == f"{10_000 - LOGGED_A_MINUTE} more refused messages were not logged one by one"
     assert "not yours" in caplog.records[-1].message
-    assert (state.refused_messages, state.denied_requests) == (10_001, 1)
-    events = state.events(-1)
+    assert (state.rejected.refused, state.rejected.denied) == (10_001, 1)
+    events = state.event_log.after(-1)
     assert len(events) == LOGGED_A_MINUTE + 1
     shown = f"{events} {caplog.text}"
     assert b"secret-id".hex() not in shown and "secret-id" not in shown, "it identifies the connection"
@@ -93,13 +96,13 @@ def test_refusals_are_all_counted_but_logged_at_a_bounded_rate(
 def test_the_first_messages_that_do_not_decode_are_kept_over_restarts_and_denied_ones_are_not(tmp_path: Path) -> None:
     folder = tmp_path / "quarantine"
     state = new_state()
-    refusals = Refusals(state, folder)
+    refusals = RejectionLog(state, folder)
     refusals.note(b"client", Denied("not yours"), b"fine", 0)
     assert not folder.exists()
     for _ in range(3):
         refusals.note(b"client", WireError("strange"), b"y" * (2 * KEPT_BYTES), 2)
-    assert state.quarantined_messages == 3
-    again = Refusals(state, folder)
+    assert state.rejected.kept == 3
+    again = RejectionLog(state, folder)
     for _ in range(2 * KEPT_MESSAGES):
         again.note(b"client", WireError("strange"), b"z", 0)
     assert len(list(folder.glob("*.bin"))) == len(list(folder.glob("*.json"))) == KEPT_MESSAGES
@@ -108,11 +111,11 @@ def test_the_first_messages_that_do_not_decode_are_kept_over_restarts_and_denied
     facts = {"client": anonymous(b"client"), "reason": "strange", "header_bytes": 2 * KEPT_BYTES, "payloads": 2}
     assert about == {"time_s": about["time_s"], **facts}
     (tmp_path / "file").write_text("in the way")
-    Refusals(state, tmp_path / "file").note(b"c", WireError("strange"), b"x", 0)
-    assert state.refused_messages == 5 + 2 * KEPT_MESSAGES, "a message that cannot be kept is counted all the same"
+    RejectionLog(state, tmp_path / "file").note(b"c", WireError("strange"), b"x", 0)
+    assert state.rejected.refused == 5 + 2 * KEPT_MESSAGES, "a message that cannot be kept is counted all the same"
 
 
-STRANGE: dict[str, object] = {"tokens_per_s": float("nan"), "tokens_generated": -1, "waiting_on": "x" * 100_000}
+STRANGE: dict[str, object] = {"tokens_per_s": float("nan"), "tokens_generated": -1, "pool": "x" * 100_000}
 BAD = [
     wire.Commit(id=1, step=1 << 31),
     wire.Take(id=1, step=-2, count=1, wait_s=0),
@@ -142,21 +145,21 @@ def test_numbers_and_texts_beyond_their_limits_do_not_decode_and_the_field_is_na
 
 def test_observers_are_told_a_bounded_number_of_bytes_a_second_however_large_one_answer_is() -> None:
     now = 0.0
-    pace = Pace(lambda: now)
-    assert pace.spend(BURST_BYTES + 5)  # larger than all: once
-    assert not pace.spend(1)
+    bucket = TokenBucket(100, 200, lambda: now)
+    assert bucket.spend(205)  # larger than all: once
+    assert not bucket.spend(1)
     now += 1.0
-    assert pace.spend(BYTES_A_SECOND // 2)
-    assert not pace.spend(BYTES_A_SECOND)
+    assert bucket.spend(50)
+    assert not bucket.spend(100)
     now += 10.0
-    assert [pace.spend(BURST_BYTES // 4) for _ in range(5)] == [True] * 4 + [False]
+    assert [bucket.spend(50) for _ in range(5)] == [True] * 4 + [False]
 
 
 def test_the_cost_of_an_answer_grows_with_what_it_tells() -> None:
     state = new_state()
     small = [reply_bytes(r, state) for r in (wire.AskLedger(id=1), wire.AskStatus(id=1))]
-    state.offer([Task(i, b"{}", i, 4) for i in range(1000)])
-    state.register(node_report())
+    LearnerRules(state).offer([Task(i, b"{}", i, 4) for i in range(1000)])
+    NodeRules(state).register(node_report())
     large = [reply_bytes(r, state) for r in (wire.AskLedger(id=1), wire.AskStatus(id=1))]
     assert all(a < b for a, b in zip(small, large, strict=True))
 
@@ -166,23 +169,23 @@ BUDGET = 3 << 20  # three answers with events
 
 def test_an_observer_that_asks_without_a_pause_waits_and_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal would end a learner without keys that asks for the status at that moment."""
-    monkeypatch.setattr(request_guard, "BURST_BYTES", BUDGET)
-    monkeypatch.setattr(request_guard, "BYTES_A_SECOND", BUDGET)
+    monkeypatch.setattr(request_guard, "REPLY_BURST_BYTES", BUDGET)
+    monkeypatch.setattr(request_guard, "REPLY_BYTES_A_SECOND", BUDGET)
     with serving() as server, BrokerClient(server.address, deadline_s=LIMIT_S, retry_s=0.2) as client:
         assert [client.events(-1) for _ in range(6)] == [[]] * 6
         assert client.status().refused_messages == 0
 
 
 def test_what_others_ask_does_not_hold_up_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_guard, "BURST_BYTES", BUDGET)
-    monkeypatch.setattr(request_guard, "BYTES_A_SECOND", 1)
+    monkeypatch.setattr(request_guard, "REPLY_BURST_BYTES", BUDGET)
+    monkeypatch.setattr(request_guard, "REPLY_BYTES_A_SECOND", 1)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    gate = Gate(context, new_state(), None, None)
+    guard = RequestGuard(context, new_state(), None, None)
     request = wire.AskEvents(id=1, after=-1)
     for _ in range(3):
-        gate.check(Identity("k", "observer", "observer"), request)
-    with pytest.raises(Later):
-        gate.check(Identity("k", "observer", "observer"), request)
-    gate.check(Identity("l", "learner", "learner"), request)
-    gate.close()
+        guard.check(Identity("k", "observer", "observer"), request)
+    with pytest.raises(RateLimited):
+        guard.check(Identity("k", "observer", "observer"), request)
+    guard.check(Identity("l", "learner", "learner"), request)
+    guard.close()
     context.term()

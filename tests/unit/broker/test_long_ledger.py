@@ -3,10 +3,12 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from broker.client.connection import BrokerClient
 from broker.contract import LEDGER_LINES, LedgerEntry
+from broker.delivery.learner_rules import LearnerRules
+from broker.delivery.node_rules import NodeRules
 from broker.delivery.state import DeliveryState
-from broker.guard.flood_guard import own_memory
-from broker.messaging.sync_client import BrokerClient
+from broker.server.flood_guard import own_memory
 from tests.broker_rig import new_state, node_report, serving, tasks
 from tests.waiting import LIMIT_S
 
@@ -21,7 +23,7 @@ def long_state() -> DeliveryState:
     history.add(LedgerEntry(0, "committed", 1, ["n0"], 0, 0, 0, 0.5))
     history._rows *= TASKS
     state.tasks.next_serial = TASKS
-    state.offer(tasks(4, TASKS))
+    LearnerRules(state).offer(tasks(4, TASKS))
     return state
 
 
@@ -57,8 +59,8 @@ def test_a_million_tasks_are_told_in_bounded_memory_while_others_are_answered() 
 
 def test_the_unfinished_tasks_of_a_long_ledger_are_one_short_page() -> None:
     state = long_state()
-    state.register(node_report(version=TASKS // 2))
-    state.lease("n0", TASKS // 2, 1)
-    told = [(entry.serial, entry.state) for entry in state.ledger_page(0, unfinished=True)]
+    NodeRules(state).register(node_report(version=TASKS // 2))
+    NodeRules(state).lease("n0", TASKS // 2, 1)
+    told = [(entry.serial, entry.state) for entry in state.tasks.page(0, unfinished=True)]
     assert told == [(TASKS, "leased"), (TASKS + 1, "pending"), (TASKS + 2, "pending"), (TASKS + 3, "pending")]
-    assert state.ledger_page(TASKS + 4, unfinished=True) == []
+    assert state.tasks.page(TASKS + 4, unfinished=True) == []

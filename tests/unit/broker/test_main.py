@@ -9,7 +9,7 @@ import pytest
 
 from broker import main
 from broker.contract import BrokerStatus, LearnerReport, LedgerEntry
-from broker.journal.recovery import Memory
+from broker.journal.recovery import OpenedState
 from broker.journal.run_folder import RunFolder
 from common.errors import UsageError
 from common.process.run_dir import BrokerFile
@@ -43,7 +43,7 @@ def test_the_ledger_of_an_earlier_broker_is_kept(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, None)
     for ledger in ("[1]", "[2]", "[]"):
         (tmp_path / "ledger.json").write_text(ledger)
-        folder.begin(Memory(new_state()), "tcp://127.0.0.1:9")
+        folder.begin(OpenedState(new_state()), "tcp://127.0.0.1:9")
     folder.close()
     assert [path.read_text() for path in sorted(tmp_path.glob("ledger-*"))] == ["[1]", "[2]"]
 

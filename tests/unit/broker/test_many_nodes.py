@@ -5,9 +5,11 @@ import random
 import msgspec
 import pytest
 
+from broker import wire
 from broker.contract import LearnerReport, Lease, NodeReport
+from broker.delivery.learner_rules import LearnerRules
+from broker.delivery.node_rules import NodeRules
 from broker.delivery.task_table import Entry, LeasedTasks
-from broker.messaging import wire
 from broker.server.handlers import Handlers
 from common.rollouts import GroupMeta, Task
 from tests.broker_rig import numbered_state, run_info
@@ -21,16 +23,17 @@ class Crowd:
     """A broker without sockets, and nodes that all wait for a lease; `looks` counts attempts to lease for one."""
 
     def __init__(self, versions: list[int]) -> None:
-        self.now, self.looks = 0.0, 0
+        self.now = 0.0
+        self.looks = 0
         self.state = numbered_state(RUN, lambda: self.now)
-        lease = self.state.lease
+        self.handlers = Handlers(self.state)
+        lease = self.handlers.answers.nodes.lease
 
         def counted(node_id: str, version: int | None, max_groups: int) -> list[Lease]:
             self.looks += 1
             return lease(node_id, version, max_groups)
 
-        self.state.lease = counted  # type: ignore[method-assign]
-        self.handlers = Handlers(self.state)
+        self.handlers.answers.nodes.lease = counted  # type: ignore[method-assign]
         self.ask(b"learner", wire.Attach(id=0, report=LearnerReport(1, 0, "training", 0)))
         for i, version in enumerate(versions):
             self.beat(i, version)
@@ -47,7 +50,7 @@ class Crowd:
         self.ask(f"c{number}".encode(), wire.Heartbeat(id=1 << 20, report=report, tokens=[]))
 
     def offer(self, first: int, count: int) -> None:
-        self.state.offer([Task(serial, b"{}", 0, 4) for serial in range(first, first + count)])
+        LearnerRules(self.state).offer([Task(serial, b"{}", 0, 4) for serial in range(first, first + count)])
 
     def served(self) -> list[tuple[str, list[int]]]:
         """(client, serials) of every answer that can be given now."""
@@ -104,7 +107,7 @@ def test_requests_of_nodes_that_died_are_answered_even_when_nothing_can_be_given
         crowd.beat(number, 0)
     crowd.served()
     crowd.now += 2
-    crowd.state.expire()
+    NodeRules(crowd.state).expire()
     crowd.offer(10 * WINDOW, 1)
     assert (f"c{NODES - 1}", []) in crowd.served()
 
@@ -126,7 +129,7 @@ def test_a_lease_under_the_bound_on_memory_does_not_look_at_every_leased_task(mo
     crowd.served()
     crowd.state.run = msgspec.structs.replace(RUN, max_bytes=1)
     token = next(iter(crowd.state.tasks.leased))
-    assert crowd.state.complete("n0", token, GroupMeta(0, 0, 0.5, 4), b"group", 5)
+    assert NodeRules(crowd.state).complete("n0", token, GroupMeta(0, 0, 0.5, 4), b"group", 5)
     monkeypatch.setattr(LeasedTasks, "values", lambda self: pytest.fail("looked at every leased task"))
-    assert len(crowd.state.lease("n0", 0, WINDOW)) == GROUPS_PER_STEP - 1
-    crowd.state.take(0, 1, in_order=True)
+    assert len(NodeRules(crowd.state).lease("n0", 0, WINDOW)) == GROUPS_PER_STEP - 1
+    LearnerRules(crowd.state).take(0, 1, in_order=True)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from broker import wire
 from broker.contract import StoredGroup
-from broker.messaging import wire
 from broker.server.server import Outbox
 from tests.broker_rig import META
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from broker.delivery.learner_rules import LearnerRules
 from broker.delivery.task_table import Entry
 from broker.journal.recording import Recording, existing_file_store, open_recording, recorded
 from common.errors import UsageError
@@ -29,12 +30,12 @@ def test_retained_and_taken_steps_come_back_in_their_order_with_payloads_and_mar
     rig.offer(11)
     payloads = {lease.task.serial: rig.complete(lease) for lease in reversed(rig.lease(11))}
     for step in range(5):
-        rig.state.take(step, 2)
+        LearnerRules(rig.state).take(step, 2)
         if step == 2:
-            rig.state.filter(2, [5], 4)  # the step takes another group for it
-            rig.state.take(2, 2)
-    rig.state.commit(3)
-    rig.state.take(5, 1)
+            LearnerRules(rig.state).filter(2, [5], 4)  # the step takes another group for it
+            LearnerRules(rig.state).take(2, 2)
+    LearnerRules(rig.state).commit(3)
+    LearnerRules(rig.state).take(5, 1)
     rig.settle()
 
     def check(found: Recording) -> None:
@@ -61,7 +62,7 @@ def test_what_is_retained_outlives_snapshots_and_what_is_not_is_removed(tmp_path
     sizes: list[int] = []
     for step in range(60):
         last = rig.step(step, size=1000)
-        rig.state.commit(step - 1)
+        LearnerRules(rig.state).commit(step - 1)
         rig.settle()
         sizes.append(rig.journal.store.size_bytes())
     assert max(sizes[20:]) < 4 * max(sizes[:20]), "the store does not grow with the run"

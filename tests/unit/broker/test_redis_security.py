@@ -17,9 +17,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from broker.journal.redis_store.checks import check_server
-from broker.journal.redis_store.connection import open_client
-from broker.journal.redis_store.leading import Leading
+from broker.journal.leader_election import LeaderElection
+from broker.journal.redis_server import check_server, open_client
 from broker.journal.store import StoreUnavailable
 from common.errors import BrokerError, UsageError
 from tests.broker_rig import job
@@ -47,8 +46,8 @@ def credentials(tmp_path: Path) -> Path:
     return folder
 
 
-def leading(run: str, redis: str, credentials: Path, run_dir: Path) -> Leading:
-    return Leading(job(run_dir, name=run, store="redis", redis=redis, credentials=str(credentials)), "/run")
+def leading(run: str, redis: str, credentials: Path, run_dir: Path) -> LeaderElection:
+    return LeaderElection(job(run_dir, name=run, store="redis", redis=redis, credentials=str(credentials)), "/run")
 
 
 @pytest.mark.parametrize("password", ["", "wrong-one"])
@@ -159,7 +158,7 @@ def test_a_broker_leads_and_writes_over_tls_with_certificates_on_both_sides(
     first.term.resign()
     second = leading("NAME", front.address, credentials, tmp_path)
     assert second.take(LEADER) is None
-    assert second.seen.term == 1, "the first broker's term was kept"
+    assert second.pointer.term == 1, "the first broker's term was kept"
     second.term.resign()
 
 

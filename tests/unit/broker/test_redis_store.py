@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 
-from broker.diagnosis.broker_signs import BrokerSigns
-from broker.journal.recovery import Memory, open_memory
-from broker.journal.redis_store.checks import check_server
-from broker.journal.redis_store.connection import open_client
-from broker.journal.redis_store.leading import Leading
-from broker.journal.redis_store.store import RedisStore
-from broker.journal.redis_store.term import Term
+from broker.delivery.learner_rules import LearnerRules
+from broker.journal.leader_election import LeaderElection
+from broker.journal.recovery import OpenedState, open_state
+from broker.journal.redis_server import check_server, open_client
+from broker.journal.redis_store import RedisStore, Term
 from broker.journal.run_folder import RunFolder
 from broker.journal.store import StoreFenced, StoreUnavailable
-from broker.main import run_info, stand_by_and_lead
+from broker.main import BrokerSigns, run_info, stand_by_and_lead
 from common.config.schema import Config
 from common.errors import BrokerError, UsageError
 from tests.broker_rig import job, learner_report, tasks
@@ -52,19 +50,19 @@ def config_of(server: RedisServer, run_dir: Path) -> Config:
     return job(run_dir, name="NAME", store="redis", redis=server.address)
 
 
-def lead(server: RedisServer, run_dir: Path) -> Leading:
+def lead(server: RedisServer, run_dir: Path) -> LeaderElection:
     """A broker of the run NAME on its way to the lead."""
-    return Leading(config_of(server, run_dir), str(run_dir))
+    return LeaderElection(config_of(server, run_dir), str(run_dir))
 
 
-def leading(server: RedisServer, run_dir: Path) -> Leading:
+def leading(server: RedisServer, run_dir: Path) -> LeaderElection:
     """A broker of the run NAME that leads."""
     made = lead(server, run_dir)
     assert made.take(HERE) is None
     return made
 
 
-def takes(leading: Leading) -> bool:
+def takes(leading: LeaderElection) -> bool:
     try:
         return leading.take(ELSEWHERE) is None
     except StoreUnavailable:
@@ -159,13 +157,13 @@ def test_a_full_disk_ends_no_leader_and_what_its_folder_lacks_is_written_once_th
     monkeypatch.setattr("broker.journal.run_folder.STATUS_S", 0.0)
     leader, config = leading(server, tmp_path), config_of(server, tmp_path)
     folder = RunFolder(tmp_path, leader)
-    memory = open_memory(config, run_info(config, b""), folder.write_event, leader)
+    memory = open_state(config, run_info(config, b""), folder.write_event, leader)
     folder.begin(memory, HERE)
     with full_disk(tmp_path):
         folder.tick()
     assert "redis.json not written" in caplog.text and "status not written" in caplog.text
     assert not (tmp_path / "ledger.json").exists() and not list(tmp_path.glob(".*.json.*"))
-    until(lambda: folder.tick() or (leader.seen.address == HERE and (tmp_path / "status.json").exists()))
+    until(lambda: folder.tick() or (leader.pointer.address == HERE and (tmp_path / "status.json").exists()))
     memory.close()
     folder.close()
     leader.term.resign()
@@ -191,7 +189,7 @@ def test_a_standby_leaves_an_emptied_server_to_the_living_leader_which_writes_ev
     ended(rig)
     assert takes(standby)
     with Rig(standby.open()) as again:
-        assert again.state.take(0, 2) is not None
+        assert LearnerRules(again.state).take(0, 2) is not None
         assert [entry.payload.read() for entry in again.state.tasks.living.values()] == payloads
     standby.term.resign()
 
@@ -259,8 +257,8 @@ def test_a_run_that_went_on_in_redis_does_not_take_up_its_former_store_again(
 ) -> None:
     """Its groups may have been trained on meanwhile, and its serials stand for other prompts."""
 
-    def opened(config: Config, leader: Leading | None = None) -> Memory:
-        return open_memory(config, run_info(config, b""), lambda event: None, leader)
+    def opened(config: Config, leader: LeaderElection | None = None) -> OpenedState:
+        return open_state(config, run_info(config, b""), lambda event: None, leader)
 
     def in_redis() -> None:
         leader = leading(server, tmp_path)
@@ -270,14 +268,14 @@ def test_a_run_that_went_on_in_redis_does_not_take_up_its_former_store_again(
             leader.term.resign()
 
     first = opened(job(tmp_path))
-    first.state.attach(learner_report())
-    first.state.offer(tasks(4))
+    LearnerRules(first.state).attach(learner_report())
+    LearnerRules(first.state).offer(tasks(4))
     assert first.journal is not None
     first.journal.end_turn()
     first.close()
     in_redis()
     again = opened(job(tmp_path))
-    told = again.state.attach(learner_report(incarnation=2))
+    told = LearnerRules(again.state).attach(learner_report(incarnation=2))
     again.close()
     assert told.next_serial == 0
     assert told.store_id != first.state.store_id

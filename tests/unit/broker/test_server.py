@@ -14,13 +14,13 @@ import msgspec
 import pytest
 import zmq
 
+from broker import sockets, wire
+from broker.client.connection import AsyncBrokerClient, BrokerClient
 from broker.contract import LearnerReport, Lease
-from broker.messaging import sockets, wire
-from broker.messaging.async_client import AsyncBrokerClient
-from broker.messaging.sockets import PING_S, SILENT_S
-from broker.messaging.sync_client import BrokerClient
-from broker.server.long_polls import ParkingLot
+from broker.delivery.node_rules import NodeRules
+from broker.server.long_polls import LongPolls
 from broker.server.server import BrokerServer
+from broker.sockets import PING_S, SILENT_S
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from tests.broker_rig import MAX_MESSAGE_BYTES, META, ask, dealer, new_state, node_report, serving, tasks
 from tests.waiting import LIMIT_S, until, until_async
@@ -154,8 +154,9 @@ async def test_a_waiting_lease_is_asked_for_once_and_again_when_the_broker_came_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address, state = f"ipc://{tmp_path}/broker", new_state()
-    asked, reminders, lease, attempt = list[int | None](), list[int](), state.lease, AsyncBrokerClient._attempt
-    monkeypatch.setattr(state, "lease", lambda *request: asked.append(request[1]) or lease(*request))
+    asked, reminders = list[int | None](), list[int]()
+    lease, attempt = NodeRules.lease, AsyncBrokerClient._attempt
+    monkeypatch.setattr(NodeRules, "lease", lambda self, *request: asked.append(request[1]) or lease(self, *request))
     monkeypatch.setattr(AsyncBrokerClient, "_attempt", lambda self, call: reminders.append(1) or attempt(self, call))
     async with AsyncBrokerClient(address, deadline_s=LIMIT_S, retry_s=0.05) as node:
         with serving(address, state) as first:
@@ -163,7 +164,7 @@ async def test_a_waiting_lease_is_asked_for_once_and_again_when_the_broker_came_
             waiting = asyncio.create_task(node.lease("n0", 0, 4, LIMIT_S))
             await until_async(lambda: len(reminders) >= 8)
             assert asked.count(0) == 1
-            monkeypatch.setattr(first._handlers, "parked", ParkingLot())  # it ends without an answer, as when killed
+            monkeypatch.setattr(first._handlers, "parked", LongPolls())  # it ends without an answer, as when killed
         with serving(address), pytest.raises(BrokerError, match="n0 is not registered with this broker"):
             await waiting
 
@@ -171,7 +172,7 @@ async def test_a_waiting_lease_is_asked_for_once_and_again_when_the_broker_came_
 def test_the_kernel_looks_for_peers_that_vanished() -> None:
     with serving() as server, dealer(server.address) as socket:
         ask(socket, wire.AskStatus(id=1))
-        floods = server._gate._floods
+        floods = server._guard._floods
         assert floods is not None
         until(lambda: floods.connections)
         with posix_socket.socket(fileno=os.dup(next(iter(floods.connections)))) as connection:
@@ -197,13 +198,13 @@ def test_no_broker_is_unreachable_at_its_address_and_told_apart_from_one_that_do
 
 def test_a_broker_that_is_told_to_stop_the_job_ends_when_all_have_left_and_says_so_before() -> None:
     state = new_state()
-    state.register(node_report())
+    NodeRules(state).register(node_report())
     server = BrokerServer(state, ["tcp://127.0.0.1:0"], MAX_MESSAGE_BYTES)
     with ThreadPoolExecutor() as pool, BrokerClient(server.address, deadline_s=LIMIT_S) as client:
         running = pool.submit(server.run)
         assert client.stop().present == ["n0"]
         server.stop()  # as SIGTERM from a supervisor, which sees the roles end before anybody else
-        state.leave("n0")
+        NodeRules(state).leave("n0")
         assert client.stop().present == []
         running.result(LIMIT_S)
 

@@ -11,10 +11,9 @@ from contextlib import ExitStack, closing, contextmanager
 import pytest
 import zmq
 
-from broker.messaging import async_client, sockets, wire
-from broker.messaging.async_client import AsyncBrokerClient
-from broker.messaging.loop_socket import LoopSocket
-from broker.messaging.sync_client import BrokerClient
+from broker import sockets, wire
+from broker.client import connection
+from broker.client.connection import AsyncBrokerClient, BrokerClient, LoopSocket
 from common.errors import BrokerUnreachable
 from tests.broker_rig import META, node_report, serving, tasks
 from tests.faults.proxy import Proxy
@@ -30,8 +29,8 @@ HEADERS = 64 << 10  # more than everything beside the groups
 @pytest.fixture(autouse=True)
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the product's; a step needs twice as long."""
-    monkeypatch.setattr(async_client, "SILENT_S", SILENT_S)
-    monkeypatch.setattr(async_client, "LOOK_S", SILENT_S / 16)
+    monkeypatch.setattr(connection, "SILENT_S", SILENT_S)
+    monkeypatch.setattr(connection, "LOOK_S", SILENT_S / 16)
 
 
 @contextmanager
@@ -76,9 +75,9 @@ async def test_a_group_of_many_times_the_rate_crosses_the_link_once_and_is_ackno
     buffers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if buffers == "small":
-        monkeypatch.setattr(async_client, "BUFFER_BYTES", 2 << 20)
+        monkeypatch.setattr(connection, "BUFFER_BYTES", 2 << 20)
     else:  # they acknowledge a group long before the proxy has passed it on
-        monkeypatch.setattr(async_client, "BUFFER_BYTES_PER_S", RATE / 8)
+        monkeypatch.setattr(connection, "BUFFER_BYTES_PER_S", RATE / 8)
     size = (SECONDS if buffers == "small" else 6) * RATE
     with linked(64 << 10 if buffers == "small" else None) as (address, proxy):
         with BrokerClient(address, deadline_s=LIMIT_S) as learner:
@@ -115,7 +114,7 @@ def test_a_link_that_stands_still_is_given_up_and_the_answer_comes_once_more_and
 def test_a_request_is_sent_once_while_the_connection_stands_however_long_the_answer_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(async_client, "SILENT_S", LIMIT_S)
+    monkeypatch.setattr(connection, "SILENT_S", LIMIT_S)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context, context.socket(zmq.ROUTER) as slow, ThreadPoolExecutor(1) as pool:
         slow.setsockopt(zmq.LINGER, 0)
@@ -171,7 +170,7 @@ async def test_a_request_that_the_broker_may_answer_late_keeps_its_connection(
     cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent_s, wait_s = 2.0, 6.0
-    monkeypatch.setattr(async_client, "SILENT_S", silent_s)
+    monkeypatch.setattr(connection, "SILENT_S", silent_s)
     with linked() as (address, proxy):
         async with AsyncBrokerClient(proxy.address, deadline_s=LIMIT_S, retry_s=RETRY_S) as node:
             await node.register(node_report())
@@ -214,7 +213,7 @@ def test_zeromqs_own_heartbeat_would_cut_a_link_that_one_frame_keeps_busy_so_cli
 def test_answers_go_out_while_the_broker_is_still_busy_with_later_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as server, BrokerClient(server.address, deadline_s=LIMIT_S) as client, ThreadPoolExecutor(3) as pool:
         client.status()
-        events, sent, answered, asked = server._state.events, threading.Event(), threading.Event(), list[int]()
+        events, sent, answered, asked = server._state.event_log.after, threading.Event(), threading.Event(), list[int]()
 
         def slow(after: int) -> object:
             asked.append(after)
@@ -225,7 +224,7 @@ def test_answers_go_out_while_the_broker_is_still_busy_with_later_requests(monke
                 assert answered.wait(LIMIT_S)
             return events(after)
 
-        monkeypatch.setattr(server._state, "events", slow)
+        monkeypatch.setattr(server._state.event_log, "after", slow)
         calls = [pool.submit(client.events, number) for number in range(3)]
         until(lambda: len(client._connection._calls.by_id) == 3)
         sent.set()

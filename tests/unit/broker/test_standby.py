@@ -16,12 +16,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from broker.connect import Access, connect, connect_node
+from broker import wire
+from broker.client.connect import Access, connect, connect_node
 from broker.contract import LearnerReport, NodeReport
-from broker.journal.redis_store.keys import Leader
-from broker.journal.redis_store.term import TERM_S
+from broker.journal.redis_store import TERM_S, Leader
 from broker.main import run_broker
-from broker.messaging import wire
 from broker.server.standby import Standby
 from common.config.schema import Config
 from common.errors import UsageError

@@ -9,12 +9,14 @@ import pytest
 
 from broker.contract import BrokerEvent, LedgerEntry
 from broker.delivery.deadlines import HEAP_SLACK, Deadlines
-from broker.delivery.event_log import RING_EVENTS, EventLog
+from broker.delivery.learner_rules import LearnerRules
+from broker.delivery.logs import RING_EVENTS, EventLog
+from broker.delivery.node_rules import NodeRules
 from broker.delivery.nodes import FORGET_AFTER_S, Fleet
 from broker.delivery.task_table import History
 from broker.journal import records
-from broker.messaging.wire import AskLease
-from broker.server.long_polls import ParkingLot
+from broker.server.long_polls import LongPolls
+from broker.wire import AskLease
 from common.rollouts import GroupMeta
 from tests.broker_rig import node_report, numbered_state, run_info, tasks
 
@@ -114,16 +116,16 @@ def test_a_silent_node_dies_once_revives_when_seen_and_is_forgotten_long_after()
 
 def test_freed_slots_are_counted_and_forgotten_once_no_older_task_is_unfinished() -> None:
     state = numbered_state(run_info(groups_per_step=3, max_staleness=1000))
-    state.register(node_report("n", version=1000))
-    state.offer(tasks(2000))
+    NodeRules(state).register(node_report("n", version=1000))
+    LearnerRules(state).offer(tasks(2000))
     for step in range(400):
-        for lease in state.lease("n", 1000, 3):
-            state.complete("n", lease.token, GroupMeta(0, 0, 0.5, 1), b"", 0)
-        taken = state.take(step, 3)
+        for lease in NodeRules(state).lease("n", 1000, 3):
+            NodeRules(state).complete("n", lease.token, GroupMeta(0, 0, 0.5, 1), b"", 0)
+        taken = LearnerRules(state).take(step, 3)
         assert taken is not None
-        state.filter(step, [taken[0].serial], 2)
+        LearnerRules(state).filter(step, [taken[0].serial], 2)
         assert state.tasks.freed_earlier + len(state.tasks.freed) == step + 1
-        state.commit(step - 1)
+        LearnerRules(state).commit(step - 1)
         assert len(state.tasks.freed) <= 2
 
 
@@ -144,17 +146,17 @@ def test_the_history_file_takes_a_few_bytes_a_task_and_gives_back_every_entry() 
 
 
 def test_deadlines_of_what_has_ended_take_no_memory() -> None:
-    deadlines, lot, state = Deadlines[str](), ParkingLot(), numbered_state(run_info())
+    deadlines, lot, state = Deadlines[str](), LongPolls(), numbered_state(run_info())
     deadlines.add("kept", 5.0)
-    state.register(node_report("n"))
-    state.offer(tasks(1))
+    NodeRules(state).register(node_report("n"))
+    LearnerRules(state).offer(tasks(1))
 
     def end_a_deadline(number: int) -> None:
         deadlines.add(f"lease {number}", 60.0 + number)
         deadlines.discard(f"lease {number}")
 
     def end_a_lease(number: int) -> None:
-        state.release("n", [lease.token for lease in state.lease("n", 0, 1)])
+        NodeRules(state).release("n", [lease.token for lease in NodeRules(state).lease("n", 0, 1)])
 
     def cancel_a_request(number: int) -> None:
         lot.park(b"c", AskLease(id=number, node_id="n0", version=0, max_groups=1, wait_s=60), 60.0)

@@ -7,11 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from broker.client.connection import BrokerClient
 from broker.contract import BrokerStatus, LedgerEntry, NodeReport
+from broker.delivery.learner_rules import LearnerRules
+from broker.delivery.node_rules import NodeRules
 from broker.delivery.state import DeliveryState
 from broker.journal import run_folder
 from broker.journal.run_folder import LINES, StatusFiles
-from broker.messaging.sync_client import BrokerClient
 from broker.server import server as server_module
 from common.rollouts import GroupMeta, Task
 from tests.broker_rig import new_state, numbered_state, run_info, serving
@@ -34,15 +36,15 @@ class Clock:
 def state_with(tasks: int) -> DeliveryState:
     """Committed, dead, ready and pending tasks."""
     state = numbered_state(run_info(groups_per_step=STEP, max_staleness=1000, max_attempts=1))
-    state.register(NodeReport("n0", 1, "host", "generating", 1000))
-    state.offer([Task(serial, b"{}", 0, 4) for serial in range(tasks)])
-    for i, lease in enumerate(state.lease("n0", 1000, tasks - 10)):
+    NodeRules(state).register(NodeReport("n0", 1, "host", "generating", 1000))
+    LearnerRules(state).offer([Task(serial, b"{}", 0, 4) for serial in range(tasks)])
+    for i, lease in enumerate(NodeRules(state).lease("n0", 1000, tasks - 10)):
         if i % 7:
-            state.complete("n0", lease.token, GroupMeta(0, 0, 0.5, 4), b"group", 5)
+            NodeRules(state).complete("n0", lease.token, GroupMeta(0, 0, 0.5, 4), b"group", 5)
         else:
-            state.fail("n0", lease.token, "broken")
-    state.take(0, STEP)
-    state.commit(0)
+            NodeRules(state).fail("n0", lease.token, "broken")
+    LearnerRules(state).take(0, STEP)
+    LearnerRules(state).commit(0)
     return state
 
 
@@ -86,8 +88,8 @@ def test_what_was_committed_is_on_disk_at_once(tmp_path: Path) -> None:
     state = state_with(3 * STEP)
     taken = StatusFiles(tmp_path, state)
     taken.tick()
-    assert state.take(1, STEP) is not None
-    state.commit(1)
+    assert LearnerRules(state).take(1, STEP) is not None
+    LearnerRules(state).commit(1)
     taken.tick()  # much sooner than the next snapshot is due
     assert ledger_in(tmp_path) == state.ledger()
 

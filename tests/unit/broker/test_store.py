@@ -14,14 +14,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from broker.contract import LEARNER_ENDED, BrokerStatus, Delivery, Waste
-from broker.journal.file_store.frames import BLOCK
-from broker.journal.file_store.segment_file import SegmentFile
-from broker.journal.file_store.store import lock_store
+from broker.contract import LEARNER_ENDED, BrokerStatus, Delivery
+from broker.delivery.learner_rules import LearnerRules
+from broker.delivery.node_rules import NodeRules
+from broker.journal.file_store import lock_store
 from broker.journal.journal import SEGMENT_BYTES
+from broker.journal.segments import BLOCK, SegmentFile
 from broker.journal.store import StoreCorrupt, StoreFailed
 from common.errors import BrokerError, UsageError
 from common.rollouts import GroupMeta
+from common.waste import Waste
 from tests.broker_rig import learner_report, node_report
 from tests.unit.broker.durable_rig import Rig, full_disk, meta, newest
 from tests.waiting import until
@@ -113,18 +115,18 @@ def play(rig: Rig, move: str, steps: Iterator[int]) -> None:
         rig.offer(2)
         for lease in rig.lease(8):
             rig.complete(lease)
-        rig.state.take(number, 2)
+        LearnerRules(rig.state).take(number, 2)
     elif move == "offer":
         rig.offer(1)
     elif move == "lease":
         rig.lease(1)
     elif move == "fail" and rig.state.tasks.leased:
-        rig.state.fail("n0", next(iter(rig.state.tasks.leased)), "because")
+        NodeRules(rig.state).fail("n0", next(iter(rig.state.tasks.leased)), "because")
     elif move == "commit" and rig.state.tasks.steps:
-        rig.state.commit(min(rig.state.tasks.steps))
+        LearnerRules(rig.state).commit(min(rig.state.tasks.steps))
     elif move == "regenerate" and rig.state.tasks.steps:
         step = max(rig.state.tasks.steps)
-        rig.state.regenerate(step, rig.state.tasks.steps[step][:1])
+        LearnerRules(rig.state).regenerate(step, rig.state.tasks.steps[step][:1])
 
 
 def test_a_torn_record_is_dropped_with_a_reason_and_an_event(home: Path) -> None:
@@ -170,7 +172,7 @@ def test_damage_at_the_end_or_to_the_history_of_a_closed_store_is_noticed_and_th
     home: Path,
 ) -> None:
     with after_a_step(home) as rig:
-        rig.state.commit(0)
+        LearnerRules(rig.state).commit(0)
         rig.settle()
         known, end = what_is_known(rig), size_of(home)  # before the broker closes the store
     broken = copied(home)
@@ -305,15 +307,17 @@ def test_a_lease_whose_answer_was_lost_with_the_broker_goes_back_at_once_and_cou
         rig.settle()
     with Rig(home) as again:
         state, node = again.state, node_report()
-        state.fail("n0", failed.token, "because")
-        assert state.heartbeat(node, [heard.token]).lost == []
+        NodeRules(state).fail("n0", failed.token, "because")
+        assert NodeRules(state).heartbeat(node, [heard.token]).lost == []
         assert set(state.tasks.leased) == {heard.token}
         left = {e.serial: (e.state, e.attempts) for e in state.ledger()}
         assert left == {0: ("leased", 1), 1: ("pending", 0), 2: ("pending", 1)}
-        (lease,) = state.lease("n0", 1 << 20, 1)
-        assert state.heartbeat(node, [heard.token]).lost == [], "a lease that was given since then is none of those"
+        (lease,) = NodeRules(state).lease("n0", 1 << 20, 1)
+        assert NodeRules(state).heartbeat(node, [heard.token]).lost == [], (
+            "a lease that was given since then is none of those"
+        )
         assert lease.token in state.tasks.leased
-        assert not state.complete("n0", unheard.token, meta(), b"", 0)
+        assert not NodeRules(state).complete("n0", unheard.token, meta(), b"", 0)
 
 
 @pytest.mark.parametrize("in_good_order", [True, False])
@@ -321,41 +325,43 @@ def test_nodes_drain_after_a_crash_at_the_end_of_a_job_and_not_when_a_job_that_e
     home: Path, in_good_order: bool
 ) -> None:
     with Rig(home).begin() as rig:
-        rig.state.report(learner_report("done"))
+        LearnerRules(rig.state).report(learner_report("done"))
         rig.settle()
         copy = copied(home)
     with Rig(home if in_good_order else copy) as again:
-        reply = again.state.heartbeat(node_report(), [])
+        reply = NodeRules(again.state).heartbeat(node_report(), [])
         assert (reply.drain, reply.learner_incarnation) == (not in_good_order, 1)
 
 
 @pytest.mark.parametrize("state", LEARNER_ENDED)
 def test_a_learner_that_ended_is_still_said_to_have_and_its_progress_is_not_recorded(home: Path, state: str) -> None:
     with Rig(home) as rig:
-        rig.state.attach(told := learner_report(instance="a"))
+        LearnerRules(rig.state).attach(told := learner_report(instance="a"))
         before, late = rig.journal.end_turn(), [Delivery("n0", 1, "queued")]
-        rig.state.report(msgspec.structs.replace(told, groups_missing=3, deliveries=late, deliveries_waiting=1))
+        LearnerRules(rig.state).report(
+            msgspec.structs.replace(told, groups_missing=3, deliveries=late, deliveries_waiting=1)
+        )
         assert rig.journal.end_turn() == before
-        rig.state.report(learner_report(state, instance="a"))
+        LearnerRules(rig.state).report(learner_report(state, instance="a"))
     with Rig(home) as again:
         found = again.state.learner.status(again.state.clock() + 1000)
         assert found is not None and found.state == state
-        again.state.attach(learner_report(instance="b"))  # at once: no learner is alive
+        LearnerRules(again.state).attach(learner_report(instance="b"))  # at once: no learner is alive
 
 
 def test_replaced_processes_stay_refused_and_those_that_do_not_say_who_they_are_do_not(home: Path) -> None:
     with Rig(home) as rig:
         for told in (learner_report(instance=""), learner_report(instance="a")):
-            rig.state.attach(told)
-        rig.state.report(learner_report("failed", instance="a"))
-        rig.state.attach(learner_report(instance="b"))
+            LearnerRules(rig.state).attach(told)
+        LearnerRules(rig.state).report(learner_report("failed", instance="a"))
+        LearnerRules(rig.state).attach(learner_report(instance="b"))
     with Rig(home) as again:
         for instance in ("b", ""):
-            again.state.check_learner(1, instance)
+            LearnerRules(again.state).check_learner(1, instance)
         with pytest.raises(BrokerError, match="replaced by another process"):
-            again.state.check_learner(1, "a")
+            LearnerRules(again.state).check_learner(1, "a")
         with pytest.raises(BrokerError, match="is alive already"):
-            again.state.attach(learner_report(instance="c"))
+            LearnerRules(again.state).attach(learner_report(instance="c"))
 
 
 def test_events_and_waste_go_on_from_where_they_were(home: Path) -> None:
@@ -376,11 +382,11 @@ def test_what_a_node_makes_up_leaves_neither_store_nor_status_unreadable(home: P
     with Rig(home).begin() as rig:
         rig.offer(2)
         for lease in rig.lease():
-            assert rig.state.complete("n0", lease.token, GroupMeta(0, 0, 0.5, 1 << 53, 0, seconds), b"g", 1)
-        assert rig.state.take(0, 2) is not None
-        rig.state.filter(0, [0, 1], 0)
+            assert NodeRules(rig.state).complete("n0", lease.token, GroupMeta(0, 0, 0.5, 1 << 53, 0, seconds), b"g", 1)
+        assert LearnerRules(rig.state).take(0, 2) is not None
+        LearnerRules(rig.state).filter(0, [0, 1], 0)
         for number in (1, 2):
-            rig.state.register(node_report(f"n{number}", tokens_wasted=1 << 53))
+            NodeRules(rig.state).register(node_report(f"n{number}", tokens_wasted=1 << 53))
         rig.settle()
     with Rig(home) as again:
         encoded = msgspec.msgpack.encode(again.state.status())

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from broker.client.connection import BrokerClient
 from broker.contract import LearnerReport, LogPosition
-from broker.messaging.sync_client import BrokerClient
+from broker.delivery.learner_rules import LearnerRules
 from common.errors import StoreChanged
 from tests.broker_rig import job, tasks
 from tests.unit.broker.conftest import Running
@@ -36,7 +37,7 @@ def test_what_was_told_is_known_to_every_later_broker_on_the_same_store(home: Pa
             rig.step(start)
             positions.append(told(rig))
             for position in positions:
-                rig.state.check_position(position)
+                LearnerRules(rig.state).check_position(position)
 
 
 @pytest.mark.parametrize("more", [0, 40], ids=["fewer records", "more records than before"])
@@ -50,10 +51,10 @@ def test_an_older_copy_of_the_store_does_not_pass_for_it_however_much_is_recorde
         for _ in range(more):
             rig.ready()
         rig.settle()
-        rig.state.check_position(early)
+        LearnerRules(rig.state).check_position(early)
         assert (rig.state.position.seq > late.seq) == bool(more)
         with pytest.raises(StoreChanged, match=f"store {rig.state.store_id} lacks .* records up to {late.seq} "):
-            rig.state.check_position(late)
+            LearnerRules(rig.state).check_position(late)
 
 
 def test_a_position_of_another_store_is_unknown_and_so_is_one_from_very_many_starts_ago(home: Path) -> None:
@@ -62,10 +63,10 @@ def test_a_position_of_another_store_is_unknown_and_so_is_one_from_very_many_sta
         for _ in range(100):
             rig.state.open(rig.journal.seq)
         with pytest.raises(StoreChanged):
-            rig.state.check_position(position)
+            LearnerRules(rig.state).check_position(position)
         assert len(rig.state.openings) < 100
     with Rig(home.with_name("other")).begin() as rig, pytest.raises(StoreChanged):
-        rig.state.check_position(position)
+        LearnerRules(rig.state).check_position(position)
 
 
 def use_offer(learner: BrokerClient) -> object:

@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import zmq
 
-from broker.messaging import async_client
-from broker.messaging.loop_socket import LoopSocket
-from broker.messaging.sync_client import BrokerClient
+from broker.client import connection
+from broker.client.connection import BrokerClient, LoopSocket
 from common.errors import BrokerUnreachable, UsageError
 from common.security.credentials import Credential
 from tests.broker_rig import serving, tasks
@@ -89,7 +88,7 @@ def test_a_damaged_key_is_an_error_of_every_call_and_close_does_not_wait_for_a_s
 
 def test_calls_shorter_than_the_silence_of_a_dead_broker_reach_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher of learner ranks gives every report up long before SILENT_S."""
-    monkeypatch.setattr(async_client, "SILENT_S", 1.0)
+    monkeypatch.setattr(connection, "SILENT_S", 1.0)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with serving() as server, context, context.socket(zmq.ROUTER) as silent:
         port = silent.bind_to_random_port("tcp://127.0.0.1")

@@ -6,10 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from broker import wire
+from broker.client.connection import AsyncBrokerClient
 from broker.contract import HeartbeatReply
-from broker.delivery.leasing import SPAN_BYTES_PER_S
-from broker.messaging import wire
-from broker.messaging.async_client import AsyncBrokerClient
+from broker.delivery.learner_rules import LearnerRules
+from broker.delivery.node_rules import SPAN_BYTES_PER_S, NodeRules
 from common.config.schema import TelemetryConfig
 from common.process.run_dir import RunDir
 from common.run_reader import read_batches
@@ -70,15 +71,17 @@ def test_all_nodes_together_may_send_so_many_bytes_a_second_however_often_they_a
     state = new_state(TRACED, lambda: now)
     reports = [node_report(f"n{number}") for number in range(nodes)]
     for report in reports:
-        state.register(report)
-        state.heartbeat(report, [])
+        NodeRules(state).register(report)
+        NodeRules(state).heartbeat(report, [])
     seconds, allowed = 10.0, 0
     for turn in range(int(seconds / every_s)):
         now = (turn + 1) * every_s
-        allowed += sum(state.heartbeat(report, []).span_bytes for report in reports)
+        allowed += sum(NodeRules(state).heartbeat(report, []).span_bytes for report in reports)
     assert allowed == pytest.approx(seconds * SPAN_BYTES_PER_S, rel=0.05)
     now += 1e6
-    assert state.heartbeat(reports[0], []).span_bytes <= 10 * SPAN_BYTES_PER_S, "a node that was away saved up little"
+    assert NodeRules(state).heartbeat(reports[0], []).span_bytes <= 10 * SPAN_BYTES_PER_S, (
+        "a node that was away saved up little"
+    )
 
 
 def test_without_a_trace_the_broker_neither_allows_nor_keeps_spans_and_leaves_the_learner_without_an_answer() -> None:
@@ -86,10 +89,10 @@ def test_without_a_trace_the_broker_neither_allows_nor_keeps_spans_and_leaves_th
     for run, expected in ((run_info(), 0), (TRACED, 1)):
         state = new_state(run)
         state.trace = kept.append
-        reply = state.heartbeat(node_report("n1"), [], None, BATCH)
+        reply = NodeRules(state).heartbeat(node_report("n1"), [], None, BATCH)
         assert len(kept) == expected
         assert bool(reply.time_s) == bool(reply.span_bytes) == bool(expected)
-        answer = state.report(learner_report())
+        answer = LearnerRules(state).report(learner_report())
         assert (answer is not None and answer.time_s > 1.7e9) == bool(expected)
     assert kept[0].who == "n1", "a node speaks for itself only"
     assert msgspec.structs.replace(kept[0], who="n0") == BATCH
@@ -110,10 +113,10 @@ def test_a_nodes_large_batches_and_absurd_clocks_are_not_kept_and_cost_it_no_lea
     kept: list[SpanBatch] = []
     state = new_state(TRACED)
     state.trace = kept.append
-    assert state.heartbeat(node_report("n1"), [], None, msgspec.structs.replace(BATCH, **bad)) is not None
+    assert NodeRules(state).heartbeat(node_report("n1"), [], None, msgspec.structs.replace(BATCH, **bad)) is not None
     assert not kept
     full = msgspec.structs.replace(BATCH, spans=[FLIP] * (BATCH_BYTES // len(msgspec.json.encode(FLIP)) + 1))
-    state.heartbeat(node_report("n1"), [], None, full)
+    NodeRules(state).heartbeat(node_report("n1"), [], None, full)
     assert len(kept) == 1, "the largest batch of an honest node"
 
 

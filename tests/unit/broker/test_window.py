@@ -7,11 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.contract import LearnerReport, NodeReport
+from broker.delivery.learner_rules import LearnerRules
+from broker.delivery.node_rules import NodeRules
 from broker.delivery.state import DeliveryState
 from broker.diagnosis.stalls import explain
 from common.rollouts import GroupMeta
 from common.staleness import Window
+from common.waits import WaitFor, WaitKind
 from tests.broker_rig import run_info, tasks
+
+WINDOW = WaitFor(WaitKind.WINDOW)
 
 B, K = 2, 1
 
@@ -35,16 +40,16 @@ def test_a_task_is_below_the_first_due_one_exactly_if_it_is_due_before(
 def state_at(step: int) -> DeliveryState:
     """A run whose learner began at `step`, with one node that waits for tasks, and more of them than it may lease."""
     state = DeliveryState(run_info(groups_per_step=B, max_staleness=K, max_attempts=1))
-    state.attach(LearnerReport(1, 1, "training", step, step=step, instance="me"))
-    state.register(NodeReport("n", 1, "h", "waiting", step, "task window"))
-    state.offer(tasks(60))
+    LearnerRules(state).attach(LearnerReport(1, 1, "training", step, step=step, instance="me"))
+    NodeRules(state).register(NodeReport("n", 1, "h", "waiting", step, WINDOW))
+    LearnerRules(state).offer(tasks(60))
     return state
 
 
 def lease_all(state: DeliveryState, version: int) -> list[str]:
     """Everything that a node at `version` may lease; the tokens."""
-    state.heartbeat(NodeReport("n", 1, "h", "waiting", version, "task window"), list(state.tasks.leased))
-    return [lease.token for lease in state.lease("n", version, 60)]
+    NodeRules(state).heartbeat(NodeReport("n", 1, "h", "waiting", version, WINDOW), list(state.tasks.leased))
+    return [lease.token for lease in NodeRules(state).lease("n", version, 60)]
 
 
 def check(state: DeliveryState, version: int) -> None:
@@ -60,12 +65,12 @@ def check(state: DeliveryState, version: int) -> None:
 def train(state: DeliveryState, step: int, tokens: list[str], flat: int) -> None:
     """Finish these leases and let `step` take groups until B are left that it does not filter."""
     for token in tokens:
-        assert state.complete("n", token, GroupMeta(0, 0, 0.0, 1), b"", 0)
-    taken = state.take(step, B)
+        assert NodeRules(state).complete("n", token, GroupMeta(0, 0, 0.0, 1), b"", 0)
+    taken = LearnerRules(state).take(step, B)
     assert taken is not None
-    state.filter(step, [entry.serial for entry in taken[:flat]], 2 * B)
-    assert state.take(step, B) is not None
-    state.report(LearnerReport(1, 1, "training", step + 1, step=step + 1, instance="me"))
+    LearnerRules(state).filter(step, [entry.serial for entry in taken[:flat]], 2 * B)
+    assert LearnerRules(state).take(step, B) is not None
+    LearnerRules(state).report(LearnerReport(1, 1, "training", step + 1, step=step + 1, instance="me"))
 
 
 @pytest.mark.parametrize("first", [0, 5], ids=["from step 0", "resumed at step 5 beside an empty store"])
@@ -76,13 +81,13 @@ def test_the_window_in_the_status_is_what_may_be_leased(first: int, flat: int, d
     tokens = lease_all(state, first)
     check(state, first)
     for token in tokens[:dead]:
-        state.fail("n", token, "bad luck")
+        NodeRules(state).fail("n", token, "bad luck")
     tokens = [*tokens[dead:], *lease_all(state, first)]
     check(state, first)
     train(state, first, tokens, flat)
     lease_all(state, first + 1)
     check(state, first + 1)
-    state.commit(first)
+    LearnerRules(state).commit(first)
     check(state, first + 1)
 
 

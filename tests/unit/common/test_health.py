@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from broker.diagnosis.broker_signs import BrokerSigns
+from broker.delivery.learner_rules import LearnerRules
+from broker.main import BrokerSigns
 from common.errors import UsageError
 from common.process.health import LATE_S, MOST_CLIENTS, LifeSigns, Series, TextServer, serving_health
 from tests.broker_rig import learner_report, new_state, serving
@@ -186,7 +187,7 @@ def test_the_broker_counts_the_seconds_in_which_the_learner_waits() -> None:
     signs, state = BrokerSigns(clock), new_state(clock=clock)
 
     def after(seconds: float, learner: str) -> dict[str, float]:
-        state.report(learner_report(learner))
+        LearnerRules(state).report(learner_report(learner))
         clock.now += seconds
         signs.tick(state.status)
         lines = signs.answer("/metrics")[1].splitlines()

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 import msgspec
 import pytest
 
-from broker.messaging.async_client import AsyncBrokerClient
+from broker.client.connection import AsyncBrokerClient
 from common import span_buffer
 from common.span_buffer import SPANS, SpanBuffer
 from common.spans import SpanBatch

@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.connect import Access, connect, connect_node
+from broker.client.connect import Access, connect, connect_node
+from broker.delivery.learner_rules import LearnerRules
+from broker.delivery.node_rules import NodeRules
 from broker.server.server import BrokerServer
 from common.errors import EXIT_DONE, EXIT_FAILED
 from common.process.lock_file import take_lock
@@ -18,9 +20,8 @@ from common.security.credentials import KeyFolder
 from launch.cli import main
 from launch.keys import make
 from learner.loop.status_reporter import StatusReporter
-from rollout_fleet.node.broker_timeout import BrokerTimeout
-from rollout_fleet.node.heartbeat import Heartbeat
-from rollout_fleet.node.node_status import OwnStatus
+from rollout_fleet.node.heartbeat import BrokerTimeout, Heartbeat
+from rollout_fleet.node.node_status import NodeStatusTracker
 from tests.broker_rig import learner_report, new_state, node_report, run_info, serving, tasks
 from tests.integration.jobs.job_rig import Command
 from tests.launch_rig import job_of, json_of, living_broker, prepared, refusal, run_cli, write_job
@@ -45,9 +46,9 @@ def served(tmp_path: Path) -> Iterator[BrokerServer]:
     (run.logs / "broker-0.log").write_text("".join(f"line {i}\n" for i in range(60)))
     with living_broker(config) as server:
         state = server._state
-        state.report(learner_report(step=7))
-        state.register(node_report("silent"))
-        state.offer(tasks(3))
+        LearnerRules(state).report(learner_report(step=7))
+        NodeRules(state).register(node_report("silent"))
+        LearnerRules(state).offer(tasks(3))
         yield server
 
 
@@ -133,7 +134,7 @@ def test_nodes_and_the_learner_send_the_ends_of_their_logs(served, tmp_path, cap
     reporter = StatusReporter(lambda: connect(access), logs)
     reporter.take_over(2, 7)
     reporter.start()
-    status = OwnStatus("n1")
+    status = NodeStatusTracker("n1")
     node = Heartbeat(lambda: connect_node(access), status, BrokerTimeout(LIMIT_S, ""), 0.1, logs / "rollout-n1.log")
 
     async def ask() -> None:
@@ -187,7 +188,7 @@ def leaving(server: BrokerServer, node: str) -> None:
 def test_two_stops_at_once_wait_until_everybody_has_left_and_the_broker_has_ended(served, start, capsys) -> None:
     stops = [start("stop", served.address) for _ in range(2)]
     until(lambda: served._state.stopping)
-    served._state.report(learner_report("drained", step=7))
+    LearnerRules(served._state).report(learner_report("drained", step=7))
     leaving(served, "silent")
     assert [stop.result(LIMIT_S) for stop in stops] == [EXIT_DONE] * 2
     said = capsys.readouterr().out.splitlines()
@@ -200,13 +201,13 @@ def test_a_broker_that_is_lost_while_the_job_stops_and_comes_back_is_told_again(
     address = f"ipc://{tmp_path}/broker"
     first, second = (new_state(run_info(config=msgspec.json.encode(job_of(tmp_path)))) for _ in range(2))
     for state in (first, second):
-        state.register(node_report())
+        NodeRules(state).register(node_report())
     with serving(address, first):
         stop = start("stop", address)
         until(lambda: first.stopping)
     with serving(address, second):
         until(lambda: second.stopping)
-        second.leave("n0")
+        NodeRules(second).leave("n0")
         assert stop.result(LIMIT_S) == EXIT_DONE
 
 

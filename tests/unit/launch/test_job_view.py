@@ -6,11 +6,12 @@ import os
 import msgspec
 import pytest
 
-from broker.contract import Waste
 from broker.diagnosis.stalls import Stall
 from common.metrics import StepMetrics
 from common.process.run_dir import RunDir, write_json
 from common.run_reader import MetricsTail, read_tail
+from common.waits import WaitFor, WaitKind
+from common.waste import Waste
 from launch.cli import main
 from launch.observe import stall_text
 from launch.observe.job_view import BAR_WIDTH, plain_line, render_live, render_status, sparkline, waste_table
@@ -93,7 +94,7 @@ def test_the_views_show_every_process_progress_and_waits(config, run, tail):
     view = text_of(render_live(fewer, None, tail, []))
     assert view.count("█") == BAR_WIDTH + 1, "a full bar, and the highest reward"
     # a node whose environments start is not said to generate
-    node = node_status(state="environments", waiting_on="the start of 8 environments")
+    node = node_status(state="environments", wait=WaitFor(WaitKind.ENVIRONMENTS, count=8))
     seen = Observation(status_of(node), live=True)
     line = plain_line(config, seen, tail)
     assert "node-0: environments (the start of 8 environments)" in line
@@ -162,7 +163,7 @@ def test_status_and_the_live_view_show_who_waits_for_whom_or_that_the_job_moves(
     assert "the learner waits for groups for step 7: 1 of 4 ready, and no node is alive, since 3.0 s" in view
     write_json(run.status_json, WAITING)
     (stall,) = json_of(capsys, "status", str(run.path))["stalls"]
-    assert set(stall) == {"kind", "who", "waits_for", "since_s", "release"}
+    assert set(stall) == {"kind", "who", "waits_for", "since_s", "release", "nodes", "task"}
     training = msgspec.structs.replace(LEARNER, state="training")
     moving = status_of(node_status("n0"), node_status("n1"), learner=training)
     assert "The learner is training; 2 nodes alive." in text_of(render_status(run, seen(moving)))

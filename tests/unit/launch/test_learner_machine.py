@@ -9,9 +9,9 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from broker.contract import Assembly, MachineReport, Member
+from broker.client.calls import LearnerBroker
+from broker.contract import MachineReport, Member, RendezvousOrder
 from broker.delivery.learner_machines import FENCE_S
-from broker.messaging.client_methods import LearnerBroker
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.process.run_dir import RunDir
 from launch.up import learner_machine as module
@@ -19,7 +19,7 @@ from launch.up.learner_machine import ANSWER_S, REPORT_S, Launcher, SharedFolder
 from learner.loop.run_files import write_record
 from tests.broker_rig import job
 
-TRAIN = Assembly(1, [Member("m1", "h1", "a", "a:1")], active=True)
+TRAIN = RendezvousOrder(1, [Member("m1", "h1", "a", "a:1")], active=True)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         signal.signal(number, handler)
 
 
-def run(tmp_path: Path, gather: Callable[..., Assembly]) -> int:
+def run(tmp_path: Path, gather: Callable[..., RendezvousOrder]) -> int:
     """The exit code of a launcher whose reports `gather` answers."""
     report = MachineReport("m1", "h1", "a", "a:1", {})
     client = cast(LearnerBroker, SimpleNamespace(gather=gather))
@@ -51,9 +51,9 @@ def test_ranks_are_killed_a_fence_after_the_broker_last_heard_of_them_however_la
 ) -> None:
     heard: list[float] = []
 
-    def gather(report: MachineReport, *_: object) -> Assembly:
+    def gather(report: MachineReport, *_: object) -> RendezvousOrder:
         if heard and not report.running:
-            return Assembly(exit_code=0)
+            return RendezvousOrder(exit_code=0)
         if len(heard) == 2:
             clock[0] += ANSWER_S
             raise BrokerUnreachable("cut")
@@ -74,12 +74,12 @@ def test_the_end_of_a_ranks_log_is_sent_when_a_rank_of_this_round_has_written_it
     for rank in (3, 4):
         (logs / f"learner-{rank}.log").write_text("of an earlier round\n")
 
-    def gather(report: MachineReport, log: str | None, rank: int) -> Assembly:
+    def gather(report: MachineReport, log: str | None, rank: int) -> RendezvousOrder:
         sent.append((log, rank))
         if report.running and len(sent) == 2:
             with (logs / "learner-3.log").open("a") as file:
                 file.write("resumed\n")
-        return Assembly(exit_code=0) if len(sent) == 5 else msgspec.structs.replace(TRAIN, log_rank=len(sent))
+        return RendezvousOrder(exit_code=0) if len(sent) == 5 else msgspec.structs.replace(TRAIN, log_rank=len(sent))
 
     assert run(tmp_path, gather) == 0
     assert sent[:5] == [(None, -1), (None, 1), (None, 2), ("of an earlier round\nresumed", 3), (None, 4)]
@@ -88,7 +88,7 @@ def test_the_end_of_a_ranks_log_is_sent_when_a_rank_of_this_round_has_written_it
 def test_a_launcher_that_ends_says_that_its_ranks_have_ended(tmp_path: Path, clock: list[float]) -> None:
     reports: list[Any] = []
 
-    def gather(report: MachineReport, *_: object) -> Assembly:
+    def gather(report: MachineReport, *_: object) -> RendezvousOrder:
         reports.append(report)
         if len(reports) == 2:
             raise BrokerError("revoked")
@@ -113,9 +113,9 @@ def test_a_launcher_says_how_the_learner_of_this_round_has_ended(
 
     monkeypatch.setattr(Launcher, "_rest", end)
 
-    def gather(report: MachineReport, *_: object) -> Assembly:
+    def gather(report: MachineReport, *_: object) -> RendezvousOrder:
         reports.append(report)
-        return TRAIN if len(reports) < 3 else Assembly(exit_code=0)
+        return TRAIN if len(reports) < 3 else RendezvousOrder(exit_code=0)
 
     assert run(tmp_path, gather) == 0
     assert reports[1].state == state

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from broker.contract import JoinTimes, LedgerEntry, NodeReport
+from broker.delivery.learner_rules import LearnerRules
 from broker.diagnosis.join_times import newest, sentence
 from common.errors import EXIT_FAILED
 from common.process.run_dir import BrokerFile, RunDir, write_json
@@ -104,10 +105,10 @@ def test_the_ledger_after_the_death_of_a_broker_is_that_of_its_store(config, run
         rig.offer(2)
         for lease in rig.lease(2):
             rig.complete(lease)
-        rig.state.take(0, 2)
+        LearnerRules(rig.state).take(0, 2)
         write_json(run.ledger_json, rig.state.ledger())
         write_broker(run, pid=2147483000)
-        rig.state.commit(0)
+        LearnerRules(rig.state).commit(0)
         rig.settle()
         assert [entry["state"] for entry in json_of(capsys, "ledger", str(run.path))] == ["committed"] * 2
     for segment in run.store.glob("0*.log"):

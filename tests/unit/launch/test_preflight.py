@@ -14,7 +14,7 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
-from broker.messaging.sockets import bind_router
+from broker.sockets import bind_router
 from common.errors import SlipstreamError, UsageError
 from common.process.versions import INSTALL_BRIDGE
 from launch.checks.findings import warning

@@ -8,7 +8,7 @@ import pytest
 
 from broker.contract import LearnerReport, RunInfo
 from broker.delivery.task_table import Entry
-from broker.journal.file_store.store import open_file_store
+from broker.journal.file_store import open_file_store
 from broker.journal.recording import Recording, open_recording, preloaded
 from common.config.loading import load_config
 from common.config.observing import WatchRule
@@ -17,6 +17,7 @@ from common.errors import SlipstreamError, UsageError
 from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
 from common.rollouts import GroupMeta, Task
+from common.waits import WaitFor, WaitKind
 from launch.cli import main
 from launch.results.replay import ReplayedStep, check_progress, compare, line, plan_replay, summary
 from tests.checkpoint_files import write_checkpoint
@@ -167,7 +168,7 @@ def test_the_preloaded_broker_hands_out_the_recorded_steps_in_their_order() -> N
 
 
 def test_a_learner_that_waits_for_groups_nobody_makes_is_told_so() -> None:
-    report = LearnerReport(1, 0, "waiting", 7, "groups for step 7: 0 of 1 ready", 61.0, step=7)
+    report = LearnerReport(1, 0, "waiting", 7, WaitFor(WaitKind.GROUPS, version=7, of=1), 61.0, step=7)
     for fine in (None, msgspec.structs.replace(report, since_s=5.0), msgspec.structs.replace(report, state="training")):
         check_progress(fine)
     with pytest.raises(UsageError, match=r"step 7 waits for groups that its recording does not have \(groups for"):

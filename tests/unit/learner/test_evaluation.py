@@ -17,6 +17,7 @@ from common.evaluation import EvaluationResult, dataset_names
 from common.json_lines import lines_of, read_jsonl
 from common.metrics import EvaluationMetrics, StepMetrics
 from common.run_reader import read_tail
+from common.waits import NO_WAIT
 from launch.cli import main
 from learner.loop import evaluation as module
 from learner.loop.batch_source import Wait
@@ -194,8 +195,9 @@ def test_an_evaluation_continues_beside_an_empty_store(
         work()
         if pool.played[-1:] == [(version, 1)] and world.memory.state is first:
             other = MemoryBroker(first.run)
-            world.memory.state = world.broker._state = other.state
-            world.fleet.node._state = pool.node._state = other.state
+            world.memory.state = other.state
+            for client in (world.broker, world.fleet.node, pool.node):
+                client.use(other.state)
             world.fleet.registered = False
             world.fleet.held.clear()
 
@@ -255,7 +257,7 @@ def test_without_a_node_the_last_round_is_given_up_after_a_bounded_wait(
     monkeypatch.setattr(module, "IDLE_S", 0.05)
     world = make_world(run={"steps": 2}, evaluation=told, rollout={"sample_timeout_s": 0.01})
     said: list[tuple[str, str]] = []
-    world.lead.reporter.set = lambda state, text="", **_: said.append((state, text))
+    world.lead.reporter.set = lambda state, wait=NO_WAIT, **_: said.append((state, wait.cause))
     assert watching(world, None).run() == "done"
     assert ("evaluating", "version 2: 0 of 5 problems") in said
     gone = [entry["detail"] for entry in read_jsonl(world.run_dir.events) if entry["kind"] == "evaluation_abandoned"]

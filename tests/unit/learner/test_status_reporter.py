@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from broker.contract import BrokerStatus, HeartbeatReply, LearnerReport, NodeReport
+from broker.delivery.node_rules import NodeRules
 from common.errors import BrokerUnreachable
 from common.span_buffer import SpanBuffer
+from common.waits import WaitFor, WaitKind
 from learner.loop import status_reporter
 from learner.loop.status_reporter import SHOWN_DELIVERIES, StatusReporter
 from learner.loop.step_metrics import StallMeter
@@ -94,11 +96,11 @@ def test_the_answers_tell_how_far_the_brokers_clock_is(monkeypatch: pytest.Monke
 
 def test_since_starts_over_only_with_another_state_and_groups_are_missing_only_while_they_are_waited_for() -> None:
     reporter = StatusReporter(Sink, Path())
-    reporter.set("waiting", "groups: 1 of 4", groups_missing=3)
+    reporter.set("waiting", WaitFor(WaitKind.GROUPS, count=1, of=4), groups_missing=3)
     time.sleep(0.05)
-    reporter.set("waiting", "groups: 2 of 4", groups_missing=2)
+    reporter.set("waiting", WaitFor(WaitKind.GROUPS, count=2, of=4), groups_missing=2)
     report = reporter.snapshot()
-    assert (report.waiting_on, report.groups_missing) == ("groups: 2 of 4", 2) and report.since_s >= 0.05
+    assert (report.wait.count, report.groups_missing) == (2, 2) and report.since_s >= 0.05
     reporter.set("training")
     report = reporter.snapshot()
     assert report.since_s < 0.05 and report.groups_missing == 0
@@ -118,14 +120,17 @@ def test_a_report_names_the_nodes_that_a_version_has_not_reached() -> None:
 
 def test_silent_ranks_are_reported_in_place_of_what_the_loop_does_until_they_answer() -> None:
     reporter = StatusReporter(Sink, Path())
-    reporter.set("training", "the optimizer step 3")
+    reporter.set("training", WaitFor(WaitKind.OPTIMIZER, version=3))
     reporter.set_silence("rank 1 silent for 9 s")
-    reporter.set("training", "the optimizer step 4")
+    reporter.set("training", WaitFor(WaitKind.OPTIMIZER, version=4))
     report = reporter.snapshot()
-    assert (report.state, report.waiting_on) == ("stalled", "rank 1 silent for 9 s")
+    assert (report.state, report.wait) == (
+        "stalled",
+        WaitFor(WaitKind.RANKS, cause="rank 1 silent for 9 s"),
+    )
     reporter.set_silence("")
     report = reporter.snapshot()
-    assert (report.state, report.waiting_on) == ("training", "the optimizer step 4")
+    assert (report.state, report.wait) == ("training", WaitFor(WaitKind.OPTIMIZER, version=4))
     reporter.set_silence("rank 1 silent for 21 s")
     reporter.set("failed", "rank 1 silent for 21 s")
     assert reporter.snapshot().state == "failed"
@@ -153,20 +158,18 @@ def test_the_wait_names_who_unblocks_it(make_world: MakeWorld) -> None:
     world = make_world()
     world.trainer.source.next_command(0)
     report = world.lead.reporter.snapshot()
-    assert (report.state, report.waiting_on) == ("waiting", "groups for step 0: 0 of 2 ready, no node is connected")
+    assert (report.state, report.wait) == ("waiting", WaitFor(WaitKind.GROUPS, version=0, of=2))
     world.fleet.work()  # the node registers; it has no weights yet
-    world.memory.state.fleet.nodes["fake"].report = NodeReport("fake", 1, "here", "starting", -1, "the engine's start")
+    world.memory.state.fleet.nodes["fake"].report = NodeReport("fake", 1, "here", "starting", -1)
     world.trainer.source.next_command(0)
-    assert world.lead.reporter.snapshot().waiting_on.endswith(
-        "none being generated: fake is starting (the engine's start)"
-    )
+    wait = world.lead.reporter.snapshot().wait
+    assert (wait.nodes, wait.leased, wait.peer, wait.peer_state) == (1, 0, "fake", "starting")
     state = world.memory.state
-    state.register(NodeReport("fake", 1, "here", "environments", 0, "the start of 2 environments"))
-    (lease,) = state.lease("fake", 0, 1)
+    NodeRules(state).register(NodeReport("fake", 1, "here", "environments", 0))
+    (lease,) = NodeRules(state).lease("fake", 0, 1)
     world.trainer.source.next_command(0)
-    assert world.lead.reporter.snapshot().waiting_on.endswith(
-        "none being generated: fake waits for the start of 2 environments"
-    )
-    state.release("fake", [lease.token])
+    wait = world.lead.reporter.snapshot().wait
+    assert (wait.nodes, wait.leased, wait.peer, wait.peer_state) == (1, 1, "fake", "environments")
+    NodeRules(state).release("fake", [lease.token])
     world.trainer.run()
     assert world.lead.reporter.snapshot().state == "checkpointing"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from broker.contract import RunInfo, StoredGroup
+from broker.delivery.learner_rules import LearnerRules
 from common.errors import SlipstreamError, UsageError
 from learner.loop.tasks import TaskStream
 from tests.memory_broker import MemoryBroker
@@ -24,7 +25,8 @@ def empty(world: World) -> MemoryBroker:
 def swap(world: World, memory: MemoryBroker) -> None:
     """The broker at the same address has another memory from now on; its nodes have to join it."""
     world.memory = memory
-    world.broker._state = world.fleet.node._state = memory.state
+    for client in (world.broker, world.fleet.node):
+        client.use(memory.state)
     world.fleet.registered = False
     world.fleet.held.clear()
 
@@ -167,7 +169,8 @@ def test_a_store_that_lost_part_of_a_step_of_the_checkpoint_is_refused_at_every_
         groups = take(now, count, wait_s, in_order)
         if now == 2 and groups and not found:
             found.append(copy.deepcopy(world.memory))
-            found[0].state.regenerate(2, [groups[0].serial])  # as before the last of several takes of the step
+            # as before the last of several takes of the step
+            LearnerRules(found[0].state).regenerate(2, [groups[0].serial])
         return groups
 
     world.broker.take = copying

@@ -9,11 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from broker.contract import StoredGroup, Waste
+from broker.contract import StoredGroup
 from common.errors import HopelessError, UsageError
 from common.metrics import StepMetrics
 from common.rollouts import Group, encode_group
 from common.run_reader import read_tail
+from common.waste import Waste
 from learner.loop import rollout_source
 from learner.loop.batch_source import Train, decode_command
 from tests.memory_broker import MemoryBroker

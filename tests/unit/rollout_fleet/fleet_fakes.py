@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from broker.client.calls import NodeBroker
 from broker.contract import HeartbeatReply, LearnerReport, NodeReport
-from broker.messaging.client_methods import NodeBroker
 from common.rollouts import Sample, Task, VersionRun
 from common.spans import SpanBatch
-from rollout_fleet.environments.isolation.placement import Stage, ThreadStage
-from rollout_fleet.environments.isolation.thread_host import EnvironmentHost
+from rollout_fleet.environments.isolation.backend import Backend
+from rollout_fleet.environments.isolation.thread_backend import EnvironmentThread, ThreadBackend
 from rollout_fleet.environments.protocol import Action, Budget, Limits, StepResult
 from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules, Sampling
 from rollout_fleet.episode.rendering import Renderer, Tokenizer
@@ -128,31 +128,31 @@ def prompts_of(sampler: ScriptedSampler) -> list[str]:
     return ["".join(map(chr, call.prompt)) for call in sampler.calls]
 
 
-HOSTS: list[EnvironmentHost] = []  # closed after each test
+HOSTS: list[EnvironmentThread] = []  # closed after each test
 
 
-def new_host() -> EnvironmentHost:
+def new_host() -> EnvironmentThread:
     """An environments' thread that ends with the test."""
-    HOSTS.append(EnvironmentHost())
+    HOSTS.append(EnvironmentThread())
     return HOSTS[-1]
 
 
 def make_driver(
     sampler: ScriptedSampler,
-    environment: type | Stage,
+    environment: type | Backend,
     options: dict[str, object] | None = None,
     budget: Budget | None = None,
     timeout_s: float = LIMIT_S,
-    host: EnvironmentHost | None = None,
+    host: EnvironmentThread | None = None,
     tokenizer: Tokenizer | None = None,
     limits: Limits | None = None,
 ) -> EpisodeDriver:
-    """A driver over the scripted sampler, for an environment on a thread or for a stage."""
-    staged = isinstance(environment, Stage)
-    stage = environment if staged else ThreadStage(environment, options or {}, host or new_host())
+    """A driver over the scripted sampler, for an environment on a thread or for a backend."""
+    given = isinstance(environment, Backend)
+    backend = environment if given else ThreadBackend(environment, options or {}, host or new_host())
     budget = budget or Budget(max_turns=8, max_tokens=100, max_context=1000)
     rules = EpisodeRules(budget, Sampling(), timeout_s, limits or Limits())
-    return EpisodeDriver(sampler, Renderer(tokenizer or CharacterTokenizer()), stage, rules)
+    return EpisodeDriver(sampler, Renderer(tokenizer or CharacterTokenizer()), backend, rules)
 
 
 @dataclass

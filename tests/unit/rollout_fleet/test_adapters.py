@@ -21,9 +21,9 @@ from common.config.schema import TasksConfig
 from common.rollouts import Sample
 from rollout_fleet.agents.driver import AgentDriver
 from rollout_fleet.agents.verifiers_agent import agent
-from rollout_fleet.environments.adapters.openenv import OpenEnv
+from rollout_fleet.environments.builtin.openenv import OpenEnv
 from rollout_fleet.environments.description import check_environment
-from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
+from rollout_fleet.environments.isolation.process_backend import ProcessBackend, ProcessHost
 from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
@@ -119,9 +119,9 @@ def test_an_environment_of_verifiers_is_played_through_the_endpoint_and_judged_b
     limits = replace(agent.LIMITS, reset_s=LIMIT_S, step_s=LIMIT_S)  # type: ignore[attr-defined]
     options = {"env_id": "verifiers-game", "arguments": '{"bonus": 0.5}'}
     with contextlib.closing(ProcessHost((path, "verifiers"), python)) as processes:
-        stage = ProcessStage(f"{path}:agent", options, limits, LIMIT_S, processes, False)
+        backend = ProcessBackend(f"{path}:agent", options, limits, LIMIT_S, processes, False)
         rules = EpisodeRules(Budget(4, 200, 2000), timeout_s=LIMIT_S, limits=limits)
-        sample = episode(AgentDriver(sampler, Renderer(tokenizer), stage, rules), problem)
+        sample = episode(AgentDriver(sampler, Renderer(tokenizer), backend, rules), problem)
     assert (sample.error, sample.reward, sample.turns) == (None, 1.5, 2)
     assert sample.metrics["right"] == 1.5
     first, second = (call.prompt for call in sampler.calls)

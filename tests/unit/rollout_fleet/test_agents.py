@@ -17,8 +17,8 @@ from common.errors import SlipstreamError
 from common.rollouts import Group, Sample, decode_group, encode_group
 from rollout_fleet.agents.driver import AgentDriver
 from rollout_fleet.driver_factory import build_driver
-from rollout_fleet.environments.isolation.placement import ThreadStage
-from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
+from rollout_fleet.environments.isolation.process_backend import ProcessBackend, ProcessHost
+from rollout_fleet.environments.isolation.thread_backend import ThreadBackend
 from rollout_fleet.environments.protocol import Budget, Limits
 from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
@@ -37,14 +37,14 @@ def policy(*said: str | Exception) -> ScriptedSampler:
 
 
 def driver_of(
-    agent: Agent | ProcessStage, sampler: ScriptedSampler, budget: Budget | None = None, timeout_s: float = LIMIT_S
+    agent: Agent | ProcessBackend, sampler: ScriptedSampler, budget: Budget | None = None, timeout_s: float = LIMIT_S
 ) -> AgentDriver:
-    stage = agent if isinstance(agent, ProcessStage) else ThreadStage(agent, {}, new_host())
+    backend = agent if isinstance(agent, ProcessBackend) else ThreadBackend(agent, {}, new_host())
     rules = EpisodeRules(budget or Budget(4, 200, 2000), timeout_s=timeout_s, limits=LIMITS)
-    return AgentDriver(sampler, Renderer(qwen()), stage, rules)
+    return AgentDriver(sampler, Renderer(qwen()), backend, rules)
 
 
-def play(agent: Agent | ProcessStage, sampler: ScriptedSampler, **more: Any) -> Sample:
+def play(agent: Agent | ProcessBackend, sampler: ScriptedSampler, **more: Any) -> Sample:
     return episode(driver_of(agent, sampler, **more), {"question": "1+2?"})
 
 
@@ -291,7 +291,7 @@ async def agent(problem, *, base_url, api_key, model, seed, bonus=0.0):
     (tmp_path / "outside_agent.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with contextlib.closing(ProcessHost(("outside_agent",))) as host:
-        sample = play(ProcessStage("outside_agent:agent", {"bonus": 0.5}, LIMITS, LIMIT_S, host, False), policy("3"))
+        sample = play(ProcessBackend("outside_agent:agent", {"bonus": 0.5}, LIMITS, LIMIT_S, host, False), policy("3"))
     assert (sample.error, sample.reward, sample.stop_reason, sample.metrics["seed"]) == (None, 1.5, "stop", 7.0)
     assert sample.metrics["pid"] != os.getpid()
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from common.rollouts import Sample
-from rollout_fleet.environments.adapters.gymnasium_text import FrozenLake, GymnasiumText
-from rollout_fleet.environments.builtin.math_problem import MathProblem, judge
-from rollout_fleet.environments.isolation.process_host import ProcessHost, ProcessStage
+from rollout_fleet.environments.builtin.gymnasium_text import FrozenLake, GymnasiumText
+from rollout_fleet.environments.builtin.math_problems import MathProblem, judge
+from rollout_fleet.environments.isolation.process_backend import ProcessBackend, ProcessHost
 from rollout_fleet.environments.protocol import Budget
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, prompts_of, say
 from tests.waiting import LIMIT_S
@@ -41,13 +41,13 @@ def test_answers_compare_by_value(gold: str, answer: str, equal: bool) -> None:
 
 def test_math_is_judged_in_a_process_of_its_own_where_an_endless_answer_ends() -> None:
     assert MathProblem.LIMITS.process and MathProblem.PRELOAD == ("math_verify",)
-    host = ProcessHost(("rollout_fleet.environments.builtin.math_problem", *MathProblem.PRELOAD))
-    path = "rollout_fleet.environments.builtin.math_problem:MathProblem"
+    host = ProcessHost(("rollout_fleet.environments.builtin.math_problems", *MathProblem.PRELOAD))
+    path = "rollout_fleet.environments.builtin.math_problems:MathProblem"
     limits = replace(MathProblem.LIMITS, reset_s=LIMIT_S, step_s=LIMIT_S, cpu_s=300)
-    stage = ProcessStage(path, {}, limits, LIMIT_S, host, shares_seed=False)
+    backend = ProcessBackend(path, {}, limits, LIMIT_S, host, shares_seed=False)
     answers = ("\\boxed{9^{9^{9^{9}}}}", "\\boxed{\\frac{3}{6}}", "who knows")
     sampler = ScriptedSampler(in_turn(*map(say, answers)))
-    driver = make_driver(sampler, stage, None, Budget(1, 100, 1000), limits=limits)
+    driver = make_driver(sampler, backend, None, Budget(1, 100, 1000), limits=limits)
 
     async def all_three() -> list[Sample]:
         return [await driver.run({"question": "1/2?", "answer": "0.5"}, seed) for seed in range(3)]

@@ -10,9 +10,8 @@ from openai.resources.chat.completions import Completions as Chats
 from openai.resources.completions import Completions
 
 from rollout_fleet.agents import api
-from rollout_fleet.agents.api import ChatRequest, CompletionRequest, read
+from rollout_fleet.agents.api import NEUTRAL, UNKNOWN, BadRequest, ChatRequest, CompletionRequest, read
 from rollout_fleet.agents.conversation import Conversation
-from rollout_fleet.agents.parameters import NEUTRAL, UNKNOWN, BadRequest
 from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.episode.driver import EpisodeFailed, EpisodeRules, Progress, Sampling
 from rollout_fleet.episode.rendering import Renderer

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from rollout_fleet.environments.builtin.addition import Addition
-from rollout_fleet.environments.builtin.gsm8k import PROMPT, Gsm8k, final_number, read_row
-from rollout_fleet.environments.builtin.math_problem import MathProblem
+from rollout_fleet.environments.builtin.math_problems import PROMPT, Gsm8k, MathProblem, final_number, read_row
 from rollout_fleet.environments.builtin.number_guessing import NumberGuessing
 from rollout_fleet.environments.protocol import Action, StepResult
 from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker

@@ -12,6 +12,7 @@ import pytest
 
 from common.config.schema import LimitsConfig
 from rollout_fleet.environments import registry
+from rollout_fleet.environments.description import describe
 from rollout_fleet.environments.protocol import Limits, StopReason
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, say
 from tests.waiting import LIMIT_S
@@ -27,7 +28,8 @@ def test_the_environment_of_the_page_has_at_most_30_lines_and_plays(
     assert len(HANGMAN.splitlines()) <= 30
     (tmp_path / "hangman.py").write_text(HANGMAN)
     monkeypatch.syspath_prepend(tmp_path)
-    environment = registry.resolve("hangman:Hangman", {"lives": 3})
+    environment = registry.resolve("hangman:Hangman")
+    describe("hangman:Hangman", {"lives": 3})
     sampler = ScriptedSampler(in_turn(say("e"), say("x"), say("t"), say("R")))
     driver = make_driver(sampler, environment, {"lives": 3}, limits=environment.LIMITS)  # type: ignore[attr-defined]
     sample = asyncio.run(driver.run({"word": "tree"}, 0))
@@ -52,8 +54,8 @@ def test_the_other_examples_of_the_page_are_environments_too(tmp_path: Path, mon
     (tmp_path / "page_tools.py").write_text(TOOLS)
     (tmp_path / "page_agent.py").write_text(AGENT)
     monkeypatch.syspath_prepend(tmp_path)
-    registry.resolve("page_tools:Calculator", {})
-    assert registry.is_agent(registry.resolve("page_agent:agent", {}))
+    assert not describe("page_tools:Calculator", {}).agent
+    assert describe("page_agent:agent", {}).agent
 
 
 def test_every_stop_reason_every_limit_and_every_built_in_name_is_on_the_page() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from common.weights.receiver import StagingStatus
 from rollout_fleet.engine.scheduler_stats import StepClock
-from rollout_fleet.vllm_patches.flip import drop_cache
+from rollout_fleet.vllm_patches.engine_process import drop_cache
 from rollout_fleet.weights.engine_weights import (
     FIRST_POLL_S,
     LAST_POLL_S,

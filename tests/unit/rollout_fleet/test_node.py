@@ -11,18 +11,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.contract import Waste
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, SlipstreamError
 from common.rollouts import decode_group
 from common.spans import Span, SpanBatch
+from common.waits import WaitFor, WaitKind
+from common.waste import Waste
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.episode.concurrency import LOOKS, AdaptiveLimit
-from rollout_fleet.episode.group_runner import GroupRunner
 from rollout_fleet.node import node
-from rollout_fleet.node.broker_timeout import BrokerLost, BrokerTimeout
-from rollout_fleet.node.heartbeat import Heartbeat
+from rollout_fleet.node.heartbeat import BrokerLost, BrokerTimeout, Heartbeat
 from rollout_fleet.node.node import Node
-from rollout_fleet.node.node_status import OwnStatus
+from rollout_fleet.node.node_status import NodeStatusTracker
 from rollout_fleet.node.running_groups import NodeParts
 from tests.broker_rig import run_info
 from tests.memory_broker import MemoryBroker
@@ -63,15 +62,21 @@ class Site:
         if gated:
             self.sampler.gate.clear()
         self.feed = ScriptedFeed()
-        self.status = OwnStatus(name)
+        self.status = NodeStatusTracker(name)
         self.link = InOwnerLoop(self.broker.node())
         timeout = BrokerTimeout(patience_s, "memory")
         self.beat = Heartbeat(lambda: self.link, self.status, timeout, 0.05, log)  # type: ignore[arg-type,return-value]
         self.driver = make_driver(self.sampler, Addition)
-        self.runner = GroupRunner(SimpleNamespace(run=play) if play else self.driver, concurrency)
-        client = wrap(self.broker.node())
-        counters, beat_now = (lambda: self.sampler.counters), self.beat.beat_now
-        self.parts = NodeParts(client, self.feed, self.runner, self.status, timeout, counters, beat_now)
+        self.parts = NodeParts(
+            broker=wrap(self.broker.node()),
+            feed=self.feed,
+            driver=SimpleNamespace(run=play) if play else self.driver,  # type: ignore[arg-type]
+            concurrency=concurrency,
+            status=self.status,
+            timeout=timeout,
+            counters=self.sampler.counters,
+            beat_now=self.beat.beat_now,
+        )
         self.node = Node(self.parts, lambda: adapt, drain_s)
 
     async def __aenter__(self) -> "Site":
@@ -89,7 +94,7 @@ class Site:
         self.learner.attach(learner_report())
         self.learner.offer([addition_task(i, group_size) for i in range(tasks)])
         if version is not None:
-            self.feed.set(version=version, incarnation=0, waiting_on="")
+            self.feed.set(version=version, incarnation=0)
 
     def states(self) -> list[str]:
         return [entry.state for entry in self.learner.ledger()]
@@ -100,7 +105,7 @@ async def test_it_leases_what_the_window_allows_hands_in_every_group_and_reports
         site.attach(tasks=20)
         await until_async(lambda: site.states()[:8] == ["ready"] * 8)
         await until_async(lambda: site.status.report().state == "waiting")
-        assert site.status.report().waiting_on == "task window: version 0 may lease no more tasks"
+        assert site.status.report().wait == WaitFor(WaitKind.WINDOW, version=0)
         assert site.states()[8:] == ["pending"] * 12
         groups = site.learner.take(0, 4, 0.0)
         assert groups is not None
@@ -128,7 +133,7 @@ async def test_a_new_version_opens_the_window_at_once_and_the_node_asks_for_what
 
     class Recording(Around):
         async def lease(self, node_id: str, version: int, max_groups: int, wait_s: float) -> Any:
-            asked.append((max_groups, site.runner.episodes_running))
+            asked.append((max_groups, site.node.groups.episodes_running))
             return await self.broker.lease(node_id, version, max_groups, wait_s)
 
     async with Site(concurrency=4, wrap=Recording) as site:
@@ -144,14 +149,14 @@ async def test_a_new_version_opens_the_window_at_once_and_the_node_asks_for_what
 
 async def test_without_weights_of_this_incarnation_it_leases_nothing_and_says_so() -> None:
     async with Site() as site:
-        await until_async(lambda: site.status.report().waiting_on == "learner (none is attached)")
+        await until_async(lambda: site.status.report().wait.kind == WaitKind.LEARNER)
         site.attach(tasks=4, version=None)
-        await until_async(lambda: site.status.report().waiting_on == "weights from learner")
+        await until_async(lambda: site.status.report().wait.kind == WaitKind.WEIGHTS)
         assert site.status.report().state == "joining"
         assert site.feed.followed[-1] == ("tcp://127.0.0.1:1", 0)
         site.learner.attach(learner_report(incarnation=3))
         site.feed.set(version=5, incarnation=2)
-        await until_async(lambda: "restarted as incarnation 3" in site.status.report().waiting_on)
+        await until_async(lambda: site.status.report().wait == WaitFor(WaitKind.OTHER_WEIGHTS, count=3))
         assert site.states() == ["pending"] * 4
         site.feed.set(version=0, incarnation=3)
         await until_async(lambda: site.states() == ["ready"] * 4)
@@ -185,11 +190,11 @@ async def test_one_long_episode_of_a_group_keeps_no_slot_empty_and_the_start_of_
 
     async with Site(concurrency=4, play=one_long) as site:
         site.attach(tasks=8)
-        await until_async(lambda: site.status.report().waiting_on == "the start of 4 environments")
+        await until_async(lambda: site.status.report().wait == WaitFor(WaitKind.ENVIRONMENTS, count=4))
         assert site.status.report().state == "environments"
         answer.set()
         await until_async(lambda: site.status.report().state == "generating")
-        await until_async(lambda: site.runner.episodes_running == 4 and len(site.status.leases) >= 4)
+        await until_async(lambda: site.node.groups.episodes_running == 4 and len(site.status.leases) >= 4)
         # four groups with one long episode each use the four slots; counted by groups, two would have filled it
         await until_async(lambda: [g.finished for g in site.status.report().groups][:4] == [1, 1, 1, 0])
         work = site.status.report().groups[0]
@@ -363,7 +368,7 @@ async def test_an_excluded_node_gives_everything_back_says_why_and_fails(refuses
         site.feed.set(excluded="canary differs by 3.2")
         assert await asyncio.wait_for(site.running, LIMIT_S) == EXIT_FAILED
         told = site.learner.status().nodes[0].report
-        assert (told.state, told.waiting_on) == ("excluded", "canary differs by 3.2")
+        assert (told.state, told.wait.cause) == ("excluded", "canary differs by 3.2")
         if refuses:  # then its groups ended, and leaving returns their leases
             await site.broker.node().leave("n0")
         assert site.states() == ["pending"] * 4

@@ -125,7 +125,7 @@ async def test_a_round_that_ends_cancels_its_problems_and_nothing_counts_as_wast
         site.attach(tasks=0)
         await until_async(lambda: site.sampler.most_at_once == 2)
         site.learner.evaluate(None, [], [])
-        await until_async(lambda: site.runner.episodes_running == 0)
+        await until_async(lambda: site.node.groups.episodes_running == 0)
         assert site.status.report().waste["cancelled"].tokens == 0
         assert site.status.report().waste["cancelled"].seconds == 0
 

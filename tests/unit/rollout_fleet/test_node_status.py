@@ -6,13 +6,14 @@ import time
 
 import pytest
 
-from broker.contract import GroupWork, Waste
+from broker.contract import GroupWork
+from common.waits import NO_WAIT, WaitFor, WaitKind
+from common.waste import Waste
 from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
-from rollout_fleet.join_timing import JoinTimer, process_age_s
-from rollout_fleet.node.broker_timeout import BrokerLost, BrokerTimeout
-from rollout_fleet.node.node_status import OwnStatus, explain
+from rollout_fleet.node.heartbeat import BrokerLost, BrokerTimeout
+from rollout_fleet.node.node_status import JoinTimer, NodeStatusTracker, explain, process_age_s
 
-HELD = WeightsState(version=12, incarnation=0, waiting_on="")
+HELD = WeightsState(version=12, incarnation=0)
 
 
 class Clock:
@@ -29,45 +30,56 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def status(clock: Clock) -> OwnStatus:
-    return OwnStatus("n", clock)
+def status(clock: Clock) -> NodeStatusTracker:
+    return NodeStatusTracker("n", clock)
 
 
 @pytest.mark.parametrize(
-    ("weights", "learner", "episodes", "starting", "leased", "state", "waiting_on"),
+    ("weights", "learner", "episodes", "starting", "leased", "state", "wait"),
     [
-        (WeightsState(), None, 0, 0, False, "joining", "learner (none is attached)"),
-        (WeightsState(), 0, 0, 0, False, "joining", "weights from learner"),
-        (HELD, 0, 0, 0, False, "waiting", "tasks (learner has offered none)"),
-        (HELD, 0, 0, 0, True, "waiting", "task window: version 12 may lease no more tasks"),
-        (HELD, None, 0, 0, True, "waiting", "learner (none is attached)"),
-        (HELD, 1, 0, 0, True, "waiting", "weights from learner (it restarted as incarnation 1)"),
-        (HELD, 0, 5, 5, True, "environments", "the start of 5 environments"),
-        (HELD, 0, 5, 4, True, "generating", ""),
-        (WeightsState(version=12, incarnation=0, flipping=True), 0, 5, 5, True, "flipping", ""),
-        (WeightsState(version=12, excluded="canary differs by 3"), 0, 5, 5, True, "excluded", "canary differs by 3"),
+        (WeightsState(), None, 0, 0, False, "joining", WaitFor(WaitKind.LEARNER)),
+        (WeightsState(), 0, 0, 0, False, "joining", WaitFor(WaitKind.WEIGHTS)),
+        (HELD, 0, 0, 0, False, "waiting", WaitFor(WaitKind.TASKS)),
+        (HELD, 0, 0, 0, True, "waiting", WaitFor(WaitKind.WINDOW, version=12)),
+        (HELD, None, 0, 0, True, "waiting", WaitFor(WaitKind.LEARNER)),
+        (HELD, 1, 0, 0, True, "waiting", WaitFor(WaitKind.OTHER_WEIGHTS, count=1)),
+        (HELD, 0, 5, 5, True, "environments", WaitFor(WaitKind.ENVIRONMENTS, count=5)),
+        (HELD, 0, 5, 4, True, "generating", NO_WAIT),
+        (WeightsState(version=12, incarnation=0, flipping=True), 0, 5, 5, True, "flipping", NO_WAIT),
+        (
+            WeightsState(version=12, excluded="canary differs by 3"),
+            0,
+            5,
+            5,
+            True,
+            "excluded",
+            WaitFor(WaitKind.REPAIR, cause="canary differs by 3"),
+        ),
     ],
 )
 def test_the_explanation_names_who_unblocks_the_node(
-    weights: WeightsState, learner: int | None, episodes: int, starting: int, leased: bool, state: str, waiting_on: str
+    weights: WeightsState, learner: int | None, episodes: int, starting: int, leased: bool, state: str, wait: WaitFor
 ) -> None:
-    assert explain(weights, learner, episodes, starting, leased) == (state, waiting_on)
+    found = explain(weights, learner=learner, episodes=episodes, starting=starting, leased=leased)
+    assert found == (state, wait)
 
 
 def test_a_node_of_the_pool_waits_for_versions_and_its_tokens_are_no_training_tokens(clock: Clock) -> None:
-    waits = "the next version that is evaluated"
+    waits = WaitFor(WaitKind.EVALUATED_VERSION)
     for weights, state in ((WeightsState(), "joining"), (HELD, "waiting")):
-        assert explain(weights, 0, 0, 0, False, "eval") == (state, waits)
-    refused = WeightsState(waiting_on="the learner refused this key")
-    assert explain(refused, 0, 0, 0, False, "eval") == ("joining", "the learner refused this key")
-    status = OwnStatus("n", clock, pool="eval")
+        assert explain(weights, learner=0, episodes=0, starting=0, leased=False, pool="eval") == (state, waits)
+    refused = WeightsState(refused="the learner refused this key")
+    for pool in ("eval", ""):
+        found = explain(refused, learner=0, episodes=0, starting=0, leased=False, pool=pool)
+        assert found == ("joining", WaitFor(WaitKind.WEIGHTS, cause="the learner refused this key"))
+    status = NodeStatusTracker("n", clock, pool="eval")
     clock.now = 9.0
     status.measure(HELD, EngineCounters(tokens_generated=70), [])
     report = status.report()
     assert (report.pool, report.tokens_generated, report.evaluation_tokens, report.waste) == ("eval", 0, 70, {})
 
 
-def test_a_node_of_the_fleet_counts_tokens_of_held_out_problems_apart(status: OwnStatus) -> None:
+def test_a_node_of_the_fleet_counts_tokens_of_held_out_problems_apart(status: NodeStatusTracker) -> None:
     counters = EngineCounters(tokens_generated=70)
     status.measure(HELD, counters, [], evaluated=30)
     assert (status.report().tokens_generated, status.report().evaluation_tokens) == (40, 30)
@@ -77,15 +89,15 @@ def test_a_node_of_the_fleet_counts_tokens_of_held_out_problems_apart(status: Ow
     assert (status.report().tokens_generated, status.report().evaluation_tokens) == (40, 60)
 
 
-def test_since_counts_from_the_change_of_state_not_of_reason(clock: Clock, status: OwnStatus) -> None:
-    for clock.now, reason in ((5.0, "a"), (7.0, "b")):
-        status.show("waiting", reason)
+def test_since_counts_from_the_change_of_state_not_of_reason(clock: Clock, status: NodeStatusTracker) -> None:
+    for clock.now, kind in ((5.0, WaitKind.TASKS), (7.0, WaitKind.WINDOW)):
+        status.show("waiting", WaitFor(kind))
     clock.now = 9.0
     report = status.report()
-    assert (report.state, report.waiting_on, report.since_s) == ("waiting", "b", 4.0)
+    assert (report.state, report.wait.kind, report.since_s) == ("waiting", WaitKind.WINDOW, 4.0)
 
 
-def test_probes_hear_of_the_state_from_the_turns_of_the_loop(status: OwnStatus) -> None:
+def test_probes_hear_of_the_state_from_the_turns_of_the_loop(status: NodeStatusTracker) -> None:
     def ready() -> bool:
         return status.signs.answer("/readyz")[0] == 200
 
@@ -97,7 +109,7 @@ def test_probes_hear_of_the_state_from_the_turns_of_the_loop(status: OwnStatus) 
         assert ready() is expected
 
 
-def test_a_report_carries_engine_weights_groups_and_waste(clock: Clock, status: OwnStatus) -> None:
+def test_a_report_carries_engine_weights_groups_and_waste(clock: Clock, status: NodeStatusTracker) -> None:
     weights = WeightsState(version=3, incarnation=1, flips=4, stall_s=0.5, canary_max_difference=0.01)
     counters = EngineCounters(100, kv_cache_usage=0.75, preemptions=3, prompt_tokens=200, cached_tokens=150)
     status.measure(weights, counters, ["a", "b"])
@@ -116,7 +128,7 @@ def test_a_report_carries_engine_weights_groups_and_waste(clock: Clock, status: 
     assert (report.groups, report.concurrency) == ([GroupWork(4, 8, finished=2)], 24)
 
 
-def test_waiting_counts_the_time_without_work_also_while_it_lasts(clock: Clock, status: OwnStatus) -> None:
+def test_waiting_counts_the_time_without_work_also_while_it_lasts(clock: Clock, status: NodeStatusTracker) -> None:
     for clock.now, state in (
         (1.0, "joining"),
         (3.0, "waiting"),
@@ -133,7 +145,7 @@ def test_waiting_counts_the_time_without_work_also_while_it_lasts(clock: Clock, 
     assert status.report().waste["waiting"] == Waste(0, 2.75)
 
 
-def test_the_rate_covers_the_time_since_the_last_report(clock: Clock, status: OwnStatus) -> None:
+def test_the_rate_covers_the_time_since_the_last_report(clock: Clock, status: NodeStatusTracker) -> None:
     for clock.now, tokens, rate in ((1.0, 100, 100.0), (3.0, 120, 10.0), (3.1, 500, 10.0), (4.0, 500, 380.0)):
         status.measure(HELD, EngineCounters(tokens_generated=tokens), [])
         assert status.report().tokens_per_s == pytest.approx(rate)
@@ -164,7 +176,7 @@ def test_stages_count_from_the_start_of_the_process_and_only_once(clock: Clock) 
 
 def test_the_age_of_a_process_is_counted_from_its_start_not_from_the_import() -> None:
     program = (
-        "import time; time.sleep(0.4); from rollout_fleet.join_timing import process_age_s; print(process_age_s())"
+        "import time; time.sleep(0.4); from rollout_fleet.node.node_status import process_age_s; print(process_age_s())"
     )
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.config.observing import TelemetryConfig
-from rollout_fleet.engine.profiling import profiler_config, record
+from rollout_fleet.engine.engine import profiler_config, record_profiles
 from rollout_fleet.episode.sampler_protocol import WeightsState
 
 TELEMETRY = TelemetryConfig(profile_steps=[2, 4], profile_nodes=["n/0"])
@@ -45,7 +45,7 @@ def calls(engine: Engine, *versions: int) -> list[str]:
 
     async def play() -> None:
         feed = Feed(*versions)
-        task = asyncio.create_task(record(engine, feed, TELEMETRY, "n/0"))  # type: ignore[arg-type]
+        task = asyncio.create_task(record_profiles(engine, feed, TELEMETRY, "n/0"))  # type: ignore[arg-type]
         ended = asyncio.create_task(feed.ended.wait())
         await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
         task.cancel()
@@ -74,6 +74,6 @@ def test_a_node_that_leaves_writes_the_profile_first() -> None:
 
 
 def test_a_profiler_that_fails_is_logged_once_and_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "rollout_fleet.engine.profiling"):
+    with caplog.at_level(logging.WARNING, "rollout_fleet.engine.engine"):
         assert calls(Engine(fails=True), 2, 3, 4) == ["rollout-n-0-step-2", "stop"]
     assert len(caplog.records) == 1 and "records no more profiles" in caplog.text

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common.config.schema import Config, LimitsConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
@@ -13,10 +14,10 @@ from common.errors import ConfigError
 from rollout_fleet.driver_factory import build_driver
 from rollout_fleet.environments import description
 from rollout_fleet.environments.builtin.addition import Addition
-from rollout_fleet.environments.description import check_environment
-from rollout_fleet.environments.registry import BUILT_IN, check_libraries, resolve
+from rollout_fleet.environments.description import check_environment, check_libraries, describe
+from rollout_fleet.environments.registry import BUILT_IN, resolve
 from tests.unit.rollout_fleet.chat_tokenizers import qwen
-from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, make_driver, new_host, say
+from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, make_driver, new_host, play, say
 from tests.waiting import LIMIT_S
 
 SOURCE = """
@@ -37,6 +38,9 @@ class NoLimits(Fine):
 
 class PreloadAsText(Fine):
     PRELOAD = "numpy"
+
+class Needy(Fine):
+    NEEDS = ("no_such_library", "json")
 
 NUMBER = 3
 
@@ -59,17 +63,17 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_class_beside_the_job_is_found_and_built_in_names_resolve_and_find_their_libraries(user_folder: Path) -> None:
-    assert resolve("my_environments:Fine", {"level": 3}).__name__ == "Fine"
+    assert describe("my_environments:Fine", {"level": 3}).path == "my_environments:Fine"
     assert resolve("addition") is Addition
     needed = {"openenv": {"url": "http://127.0.0.1:1"}, "verifiers": {"env_id": "some"}}
     for name in BUILT_IN:
-        check_libraries(resolve(name, needed.get(name, {})), name)
+        describe(name, needed.get(name, {}))
+        check_libraries(name)
 
 
-def test_libraries_that_an_environment_needs_and_that_are_missing_are_named() -> None:
-    game = type("Game", (), {"NEEDS": ("no_such_library", "json")})
-    with pytest.raises(ConfigError, match="'game', which needs no_such_library") as caught:
-        check_libraries(game, "game")
+def test_libraries_that_an_environment_needs_and_that_are_missing_are_named(user_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="which needs no_such_library") as caught:
+        check_libraries("my_environments:Needy")
     assert caught.value.hint == "pip install 'slipstream-rl[environments]'"
 
 
@@ -91,7 +95,7 @@ def test_libraries_that_an_environment_needs_and_that_are_missing_are_named() ->
 )
 def test_a_wrong_name_says_what_was_found_and_what_is_near(user_folder: Path, name: str, found: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(found)) as caught:
-        resolve(name, file="job.yaml")
+        describe(name, {}, "job.yaml")
     assert (caught.value.file, caught.value.key) == ("job.yaml", "tasks.environment")
     assert hint in (caught.value.hint or "")
 
@@ -108,7 +112,7 @@ def test_options_that_do_not_fit_are_told_the_nearest(
     name: str, options: dict[str, object], hint: str, known: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve(name, options)
+        describe(name, options)
     assert (caught.value.key, caught.value.hint) == ("tasks.options", hint)
     assert f"({known})" in caught.value.expected
 
@@ -118,19 +122,19 @@ def test_a_function_that_judges_gets_the_environment_around_it_which_works_as_it
     user_folder: Path, function: str
 ) -> None:
     with pytest.raises(ConfigError, match=r"an environment class, or an agent .*, which is a function") as caught:
-        resolve(f"my_environments:{function}", {})
+        describe(f"my_environments:{function}", {})
     explained, _, source = (caught.value.hint or "").partition("\n\n")
     assert "an environment gives the prompt of a dataset row and judges the policy's answer" in explained
     (user_folder / f"my_{function}.py").write_text(source)
-    driver = make_driver(ScriptedSampler(lambda _: say("2")), resolve(f"my_{function}:Judged", {}))
+    driver = make_driver(ScriptedSampler(lambda _: say("2")), resolve(f"my_{function}:Judged"))
     rewards = [asyncio.run(driver.run({"prompt": "1+1=", "answer": answer}, 0)).reward for answer in ("2", "3")]
     assert rewards == [1.0, 0.0]
 
 
 def test_resolving_imports_neither_torch_nor_vllm() -> None:
     code = (
-        "import sys; from rollout_fleet.environments.registry import resolve; resolve('addition'); "
-        "resolve('number_guessing'); print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+        "import sys; from rollout_fleet.environments.description import describe; describe('addition', {}); "
+        "describe('number_guessing', {}); print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert done.stdout.strip() == "[]"
@@ -191,8 +195,15 @@ def test_an_environment_whose_library_only_the_named_interpreter_has_is_describe
         rollout=RolloutConfig(max_tokens=64),
     )
     driver = build_driver(config, ScriptedSampler(lambda _: say("x")), new_host())
-    sample = asyncio.run(driver.run({}, 0))
+    sample = play(driver, {})
     assert (sample.error, sample.reward) == (None, 3.0)
+    left = [child for child in psutil.Process().children() if "other_game" in child.cmdline()]
+    assert not left, "closing the driver ends the fork server"
+
+
+def test_an_empty_interpreter_stands_for_the_node_s_own() -> None:
+    limits = check_environment(tasks("", "addition")).limits
+    assert (limits.python, limits.process) == ("", False)
 
 
 @pytest.mark.parametrize(

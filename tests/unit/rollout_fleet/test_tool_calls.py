@@ -3,7 +3,7 @@
 import pytest
 
 from rollout_fleet.environments.protocol import ToolCall
-from rollout_fleet.episode.tool_calls import MOST_CALLS, Said, format_of, parse
+from rollout_fleet.episode.rendering import MOST_CALLS, ParsedTurn, parse_turn, tool_format
 from tests.unit.rollout_fleet.chat_tokenizers import LLAMA, QWEN
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -26,7 +26,7 @@ KINDS = ("hermes", "xml", "mistral", "llama3")
     ],
 )
 def test_the_format_follows_from_the_template(template: str, kind: str) -> None:
-    assert format_of(template) == kind
+    assert tool_format(template) == kind
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_the_format_follows_from_the_template(template: str, kind: str) -> None:
 def test_calls_are_found_in_order_with_the_text_before_them(
     kind: str, text: str, before: str, calls: list[ToolCall]
 ) -> None:
-    assert parse(text, kind) == Said(before, tuple(calls))
+    assert parse_turn(text, kind) == ParsedTurn(before, tuple(calls))
 
 
 @pytest.mark.parametrize(
@@ -67,5 +67,5 @@ def test_calls_are_found_in_order_with_the_text_before_them(
     ],
 )
 def test_something_that_only_looks_like_a_call_is_malformed_with_a_reason(kind: str, text: str, why: str) -> None:
-    said = parse(text, kind)
+    said = parse_turn(text, kind)
     assert said.calls == () and why in said.malformed

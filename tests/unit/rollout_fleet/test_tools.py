@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from common.rollouts import Sample
-from rollout_fleet.environments.builtin.python_tool import PythonTool
-from rollout_fleet.environments.isolation.sandbox import run_python
+from rollout_fleet.environments.builtin.python_tool import PythonTool, run_python
 from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.environments.tools import OUTPUT_CHARS, Tool, ToolEnvironment
 from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
@@ -121,7 +120,7 @@ def test_code_shows_what_it_writes_and_the_value_of_a_last_expression(code: str,
 
 def test_code_that_raises_shows_the_lines_of_the_code_only() -> None:
     said = output("def f():\n    return 1 / 0\nf()")
-    assert "ZeroDivisionError" in said and 'File "<code>", line 2' in said and "sandbox.py" not in said
+    assert "ZeroDivisionError" in said and 'File "<code>", line 2' in said and "python_tool.py" not in said
     assert "SyntaxError" in output("1 +")
 
 

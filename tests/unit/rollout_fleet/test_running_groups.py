@@ -1,0 +1,136 @@
+"""Groups: concurrency, seeds, figures for the ledger, failures, and how far they are."""
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from broker.contract import Lease
+from common.errors import SlipstreamError
+from common.rollouts import Task, VersionRun
+from rollout_fleet.environments.builtin.addition import Addition
+from rollout_fleet.environments.protocol import Action, StepResult
+from rollout_fleet.episode.driver import EpisodeDriver, Progress
+from rollout_fleet.node.node_status import NodeStatusTracker
+from rollout_fleet.node.running_groups import CompletedGroup, RunningGroup, RunningGroups
+from tests.unit.rollout_fleet.fleet_fakes import Base, ScriptedSampler, add, addition_task, make_driver, say
+from tests.waiting import until_async
+
+
+def running(driver: EpisodeDriver, concurrency: int = 8, status: NodeStatusTracker | None = None) -> RunningGroups:
+    """Groups of a node that plays and hands nothing in."""
+    parts: Any = SimpleNamespace(driver=driver, concurrency=concurrency, status=status or NodeStatusTracker("n"))
+    return RunningGroups(parts, lambda: None, lambda error: None)
+
+
+def group(task: Task, leased_at: float = 0.0, episodes: Sequence[Progress] = ()) -> RunningGroup:
+    return RunningGroup(Lease(task, "token", 1, 0.0), leased_at, episodes=list(episodes))
+
+
+def roll(groups: RunningGroups, *tasks: Task) -> list[CompletedGroup]:
+    async def once() -> list[CompletedGroup]:
+        return await asyncio.gather(*(groups.roll_out(group(t)) for t in tasks))
+
+    return asyncio.run(once())
+
+
+def test_a_group_has_one_sample_per_seed_and_its_figures() -> None:
+    seeds: list[tuple[int, int]] = []  # a sample's own, and the one that it shares with its group
+
+    class Seeded(Addition):
+        def __init__(self, problem: dict[str, Any], *, seed: int, group_seed: int) -> None:
+            super().__init__(problem, seed=seed)
+            seeds.append((seed, group_seed))
+
+    answers = iter([say(" =4", 6), say(" =9", 7), say(" =4", runs=[VersionRun(0, 7), VersionRun(2, 8)])])
+    sampler = ScriptedSampler(lambda _: next(answers))
+    (done,) = roll(running(make_driver(sampler, Seeded)), addition_task(3, group_size=3))
+    assert (done.group.serial, sorted(seeds)) == (3, [(300, 300), (301, 300), (302, 300)])
+    meta = done.meta
+    assert (meta.version_min, meta.version_max, meta.sampled_tokens, meta.failed_samples) == (6, 8, 12, 0)
+    assert meta.reward_mean == pytest.approx(2 / 3)
+    assert meta.generation_s > 0
+    assert done.failure is None
+
+
+def test_concurrency_bounds_episodes_over_all_groups() -> None:
+    sampler = ScriptedSampler(add, delay_s=0.01)
+    groups = running(make_driver(sampler, Addition), 5)
+    done = roll(groups, *(addition_task(i, group_size=4) for i in range(5)))
+    assert len(sampler.calls) == 20
+    assert sampler.most_at_once == 5
+    assert [d.meta.reward_mean for d in done] == [1.0] * 5
+    assert groups.episodes_running == 0
+
+
+def test_a_failed_sample_is_counted_by_its_reason_and_leaves_the_reward_mean() -> None:
+    class Moody(Base):
+        async def step(self, action: Action) -> StepResult:
+            if self.seed % 2:
+                raise RuntimeError("bad day")
+            return StepResult(reward=1.0)
+
+    status = NodeStatusTracker("n")
+    groups = running(make_driver(ScriptedSampler(lambda _: say("x")), Moody), status=status)
+    (done,) = roll(groups, addition_task(2, group_size=4))
+    assert (done.meta.failed_samples, done.meta.reward_mean, done.failure) == (2, 1.0, None)
+    assert status.report().samples_failed == {"environment_error": 2}
+    sampler = ScriptedSampler(lambda _: ValueError("not in this vocabulary"))
+    (none,) = roll(running(make_driver(sampler, Addition)), addition_task(0))
+    assert "environment_error" in str(none.failure) and "not in this vocabulary" in str(none.failure)
+
+
+@pytest.mark.parametrize("problem", [b"{", b"[1]", b""])
+def test_a_problem_that_is_no_object_fails_the_group(problem: bytes) -> None:
+    task = Task(serial=4, problem=problem, seed=0, group_size=2)
+    (done,) = roll(running(make_driver(ScriptedSampler(add), Addition)), task)
+    assert done.failure is not None and "task 4" in done.failure
+
+
+async def test_a_dead_engine_ends_the_group_and_its_other_episodes() -> None:
+    sampler = ScriptedSampler(lambda _: SlipstreamError("engine died"), delay_s=0.01)
+    groups = running(make_driver(sampler, Addition))
+    with pytest.raises(SlipstreamError, match="engine died"):
+        await groups.roll_out(group(addition_task(0, group_size=4)))
+    assert groups.episodes_running == 0
+
+
+async def test_progress_says_where_every_episode_is_and_a_cancelled_group_frees_its_slots() -> None:
+    sampler = ScriptedSampler(add)
+    sampler.gate.clear()
+    groups = running(make_driver(sampler, Addition), 2)
+    first, second = group(addition_task(0)), group(addition_task(1))
+    playing = asyncio.create_task(groups.roll_out(first))
+    waiting = asyncio.create_task(groups.roll_out(second))
+    await until_async(lambda: len(sampler.calls) == 2)
+    assert first.started_at is not None and second.started_at is None
+    assert [(e.state, e.turns, e.sampled_tokens) for e in first.episodes] == [("engine", 1, 0)] * 2
+    assert first.finished == 0 and [e.state for e in second.episodes] == ["queued"] * 2
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert sampler.cancelled == 2
+    sampler.gate.set()
+    assert (await waiting).meta.reward_mean == 1.0
+    assert second.started_at is not None
+    assert [(e.state, e.turns) for e in second.episodes] == [("done", 1)] * 2 and second.finished == 2
+    assert second.sampled_tokens == sampler.counters.tokens_generated
+
+
+def working(serial: int, leased_at: float, *episodes: Progress) -> RunningGroup:
+    return group(addition_task(serial, 3), leased_at, episodes)
+
+
+def test_the_episode_that_waits_for_longest_is_told_about() -> None:
+    one = working(
+        7, 100.0, Progress(9, 1, "done", 104.0), Progress(20, 2, "engine", 105.0), Progress(30, 3, "environment", 101.0)
+    )
+    found = one.report(110.0)
+    assert (found.serial, found.samples, found.finished, found.age_s, found.tokens) == (7, 3, 1, 10.0, 59)
+    assert (found.turns, found.episode_tokens, found.state, found.state_s) == (3, 30, "environment", 9.0)
+
+    found = working(7, 100.0, *(Progress(since=100.0) for _ in range(3))).report(110.0)
+    assert (found.state, found.state_s, found.finished, found.turns) == ("queued", 10.0, 0, 0)
+    assert working(7, 100.0).report(110.0).state == "queued"
