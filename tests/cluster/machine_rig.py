@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from subprocess import Popen
 from typing import Any, TypeVar
@@ -130,9 +130,13 @@ class MachineRig:
 
     def ranks(self, host: Host) -> list[psutil.Process]:
         """The learner's ranks on a host, without torchrun and forks of ranks that are about to run another program."""
-        found = [p for p in host.processes("-m learner.main") if "learner.torchrun" not in p.cmdline()]
+        found: list[psutil.Process] = []
+        for process in host.processes("-m learner.main"):
+            with suppress(psutil.Error):  # ended meanwhile
+                if "learner.torchrun" not in process.cmdline():
+                    found.append(process)
         pids = [rank.pid for rank in found]
-        return [rank for rank in found if rank.ppid() not in pids]
+        return [rank for rank in found if _parent(rank) not in pids]
 
     def open_gate(self, steps: int) -> None:
         """Let the node hand in the groups of the first `steps` steps."""
@@ -213,6 +217,12 @@ class MachineRig:
         self._stack.close()
         for process in self.processes:
             process.wait(LIMIT_S)
+
+
+def _parent(process: psutil.Process) -> int:
+    with suppress(psutil.Error):
+        return process.ppid()
+    return 0
 
 
 def weights_in(folder: Path) -> str:
