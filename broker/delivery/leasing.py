@@ -68,7 +68,8 @@ class Leasing(Tables):
             entry = self.evaluation.lease(node_id, self.new_token())
             self.begin_lease(entry)
             leases.append(Lease(entry.task, entry.token, entry.failures + 1, self.run.lease_s, self.evaluation.order))
-        while not in_pool and len(leases) < most and self._admits_oldest(node.version):
+        end = 0 if in_pool else self.window.end(node.version)  # nodes of a pool lease no tasks
+        while len(leases) < most and self._admits_oldest(end):
             token = self.new_token()
             self.do(moves.Leased(self.tasks.pending[0], node_id, token))
             entry = self.tasks.leased[token]
@@ -78,8 +79,8 @@ class Leasing(Tables):
             self.event_log.add("first_lease", node=node_id, version=node.version)
         return leases
 
-    def _admits_oldest(self, version: int) -> bool:
-        """Whether a node at `version` may lease the oldest pending task.
+    def _admits_oldest(self, end: int) -> bool:
+        """Whether a node whose window ends at serial `end` may lease the oldest pending task.
 
         While ready and expected groups exceed `max_bytes`, only tasks with fewer older ones ready or leased than the
         learner wants are leased. So memory is bounded, and the learner never waits for a task that no node may start.
@@ -88,7 +89,7 @@ class Leasing(Tables):
         if self.stopping or not tasks.pending:
             return False
         serial = tasks.pending[0]
-        if serial >= self.window.end(version):
+        if serial >= end:
             return False
         if tasks.bytes_expected() <= run.max_bytes:
             return True

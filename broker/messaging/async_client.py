@@ -286,10 +286,10 @@ class Connection:
         self._send_again()
 
     def _send_again(self) -> None:
-        self._due_at, now = NEVER, asyncio.get_running_loop().time()
+        self._due_at = NEVER
         for call in self._calls.by_id.values():
             call.sent_on = 0
-            self._calls.remind_at(call, now)
+            self._calls.remind_at(call, asyncio.get_running_loop().time())
 
     def _heard(self) -> None:
         self._since = asyncio.get_running_loop().time()

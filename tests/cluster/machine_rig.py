@@ -130,13 +130,13 @@ class MachineRig:
 
     def ranks(self, host: Host) -> list[psutil.Process]:
         """The learner's ranks on a host, without torchrun and forks of ranks that are about to run another program."""
-        found: list[psutil.Process] = []
+        parents: dict[psutil.Process, int] = {}
         for process in host.processes("-m learner.main"):
             with suppress(psutil.Error):  # ended meanwhile
                 if "learner.torchrun" not in process.cmdline():
-                    found.append(process)
-        pids = [rank.pid for rank in found]
-        return [rank for rank in found if _parent(rank) not in pids]
+                    parents[process] = process.ppid()
+        pids = [process.pid for process in parents]
+        return [process for process, parent in parents.items() if parent not in pids]
 
     def open_gate(self, steps: int) -> None:
         """Let the node hand in the groups of the first `steps` steps."""
@@ -217,12 +217,6 @@ class MachineRig:
         self._stack.close()
         for process in self.processes:
             process.wait(LIMIT_S)
-
-
-def _parent(process: psutil.Process) -> int:
-    with suppress(psutil.Error):
-        return process.ppid()
-    return 0
 
 
 def weights_in(folder: Path) -> str:
