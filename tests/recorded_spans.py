@@ -15,7 +15,9 @@ def recorded() -> Iterator[Callable[[], list[Span]]]:
 
     They include what the code under test has taken meanwhile, for instance a heartbeat.
     """
-    spans, lock, take = list[Span](), threading.Lock(), SPANS.batch
+    spans: list[Span] = []
+    lock = threading.Lock()
+    take = SPANS.batch
 
     def batch(who: str, limit_bytes: int | None = None) -> SpanBatch | None:
         with lock:

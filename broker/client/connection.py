@@ -390,10 +390,9 @@ class Connection:
 
     def _send_again(self) -> None:
         self._due_at = NEVER
-        now = asyncio.get_running_loop().time()
         for call in self._calls.by_id.values():
             call.sent_on = 0
-            self._calls.remind_at(call, now)
+            self._calls.remind_at(call, asyncio.get_running_loop().time())
 
     def _heard(self) -> None:
         self._since = asyncio.get_running_loop().time()

@@ -77,7 +77,8 @@ class NodeRules:
             entry = self._problems.lease(node_id, self._state.new_token())
             self._state.begin_lease(entry)
             leases.append(Lease(entry.task, entry.token, entry.failures + 1, self._run.lease_s, self._problems.order))
-        while not in_pool and len(leases) < most and self._admits_oldest(node.version):
+        end = 0 if in_pool else self._state.window.end(node.version)  # nodes of a pool lease no tasks
+        while len(leases) < most and self._admits_oldest(end):
             token = self._state.new_token()
             self._state.do(moves.Leased(self._tasks.pending[0], node_id, token))
             entry = self._tasks.leased[token]
@@ -87,8 +88,8 @@ class NodeRules:
             self._events.add("first_lease", node=node_id, version=node.version)
         return leases
 
-    def _admits_oldest(self, version: int) -> bool:
-        """Whether a node at `version` may lease the oldest pending task.
+    def _admits_oldest(self, end: int) -> bool:
+        """Whether a node whose window ends at serial `end` may lease the oldest pending task.
 
         While ready and expected groups exceed `max_bytes`, only tasks with fewer older ones ready or leased than the
         learner wants are leased. So memory is bounded, and the learner never waits for a task that no node may start.
@@ -97,7 +98,7 @@ class NodeRules:
         if self._state.stopping or not tasks.pending:
             return False
         serial = tasks.pending[0]
-        if serial >= self._state.window.end(version):
+        if serial >= end:
             return False
         if tasks.bytes_expected() <= self._run.max_bytes:
             return True

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from subprocess import Popen
 from typing import Any, TypeVar
@@ -130,9 +130,13 @@ class MachineRig:
 
     def ranks(self, host: Host) -> list[psutil.Process]:
         """The learner's ranks on a host, without torchrun and forks of ranks that are about to run another program."""
-        found = [p for p in host.processes("-m learner.main") if "learner.torchrun" not in p.cmdline()]
-        pids = [rank.pid for rank in found]
-        return [rank for rank in found if rank.ppid() not in pids]
+        parents: dict[psutil.Process, int] = {}
+        for process in host.processes("-m learner.main"):
+            with suppress(psutil.Error):  # ended meanwhile
+                if "learner.torchrun" not in process.cmdline():
+                    parents[process] = process.ppid()
+        pids = [process.pid for process in parents]
+        return [process for process, parent in parents.items() if parent not in pids]
 
     def open_gate(self, steps: int) -> None:
         """Let the node hand in the groups of the first `steps` steps."""

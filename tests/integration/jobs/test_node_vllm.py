@@ -111,7 +111,7 @@ class Job:
             },
             "learner": {"groups_per_step": PER_STEP},
             "rollout": {
-                "group_size": GROUP_SIZE, "max_tokens": 24, "max_turns": 4, "concurrency": 16, "sample_timeout_s": 10,
+                "group_size": GROUP_SIZE, "max_tokens": 24, "max_turns": 4, "concurrency": 16, "sample_timeout_s": 30,
                 "engine": {"max_model_len": 160, "max_num_seqs": 32, "kv_cache_mib": 32, "eager": True},
             },
             "broker": {"lease_s": 30, "heartbeat_s": 0.2},
@@ -250,15 +250,14 @@ def test_environments_that_raise_or_hang_fail_their_groups_and_not_the_node(job:
     )
     assert [e.attempts for e in entries] == [2, 2]
     assert "fault on purpose" in entries[0].reason
-    assert "timeout" in entries[1].reason and "10 s" in entries[1].reason
+    assert "timeout" in entries[1].reason and "30 s" in entries[1].reason
     status = job.status()
     assert status is not None and status.alive and status.waste["failed"].tokens > 0
     run = RunDir(job.folder / "run")
-    for number, why in enumerate(("fault on purpose", "10 s")):
+    for number, why in enumerate(("fault on purpose", "30 s")):
         told = job.until(lambda serial=first + number: (t := list(read(run, task=serial))) and len(t) == 2 and t)
-        assert [(t.node_id, t.why) for t in told] == [("n0", ["failed"])] * 2, "of both attempts"
-        assert any(why in t.error for t in told), told  # on a slow machine one attempt may have reached the time limit
-    for turn in (t.turns[1] for t in read(run, task=first) if "fault on purpose" in t.error):
+        assert all((t.node_id, t.why, why in t.error) == ("n0", ["failed"], True) for t in told), told
+    for turn in (t.turns[1] for t in read(run, task=first)):
         assert turn.author == "policy" and turn.tokens
         assert turn.text == "".join(turn.pieces) == job.tokenizer.decode(turn.tokens)
 

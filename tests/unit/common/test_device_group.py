@@ -264,6 +264,16 @@ def test_other_members_of_an_nccl_group_get_the_id_from_the_store(fake) -> None:
         nccl_group(1, meeting)
 
 
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_a_listening_socket_is_found_by_its_port_until_it_is_shut_down(family: int, address: str) -> None:
+    with socket.create_server((address, 0), family=family) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection((address, port)), nccl.listener(port) as found:
+            assert found.fileno() != server.fileno() and found.getsockname() == server.getsockname()
+            found.shutdown(socket.SHUT_RDWR)
+        assert nccl.listener(port) is None
+
+
 def test_nccl_itself_stops_listening_for_members_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a device NCCL refuses to form the group, and its own thread still listens."""
     try:
