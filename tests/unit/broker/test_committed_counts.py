@@ -1,5 +1,7 @@
 """How many groups a commit releases, what it says about it, and when it wakes the leases that wait."""
 
+from broker.delivery.learner_rules import LearnerRules
+from broker.delivery.node_rules import NodeRules
 from broker.delivery.state import DeliveryState
 from tests.broker_rig import META, learner_report, new_state, node_report, run_info, tasks
 
@@ -7,23 +9,23 @@ from tests.broker_rig import META, learner_report, new_state, node_report, run_i
 def filled(groups: int, per_step: int = 2) -> DeliveryState:
     """A state with this many ready groups."""
     state = new_state(run_info(groups_per_step=per_step, max_staleness=5), lambda: 0.0)
-    state.attach(learner_report())
-    state.register(node_report())
-    state.offer(tasks(groups))
-    for lease in state.lease("n0", 0, groups):
-        assert state.complete("n0", lease.token, META, b"payload", 7)
+    LearnerRules(state).attach(learner_report())
+    NodeRules(state).register(node_report())
+    LearnerRules(state).offer(tasks(groups))
+    for lease in NodeRules(state).lease("n0", 0, groups):
+        assert NodeRules(state).complete("n0", lease.token, META, b"payload", 7)
     return state
 
 
 def commits(state: DeliveryState) -> list[tuple[object, object]]:
-    return [(e.detail["step"], e.detail["groups"]) for e in state.events(-1) if e.kind == "commit"]
+    return [(e.detail["step"], e.detail["groups"]) for e in state.event_log.after(-1) if e.kind == "commit"]
 
 
 def test_every_commit_counts_its_own_groups_and_the_groups_of_steps_that_were_skipped() -> None:
     state = filled(8)
     for step in range(4):
-        assert state.take(step, 2) is not None
-    assert [state.commit(step) for step in (0, 2, 2, 1, 3)] == [2, 4, 0, 0, 2]
+        assert LearnerRules(state).take(step, 2) is not None
+    assert [LearnerRules(state).commit(step) for step in (0, 2, 2, 1, 3)] == [2, 4, 0, 0, 2]
     assert commits(state) == [(0, 2), (2, 4), (3, 2)]
     assert state.committed_step == 3 and state.status().groups_committed == 8
 
@@ -31,13 +33,13 @@ def test_every_commit_counts_its_own_groups_and_the_groups_of_steps_that_were_sk
 def test_a_commit_without_groups_says_nothing_and_wakes_no_lease() -> None:
     state = filled(2)
     revision = state.lease_revision
-    assert state.commit(0) == 0 and state.committed_step == -1, "no step has taken anything"
-    assert state.take(1, 2) is not None
+    assert LearnerRules(state).commit(0) == 0 and state.committed_step == -1, "no step has taken anything"
+    assert LearnerRules(state).take(1, 2) is not None
     assert state.lease_revision > revision
     revision = state.lease_revision
-    assert state.commit(0) == 0 and state.committed_step == 0
+    assert LearnerRules(state).commit(0) == 0 and state.committed_step == 0
     assert (commits(state), state.lease_revision) == ([], revision)
-    assert state.commit(1) == 2
+    assert LearnerRules(state).commit(1) == 2
     assert commits(state) == [(1, 2)] and state.lease_revision > revision
 
 
@@ -49,16 +51,16 @@ def test_tasks_wake_leases_when_they_are_new_and_groups_when_their_place_is_free
         revisions.append(state.lease_revision)
         return revisions[-1] > revisions[-2]
 
-    assert state.offer(tasks(6)) == 0 and not grew()
-    assert state.offer(tasks(3, 5)) == 2 and grew()
-    assert state.take(0, 2) is not None and grew()
-    assert state.take(0, 2) is not None and not grew(), "it has its groups"
-    state.filter(0, [0], 0)
+    assert LearnerRules(state).offer(tasks(6)) == 0 and not grew()
+    assert LearnerRules(state).offer(tasks(3, 5)) == 2 and grew()
+    assert LearnerRules(state).take(0, 2) is not None and grew()
+    assert LearnerRules(state).take(0, 2) is not None and not grew(), "it has its groups"
+    LearnerRules(state).filter(0, [0], 0)
     assert not grew(), "no place is free"
-    state.filter(0, [1], 1)
+    LearnerRules(state).filter(0, [1], 1)
     assert grew()
-    state.filter(0, [1], 1)
+    LearnerRules(state).filter(0, [1], 1)
     assert not grew(), "it is filtered already"
-    assert state.take(0, 9) is None and grew(), "the learner wants more than before"
-    assert state.take(0, 9) is None and not grew()
-    assert state.take(0, 8) is None and not grew()
+    assert LearnerRules(state).take(0, 9) is None and grew(), "the learner wants more than before"
+    assert LearnerRules(state).take(0, 9) is None and not grew()
+    assert LearnerRules(state).take(0, 8) is None and not grew()

@@ -8,13 +8,12 @@ import pytest
 import zmq
 
 from broker.contract import BrokerEvent
-from broker.guard import flood_guard, request_guard
-from broker.guard.rejected_messages import Refusals
-from broker.guard.request_guard import Gate
 from broker.journal import run_folder
-from broker.journal.file_store.store import open_file_store
-from broker.journal.recovery import open_memory
-from broker.messaging.wire import WireError
+from broker.journal.file_store import open_file_store
+from broker.journal.recovery import open_state
+from broker.server import flood_guard, request_guard
+from broker.server.request_guard import RejectionLog, RequestGuard
+from broker.wire import WireError
 from common.config.schema import TelemetryConfig
 from tests.broker_rig import job, new_state, run_info
 
@@ -33,7 +32,7 @@ def test_memory_may_grow_by_two_messages_without_an_explanation(
     monkeypatch.setattr(request_guard, "FloodGuard", guard)
     with zmq.Context[Any]() as context:
         state = new_state()
-        gate = Gate(context, state, None, None)
+        gate = RequestGuard(context, state, None, None)
         gate.tick()
         gate.watch(cast(Any, None), message)
         state.tasks.bytes_held = 5
@@ -54,8 +53,8 @@ def test_transcripts_of_failed_groups_take_a_quarter_of_the_limit(
 
 def test_a_long_reason_is_cut_in_events() -> None:
     state = new_state()
-    Refusals(state).note(b"client", WireError("x" * 1000), b"", 0)
-    (event,) = state.events(-1)
+    RejectionLog(state).note(b"client", WireError("x" * 1000), b"", 0)
+    (event,) = state.event_log.after(-1)
     assert (event.detail["reason"], event.detail["count"]) == ("x" * 500, 1)
 
 
@@ -63,6 +62,6 @@ def test_a_long_reason_is_cut_in_events() -> None:
 def test_a_store_that_redis_lost_is_an_event_of_the_broker_that_begins_anew(tmp_path: Path, lost: str) -> None:
     leading: Any = SimpleNamespace(open=lambda: open_file_store(tmp_path / "lies elsewhere", "test"), lost=lost)
     events = list[BrokerEvent]()
-    memory = open_memory(job(tmp_path), run_info(), events.append, leading)
+    memory = open_state(job(tmp_path), run_info(), events.append, leading)
     memory.close()
     assert [event.detail for event in events if event.kind == "store_lost"] == [{"reason": lost}] * bool(lost)

@@ -5,7 +5,7 @@ import struct
 import pytest
 import xxhash
 
-from broker.journal.file_store.frames import BLOCK, HEAD_BYTES, find_frames, head, padded, read_frame, scan
+from broker.journal.segments import BLOCK, HEAD_BYTES, find_frames, head, padded, read_frame, scan
 
 SEED = 7
 

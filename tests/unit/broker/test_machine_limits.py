@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from broker.contract import Assembly, MachineReport, Member
+from broker.contract import MachineReport, Member, RendezvousOrder
 from broker.delivery.learner_machines import FRESH_S, LOST_S, LearnerMachines
 
 LATER = 1 / 1024  # exact in a float
@@ -15,7 +15,7 @@ def report(host: str, **fields: Any) -> MachineReport:
     return MachineReport(host, host, "a", f"{host}:1", fields.pop("facts"), **fields)
 
 
-def members(told: Assembly) -> list[str]:
+def members(told: RendezvousOrder) -> list[str]:
     return [member.host for member in told.members]
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from broker.journal.file_store.frames import BLOCK, read_frame
-from broker.journal.file_store.segment_file import STAGE_BYTES, SegmentFile
-from broker.journal.file_store.store import FileStore, StoreInfo
+from broker.journal.file_store import FileStore, StoreInfo
+from broker.journal.segments import BLOCK, STAGE_BYTES, SegmentFile, read_frame
 from broker.journal.store import Compaction, Location, StoreUnavailable
 
 Pwrite = Callable[[int, memoryview, int], int]

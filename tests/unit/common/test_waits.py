@@ -25,7 +25,7 @@ CASES = [
     ),
     (
         msgspec.structs.replace(GROUPS, peer="n0", peer_state="starting"),
-        "groups for step 7: 1 of 4 ready, none being generated: n0 is in state starting",
+        "groups for step 7: 1 of 4 ready, none being generated: n0 is starting",
     ),
 ]
 
