@@ -98,7 +98,7 @@ def test_a_side_that_resets_before_its_greeting_arrives_may_be_one_with_other_ke
         pool.submit(_reset_every_connection, listener)
         at_end.callback(listener.shutdown, socket.SHUT_RDWR)
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        reached = Access(address=address, role="observer", deadline_s=3.0, credentials=str(keys) if mine else None)
+        reached = Access(address=address, role="observer", deadline_s=8.0, credentials=str(keys) if mine else None)
         with connect(reached) as observer, pytest.raises(UsageError, match=said):
             observer.status()
 
