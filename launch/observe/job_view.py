@@ -12,13 +12,13 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from broker.contract import WASTE_REASONS, BrokerStatus, Waste
+from broker.contract import BrokerStatus
 from broker.diagnosis.join_times import newest
 from common.config.schema import Config
 from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
 from common.run_reader import LATEST, MetricsTail
-from common.waste import wasted_tokens
+from common.waste import WASTE_REASONS, Waste, wasted_tokens
 from launch.observe import stall_text
 from launch.observe.advisor import Advice, advice_for
 from launch.observe.observation import Observation, Outcome, failed_samples, whole_waste

@@ -170,6 +170,7 @@ class LeadRank(RolloutSource):
             self._ejections = published.ejections
             self.files.events.add("ejection", step=step.batch.step, nodes=ejected)
         self.reporter.update(waste=step.totals.waste())
+        self._watch.trained = step.batch, self._groups
         regenerated = self._gathering.regenerated
         self._gathering.regenerated = 0
         return step_metrics(

@@ -8,7 +8,7 @@ import os
 import select
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from threading import Thread
 
@@ -19,9 +19,11 @@ from common.config.schema import Config
 from common.json_lines import EventFile
 from common.metrics import EvaluationMetrics, Metrics, StepMetrics
 from common.process.run_dir import RunDir
+from common.rollouts import Group
 from common.run_reader import read_tail
+from learner.batch.batch import TrainingBatch
 from learner.loop.run_files import RunFiles
-from learner.loop.watch import Firing, RuleState
+from learner.loop.watch import Firing, RuleState, largest
 from learner.publish.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ class Watcher:
         self._every = config.learner.checkpoint.every
         self._states = [RuleState(number, rule) for number, rule in enumerate(config.watch)]
         self._commands: dict[str, Thread] = {}
+        self.trained: tuple[TrainingBatch, Sequence[Group]] | None = None  # the newest step's batch and groups
         self.paused = ""  # the rule's sentence while nothing is published
 
     def begin(self, version: int) -> None:
@@ -66,7 +69,7 @@ class Watcher:
         return f"stopped by {text}; `slipstream resume {self._run.path}`, then the same command, continues" * bool(text)
 
     def see(self, line: Metrics) -> None:
-        """Take a line of the metrics and begin what rules ask for."""
+        """Take a line of the metrics and begin what rules ask for. `trained` belongs to the newest step."""
         try:
             before = [state.firing for state in self._states]
             for state in self._states:
@@ -78,6 +81,7 @@ class Watcher:
                     self._files.note("watch_well", rule=state.name, step=line.step)
         except Exception:
             logger.exception("watch rules")
+        self.trained = None
         self.turn()
 
     def turn(self) -> None:
@@ -112,7 +116,8 @@ class Watcher:
             begun = last // self._every * self._every  # is perhaps still being written
             first = max(begun, *(step for step in self._files.checkpoints.steps() if step <= last), 0)
             replay = f"slipstream replay {self._run.path} --from {first} --to {last}"
-        self._files.note("watch", **msgspec.structs.asdict(firing), replay=replay)
+        causes = largest(rule.metric, *self.trained) if rule.upper and self.trained else []
+        self._files.note("watch", **msgspec.structs.asdict(firing), groups=causes, replay=replay)
         if rule.do != "run":
             return
         if firing.rule in self._commands and self._commands[firing.rule].is_alive():

@@ -13,7 +13,11 @@ from common.config.observing import WatchRule
 from common.config.schema import Config
 from common.errors import ConfigError
 from common.metrics import EvaluationMetrics, StepMetrics
-from learner.loop.watch import FEWEST, MEDIAN_OF, RuleState, judged_value
+from common.rollouts import Group, Sample, VersionRun
+from common.wire_types import Array
+from learner.batch.batch import BatchStatistics, TrainingBatch
+from learner.batch.packing import Document
+from learner.loop.watch import FEWEST, LIKE, MEDIAN_OF, OF_SAMPLES, OF_TOKENS, RuleState, judged_value, largest
 from tests.launch_rig import ROOT
 from tests.run_fixture import read_line
 from tests.unit.learner.conftest import BASE
@@ -148,6 +152,81 @@ def test_values_are_found_by_name_and_a_step_that_trained_nothing_has_no_figures
     state = RuleState(0, rule("entropy", below=0.1))
     state.see(nothing)
     assert state.firing is None
+
+
+# ---------------------------------------------------------------- contributions
+
+
+def document(serial: int, advantage: float, *logprobs: float, age: int = 0) -> Document:
+    """Two tokens of a prompt, whose figures do not count, then a trained one for each log-probability."""
+    count = len(logprobs)
+    return Document(
+        tokens=np.zeros(count + 2, dtype=np.int32),
+        loss_mask=np.r_[0, 0, np.ones(count)].astype(np.uint8),
+        behavior_logprobs=np.r_[-99, -99, logprobs].astype(np.float32),
+        staleness=np.r_[50, 50, [age] * count].astype(np.int32),
+        advantage=advantage,
+        serial=serial,
+    )
+
+
+def group(serial: int, *samples: tuple[int, float, str]) -> Group:
+    def sample(tokens: int, reward: float, stop: str) -> Sample:
+        return Sample(
+            tokens=Array.of(np.zeros(tokens + 1), "int32"),
+            loss_mask=Array.of(np.r_[0, np.ones(tokens)], "uint8"),
+            behavior_logprobs=Array.of(np.zeros(tokens + 1), "float32"),
+            version_runs=[VersionRun(1, 0)],
+            reward=reward,
+            stop_reason=stop,
+            error="it broke" if stop == "error" else None,
+        )
+
+    return Group(serial, [sample(*one) for one in samples])
+
+
+BATCH = TrainingBatch(
+    3,
+    [
+        document(7, 2.0, math.log(0.5), math.log(0.5), age=1),
+        document(7, -1.0, math.log(0.9)),
+        document(8, -3.0, math.log(0.99), math.log(0.01)),
+        document(9, 0.0, math.log(0.001), age=4),
+    ],
+    BatchStatistics(),
+)
+GROUPS = [
+    group(7, (5, 1.0, "stop"), (9, 1.0, "length")),
+    group(8, (4, 0.5, "turn_limit"), (4, 0.0, "length")),
+    group(9, (2, 0.0, "error"), (2, 0.0, "stop")),
+]
+
+
+@pytest.mark.parametrize(
+    ("metric", "serials", "first"),
+    [
+        ("grad_norm", [8, 7], 3 * (0.01 + 0.99)),  # 9 has no advantage
+        ("entropy", [9, 8, 7], -math.log(0.001)),
+        ("ratio_max", [9, 8, 7], -math.log(0.001)),
+        ("staleness_mean", [9, 7], 4),
+        ("truncated_fraction", [8, 7], 2),
+        ("length_mean", [7, 8, 9], 14),
+        ("length_max", [7, 8, 9], 9),
+        ("reward_mean", [7, 8], 2.0),
+        ("samples_failed", [9], 1),
+        ("step_s", [], 0),
+    ],
+)
+def test_the_groups_that_contribute_most_come_first(metric: str, serials: list[int], first: float) -> None:
+    found = largest(metric, BATCH, GROUPS)
+    assert [one["serial"] for one in found] == serials
+    assert not found or found[0]["contribution"] == pytest.approx(first, rel=1e-5)
+
+
+def test_every_metric_with_a_contribution_exists() -> None:
+    from common.metrics import StepMetrics
+
+    assert (OF_TOKENS.keys() | OF_SAMPLES.keys() | LIKE.keys()) - set(StepMetrics.__struct_fields__) == set()
 
 
 @pytest.mark.parametrize("metric", ["evaluation/data-held-uot/mean_reward", "evaluation/data-held-out/mean_rewrad"])

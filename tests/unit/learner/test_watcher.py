@@ -56,14 +56,15 @@ def states(made: World) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- warn
 
 
-def test_a_warning_has_value_limit_sentence_and_the_command_that_replays_the_step(watched) -> None:
+def test_a_warning_has_value_limit_sentence_groups_and_the_command_that_replays_the_step(watched) -> None:
     made = watched(
         WatchRule(metric="length_max", above=0.0), learner={"checkpoint": {"every": 2, "asynchronous": False}}
     )
     assert made.run() == "done"
     (found,) = events(made, "watch")
     assert (found["rule"], found["step"], found["limit"], found["do"]) == ("watch[0]", 0, 0.0, "warn")
-    assert found["value"] == made.lines()[0].length_max
+    assert found["value"] == made.lines()[0].length_max == found["groups"][0]["contribution"]
+    assert {one["serial"] for one in found["groups"]} == {0, 1}
     assert found["text"] == f"watch[0]: length_max was {found['value']:g}, above 0 at step 0"
     assert made.lead.reporter.snapshot().alarms == [found["text"]], "as long as the metric is not well"
     assert made.publisher.holds == set()
@@ -76,7 +77,7 @@ def test_a_warning_has_value_limit_sentence_and_the_command_that_replays_the_ste
     assert (words.command, words.first, words.last) == ("replay", 4, 5)
 
 
-def test_a_spike_of_the_gradient_norm_names_the_replay_of_its_step(watched) -> None:
+def test_a_spike_of_the_gradient_norm_names_the_groups_of_its_step_and_the_replay_of_it(watched) -> None:
     made = watched(
         WatchRule(metric="grad_norm", spikes=10.0),
         run={"steps": 14},
@@ -94,6 +95,10 @@ def test_a_spike_of_the_gradient_norm_names_the_replay_of_its_step(watched) -> N
     assert (
         found["text"] == "watch[0]: grad_norm was 1000, above 10 (10 times the median of the steps before) at step 12"
     )
+    trained = {entry.serial for entry in made.broker.ledger() if entry.step == 12}
+    assert {one["serial"] for one in found["groups"]} <= trained
+    contributions = [one["contribution"] for one in found["groups"]]
+    assert contributions and contributions == sorted(contributions, reverse=True)
     assert found["replay"] == f"slipstream replay {made.run_dir.path} --from 10 --to 12"
 
 
