@@ -68,7 +68,8 @@ class RuleState:
 
     def __init__(self, number: int, rule: WatchRule) -> None:
         """`number`: its place in the config."""
-        self.name, self.rule = f"watch[{number}]", rule
+        self.name = f"watch[{number}]"
+        self.rule = rule
         self.firing: Firing | None = None  # from the step at which it acted until the metric is well again
         self._astray = 0  # lines in a row
         self._best: float | None = None  # mean of `steps` values
@@ -91,7 +92,8 @@ class RuleState:
 
     def _judged(self, value: float) -> tuple[float, float | None]:
         """(the figure that counts, its limit or None where too little is known)."""
-        rule, limit = self.rule, self.rule.above if self.rule.below is None else self.rule.below
+        rule = self.rule
+        limit = self.rule.above if self.rule.below is None else self.rule.below
         if rule.drops is not None:
             self._values.append(value)
             if len(self._values) == rule.steps and math.isfinite(value := fmean(self._values)):
@@ -105,7 +107,8 @@ class RuleState:
         return value, limit
 
     def _fire(self, step: int, value: float, limit: float | None) -> Firing:
-        rule, why = self.rule, ""
+        rule = self.rule
+        why = ""
         what = rule.metric if rule.drops is None else f"the mean of {rule.metric} over {rule.steps} steps"
         if rule.drops is not None:
             why = f" (its best mean less {rule.drops:.0%})"
@@ -113,7 +116,8 @@ class RuleState:
             why = f" ({rule.spikes:g} times the median of the steps before)"
         if rule.steps > 1 and rule.drops is None:
             why += f", for {rule.steps} steps"
-        found, side = value if math.isfinite(value) else None, "above" if rule.upper else "below"
+        found = value if math.isfinite(value) else None
+        side = "above" if rule.upper else "below"
         how = "not finite" if found is None or limit is None else f"{found:.6g}, {side} {limit:.6g}{why}"
         text = f"{self.name}: {what} was {how} at step {step}"
         return Firing(rule=self.name, metric=rule.metric, step=step, value=found, limit=limit, do=rule.do, text=text)

@@ -18,6 +18,7 @@ import msgspec
 import psutil
 import pytest
 
+from broker.diagnosis import stalls
 from common.config.loading import dump_yaml
 from common.config.schema import (
     BrokerAddress,
@@ -477,7 +478,7 @@ def test_a_running_job_is_explained(config: Config, run: RunDir) -> None:
     assert running
     finding = only(findings)
     assert (finding.check, finding.code) == ("stall", "no_learner")
-    assert finding.fix == run_folder.ADVICE["no_learner"]
+    assert finding.fix == stalls.ADVICE["no_learner"]
 
 
 # ---------------------------------------------------------------- the command
@@ -508,6 +509,6 @@ def test_every_check_is_on_the_page_and_advice_is_given_on_stalls_that_exist() -
     page = (ROOT / "docs" / "stalls.md").read_text()
     table = page[page.index("| kind |") :].split("\n\n")[0]
     kinds = {kind for line in table.splitlines()[2:] for kind in re.findall(r"`(\w+)`", line.split("|")[1])}
-    assert set(run_folder.ADVICE) <= kinds
+    assert set(stalls.ADVICE) <= kinds
     page = (ROOT / "docs" / "doctor.md").read_text()
     assert [check for check in sorted(set(REPORT)) if f"`{check}`" not in page] == []

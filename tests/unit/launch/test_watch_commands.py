@@ -98,7 +98,7 @@ def test_status_shows_the_rules_whose_metric_is_not_well(tmp_path: Path) -> None
     learner = msgspec.structs.replace(status.learner, alarms=[alarm], paused=alarm)
     seen = Observation(msgspec.structs.replace(status, learner=learner), live=True)
     shown = text_of(render_status(None, seen))
-    assert shown.count(alarm) == 2
+    assert shown.count(alarm) == 3, "as an alarm, as the stall, and behind the learner's wait"
     assert "nodes wait for the end of a pause in publishing" in shown and "slipstream resume /runs/demo" in shown
     assert alarm not in text_of(render_status(None, Observation(status, live=True)))
 
