@@ -50,7 +50,7 @@ def run_node(config: Config, broker_address: str, node_id: str, pool: str = "") 
 
 
 async def _serve(config: Config, address: str, status: OwnStatus) -> int:
-    from common.weights.transports.registry import receivable, require
+    from common.weights.transports.groups import receivable, require
     from rollout_fleet.engine.engine import Engine
     from rollout_fleet.engine.profiling import record
     from rollout_fleet.weights.weight_client import WeightClient

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PRELOAD = ["common.weights.receiver", "common.weights.transports.gloo", "common.weights.transports.relay"]
+PRELOAD = ["common.weights.receive.receiver", "common.weights.transports.groups", "common.weights.transports.relay"]
 
 
 def context() -> ForkServerContext:

@@ -17,7 +17,7 @@ from broker.messaging.client_methods import LearnerBroker
 from common.errors import SlipstreamError
 from common.process.logs import log_end, log_path
 from common.span_buffer import SPANS
-from learner.publish.figures import Undelivered
+from common.weights.source.nodes import Undelivered
 
 logger = logging.getLogger(__name__)
 

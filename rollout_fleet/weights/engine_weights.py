@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from common.errors import SlipstreamError
-from common.weights.receiver import StagingStatus
+from common.weights.receive.receiver import StagingStatus
 from rollout_fleet.vllm_patches.flip import salt
 from rollout_fleet.weights.weight_proof import Proof
 
@@ -101,7 +101,7 @@ class EngineWeights:
         """Hand an encoded message about weights to the workers; returns its encoded answer, b'' if it has none."""
         if self._flipping is not None:  # its caller may have left, but it still needs the buffer
             await asyncio.wait([self._flipping])
-        return (await self._rpc("slipstream_obey", message=message, node_id=node_id))[0]
+        return (await self._rpc("slipstream_handle", message=message, node_id=node_id))[0]
 
     async def stage(self, publish: bytes, watch: Watch) -> float:
         """Receive an encoded Publish while generation continues; returns its seconds. Raises StagingFailed.

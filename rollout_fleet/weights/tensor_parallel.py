@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from common.weights.receiver import Receiver
+from common.weights.receive.receiver import Receiver
 
 TOLD_BYTES = 4096  # size of rank 0's message to the others
 
 
-class Ranks:
+class EngineWorkers:
     """This worker among them. `take` and `agree` are collective: a flip calls them on every rank."""
 
     def __init__(self, group: Any, device: torch.device) -> None:

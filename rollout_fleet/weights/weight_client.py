@@ -21,11 +21,11 @@ from common.process.local_address import this_machine
 from common.security.credentials import Credential
 from common.security.curve import Handshakes, secure_client
 from common.span_buffer import SPANS
-from common.weights import messages
-from common.weights.messages import Canary, Publish
-from common.weights.receiver import StagingStatus
+from common.weights.receive.receiver import StagingStatus
 from common.weights.transports.nccl import shared_versions
 from common.weights.transports.relay import Stall
+from common.weights.wire import messages
+from common.weights.wire.messages import Canary, Publish
 from rollout_fleet.episode.sampler_protocol import WeightsState
 from rollout_fleet.join_timing import JoinTimer
 from rollout_fleet.weights.engine_weights import EngineWeights, ProofFailed, StagingFailed
@@ -189,7 +189,7 @@ class WeightClient:
             self._staging = asyncio.create_task(self._stage(message, data))
         elif isinstance(message, messages.Activate):
             await self._activate(message)
-        elif isinstance(message, messages.Meet | messages.Reroute | messages.Serve):
+        elif isinstance(message, messages.StoreEntries | messages.Reroute | messages.Serve):
             try:
                 await self._target.tell(data, self._node_id)
             except SlipstreamError as error:  # the transfer that needs it fails; that is heard of
@@ -291,7 +291,7 @@ class StagingReports:
         new = {key: value for key, value in status.entries.items() if key not in self._entries}
         if new:
             self._entries |= new.keys()
-            await self._send(messages.Meet(status.epoch, new))
+            await self._send(messages.StoreEntries(status.epoch, new))
         now = time.monotonic()
         for part, stall in status.stalls.items():
             said = self._said.get(part)

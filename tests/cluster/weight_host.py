@@ -23,9 +23,8 @@ import msgspec
 import torch
 
 from common.config.schema import WeightsConfig
-from learner.publish.other_sources import Lead
-from learner.publish.publisher import WeightPublisher
-from learner.publish.remote_source import RemoteSource
+from common.weights.source.publisher import WeightPublisher
+from common.weights.source.sources import LeadEndpoint, RemoteSource
 from tests.integration.weights import weight_plane_node
 
 LOOK_S = 0.02  # pause between two looks at a publisher's figures
@@ -154,7 +153,7 @@ class Source(Rank):
         self, number: int, size_bytes: int, sources: int, lead: object, weights: dict[str, Any], credentials: str | None
     ) -> None:
         """Serve part `number`; `lead` is that of `shared`. Event `started`."""
-        named, told = parts(size_bytes, sources), msgspec.convert(lead, Lead)
+        named, told = parts(size_bytes, sources), msgspec.convert(lead, LeadEndpoint)
         self._remote = RemoteSource(number, named, told, "bfloat16", WeightsConfig(**weights), credentials)  # type: ignore[arg-type]
         self.say("started", incarnation=told.incarnation)
 

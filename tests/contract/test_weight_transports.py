@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 from msgspec import structs
 
-from common.weights.collectives import bucket_timeout
-from common.weights.messages import Publish, Reroute, Serve
+from common.weights.transports.groups import bucket_timeout
+from common.weights.wire.messages import Publish, Reroute, Serve
 from tests.contract.transport_receiver import NCCL
 from tests.contract.transport_rig import Child, Sender, layout_of, payload
 from tests.device import CUDA, pace, sharing

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from common.errors import SlipstreamError
-from common.weights import messages
+from common.weights.wire import messages
 from launch.quickstart.assets import build_tokenizer
 from rollout_fleet.agents.driver import AgentDriver
 from rollout_fleet.engine import engine

@@ -25,7 +25,7 @@ from broker.messaging.async_client import AsyncBrokerClient
 from broker.messaging.sync_client import BrokerClient
 from common.rollouts import GroupMeta, Task
 from common.security.credentials import Credential, KeyFolder, load_credential
-from common.weights import messages
+from common.weights.wire import messages
 from launch.keys import make
 from tests.broker_rig import dealer
 from tests.faults.fuzz import attacks

@@ -12,10 +12,9 @@ import msgspec
 import torch
 
 from common.config.schema import WeightsConfig
-from common.weights.collectives import GroupFactory
-from common.weights.messages import Canary
-from common.weights.transports.registry import open_group
-from learner.publish.publisher import WeightPublisher
+from common.weights.source.publisher import WeightPublisher
+from common.weights.transports.groups import GroupFactory, open_group
+from common.weights.wire.messages import Canary
 from tests import forked
 from tests.integration.weights import weight_plane_node
 from tests.waiting import LIMIT_S, until

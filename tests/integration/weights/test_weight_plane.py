@@ -13,9 +13,9 @@ import torch
 import zmq
 
 from common.security.credentials import KeyFolder
-from common.weights import messages
-from common.weights.messages import Canary
-from common.weights.transports.gloo import GlooGroup
+from common.weights.transports.groups import GlooGroup
+from common.weights.wire import messages
+from common.weights.wire.messages import Canary
 from launch.keys import make
 from tests.integration.weights.plane_rig import Plane, running, spread, weights
 from tests.waiting import LIMIT_S, until

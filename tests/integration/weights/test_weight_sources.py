@@ -10,9 +10,9 @@ import torch
 
 from common.config.schema import WeightsConfig
 from common.security.credentials import KeyFolder
+from common.weights.source.publisher import WeightPublisher
+from common.weights.source.sources import RemoteSource
 from launch.keys import make
-from learner.publish.publisher import WeightPublisher
-from learner.publish.remote_source import RemoteSource
 from tests.integration.weights.plane_rig import BUCKET, NodeProcess, Plane, running
 from tests.waiting import until
 
@@ -125,7 +125,7 @@ def test_a_source_that_cannot_send_is_the_learners_fatal_error(
     plane: Plane, sources: Sources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plane.following(sources.address, "n0")
-    monkeypatch.setattr("learner.publish.remote_source.new_part", None)
+    monkeypatch.setattr("common.weights.source.sources.new_part", None)
     sources.publish(1)
     until(lambda: sources.publisher.stats().crashed)
     until(lambda: sources.others[0]._error)

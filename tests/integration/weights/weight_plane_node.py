@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from common.security.credentials import load_credential
-from common.weights import messages, packing
-from common.weights.collectives import Meeting
-from common.weights.messages import Epoch, Publish
-from common.weights.receiver import Receiver, StagingStatus
-from common.weights.transports.registry import receivable
+from common.weights.receive.receiver import Receiver, StagingStatus
+from common.weights.transports.groups import RelayedStore, receivable
+from common.weights.wire import flat_buffer, messages
+from common.weights.wire.messages import Epoch, Publish
 from rollout_fleet.weights.engine_weights import CanaryRead, Flip, ProofFailed, Watch, until_staged
 from rollout_fleet.weights.weight_client import WeightClient
 from tests.contract.transport_receiver import FaultyGroup, count_pieces
@@ -32,10 +31,10 @@ def say(event: str, **what: object) -> None:
 class PlaneGroup(FaultyGroup):
     """It tells of its fault. Two more are possible: no collective forms, or the bucket is changed."""
 
-    def __init__(self, epoch: Epoch, meeting: Meeting) -> None:
+    def __init__(self, epoch: Epoch, store: RelayedStore) -> None:
         if self.fault == "no collective":
             raise RuntimeError("no route to the others")
-        super().__init__(epoch, meeting)
+        super().__init__(epoch, store)
 
     @classmethod
     def strike(cls, data: Any) -> None:
@@ -65,7 +64,7 @@ class BufferTarget:
             say("publish", version=told.version, encoding=told.encoding, sources=told.sources)
         elif isinstance(told, messages.Reroute | messages.Serve):
             say(type(told).__name__.lower(), to=getattr(told, "source", ""))
-        answer = self.receiver.obey(told, node_id)
+        answer = self.receiver.handle(told, node_id)
         if answer is None:
             return b""
         say("listens", address=answer.address)
@@ -92,7 +91,7 @@ class BufferTarget:
         if self.break_load:
             self.weights[0] ^= 1
         assert self.receiver.layout is not None
-        found = packing.version_checksum(self.weights, self.receiver.layout)
+        found = flat_buffer.version_checksum(self.weights, self.receiver.layout)
         if found != expected_checksum:
             raise ProofFailed(f"found {found}, published {expected_checksum}")
         return Flip(0.0, found)
@@ -119,7 +118,7 @@ async def main(node_id: str, credentials: str = "", transport: str = "gloo", **f
         now = await client.wait_change(1)
         if (now.version, now.incarnation) != (state.version, state.incarnation):
             assert target.weights is not None
-            value = next(iter(packing.view(target.weights, target.receiver.layout)))[1].view(-1)[0].item()  # type: ignore[arg-type]
+            value = next(iter(flat_buffer.view(target.weights, target.receiver.layout)))[1].view(-1)[0].item()  # type: ignore[arg-type]
             say("active", version=now.version, incarnation=now.incarnation, value=value)
         state = now
 

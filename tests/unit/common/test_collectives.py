@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from common.weights import collectives
-from common.weights.collectives import POSTED, Meeting, in_turn
+from common.weights.transports import groups
+from common.weights.transports.groups import POSTED, RelayedStore, in_turn
 from tests.waiting import LIMIT_S
 
 PAYLOAD = torch.arange(2 * POSTED + 5, dtype=torch.uint8)
@@ -74,54 +74,54 @@ def test_a_caller_that_leaves_leaves_nothing_under_way_and_one_bucket_and_none_a
 
 def test_what_a_member_sets_is_told_and_the_first_value_of_a_key_stays() -> None:
     told: list[tuple[str, bytes]] = []
-    meeting = Meeting(LIMIT_S, lambda key, value: told.append((key, value)))
-    meeting.add_entries({"theirs": b"1"})
-    meeting.set("mine", "2")
-    meeting.set("theirs", b"3")
-    meeting.add_entries({"mine": b"4"})
-    assert meeting.multi_get(["theirs", "mine"]) == [b"1", b"2"] and told == [("mine", b"2"), ("theirs", b"3")]
-    assert meeting.check(["mine", "theirs"]) and not meeting.check(["mine", "absent"])
+    store = RelayedStore(LIMIT_S, lambda key, value: told.append((key, value)))
+    store.add_entries({"theirs": b"1"})
+    store.set("mine", "2")
+    store.set("theirs", b"3")
+    store.add_entries({"mine": b"4"})
+    assert store.multi_get(["theirs", "mine"]) == [b"1", b"2"] and told == [("mine", b"2"), ("theirs", b"3")]
+    assert store.check(["mine", "theirs"]) and not store.check(["mine", "absent"])
 
 
 def test_who_waits_goes_on_when_the_last_entry_has_come() -> None:
-    meeting, found = Meeting(LIMIT_S, lambda key, value: None), list[list[bytes]]()
-    thread = threading.Thread(target=lambda: found.append(meeting.multi_get(["a", "b"])))
+    store, found = RelayedStore(LIMIT_S, lambda key, value: None), list[list[bytes]]()
+    thread = threading.Thread(target=lambda: found.append(store.multi_get(["a", "b"])))
     thread.start()
-    meeting.add_entries({"b": b"2"})
+    store.add_entries({"b": b"2"})
     assert thread.is_alive() and not found
-    meeting.add_entries({"a": b"1"})
+    store.add_entries({"a": b"1"})
     thread.join(LIMIT_S)
     assert found == [[b"1", b"2"]]
 
 
 def test_waiting_ends_at_the_earlier_deadline_and_says_how_much_is_missing() -> None:
-    meeting = Meeting(LIMIT_S, lambda key, value: None)
-    meeting.add_entries({"a": b"1"})
+    store = RelayedStore(LIMIT_S, lambda key, value: None)
+    store.add_entries({"a": b"1"})
     with pytest.raises(RuntimeError, match=r"not all members came within 0.05 s: 2 entries are missing"):
-        meeting.wait(["a", "b", "c"], datetime.timedelta(seconds=0.05))
-    meeting.set_timeout(datetime.timedelta(seconds=0.06))
+        store.wait(["a", "b", "c"], datetime.timedelta(seconds=0.05))
+    store.set_timeout(datetime.timedelta(seconds=0.06))
     with pytest.raises(RuntimeError, match=r"within 0.06 s: 1 entries are missing"):
-        meeting.wait(["b"], datetime.timedelta(seconds=LIMIT_S))
+        store.wait(["b"], datetime.timedelta(seconds=LIMIT_S))
 
 
 def test_closing_wakes_those_who_wait_and_what_is_there_can_still_be_had() -> None:
-    meeting, error = Meeting(LIMIT_S, lambda key, value: None), list[str]()
+    store, error = RelayedStore(LIMIT_S, lambda key, value: None), list[str]()
 
     def wait() -> None:
         with pytest.raises(RuntimeError, match="the group was given up: 1 entries") as raised:
-            meeting.get("b")
+            store.get("b")
         error.append(str(raised.value))
 
-    meeting.set("a", b"1")
+    store.set("a", b"1")
     thread = threading.Thread(target=wait)
     thread.start()
-    meeting.close()
+    store.close()
     thread.join(LIMIT_S)
-    assert error and meeting.get("a") == b"1"
+    assert error and store.get("a") == b"1"
 
 
 def test_a_member_cannot_fill_the_memory_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "MOST_ENTRIES", 3)
-    meeting = Meeting(0.01, lambda key, value: None)
-    meeting.add_entries({str(number): b"" for number in range(9)})
-    assert [meeting.check([str(number)]) for number in range(4)] == [True, True, True, False]
+    monkeypatch.setattr(groups, "MOST_ENTRIES", 3)
+    store = RelayedStore(0.01, lambda key, value: None)
+    store.add_entries({str(number): b"" for number in range(9)})
+    assert [store.check([str(number)]) for number in range(4)] == [True, True, True, False]

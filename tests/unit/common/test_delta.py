@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from common.weights import delta
-from common.weights.delta import WrongDelta
+from common.weights.wire import delta
+from common.weights.wire.delta import WrongDelta
 
 HEADER = 16
 # zeros, infinities, NaNs, subnormals

@@ -15,17 +15,17 @@ import torch
 from msgspec import structs
 
 from common.errors import UsageError
-from common.weights.collectives import Meeting
-from common.weights.messages import Epoch
-from common.weights.transports import nccl, registry
-from common.weights.transports.device import DeviceGroup, own_stream
+from common.weights.transports import groups, nccl
+from common.weights.transports.groups import RelayedStore
+from common.weights.transports.nccl import DeviceGroup, own_stream
+from common.weights.wire.messages import Epoch
 from tests.waiting import LIMIT_S, until
 
 CPU = torch.device("cpu")
 ANOTHER = torch.device("cpu", 0)  # counts as a device that the buckets are not on
 EPOCH = Epoch(1, 1, 2, 0.3, "nccl")
 EPOCH_OF_ROOT = structs.replace(EPOCH, rank=0, timeout_s=10.0)
-MEETING = Meeting(0.3, lambda key, value: None)
+STORE = RelayedStore(0.3, lambda key, value: None)
 
 
 class Library:
@@ -122,19 +122,19 @@ def test_only_buckets_that_are_not_on_the_device_pass_through_the_bounce_buffer(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_nccl_without_a_device_is_a_usage_error_that_says_what_to_do() -> None:
     says = "weights.transport: nccl needs a CUDA device on learner and nodes; found none; use gloo"
-    for ask in (lambda: registry.require("nccl"), lambda: registry.open_group(EPOCH, MEETING)):
+    for ask in (lambda: groups.require("nccl"), lambda: groups.open_group(EPOCH, STORE)):
         with pytest.raises(UsageError, match=says):
             ask()
-    registry.require("gloo")
-    registry.require("relay")
+    groups.require("gloo")
+    groups.require("relay")
 
 
 def test_names_of_transports_that_do_not_exist_are_refused_and_nodes_always_have_the_relay() -> None:
     with pytest.raises(RuntimeError, match="over 'pigeon', this version knows relay, gloo, nccl"):
-        registry.open_group(Epoch(1, 1, 2, 1.0, "pigeon"), MEETING)
-    assert registry.receivable("gloo") == ("gloo", "relay")
-    assert registry.receivable("relay") == ("relay",)
-    assert registry.receivable("nccl")[0] == "nccl"
+        groups.open_group(Epoch(1, 1, 2, 1.0, "pigeon"), STORE)
+    assert groups.receivable("gloo") == ("gloo", "relay")
+    assert groups.receivable("relay") == ("relay",)
+    assert groups.receivable("nccl")[0] == "nccl"
 
 
 def test_groups_that_threads_form_are_on_the_device_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_groups_that_threads_form_are_on_the_device_of_the_worker(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     nccl.remember_device()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)  # as in a thread that has not chosen one
-    nccl.NcclGroup(EPOCH, MEETING)
+    nccl.NcclGroup(EPOCH, STORE)
     assert formed == [torch.device("cuda", 3)]
 
 
@@ -211,8 +211,8 @@ def fake(monkeypatch: pytest.MonkeyPatch):
     return put
 
 
-def nccl_group(rank: int = 0, meeting: Meeting = MEETING) -> DeviceGroup:
-    return DeviceGroup(structs.replace(EPOCH, rank=rank), lambda epoch: nccl.NcclCommunicator(epoch, meeting, CPU), CPU)
+def nccl_group(rank: int = 0, store: RelayedStore = STORE) -> DeviceGroup:
+    return DeviceGroup(structs.replace(EPOCH, rank=rank), lambda epoch: nccl.NcclCommunicator(epoch, store, CPU), CPU)
 
 
 BEGUN = ["set cpu", "init 0 of 2, blocking 0, 20 bytes"]
@@ -254,14 +254,14 @@ def test_a_broadcast_over_nccl_ends_when_the_devices_stream_is_through_or_the_li
 
 def test_other_members_of_an_nccl_group_get_the_id_from_the_store(fake) -> None:
     library = fake(FakeNccl([0]))
-    meeting = Meeting(LIMIT_S, lambda key, value: None)
-    meeting.add_entries({nccl.KEY: bytes(128)})
-    nccl_group(1, meeting).close()
+    store = RelayedStore(LIMIT_S, lambda key, value: None)
+    store.add_entries({nccl.KEY: bytes(128)})
+    nccl_group(1, store).close()
     assert library.asked[1].startswith("init 1 of 2") and not library.listening
-    meeting = Meeting(LIMIT_S, lambda key, value: None)
-    meeting.add_entries({nccl.KEY: b"short"})
+    store = RelayedStore(LIMIT_S, lambda key, value: None)
+    store.add_entries({nccl.KEY: b"short"})
     with pytest.raises(RuntimeError, match="too small"):
-        nccl_group(1, meeting)
+        nccl_group(1, store)
 
 
 def test_nccl_itself_stops_listening_for_members_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +278,7 @@ def test_nccl_itself_stops_listening_for_members_that_never_come(monkeypatch: py
     found = nccl.listener
     monkeypatch.setattr(nccl, "listener", lambda port: ports.append(port) or found(port))
     with pytest.raises(RuntimeError, match="NCCL: unhandled cuda error" if device == CPU else "did not form"):
-        DeviceGroup(EPOCH_OF_ROOT, lambda epoch: nccl.NcclCommunicator(epoch, MEETING, device), device)
+        DeviceGroup(EPOCH_OF_ROOT, lambda epoch: nccl.NcclCommunicator(epoch, STORE, device), device)
     until(lambda: nccl.listener(ports[0]) is None, "the end of NCCL's thread")
     if device == CPU:
         until(lambda: len(os.listdir("/proc/self/task")) <= len(before), "the end of all threads")

@@ -5,16 +5,16 @@ import torch
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from msgspec import structs
 
-from common.weights.messages import Part, Publish
-from common.weights.part_fetches import check_parts
-from common.weights.pieces import (
+from common.weights.receive.receiver import check_parts
+from common.weights.wire.messages import Part, Publish
+from common.weights.wire.pieces import (
     LARGEST,
     MOST_PIECES,
     RECENT,
     SMALLEST,
     TAG_BYTES,
     USUAL,
-    Shipment,
+    PartBuffer,
     digest,
     new_part,
     nonce,
@@ -27,17 +27,17 @@ ORIGIN = "tcp://127.0.0.1:9"
 
 
 @pytest.fixture(params=[False, True], ids=["open", "sealed"])
-def source(request: pytest.FixtureRequest) -> Shipment:
-    return Shipment(new_part(PAYLOAD, 0, len(PAYLOAD), PIECE, ORIGIN, request.param), PAYLOAD)
+def source(request: pytest.FixtureRequest) -> PartBuffer:
+    return PartBuffer(new_part(PAYLOAD, 0, len(PAYLOAD), PIECE, ORIGIN, request.param), PAYLOAD)
 
 
 @pytest.fixture
-def sealed() -> Shipment:
-    return Shipment(new_part(PAYLOAD, 0, len(PAYLOAD), PIECE, ORIGIN, True), PAYLOAD)
+def sealed() -> PartBuffer:
+    return PartBuffer(new_part(PAYLOAD, 0, len(PAYLOAD), PIECE, ORIGIN, True), PAYLOAD)
 
 
-def empty(part: Part) -> Shipment:
-    return Shipment(part, torch.zeros_like(PAYLOAD), arrived=0)
+def empty(part: Part) -> PartBuffer:
+    return PartBuffer(part, torch.zeros_like(PAYLOAD), arrived=0)
 
 
 def test_pieces_are_small_for_long_chains_and_never_outside_of_the_bounds() -> None:
@@ -51,7 +51,7 @@ def test_pieces_are_small_for_long_chains_and_never_outside_of_the_bounds() -> N
     assert piece_bytes(1 << 20, 1, 3e8) == 300_000 // 64 * 64, "on a fast link the work per piece counts"
 
 
-def test_what_was_taken_in_is_the_payload_and_travels_on_as_it_came(source: Shipment) -> None:
+def test_what_was_taken_in_is_the_payload_and_travels_on_as_it_came(source: PartBuffer) -> None:
     there = empty(source.part)
     seen: list[int] = []
     there.progress = lambda: seen.append(there.arrived_bytes)
@@ -64,14 +64,14 @@ def test_what_was_taken_in_is_the_payload_and_travels_on_as_it_came(source: Ship
     assert [there.piece(number) for number in range(source.count)] == came, "the others the same, sealed once more"
 
 
-def test_sealed_pieces_are_not_the_payload_and_open_only_with_the_key(sealed: Shipment) -> None:
+def test_sealed_pieces_are_not_the_payload_and_open_only_with_the_key(sealed: PartBuffer) -> None:
     piece = sealed.piece(0)
     assert len(piece) == PIECE + TAG_BYTES and bytes(PAYLOAD[:8].tolist()) not in piece
     with pytest.raises(ValueError, match="piece 0 of 38 does not open"):
         empty(structs.replace(sealed.part, key=bytes(32))).take_in(piece)
 
 
-def test_a_piece_that_somebody_with_the_key_forged_is_refused_and_the_true_one_is_taken(sealed: Shipment) -> None:
+def test_a_piece_that_somebody_with_the_key_forged_is_refused_and_the_true_one_is_taken(sealed: PartBuffer) -> None:
     forged = AESGCM(sealed.part.key).encrypt(nonce(0), bytes(PIECE), None)
     there = empty(sealed.part)
     with pytest.raises(ValueError, match="checksum mismatch in piece 0 of 38"):
@@ -81,7 +81,7 @@ def test_a_piece_that_somebody_with_the_key_forged_is_refused_and_the_true_one_i
     assert there.arrived == 1
 
 
-def test_a_piece_out_of_its_place_is_refused_also_where_the_digests_are_in_that_order(sealed: Shipment) -> None:
+def test_a_piece_out_of_its_place_is_refused_also_where_the_digests_are_in_that_order(sealed: PartBuffer) -> None:
     second = sealed.piece(1)
     with pytest.raises(ValueError, match="checksum mismatch"):
         empty(sealed.part).take_in(second)
@@ -91,7 +91,7 @@ def test_a_piece_out_of_its_place_is_refused_also_where_the_digests_are_in_that_
 
 
 def test_without_a_key_damage_and_a_wrong_length_are_found() -> None:
-    source = Shipment(new_part(PAYLOAD, 0, len(PAYLOAD), PIECE, ORIGIN, False), PAYLOAD)
+    source = PartBuffer(new_part(PAYLOAD, 0, len(PAYLOAD), PIECE, ORIGIN, False), PAYLOAD)
     piece = source.piece(0)
     assert piece == bytes(PAYLOAD[:PIECE].tolist()) and len(source.part.digests) == 16 * source.count
     with pytest.raises(ValueError, match="checksum mismatch"):
@@ -104,14 +104,14 @@ def test_without_a_key_damage_and_a_wrong_length_are_found() -> None:
 def test_two_parts_have_names_keys_and_digests_of_their_own() -> None:
     one, two = (new_part(PAYLOAD, 0, PIECE, PIECE, ORIGIN, True) for _ in range(2))
     assert one.name != two.name and one.key != two.key and one.digests != two.digests
-    assert one.digests == digest(Shipment(one, PAYLOAD).sealed(0), True) and len(one.digests) == 32
+    assert one.digests == digest(PartBuffer(one, PAYLOAD).sealed(0), True) and len(one.digests) == 32
 
 
 @pytest.mark.parametrize(("start", "size"), [(0, 0), (0, 1), (7, PIECE), (7, 3 * PIECE + 1), (len(PAYLOAD) - 5, 5)])
 def test_a_part_of_any_size_arrives_and_nothing_beside_it_is_written(start: int, size: int) -> None:
-    source = Shipment(new_part(PAYLOAD, start, size, PIECE, ORIGIN, True), PAYLOAD)
+    source = PartBuffer(new_part(PAYLOAD, start, size, PIECE, ORIGIN, True), PAYLOAD)
     flat = torch.zeros_like(PAYLOAD)
-    there = Shipment(source.part, flat, arrived=0)
+    there = PartBuffer(source.part, flat, arrived=0)
     for number in range(source.count):
         there.take_in(source.piece(number))
     assert there.arrived_bytes == size
@@ -120,7 +120,7 @@ def test_a_part_of_any_size_arrives_and_nothing_beside_it_is_written(start: int,
     assert torch.equal(flat, expected)
 
 
-def test_a_closed_shipment_has_no_pieces_because_its_memory_may_be_written(source: Shipment) -> None:
+def test_a_closed_shipment_has_no_pieces_because_its_memory_may_be_written(source: PartBuffer) -> None:
     there = empty(source.part)
     there.take_in(source.piece(0))
     there.close()
@@ -130,7 +130,7 @@ def test_a_closed_shipment_has_no_pieces_because_its_memory_may_be_written(sourc
 @pytest.mark.parametrize("bounds", [(-1, 5, 1), (0, len(PAYLOAD) + 1, 1), (5, -1, 1), (0, 5, 0)])
 def test_a_part_outside_of_its_payload_is_refused(bounds: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="of a payload of"):
-        Shipment(Part("n", ORIGIN, *bounds, b""), PAYLOAD)
+        PartBuffer(Part("n", ORIGIN, *bounds, b""), PAYLOAD)
 
 
 def publish_of(*bounds: tuple[int, int], sources: int = 2) -> Publish:

@@ -10,9 +10,9 @@ import torch
 import zmq
 
 from common.process.local_address import host_and_port
-from common.weights.pieces import Shipment, new_part
 from common.weights.transports import relay
 from common.weights.transports.relay import WINDOW, WINDOW_BYTES, Fetch, Get, Gone, Piece, RelayServer, Stall
+from common.weights.wire.pieces import PartBuffer, new_part
 from tests.waiting import LIMIT_S, until
 
 PIECE = 64
@@ -29,13 +29,13 @@ def server() -> Iterator[RelayServer]:
 
 
 @pytest.fixture
-def source() -> Shipment:
-    return Shipment(new_part(FLAT, 0, len(FLAT), PIECE, NOWHERE, True), FLAT)
+def source() -> PartBuffer:
+    return PartBuffer(new_part(FLAT, 0, len(FLAT), PIECE, NOWHERE, True), FLAT)
 
 
-def empty(source: Shipment) -> tuple[Shipment, torch.Tensor]:
+def empty(source: PartBuffer) -> tuple[PartBuffer, torch.Tensor]:
     flat = torch.zeros(source.part.size, dtype=torch.uint8)
-    return Shipment(source.part, flat, arrived=0), flat
+    return PartBuffer(source.part, flat, arrived=0), flat
 
 
 class Client:
@@ -78,7 +78,7 @@ def client(server: RelayServer) -> Iterator[Callable[..., Client]]:
 
 
 def test_pieces_come_in_the_order_of_the_requests_each_as_soon_as_it_has_arrived(
-    server: RelayServer, source: Shipment, client: Callable[..., Client]
+    server: RelayServer, source: PartBuffer, client: Callable[..., Client]
 ) -> None:
     node, _ = empty(source)
     server.offer(node)
@@ -94,7 +94,7 @@ def test_pieces_come_in_the_order_of_the_requests_each_as_soon_as_it_has_arrived
 
 
 def test_a_part_that_is_not_known_yet_is_waited_for_and_then_gone(
-    server: RelayServer, source: Shipment, client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+    server: RelayServer, source: PartBuffer, client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early = client()
     early.ask(Get(source.part.name, 3))
@@ -108,7 +108,7 @@ def test_a_part_that_is_not_known_yet_is_waited_for_and_then_gone(
 
 @pytest.mark.parametrize("all_of_them", [True, False])
 def test_what_was_withdrawn_is_gone_at_once_and_its_memory_is_read_no_more(
-    server: RelayServer, source: Shipment, client: Callable[..., Client], all_of_them: bool
+    server: RelayServer, source: PartBuffer, client: Callable[..., Client], all_of_them: bool
 ) -> None:
     node, _ = empty(source)
     server.offer(node)
@@ -125,7 +125,7 @@ def test_what_was_withdrawn_is_gone_at_once_and_its_memory_is_read_no_more(
 
 
 def test_requests_that_make_no_sense_are_refused_and_the_next_is_answered(
-    server: RelayServer, source: Shipment, client: Callable[..., Client]
+    server: RelayServer, source: PartBuffer, client: Callable[..., Client]
 ) -> None:
     server.offer(source)
     one = client()
@@ -140,7 +140,7 @@ def test_requests_that_make_no_sense_are_refused_and_the_next_is_answered(
 
 
 def test_no_more_requests_of_a_connection_and_no_more_connections_wait_than_the_limits(
-    server: RelayServer, source: Shipment, client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+    server: RelayServer, source: PartBuffer, client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay, "MOST_CLIENTS", 2)
     node, _ = empty(source)
@@ -165,7 +165,7 @@ def test_a_client_that_asks_and_does_not_read_has_few_pieces_under_way_and_keeps
     server: RelayServer, client: Callable[..., Client]
 ) -> None:
     flat, asked = torch.zeros(1 << 18, dtype=torch.uint8), 1000
-    big = Shipment(new_part(flat, 0, len(flat), len(flat), NOWHERE, False), flat)
+    big = PartBuffer(new_part(flat, 0, len(flat), len(flat), NOWHERE, False), flat)
     server.offer(big)
     greedy, other = client(unread=1), client()
     for _ in range(asked):  # the server takes turns, so it has looked at the greedy one by then
@@ -193,8 +193,8 @@ def test_a_client_that_asks_and_does_not_read_has_few_pieces_under_way_and_keeps
 class Source:
     """A source that answers what the test says."""
 
-    def __init__(self, shipment: Shipment) -> None:
-        self.shipment = shipment
+    def __init__(self, buffer: PartBuffer) -> None:
+        self.buffer = buffer
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.router = self.context.socket(zmq.ROUTER)
         self.router.setsockopt(zmq.LINGER, 0)
@@ -210,7 +210,7 @@ class Source:
 
     def answer(self, *requests: tuple[bytes, int]) -> None:
         for connection, number in requests:
-            self.say(connection, [relay.encode(Piece(number)), self.shipment.piece(number)])
+            self.say(connection, [relay.encode(Piece(number)), self.buffer.piece(number)])
 
     def say(self, connection: bytes, frames: list[bytes]) -> None:
         self.router.send_multipart([connection, *frames])
@@ -219,8 +219,8 @@ class Source:
 class Running:
     """A fetch in a thread of its own."""
 
-    def __init__(self, shipment: Shipment, source: str, timeout_s: float = LIMIT_S) -> None:
-        self.fetch, self.noted, self.error = Fetch(shipment, source), 0, ""
+    def __init__(self, buffer: PartBuffer, source: str, timeout_s: float = LIMIT_S) -> None:
+        self.fetch, self.noted, self.error = Fetch(buffer, source), 0, ""
         self.thread = threading.Thread(target=self.run, args=(timeout_s,))
         self.thread.start()
 
@@ -241,7 +241,7 @@ class Running:
 
 
 @pytest.fixture
-def sources(source: Shipment) -> Iterator[list[Source]]:
+def sources(source: PartBuffer) -> Iterator[list[Source]]:
     made = [Source(source) for _ in range(2)]
     yield made
     for one in made:
@@ -265,7 +265,7 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Running]]:
 
 
 def test_a_node_passes_on_what_it_gets_byte_for_byte_while_the_rest_is_on_its_way(
-    server: RelayServer, source: Shipment, sources: list[Source], fetch: Callable[..., Running]
+    server: RelayServer, source: PartBuffer, sources: list[Source], fetch: Callable[..., Running]
 ) -> None:
     (node, _), (last, flat), origin = empty(source), empty(source), sources[0]
     server.offer(node)
@@ -283,8 +283,8 @@ def test_a_fetch_asks_for_no_more_than_its_window_however_slow_the_source(
     fetch: Callable[..., Running], sources: list[Source], piece: int, window: int
 ) -> None:
     flat, slow = torch.zeros(3 * WINDOW * PIECE if piece == PIECE else 10 * piece, dtype=torch.uint8), sources[0]
-    slow.shipment = Shipment(new_part(flat, 0, len(flat), piece, NOWHERE, False), flat)
-    node, _ = empty(slow.shipment)
+    slow.buffer = PartBuffer(new_part(flat, 0, len(flat), piece, NOWHERE, False), flat)
+    node, _ = empty(slow.buffer)
     fetch(node, slow.address)
     waiting = slow.asked(window)
     assert [number for _, number in waiting] == list(range(window))
@@ -305,7 +305,7 @@ def test_a_fetch_asks_for_no_more_than_its_window_however_slow_the_source(
     ],
 )
 def test_answers_that_were_not_asked_for_make_a_stall_that_says_why_and_another_source_helps(
-    server: RelayServer, source: Shipment, sources: list[Source], fetch: Callable[..., Running], answer: list[bytes],
+    server: RelayServer, source: PartBuffer, sources: list[Source], fetch: Callable[..., Running], answer: list[bytes],
     says: str,
 ) -> None:  # fmt: skip
     (node, flat), liar = empty(source), sources[0]
@@ -320,13 +320,13 @@ def test_answers_that_were_not_asked_for_make_a_stall_that_says_why_and_another_
     assert running.end() == "" and torch.equal(flat, FLAT)
 
 
-def test_a_source_that_cannot_be_one_makes_a_stall(source: Shipment, fetch: Callable[..., Running]) -> None:
+def test_a_source_that_cannot_be_one_makes_a_stall(source: PartBuffer, fetch: Callable[..., Running]) -> None:
     running = fetch(empty(source)[0], "nonsense")
     assert until(lambda: running.fetch.stall).reason
 
 
 def test_a_fetch_that_is_rerouted_goes_on_with_the_piece_that_it_lacks_and_asks_for_none_twice(
-    source: Shipment, sources: list[Source], fetch: Callable[..., Running]
+    source: PartBuffer, sources: list[Source], fetch: Callable[..., Running]
 ) -> None:
     (node, flat), (silent, other) = empty(source), sources
     running = fetch(node, silent.address)
@@ -343,7 +343,7 @@ def test_a_fetch_that_is_rerouted_goes_on_with_the_piece_that_it_lacks_and_asks_
 
 
 def test_a_reroute_to_the_same_source_is_a_new_connection(
-    source: Shipment, sources: list[Source], fetch: Callable[..., Running]
+    source: PartBuffer, sources: list[Source], fetch: Callable[..., Running]
 ) -> None:
     node, slow = empty(source)[0], sources[0]
     running = fetch(node, slow.address)
@@ -359,7 +359,7 @@ def test_a_reroute_to_the_same_source_is_a_new_connection(
 
 
 def test_a_fetch_that_stood_still_and_goes_on_is_not_a_stall(
-    source: Shipment, sources: list[Source], fetch: Callable[..., Running]
+    source: PartBuffer, sources: list[Source], fetch: Callable[..., Running]
 ) -> None:
     node, slow = empty(source)[0], sources[0]
     running = fetch(node, slow.address)
@@ -372,7 +372,7 @@ def test_a_fetch_that_stood_still_and_goes_on_is_not_a_stall(
 
 
 def test_closing_and_the_deadline_end_a_fetch_that_waits_and_the_latter_says_what_came(
-    source: Shipment, sources: list[Source], fetch: Callable[..., Running]
+    source: PartBuffer, sources: list[Source], fetch: Callable[..., Running]
 ) -> None:
     closed = fetch(empty(source)[0], sources[0].address)
     sources[0].asked(1)
@@ -386,7 +386,7 @@ def test_closing_and_the_deadline_end_a_fetch_that_waits_and_the_latter_says_wha
 
 
 @pytest.mark.parametrize("password", ["", "another"])
-def test_a_server_with_a_password_hands_nothing_to_who_does_not_know_it(source: Shipment, password: str) -> None:
+def test_a_server_with_a_password_hands_nothing_to_who_does_not_know_it(source: PartBuffer, password: str) -> None:
     server = RelayServer("127.0.0.1", "right")
     server.offer(source)
     node, _ = empty(source)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from msgspec import structs
 
-from common.weights import delta, messages, packing
-from common.weights.collectives import Meeting, bucket_timeout, reason_of
-from common.weights.layout import ALIGNMENT, WORDS, Layout
-from common.weights.messages import Epoch, Publish
-from common.weights.receiver import Receiver, receive_buckets
+from common.weights.receive.receiver import Receiver, receive_buckets
+from common.weights.transports.groups import RelayedStore, bucket_timeout, reason_of
+from common.weights.wire import delta, flat_buffer, messages
+from common.weights.wire.layout import ALIGNMENT, WORDS, Layout
+from common.weights.wire.messages import Epoch, Publish
 from tests.waiting import until
 
 NAMED = [("a", torch.arange(5.0)), ("b", torch.arange(6.0).view(2, 3) / 7), ("c", torch.tensor(2.5))]
@@ -25,7 +25,7 @@ def layout() -> Layout:
 
 @pytest.fixture
 def flat(layout: Layout) -> torch.Tensor:
-    return packing.pack(NAMED, layout)
+    return flat_buffer.pack(NAMED, layout)
 
 
 def layout_of(dtype: str) -> Layout:
@@ -35,27 +35,27 @@ def layout_of(dtype: str) -> Layout:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_packed_tensors_come_back_in_the_layouts_dtype(dtype: str) -> None:
     layout = layout_of(dtype)
-    flat = packing.pack(NAMED, layout)
-    back = dict(packing.view(flat, layout))
+    flat = flat_buffer.pack(NAMED, layout)
+    back = dict(flat_buffer.view(flat, layout))
     for name, tensor in NAMED:
-        assert torch.equal(back[name], tensor.to(packing.DTYPES[dtype]))
+        assert torch.equal(back[name], tensor.to(flat_buffer.DTYPES[dtype]))
     assert all(e.offset % ALIGNMENT == 0 for e in layout.entries)
     assert layout.total_bytes == flat.numel() == 3 * ALIGNMENT
 
 
 def test_tensors_that_do_not_follow_the_layout_are_refused(layout: Layout) -> None:
     with pytest.raises(ValueError, match=r"b .* does not follow the layout, which has a"):
-        packing.pack(NAMED[1:], layout)
+        flat_buffer.pack(NAMED[1:], layout)
     with pytest.raises(ValueError, match="tensor c of the layout was not given"):
-        packing.pack(NAMED[:2], layout)
+        flat_buffer.pack(NAMED[:2], layout)
 
 
 def test_checksums_of_buckets_and_of_the_whole_are_those_of_one_by_one() -> None:
-    flat = torch.arange(3 * packing.BLOCK_BYTES + 77).to(torch.uint8)
-    for bucket in (1000, packing.BLOCK_BYTES, packing.BLOCK_BYTES + 1, len(flat) + 1):
-        buckets, whole = packing.all_checksums(flat, bucket)
-        assert buckets == [packing.checksum(part) for part in flat.split(bucket)]
-        assert whole == packing.checksum(flat)
+    flat = torch.arange(3 * flat_buffer.BLOCK_BYTES + 77).to(torch.uint8)
+    for bucket in (1000, flat_buffer.BLOCK_BYTES, flat_buffer.BLOCK_BYTES + 1, len(flat) + 1):
+        buckets, whole = flat_buffer.all_checksums(flat, bucket)
+        assert buckets == [flat_buffer.checksum(part) for part in flat.split(bucket)]
+        assert whole == flat_buffer.checksum(flat)
 
 
 def test_the_digest_sees_names_shapes_and_types_is_computed_once_and_changes_nothing_that_travels() -> None:
@@ -71,7 +71,7 @@ def test_the_digest_sees_names_shapes_and_types_is_computed_once_and_changes_not
 def test_a_buffer_is_zero_and_on_huge_pages_where_the_kernel_gives_them() -> None:
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     before = _huge_kib()
-    flat = packing.buffer(64 << 20)
+    flat = flat_buffer.buffer(64 << 20)
     assert (flat.shape, flat.dtype) == ((64 << 20,), torch.uint8) and not flat.any()
     if enabled.exists() and "[never]" not in enabled.read_text():
         assert _huge_kib() - before >= 32 << 10
@@ -99,7 +99,7 @@ class Replay:
 
 
 def publish_of(flat: torch.Tensor, layout: Layout, epoch: int = 1) -> Publish:
-    return Publish(0, 7, epoch, layout.digest, ALIGNMENT, *packing.all_checksums(flat, ALIGNMENT), 8.0)
+    return Publish(0, 7, epoch, layout.digest, ALIGNMENT, *flat_buffer.all_checksums(flat, ALIGNMENT), 8.0)
 
 
 def test_a_bad_bucket_is_named_after_the_whole_broadcast_was_followed(layout: Layout, flat: torch.Tensor) -> None:
@@ -113,29 +113,29 @@ def test_a_bad_bucket_is_named_after_the_whole_broadcast_was_followed(layout: La
 
 
 def test_a_receiver_refuses_what_was_not_announced(layout: Layout, flat: torch.Tensor) -> None:
-    receiver = Receiver(lambda epoch, meeting: Replay(flat))
+    receiver = Receiver(lambda epoch, store: Replay(flat))
     with pytest.raises(ValueError, match="another layout"):
-        receiver.obey(publish_of(flat, layout))
-    receiver.obey(messages.Welcome(0, layout))
-    receiver.obey(EPOCH)
+        receiver.handle(publish_of(flat, layout))
+    receiver.handle(messages.Welcome(0, layout))
+    receiver.handle(EPOCH)
     with pytest.raises(ValueError, match="epoch 2, which this node is not in"):
-        receiver.obey(publish_of(flat, layout, epoch=2))
+        receiver.handle(publish_of(flat, layout, epoch=2))
     with pytest.raises(ValueError, match="not staged"):
         receiver.take(0, 7)
 
 
 def test_a_receiver_keeps_a_collective_group_until_it_closes(layout: Layout, flat: torch.Tensor) -> None:
     group = Replay(flat)
-    receiver = Receiver(lambda epoch, meeting: group)
-    receiver.obey(messages.Welcome(0, layout))
-    receiver.obey(EPOCH)
-    receiver.obey(publish_of(flat, layout))
+    receiver = Receiver(lambda epoch, store: group)
+    receiver.handle(messages.Welcome(0, layout))
+    receiver.handle(EPOCH)
+    receiver.handle(publish_of(flat, layout))
     until(lambda: receiver.status.state == "staged")
     assert not group.closed
     receiver.close()
     assert group.closed
     with pytest.raises(ValueError, match="Ping is nothing for a receiver"):
-        receiver.obey(messages.Ping())
+        receiver.handle(messages.Ping())
     with pytest.raises(ValueError):
         messages.decode_from_node(messages.encode(messages.Ping()))
 
@@ -143,21 +143,21 @@ def test_a_receiver_keeps_a_collective_group_until_it_closes(layout: Layout, fla
 def test_a_receiver_whose_device_has_no_room_stages_the_next_attempt_in_host_memory(
     layout: Layout, flat: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    buffer, full = packing.buffer, torch.device("cpu", 0)
+    buffer, full = flat_buffer.buffer, torch.device("cpu", 0)
 
     def on_device(size: int, device: torch.device | None = None) -> torch.Tensor:
         if device == full:
             raise torch.OutOfMemoryError("tried to allocate")
         return buffer(size)
 
-    monkeypatch.setattr(packing, "buffer", on_device)
+    monkeypatch.setattr(flat_buffer, "buffer", on_device)
     layout = structs.replace(layout, checksums=WORDS)
-    sums = packing.all_checksums(flat, ALIGNMENT, WORDS)
-    receiver = Receiver(lambda epoch, meeting: Replay(flat), device=full)
-    receiver.obey(messages.Welcome(0, layout))
+    sums = flat_buffer.all_checksums(flat, ALIGNMENT, WORDS)
+    receiver = Receiver(lambda epoch, store: Replay(flat), device=full)
+    receiver.handle(messages.Welcome(0, layout))
     for state in ("failed", "staged"):
-        receiver.obey(EPOCH)
-        receiver.obey(Publish(0, 7, 1, layout.digest, ALIGNMENT, *sums, 8.0))
+        receiver.handle(EPOCH)
+        receiver.handle(Publish(0, 7, 1, layout.digest, ALIGNMENT, *sums, 8.0))
         until(lambda: receiver.status.state != "receiving")
         assert receiver.status.state == state, receiver.status.error
     assert torch.equal(receiver.take(0, 7), flat)
@@ -167,23 +167,23 @@ def test_a_receiver_whose_device_has_no_room_stages_the_next_attempt_in_host_mem
 def test_a_receiver_says_where_it_serves_if_it_can_and_shows_what_it_set_in_its_groups_store(
     layout: Layout, flat: torch.Tensor
 ) -> None:
-    met = list[Meeting]()
-    receiver = Receiver(lambda epoch, meeting: met.append(meeting) or Replay(flat))
+    met = list[RelayedStore]()
+    receiver = Receiver(lambda epoch, store: met.append(store) or Replay(flat))
     for reach in ("", "no.such.host.invalid:7", "127.0.0.1", "127.0.0.1:port"):
-        assert receiver.obey(messages.Welcome(0, layout, reach), "a") == messages.Listening("a", "")
-    heard = receiver.obey(messages.Welcome(0, layout, "127.0.0.1:7"), "a")
+        assert receiver.handle(messages.Welcome(0, layout, reach), "a") == messages.Listening("a", "")
+    heard = receiver.handle(messages.Welcome(0, layout, "127.0.0.1:7"), "a")
     assert heard is not None and heard.address.startswith("tcp://127.0.0.1:")
-    assert receiver.obey(messages.Welcome(0, layout, "127.0.0.1:9"), "a") == heard, "it has one server"
-    receiver.obey(EPOCH)
-    receiver.obey(publish_of(flat, layout))
+    assert receiver.handle(messages.Welcome(0, layout, "127.0.0.1:9"), "a") == heard, "it has one server"
+    receiver.handle(EPOCH)
+    receiver.handle(publish_of(flat, layout))
     until(lambda: receiver.status.state == "staged")
     met[0].set("mine", b"1")
     assert receiver.status.entries == {"mine": b"1"}
-    receiver.obey(messages.Meet(EPOCH.epoch + 1, {"theirs": b"2"}))
+    receiver.handle(messages.StoreEntries(EPOCH.epoch + 1, {"theirs": b"2"}))
     assert not met[0].check(["theirs"])
-    receiver.obey(messages.Meet(EPOCH.epoch, {"theirs": b"2"}))
+    receiver.handle(messages.StoreEntries(EPOCH.epoch, {"theirs": b"2"}))
     assert met[0].get("theirs") == b"2" and receiver.status.entries == {"mine": b"1"}
-    receiver.obey(structs.replace(EPOCH, epoch=2))
+    receiver.handle(structs.replace(EPOCH, epoch=2))
     assert receiver.status.entries == {}, "a new group has a store of its own"
     receiver.close()
 
@@ -208,15 +208,15 @@ class Node:
 
     def __init__(self) -> None:
         self.wire = Replay(torch.zeros(0, dtype=torch.uint8))
-        self.receiver = Receiver(lambda epoch, meeting: self.wire)
-        self.receiver.obey(messages.Welcome(0, LAYOUT))
-        self.receiver.obey(EPOCH)
+        self.receiver = Receiver(lambda epoch, store: self.wire)
+        self.receiver.handle(messages.Welcome(0, LAYOUT))
+        self.receiver.handle(EPOCH)
 
     def get(self, publish: Publish, payload: torch.Tensor) -> str:
         """'' when the version was staged and flipped, else why not."""
         self.wire.payload, self.wire.at = payload, 0
         try:
-            self.receiver.obey(publish)
+            self.receiver.handle(publish)
         except ValueError as error:
             return str(error)
         until(lambda: self.receiver.status.state != "receiving", every_s=0.002)
@@ -232,14 +232,14 @@ def weights(version: int) -> torch.Tensor:
     a, b = torch.randn(3000, generator=generator).bfloat16(), torch.randn(100, generator=generator)
     a[:: 50 + version] *= 1.01
     a[3], a[5], b[7] = float("nan"), -0.0, float("-inf")
-    return packing.pack([("a", a), ("b", b)], LAYOUT)
+    return flat_buffer.pack([("a", a), ("b", b)], LAYOUT)
 
 
 def publish(version: int, payload: torch.Tensor, base: int | None) -> Publish:
     encoding, base_version = ("full", -1) if base is None else ("delta", base)
     return structs.replace(
-        publish_of(payload, LAYOUT), version=version, checksum=packing.checksum(weights(version)), encoding=encoding,
-        base_version=base_version, payload_bytes=payload.numel(),
+        publish_of(payload, LAYOUT), version=version, checksum=flat_buffer.checksum(weights(version)),
+        encoding=encoding, base_version=base_version, payload_bytes=payload.numel(),
     )  # fmt: skip
 
 

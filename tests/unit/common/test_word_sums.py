@@ -6,8 +6,8 @@ import struct
 import pytest
 import torch
 
-from common.weights import word_sums
-from common.weights.word_sums import LANES, WordSums
+from common.weights.wire import flat_buffer
+from common.weights.wire.flat_buffer import LANES, WordSums
 
 
 def words_of(data: bytes) -> list[int]:
@@ -53,7 +53,7 @@ def of(*pieces: tuple[torch.Tensor, int]) -> str:
 @pytest.fixture(params=[7, 1 << 20])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Words with numbers of their own."""
-    monkeypatch.setattr(word_sums, "CHUNK_WORDS", request.param)
+    monkeypatch.setattr(flat_buffer, "CHUNK_WORDS", request.param)
     return int(request.param)
 
 

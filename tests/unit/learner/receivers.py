@@ -5,16 +5,16 @@ from typing import Any
 
 import torch
 
-from common.weights.messages import Epoch, Part
-from learner.publish.attempt import Attempt, new_attempt
-from learner.publish.receiver_state import Receiver, State
-from learner.publish.snapshot import Snapshot, SnapshotMaker
+from common.weights.source.attempt import Attempt, new_attempt
+from common.weights.source.nodes import NodeState, NodeView
+from common.weights.source.snapshot import Snapshot, SnapshotMaker
+from common.weights.wire.messages import Epoch, Part
 
 
-def settled(name: str, version: int = 3, **changes: Any) -> Receiver:
+def settled(name: str, version: int = 3, **changes: Any) -> NodeView:
     """A node that runs `version` and has nothing under way; others can fetch from it."""
-    made = Receiver(
-        name.encode(), name, 0.0, ("gloo", "relay"), State.IDLE, version, version, settled=True, welcomed=0.0,
+    made = NodeView(
+        name.encode(), name, 0.0, ("gloo", "relay"), NodeState.IDLE, version, version, settled=True, welcomed=0.0,
         address=address_of(name),
     )  # fmt: skip
     return replace(made, **changes)
@@ -25,9 +25,9 @@ def address_of(name: str) -> str:
     return f"tcp://{name}:7"
 
 
-def newcomer(name: str, **changes: Any) -> Receiver:
+def newcomer(name: str, **changes: Any) -> NodeView:
     """A node that has just joined, and was not told the layout yet."""
-    return replace(Receiver(name.encode(), name, 0.0, ("gloo", "relay")), **changes)
+    return replace(NodeView(name.encode(), name, 0.0, ("gloo", "relay")), **changes)
 
 
 def snapshot_of(version: int) -> Snapshot:

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from common.weights.collectives import Meeting
-from learner.publish.attempt import Attempt, Broadcast, Groups, new_attempt
+from common.weights.source.attempt import Attempt, Broadcast, Epochs, new_attempt
+from common.weights.transports.groups import RelayedStore
 from tests.unit.learner.receivers import attempt_at, snapshot_of
 from tests.waiting import LIMIT_S
 
@@ -22,7 +22,7 @@ class Formed:
 
 
 def test_a_group_is_used_again_by_exactly_its_members_and_closed_when_it_is_of_no_use() -> None:
-    groups = Groups("gloo", 8.0, "127.0.0.1:1")
+    groups = Epochs("gloo", 8.0, "127.0.0.1:1")
 
     def through(members: list[bytes], **outcome: bool) -> tuple[Attempt, Formed]:
         epoch, group = groups.take(members)
@@ -35,7 +35,7 @@ def test_a_group_is_used_again_by_exactly_its_members_and_closed_when_it_is_of_n
     first, group = through([b"a", b"b"])
     again, same = through([b"b", b"a"])
     assert same is group and again.epoch == first.epoch and not group.closed
-    assert (first.epoch.rank, first.epoch.transport, first.epoch.reach) == (0, "gloo", "127.0.0.1:1")
+    assert (first.epoch.rank, first.epoch.transport, first.epoch.learner_endpoint) == (0, "gloo", "127.0.0.1:1")
     bigger, larger = through([b"a", b"b", b"c"])
     assert group.closed and bigger.epoch.epoch > first.epoch.epoch and bigger.epoch.world_size == 4
     groups.drop(b"z")
@@ -64,15 +64,15 @@ def test_an_attempt_that_was_given_up_lets_its_thread_leave_the_place_where_the_
     attempt, reports, reported = attempt_at(SNAPSHOT, "a"), list[tuple[object, str]](), threading.Event()
     waits = threading.Event()
 
-    def form(epoch: object, meeting: Meeting) -> Any:
+    def form(epoch: object, store: RelayedStore) -> Any:
         waits.set()
-        meeting.get("rank 1")
+        store.get("rank 1")
 
     def report(attempt: Attempt, group: object, error: str) -> None:
         reports.append((group, error))
         reported.set()
 
-    attempt.broadcast.meeting = Meeting(LIMIT_S, lambda key, value: None)
+    attempt.broadcast.store = RelayedStore(LIMIT_S, lambda key, value: None)
     attempt.broadcast.start(attempt, None, form, report)
     assert waits.wait(LIMIT_S)
     attempt.broadcast.abandon()

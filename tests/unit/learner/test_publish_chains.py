@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from common.weights.messages import Reroute, Serve, Stalled
-from common.weights.pieces import Shipment
-from learner.publish import chains
-from learner.publish.chains import GRACE_S, HANDOVER_S, RESUME_S, STALE_S, Chains
-from learner.publish.receiver_state import Receiver, Route, State
-from learner.publish.snapshot import Payload, Snapshot
+from common.weights.source import chains
+from common.weights.source.chains import GRACE_S, HANDOVER_S, RESUME_S, STALE_S, Chains
+from common.weights.source.nodes import NodeState, NodeView, Route
+from common.weights.source.snapshot import Payload, Snapshot
+from common.weights.wire.messages import Reroute, Serve, Stalled
+from common.weights.wire.pieces import PartBuffer
 from tests.unit.learner.receivers import address_of, make_parts, newcomer, settled, snapshot_of
 
 ORIGIN, OTHER = "tcp://origin:1", "tcp://other:1"
@@ -25,12 +25,12 @@ class Server:
     def __init__(self, host: str, password: str) -> None:
         self.address = ORIGIN
 
-    def offer(self, shipment: Shipment) -> None:
-        self.offered.append(shipment.part.name)
+    def offer(self, buffer: PartBuffer) -> None:
+        self.offered.append(buffer.part.name)
 
-    def withdraw(self, *shipments: Shipment) -> None:
-        for shipment in shipments:
-            self.offered.remove(shipment.part.name)
+    def withdraw(self, *buffers: PartBuffer) -> None:
+        for buffer in buffers:
+            self.offered.remove(buffer.part.name)
 
     def close(self) -> None: ...
 
@@ -42,7 +42,7 @@ class Plane:
         self.chains = Chains("127.0.0.1", 0, self.send)
         assert self.chains.origin() == ORIGIN
         self.sent: list[tuple[str, Any]] = []
-        self.nodes: dict[str, Receiver] = {}
+        self.nodes: dict[str, NodeView] = {}
         self.epochs: dict[str, int] = {}
         self.sources: dict[str, list[str]] = {}  # as the nodes know them
         self.new_version(version, origins)
@@ -67,7 +67,7 @@ class Plane:
 
     def begin(self, name: str, **changes: Any) -> list[str]:
         """The node gets the payload from now on; the names of its sources by part, '' for where a part comes from."""
-        self.nodes[name] = settled(name, **{"version": 3, "state": State.STAGING, **changes})
+        self.nodes[name] = settled(name, **{"version": 3, "state": NodeState.STAGING, **changes})
         self.epochs[name] = self.epochs.get(name, 10 * len(self.nodes)) + 1
         everyone = self.nodes.values()
         began = self.chains.begin(self.snapshot, self.payload, self.nodes[name], self.epochs[name], everyone)
@@ -162,7 +162,7 @@ def test_an_idle_node_with_that_very_version_is_told_to_serve_it_without_the_dig
     plane.nodes = {
         r.node_id: r
         for r in [
-            *(settled(state.name, 4, state=state) for state in State if state is not State.IDLE),
+            *(settled(state.name, 4, state=state) for state in NodeState if state is not NodeState.IDLE),
             *(settled("old", 3), settled("written", 4, base=-1), settled("mute", 4, address=""), idle),
         ]
     }
@@ -181,7 +181,7 @@ def test_an_idle_node_with_that_very_version_is_told_to_serve_it_without_the_dig
 
 def test_a_node_cannot_serve_a_delta_that_it_did_not_get_and_never_itself(plane: Plane) -> None:
     plane.nodes["idle"] = settled("idle", 4)
-    assert plane.begin("idle", state=State.IDLE, version=4, base=4) == [""]
+    assert plane.begin("idle", state=NodeState.IDLE, version=4, base=4) == [""]
     whole = plane.payload
     plane.payload = Payload(whole.flat, 64, [], 3, parts=whole.parts)
     plane.nodes["other"] = settled("other", 4)

@@ -12,12 +12,11 @@ import zmq
 
 from common.config.schema import WeightsConfig
 from common.span_buffer import SPANS
-from common.weights import messages
-from common.weights.collectives import Meeting
-from common.weights.messages import Active, Epoch, Join, Publish, Staged
-from learner.publish import receiver_state
-from learner.publish.control import PublishControl
-from learner.publish.publisher import WeightPublisher
+from common.weights.source import nodes
+from common.weights.source.publisher import PublishControl, WeightPublisher
+from common.weights.transports.groups import RelayedStore
+from common.weights.wire import messages
+from common.weights.wire.messages import Active, Epoch, Join, Publish, Staged
 from tests.recorded_spans import recorded
 from tests.unit.learner.receivers import address_of, snapshot_of
 from tests.waiting import LIMIT_S, until
@@ -28,10 +27,10 @@ class Through:
 
     waits_for = ""  # an entry that a node sets
 
-    def __init__(self, epoch: Epoch, meeting: Meeting) -> None:
+    def __init__(self, epoch: Epoch, store: RelayedStore) -> None:
         if self.waits_for:
-            meeting.set("rank 0", b"here")
-            meeting.get(self.waits_for)
+            store.set("rank 0", b"here")
+            store.get(self.waits_for)
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         return lambda: None
@@ -95,8 +94,8 @@ class Node:
 
 @pytest.fixture
 def control(monkeypatch: pytest.MonkeyPatch) -> Iterator[PublishControl]:
-    monkeypatch.setattr(receiver_state, "silence_bound", lambda timeout_s: LIMIT_S)  # nodes answer no pings here
-    monkeypatch.setattr(receiver_state, "LISTEN_WAIT_S", LIMIT_S)
+    monkeypatch.setattr(nodes, "silence_bound", lambda timeout_s: LIMIT_S)  # nodes answer no pings here
+    monkeypatch.setattr(nodes, "LISTEN_WAIT_S", LIMIT_S)
     made = PublishControl(WeightsConfig(timeout_s=LIMIT_S), 0, group_factory=Through)
 
     def run() -> None:
@@ -163,7 +162,7 @@ def test_a_node_that_does_not_say_where_it_serves_gets_weights_all_the_same(
     mute.hear(messages.Welcome)
     assert other.hear(Publish).sources == [address_of("first")]
     assert not [m for m in mute.heard() if isinstance(m, Publish)], "it may still answer"
-    monkeypatch.setattr(receiver_state, "LISTEN_WAIT_S", 0.0)
+    monkeypatch.setattr(nodes, "LISTEN_WAIT_S", 0.0)
     assert mute.hear(Publish).sources == [address_of("other")]
     late = join("late", "ipc:///somewhere")
     assert late.hear(Publish).sources == [address_of("first")], "nobody can fetch from mute"
@@ -180,18 +179,18 @@ def test_entries_of_a_groups_store_go_from_each_member_to_the_others_and_from_no
     control.offer(snapshot_of(1))
     for node in (a, b):
         epoch = node.hear(Publish).epoch
-        assert node.hear(messages.Meet) == messages.Meet(epoch, {"rank 0": b"here"})
+        assert node.hear(messages.StoreEntries) == messages.StoreEntries(epoch, {"rank 0": b"here"})
     stranger, outsider = join("stranger"), join("outsider")
     outsider.hear(Epoch)  # it fetches
     stranger.say(messages.Leave("stranger"))
     for node in (stranger, outsider):
-        node.say(messages.Meet(epoch, {"rank 1": b"wrong"}))
+        node.say(messages.StoreEntries(epoch, {"rank 1": b"wrong"}))
         node.heard()
-    a.say(messages.Meet(epoch + 99, {"rank 1": b"of another group"}))
-    a.say(messages.Meet(epoch, {"rank 1": b"right"}))
-    assert b.hear(messages.Meet) == messages.Meet(epoch, {"rank 1": b"right"})
-    b.say(messages.Meet(epoch, {"rank 2": b"too"}))
-    assert a.hear(messages.Meet) == messages.Meet(epoch, {"rank 2": b"too"}), "its own do not come back"
+    a.say(messages.StoreEntries(epoch + 99, {"rank 1": b"of another group"}))
+    a.say(messages.StoreEntries(epoch, {"rank 1": b"right"}))
+    assert b.hear(messages.StoreEntries) == messages.StoreEntries(epoch, {"rank 1": b"right"})
+    b.say(messages.StoreEntries(epoch, {"rank 2": b"too"}))
+    assert a.hear(messages.StoreEntries) == messages.StoreEntries(epoch, {"rank 2": b"too"}), "its own do not come back"
 
 
 def test_parts_that_cannot_be_sealed_are_the_learners_fatal_error(
@@ -204,7 +203,7 @@ def test_parts_that_cannot_be_sealed_are_the_learners_fatal_error(
     def fails(*_: object) -> None:
         raise MemoryError("no room for the digests")
 
-    monkeypatch.setattr("learner.publish.snapshot.new_part", fails)
+    monkeypatch.setattr("common.weights.source.snapshot.new_part", fails)
     join("second").hear(messages.Welcome)
     until(lambda: control.figures.now.crashed)
     assert "control thread failed" in str(control.figures.now.fatal)
@@ -231,7 +230,7 @@ def test_a_node_that_joins_anew_while_an_attempt_ends_is_no_member_of_its_group(
 
 
 def test_a_version_that_cannot_be_encoded_is_the_learners_fatal_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("learner.publish.snapshot.delta.encode", None)
+    monkeypatch.setattr("common.weights.source.snapshot.delta.encode", None)
     publisher = WeightPublisher(0, "float32", WeightsConfig(encoding="delta", timeout_s=LIMIT_S), group_factory=Through)
     publisher.start()
     for version in (1, 2):

@@ -4,12 +4,12 @@ import weakref
 
 import torch
 
-from common.weights import delta, packing
-from common.weights.layout import Layout
-from common.weights.messages import Active, Epoch, Pong, Staged
-from learner.publish.attempt import Attempt, new_attempt
-from learner.publish.receiver_state import begin, doubt, hear, release
-from learner.publish.snapshot import Deltas, Payload, Snapshot, SnapshotMaker
+from common.weights.source.attempt import Attempt, new_attempt
+from common.weights.source.nodes import begin, doubt, hear, release
+from common.weights.source.snapshot import Deltas, Payload, Snapshot, SnapshotMaker
+from common.weights.wire import delta, flat_buffer
+from common.weights.wire.layout import Layout
+from common.weights.wire.messages import Active, Epoch, Pong, Staged
 from tests.unit.learner.receivers import settled
 
 LAYOUT = Layout.of([("a", "bfloat16", (4096,))])
@@ -45,10 +45,10 @@ def test_a_version_goes_as_a_delta_to_the_nodes_that_have_the_one_before_and_who
     payload = second.payload_for({1})
     assert payload.base_version == 1 and attempt(second, payload).publish.encoding == "delta"
     assert payload.flat.numel() < second.flat.numel() / 20
-    assert payload.bucket_checksums == [packing.checksum(bucket) for bucket in payload.flat.split(BUCKET)]
+    assert payload.bucket_checksums == [flat_buffer.checksum(bucket) for bucket in payload.flat.split(BUCKET)]
     result = first.flat.clone()
     delta.apply(payload.flat, result, delta.BUCKET_BYTES)
-    assert packing.checksum(result) == second.checksum
+    assert flat_buffer.checksum(result) == second.checksum
     for bases in ({-1}, {0}, {1, -1}, set[int]()):
         assert second.payload_for(bases) is second.full, f"nodes with {bases} have no common base"
     assert attempt(second, payload) != attempt(second, payload), "the control thread tells attempts apart"
@@ -105,7 +105,7 @@ def test_weights_are_rounded_to_the_engines_dtype_and_expert_biases_are_not() ->
     maker = SnapshotMaker("bfloat16")
     for version in (1, 2):  # the first makes the layout, the others follow it
         snapshot = maker.make(version, iter(named), None)
-        held = dict(packing.view(snapshot.flat, snapshot.layout))
+        held = dict(flat_buffer.view(snapshot.flat, snapshot.layout))
         assert torch.equal(held["layers.0.mlp.gate.weight"], bias.bfloat16())
         assert held["layers.0.mlp.gate.e_score_correction_bias"].dtype == torch.float32
         assert torch.equal(held["layers.0.mlp.gate.e_score_correction_bias"], bias)

@@ -11,11 +11,11 @@ import pytest
 
 from common.config.schema import WeightsConfig
 from common.security.credentials import KeyFolder, load_credential
-from common.weights import messages
+from common.weights.source.publisher import PublishControl
 from common.weights.transports import nccl
+from common.weights.wire import messages
+from common.weights.wire.sockets import ControlSocket
 from launch.keys import make, revoke
-from learner.publish.control import PublishControl
-from learner.publish.control_socket import Endpoint
 from rollout_fleet.weights import weight_client
 from rollout_fleet.weights.weight_client import WeightClient
 from tests.broker_rig import dealer
@@ -32,9 +32,9 @@ def folder(tmp_path: Path) -> KeyFolder:
 
 
 @contextmanager
-def listening(credentials: Path | None) -> Iterator[tuple[Endpoint, list[Any]]]:
+def listening(credentials: Path | None) -> Iterator[tuple[ControlSocket, list[Any]]]:
     """An endpoint served by a thread, and the messages that it let through."""
-    endpoint = Endpoint("127.0.0.1", str(credentials) if credentials else None)
+    endpoint = ControlSocket("127.0.0.1", str(credentials) if credentials else None)
     heard: list[Any] = []
     stopping = threading.Event()
 
@@ -72,7 +72,7 @@ def test_a_node_with_its_key_joins_until_it_is_revoked_and_nobody_else_does(fold
 
 
 def test_only_the_learners_own_ranks_speak_as_sources_and_only_nodes_as_nodes(folder: KeyFolder) -> None:
-    offering = messages.Offering(1, 0, 4, "sum", {-1: 64})
+    offering = messages.PartReady(1, 0, 4, "sum", {-1: 64})
     allowed: dict[str, messages.NodeMessage | messages.SourceMessage] = {"node": JOIN, "learner": offering}
     with listening(folder.path) as (endpoint, heard):
         for role, right in allowed.items():

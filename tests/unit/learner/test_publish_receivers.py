@@ -8,25 +8,24 @@ from typing import cast
 import msgspec
 import pytest
 
-from common.weights import messages
-from common.weights.messages import Canary
-from learner.publish.attempt import Attempt
-from learner.publish.figures import Figures, Undelivered, undelivered
-from learner.publish.receiver_state import (
+from common.weights.source.attempt import Attempt
+from common.weights.source.nodes import (
     LISTEN_WAIT_S,
     MAX_ATTEMPTS,
     READY,
     RETURN_AFTER,
     Action,
-    Drop,
-    Fail,
+    DropNode,
+    FailAttempt,
+    Figures,
+    NodeState,
+    NodeView,
     NoteActive,
     NoteStaged,
-    Receiver,
     Route,
-    Send,
-    State,
+    SendMessage,
     Step,
+    Undelivered,
     begin,
     doubt,
     drop,
@@ -35,11 +34,14 @@ from learner.publish.receiver_state import (
     release,
     split,
     tick,
+    undelivered,
 )
-from learner.publish.snapshot import Snapshot, Targets
+from common.weights.source.snapshot import Snapshot, VersionSchedule
+from common.weights.wire import messages
+from common.weights.wire.messages import Canary
 from tests.unit.learner.receivers import attempt_at, newcomer, settled, snapshot_of
 
-S = State
+S = NodeState
 TIMEOUT_S, NOW = 8.0, 1.0  # so a node is silent after 2 s during an attempt
 SNAPSHOT = snapshot_of(4)
 BROADCAST = attempt_at(SNAPSHOT, "a", "b", epoch=7)
@@ -50,47 +52,48 @@ ACTIVE = messages.Active("a", 0, 4, 0.1, SNAPSHOT.checksum)
 REJECTED = messages.Rejected("a", 0, 4, "a bucket is wrong", epoch=7)
 PROOF_FAILED = messages.Rejected("a", 0, 4, "the proof failed", fatal=True)
 STALLED = messages.Stalled("a", 8, 0, "tcp://b:7", 3)
-ACTIVATE = Send(messages.Activate(0, 4))
+LATE = FailAttempt("node a did not stage it in time")
+ACTIVATE = SendMessage(messages.Activate(0, 4))
 
 
-def at(state: State, attempt: Attempt | None = BROADCAST, **changes: object) -> Receiver:
+def at(state: NodeState, attempt: Attempt | None = BROADCAST, **changes: object) -> NodeView:
     """A node that runs version 3, in `state`."""
     made = newcomer("a") if state is S.JOINING else settled("a")
     return replace(made, state=state, welcomed=0.0, attempt=None if state in READY else attempt, **changes)
 
 
 def dropped(why: str, ejected: bool = True) -> tuple[Action, ...]:
-    return (Drop(why, ejected),)
+    return (DropNode(why, ejected),)
 
 
-Event = Callable[[Receiver, float], Step]  # gets the time too
+Event = Callable[[NodeView, float], Step]  # gets the time too
 
 
 def told(message: messages.NodeMessage) -> Event:
     return lambda receiver, now: hear(receiver, message, now)
 
 
-def known(receiver: Receiver, now: float) -> Step:
+def known(receiver: NodeView, now: float) -> Step:
     return greet(receiver, WELCOME, now)
 
 
-def time_passes(receiver: Receiver, now: float) -> Step:
+def time_passes(receiver: NodeView, now: float) -> Step:
     return tick(receiver, TIMEOUT_S, now)
 
 
-def attempt_fails(receiver: Receiver, now: float) -> Step:
+def attempt_fails(receiver: NodeView, now: float) -> Step:
     return doubt(receiver)
 
 
-def released(receiver: Receiver, now: float) -> Step:
+def released(receiver: NodeView, now: float) -> Step:
     return release(receiver, 9)
 
 
-def closes(receiver: Receiver, now: float) -> Step:
+def closes(receiver: NodeView, now: float) -> Step:
     return drop(receiver, "it closed")
 
 
-TABLE: list[tuple[str, Receiver, Event, float, State, tuple[Action, ...]]] = [
+TABLE: list[tuple[str, NodeView, Event, float, NodeState, tuple[Action, ...]]] = [
     ("a version is staged", at(S.STAGING), told(STAGED), NOW, S.FLIPPING, (NoteStaged(), ACTIVATE)),
     ("it is staged after all", at(S.DOUBTED), told(STAGED), NOW, S.FLIPPING, (NoteStaged(), ACTIVATE)),
     ("also while others are waited for", at(S.ANSWERED), told(STAGED), NOW, S.FLIPPING, (NoteStaged(), ACTIVATE)),
@@ -98,16 +101,16 @@ TABLE: list[tuple[str, Receiver, Event, float, State, tuple[Action, ...]]] = [
     ("an attempt fails", at(S.STAGING), attempt_fails, NOW, S.DOUBTED, ()),
     ("who staged is not concerned", at(S.FLIPPING), attempt_fails, NOW, S.FLIPPING, ()),
     ("a sign of life is enough", at(S.DOUBTED), told(messages.Pong("a")), NOW, S.ANSWERED, ()),
-    ("a node rejects what came", at(S.STAGING), told(REJECTED), NOW, S.ANSWERED, (Fail("a bucket is wrong"),)),
-    ("the layout is known", at(S.JOINING), known, NOW, S.JOINING, (Send(WELCOME),)),
+    ("a node rejects what came", at(S.STAGING), told(REJECTED), NOW, S.ANSWERED, (FailAttempt("a bucket is wrong"),)),
+    ("the layout is known", at(S.JOINING), known, NOW, S.JOINING, (SendMessage(WELCOME),)),
     ("it says where it serves", at(S.STAGING), told(messages.Listening("a", "tcp://b:7")), NOW, S.STAGING, ()),
     ("it waits for another source", at(S.STAGING, FETCH), told(STALLED), NOW, S.STAGING, ()),
     ("time is left", at(S.STAGING, heard=7.0), time_passes, 7.9, S.STAGING, ()),
-    ("time is up", at(S.STAGING, heard=7.0), time_passes, 8.1, S.DOUBTED, (Fail("node a did not stage it in time"),)),
+    ("time is up", at(S.STAGING, heard=7.0), time_passes, 8.1, S.DOUBTED, (LATE,)),
     ("silence during an attempt", at(S.STAGING), time_passes, 2.1, S.GONE, dropped("silent while version 4 was sent")),
     ("silence after a failure", at(S.DOUBTED), time_passes, 2.1, S.GONE, dropped("silent while version 4 was sent")),
     ("silence before it does not count", at(S.STAGING, heard=-3.0), time_passes, 1.9, S.STAGING, ()),
-    ("silence in a flip", at(S.FLIPPING), time_passes, 2.1, S.FLIPPING, (Fail("node a is silent"),)),
+    ("silence in a flip", at(S.FLIPPING), time_passes, 2.1, S.FLIPPING, (FailAttempt("node a is silent"),)),
     ("a flip has time", at(S.FLIPPING, heard=15.0), time_passes, 15.9, S.FLIPPING, ()),
     ("but ends", at(S.FLIPPING, heard=15.0), time_passes, 16.1, S.GONE, dropped("version 4 was never active")),
     ("an idle node may be silent", at(S.IDLE), time_passes, 7.9, S.IDLE, ()),
@@ -126,7 +129,7 @@ TABLE: list[tuple[str, Receiver, Event, float, State, tuple[Action, ...]]] = [
     ("receiver", "event", "now", "state", "actions"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
 )
 def test_an_event_leads_to_its_state_and_actions(
-    receiver: Receiver, event: Event, now: float, state: State, actions: tuple[Action, ...]
+    receiver: NodeView, event: Event, now: float, state: NodeState, actions: tuple[Action, ...]
 ) -> None:
     after, found = event(receiver, now)
     assert (after.state, found) == (state, actions)
@@ -134,7 +137,9 @@ def test_an_event_leads_to_its_state_and_actions(
 
 
 @pytest.mark.parametrize("state", [s for s in S if s is not S.GONE])
-def test_in_every_state_a_message_counts_a_node_can_leave_and_one_whose_proof_failed_is_excluded(state: State) -> None:
+def test_in_every_state_a_message_counts_a_node_can_leave_and_one_whose_proof_failed_is_excluded(
+    state: NodeState,
+) -> None:
     assert hear(at(state), messages.Pong("a"), 5.0)[0].heard == 5.0, "every message is a sign of life"
     left, actions = hear(at(state), messages.Leave("a"), NOW)
     assert (left.state, actions) == (S.GONE, dropped("it left", ejected=False))
@@ -145,9 +150,9 @@ def test_in_every_state_a_message_counts_a_node_can_leave_and_one_whose_proof_fa
 def test_an_attempt_begins_with_what_the_node_lacks() -> None:
     first, actions = begin(at(S.JOINING), BROADCAST, rank=2)
     assert (first.state, first.attempt) == (S.STAGING, BROADCAST)
-    assert actions == (Send(msgspec.structs.replace(BROADCAST.epoch, rank=2)), Send(BROADCAST.publish))
+    assert actions == (SendMessage(msgspec.structs.replace(BROADCAST.epoch, rank=2)), SendMessage(BROADCAST.publish))
     again, actions = begin(at(S.IDLE), BROADCAST)
-    assert actions == (Send(BROADCAST.publish),), "it is in the group"
+    assert actions == (SendMessage(BROADCAST.publish),), "it is in the group"
     assert (again.version, again.base) == (3, -1), "its staging buffer may be half written from here on"
 
 
@@ -182,9 +187,9 @@ def test_an_active_node_is_settled_with_a_base_and_excluded_if_it_runs_other_wei
     assert tick(after, TIMEOUT_S, 1.0) == (after, ())
 
 
-def failures(receiver: Receiver, attempt: Attempt, published: int = 10) -> list[tuple[Receiver, tuple[Action, ...]]]:
+def failures(receiver: NodeView, attempt: Attempt, published: int = 10) -> list[tuple[NodeView, tuple[Action, ...]]]:
     """As many failed attempts as are allowed, one after the other."""
-    found: list[tuple[Receiver, tuple[Action, ...]]] = []
+    found: list[tuple[NodeView, tuple[Action, ...]]] = []
     for _ in range(MAX_ATTEMPTS):
         answered = replace(receiver, state=S.ANSWERED, attempt=attempt)
         found.append(release(answered, published))
@@ -225,8 +230,8 @@ SENDING = attempt_at(snapshot_of(5), "a", "b")
 
 
 def ways(
-    ready: list[Receiver], *others: Receiver, transport: str = "gloo", published: int = 1
-) -> tuple[str, str, Receiver | None]:
+    ready: list[NodeView], *others: NodeView, transport: str = "gloo", published: int = 1
+) -> tuple[str, str, NodeView | None]:
     """Names of the nodes for the group and for the relay, and the one on trial."""
     together, relayed, probation = split(ready, [*ready, *others], transport, published, 4)
     return " ".join(r.node_id for r in together), " ".join(r.node_id for r in relayed), probation
@@ -256,17 +261,17 @@ def test_relayed_nodes_come_back_one_at_a_time_on_probation_and_not_after_a_fail
 # ---------------------------------------------------------------- figures
 
 
-EXCLUDED = settled("bad", 3, state=State.EXCLUDED, reason="the proof failed")
+EXCLUDED = settled("bad", 3, state=NodeState.EXCLUDED, reason="the proof failed")
 
 
 def test_receiving_flipping_and_queued_nodes_are_told_apart_the_longest_waiting_first() -> None:
-    targets = Targets()
+    targets = VersionSchedule()
     targets.current = cast(Snapshot, SimpleNamespace(version=6, started=12.0))
     sending = attempt_at(snapshot_of(5), "a", "b")
     receivers = [
         settled("c", 4),
-        settled("b", 4, state=State.FLIPPING, attempt=sending),
-        settled("a", 4, state=State.STAGING, attempt=sending),
+        settled("b", 4, state=NodeState.FLIPPING, attempt=sending),
+        settled("a", 4, state=NodeState.STAGING, attempt=sending),
         settled("new", 6),
         EXCLUDED,
     ]
@@ -275,7 +280,7 @@ def test_receiving_flipping_and_queued_nodes_are_told_apart_the_longest_waiting_
         Undelivered("a", 5, "receiving", 0.0),
         Undelivered("c", 6, "queued", 12.0),
     )
-    assert undelivered([newcomer("a")], Targets()) == ()
+    assert undelivered([newcomer("a")], VersionSchedule()) == ()
 
 
 @pytest.mark.parametrize(
@@ -288,23 +293,23 @@ def test_receiving_flipping_and_queued_nodes_are_told_apart_the_longest_waiting_
     ],
 )
 def test_a_node_that_runs_a_canarys_version_or_a_later_one_without_comparing_it_is_owed_one(
-    receivers: list[Receiver], owed: bool
+    receivers: list[NodeView], owed: bool
 ) -> None:
     figures, offered = Figures(), snapshot_of(3)
     offered.canary = Canary([1, 2], [-0.5], tolerance=0.1)
     figures.offered(offered)
     figures.offered(snapshot_of(4))
-    figures.describe(receivers, Targets())
+    figures.describe(receivers, VersionSchedule())
     assert (figures.now.canary_owed, figures.now.published) == (owed, 2)
 
 
 def test_the_versions_of_the_live_nodes_count_and_excluded_ones_tell_why_none_generates() -> None:
     figures = Figures()
-    figures.describe([settled("a", 5), settled("b", 4), EXCLUDED], Targets())
+    figures.describe([settled("a", 5), settled("b", 4), EXCLUDED], VersionSchedule())
     stats = figures.now
     assert (stats.nodes, stats.version_active, stats.version_sent, stats.fatal) == (2, 4, 4, None)
     for last in ([EXCLUDED], []):  # the reason stays when the excluded node has left
-        figures.describe(last, Targets())
+        figures.describe(last, VersionSchedule())
         assert (figures.now.fatal, figures.now.version_active, figures.now.version_sent) == ("the proof failed", -1, 4)
-    figures.describe([newcomer("c")], Targets())
+    figures.describe([newcomer("c")], VersionSchedule())
     assert figures.now.fatal is None

@@ -9,13 +9,11 @@ import torch
 import zmq
 
 from common.config.schema import WeightsConfig
-from common.weights import messages, packing
-from common.weights.messages import Keep, Offering, Part, Seal, Sealed
-from learner.publish import other_sources
-from learner.publish.other_sources import Lead as LeadAddress
-from learner.publish.other_sources import OtherSources
-from learner.publish.remote_source import RemoteSource
-from learner.publish.snapshot import Snapshot, SnapshotMaker
+from common.weights.source import sources
+from common.weights.source.snapshot import Snapshot, SnapshotMaker
+from common.weights.source.sources import LeadEndpoint, OtherSources, RemoteSource
+from common.weights.wire import flat_buffer, messages
+from common.weights.wire.messages import Keep, Part, PartReady, PartSealed, SealPart
 from tests.waiting import LIMIT_S, until
 
 SHAPES = [[("a", (40,))], [("b", (70,))], [("c", (9,))]]
@@ -39,12 +37,12 @@ class Lead:
 
     def offer(self, number: int, version: int, incarnation: int = 3, connection: bytes = b"") -> None:
         size = {1: 320, 2: 64}[number]
-        message = Offering(number, incarnation, version, "0" * 32, {-1: size})
+        message = PartReady(number, incarnation, version, "0" * 32, {-1: size})
         self.sources.hear(connection or b"s%d" % number, message, None)
 
     def seals(self) -> list[bytes]:
         sent, self.sent = self.sent, []
-        return sorted(to for to, message in sent if isinstance(message, Seal))
+        return sorted(to for to, message in sent if isinstance(message, SealPart))
 
 
 @pytest.fixture
@@ -65,8 +63,8 @@ def test_a_version_is_whole_with_all_parts_and_supersedes_older_ones_whose_offer
     assert lead.sources.whole() == [first, second]
     assert (first.whole, second.whole) == (False, True)
     assert second.full.size == 192 + 320 + 64 == second.layout.total_bytes
-    own = packing.all_checksums(second.flat, 64)[1]
-    assert second.checksum == packing.combined([own, "0" * 32, "0" * 32])
+    own = flat_buffer.all_checksums(second.flat, 64)[1]
+    assert second.checksum == flat_buffer.combined([own, "0" * 32, "0" * 32])
     lead.offer(2, 3, incarnation=2)
     lead.offer(1, 3)
     assert lead.sources.whole() == [], "a source of an earlier learner does not count"
@@ -97,14 +95,14 @@ def test_a_part_is_asked_for_until_it_comes_also_over_a_new_connection(
     assert lead.seals() == [b"s1", b"s2"]
     lead.sources.seal(1, made.full, 64)
     assert lead.seals() == [], "a moment ago"
-    monkeypatch.setattr(other_sources, "SEAL_S", 0.0)
-    lead.sources.hear(b"s1", Sealed(1, 3, 1, -1, part(320)), made)
+    monkeypatch.setattr(sources, "SEAL_S", 0.0)
+    lead.sources.hear(b"s1", PartSealed(1, 3, 1, -1, part(320)), made)
     lead.offer(2, 1, connection=b"again")
     lead.sources.seal(1, made.full, 64)
     assert lead.seals() == [b"again"]
     made.full.add_part(0, part(192))
     assert made.full.parts == []
-    lead.sources.hear(b"again", Sealed(2, 3, 1, -1, part(64)), made)
+    lead.sources.hear(b"again", PartSealed(2, 3, 1, -1, part(64)), made)
     assert [p.start for p in made.full.parts] == [0, 192, 512]
 
 
@@ -112,9 +110,9 @@ def test_a_part_is_asked_for_until_it_comes_also_over_a_new_connection(
 def test_only_a_source_that_is_known_can_end_the_plane(lead: Lead, stranger: tuple[bytes, int, int]) -> None:
     lead.offer(1, 1)
     connection, incarnation, number = stranger
-    lead.sources.hear(connection, Sealed(number, incarnation, -1, -1, None, "no memory"), None)
+    lead.sources.hear(connection, PartSealed(number, incarnation, -1, -1, None, "no memory"), None)
     with pytest.raises(RuntimeError, match="source 1 cannot send weights: no memory"):
-        lead.sources.hear(b"s1", Sealed(1, 3, -1, -1, None, "no memory"), None)
+        lead.sources.hear(b"s1", PartSealed(1, 3, -1, -1, None, "no memory"), None)
 
 
 def test_sources_hear_which_versions_are_needed_with_every_offering(lead: Lead) -> None:
@@ -135,7 +133,7 @@ def test_a_source_serves_nothing_more_of_a_version_before_its_buffer_may_be_writ
         control.setsockopt(zmq.RCVTIMEO, int(LIMIT_S * 1000))
         control.bind("tcp://127.0.0.1:*")
         address = control.getsockopt_string(zmq.LAST_ENDPOINT)
-        with closing(RemoteSource(1, parts, LeadAddress(address, 0, ""), "float32", WeightsConfig())) as source:
+        with closing(RemoteSource(1, parts, LeadEndpoint(address, 0, ""), "float32", WeightsConfig())) as source:
             withdraw = source._server.withdraw
 
             def withdrawing(*shipments: Any) -> None:
@@ -146,7 +144,7 @@ def test_a_source_serves_nothing_more_of_a_version_before_its_buffer_may_be_writ
             source.publish(1, [("b", torch.ones(1 << 16))])
             until(lambda: 1 in source._snapshots)
             weakref.finalize(source._snapshots[1], events.append, "free")
-            control.send_multipart([identity := control.recv_multipart()[0], messages.encode(Seal(1, -1, 1 << 14))])
+            control.send_multipart([identity := control.recv_multipart()[0], messages.encode(SealPart(1, -1, 1 << 14))])
             until(lambda: source._served)
             source.publish(2, [("b", torch.ones(1 << 16))])
             until(lambda: 2 in source._snapshots)

@@ -1,27 +1,27 @@
 """Which version is meant for the nodes while newer ones have to wait."""
 
-from learner.publish.snapshot import Targets
+from common.weights.source.snapshot import VersionSchedule
 from tests.unit.learner.receivers import snapshot_of
 
 
-def current(targets: Targets) -> int | None:
+def current(targets: VersionSchedule) -> int | None:
     return targets.current.version if targets.current is not None else None
 
 
-def add(targets: Targets, *versions: int) -> None:
+def add(targets: VersionSchedule, *versions: int) -> None:
     for version in versions:
         targets.add(snapshot_of(version))
 
 
 def test_without_a_hold_the_newest_version_goes_out() -> None:
-    targets = Targets()
+    targets = VersionSchedule()
     assert (current(targets), set(targets.snapshots), tuple(targets.holds)) == (None, set(), ())
     add(targets, 1, 2)
     assert (current(targets), set(targets.snapshots)) == (2, {2})
 
 
 def test_a_hold_keeps_newer_versions_back_and_the_newest_of_them_goes_out_at_its_end() -> None:
-    targets = Targets()
+    targets = VersionSchedule()
     add(targets, 1)
     targets.hold("watch", 2)
     add(targets, 2, 3, 4)
@@ -33,7 +33,7 @@ def test_a_hold_keeps_newer_versions_back_and_the_newest_of_them_goes_out_at_its
 
 
 def test_several_holds_last_until_the_last_one_ends() -> None:
-    targets = Targets()
+    targets = VersionSchedule()
     add(targets, 5)
     targets.hold("watch", 5)
     targets.hold("evaluation", 6)
@@ -49,7 +49,7 @@ def test_several_holds_last_until_the_last_one_ends() -> None:
 
 
 def test_before_the_first_version_a_hold_keeps_every_version_back() -> None:
-    targets = Targets()
+    targets = VersionSchedule()
     targets.hold("watch", -1)
     add(targets, 0)
     assert current(targets) is None
@@ -58,7 +58,7 @@ def test_before_the_first_version_a_hold_keeps_every_version_back() -> None:
 
 
 def test_an_evaluated_version_is_kept_until_its_turn_is_over_whenever_it_comes() -> None:
-    targets = Targets()
+    targets = VersionSchedule()
     add(targets, 4)
     targets.evaluate((4, 6))
     add(targets, 5, 6, 7)
@@ -76,7 +76,7 @@ def test_an_evaluated_version_is_kept_until_its_turn_is_over_whenever_it_comes()
 
 
 def test_the_pool_gets_a_version_that_the_fleet_has_to_wait_for() -> None:
-    targets = Targets()
+    targets = VersionSchedule()
     add(targets, 1)
     targets.hold("watch", 1)
     targets.evaluate((2,))

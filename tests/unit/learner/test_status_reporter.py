@@ -8,10 +8,10 @@ import pytest
 from broker.contract import BrokerStatus, HeartbeatReply, LearnerReport, NodeReport
 from common.errors import BrokerUnreachable
 from common.span_buffer import SpanBuffer
+from common.weights.source.nodes import Undelivered
 from learner.loop import status_reporter
 from learner.loop.status_reporter import SHOWN_DELIVERIES, Reporter
 from learner.loop.step_metrics import StallMeter
-from learner.publish.figures import Undelivered
 from tests.launch_rig import node_status, status_of
 from tests.unit.learner.loop_fakes import MakeWorld
 from tests.waiting import LIMIT_S, until

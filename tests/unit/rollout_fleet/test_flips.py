@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.weights.receiver import StagingStatus
+from common.weights.receive.receiver import StagingStatus
 from rollout_fleet.engine.scheduler_stats import StepClock
 from rollout_fleet.vllm_patches.flip import drop_cache
 from rollout_fleet.weights.engine_weights import (

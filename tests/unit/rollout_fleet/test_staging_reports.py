@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from common.weights.messages import Meet, Stalled
-from common.weights.receiver import StagingStatus
+from common.weights.receive.receiver import StagingStatus
 from common.weights.transports.relay import Stall
+from common.weights.wire.messages import Stalled, StoreEntries
 from rollout_fleet.weights import weight_client
 from rollout_fleet.weights.weight_client import AGAIN_S, StagingReports
 
@@ -40,8 +40,8 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Said:
 
 def test_entries_of_the_groups_store_are_told_once(said: Said) -> None:
     assert said.at(0.0) == []
-    assert said.at(0.1, entries={"a": b"1"}) == [Meet(5, {"a": b"1"})]
-    assert said.at(9.0, entries={"a": b"1", "b": b"2", "c": b"3"}) == [Meet(5, {"b": b"2", "c": b"3"})]
+    assert said.at(0.1, entries={"a": b"1"}) == [StoreEntries(5, {"a": b"1"})]
+    assert said.at(9.0, entries={"a": b"1", "b": b"2", "c": b"3"}) == [StoreEntries(5, {"b": b"2", "c": b"3"})]
     assert said.at(99.0, entries={"a": b"1", "b": b"2", "c": b"3"}) == []
 
 

@@ -8,10 +8,10 @@ import zmq
 
 from common.errors import SlipstreamError
 from common.process.local_address import this_machine
-from common.weights import messages
-from common.weights.layout import Layout
-from common.weights.receiver import StagingStatus
+from common.weights.receive.receiver import StagingStatus
 from common.weights.transports.relay import Stall
+from common.weights.wire import messages
+from common.weights.wire.layout import Layout
 from rollout_fleet.weights.engine_weights import EngineWeights, Watch
 from rollout_fleet.weights.weight_client import WeightClient
 from tests.waiting import until_async
@@ -73,7 +73,7 @@ async def test_a_client_answers_a_welcome_reports_while_a_version_arrives_and_ou
     layout, target, heard = Layout.of([("a", "float32", (4,))]), Target(), list[messages.NodeMessage]()
     told = [
         messages.Welcome(0, layout, "127.0.0.1:1"), messages.Epoch(5, 1, 2, 9.0), messages.Reroute(5, 0, "tcp://b:7"),
-        messages.Meet(5, {"rank 0": b"y"}), messages.Publish(0, 7, 5, layout.digest, 64, [], "", 9.0),
+        messages.StoreEntries(5, {"rank 0": b"y"}), messages.Publish(0, 7, 5, layout.digest, 64, [], "", 9.0),
     ]  # fmt: skip
     with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.ROUTER) as router:
         port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -89,7 +89,7 @@ async def test_a_client_answers_a_welcome_reports_while_a_version_arrives_and_ou
     assert isinstance(heard[0], messages.Join) and heard[0].machine == this_machine()
     assert heard[1:] == [
         messages.Listening("node", "tcp://here:7"),
-        messages.Meet(5, {"rank 1": b"x"}),
+        messages.StoreEntries(5, {"rank 1": b"x"}),
         messages.Stalled("node", 5, 0, "tcp://there:7", 2),
         messages.Staged("node", 0, 7, 0.5, 5),
     ]

@@ -1,11 +1,12 @@
 """The protocol of the collective transports of buckets, and what they share.
 
 The learner uses torch.distributed's default group, so this module leaves it alone. The learner is rank 0. The members
-of a group meet through a store whose entries travel over the control socket. registry.py lists the transports.
+of a group meet through a store whose entries travel over the control socket. `GROUPS` lists the transports.
 """
 
 import contextlib
 import datetime
+import importlib
 import re
 import threading
 from collections import deque
@@ -15,7 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import distributed
 
-from common.weights.messages import Epoch
+from common.process.local_address import host_and_port, local_address
+from common.weights.wire.messages import Epoch
 
 ROOT = 0
 POSTED = 2  # buckets under way: the one that is waited for and the next
@@ -42,7 +44,7 @@ class Group(Protocol):
         """Give up at once; any thread may call it, also while another one waits."""
 
 
-GroupFactory = Callable[[Epoch, "Meeting"], Group]
+GroupFactory = Callable[[Epoch, "RelayedStore"], Group]
 
 
 def in_turn(group: Group, payload: torch.Tensor, bucket_bytes: int, publish_timeout_s: float) -> Iterator[torch.Tensor]:
@@ -74,8 +76,8 @@ def _arrived(posted: deque[tuple[torch.Tensor, Callable[[], None]]]) -> torch.Te
     return bucket
 
 
-class Meeting(dist.Store):
-    """The store where the members of one group meet: every member has a copy, new entries travel as Meet messages.
+class RelayedStore(dist.Store):
+    """The store where the members of one group meet. Each has a copy, and new entries travel as StoreEntries messages.
 
     Each key has one writer, so the first value of a key stays. Any thread may call it.
     """
@@ -162,3 +164,60 @@ def reason_of(error: Exception) -> str:
     text = str(error).strip().split("\n")[0] or type(error).__name__
     text = re.sub(r"\[/[^\]]*\.cc:\d+\]\s*", "", text)
     return text.split(". This is typically caused")[0]
+
+
+class GlooGroup:
+    """ProcessGroupGloo of the epoch's members."""
+
+    def __init__(self, epoch: Epoch, store: RelayedStore) -> None:
+        """Meet the other members; raises RuntimeError when not all come within `epoch.timeout_s`."""
+        self._group: Any = process_group(epoch, store)
+        self._store = store  # the group's threads may ask it later
+
+    def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
+        group = self._group
+        if group is None:
+            raise RuntimeError("the group was closed")
+        options = from_root()
+        options.timeout = datetime.timedelta(seconds=timeout_s)
+        return group.broadcast([bucket], options).wait  # one thread works through them: the clock starts with its turn
+
+    def close(self) -> None:
+        """Drop the group; its destructor takes tens of milliseconds, so a side thread runs it."""
+        doomed, self._group = [self._group], None
+        threading.Thread(target=doomed.clear, daemon=True, name="drop-gloo-group").start()
+
+
+def process_group(epoch: Epoch, store: RelayedStore) -> Any:
+    """A ProcessGroupGloo of the epoch's members, on the interface that leads to the learner; raises RuntimeError."""
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = datetime.timedelta(seconds=epoch.timeout_s)
+    options._threads = 1
+    interface = local_address(*host_and_port(epoch.learner_endpoint))
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=interface)]
+    return dist.ProcessGroupGloo(store, epoch.rank, epoch.world_size, options)
+
+
+GROUPS = {"gloo": f"{__name__}:GlooGroup", "nccl": "common.weights.transports.nccl:NcclGroup"}  # by transport
+
+
+def receivable(transport: str) -> tuple[str, ...]:
+    """The transports of a node whose config says `transport`, its choice first; the relay always works."""
+    return {"relay": ("relay",), "nccl": ("nccl", "gloo", "relay")}.get(transport, (transport, "relay"))
+
+
+def require(transport: str) -> None:
+    """Raises UsageError when this machine cannot use `transport`, and says what to do."""
+    if transport == "nccl":
+        from common.weights.transports.nccl import require_device
+
+        require_device()
+
+
+def open_group(epoch: Epoch, store: RelayedStore) -> Group:
+    """A group of the epoch's transport; waits and raises as that transport's class does, or RuntimeError."""
+    if epoch.transport not in GROUPS:
+        raise RuntimeError(f"weights travel over {epoch.transport!r}, this version knows relay, {', '.join(GROUPS)}")
+    module, _, name = GROUPS[epoch.transport].partition(":")
+    form: GroupFactory = getattr(importlib.import_module(module), name)
+    return form(epoch, store)

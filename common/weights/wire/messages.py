@@ -3,7 +3,7 @@
 One publish of version V to a set of nodes:
 
     learner -> node  Epoch      form the collective group `epoch` (rank, world_size)   [on change of membership]
-    both ways        Meet       entries of the store over which the members of that group meet
+    both ways        StoreEntries       entries of the store over which the members of that group meet
     learner -> node  Publish    V, layout digest, checksums: start receiving into staging
     node -> learner  Staged     everything arrived and its checksums are right: the only acknowledgement
     learner -> node  Activate   flip when ready; no barrier between nodes
@@ -20,12 +20,12 @@ version travels in parts, and every part from node to node:
 
 Other ranks of the learner that send parts of their own are connected to the same socket:
 
-    source -> learner  Offering  V is copied here, whole and as a delta to these versions
-    learner -> source  Seal      make the part of it that travels, in pieces of this size
-    source -> learner  Sealed    that part, which the source serves from now on
+    source -> learner  PartReady  V is copied here, whole and as a delta to these versions
+    learner -> source  SealPart      make the part of it that travels, in pieces of this size
+    source -> learner  PartSealed    that part, which the source serves from now on
     learner -> source  Keep      the versions that are still needed
 
-Offering is repeated while the source has V, and Seal until it is answered, since connections may lose messages.
+PartReady is repeated while the source has V, and SealPart until it is answered, since connections may lose messages.
 
 Frames: [MessagePack of the tagged union], keyed structs, append-only fields.
 """
@@ -34,7 +34,7 @@ from typing import Annotated
 
 import msgspec
 
-from common.weights.layout import Layout
+from common.weights.wire.layout import Layout
 from common.wire_types import Finite, Name, Text, Version
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
@@ -129,7 +129,7 @@ class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
     reason: Text = ""  # '' for silence
 
 
-class Meet(msgspec.Struct, frozen=True, tag="meet"):
+class StoreEntries(msgspec.Struct, frozen=True, tag="meet"):
     """New entries of the store of group `epoch`, from the sender or, from the learner, of another member."""
 
     epoch: int
@@ -137,7 +137,7 @@ class Meet(msgspec.Struct, frozen=True, tag="meet"):
 
 
 # another rank of the learner -> learner
-class Offering(msgspec.Struct, frozen=True, tag="offering"):
+class PartReady(msgspec.Struct, frozen=True, tag="offering"):
     """Source `number` has its part of a version; `sizes`: bytes of its payloads by base version, -1 the whole part."""
 
     number: Count
@@ -147,7 +147,7 @@ class Offering(msgspec.Struct, frozen=True, tag="offering"):
     sizes: dict[int, Count]
 
 
-class Sealed(msgspec.Struct, frozen=True, tag="sealed"):
+class PartSealed(msgspec.Struct, frozen=True, tag="sealed"):
     """Its part of a payload; `start` is 0. Without a part the source failed, for this reason."""
 
     number: Count
@@ -162,7 +162,8 @@ class Sealed(msgspec.Struct, frozen=True, tag="sealed"):
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     incarnation: int
     layout: Layout
-    reach: str = ""  # HOST:PORT of the learner: serve on the interface that leads there; '': do not serve
+    # Serve on the interface that leads to this HOST:PORT; '': do not serve.
+    learner_endpoint: str = msgspec.field(default="", name="reach")
     password: str = ""  # that all servers of parts ask for
 
 
@@ -174,7 +175,8 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     world_size: int
     timeout_s: float
     transport: str = "gloo"
-    reach: str = ""  # HOST:PORT of the learner: form the group on the interface that leads there
+    # Form the group on the interface that leads to this HOST:PORT.
+    learner_endpoint: str = msgspec.field(default="", name="reach")
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
@@ -215,7 +217,7 @@ class Reroute(msgspec.Struct, frozen=True, tag="reroute"):
     source: str
 
 
-class Seal(msgspec.Struct, frozen=True, tag="seal"):
+class SealPart(msgspec.Struct, frozen=True, tag="seal"):
     version: int
     base: int
     piece_bytes: int
@@ -238,9 +240,9 @@ class Eject(msgspec.Struct, frozen=True, tag="eject"):
     final: bool = False
 
 
-NodeMessage = Join | Staged | Active | Rejected | Leave | Pong | Listening | Stalled | Meet
-SourceMessage = Offering | Sealed
-LearnerMessage = Welcome | Epoch | Publish | Activate | Ping | Eject | Serve | Reroute | Meet | Seal | Keep
+NodeMessage = Join | Staged | Active | Rejected | Leave | Pong | Listening | Stalled | StoreEntries
+SourceMessage = PartReady | PartSealed
+LearnerMessage = Welcome | Epoch | Publish | Activate | Ping | Eject | Serve | Reroute | StoreEntries | SealPart | Keep
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_node = msgspec.msgpack.Decoder(NodeMessage | SourceMessage).decode

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.weights.collectives import Group, GroupFactory, Meeting, in_turn, reason_of
-from common.weights.messages import Epoch, Meet, Publish
-from learner.publish.snapshot import Payload, Snapshot
+from common.weights.source.snapshot import Payload, Snapshot
+from common.weights.transports.groups import Group, GroupFactory, RelayedStore, in_turn, reason_of
+from common.weights.wire.messages import Epoch, Publish, StoreEntries
 
 MOST_MET_BYTES = 1 << 20  # that one member may set in the store of a group
 
@@ -23,19 +23,19 @@ class Broadcast:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._group: Group | None = None  # set while the thread uses it
-        self.meeting: Meeting | None = None  # for a new group
+        self.store: RelayedStore | None = None  # for a new group
         self.met: Counter[bytes] = Counter()  # bytes of entries by member
         self._abandoned = False
 
     def start(self, attempt: "Attempt", group: Group | None, factory: GroupFactory, report: Report) -> None:
-        """Send over `group`, or over a new one of the attempt's epoch whose members meet in `meeting`, and report."""
+        """Send over `group`, or over a new one of the attempt's epoch whose members meet in `store`, and report."""
 
         def run() -> None:
             formed, error = group, ""
             try:
                 if formed is None:
-                    assert self.meeting is not None
-                    formed = factory(attempt.epoch, self.meeting)
+                    assert self.store is not None
+                    formed = factory(attempt.epoch, self.store)
                 self.use(formed)
                 publish = attempt.publish
                 for _ in in_turn(formed, attempt.payload.flat, publish.bucket_bytes, publish.timeout_s):
@@ -60,8 +60,8 @@ class Broadcast:
 
     def abandon(self) -> None:
         """Close the group, because no receiver waits for it any more. This wakes the thread where that is possible."""
-        if self.meeting is not None:
-            self.meeting.close()
+        if self.store is not None:
+            self.store.close()
         with self._lock:
             self._abandoned = True
             if self._group is not None:
@@ -97,15 +97,15 @@ class Attempt:
         """One node fetches the payload; otherwise it is broadcast."""
         return self.epoch.transport == "relay"
 
-    def meet(self, new: Meet, sender: bytes) -> frozenset[bytes]:
+    def meet(self, new: StoreEntries, sender: bytes) -> frozenset[bytes]:
         """Take in entries for the group's store; returns who gets them too. `sender`: a node, b'' for the learner."""
         if self.publish.epoch != new.epoch or self.relayed or sender not in self.members | {b""}:
             return frozenset()
-        if sender and self.broadcast.meeting is not None:
+        if sender and self.broadcast.store is not None:
             self.broadcast.met[sender] += sum(len(k) + len(v) for k, v in new.entries.items())
             if self.broadcast.met[sender] > MOST_MET_BYTES:
                 return frozenset()  # no group needs so much: theirs does not form
-            self.broadcast.meeting.add_entries(new.entries)
+            self.broadcast.store.add_entries(new.entries)
         return self.members - {sender}
 
 
@@ -138,18 +138,18 @@ def new_attempt(
     return Attempt(snapshot, payload, epoch, publish, frozenset(members), now, now + epoch.timeout_s, done=relayed)
 
 
-class Groups:
+class Epochs:
     """The collective groups: their epochs, and the one of the last broadcast, kept for its members."""
 
-    def __init__(self, transport: str, timeout_s: float, reach: str) -> None:
-        """`reach`: HOST:PORT of the learner, by which members find their interface."""
-        self._transport, self._timeout_s, self._reach = transport, timeout_s, reach
+    def __init__(self, transport: str, timeout_s: float, learner_endpoint: str) -> None:
+        """`learner_endpoint`: HOST:PORT of the learner, by which members find their interface."""
+        self._transport, self._timeout_s, self._learner_endpoint = transport, timeout_s, learner_endpoint
         self._numbers = itertools.count(1)
         self._kept: tuple[frozenset[bytes], Epoch, Group] | None = None
 
     def relay_epoch(self) -> Epoch:
         """A new epoch of one node that fetches."""
-        return Epoch(next(self._numbers), 1, 2, self._timeout_s, "relay", self._reach)
+        return Epoch(next(self._numbers), 1, 2, self._timeout_s, "relay", self._learner_endpoint)
 
     def take(self, members: list[bytes]) -> tuple[Epoch, Group | None]:
         """(epoch as rank 0, the kept group of exactly these members); None: a new group must be formed."""
@@ -159,7 +159,7 @@ class Groups:
             return epoch, group
         self.drop()
         number, size = next(self._numbers), len(members) + 1
-        return Epoch(number, 0, size, self._timeout_s, self._transport, self._reach), None
+        return Epoch(number, 0, size, self._timeout_s, self._transport, self._learner_endpoint), None
 
     def give_back(self, attempt: Attempt) -> None:
         """The attempt is over: keep its group if that can be used again."""

@@ -12,15 +12,15 @@ from itertools import accumulate
 import msgspec
 import torch
 
-from common.weights import delta, packing
-from common.weights.layout import WORDS, XXH3, Layout
-from common.weights.messages import Canary, Offering, Part
-from common.weights.pieces import THREADS, new_part
+from common.weights.wire import delta, flat_buffer
+from common.weights.wire.layout import WORDS, XXH3, Layout
+from common.weights.wire.messages import Canary, Part, PartReady
+from common.weights.wire.pieces import THREADS, new_part
 
 logger = logging.getLogger(__name__)
 
 KEPT_FLOAT32 = ".e_score_correction_bias"  # float32 in engines, too: bfloat16 would round away updates of 1e-3
-Named = list[tuple[str, tuple[int, ...]]]  # names and shapes of tensors
+TensorSpecs = list[tuple[str, tuple[int, ...]]]  # names and shapes of tensors
 Views = list[tuple[str, torch.Tensor]]
 
 
@@ -85,12 +85,12 @@ class Snapshot:
 
     def seal(self, bucket_bytes: int) -> None:
         """Compute the checksums that every node verifies."""
-        buckets, self.checksum = packing.all_checksums(self.flat, bucket_bytes, self.layout.checksums)
+        buckets, self.checksum = flat_buffer.all_checksums(self.flat, bucket_bytes, self.layout.checksums)
         self.full = Payload(self.flat, bucket_bytes, buckets)
 
-    def add_parts(self, offered: Sequence[Offering]) -> None:
+    def add_parts(self, offered: Sequence[PartReady]) -> None:
         """Take in what the other sources have: their checksums, and only deltas that all of them have."""
-        self.checksum = packing.combined([self.checksum, *(one.checksum for one in offered)])
+        self.checksum = flat_buffer.combined([self.checksum, *(one.checksum for one in offered)])
         self.deltas = {b: delta for b, delta in self.deltas.items() if all(b in one.sizes for one in offered)}
         for payload in (self.full, *self.deltas.values()):
             payload.elsewhere = {one.number: one.sizes[payload.base_version] for one in offered}
@@ -111,7 +111,7 @@ class SnapshotMaker:
         self._free: list[tuple[torch.Tensor, Views]] = []  # buffers of snapshots that are gone
         self.layout: Layout | None = None
 
-    def share(self, parts: list[Named], number: int) -> None:
+    def share(self, parts: list[TensorSpecs], number: int) -> None:
         """Copy part `number` only; `parts` are (name, shape) of all tensors, source by source."""
         typed = [[(name, self._dtype_of(name), shape) for name, shape in part] for part in parts]
         self._whole, self.layout = Layout.of(*typed), Layout.of(typed[number])
@@ -122,18 +122,18 @@ class SnapshotMaker:
         if self.layout is None:
             # Only names and shapes are known once the export ran, so the first version is kept whole until then.
             named = [
-                (name, tensor.detach().to("cpu", packing.DTYPES[self._dtype_of(name)], copy=True))
+                (name, tensor.detach().to("cpu", flat_buffer.DTYPES[self._dtype_of(name)], copy=True))
                 for name, tensor in named
             ]
             kind = XXH3 if self._device is None else WORDS
             typed = [(name, self._dtype_of(name), tuple(tensor.shape)) for name, tensor in named]
             self.layout = Layout.of(typed, checksums=kind)
         if not self._free:
-            buffer = packing.buffer(self.layout.total_bytes, self._device)
-            self._free.append((buffer, list(packing.view(buffer, self.layout))))
+            buffer = flat_buffer.buffer(self.layout.total_bytes, self._device)
+            self._free.append((buffer, list(flat_buffer.view(buffer, self.layout))))
         flat, views = self._free.pop()
-        packing.fill(views, named)
-        packing.finish(flat)
+        flat_buffer.fill(views, named)
+        flat_buffer.finish(flat)
         snapshot = Snapshot(version, self._whole or self.layout, flat, canary, started)
         weakref.finalize(snapshot, self._free.append, (flat, views)).atexit = False
         return snapshot
@@ -169,14 +169,14 @@ class Deltas:
             started = time.perf_counter()
             stream = delta.encode(base.flat, snapshot.flat, delta.BUCKET_BYTES, THREADS)
             if stream.numel() < snapshot.flat.numel():
-                checksums, _ = packing.all_checksums(stream, bucket_bytes)
+                checksums, _ = flat_buffer.all_checksums(stream, bucket_bytes)
                 snapshot.deltas[base.version] = Payload(stream, bucket_bytes, checksums, base.version)
             took, share = time.perf_counter() - started, stream.numel() / snapshot.flat.numel()
             logger.info("version %d from %d: %.1f %% in %.3f s", snapshot.version, base.version, 100 * share, took)
         self._kept = [*bases[:1], snapshot] if bases and bases[0].sent else [snapshot]
 
 
-class Targets:
+class VersionSchedule:
     """Which version is meant for which nodes. Used by the control thread.
 
     The training fleet gets the newest version, or an older one while newer ones have to wait. The nodes of the pool get

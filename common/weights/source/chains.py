@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from common.process.local_address import host_and_port
-from common.weights.layout import WORDS
-from common.weights.messages import LearnerMessage, Reroute, Serve, Stalled
-from common.weights.pieces import Shipment
+from common.weights.source.nodes import NodeState, NodeView
+from common.weights.source.snapshot import Payload, Snapshot
 from common.weights.transports.relay import RelayServer
-from learner.publish.receiver_state import Receiver, State
-from learner.publish.snapshot import Payload, Snapshot
+from common.weights.wire.layout import WORDS
+from common.weights.wire.messages import LearnerMessage, Reroute, Serve, Stalled
+from common.weights.wire.pieces import PartBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ Send = Callable[[bytes, LearnerMessage], object]
 
 
 @dataclass
-class Waiting:
+class Standstill:
     """A part that stands still at a node: since when, the last that was heard of it, and how often."""
 
     since: float
@@ -48,11 +48,11 @@ class Waiting:
 class Link:
     """A node in a chain. `sources` are connections of other nodes by part; None: where the part comes from."""
 
-    receiver: Receiver
+    receiver: NodeView
     epoch: int
     sources: list[bytes | None]
     done: float | None = None  # when it had everything, perf_counter seconds
-    waiting: dict[int, Waiting] = field(default_factory=lambda: dict[int, Waiting]())
+    waiting: dict[int, Standstill] = field(default_factory=lambda: dict[int, Standstill]())
     rerouted: dict[int, float] = field(default_factory=lambda: dict[int, float]())  # by part: when it was led around
     avoided: set[bytes] = field(default_factory=lambda: set[bytes]())
 
@@ -65,7 +65,7 @@ class Chain:
     payload: Payload
     links: dict[bytes, Link] = field(default_factory=lambda: dict[bytes, Link]())
     poor: set[bytes] = field(default_factory=lambda: set[bytes]())  # nodes that did not serve it well
-    served: list[Shipment] = field(default_factory=lambda: list[Shipment]())  # by the learner
+    served: list[PartBuffer] = field(default_factory=lambda: list[PartBuffer]())  # by the learner
     late: bool = False  # an attempt failed, and its node was blamed for those behind it
 
     def address(self, part: int, source: bytes | None) -> str:
@@ -114,7 +114,7 @@ class Chains:
         return self._server.address
 
     def begin(
-        self, snapshot: Snapshot, payload: Payload, receiver: Receiver, epoch: int, everyone: Iterable[Receiver]
+        self, snapshot: Snapshot, payload: Payload, receiver: NodeView, epoch: int, everyone: Iterable[NodeView]
     ) -> list[str]:
         """A node's place in the payload's chain: where it fetches every part from."""
         self.leave(receiver.identity)  # its buffer is written from now on
@@ -124,7 +124,7 @@ class Chains:
             self._chains.append(chain)
             for part in payload.parts:
                 if self._server is not None and part.origin == self._server.address:
-                    chain.served.append(Shipment(part, payload.in_host))
+                    chain.served.append(PartBuffer(part, payload.in_host))
                     self._server.offer(chain.served[-1])
         source = None
         if receiver.route.failures_at(snapshot.version) < OWN_ATTEMPT:
@@ -132,7 +132,7 @@ class Chains:
         chain.links[receiver.identity] = Link(receiver, epoch, [source] * len(payload.parts))
         return [chain.address(part, source) for part in range(len(payload.parts))]
 
-    def _end(self, chain: Chain, receiver: Receiver) -> bytes | None:
+    def _end(self, chain: Chain, receiver: NodeView) -> bytes | None:
         """An end of the chain for one more node, best of its own machine; None: there is none."""
         load = Counter(s for link in chain.links.values() if link.done is None for s in set(link.sources))
         fit = [
@@ -143,12 +143,12 @@ class Chains:
         ]  # fmt: skip
         return min(fit)[-1] if fit else None
 
-    def _holder(self, chain: Chain, receiver: Receiver, everyone: Iterable[Receiver]) -> bytes | None:
+    def _holder(self, chain: Chain, receiver: NodeView, everyone: Iterable[NodeView]) -> bytes | None:
         """An idle node that has the whole version from elsewhere and is told to serve it; None: there is none."""
         version = chain.snapshot.version
         fit = [
             r for r in everyone
-            if r.state is State.IDLE and (r.version, r.base) == (version, version) and r.address
+            if r.state is NodeState.IDLE and (r.version, r.base) == (version, version) and r.address
             and r.identity != receiver.identity and r.identity not in chain.poor
         ]  # fmt: skip
         if not fit or chain.payload is not chain.snapshot.full or chain.snapshot.layout.checksums == WORDS:
@@ -191,8 +191,8 @@ class Chains:
                 continue
             old, where = link.waiting.get(said.part), (said.source, said.pieces)
             if old is None or now - old.heard >= STALE_S or (old.said.source, old.said.pieces) != where:
-                old = Waiting(now, now, said, times=0)
-            link.waiting[said.part] = Waiting(old.since, now, said, old.times + 1)
+                old = Standstill(now, now, said, times=0)
+            link.waiting[said.part] = Standstill(old.since, now, said, old.times + 1)
 
     def tick(self, now: float) -> None:
         """Lead the nodes that stand still around their sources."""
@@ -205,7 +205,7 @@ class Chains:
                     else:
                         self._look(chain, link, part, waiting, now)
 
-    def _look(self, chain: Chain, link: Link, part: int, waiting: Waiting, now: float) -> None:
+    def _look(self, chain: Chain, link: Link, part: int, waiting: Standstill, now: float) -> None:
         source = link.sources[part]
         if waiting.said.source != chain.address(part, source):
             if waiting.times > 1:  # it does not know its source; else the message about that is on its way
@@ -241,7 +241,7 @@ class Chains:
             link.rerouted[part] = self._now
             self._send(link.receiver.identity, Reroute(link.epoch, part, chain.address(part, source)))
 
-    def in_order(self, receivers: Iterable[Receiver]) -> list[Receiver]:
+    def in_order(self, receivers: Iterable[NodeView]) -> list[NodeView]:
         """By network address and machine, so that neighbours are near each other; those that were late before last."""
         return sorted(receivers, key=lambda receiver: (receiver.node_id in self._late, *place(receiver)))
 
@@ -268,7 +268,7 @@ class Chains:
             self._server.close()
 
 
-def place(receiver: Receiver) -> tuple[int, bytes, str]:
+def place(receiver: NodeView) -> tuple[int, bytes, str]:
     """Where a node is; places that are near each other sort together."""
     address = receiver.address or ""
     try:

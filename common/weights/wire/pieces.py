@@ -19,14 +19,14 @@ from blake3 import blake3
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from common.weights.messages import Part
+from common.weights.wire.messages import Part
 
 SMALLEST, USUAL, LARGEST = 16 << 10, 1 << 20, 16 << 20  # bytes of a piece
 MOST_PIECES = 16384  # for a version below 256 GiB: every announcement has their digests
 DEPTH_SHARE = 64  # a piece's time on all links of a chain is at most this part of the payload's on one
 PIECE_S = 0.001  # that a piece takes on a link at least, so that the work per piece does not count
 TAG_BYTES = 16
-RECENT = 32  # sealed pieces that a shipment keeps, for those who are right behind
+RECENT = 32  # sealed pieces that a buffer keeps, for those who are right behind
 THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))  # that seal; the next step computes meanwhile
 
 
@@ -40,10 +40,10 @@ def piece_bytes(size: int, nodes: int, rate: float) -> int:
     return int(min(max(usual, size / MOST_PIECES), LARGEST)) // 64 * 64
 
 
-class Shipment:
+class PartBuffer:
     """A part in memory; its first `arrived` pieces are there.
 
-    One thread takes pieces in; any thread may ask for those that are there, until the shipment is closed.
+    One thread takes pieces in; any thread may ask for those that are there, until the buffer is closed.
     """
 
     def __init__(self, part: Part, payload: torch.Tensor, arrived: int | None = None) -> None:
@@ -86,7 +86,7 @@ class Shipment:
         self.progress()
 
     def piece(self, number: int) -> Any:
-        """Piece `number` as it travels; None once the shipment is closed, because the memory may be written again."""
+        """Piece `number` as it travels; None once the buffer is closed, because the memory may be written again."""
         with self._lock:
             if self._closed:
                 return None
@@ -115,13 +115,13 @@ def new_part(payload: torch.Tensor, start: int, size: int, piece: int, origin: s
     """The part of `payload` [n] uint8 from `start`, in pieces of `piece` bytes; all are sealed for their digests."""
     key = secrets.token_bytes(32) if secured else b""
     part = Part(secrets.token_hex(16), origin, start, size, piece, b"", key)
-    shipment = Shipment(part, payload)
+    buffer = PartBuffer(part, payload)
     with ThreadPoolExecutor(THREADS, "seal-weights") as pool:
 
         def digest_of(number: int) -> bytes:
-            return digest(shipment.sealed(number), secured)
+            return digest(buffer.sealed(number), secured)
 
-        digests = pool.map(digest_of, range(shipment.count))
+        digests = pool.map(digest_of, range(buffer.count))
         return Part(part.name, origin, start, size, piece, b"".join(digests), key)
 
 

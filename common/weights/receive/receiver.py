@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,14 +19,94 @@ import torch
 import zmq
 
 from common.process.local_address import host_and_port, local_address
-from common.weights import delta, packing
-from common.weights.collectives import Group, GroupFactory, Meeting, in_turn, reason_of
-from common.weights.layout import WORDS, XXH3, Layout
-from common.weights.messages import Epoch, LearnerMessage, Listening, Meet, Publish, Reroute, Serve, Welcome
-from common.weights.part_fetches import PartFetches
-from common.weights.pieces import Shipment
-from common.weights.transports.registry import open_group
-from common.weights.transports.relay import RelayServer, Stall
+from common.weights.transports.groups import Group, GroupFactory, RelayedStore, in_turn, open_group, reason_of
+from common.weights.transports.relay import Fetch, RelayServer, Stall
+from common.weights.wire import delta, flat_buffer
+from common.weights.wire.layout import WORDS, XXH3, Layout
+from common.weights.wire.messages import (
+    Epoch,
+    LearnerMessage,
+    Listening,
+    Publish,
+    Reroute,
+    Serve,
+    StoreEntries,
+    Welcome,
+)
+from common.weights.wire.pieces import PartBuffer
+
+
+class PartFetches:
+    """`run` in one thread; the rest from any."""
+
+    def __init__(self, publish: Publish, password: str) -> None:
+        self._publish, self._password = publish, password
+        self._lock = threading.Lock()
+        self._fetches: list[Fetch] = []
+        self._sources = list(publish.sources)
+        self._closed = False
+
+    @property
+    def stalls(self) -> dict[int, Stall]:
+        """The parts that wait for another source."""
+        return {number: stall for number, fetch in enumerate(self._fetches) if (stall := fetch.stall) is not None}
+
+    def run(self, payload: torch.Tensor, server: RelayServer | None, note_share: Callable[[float], None]) -> None:
+        """Every part into `payload` [n] uint8, while `server` lets other nodes fetch what is here already.
+
+        `note_share` is called with the share that arrived, 0 to 1. Raises ValueError when the parts are not the
+        payload, RuntimeError when it was closed or did not arrive in time.
+        """
+        check_parts(self._publish, payload.numel())
+        buffers = [PartBuffer(part, payload, arrived=0) for part in self._publish.parts]
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("given up for another transfer")
+            self._fetches = [Fetch(*pair, self._password) for pair in zip(buffers, self._sources, strict=True)]
+            for buffer in buffers if server is not None else ():
+                server.offer(buffer)  # type: ignore[union-attr]
+
+        def note() -> None:
+            note_share(sum(buffer.arrived_bytes for buffer in buffers) / max(payload.numel(), 1))
+
+        def fetch(one: Fetch) -> None:
+            try:
+                one.run(self._publish.timeout_s, note)
+            except BaseException:
+                self.close()  # the rest alone is of no use
+                raise
+
+        with ThreadPoolExecutor(len(buffers), "fetch-weights") as pool:
+            running = [pool.submit(fetch, one) for one in self._fetches]
+        failures = [error for one in running if (error := one.exception()) is not None]
+        if failures and server is not None:
+            server.withdraw(*buffers)
+        if failures:
+            raise next((error for error in failures if "given up" not in str(error)), failures[0])
+
+    def reroute(self, part: int, source: str) -> None:
+        """Fetch the rest of a part from `source`; a part that the publish does not have is ignored."""
+        with self._lock:
+            if part < len(self._sources):
+                self._sources[part] = source
+            if part < len(self._fetches):
+                self._fetches[part].reroute(source)
+
+    def close(self) -> None:
+        """Let `run` end soon."""
+        with self._lock:
+            self._closed = True
+            for fetch in self._fetches:
+                fetch.close()
+
+
+def check_parts(publish: Publish, size: int) -> None:
+    """Raises ValueError when the parts of `publish` are not the `size` bytes of its payload, each of them once."""
+    parts = sorted(publish.parts, key=lambda part: part.start)
+    ends = [part.start + part.size for part in parts]
+    if len(parts) != len(publish.sources) or [p.start for p in parts] != [0, *ends[:-1]] or ends[-1:] != [size]:
+        raise ValueError(f"version {publish.version} comes in parts that are not its {size} bytes")
+
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +134,7 @@ class _Transfer:
     publish: Publish
     layout: Layout
     epoch: Epoch
-    meeting: Meeting
+    store: RelayedStore
     group: Group | None  # None until it is formed, and over the relay
     buffer: torch.Tensor | None  # to be written; with the base of a delta in it
     parts: PartFetches  # over the relay
@@ -73,7 +154,7 @@ class _Transfer:
 
     def give_up(self) -> None:
         """Let its threads end; any thread may call it."""
-        self.meeting.close()
+        self.store.close()
         if self.group is not None:
             self.group.close()
         self.parts.close()
@@ -85,7 +166,7 @@ class Receiver:
     def __init__(
         self,
         group_factory: GroupFactory = open_group,
-        allocate: Callable[[int], torch.Tensor] = packing.buffer,
+        allocate: Callable[[int], torch.Tensor] = flat_buffer.buffer,
         device: torch.device | None = None,
     ) -> None:
         """`allocate(n)` gives a zeroed [n] uint8 buffer. On `device` are those for a learner that has its own there."""
@@ -93,7 +174,7 @@ class Receiver:
         self._lock = threading.Lock()
         self.layout: Layout | None = None  # the learner's, from Welcome
         self._epoch: Epoch | None = None
-        self._meeting: Meeting | None = None  # where the group of self._epoch meets
+        self._store: RelayedStore | None = None  # where the group of self._epoch meets
         self._entries: dict[str, bytes] = {}  # that this node has set there
         self._password = ""
         self._group: Group | None = None  # the group of self._epoch between two transfers
@@ -111,7 +192,7 @@ class Receiver:
             stalls = self._transfer.parts.stalls if self._transfer is not None else {}
             return msgspec.structs.replace(self._status, stalls=stalls, entries=dict(self._entries))
 
-    def obey(self, message: LearnerMessage, node_id: str = "") -> Listening | None:
+    def handle(self, message: LearnerMessage, node_id: str = "") -> Listening | None:
         """Do what the learner asks for with a message about weights; a Welcome has an answer.
 
         Raises ValueError for another message, and for a publish that does not fit what was announced.
@@ -124,16 +205,16 @@ class Receiver:
                     self.layout, self._status = message.layout, StagingStatus()
                     self._buffer = self._staged = self._taken = None
                     self._password = message.password
-                    return Listening(node_id, self._listen(message.reach))
+                    return Listening(node_id, self._listen(message.learner_endpoint))
                 case Epoch():  # the next publish arrives over its group
                     self._abandon()
                     self._epoch, self._entries = message, (entries := dict[str, bytes]())
-                    self._meeting = Meeting(message.timeout_s, entries.__setitem__)
+                    self._store = RelayedStore(message.timeout_s, entries.__setitem__)
                 case Publish():
                     self._start(message)
-                case Meet():
-                    if self._meeting is not None and self._epoch is not None and self._epoch.epoch == message.epoch:
-                        self._meeting.add_entries(message.entries)
+                case StoreEntries():
+                    if self._store is not None and self._epoch is not None and self._epoch.epoch == message.epoch:
+                        self._store.add_entries(message.entries)
                 case Reroute():
                     if self._transfer is not None and self._transfer.epoch.epoch == message.epoch:
                         self._transfer.parts.reroute(message.part, message.source)
@@ -143,12 +224,12 @@ class Receiver:
                     raise ValueError(f"{type(message).__name__} is nothing for a receiver of weights")
         return None
 
-    def _listen(self, reach: str) -> str:
-        """Serve other nodes on the interface that leads to `reach`; the address, '' where that does not work."""
-        if not reach:
+    def _listen(self, learner_endpoint: str) -> str:
+        """Serve other nodes on the interface that leads to the learner; the address, '' where that does not work."""
+        if not learner_endpoint:
             return ""
         try:
-            interface = local_address(*host_and_port(reach))
+            interface = local_address(*host_and_port(learner_endpoint))
             server = self._server
             if server is not None and (server.host, server.password) != (interface, self._password):
                 server.close()
@@ -178,7 +259,7 @@ class Receiver:
         """Begin to receive it."""
         if self.layout is None or self.layout.digest != publish.layout_digest:
             raise ValueError(f"version {publish.version} has another layout than the one that was announced")
-        if self._epoch is None or self._meeting is None or self._epoch.epoch != publish.epoch:
+        if self._epoch is None or self._store is None or self._epoch.epoch != publish.epoch:
             raise ValueError(f"version {publish.version} is sent to epoch {publish.epoch}, which this node is not in")
         self._check_encoding(publish, self.layout)
         self._withdraw()
@@ -189,7 +270,7 @@ class Receiver:
         self._staged = None
         self._abandon()
         parts = PartFetches(publish, self._password)
-        self._transfer = _Transfer(publish, self.layout, self._epoch, self._meeting, group, buffer, parts)
+        self._transfer = _Transfer(publish, self.layout, self._epoch, self._store, group, buffer, parts)
         self._status = self._transfer.status("receiving")
         threading.Thread(target=self._receive, args=(self._transfer,), daemon=True, name="receive-weights").start()
 
@@ -233,7 +314,7 @@ class Receiver:
         if self._server is None or self._buffer is None or not (here and in_host):
             logger.info("version %d is not in host memory; others cannot fetch it here", serve.version)
             return
-        self._server.offer(Shipment(serve.part, self._buffer))
+        self._server.offer(PartBuffer(serve.part, self._buffer))
 
     def close(self) -> None:
         """Drop the group, abandon what is under way, and stop serving other nodes."""
@@ -252,8 +333,8 @@ class Receiver:
         device = self._on_device(layout)
         if device is None:
             return self._allocate(layout.total_bytes)
-        flat = packing.buffer(layout.total_bytes, device)
-        packing.finish(flat)
+        flat = flat_buffer.buffer(layout.total_bytes, device)
+        flat_buffer.finish(flat)
         return flat
 
     def _receive(self, transfer: _Transfer) -> None:
@@ -263,7 +344,7 @@ class Receiver:
             # Zeros, not empty: a bucket that never arrives must not be able to look like an older version.
             flat = transfer.buffer if transfer.buffer is not None else self._new_buffer(transfer.layout)
             apart = transfer.is_delta or (transfer.relayed and self._on_device(transfer.layout) is not None)
-            payload = packing.buffer(publish.payload_bytes) if apart else flat
+            payload = flat_buffer.buffer(publish.payload_bytes) if apart else flat
             if transfer.relayed:
                 transfer.parts.run(payload, self._server, lambda share: self._note_share(transfer, share))
             else:
@@ -276,7 +357,7 @@ class Receiver:
             elif apart:
                 flat.copy_(payload)
             if transfer.is_delta or transfer.relayed:
-                found = packing.version_checksum(flat, transfer.layout)
+                found = flat_buffer.version_checksum(flat, transfer.layout)
                 if found != publish.checksum:
                     what = f"the delta from version {publish.base_version} gives" if transfer.is_delta else "arrived:"
                     raise ValueError(f"{what} {found}, published was {publish.checksum}")
@@ -300,7 +381,7 @@ class Receiver:
 
     def _join_group(self, transfer: _Transfer) -> Group:
         """The transfer's group, formed if there is none yet."""
-        formed = transfer.group if transfer.group is not None else self._group_factory(transfer.epoch, transfer.meeting)
+        formed = transfer.group if transfer.group is not None else self._group_factory(transfer.epoch, transfer.store)
         with self._lock:
             transfer.group = formed  # later calls may close it from now on
             if transfer is not self._transfer:
@@ -337,7 +418,7 @@ def receive_buckets(
     bad: list[int] = []
     arriving = in_turn(group, flat, publish.bucket_bytes, publish.timeout_s)
     for i, (bucket, expected) in enumerate(zip(arriving, checksums, strict=True)):
-        if packing.checksum(bucket, kind) != expected:
+        if flat_buffer.checksum(bucket, kind) != expected:
             bad.append(i)  # receive to the end, because the other members of the group still do
         note((i + 1) / count)
     if bad:
