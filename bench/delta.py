@@ -56,9 +56,9 @@ def export(model, dtype: str) -> torch.Tensor:
 
 
 def compared(old: torch.Tensor, new: torch.Tensor, item_bytes: int) -> dict:
-    stream, encode_s = timed(lambda: delta.encode(old, new, delta.BUCKET_BYTES))
+    stream, encode_s = timed(lambda: delta.encode(old, new, delta.BLOCK_BYTES))
     result = old.clone()
-    _, apply_s = timed(lambda: delta.apply(stream, result, delta.BUCKET_BYTES))
+    _, apply_s = timed(lambda: delta.apply(stream, result, delta.BLOCK_BYTES))
     assert torch.equal(result, new)
     a, b = (x.view(torch.int16 if item_bytes == 2 else torch.int32) for x in (old, new))
     steps = (b.int() - a.int())[a != b].abs() if item_bytes == 2 else None

@@ -50,10 +50,10 @@ def run_node(config: Config, broker_address: str, node_id: str, pool: str = "") 
 
 
 async def _serve(config: Config, address: str, status: OwnStatus) -> int:
+    from common.weights.receive.node_client import WeightClient
     from common.weights.transports.groups import receivable, require
     from rollout_fleet.engine.engine import Engine
     from rollout_fleet.engine.profiling import record
-    from rollout_fleet.weights.weight_client import WeightClient
 
     require(config.weights.transport)
     node_id, host = status.node_id, EnvironmentHost()
@@ -84,8 +84,14 @@ async def _serve(config: Config, address: str, status: OwnStatus) -> int:
         heartbeat = Heartbeat(partial(connect_node, access), status, timeout, config.broker.heartbeat_s, log)
         keys = curve_credentials(config.broker.credentials)
         credential = load_credential(keys, "node", node_id) if keys else None
-        transports = receivable(config.weights.transport)
-        feed = WeightClient(node_id, engine.weights, credential, transports, status.joining, status.pool)
+        feed = WeightClient(
+            node_id,
+            engine.weights,
+            credential=credential,
+            transports=receivable(config.weights.transport),
+            reached=status.joining.reached,
+            pool=status.pool,
+        )
         low, high = config.rollout.concurrency_bounds
         runner = GroupRunner(driver, high, status.sample_failed)
         line = FailedTranscripts(driver.renderer.text, node_id).line if telemetry.transcripts != "none" else None

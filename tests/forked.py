@@ -18,7 +18,7 @@ def context() -> ForkServerContext:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     os.environ["OMP_NUM_THREADS"] = "1"
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload([*PRELOAD, "rollout_fleet.weights.weight_client"])
+    found.set_forkserver_preload([*PRELOAD, "common.weights.receive.node_client"])
     return found
 
 

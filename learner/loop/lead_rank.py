@@ -361,7 +361,7 @@ def prepare_lead(
     reporter.set("starting", "loading the model", policy_version=state.policy_version)
     credentials = curve_credentials(config.broker.credentials)
     weights = msgspec.structs.replace(config.weights, address=address or config.weights.address)
-    publisher = WeightPublisher(state.incarnation, config.model.dtype, weights, credentials)
+    publisher = WeightPublisher(state.incarnation, config.model.dtype, weights, credentials=credentials)
     tasks = TaskStream(source, state.tasks)
     lead = Lead(config, connect(access), publisher, tasks, files, reporter, stop_requested)
     if config.evaluation.every:

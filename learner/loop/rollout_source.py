@@ -121,7 +121,8 @@ class RolloutSource(BatchSource):
         weights = msgspec.structs.replace(self.config.weights, address=self._address)
         keys = curve_credentials(self.config.broker.credentials)
         told = msgspec.msgpack.decode(lead, type=LeadEndpoint)
-        self._remote = RemoteSource(number, parts, told, self.config.model.dtype, weights, keys)
+        dtype = self.config.model.dtype
+        self._remote = RemoteSource(number, parts, told, dtype=dtype, weights=weights, credentials=keys)
 
     def _canary_owed(self) -> bytes | None:
         """b"+" if a node has missed the newest canary; only the lead rank knows."""

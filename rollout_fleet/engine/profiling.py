@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from common.config.observing import TelemetryConfig
 
 if TYPE_CHECKING:
+    from common.weights.receive.node_client import WeightClient
     from rollout_fleet.engine.engine import Engine
-    from rollout_fleet.weights.weight_client import WeightClient
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""An engine and the state of its weights, as the episode driver and the node loop see them without importing vllm."""
+"""An engine as the episode driver and the node loop see it without importing vllm."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -34,20 +34,6 @@ class Sampler(Protocol):
 
         Raises SlipstreamError when the engine is dead, ValueError when this request cannot be served.
         """
-
-
-@dataclass(frozen=True)
-class WeightsState:
-    """The state of the node's weights, for leasing and reports."""
-
-    version: int = -1  # the engine's, -1 before the first; so is `incarnation`
-    incarnation: int = -1
-    flipping: bool = False
-    waiting_on: str = "weights from learner"  # why the node has no usable weights; '' when it has them
-    excluded: str | None = None  # why this node must not generate any more (a proof failed)
-    flips: int = 0
-    stall_s: float = 0.0  # that generation stood still for all flips
-    canary_max_difference: float = 0.0  # largest |log-probability difference| of the last canary
 
 
 @dataclass

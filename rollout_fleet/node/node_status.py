@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from broker.contract import NODE_AWAY, GroupWork, NodeReport, Waste
 from common.process.health import LifeSigns
 from common.span_buffer import SPANS
-from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
+from common.weights.receive.contract import WeightsState
+from rollout_fleet.episode.sampler_protocol import EngineCounters
 from rollout_fleet.join_timing import JoinTimer
 
 IDLE = ("joining", "waiting")  # states in which the engine runs and no episode does

@@ -20,7 +20,7 @@ from rollout_fleet.node.broker_timeout import RETRY_S, BrokerTimeout
 from rollout_fleet.node.node_status import OwnStatus
 
 if TYPE_CHECKING:  # `plan` imports this room without torch
-    from rollout_fleet.weights.weight_client import WeightClient
+    from common.weights.receive.node_client import WeightClient
 
 logger = logging.getLogger(__name__)
 

@@ -39,7 +39,10 @@ def checksum(model: Any, layout: Layout) -> str:
 
     Raises Unreadable, naming the tensor, when it cannot be found or has another shape or dtype.
     """
-    digests, at, starts, sums = [xxhash.xxh3_128()], 0, {*layout.starts[1:]}, WordSums()
+    digests = [xxhash.xxh3_128()]  # of the sources' parts
+    at = 0
+    starts = {*layout.starts[1:]}
+    sums = WordSums()
     for entry, found in _live(model, layout):
         if found.dim() == len(entry.shape) and found.shape[1:] == entry.shape[1:] and len(found) > entry.shape[0]:
             found = found[: entry.shape[0]]  # padded vocabulary rows

@@ -56,11 +56,14 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
         """The parameters are about to change: let the proof of the last version end first."""
         if self._proving is not None:
             self._proving.join()
-        self.proof, self._applied = None, None
+        self.proof = None
+        self._applied = None
 
     def receive_weights(self, update_info: SlipstreamUpdateInfo) -> None:
         """Load the staged version into the live parameters, on every rank; raises ValueError when it is not staged."""
-        layout, flat, error = self.receiver.layout, None, None
+        layout = self.receiver.layout
+        flat: torch.Tensor | None = None
+        error: Exception | None = None
         if layout is None:
             raise ValueError("no layout was announced")
         try:
@@ -90,7 +93,8 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
         self.receiver.close()
 
     def _prove(self, incarnation: int, version: int, layout: Layout) -> None:
-        flat, self._loaded = self._loaded, None
+        flat = self._loaded
+        self._loaded = None
         try:
             if flat is None:
                 found = weight_proof.checksum(self.model, layout)
@@ -111,7 +115,8 @@ class WorkerExtension:
 
     def slipstream_handle(self, message: bytes, node_id: str) -> bytes:
         """As `Receiver.handle`, with encoded messages; workers other than the first only note the layout."""
-        told, engine = messages.decode_from_learner(message), self.weight_transfer_engine
+        told = messages.decode_from_learner(message)
+        engine = self.weight_transfer_engine
         if not engine.workers.receives:
             if not isinstance(told, messages.Welcome):
                 return b""

@@ -106,7 +106,7 @@ class Learner(Rank):
 
     def start(self, name: str, incarnation: int, weights: dict[str, Any], credentials: str | None) -> None:
         """Event `listening`: a publisher with these keys of `weights` is up at `address`."""
-        publisher = WeightPublisher(incarnation, "bfloat16", WeightsConfig(**weights), credentials)
+        publisher = WeightPublisher(incarnation, "bfloat16", WeightsConfig(**weights), credentials=credentials)
         address = publisher.start()
         self._publishers[name] = publisher
         self.say("listening", name=name, address=address)
@@ -154,7 +154,8 @@ class Source(Rank):
     ) -> None:
         """Serve part `number`; `lead` is that of `shared`. Event `started`."""
         named, told = parts(size_bytes, sources), msgspec.convert(lead, LeadEndpoint)
-        self._remote = RemoteSource(number, named, told, "bfloat16", WeightsConfig(**weights), credentials)  # type: ignore[arg-type]
+        options = {"dtype": "bfloat16", "weights": WeightsConfig(**weights), "credentials": credentials}
+        self._remote = RemoteSource(number, named, told, **options)  # type: ignore[arg-type]
         self.say("started", incarnation=told.incarnation)
 
     def publish(self, version: int, names: list[str]) -> None:

@@ -137,7 +137,8 @@ def main(commands: Connection, fault: str = "", at: int = -1) -> None:
         if status.version != version:
             return
         if status.state == "failed":
-            say(event="failed", version=version, reason=status.error)
+            assert status.failure is not None
+            say(event="failed", version=version, kind=status.failure.kind, reason=status.failure.text)
         elif status.state == "staged":
             flat = receiver.take(status.incarnation, version)
             assert receiver.layout is not None

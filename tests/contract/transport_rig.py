@@ -146,7 +146,7 @@ class Sender:
         half, secured = flat.numel() // 3, "sealed" in self.transport
         parts = []
         for start, size in ((0, half), (half, flat.numel() - half)):
-            part = new_part(flat, start, size, min(piece, 1 << 20), self.server.address, secured)
+            part = new_part(flat, start, size, piece=min(piece, 1 << 20), origin=self.server.address, secured=secured)
             self.server.offer(PartBuffer(part, flat))
             if spoil >= 0:
                 each = 32 if secured else 16

@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from common.errors import SlipstreamError
+from common.weights.receive.contract import CanaryRead, Flip, Watch
+from common.weights.receive.node_client import WeightClient
 from common.weights.wire import messages
+from common.weights.wire.failures import ProofFailed, StagingFailed
 from launch.quickstart.assets import build_tokenizer
 from rollout_fleet.agents.driver import AgentDriver
 from rollout_fleet.engine import engine
@@ -24,8 +27,6 @@ from rollout_fleet.episode.driver import EpisodeRules, Sampling
 from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Generation
 from rollout_fleet.weights import engine_weights
-from rollout_fleet.weights.engine_weights import CanaryRead, Flip, ProofFailed, StagingFailed, Watch
-from rollout_fleet.weights.weight_client import WeightClient
 from tests.device import CUDA
 from tests.integration.engine_rig import (
     TOLERANCE,

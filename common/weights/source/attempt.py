@@ -6,15 +6,17 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from common.weights.source.snapshot import Payload, Snapshot
-from common.weights.transports.groups import Group, GroupFactory, RelayedStore, in_turn, reason_of
+from common.weights.transports.groups import Group, GroupFactory, RelayedStore, in_turn
+from common.weights.wire.failures import Failure, GivenUp
 from common.weights.wire.messages import Epoch, Publish, StoreEntries
 
 MOST_MET_BYTES = 1 << 20  # that one member may set in the store of a group
 
-# gets the attempt, and the group if that is usable, else None and the reason
-Report = Callable[["Attempt", Group | None, str], None]
+# Gets the attempt, and the group if that is usable, else None and the reason.
+Report = Callable[["Attempt", Group | None, Failure | None], None]
 
 
 class Broadcast:
@@ -23,7 +25,7 @@ class Broadcast:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._group: Group | None = None  # set while the thread uses it
-        self.store: RelayedStore | None = None  # for a new group
+        self.store: RelayedStore | None = None  # of a new group
         self.met: Counter[bytes] = Counter()  # bytes of entries by member
         self._abandoned = False
 
@@ -31,7 +33,8 @@ class Broadcast:
         """Send over `group`, or over a new one of the attempt's epoch whose members meet in `store`, and report."""
 
         def run() -> None:
-            formed, error = group, ""
+            formed = group
+            failure: Failure | None = None
             try:
                 if formed is None:
                     assert self.store is not None
@@ -40,26 +43,26 @@ class Broadcast:
                 publish = attempt.publish
                 for _ in in_turn(formed, attempt.payload.flat, publish.bucket_bytes, publish.timeout_s):
                     pass  # only receivers look at the buckets
-            except Exception as caught:  # the errors of gloo and of the store have no common type
-                error = reason_of(caught)
+            except Exception as error:  # the errors of gloo and of the store have no common type
+                failure = Failure.of(error)
                 if formed is not None:
                     formed.close()
                 formed = None
             finally:
                 self.use(None)
-            report(attempt, formed, error)
+            report(attempt, formed, failure)
 
         threading.Thread(target=run, daemon=True, name=f"send-weights-{attempt.version}").start()
 
     def use(self, group: Group | None) -> None:
-        """Note which group the thread uses; raises RuntimeError when the attempt was abandoned."""
+        """Note which group the thread uses; raises GivenUp when the attempt was abandoned."""
         with self._lock:
             self._group = group
             if group is not None and self._abandoned:
-                raise RuntimeError("the attempt was given up")
+                raise GivenUp("the attempt was given up")
 
     def abandon(self) -> None:
-        """Close the group, because no receiver waits for it any more. This wakes the thread where that is possible."""
+        """Close the group, because no node waits for it any more. This wakes the thread where that is possible."""
         if self.store is not None:
             self.store.close()
         with self._lock:
@@ -75,7 +78,7 @@ class Attempt:
     snapshot: Snapshot
     payload: Payload
     epoch: Epoch  # the group as rank 0 forms it; for a fetch, that of its one node
-    publish: Publish  # the announcement that every receiver gets
+    publish: Publish  # the announcement that every member gets
     members: frozenset[bytes]  # connections of all nodes of the attempt, also of those that left since
     started: float
     deadline: float  # when every member must have staged
@@ -97,7 +100,7 @@ class Attempt:
         """One node fetches the payload; otherwise it is broadcast."""
         return self.epoch.transport == "relay"
 
-    def meet(self, new: StoreEntries, sender: bytes) -> frozenset[bytes]:
+    def take_entries(self, new: StoreEntries, sender: bytes) -> frozenset[bytes]:
         """Take in entries for the group's store; returns who gets them too. `sender`: a node, b'' for the learner."""
         if self.publish.epoch != new.epoch or self.relayed or sender not in self.members | {b""}:
             return frozenset()
@@ -110,11 +113,17 @@ class Attempt:
 
 
 def new_attempt(
-    snapshot: Snapshot, payload: Payload, epoch: Epoch, members: list[bytes], incarnation: int, sources: list[str]
+    snapshot: Snapshot,
+    payload: Payload,
+    epoch: Epoch,
+    *,
+    members: list[bytes],
+    incarnation: int,
+    sources: list[str] | None = None,
 ) -> Attempt:
     """An attempt that starts now; every member must have staged within the epoch's `timeout_s`.
 
-    `sources`: where its node fetches every part; [] for a broadcast.
+    `sources`: where its node fetches every part; None for a broadcast.
     """
     relayed = epoch.transport == "relay"
     publish = Publish(
@@ -131,35 +140,61 @@ def new_attempt(
         base_version=payload.base_version,
         payload_bytes=payload.size,
         parts=payload.parts if relayed else [],
-        sources=sources,
+        sources=sources or [],
     )
     snapshot.sent = True
     now = time.perf_counter()
-    return Attempt(snapshot, payload, epoch, publish, frozenset(members), now, now + epoch.timeout_s, done=relayed)
+    return Attempt(
+        snapshot,
+        payload,
+        epoch,
+        publish=publish,
+        members=frozenset(members),
+        started=now,
+        deadline=now + epoch.timeout_s,
+        done=relayed,
+    )
+
+
+class _Kept(NamedTuple):
+    members: frozenset[bytes]
+    epoch: Epoch
+    group: Group
 
 
 class Epochs:
-    """The collective groups: their epochs, and the one of the last broadcast, kept for its members."""
+    """Numbers the epochs of attempts, and keeps the group of the last broadcast for its members."""
 
     def __init__(self, transport: str, timeout_s: float, learner_endpoint: str) -> None:
         """`learner_endpoint`: HOST:PORT of the learner, by which members find their interface."""
-        self._transport, self._timeout_s, self._learner_endpoint = transport, timeout_s, learner_endpoint
+        self._transport = transport
+        self._timeout_s = timeout_s
+        self._learner_endpoint = learner_endpoint
         self._numbers = itertools.count(1)
-        self._kept: tuple[frozenset[bytes], Epoch, Group] | None = None
+        self._kept: _Kept | None = None
 
-    def relay_epoch(self) -> Epoch:
+    def relay(self) -> Epoch:
         """A new epoch of one node that fetches."""
-        return Epoch(next(self._numbers), 1, 2, self._timeout_s, "relay", self._learner_endpoint)
+        return self._epoch(rank=1, world_size=2, transport="relay")
 
     def take(self, members: list[bytes]) -> tuple[Epoch, Group | None]:
         """(epoch as rank 0, the kept group of exactly these members); None: a new group must be formed."""
-        if self._kept is not None and self._kept[0] == frozenset(members):
-            _, epoch, group = self._kept
+        kept = self._kept
+        if kept is not None and kept.members == frozenset(members):
             self._kept = None
-            return epoch, group
+            return kept.epoch, kept.group
         self.drop()
-        number, size = next(self._numbers), len(members) + 1
-        return Epoch(number, 0, size, self._timeout_s, self._transport, self._learner_endpoint), None
+        return self._epoch(rank=0, world_size=len(members) + 1, transport=self._transport), None
+
+    def _epoch(self, rank: int, world_size: int, transport: str) -> Epoch:
+        return Epoch(
+            epoch=next(self._numbers),
+            rank=rank,
+            world_size=world_size,
+            timeout_s=self._timeout_s,
+            transport=transport,
+            learner_endpoint=self._learner_endpoint,
+        )
 
     def give_back(self, attempt: Attempt) -> None:
         """The attempt is over: keep its group if that can be used again."""
@@ -168,10 +203,10 @@ class Epochs:
         if attempt.failed or attempt.lost:
             attempt.group.close()
         else:
-            self._kept = (attempt.members, attempt.epoch, attempt.group)
+            self._kept = _Kept(attempt.members, attempt.epoch, attempt.group)
 
     def drop(self, member: bytes | None = None) -> None:
         """Close the kept group; with `member`, a node that is gone, only if that was in it."""
-        if self._kept is not None and (member is None or member in self._kept[0]):
-            self._kept[2].close()
+        if self._kept is not None and (member is None or member in self._kept.members):
+            self._kept.group.close()
             self._kept = None

@@ -36,19 +36,23 @@ Send = Callable[[bytes, LearnerMessage], object]
 
 @dataclass
 class Standstill:
-    """A part that stands still at a node: since when, the last that was heard of it, and how often."""
+    """A part that stands still at a node."""
 
     since: float
-    heard: float
+    heard: float  # when the node said it last
     said: Stalled
-    times: int
+    times: int = 1  # that the node said it
+
+    def is_at(self, said: Stalled) -> bool:
+        """Whether a later report is about the same standstill."""
+        return (self.said.source, self.said.pieces) == (said.source, said.pieces)
 
 
 @dataclass(eq=False)
 class Link:
     """A node in a chain. `sources` are connections of other nodes by part; None: where the part comes from."""
 
-    receiver: NodeView
+    view: NodeView
     epoch: int
     sources: list[bytes | None]
     done: float | None = None  # when it had everything, perf_counter seconds
@@ -70,7 +74,7 @@ class Chain:
 
     def address(self, part: int, source: bytes | None) -> str:
         """Where a source serves it."""
-        node = self.links[source].receiver.address if source is not None else None
+        node = self.links[source].view.address if source is not None else None
         return node or self.payload.parts[part].origin
 
     def above(self, link: Link, part: int, source: bytes | None) -> bytes | None:
@@ -86,7 +90,7 @@ class Chain:
     def waits_for(self, node: bytes | None, part: int, link: Link) -> bool:
         """Whether what `node` fetches comes from `link`, or it is that node itself."""
         for _ in range(len(self.links)):
-            if node == link.receiver.identity:
+            if node == link.view.identity:
                 return True
             if node is None or node not in self.links or self.links[node].done is not None:
                 return False
@@ -99,12 +103,15 @@ class Chains:
 
     def __init__(self, host: str, incarnation: int, send: Send, password: str = "") -> None:
         """`send` brings a message to a node. The learner's own server starts with the first payload."""
-        self._host, self._incarnation, self._send, self._password = host, incarnation, send, password
+        self._host = host
+        self._incarnation = incarnation
+        self._send = send
+        self._password = password
         self._server: RelayServer | None = None
         self._chains: list[Chain] = []
         self._unreached: set[bytes] = set()  # nodes from which another one never got anything
         self._late: set[str] = set()  # ids of nodes that kept those behind them from a version; they go last
-        self._now = 0.0
+        self._now = 0.0  # at the last tick
         self.rate = 0.0  # bytes/s at which the newest payload arrived
 
     def origin(self) -> str:
@@ -114,10 +121,10 @@ class Chains:
         return self._server.address
 
     def begin(
-        self, snapshot: Snapshot, payload: Payload, receiver: NodeView, epoch: int, everyone: Iterable[NodeView]
+        self, snapshot: Snapshot, payload: Payload, view: NodeView, *, epoch: int, everyone: Iterable[NodeView]
     ) -> list[str]:
         """A node's place in the payload's chain: where it fetches every part from."""
-        self.leave(receiver.identity)  # its buffer is written from now on
+        self.leave(view.identity)  # its buffer is written from now on
         chain = next((c for c in self._chains if c.payload is payload), None)
         if chain is None:
             chain = Chain(snapshot, payload, poor=set(self._unreached))
@@ -127,33 +134,33 @@ class Chains:
                     chain.served.append(PartBuffer(part, payload.in_host))
                     self._server.offer(chain.served[-1])
         source = None
-        if receiver.route.failures_at(snapshot.version) < OWN_ATTEMPT:
-            source = self._end(chain, receiver) or self._holder(chain, receiver, everyone)
-        chain.links[receiver.identity] = Link(receiver, epoch, [source] * len(payload.parts))
+        if view.route.failures_at(snapshot.version) < OWN_ATTEMPT:
+            source = self._end(chain, view) or self._holder(chain, view, everyone)
+        chain.links[view.identity] = Link(view, epoch, [source] * len(payload.parts))
         return [chain.address(part, source) for part in range(len(payload.parts))]
 
-    def _end(self, chain: Chain, receiver: NodeView) -> bytes | None:
+    def _end(self, chain: Chain, view: NodeView) -> bytes | None:
         """An end of the chain for one more node, best of its own machine; None: there is none."""
         load = Counter(s for link in chain.links.values() if link.done is None for s in set(link.sources))
         fit = [
-            (link.receiver.machine != receiver.machine, load[node], link.done is None, -number, node)
+            (link.view.machine != view.machine, load[node], link.done is None, -number, node)
             for number, (node, link) in enumerate(chain.links.items())
-            if link.receiver.address and node not in chain.poor
-            and (link.done is not None or link.receiver.node_id not in self._late)
+            if link.view.address and node not in chain.poor
+            and (link.done is not None or link.view.node_id not in self._late)
         ]  # fmt: skip
         return min(fit)[-1] if fit else None
 
-    def _holder(self, chain: Chain, receiver: NodeView, everyone: Iterable[NodeView]) -> bytes | None:
+    def _holder(self, chain: Chain, view: NodeView, everyone: Iterable[NodeView]) -> bytes | None:
         """An idle node that has the whole version from elsewhere and is told to serve it; None: there is none."""
         version = chain.snapshot.version
         fit = [
             r for r in everyone
             if r.state is NodeState.IDLE and (r.version, r.base) == (version, version) and r.address
-            and r.identity != receiver.identity and r.identity not in chain.poor
+            and r.identity != view.identity and r.identity not in chain.poor
         ]  # fmt: skip
         if not fit or chain.payload is not chain.snapshot.full or chain.snapshot.layout.checksums == WORDS:
             return None  # no node serves from device memory
-        holder = min(fit, key=lambda r: r.machine != receiver.machine)
+        holder = min(fit, key=lambda r: r.machine != view.machine)
         for part in chain.payload.parts:
             self._send(holder.identity, Serve(self._incarnation, version, structs.replace(part, digests=b"")))
         chain.links[holder.identity] = Link(holder, -1, [None] * len(chain.payload.parts), done=float("-inf"))
@@ -177,7 +184,7 @@ class Chains:
                 chain.poor |= {n for n, link in chain.links.items() if link.done is not None and n in gone.sources}
                 if not chain.late:
                     chain.late = True
-                    self._late.add(gone.receiver.node_id)
+                    self._late.add(gone.view.node_id)
             for link in chain.links.values():
                 for part, source in enumerate(link.sources):
                     if source == node:
@@ -189,10 +196,11 @@ class Chains:
             link = chain.links.get(node)
             if link is None or link.done is not None or link.epoch != said.epoch or said.part >= len(link.sources):
                 continue
-            old, where = link.waiting.get(said.part), (said.source, said.pieces)
-            if old is None or now - old.heard >= STALE_S or (old.said.source, old.said.pieces) != where:
-                old = Standstill(now, now, said, times=0)
-            link.waiting[said.part] = Standstill(old.since, now, said, old.times + 1)
+            old = link.waiting.get(said.part)
+            if old is not None and now - old.heard < STALE_S and old.is_at(said):
+                link.waiting[said.part] = Standstill(since=old.since, heard=now, said=said, times=old.times + 1)
+            else:
+                link.waiting[said.part] = Standstill(since=now, heard=now, said=said)
 
     def tick(self, now: float) -> None:
         """Lead the nodes that stand still around their sources."""
@@ -213,7 +221,7 @@ class Chains:
             return
         if source is None:
             if now - waiting.since > (RESUME_S if not waiting.said.reason else STALE_S):
-                holders = (n for n, one in chain.links.items() if one.done is not None and one.receiver.address)
+                holders = (n for n, one in chain.links.items() if one.done is not None and one.view.address)
                 usable = (node for node in holders if chain.above(link, part, node) == node)
                 self._reroute(chain, link, part, next(usable, None))
             return
@@ -226,10 +234,9 @@ class Chains:
         if not (waiting.said.reason or waiting.said.pieces):
             self._unreached.add(source)
         link.avoided.add(source)
-        logger.warning(
-            "node %s gets nothing from %s (%s); it continues elsewhere",
-            *(link.receiver.node_id, waiting.said.source, waiting.said.reason or "silent"),
-        )
+        told = waiting.said
+        why = told.reason or "silent"
+        logger.warning("node %s gets nothing from %s (%s); it continues elsewhere", link.view.node_id, told.source, why)
         self._reroute(chain, link, part, source)
 
     def _reroute(self, chain: Chain, link: Link, part: int, source: bytes | None) -> None:
@@ -239,11 +246,11 @@ class Chains:
         if link.done is None:
             link.waiting.pop(part, None)
             link.rerouted[part] = self._now
-            self._send(link.receiver.identity, Reroute(link.epoch, part, chain.address(part, source)))
+            self._send(link.view.identity, Reroute(link.epoch, part, chain.address(part, source)))
 
-    def in_order(self, receivers: Iterable[NodeView]) -> list[NodeView]:
+    def in_order(self, nodes: Iterable[NodeView]) -> list[NodeView]:
         """By network address and machine, so that neighbours are near each other; those that were late before last."""
-        return sorted(receivers, key=lambda receiver: (receiver.node_id in self._late, *place(receiver)))
+        return sorted(nodes, key=lambda view: (view.node_id in self._late, *place(view)))
 
     def busy(self, node: bytes, now: float) -> bool:
         """Whether it has a version since a moment ago that others still fetch from it."""
@@ -268,11 +275,11 @@ class Chains:
             self._server.close()
 
 
-def place(receiver: NodeView) -> tuple[int, bytes, str]:
+def place(view: NodeView) -> tuple[int, bytes, str]:
     """Where a node is; places that are near each other sort together."""
-    address = receiver.address or ""
+    address = view.address or ""
     try:
         packed = ipaddress.ip_address(host_and_port(address)[0]).packed
     except ValueError:
         packed = address.encode()
-    return len(packed), packed, receiver.machine
+    return len(packed), packed, view.machine

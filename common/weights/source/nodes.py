@@ -1,11 +1,11 @@
-"""One receiver of the weight plane as a state machine: a function per event gives the next state, and actions.
+"""The nodes of the weight plane as the learner sees them: a state machine for each, and figures over all of them.
 
-Events are `hear`, `greet`, `begin`, `doubt`, `release`, `tick` and `drop`. One that means nothing in the receiver's
-state changes nothing. `split` says which way a version takes to which receiver: a broadcast or a fetch by relay.
+Events of the state machine are `hear`, `greet`, `begin`, `doubt`, `release`, `tick` and `drop`. Each gives the next
+state and actions. An event that means nothing in the node's state changes nothing. `split` says which way a version
+takes to which node: a broadcast or a fetch by relay.
 
-Nothing here has a socket, a thread or a clock. The control thread of publisher.py feeds the events and carries out the
-actions.
-docs/weights.md shows the states.
+The state machine has no socket, thread or clock. The control thread of publisher.py feeds the events and carries out
+the actions. docs/weights.md shows the states.
 """
 
 import ipaddress
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from common.weights.source.attempt import Attempt
 from common.weights.source.snapshot import Snapshot, VersionSchedule
 from common.weights.transports.groups import silence_bound
 from common.weights.wire import messages
+from common.weights.wire.failures import Failure, FailureKind
 
 IDLE_SILENCE_S = 5.0  # a node is silent after the longer of this and weights.timeout_s when nothing is under way
 LISTEN_WAIT_S = 3.0  # for the answer to a Welcome, before a node gets a version that others could fetch from it
@@ -36,7 +37,7 @@ class NodeState(Enum):
     IDLE = "idle"  # nothing is under way; it runs a proven version
     STAGING = "staging"  # it receives a version into its staging buffer
     DOUBTED = "doubted"  # its attempt failed; it has given no sign of life since
-    ANSWERED = "answered"  # its attempt failed; it is alive and waits for the attempt's other receivers.
+    ANSWERED = "answered"  # its attempt failed; it is alive and waits for the attempt's other members.
     FLIPPING = "flipping"  # It staged the version and was told to use it.
     EXCLUDED = "excluded"  # Its proof failed; it gets nothing more.
     GONE = "gone"
@@ -67,8 +68,13 @@ class Route:
 
     def to_relay(self, published: int) -> "Route":
         """Fetch from now on; the group is tried again some publishes later."""
-        longer = min(2 * self.return_after, RETURN_AFTER_MOST)
-        return Route(0, self.version, True, published + self.return_after, longer)
+        return Route(
+            failures=0,
+            version=self.version,
+            relayed=True,
+            returns_at=published + self.return_after,
+            return_after=min(2 * self.return_after, RETURN_AFTER_MOST),
+        )
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class NodeView:
     settled: bool = False  # it was active on this connection; before that it is a newcomer: no broadcast waits for it
     route: Route = field(default_factory=Route)
     attempt: Attempt | None = None  # under way to it
-    reason: str = ""  # why it is excluded
+    excluded: Failure | None = None  # why it gets nothing more
     pool: str = ""  # eval: it gets evaluated versions only, and by relay
 
     def awaits(self, version: int) -> bool:
@@ -101,6 +107,18 @@ class NodeView:
         return self.address is not None or (self.welcomed is not None and now > self.welcomed + LISTEN_WAIT_S)
 
 
+class DropReason(StrEnum):
+    """Why a node is no member of the weight plane any more; in the sentence: {version}, {count} or {seconds}."""
+
+    LEFT = "it left"
+    REJOINED = "it joined anew"
+    CLOSED = "its connection closed"
+    IDLE_SILENCE = "silent for {seconds:.1f} s"
+    SILENCE = "silent while version {version} was sent"
+    NEVER_ACTIVE = "version {version} was never active"
+    FAILURES = "version {version} failed {count} times"
+
+
 class SendMessage(msgspec.Struct, frozen=True):
     message: messages.LearnerMessage
 
@@ -108,60 +126,76 @@ class SendMessage(msgspec.Struct, frozen=True):
 class FailAttempt(msgspec.Struct, frozen=True):
     """The attempt failed for all of its members."""
 
-    reason: str
+    failure: Failure
 
 
 class NoteStaged(msgspec.Struct, frozen=True):
-    """The receiver staged the attempt's version."""
+    """The node staged the attempt's version."""
 
 
 class NoteActive(msgspec.Struct, frozen=True):
-    """The receiver runs the attempt's version."""
+    """The node runs the attempt's version."""
 
     difference: float | None  # that its canary found, None without one
 
 
 class DropNode(msgspec.Struct, frozen=True):
-    why: str
-    ejected: bool  # tell the receiver so, and count it
+    """The node is no member any more."""
+
+    reason: DropReason
+    version: int = -1
+    count: int = 0
+    seconds: float = 0.0
+
+    @property
+    def ejected(self) -> bool:
+        """Tell the node so, and count it."""
+        return self.reason not in (DropReason.LEFT, DropReason.REJOINED)
+
+    @property
+    def sentence(self) -> str:
+        return self.reason.format(version=self.version, count=self.count, seconds=self.seconds)
 
 
 Action = SendMessage | FailAttempt | NoteStaged | NoteActive | DropNode
 Step = tuple[NodeView, tuple[Action, ...]]
 
 
-def greet(receiver: NodeView, welcome: messages.Welcome, now: float) -> Step:
+def greet(node: NodeView, welcome: messages.Welcome, now: float) -> Step:
     """The layout is known."""
-    return replace(receiver, welcomed=now), (SendMessage(welcome),)
+    return replace(node, welcomed=now), (SendMessage(welcome),)
 
 
-def begin(receiver: NodeView, attempt: Attempt, rank: int = 0) -> Step:
+def begin(node: NodeView, attempt: Attempt, rank: int = 0) -> Step:
     """An attempt starts. `rank` is that in a new group; 0 when the group exists already."""
     epoch = (SendMessage(msgspec.structs.replace(attempt.epoch, rank=rank)),) if rank else ()
     # The staging buffer may be half written from here on, so it is no base of a delta.
-    return replace(receiver, state=NodeState.STAGING, attempt=attempt, base=-1), (*epoch, SendMessage(attempt.publish))
+    begun = replace(node, state=NodeState.STAGING, attempt=attempt, base=-1)
+    return begun, (*epoch, SendMessage(attempt.publish))
 
 
-def hear(receiver: NodeView, message: messages.NodeMessage, now: float) -> Step:
+def hear(node: NodeView, message: messages.NodeMessage, now: float) -> Step:
     """A message of the node; any is a sign of life."""
-    state = NodeState.ANSWERED if receiver.state is NodeState.DOUBTED else receiver.state
-    receiver = replace(receiver, heard=now, state=state)
+    state = NodeState.ANSWERED if node.state is NodeState.DOUBTED else node.state
+    node = replace(node, heard=now, state=state)
     match message:
         case messages.Leave():
-            return drop(receiver, "it left", ejected=False)
+            return drop(node, DropNode(DropReason.LEFT))
         case messages.Listening():
-            return replace(receiver, address=message.address if _usable(message.address) else ""), ()
-        case messages.Staged() if attempt := _answered(receiver, message):
+            return replace(node, address=message.address if _usable(message.address) else ""), ()
+        case messages.Staged() if attempt := _answered(node, message):
             activate = messages.Activate(attempt.publish.incarnation, attempt.version)
-            return replace(receiver, state=NodeState.FLIPPING), (NoteStaged(), SendMessage(activate))
+            return replace(node, state=NodeState.FLIPPING), (NoteStaged(), SendMessage(activate))
         case messages.Active():
-            return _active(receiver, message)
+            return _active(node, message)
         case messages.Rejected() if message.fatal:
-            return replace(receiver, state=NodeState.EXCLUDED, reason=message.reason, attempt=None), ()
-        case messages.Rejected() if _answered(receiver, message):
-            return replace(receiver, state=NodeState.ANSWERED), (FailAttempt(message.reason),)
+            failure = Failure.told(message.kind, message.reason)
+            return replace(node, state=NodeState.EXCLUDED, excluded=failure, attempt=None), ()
+        case messages.Rejected() if _answered(node, message):
+            failure = Failure.told(message.kind, message.reason)
+            return replace(node, state=NodeState.ANSWERED), (FailAttempt(failure),)
         case _:
-            return receiver, ()
+            return node, ()
 
 
 def _usable(address: str) -> bool:
@@ -173,115 +207,128 @@ def _usable(address: str) -> bool:
         return False
 
 
-def _answered(receiver: NodeView, message: messages.Staged | messages.Rejected) -> Attempt | None:
+def _answered(node: NodeView, message: messages.Staged | messages.Rejected) -> Attempt | None:
     """The attempt under way, if the message is about it; the node no longer has the buffer of an earlier one."""
-    attempt = receiver.attempt
-    if attempt is None or receiver.state not in RECEIVING:
+    attempt = node.attempt
+    if attempt is None or node.state not in RECEIVING:
         return None
     return attempt if (message.version, message.epoch) == (attempt.version, attempt.publish.epoch) else None
 
 
-def _active(receiver: NodeView, message: messages.Active) -> Step:
-    attempt, version = receiver.attempt, message.version
-    if attempt is None or receiver.state is not NodeState.FLIPPING or version != attempt.version:
-        return receiver, ()
+def _active(node: NodeView, message: messages.Active) -> Step:
+    attempt = node.attempt
+    if attempt is None or node.state is not NodeState.FLIPPING or message.version != attempt.version:
+        return node, ()
     difference = message.canary_max_difference
-    proven = message.checksum == attempt.publish.checksum
+    excluded = None
+    if message.checksum != attempt.publish.checksum:
+        excluded = Failure(FailureKind.PROOF, f"node {node.node_id} has other weights than were sent")
     runs = replace(
-        receiver,
-        state=NodeState.IDLE if proven else NodeState.EXCLUDED,
-        reason="" if proven else f"node {receiver.node_id} has other weights than were sent",
-        version=version,
-        base=version,
-        canary_version=receiver.canary_version if difference is None else version,
+        node,
+        state=NodeState.IDLE if excluded is None else NodeState.EXCLUDED,
+        excluded=excluded,
+        version=message.version,
+        base=message.version,
+        canary_version=node.canary_version if difference is None else message.version,
         settled=True,
-        route=replace(receiver.route, failures=0),
+        route=replace(node.route, failures=0),
         attempt=None,
     )
     return runs, (NoteActive(difference),)
 
 
-def doubt(receiver: NodeView) -> Step:
-    """Some member of the receiver's attempt failed, or the sender did."""
-    return replace(receiver, state=NodeState.DOUBTED) if receiver.state is NodeState.STAGING else receiver, ()
+def doubt(node: NodeView) -> Step:
+    """Some member of the node's attempt failed, or the sender did."""
+    return replace(node, state=NodeState.DOUBTED) if node.state is NodeState.STAGING else node, ()
 
 
-def release(receiver: NodeView, published: int) -> Step:
+def release(node: NodeView, published: int) -> Step:
     """All members of the failed attempt have answered or are gone; `published`: publishes so far.
 
     The attempt counts, unless another member was on trial in it.
     """
-    attempt, route = receiver.attempt, receiver.route
-    if attempt is None or receiver.state is not NodeState.ANSWERED:
-        return receiver, ()
+    attempt, route = node.attempt, node.route
+    if attempt is None or node.state is not NodeState.ANSWERED:
+        return node, ()
     if attempt.probation is None:
         route = route.failed(attempt.version)
         if route.failures >= MAX_ATTEMPTS:
-            if attempt.relayed or "relay" not in receiver.transports:
-                return drop(receiver, f"version {attempt.version} failed {route.failures} times")
+            if attempt.relayed or "relay" not in node.transports:
+                return drop(node, DropNode(DropReason.FAILURES, version=attempt.version, count=route.failures))
             route = route.to_relay(published)
-    elif attempt.probation == receiver.identity:
+    elif attempt.probation == node.identity:
         route = route.to_relay(published)
-    state = NodeState.IDLE if receiver.settled else NodeState.JOINING
-    return replace(receiver, state=state, route=route, attempt=None), ()
+    state = NodeState.IDLE if node.settled else NodeState.JOINING
+    return replace(node, state=state, route=route, attempt=None), ()
 
 
-def tick(receiver: NodeView, timeout_s: float, now: float) -> Step:
+def tick(node: NodeView, timeout_s: float, now: float) -> Step:
     """Time passes; `timeout_s`: weights.timeout_s."""
-    silent_s, attempt, state = now - receiver.heard, receiver.attempt, receiver.state
+    silent_s = now - node.heard
+    attempt, state = node.attempt, node.state
     if silent_s > max(timeout_s, IDLE_SILENCE_S):
-        return drop(receiver, f"silent for {silent_s:.1f} s")
+        return drop(node, DropNode(DropReason.IDLE_SILENCE, seconds=silent_s))
     if attempt is None:
-        return receiver, ()
+        return node, ()
     # Nodes answer pings at once, also while weights flow. Pings are rarer before the attempt.
-    silent = now - max(receiver.heard, attempt.started) > silence_bound(timeout_s)
+    silent = now - max(node.heard, attempt.started) > silence_bound(timeout_s)
     if state is NodeState.FLIPPING:
         if now > attempt.deadline + timeout_s:
-            return drop(receiver, f"version {attempt.version} was never active")
-        return receiver, (FailAttempt(f"node {receiver.node_id} is silent"),) if silent and not attempt.failed else ()
+            return drop(node, DropNode(DropReason.NEVER_ACTIVE, version=attempt.version))
+        if silent and not attempt.failed:
+            return node, (FailAttempt(Failure(FailureKind.SILENT, "it is silent")),)
+        return node, ()
     if silent and state is not NodeState.ANSWERED:
-        return drop(receiver, f"silent while version {attempt.version} was sent")
+        return drop(node, DropNode(DropReason.SILENCE, version=attempt.version))
     if state is NodeState.STAGING and now > attempt.deadline:
-        return replace(receiver, state=NodeState.DOUBTED), (
-            FailAttempt(f"node {receiver.node_id} did not stage it in time"),
-        )
-    return receiver, ()
+        late = Failure(FailureKind.LATE, "it did not stage the version in time")
+        return replace(node, state=NodeState.DOUBTED), (FailAttempt(late),)
+    return node, ()
 
 
-def drop(receiver: NodeView, why: str, ejected: bool = True) -> Step:
-    """The node is no receiver any more: the connection has ended, or a new one replaces it, or it is `ejected`."""
-    return replace(receiver, state=NodeState.GONE, attempt=None), (DropNode(why, ejected),)
+def drop(node: NodeView, action: DropNode) -> Step:
+    """The node is no member any more: the connection has ended, or a new one replaces it, or it is ejected."""
+    return replace(node, state=NodeState.GONE, attempt=None), (action,)
+
+
+@dataclass
+class Split:
+    """The ways that a version takes to the nodes that are ready for it."""
+
+    together: list[NodeView] = field(default_factory=lambda: list[NodeView]())  # by broadcast
+    relayed: list[NodeView] = field(default_factory=lambda: list[NodeView]())
+    probation: NodeView | None = None  # the one of `together` that is on trial
 
 
 def split(
-    ready: list[NodeView], everyone: Iterable[NodeView], transport: str, published: int, version: int
-) -> tuple[list[NodeView], list[NodeView], NodeView | None]:
-    """(nodes for the group, nodes for the relay, the member of the group that is on trial) for `version`.
+    ready: list[NodeView], everyone: Iterable[NodeView], *, transport: str, published: int, version: int
+) -> Split:
+    """The ways to `ready` for `version`; `published`: publishes so far.
 
     The group takes nodes that were active before and can receive over `transport`. The relay takes newcomers, unless
     no node has weights yet, and nodes that the group does not reach. One of the latter at a time gets another trial.
     """
-    waiting = {r.identity for r in ready}
-    begun = any(r.version >= 0 or (r.attempt is not None and r.identity not in waiting) for r in everyone)
-    together: list[NodeView] = []
-    relayed: list[NodeView] = []
-    probation: NodeView | None = None
-    for receiver in ready:
-        route = receiver.route
-        if transport == "relay" or transport not in receiver.transports or (begun and not receiver.settled):
-            relayed.append(receiver)
+    waiting = {node.identity for node in ready}
+    begun = any(node.version >= 0 or (node.attempt is not None and node.identity not in waiting) for node in everyone)
+    ways = Split()
+    for node in ready:
+        route = node.route
+        if transport == "relay" or transport not in node.transports or (begun and not node.settled):
+            ways.relayed.append(node)
         elif not route.relayed:
-            together.append(receiver)
-        elif probation is None and route.failures_at(version) == 0 and route.returns_at <= published:
-            probation = receiver
+            ways.together.append(node)
+        elif ways.probation is None and route.failures_at(version) == 0 and route.returns_at <= published:
+            ways.probation = node
         else:
-            relayed.append(receiver)
-    if probation is not None:
-        together.append(probation)
-    return together, relayed, probation
+            ways.relayed.append(node)
+    if ways.probation is not None:
+        ways.together.append(ways.probation)
+    return ways
 
 
-STAGES = {"joining": "queued", "idle": "queued", "flipping": "flipping"}  # by state; excluded nodes get nothing
+# ---------------------------------------------------------------- figures
+
+STAGES = {NodeState.JOINING: "queued", NodeState.IDLE: "queued", NodeState.FLIPPING: "flipping"}
 
 
 @dataclass(frozen=True)
@@ -319,7 +366,8 @@ class Figures:
     """The PublishStats so far, `now`. The control thread changes them, any thread reads them."""
 
     def __init__(self, incarnation: int = 0) -> None:
-        self._incarnation, self._changed = incarnation, threading.Condition()
+        self._incarnation = incarnation
+        self._changed = threading.Condition()
         self.now = PublishStats()
         self._canary_version = -1  # newest version with a canary
         self._newest = self._traced = (-1, 0.0)  # newest target and newest one with a span: version, when it started
@@ -336,12 +384,13 @@ class Figures:
             self._canary_version = snapshot.version
         self.change(published=self.now.published + 1)
 
-    def describe(self, receivers: Collection[NodeView], targets: VersionSchedule) -> None:
-        """Derive from the receivers how far the versions have come."""
-        fleet = [r for r in receivers if not r.pool]  # no figure waits for an evaluation
-        live = [r for r in fleet if r.state is not NodeState.EXCLUDED]
-        excluded = [r.reason for r in fleet if r.state is NodeState.EXCLUDED]
-        before, active = self.now, min((r.version for r in live), default=-1)
+    def describe(self, nodes: Collection[NodeView], schedule: VersionSchedule) -> None:
+        """Derive from the nodes how far the versions have come."""
+        fleet = [node for node in nodes if not node.pool]  # no figure waits for an evaluation
+        live = [node for node in fleet if node.state is not NodeState.EXCLUDED]
+        excluded = [node.excluded.text for node in fleet if node.excluded is not None]
+        before = self.now
+        active = min((node.version for node in live), default=-1)
         # An excluded node leaves within a second. Its reason stays until some other node may generate.
         fatal = None if live else (excluded[0] if excluded else before.fatal)
         self.change(
@@ -349,11 +398,11 @@ class Figures:
             version_sent=max(active, before.version_sent),
             version_active=active,
             fatal=fatal,
-            canary_owed=any(r.version >= self._canary_version > r.canary_version for r in live),
-            undelivered=undelivered(receivers, targets),
-            held=tuple(targets.holds),
+            canary_owed=any(node.version >= self._canary_version > node.canary_version for node in live),
+            undelivered=undelivered(nodes, schedule),
+            held=tuple(schedule.holds),
         )
-        self._trace(targets.current)
+        self._trace(schedule.current)
 
     def activated(self, attempt: Attempt, whole: bool, difference: float | None) -> None:
         """A node runs the attempt's version; `whole`: every settled node does. `difference`: what its canary found."""
@@ -375,8 +424,10 @@ class Figures:
         for target in (before, self._newest):
             through = target != self._newest or not self.now.undelivered
             if target > self._traced and through:
-                self._traced, told = target, {"version": target[0], "incarnation": self._incarnation}
-                SPANS.add(f"publish version {target[0]}", "publish", target[1], track="publish", **told)
+                self._traced = target
+                version, started = target
+                told = {"version": version, "incarnation": self._incarnation}
+                SPANS.add(f"publish version {version}", "publish", started, track="publish", **told)
 
     def wait_settled(self, published: int, version: int, timeout_s: float) -> bool:
         """Wait until the `published`th offer, `version`, is active on every live node, or newer versions have to wait.
@@ -393,14 +444,14 @@ class Figures:
             return self._changed.wait_for(settled, timeout_s)
 
 
-def undelivered(receivers: Iterable[NodeView], targets: VersionSchedule) -> tuple[Undelivered, ...]:
+def undelivered(nodes: Iterable[NodeView], schedule: VersionSchedule) -> tuple[Undelivered, ...]:
     """The nodes that the version meant for them has not reached yet, the longest-waiting first."""
     found: list[Undelivered] = []
-    for receiver in receivers:
-        current = targets.evaluated if receiver.pool else targets.current
-        attempt, stage = receiver.attempt, STAGES.get(receiver.state.value, "receiving")
-        if attempt is not None:
-            found.append(Undelivered(receiver.node_id, attempt.version, stage, attempt.started))
-        elif stage == "queued" and current is not None and receiver.version != current.version:
-            found.append(Undelivered(receiver.node_id, current.version, stage, current.started))
+    for node in nodes:
+        current = schedule.evaluated if node.pool else schedule.current
+        stage = STAGES.get(node.state, "receiving")
+        if node.attempt is not None:
+            found.append(Undelivered(node.node_id, node.attempt.version, stage, since=node.attempt.started))
+        elif stage == "queued" and current is not None and node.version != current.version:
+            found.append(Undelivered(node.node_id, current.version, stage, since=current.started))
     return tuple(sorted(found, key=lambda one: one.since))

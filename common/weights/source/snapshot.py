@@ -49,12 +49,16 @@ class Payload:
     def size(self) -> int:
         return self.flat.numel() + sum(self.elsewhere.values())
 
-    def seal(self, piece: int, origin: str, secured: bool, post: Callable[[Callable[[], None]], None]) -> None:
+    def seal_own_part(
+        self, piece: int, *, origin: str, secured: bool, post: Callable[[Callable[[], None]], None]
+    ) -> None:
         """Make this rank's part in a thread, once; `post` brings it, or an error, to the thread that calls this."""
         if not self.sealing:
             self.sealing = True
             pool = ThreadPoolExecutor(1, "seal-weights")
-            work = pool.submit(lambda: new_part(self.in_host, 0, self.flat.numel(), piece, origin, secured))
+            work = pool.submit(
+                lambda: new_part(self.in_host, 0, self.flat.numel(), piece=piece, origin=origin, secured=secured)
+            )
             work.add_done_callback(lambda done: post(lambda: self.add_part(0, done.result())))
             pool.shutdown(wait=False)
 
@@ -76,15 +80,15 @@ class Snapshot:
     flat: torch.Tensor  # this rank's part
     canary: Canary | None
     started: float  # when `publish` was called, perf_counter seconds
-    full: Payload = field(init=False)  # the whole version, once it is sealed
-    deltas: dict[int, Payload] = field(default_factory=dict)  # by base version
+    full: Payload = field(init=False)  # the whole version, once it has checksums
+    deltas: dict[int, Payload] = field(default_factory=lambda: dict[int, Payload]())  # by base version
     whole: bool = False  # every source has its part
     sent: bool = False  # it began to travel
     checksum: str = ""  # xxh3 digest of the whole buffer
     bytes_staged: int = 0  # received and verified, summed over all nodes
 
-    def seal(self, bucket_bytes: int) -> None:
-        """Compute the checksums that every node verifies."""
+    def add_checksums(self, bucket_bytes: int) -> None:
+        """Compute the checksums that every node verifies; the snapshot is ready to travel then."""
         buckets, self.checksum = flat_buffer.all_checksums(self.flat, bucket_bytes, self.layout.checksums)
         self.full = Payload(self.flat, bucket_bytes, buckets)
 
@@ -106,7 +110,8 @@ class SnapshotMaker:
     def __init__(self, dtype: str, device: torch.device | None = None) -> None:
         """`dtype`: the engines' dtype; the learner may export another one. Buffers are on `device`; None: in host
         memory."""
-        self._dtype, self._device = dtype, device
+        self._dtype = dtype
+        self._device = device
         self._whole: Layout | None = None
         self._free: list[tuple[torch.Tensor, Views]] = []  # buffers of snapshots that are gone
         self.layout: Layout | None = None
@@ -114,7 +119,8 @@ class SnapshotMaker:
     def share(self, parts: list[TensorSpecs], number: int) -> None:
         """Copy part `number` only; `parts` are (name, shape) of all tensors, source by source."""
         typed = [[(name, self._dtype_of(name), shape) for name, shape in part] for part in parts]
-        self._whole, self.layout = Layout.of(*typed), Layout.of(typed[number])
+        self._whole = Layout.of(*typed)
+        self.layout = Layout.of(typed[number])
 
     def make(self, version: int, named: Iterable[tuple[str, torch.Tensor]], canary: Canary | None) -> Snapshot:
         """Consume `named` (Hugging Face name, full tensor); raises ValueError when names or shapes changed."""
@@ -152,13 +158,14 @@ class Deltas:
 
     def __init__(self, encoding: str, anchor_every: int) -> None:
         """`encoding` is weights.encoding; every `anchor_every`th version travels whole in any case (0: none does)."""
-        self._enabled, self._anchor_every = encoding == "delta", anchor_every
+        self._enabled = encoding == "delta"
+        self._anchor_every = anchor_every
         self._kept: list[Snapshot] = []  # oldest first
         self._versions = 0
 
-    def seal(self, snapshot: Snapshot, bucket_bytes: int) -> None:
+    def prepare(self, snapshot: Snapshot, bucket_bytes: int) -> None:
         """Give `snapshot` its checksums and its deltas, and keep it as a base of those to come."""
-        snapshot.seal(bucket_bytes)
+        snapshot.add_checksums(bucket_bytes)
         if not self._enabled:
             return
         sent = [s for s in self._kept if s.sent][-1:]
@@ -167,11 +174,12 @@ class Deltas:
         self._versions += 1
         for base in bases if not anchor else ():
             started = time.perf_counter()
-            stream = delta.encode(base.flat, snapshot.flat, delta.BUCKET_BYTES, THREADS)
+            stream = delta.encode(base.flat, snapshot.flat, delta.BLOCK_BYTES, THREADS)
             if stream.numel() < snapshot.flat.numel():
                 checksums, _ = flat_buffer.all_checksums(stream, bucket_bytes)
                 snapshot.deltas[base.version] = Payload(stream, bucket_bytes, checksums, base.version)
-            took, share = time.perf_counter() - started, stream.numel() / snapshot.flat.numel()
+            took = time.perf_counter() - started
+            share = stream.numel() / snapshot.flat.numel()
             logger.info("version %d from %d: %.1f %% in %.3f s", snapshot.version, base.version, 100 * share, took)
         self._kept = [*bases[:1], snapshot] if bases and bases[0].sent else [snapshot]
 
@@ -219,7 +227,8 @@ class VersionSchedule:
     def add(self, snapshot: Snapshot) -> None:
         """A new version; they come in order."""
         if snapshot.version <= min(self.holds.values(), default=snapshot.version):
-            self.current, self._waiting = snapshot, None
+            self.current = snapshot
+            self._waiting = None
         else:
             self._waiting = snapshot
         if snapshot.version in self.wanted:

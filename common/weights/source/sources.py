@@ -1,7 +1,8 @@
-"""A rank of the learner that sends its own part of the weights, from its own machine, as the lead asks for it.
+"""Ranks of the learner that send parts of their own, each from its machine: as the lead sees them, and such a rank.
 
-The training thread copies a version, as on the lead. This source's thread computes checksums and deltas, and tells
-the lead's control socket. It makes the parts that nodes fetch, and serves them until the lead says that no node does.
+On such a rank the training thread copies a version, as on the lead. The source's thread computes checksums and deltas,
+and tells the lead's control socket. It makes the parts that nodes fetch, and serves them until the lead says that no
+node does.
 """
 
 import contextlib
@@ -27,23 +28,28 @@ from common.weights.wire import messages
 from common.weights.wire.messages import Keep, LearnerMessage, PartReady, PartSealed, SealPart, SourceMessage
 from common.weights.wire.pieces import PartBuffer, new_part
 
+logger = logging.getLogger(__name__)
+
+LOOK_MS = 1000
+OFFER_S = 1.0  # between two announcements that a part is ready: connections may lose one
 PATIENCE_S = 10.0  # for a part, before the log says who has not offered it
 SEAL_S = 1.0  # between two requests for the same part: connections may lose one
 
 
 class LeadEndpoint(msgspec.Struct, frozen=True):
-    """The control endpoint, its incarnation, and the password of all servers of parts."""
+    """What the other ranks need to send their parts: the lead's control socket, and whose it is."""
 
     address: str
     incarnation: int
-    password: str
+    password: str  # of all servers of parts
 
 
 class OtherSources:
     """Used by the control thread. A version is whole when every source has its part of it."""
 
     def __init__(self, incarnation: int, send: Callable[[bytes, LearnerMessage], object]) -> None:
-        self._incarnation, self._send = incarnation, send
+        self._incarnation = incarnation
+        self._send = send
         self.count = 0  # how many sources there are beside the lead
         self._connections: dict[int, bytes] = {}  # by source number
         self._offered: dict[int, dict[int, PartReady]] = {}  # by version and source number
@@ -85,7 +91,8 @@ class OtherSources:
         if self._waiting and not ends:
             self._warn(self._waiting[0])
         end = ends[-1] if ends else 0
-        found, self._waiting = self._waiting[:end], self._waiting[end:]
+        found = self._waiting[:end]
+        self._waiting = self._waiting[end:]
         for snapshot in found:
             offered = self._offered.get(snapshot.version, {})
             snapshot.whole = len(offered) >= self.count
@@ -117,12 +124,6 @@ class OtherSources:
                 self._send(identity, Keep(sorted(versions)))
 
 
-logger = logging.getLogger(__name__)
-
-LOOK_MS = 1000
-OFFER_S = 1.0  # between two offerings of the same version: connections may lose one
-
-
 class RemoteSource:
     """Source `number`, from 1 on; the lead is source 0."""
 
@@ -131,6 +132,7 @@ class RemoteSource:
         number: int,
         parts: list[TensorSpecs],
         lead: LeadEndpoint,
+        *,
         dtype: str,
         weights: WeightsConfig,
         credentials: str | None = None,
@@ -140,9 +142,12 @@ class RemoteSource:
 
         It serves on `weights.address`. Raises zmq.ZMQError, or UsageError when the learner's keys cannot be read.
         """
-        self._number, self._incarnation = number, lead.incarnation
-        self._secured, self._bucket_bytes = credentials is not None, bucket_bytes or weights.bucket_mib << 20
-        self._maker, self._deltas = SnapshotMaker(dtype), Deltas(weights.encoding, weights.anchor_every)
+        self._number = number
+        self._incarnation = lead.incarnation
+        self._secured = credentials is not None
+        self._bucket_bytes = bucket_bytes or weights.bucket_mib << 20
+        self._maker = SnapshotMaker(dtype)
+        self._deltas = Deltas(weights.encoding, weights.anchor_every)
         self._maker.share(parts, number)
         self._server = RelayServer(weights.address, lead.password)
         self._snapshots: dict[int, Snapshot] = {}
@@ -180,7 +185,8 @@ class RemoteSource:
         self._thread.join(5)
 
     def _run(self) -> None:
-        poller, said = zmq.Poller(), time.monotonic()
+        poller = zmq.Poller()
+        said = time.monotonic()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake.fileno(), zmq.POLLIN)
         try:
@@ -190,17 +196,17 @@ class RemoteSource:
                     for snapshot in self._snapshots.values():
                         self._offer(snapshot)
                 if self._socket in dict(poller.poll(LOOK_MS)):
-                    self._obey(messages.decode_from_learner(self._socket.recv()))
+                    self._handle(messages.decode_from_learner(self._socket.recv()))
                 self._wake.drain()
                 while not self._copied.empty():
                     snapshot = self._copied.get()
-                    self._deltas.seal(snapshot, self._bucket_bytes)
+                    self._deltas.prepare(snapshot, self._bucket_bytes)
                     self._snapshots[snapshot.version] = snapshot
                     self._offer(snapshot)
         except Exception as error:
             logger.exception("source %d of weights stopped", self._number)
             self._error = f"source {self._number} of weights stopped: {error!r}"
-            self._say(PartSealed(self._number, self._incarnation, -1, -1, None, self._error[:500]))
+            self._say(PartSealed(self._number, self._incarnation, version=-1, base=-1, reason=self._error[:500]))
         finally:
             self._server.close()
             self._socket.close(linger=1000)
@@ -214,12 +220,13 @@ class RemoteSource:
         with contextlib.suppress(zmq.Again):  # the lead reads nothing; it hears of it later
             self._socket.send(messages.encode(message), zmq.NOBLOCK)
 
-    def _obey(self, message: messages.LearnerMessage) -> None:
+    def _handle(self, message: messages.LearnerMessage) -> None:
         if isinstance(message, SealPart) and message.version in self._snapshots:
             key = message.version, message.base
             if key not in self._served:
                 self._served[key] = self._seal(self._snapshots[message.version], message.base, message.piece_bytes)
-            self._say(PartSealed(self._number, self._incarnation, *key, self._served[key].part))
+            part = self._served[key].part
+            self._say(PartSealed(self._number, self._incarnation, message.version, base=message.base, part=part))
         elif isinstance(message, Keep):
             for version in [v for v in self._snapshots if v < max(message.versions) and v not in message.versions]:
                 for key in [key for key in self._served if key[0] == version]:
@@ -232,7 +239,9 @@ class RemoteSource:
         """Make the part of a payload that travels, and serve it."""
         payload = snapshot.full if base < 0 else snapshot.deltas[base]
         snapshot.sent = True
-        part = new_part(payload.flat, 0, payload.flat.numel(), piece, self._server.address, self._secured)
+        part = new_part(
+            payload.flat, 0, payload.flat.numel(), piece=piece, origin=self._server.address, secured=self._secured
+        )
         buffer = PartBuffer(part, payload.flat)
         self._server.offer(buffer)
         return buffer

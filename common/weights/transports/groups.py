@@ -7,7 +7,6 @@ of a group meet through a store whose entries travel over the control socket. `G
 import contextlib
 import datetime
 import importlib
-import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ import torch
 from torch import distributed
 
 from common.process.local_address import host_and_port, local_address
+from common.weights.wire.failures import GivenUp, GroupFailed, Late
 from common.weights.wire.messages import Epoch
 
 ROOT = 0
@@ -87,7 +87,8 @@ class RelayedStore(dist.Store):
         super().__init__()  # type: ignore
         self._entries: dict[str, bytes] = {}
         self._changed = threading.Condition()
-        self._timeout_s, self._tell = timeout_s, tell
+        self._timeout_s = timeout_s
+        self._tell = tell
         self._closed = False
 
     def add_entries(self, entries: Mapping[str, bytes]) -> None:
@@ -110,7 +111,7 @@ class RelayedStore(dist.Store):
         self._tell(key, data)
 
     def get(self, key: str) -> bytes:
-        """Raises RuntimeError when it does not come in time."""
+        """Raises Late when it does not come in time, GivenUp when the store is closed."""
         self.wait([key])
         return self._entries[key]
 
@@ -118,14 +119,15 @@ class RelayedStore(dist.Store):
         return [self.get(key) for key in keys]
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
-        """Raises RuntimeError when they do not all come in time."""
+        """Raises Late when they do not all come in time, GivenUp when the store is closed."""
         limit_s = self._timeout_s if timeout is None else min(timeout.total_seconds(), self._timeout_s)
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._entries.keys() >= set(keys), limit_s)
             missing = set(keys) - self._entries.keys()
         if missing:
-            why = "the group was given up" if self._closed else f"not all members came within {limit_s:g} s"
-            raise RuntimeError(f"{why}: {len(missing)} entries are missing")
+            if self._closed:
+                raise GivenUp(f"the group was given up: {len(missing)} entries are missing")
+            raise Late(f"not all members came within {limit_s:g} s: {len(missing)} entries are missing")
 
     def check(self, keys: list[str]) -> bool:
         with self._changed:
@@ -159,15 +161,12 @@ def bucket_timeout(publish_timeout_s: float) -> float:
     return max(0.5, publish_timeout_s / 4)
 
 
-def reason_of(error: Exception) -> str:
-    """The first line of a transport's error, without gloo's source path and advice."""
-    text = str(error).strip().split("\n")[0] or type(error).__name__
-    text = re.sub(r"\[/[^\]]*\.cc:\d+\]\s*", "", text)
-    return text.split(". This is typically caused")[0]
-
-
 class GlooGroup:
-    """ProcessGroupGloo of the epoch's members."""
+    """ProcessGroupGloo of the epoch's members.
+
+    When a member dies, the others wait at most for the timeout of one bucket. Some of them get an error from gloo at
+    once; the rest wait for the timeout.
+    """
 
     def __init__(self, epoch: Epoch, store: RelayedStore) -> None:
         """Meet the other members; raises RuntimeError when not all come within `epoch.timeout_s`."""
@@ -177,14 +176,15 @@ class GlooGroup:
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
         group = self._group
         if group is None:
-            raise RuntimeError("the group was closed")
+            raise GivenUp("the group was closed")
         options = from_root()
         options.timeout = datetime.timedelta(seconds=timeout_s)
         return group.broadcast([bucket], options).wait  # one thread works through them: the clock starts with its turn
 
     def close(self) -> None:
         """Drop the group; its destructor takes tens of milliseconds, so a side thread runs it."""
-        doomed, self._group = [self._group], None
+        doomed = [self._group]
+        self._group = None
         threading.Thread(target=doomed.clear, daemon=True, name="drop-gloo-group").start()
 
 
@@ -217,7 +217,7 @@ def require(transport: str) -> None:
 def open_group(epoch: Epoch, store: RelayedStore) -> Group:
     """A group of the epoch's transport; waits and raises as that transport's class does, or RuntimeError."""
     if epoch.transport not in GROUPS:
-        raise RuntimeError(f"weights travel over {epoch.transport!r}, this version knows relay, {', '.join(GROUPS)}")
+        raise GroupFailed(f"weights travel over {epoch.transport!r}, this version knows relay, {', '.join(GROUPS)}")
     module, _, name = GROUPS[epoch.transport].partition(":")
     form: GroupFactory = getattr(importlib.import_module(module), name)
     return form(epoch, store)

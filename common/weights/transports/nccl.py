@@ -1,5 +1,10 @@
 """Broadcasts over NCCL between the devices of learner and nodes, with communicators that never block.
 
+A collective between devices may never end when a member is gone. So one thread of a DeviceGroup makes all calls, and
+asks the library again and again whether it is through. At the deadline the caller continues, and the thread aborts the
+communicator, also one that is still forming, which frees the devices of the survivors. The contract suite runs all of
+DeviceGroup over gloo, with the CPU as the device.
+
 Not vLLM's NCCL weight-transfer engine: that one receives into the live parameters while generation stands still, and
 knows neither a deadline nor a version. Here buckets are staged and verified first, as with every transport. Not torch's
 process group either: it waits for a group to form under the lock that its abort needs.
@@ -25,6 +30,7 @@ import torch
 from common.errors import UsageError
 from common.process.versions import versions
 from common.weights.transports.groups import ROOT, RelayedStore, dist
+from common.weights.wire.failures import GivenUp, GroupFailed, Late
 from common.weights.wire.messages import Epoch
 
 logger = logging.getLogger(__name__)
@@ -108,7 +114,7 @@ class DeviceGroup:
         pause_s, longest_s = PAUSES_S
         while communicator.pending():
             if self._closing.is_set():
-                raise RuntimeError("the group was closed")
+                raise GivenUp("the group was closed")
             time.sleep(pause_s)
             pause_s = min(1.1 * pause_s, longest_s)
 
@@ -121,11 +127,11 @@ class DeviceGroup:
         deadline = time.monotonic() + timeout_s
         while True:
             if self._closing.is_set():
-                raise RuntimeError("the group was closed")
+                raise GivenUp("the group was closed")
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 self.close()
-                raise RuntimeError(f"{what} within {timeout_s:g} s; its communicator was aborted")
+                raise Late(f"{what} within {timeout_s:g} s; its communicator was aborted")
             try:
                 return done.result(min(left_s, LOOK_S))
             except TimeoutError:
@@ -141,7 +147,7 @@ class DeviceGroup:
                 try:
                     call()
                 except Exception as error:  # the library's errors are raised where the call is waited for
-                    done.set_exception(error if isinstance(error, RuntimeError) else RuntimeError(str(error)))
+                    done.set_exception(error if isinstance(error, RuntimeError) else GroupFailed(str(error)))
                 else:
                     done.set_result(None)
             try:
@@ -307,7 +313,7 @@ class NcclCommunicator:
     def _check(self, code: int) -> None:
         if code not in (0, IN_PROGRESS):
             said = [self._nccl.ncclGetErrorString(code), self._nccl.ncclGetLastError(None)]
-            raise RuntimeError(f"NCCL: {'; '.join(text.decode(errors='replace') for text in said if text)}")
+            raise GroupFailed(f"NCCL: {'; '.join(text.decode(errors='replace') for text in said if text)}")
 
 
 def listener(port: int) -> socket.socket | None:

@@ -17,13 +17,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
+import torch
 import zmq
 
 from common.security.curve import give_password
+from common.weights.wire.failures import Damaged, GivenUp, Late, Mismatch
+from common.weights.wire.messages import Publish
 from common.weights.wire.pieces import LARGEST, TAG_BYTES, PartBuffer
 from common.weights.wire.sockets import RouterSocket
 
@@ -79,10 +83,18 @@ class RelayServer:
         self._withdrawn = deque[str](maxlen=WITHDRAWN)
         self._lock = threading.Lock()
         self._clients: dict[bytes, OpenRequests] = {}
-        self.host, self.password = host, password
-        self._router = RouterSocket(host, MAX_REQUEST_BYTES, 2 * WINDOW, unread_messages=2 * WINDOW, password=password)
+        self.host = host
+        self.password = password
+        self._router = RouterSocket(
+            host,
+            max_message_bytes=MAX_REQUEST_BYTES,
+            waiting_messages=2 * WINDOW,
+            unread_messages=2 * WINDOW,
+            password=password,
+        )
         self.address = self._router.address
-        self._closing = self._full = False
+        self._closing = False
+        self._full = False  # a connection did not take its answer
         self._thread = threading.Thread(target=self._serve, daemon=True, name="relay-weights")
         self._thread.start()
 
@@ -114,8 +126,8 @@ class RelayServer:
     def _serve(self) -> None:
         try:
             while not self._closing:
-                full, self._full = self._full, False
-                look_s = FULL_S if full else UNKNOWN_S / 10  # without a request there is nothing to look at
+                look_s = FULL_S if self._full else UNKNOWN_S / 10  # without a request there is nothing to look at
+                self._full = False
                 self._router.wait(int(1000 * look_s) if self._clients else None)
                 with contextlib.suppress(zmq.Again):
                     for _ in range(4 * WINDOW):
@@ -156,7 +168,8 @@ class RelayServer:
         """Whether the oldest request could be answered with its piece."""
         get = client.requests[0]
         with self._lock:
-            buffer, withdrawn = self._buffers.get(get.part), get.part in self._withdrawn
+            buffer = self._buffers.get(get.part)
+            withdrawn = get.part in self._withdrawn
         if buffer is None:
             if withdrawn or time.monotonic() > client.since + UNKNOWN_S:
                 self._refuse(connection, "this version is not served here" + " any more" * withdrawn)
@@ -191,24 +204,28 @@ class RelayServer:
 
 
 class Stall(msgspec.Struct, frozen=True):
-    """A fetch that waits for another source: its source, the pieces that are here, and the reason ('': silence)."""
+    """A fetch that waits for another source than `source`, with `pieces` pieces here."""
 
     source: str
     pieces: int
-    reason: str
+    reason: str  # '' for silence
 
 
 class Fetch:
     """Brings a buffer's pieces here, from one source after the other. `run` in one thread, the rest from any."""
 
     def __init__(self, buffer: PartBuffer, source: str, password: str = "") -> None:
-        self._buffer, self._source, self._password, self._routes = buffer, source, password, 0
-        self.stall: Stall | None = None
+        self._buffer = buffer
+        self._source = source
+        self._password = password
+        self._routes = 0  # how often it was rerouted
+        self.stall: Stall | None = None  # it waits for another source
         self._closing = False
 
     def reroute(self, source: str) -> None:
         """Go on from `source`, also if that is the same: then with a new connection."""
-        self._source, self.stall = source, None
+        self._source = source
+        self.stall = None
         self._routes += 1
 
     def close(self) -> None:
@@ -216,8 +233,9 @@ class Fetch:
         self._closing = True
 
     def run(self, timeout_s: float, note: Note = lambda: None) -> None:
-        """Return when every piece is there; calls `note` after pieces. Raises RuntimeError when closed or late."""
-        deadline, buffer = time.monotonic() + timeout_s, self._buffer
+        """Return when every piece is there; calls `note` after pieces. Raises GivenUp when closed, and Late."""
+        deadline = time.monotonic() + timeout_s
+        buffer = self._buffer
         with zmq.Context() as context:
             while buffer.arrived < buffer.count:
                 route = self._routes
@@ -228,22 +246,24 @@ class Fetch:
         self, connection: "SourceConnection", route: int, timeout_s: float, deadline: float, note: Note
     ) -> None:
         """Take pieces in until all are there or there is another source."""
-        buffer, source = self._buffer, connection.address
-        heard, failed = time.monotonic(), ""
+        buffer = self._buffer
+        source = connection.address
+        heard = time.monotonic()
+        failed = ""
         while buffer.arrived < buffer.count and self._routes == route:
             now = time.monotonic()
             if self._closing:
-                raise RuntimeError("the transfer was given up")
+                raise GivenUp("the transfer was given up")
             if now > deadline:
                 came = f"{buffer.arrived} of {buffer.count} pieces came within {timeout_s:g} s"
-                raise RuntimeError(f"{came}, at last from {source}: {failed or 'silence'}")
+                raise Late(f"{came}, at last from {source}: {failed or 'silence'}")
             try:
                 if failed:
                     time.sleep(LOOK_S)
                 elif connection.take(LOOK_S):
                     heard = now
                     note()
-            except (ValueError, zmq.ZMQError) as error:
+            except (ValueError, Damaged, zmq.ZMQError) as error:
                 failed = str(error)
             if self._routes == route:
                 stands_still = failed or now - heard > STALL_S
@@ -254,7 +274,9 @@ class SourceConnection:
     """To one source, for the pieces from the first that is not there."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, into: PartBuffer, password: str) -> None:
-        self._buffer, self._asked = into, into.arrived
+        self.address = address
+        self._buffer = into
+        self._asked = into.arrived
         self._window = min(WINDOW, max(8, WINDOW_BYTES // into.part.piece_bytes))
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -263,10 +285,10 @@ class SourceConnection:
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST + TAG_BYTES)
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
         give_password(self._socket, password)
-        self.address, self._connected = address, False
+        self._connected = False
 
     def take(self, timeout_s: float) -> bool:
-        """Take in what has come, or comes in time; False if nothing. Raises ValueError, zmq.ZMQError on nonsense."""
+        """Take in what has come, or comes in time; False if nothing. Raises ValueError, Damaged or zmq.ZMQError."""
         if not self._connected:
             self._socket.connect(self.address)
             self._connected = True
@@ -292,3 +314,78 @@ class SourceConnection:
 
     def close(self) -> None:
         self._socket.close(linger=0)
+
+
+class PartFetches:
+    """Fetches all parts of one publish at once, each from a source of its own. `run` in one thread, the rest in any."""
+
+    def __init__(self, publish: Publish, password: str) -> None:
+        self._publish = publish
+        self._password = password
+        self._lock = threading.Lock()
+        self._fetches: list[Fetch] = []
+        self._sources = list(publish.sources)
+        self._closed = False
+
+    @property
+    def stalls(self) -> dict[int, Stall]:
+        """The parts that wait for another source."""
+        return {number: stall for number, fetch in enumerate(self._fetches) if (stall := fetch.stall) is not None}
+
+    def run(self, payload: torch.Tensor, server: RelayServer | None, note_share: Callable[[float], None]) -> None:
+        """Every part into `payload` [n] uint8, while `server` lets other nodes fetch what is here already.
+
+        `note_share` is called with the share that arrived, 0 to 1. Raises Mismatch when the parts are not the payload,
+        GivenUp when it was closed, and Late when it did not arrive in time.
+        """
+        check_parts(self._publish, payload.numel())
+        buffers = [PartBuffer(part, payload, arrived=0) for part in self._publish.parts]
+        with self._lock:
+            if self._closed:
+                raise GivenUp("given up for another transfer")
+            pairs = zip(buffers, self._sources, strict=True)
+            self._fetches = [Fetch(buffer, source, self._password) for buffer, source in pairs]
+            if server is not None:
+                for buffer in buffers:
+                    server.offer(buffer)
+
+        def note() -> None:
+            note_share(sum(buffer.arrived_bytes for buffer in buffers) / max(payload.numel(), 1))
+
+        def fetch(one: Fetch) -> None:
+            try:
+                one.run(self._publish.timeout_s, note)
+            except BaseException:
+                self.close()  # the rest alone is of no use
+                raise
+
+        with ThreadPoolExecutor(len(buffers), "fetch-weights") as pool:
+            running = [pool.submit(fetch, one) for one in self._fetches]
+        failures = [error for one in running if (error := one.exception()) is not None]
+        if failures:
+            if server is not None:
+                server.withdraw(*buffers)
+            raise next((error for error in failures if not isinstance(error, GivenUp)), failures[0])
+
+    def reroute(self, part: int, source: str) -> None:
+        """Fetch the rest of a part from `source`; a part that the publish does not have is ignored."""
+        with self._lock:
+            if part < len(self._sources):
+                self._sources[part] = source
+            if part < len(self._fetches):
+                self._fetches[part].reroute(source)
+
+    def close(self) -> None:
+        """Let `run` end soon."""
+        with self._lock:
+            self._closed = True
+            for fetch in self._fetches:
+                fetch.close()
+
+
+def check_parts(publish: Publish, size: int) -> None:
+    """Raises Mismatch when the parts of `publish` are not the `size` bytes of its payload, each of them once."""
+    parts = sorted(publish.parts, key=lambda part: part.start)
+    ends = [part.start + part.size for part in parts]
+    if len(parts) != len(publish.sources) or [p.start for p in parts] != [0, *ends[:-1]] or ends[-1:] != [size]:
+        raise Mismatch(f"version {publish.version} comes in parts that are not its {size} bytes")

@@ -1,10 +1,10 @@
-"""Exact deltas between two flat buffers: which 16-bit words changed, and by how much, bucket by bucket.
+"""Exact deltas between two flat buffers: which 16-bit words changed, and by how much, block by block.
 
 After one RL step 1 to 15 % of the bfloat16 weights differ, nearly all by one or two units in the last place. So
 positions travel as gaps, and new values as small steps of the word read as an integer, modulo 2^16. A float32 element
-is two words. A bucket travels in the smallest of its forms; the whole bucket is one of them.
+is two words. A block travels in the smallest of its forms; the whole block is one of them.
 
-A stream is one record per bucket, in order, without gaps:
+A stream is one record per block, in order, without gaps:
 
     header   16 bytes: kind, bits per gap, bits per step, 0, changed words, gap codes, steps that did not fit (u32 each)
     positions  BITMAP: one bit a word; else gap codes of `gap_bits` (4, 8 or 16): unchanged words before each changed
@@ -13,8 +13,8 @@ A stream is one record per bucket, in order, without gaps:
              not fit; or the new words themselves (16)
     rest     the new words (u16) of the steps that did not fit
 
-Widths of 4 and 2 bits fill bytes from their low end. Everything is little-endian. A bucket's record is checked before
-the bucket is written. Only a checksum of the result shows whether the base was the right one.
+Widths of 4 and 2 bits fill bytes from their low end. Everything is little-endian. A block's record is checked before
+the block is written. Only a checksum of the result shows whether the base was the right one.
 """
 
 import struct
@@ -25,12 +25,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-SAME, FULL, SPARSE = 0, 1, 2  # kinds of a bucket
+SAME, FULL, SPARSE = 0, 1, 2  # kinds of a block
 BITMAP = 1  # as "bits per gap"
 GAP_BITS, STEP_BITS = (4, 8, 16), (2, 4, 8)
 RAW = 16  # as "bits per step"
 WORD_BYTES = 2
-BUCKET_BYTES = 4 << 20  # the size that learner and nodes encode with
+BLOCK_BYTES = 4 << 20  # the size that learner and nodes encode with
 _HEADER = struct.Struct("<BBBxIII")
 
 Words = NDArray[np.uint16]
@@ -41,48 +41,48 @@ class WrongDelta(ValueError):
     """A stream that no encoder made for this buffer, or one that was damaged on its way."""
 
 
-def encode(old: torch.Tensor, new: torch.Tensor, bucket_bytes: int, threads: int = 1) -> torch.Tensor:
-    """The stream [m] uint8 that turns `old` into `new`, at most n + 16 bytes per bucket.
+def encode(old: torch.Tensor, new: torch.Tensor, block_bytes: int, threads: int = 1) -> torch.Tensor:
+    """The stream [m] uint8 that turns `old` into `new`, at most n + 16 bytes per block.
 
     Args:
         old, new: [n] uint8 on the CPU, n even; ValueError when the sizes do not fit.
-        bucket_bytes: even; bytes that are encoded at a time. A thread's working memory is about 12 times this.
+        block_bytes: even; bytes that are encoded at a time. A thread's working memory is about 12 times this.
         threads: the stream does not depend on their number.
     """
     if old.numel() != new.numel():
         raise ValueError(f"a delta from {old.numel()} to {new.numel()} bytes; both must follow one layout")
     before, after = _words(old), _words(new)
-    step = _bucket_words(bucket_bytes)
-    buckets = [slice(at, at + step) for at in range(0, len(after), step)]
+    step = _block_words(block_bytes)
+    blocks = [slice(at, at + step) for at in range(0, len(after), step)]
     with ThreadPoolExecutor(threads, "encode-weights") as pool:
-        records = pool.map(_encode_bucket, [before[one] for one in buckets], [after[one] for one in buckets])
+        records = pool.map(_encode_block, [before[one] for one in blocks], [after[one] for one in blocks])
         stream = bytearray(b"".join(part for parts in records for part in parts))
     return torch.frombuffer(stream, dtype=torch.uint8) if stream else torch.zeros(0, dtype=torch.uint8)
 
 
-def apply(stream: torch.Tensor, flat: torch.Tensor, bucket_bytes: int) -> None:
-    """Turn `flat` [n] uint8, in place, from the stream's old buffer into its new one; `bucket_bytes` is the encoder's.
+def apply(stream: torch.Tensor, flat: torch.Tensor, block_bytes: int) -> None:
+    """Turn `flat` [n] uint8, in place, from the stream's old buffer into its new one; `block_bytes` is the encoder's.
 
-    Raises WrongDelta when the stream does not fit the buffer or itself; buckets before the wrong one are changed then.
+    Raises WrongDelta when the stream does not fit the buffer or itself; blocks before the wrong one are changed then.
     """
     words, data = _words(flat), _array(stream)
-    step = _bucket_words(bucket_bytes)
+    step = _block_words(block_bytes)
     at = 0
     for start in range(0, len(words), step):
         try:
-            at = _apply_bucket(data, at, words[start : start + step])
+            at = _apply_block(data, at, words[start : start + step])
         except WrongDelta as error:
-            raise WrongDelta(f"bucket {start // step}: {error}") from None
+            raise WrongDelta(f"block {start // step}: {error}") from None
     if at != len(data):
-        raise WrongDelta(f"{len(data) - at} bytes are left over behind the last bucket")
+        raise WrongDelta(f"{len(data) - at} bytes are left over behind the last block")
 
 
-def largest(total_bytes: int, bucket_bytes: int) -> int:
+def largest(total_bytes: int, block_bytes: int) -> int:
     """Bytes that no stream for a buffer of `total_bytes` exceeds."""
-    return total_bytes + _HEADER.size * -(-total_bytes // bucket_bytes)
+    return total_bytes + _HEADER.size * -(-total_bytes // block_bytes)
 
 
-def _encode_bucket(before: Words, after: Words) -> list[bytes]:
+def _encode_block(before: Words, after: Words) -> list[bytes]:
     differs = before != after
     changed = np.flatnonzero(differs)
     if not len(changed):
@@ -106,7 +106,7 @@ def _encode_bucket(before: Words, after: Words) -> list[bytes]:
     return [header, positions, _pack(np.minimum(codes, highest).astype(np.uint16), step_bits), unfit.tobytes()]
 
 
-def _apply_bucket(data: Bytes, at: int, words: Words) -> int:
+def _apply_block(data: Bytes, at: int, words: Words) -> int:
     """Apply the record at `at` of `data` to `words`; returns where the next one begins."""
     header, at = _take(data, at, _HEADER.size)
     kind, gap_bits, step_bits, count, gap_codes, rest = _HEADER.unpack(header.tobytes())
@@ -202,10 +202,10 @@ def _take(data: Bytes, at: int, size: int) -> tuple[Bytes, int]:
     return data[at : at + size].copy() if at % WORD_BYTES else data[at : at + size], at + size
 
 
-def _bucket_words(bucket_bytes: int) -> int:
-    if bucket_bytes <= 0 or bucket_bytes % WORD_BYTES:
-        raise ValueError(f"buckets of {bucket_bytes} bytes; a positive even number is needed")
-    return bucket_bytes // WORD_BYTES
+def _block_words(block_bytes: int) -> int:
+    if block_bytes <= 0 or block_bytes % WORD_BYTES:
+        raise ValueError(f"blocks of {block_bytes} bytes; a positive even number is needed")
+    return block_bytes // WORD_BYTES
 
 
 def _words(flat: torch.Tensor) -> Words:

@@ -10,67 +10,11 @@ import xxhash
 
 from common.weights.wire.layout import WORDS, XXH3, Layout
 
+CACHE_BYTES = 256 << 10  # within a core's cache
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WORD_BYTES = 4
 CHUNK_WORDS = 1 << 20  # with numbers of their own; the working memory is about 20 bytes a word
 LANES = ((0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9), (0x2545F4914F6CDD1D, 0x14D049BB133111EB))  # odd, without a pattern
-
-
-class WordSums:
-    """The checksum of a buffer whose bytes come in any order; those that do not come count as zeros."""
-
-    def __init__(self) -> None:
-        self._sums: torch.Tensor | None = None  # [2] int64, where the data is
-
-    def add(self, data: torch.Tensor, offset: int) -> None:
-        """`data`, of any shape and dtype, is at byte `offset` of the buffer, a multiple of 4."""
-        flat = data.contiguous().view(-1).view(torch.uint8)
-        if self._sums is None:
-            self._sums = torch.zeros(len(LANES), dtype=torch.int64, device=flat.device)
-        place, done = offset // WORD_BYTES, 0
-        while done < flat.numel():
-            chunk, first = divmod(place, CHUNK_WORDS)
-            words = _words(flat[done : done + (CHUNK_WORDS - first) * WORD_BYTES])
-            for lane, numbers in enumerate(_numbers(CHUNK_WORDS, flat.device)):
-                total = (words * numbers[first : first + words.numel()]).sum()
-                self._sums[lane] += total * _odd(chunk, lane)
-            place, done = place + words.numel(), done + words.numel() * WORD_BYTES
-
-    def hexdigest(self) -> str:
-        """32 digits; waits for the device."""
-        sums: Any = [0] * len(LANES) if self._sums is None else self._sums
-        return "".join(f"{int(one) % (1 << 64):016x}" for one in sums)
-
-
-@cache
-def _numbers(count: int, device: torch.device) -> list[torch.Tensor]:
-    """Odd numbers, [count] int64 for each lane."""
-    places = torch.arange(1, count + 1, device=device)
-    return [_mixed(places * spread, mix) for spread, mix in LANES]
-
-
-def _odd(chunk: int, lane: int) -> int:
-    """An odd number of the chunk, made with the other lane's: else place and chunk could change roles."""
-    spread, mix = LANES[1 - lane]
-    return int(_mixed(torch.tensor(chunk) * spread, mix))
-
-
-def _mixed(numbers: torch.Tensor, mix: int) -> torch.Tensor:
-    numbers = (numbers ^ (numbers >> 32)) * mix
-    return (numbers ^ (numbers >> 29)) | 1
-
-
-def _words(flat: torch.Tensor) -> torch.Tensor:
-    """[ceil(n / 4)] int64 of [n] uint8, the last word filled up with zeros."""
-    gap = -flat.numel() % WORD_BYTES
-    if gap or flat.storage_offset() % WORD_BYTES:
-        whole = flat.new_zeros(flat.numel() + gap)
-        whole[: flat.numel()] = flat
-        flat = whole
-    return flat.view(torch.int32).to(torch.int64)
-
-
-BLOCK_BYTES = 256 << 10  # within a core's cache
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def buffer(total_bytes: int, device: torch.device | None = None) -> torch.Tensor:
@@ -141,13 +85,75 @@ def all_checksums(flat: torch.Tensor, bucket_bytes: int, kind: str = XXH3) -> tu
         return [checksum(flat[at : at + bucket_bytes], kind) for at in starts], checksum(flat, kind)
     data_bytes: Any = flat.numpy()
     data = memoryview(data_bytes)
-    whole, buckets = xxhash.xxh3_128(), list[str]()
+    whole = xxhash.xxh3_128()
+    buckets: list[str] = []
     for start in range(0, len(data), bucket_bytes):
         end = min(start + bucket_bytes, len(data))
         bucket = xxhash.xxh3_128()
-        for at in range(start, end, BLOCK_BYTES):
-            block = data[at : min(at + BLOCK_BYTES, end)]
+        for at in range(start, end, CACHE_BYTES):
+            block = data[at : min(at + CACHE_BYTES, end)]
             bucket.update(block)
             whole.update(block)
         buckets.append(bucket.hexdigest())
     return buckets, whole.hexdigest()
+
+
+class WordSums:
+    """A checksum that a device computes where the bytes are; they come in any order, and missing ones count as zeros.
+
+    It sums 32-bit words, each times a number of its place, modulo 2^64: that is the same on every device and in every
+    order. It finds accidents, not forgery. One changed word always changes it, because the numbers are odd. Two words
+    that changed places do but for about one case in 2^64.
+    """
+
+    def __init__(self) -> None:
+        self._sums: torch.Tensor | None = None  # [2] int64, where the data is
+
+    def add(self, data: torch.Tensor, offset: int) -> None:
+        """`data`, of any shape and dtype, is at byte `offset` of the buffer, a multiple of 4."""
+        flat = data.contiguous().view(-1).view(torch.uint8)
+        if self._sums is None:
+            self._sums = torch.zeros(len(LANES), dtype=torch.int64, device=flat.device)
+        place = offset // WORD_BYTES  # of the next word in the buffer
+        done = 0  # bytes of `data`
+        while done < flat.numel():
+            chunk, first = divmod(place, CHUNK_WORDS)
+            words = _words(flat[done : done + (CHUNK_WORDS - first) * WORD_BYTES])
+            for lane, numbers in enumerate(_numbers(CHUNK_WORDS, flat.device)):
+                total = (words * numbers[first : first + words.numel()]).sum()
+                self._sums[lane] += total * _odd(chunk, lane)
+            place += words.numel()
+            done += words.numel() * WORD_BYTES
+
+    def hexdigest(self) -> str:
+        """32 digits; waits for the device."""
+        sums: Any = [0] * len(LANES) if self._sums is None else self._sums
+        return "".join(f"{int(one) % (1 << 64):016x}" for one in sums)
+
+
+@cache
+def _numbers(count: int, device: torch.device) -> list[torch.Tensor]:
+    """Odd numbers, [count] int64 for each lane."""
+    places = torch.arange(1, count + 1, device=device)
+    return [_mixed(places * spread, mix) for spread, mix in LANES]
+
+
+def _odd(chunk: int, lane: int) -> int:
+    """An odd number of the chunk, made with the other lane's: else place and chunk could change roles."""
+    spread, mix = LANES[1 - lane]
+    return int(_mixed(torch.tensor(chunk) * spread, mix))
+
+
+def _mixed(numbers: torch.Tensor, mix: int) -> torch.Tensor:
+    numbers = (numbers ^ (numbers >> 32)) * mix
+    return (numbers ^ (numbers >> 29)) | 1
+
+
+def _words(flat: torch.Tensor) -> torch.Tensor:
+    """[ceil(n / 4)] int64 of [n] uint8, the last word filled up with zeros."""
+    gap = -flat.numel() % WORD_BYTES
+    if gap or flat.storage_offset() % WORD_BYTES:
+        whole = flat.new_zeros(flat.numel() + gap)
+        whole[: flat.numel()] = flat
+        flat = whole
+    return flat.view(torch.int32).to(torch.int64)

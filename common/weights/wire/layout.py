@@ -12,6 +12,7 @@ import msgspec
 
 ALIGNMENT = 64  # bytes; every entry starts at a multiple, so that any dtype can be viewed in place
 XXH3, WORDS = "xxh3", "words"  # checksums that a processor computes, and a device
+DEPTH_SHARE = 64  # a piece's time on all links of a chain is at most this part of the payload's on one
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -49,7 +50,8 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     @classmethod
     def of(cls, *parts: list[tuple[str, str, tuple[int, ...]]], checksums: str = XXH3) -> "Layout":
         """Lay out (name, dtype, shape) in the given order, part by part."""
-        entries, starts = list[Entry](), list[int]()
+        entries: list[Entry] = []
+        starts: list[int] = []
         at = 0
         for tensors in parts:
             starts.append(at)

@@ -30,6 +30,7 @@ PartReady is repeated while the source has V, and SealPart until it is answered,
 Frames: [MessagePack of the tagged union], keyed structs, append-only fields.
 """
 
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -101,6 +102,7 @@ class Rejected(OfVersion, frozen=True, tag="rejected"):
     reason: Text
     fatal: bool = False  # the node excludes itself (proof failed); False: the transfer failed, retry
     epoch: int = -1  # as in Staged
+    kind: Text = ""  # a FailureKind; '' from older nodes
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -233,11 +235,22 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     pass
 
 
+class EjectCode(StrEnum):
+    NOT_MEMBER = "not_member"  # its message came without a Join
+    DROPPED = "dropped"  # it was silent, or failed too often
+    MALFORMED = "malformed"  # its message does not decode
+    REVOKED = "revoked"  # its key is no longer allowed
+    ROLE = "role"  # its key does not allow this message
+    NODE_ID = "node_id"  # its key does not allow this node id
+    VERSIONS = "versions"  # it has another NCCL or Slipstream than the learner
+
+
 class Eject(msgspec.Struct, frozen=True, tag="eject"):
     """The learner dropped this node from the group; it may Join again, unless that would fail for the same reason."""
 
     reason: str
     final: bool = False
+    code: str = ""  # an EjectCode; '' from older learners
 
 
 NodeMessage = Join | Staged | Active | Rejected | Leave | Pong | Listening | Stalled | StoreEntries

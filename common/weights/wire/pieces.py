@@ -19,11 +19,12 @@ from blake3 import blake3
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from common.weights.wire.failures import Damaged
+from common.weights.wire.layout import DEPTH_SHARE
 from common.weights.wire.messages import Part
 
 SMALLEST, USUAL, LARGEST = 16 << 10, 1 << 20, 16 << 20  # bytes of a piece
 MOST_PIECES = 16384  # for a version below 256 GiB: every announcement has their digests
-DEPTH_SHARE = 64  # a piece's time on all links of a chain is at most this part of the payload's on one
 PIECE_S = 0.001  # that a piece takes on a link at least, so that the work per piece does not count
 TAG_BYTES = 16
 RECENT = 32  # sealed pieces that a buffer keeps, for those who are right behind
@@ -67,11 +68,11 @@ class PartBuffer:
         return min(self.arrived * self.part.piece_bytes, self.part.size)
 
     def take_in(self, sealed: Any) -> None:
-        """Check and open the next piece; raises ValueError when it is not what the source sent."""
+        """Check and open the next piece; raises Damaged when it is not what the source sent."""
         number = self.arrived
         at = number * self._digest_bytes
         if digest(sealed, bool(self.part.key)) != self.part.digests[at : at + self._digest_bytes]:
-            raise ValueError(f"checksum mismatch in piece {number} of {self.count}")
+            raise Damaged(f"checksum mismatch in piece {number} of {self.count}")
         room = self._room(number)
         if self._cipher is None:
             room[:] = sealed
@@ -79,7 +80,7 @@ class PartBuffer:
             try:
                 self._cipher.decrypt_into(nonce(number), sealed, None, room)
             except (InvalidTag, ValueError) as error:
-                raise ValueError(f"piece {number} of {self.count} does not open") from error
+                raise Damaged(f"piece {number} of {self.count} does not open") from error
         with self._lock:
             self._recent.append((number, sealed))
             self.arrived = number + 1
@@ -111,7 +112,7 @@ class PartBuffer:
         return self._memory[start : start + self.part.piece_bytes]
 
 
-def new_part(payload: torch.Tensor, start: int, size: int, piece: int, origin: str, secured: bool) -> Part:
+def new_part(payload: torch.Tensor, start: int, size: int, *, piece: int, origin: str, secured: bool) -> Part:
     """The part of `payload` [n] uint8 from `start`, in pieces of `piece` bytes; all are sealed for their digests."""
     key = secrets.token_bytes(32) if secured else b""
     part = Part(secrets.token_hex(16), origin, start, size, piece, b"", key)

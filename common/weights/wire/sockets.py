@@ -1,4 +1,4 @@
-"""The control endpoint of the weight plane: a ROUTER for the nodes and an inbox for this process's threads."""
+"""The ROUTER sockets of the weight plane: one that other threads can wake, and with it the learner's control socket."""
 
 import logging
 import queue
@@ -12,6 +12,13 @@ from common.process.wake import Wake
 from common.security.credentials import belongs_to, load_credential
 from common.security.curve import HANDSHAKE_MS, NO_KEYS, CurveGate, Gate, KeyPair, KeyRing, PasswordGate
 from common.weights.wire import messages
+from common.weights.wire.messages import EjectCode
+
+logger = logging.getLogger(__name__)
+MAX_NODE_MESSAGE_BYTES = 1 << 20  # a source's part has at most half as many bytes of digests
+WAITING_MESSAGES = 32  # unread messages of one node here; more wait at the node
+BATCH_MESSAGES = 512
+MALFORMED_LOGGED = 100
 
 
 class RouterSocket:
@@ -20,6 +27,7 @@ class RouterSocket:
     def __init__(
         self,
         host: str,
+        *,
         max_message_bytes: int,
         waiting_messages: int,
         keys: KeyPair = NO_KEYS,
@@ -77,16 +85,16 @@ class RouterSocket:
         self._context.term()
 
 
-logger = logging.getLogger(__name__)
+class Refused(Exception):
+    """A message that its sender may not say, or that is none."""
 
-MAX_NODE_MESSAGE_BYTES = 1 << 20  # a source's part has at most half as many bytes of digests
-WAITING_MESSAGES = 32  # unread messages of one node here; more wait at the node
-BATCH_MESSAGES = 512
-MALFORMED_LOGGED = 100
+    def __init__(self, code: EjectCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class ControlSocket:
-    """Used by one thread, except `post`. Nodes are connected to it, and other ranks of this learner."""
+    """Where nodes, and other ranks of this learner, talk to the control thread. Only `post` is for other threads."""
 
     def __init__(self, address: str, credentials: str | None = None) -> None:
         """Bind a free port of `address` (host name or IP); with `credentials`, a key folder, for its nodes only.
@@ -95,7 +103,13 @@ class ControlSocket:
         """
         keys = load_credential(credentials, "learner") if credentials is not None else NO_KEYS
         self._ring = KeyRing(credentials, ("node", "learner")) if credentials is not None else None
-        self._router = RouterSocket(address, MAX_NODE_MESSAGE_BYTES, WAITING_MESSAGES, keys, self._ring)
+        self._router = RouterSocket(
+            address,
+            max_message_bytes=MAX_NODE_MESSAGE_BYTES,
+            waiting_messages=WAITING_MESSAGES,
+            keys=keys,
+            allowed=self._ring,
+        )
         self.address = self._router.address
         self.malformed = 0
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -120,26 +134,32 @@ class ControlSocket:
                 identity, *frames = self._router.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            connection = identity.bytes
             try:
-                sender = self._ring.sender(identity) if self._ring is not None else None
-                if self._ring is not None and sender is None:
-                    raise ValueError("this key was revoked")
-                if len(frames) != 1:
-                    raise ValueError(f"{len(frames)} frames")
-                message = messages.decode_from_node(frames[0].buffer)
-                if sender is not None and isinstance(message, messages.SourceMessage) != (sender.role == "learner"):
-                    raise ValueError(f"{type(message).__name__} from a {sender.role}")
-                joins = sender is not None and isinstance(message, messages.Join)
-                if joins and not belongs_to(message.node_id, sender.name):
-                    raise ValueError(f"node id {message.node_id!r} with the credential {sender.name!r}")
-            except (ValueError, RecursionError) as error:
+                message = self._decoded(identity, frames)
+            except (Refused, ValueError, RecursionError) as error:
                 self.malformed += 1
                 if self.malformed <= MALFORMED_LOGGED or self.malformed % 1000 == 0:
-                    logger.warning("message %d that does not decode was ignored: %s", self.malformed, error)
-                self.send(connection, messages.Eject(f"malformed message: {str(error)[:500]}"))
+                    logger.warning("message %d was refused: %s", self.malformed, error)
+                code = error.code if isinstance(error, Refused) else EjectCode.MALFORMED
+                self.send(identity.bytes, messages.Eject(f"malformed message: {str(error)[:500]}", code=code))
                 continue
-            yield connection, message
+            yield identity.bytes, message
+
+    def _decoded(self, identity: zmq.Frame, frames: list[zmq.Frame]) -> messages.NodeMessage | messages.SourceMessage:
+        """The message, if its sender may say it; raises Refused, ValueError or RecursionError."""
+        sender = self._ring.sender(identity) if self._ring is not None else None
+        if self._ring is not None and sender is None:
+            raise Refused(EjectCode.REVOKED, "this key was revoked")
+        if len(frames) != 1:
+            raise Refused(EjectCode.MALFORMED, f"{len(frames)} frames")
+        message = messages.decode_from_node(frames[0].buffer)
+        if sender is None:
+            return message
+        if isinstance(message, messages.SourceMessage) != (sender.role == "learner"):
+            raise Refused(EjectCode.ROLE, f"{type(message).__name__} from a {sender.role}")
+        if isinstance(message, messages.Join) and not belongs_to(message.node_id, sender.name):
+            raise Refused(EjectCode.NODE_ID, f"node id {message.node_id!r} with the credential {sender.name!r}")
+        return message
 
     def send(self, identity: bytes, message: messages.LearnerMessage) -> bool:
         """False when the node's connection is closed."""

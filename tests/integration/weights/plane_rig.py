@@ -77,7 +77,14 @@ class Plane:
     ) -> WeightPublisher:
         """`config`: keys of `weights` that differ from their defaults."""
         weights = msgspec.structs.replace(WeightsConfig(anchor_every=0, timeout_s=60.0), **config)
-        publisher = WeightPublisher(incarnation, dtype, weights, credentials, factory, bucket_bytes)
+        publisher = WeightPublisher(
+            incarnation,
+            dtype,
+            weights,
+            credentials=credentials,
+            group_factory=factory,
+            bucket_bytes=bucket_bytes,
+        )
         self.closing.append(publisher.close)
         return publisher
 

@@ -30,7 +30,8 @@ class Sources:
         self.others = [self.source(number, weights, credentials) for number in (1, 2)]
 
     def source(self, number: int, weights: WeightsConfig, credentials: str | None) -> RemoteSource:
-        return RemoteSource(number, SHAPES, self.publisher.lead, "float32", weights, credentials, BUCKET)
+        options = {"dtype": "float32", "weights": weights, "credentials": credentials, "bucket_bytes": BUCKET}
+        return RemoteSource(number, SHAPES, self.publisher.lead, **options)
 
     def publish(self, version: int, *numbers: int) -> None:
         """The parts of these sources; all of them if none is named."""

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from common.security.credentials import load_credential
+from common.weights.receive.contract import CanaryRead, Flip, Watch
+from common.weights.receive.node_client import WeightClient, until_staged
 from common.weights.receive.receiver import Receiver, StagingStatus
 from common.weights.transports.groups import RelayedStore, receivable
 from common.weights.wire import flat_buffer, messages
+from common.weights.wire.failures import FailureKind, ProofFailed
 from common.weights.wire.messages import Epoch, Publish
-from rollout_fleet.weights.engine_weights import CanaryRead, Flip, ProofFailed, Watch, until_staged
-from rollout_fleet.weights.weight_client import WeightClient
 from tests.contract.transport_receiver import FaultyGroup, count_pieces
 
 _rig: Connection | None = None
@@ -74,7 +75,8 @@ class BufferTarget:
         async def status() -> StagingStatus:
             now = self.receiver.status
             if now.state == "failed":
-                say("failed", version=now.version, reason=now.error)
+                assert now.failure is not None
+                say("failed", version=now.version, kind=now.failure.kind, reason=now.failure.text)
             return now
 
         await self.tell(publish, "")
@@ -93,7 +95,7 @@ class BufferTarget:
         assert self.receiver.layout is not None
         found = flat_buffer.version_checksum(self.weights, self.receiver.layout)
         if found != expected_checksum:
-            raise ProofFailed(f"found {found}, published {expected_checksum}")
+            raise ProofFailed(FailureKind.PROOF, f"found {found}, published {expected_checksum}")
         return Flip(0.0, found)
 
     async def canary(self, tokens: list[int]) -> CanaryRead:
@@ -108,7 +110,7 @@ async def main(node_id: str, credentials: str = "", transport: str = "gloo", **f
     count_pieces(PlaneGroup)
     target = BufferTarget(**faults)
     credential = load_credential(credentials, "node", node_id) if credentials else None
-    client = WeightClient(node_id, target, credential, receivable(transport))
+    client = WeightClient(node_id, target, credential=credential, transports=receivable(transport))
     rig = _rig
     assert rig is not None
     asyncio.get_running_loop().add_reader(rig.fileno(), lambda: client.follow(*json.loads(rig.recv_bytes())))

@@ -9,6 +9,7 @@ import torch
 
 from common.weights.transports import groups
 from common.weights.transports.groups import POSTED, RelayedStore, in_turn
+from common.weights.wire.failures import GivenUp, Late
 from tests.waiting import LIMIT_S
 
 PAYLOAD = torch.arange(2 * POSTED + 5, dtype=torch.uint8)
@@ -97,10 +98,10 @@ def test_who_waits_goes_on_when_the_last_entry_has_come() -> None:
 def test_waiting_ends_at_the_earlier_deadline_and_says_how_much_is_missing() -> None:
     store = RelayedStore(LIMIT_S, lambda key, value: None)
     store.add_entries({"a": b"1"})
-    with pytest.raises(RuntimeError, match=r"not all members came within 0.05 s: 2 entries are missing"):
+    with pytest.raises(Late, match=r"0.05 s: 2 entries"):
         store.wait(["a", "b", "c"], datetime.timedelta(seconds=0.05))
     store.set_timeout(datetime.timedelta(seconds=0.06))
-    with pytest.raises(RuntimeError, match=r"within 0.06 s: 1 entries are missing"):
+    with pytest.raises(Late, match=r"0.06 s: 1 entries"):
         store.wait(["b"], datetime.timedelta(seconds=LIMIT_S))
 
 
@@ -108,7 +109,7 @@ def test_closing_wakes_those_who_wait_and_what_is_there_can_still_be_had() -> No
     store, error = RelayedStore(LIMIT_S, lambda key, value: None), list[str]()
 
     def wait() -> None:
-        with pytest.raises(RuntimeError, match="the group was given up: 1 entries") as raised:
+        with pytest.raises(GivenUp) as raised:
             store.get("b")
         error.append(str(raised.value))
 

@@ -5,7 +5,8 @@ import torch
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from msgspec import structs
 
-from common.weights.receive.receiver import check_parts
+from common.weights.transports.relay import check_parts
+from common.weights.wire.failures import Damaged, Mismatch
 from common.weights.wire.messages import Part, Publish
 from common.weights.wire.pieces import (
     LARGEST,
@@ -28,12 +29,12 @@ ORIGIN = "tcp://127.0.0.1:9"
 
 @pytest.fixture(params=[False, True], ids=["open", "sealed"])
 def source(request: pytest.FixtureRequest) -> PartBuffer:
-    return PartBuffer(new_part(PAYLOAD, 0, len(PAYLOAD), PIECE, ORIGIN, request.param), PAYLOAD)
+    return PartBuffer(new_part(PAYLOAD, 0, len(PAYLOAD), piece=PIECE, origin=ORIGIN, secured=request.param), PAYLOAD)
 
 
 @pytest.fixture
 def sealed() -> PartBuffer:
-    return PartBuffer(new_part(PAYLOAD, 0, len(PAYLOAD), PIECE, ORIGIN, True), PAYLOAD)
+    return PartBuffer(new_part(PAYLOAD, 0, len(PAYLOAD), piece=PIECE, origin=ORIGIN, secured=True), PAYLOAD)
 
 
 def empty(part: Part) -> PartBuffer:
@@ -67,14 +68,14 @@ def test_what_was_taken_in_is_the_payload_and_travels_on_as_it_came(source: Part
 def test_sealed_pieces_are_not_the_payload_and_open_only_with_the_key(sealed: PartBuffer) -> None:
     piece = sealed.piece(0)
     assert len(piece) == PIECE + TAG_BYTES and bytes(PAYLOAD[:8].tolist()) not in piece
-    with pytest.raises(ValueError, match="piece 0 of 38 does not open"):
+    with pytest.raises(Damaged):
         empty(structs.replace(sealed.part, key=bytes(32))).take_in(piece)
 
 
 def test_a_piece_that_somebody_with_the_key_forged_is_refused_and_the_true_one_is_taken(sealed: PartBuffer) -> None:
     forged = AESGCM(sealed.part.key).encrypt(nonce(0), bytes(PIECE), None)
     there = empty(sealed.part)
-    with pytest.raises(ValueError, match="checksum mismatch in piece 0 of 38"):
+    with pytest.raises(Damaged):
         there.take_in(forged)
     assert there.arrived == 0 and not any(there._memory)
     there.take_in(sealed.piece(0))
@@ -83,18 +84,18 @@ def test_a_piece_that_somebody_with_the_key_forged_is_refused_and_the_true_one_i
 
 def test_a_piece_out_of_its_place_is_refused_also_where_the_digests_are_in_that_order(sealed: PartBuffer) -> None:
     second = sealed.piece(1)
-    with pytest.raises(ValueError, match="checksum mismatch"):
+    with pytest.raises(Damaged):
         empty(sealed.part).take_in(second)
     digests = digest(second, True) + sealed.part.digests[32:]
-    with pytest.raises(ValueError, match="does not open"):
+    with pytest.raises(Damaged):
         empty(structs.replace(sealed.part, digests=digests)).take_in(second)
 
 
 def test_without_a_key_damage_and_a_wrong_length_are_found() -> None:
-    source = PartBuffer(new_part(PAYLOAD, 0, len(PAYLOAD), PIECE, ORIGIN, False), PAYLOAD)
+    source = PartBuffer(new_part(PAYLOAD, 0, len(PAYLOAD), piece=PIECE, origin=ORIGIN, secured=False), PAYLOAD)
     piece = source.piece(0)
     assert piece == bytes(PAYLOAD[:PIECE].tolist()) and len(source.part.digests) == 16 * source.count
-    with pytest.raises(ValueError, match="checksum mismatch"):
+    with pytest.raises(Damaged):
         empty(source.part).take_in(bytes([piece[0] ^ 1]) + piece[1:])
     short = structs.replace(source.part, digests=digest(piece[1:], False) + source.part.digests[16:])
     with pytest.raises(ValueError):
@@ -102,14 +103,14 @@ def test_without_a_key_damage_and_a_wrong_length_are_found() -> None:
 
 
 def test_two_parts_have_names_keys_and_digests_of_their_own() -> None:
-    one, two = (new_part(PAYLOAD, 0, PIECE, PIECE, ORIGIN, True) for _ in range(2))
+    one, two = (new_part(PAYLOAD, 0, PIECE, piece=PIECE, origin=ORIGIN, secured=True) for _ in range(2))
     assert one.name != two.name and one.key != two.key and one.digests != two.digests
     assert one.digests == digest(PartBuffer(one, PAYLOAD).sealed(0), True) and len(one.digests) == 32
 
 
 @pytest.mark.parametrize(("start", "size"), [(0, 0), (0, 1), (7, PIECE), (7, 3 * PIECE + 1), (len(PAYLOAD) - 5, 5)])
 def test_a_part_of_any_size_arrives_and_nothing_beside_it_is_written(start: int, size: int) -> None:
-    source = PartBuffer(new_part(PAYLOAD, start, size, PIECE, ORIGIN, True), PAYLOAD)
+    source = PartBuffer(new_part(PAYLOAD, start, size, piece=PIECE, origin=ORIGIN, secured=True), PAYLOAD)
     flat = torch.zeros_like(PAYLOAD)
     there = PartBuffer(source.part, flat, arrived=0)
     for number in range(source.count):
@@ -129,7 +130,7 @@ def test_a_closed_shipment_has_no_pieces_because_its_memory_may_be_written(sourc
 
 @pytest.mark.parametrize("bounds", [(-1, 5, 1), (0, len(PAYLOAD) + 1, 1), (5, -1, 1), (0, 5, 0)])
 def test_a_part_outside_of_its_payload_is_refused(bounds: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="of a payload of"):
+    with pytest.raises(ValueError):
         PartBuffer(Part("n", ORIGIN, *bounds, b""), PAYLOAD)
 
 
@@ -148,5 +149,5 @@ def test_parts_are_a_payload_in_any_order_if_they_have_each_of_its_bytes_once() 
         publish_of((0, 100), (0, 100)),
     ]  # fmt: skip
     for publish in wrong:
-        with pytest.raises(ValueError, match="version 7 comes in parts that are not its 100 bytes"):
+        with pytest.raises(Mismatch):
             check_parts(publish, 100)

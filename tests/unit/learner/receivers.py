@@ -32,7 +32,7 @@ def newcomer(name: str, **changes: Any) -> NodeView:
 
 def snapshot_of(version: int) -> Snapshot:
     made = SnapshotMaker("float32").make(version, [("w", torch.arange(40.0))], None)
-    made.seal(64)
+    made.add_checksums(64)
     return made
 
 
@@ -49,6 +49,6 @@ def attempt_at(
 ) -> Attempt:
     """An attempt that starts at 0.0."""
     made = Epoch(epoch, 0, len(members) + 1, timeout_s, transport)
-    attempt = new_attempt(snapshot, snapshot.full, made, [m.encode() for m in members], 0, [])
+    attempt = new_attempt(snapshot, snapshot.full, made, members=[m.encode() for m in members], incarnation=0)
     attempt.started, attempt.deadline = 0.0, timeout_s
     return attempt

@@ -8,6 +8,7 @@ import pytest
 
 from common.weights.source.attempt import Attempt, Broadcast, Epochs, new_attempt
 from common.weights.transports.groups import RelayedStore
+from common.weights.wire.failures import Failure, FailureKind, GivenUp
 from tests.unit.learner.receivers import attempt_at, snapshot_of
 from tests.waiting import LIMIT_S
 
@@ -22,14 +23,14 @@ class Formed:
 
 
 def test_a_group_is_used_again_by_exactly_its_members_and_closed_when_it_is_of_no_use() -> None:
-    groups = Epochs("gloo", 8.0, "127.0.0.1:1")
+    epochs = Epochs("gloo", 8.0, "127.0.0.1:1")
 
     def through(members: list[bytes], **outcome: bool) -> tuple[Attempt, Formed]:
-        epoch, group = groups.take(members)
-        attempt = replace(new_attempt(SNAPSHOT, SNAPSHOT.full, epoch, members, 0, []), **outcome)
+        epoch, group = epochs.take(members)
+        attempt = replace(new_attempt(SNAPSHOT, SNAPSHOT.full, epoch, members=members, incarnation=0), **outcome)
         formed = cast(Formed, group) if group is not None else Formed()
         attempt.group = cast(Any, formed)
-        groups.give_back(attempt)
+        epochs.give_back(attempt)
         return attempt, formed
 
     first, group = through([b"a", b"b"])
@@ -38,16 +39,16 @@ def test_a_group_is_used_again_by_exactly_its_members_and_closed_when_it_is_of_n
     assert (first.epoch.rank, first.epoch.transport, first.epoch.learner_endpoint) == (0, "gloo", "127.0.0.1:1")
     bigger, larger = through([b"a", b"b", b"c"])
     assert group.closed and bigger.epoch.epoch > first.epoch.epoch and bigger.epoch.world_size == 4
-    groups.drop(b"z")
+    epochs.drop(b"z")
     assert not larger.closed
-    groups.drop(b"c")
+    epochs.drop(b"c")
     assert larger.closed
     for outcome in ("failed", "lost"):
         _, unusable = through([b"a"], **{outcome: True})
         assert unusable.closed
-    fetch = groups.relay_epoch()
+    fetch = epochs.relay()
     assert (fetch.transport, fetch.rank, fetch.world_size) == ("relay", 1, 2) and fetch.epoch > bigger.epoch.epoch
-    groups.drop()
+    epochs.drop()
 
 
 def test_an_attempt_that_was_given_up_closes_the_group_that_its_thread_comes_by_later() -> None:
@@ -55,21 +56,21 @@ def test_an_attempt_that_was_given_up_closes_the_group_that_its_thread_comes_by_
     broadcast.use(cast(Any, before))
     broadcast.abandon()
     assert before.closed
-    with pytest.raises(RuntimeError, match="given up"):
+    with pytest.raises(GivenUp):
         broadcast.use(cast(Any, after))
     broadcast.use(None)
 
 
 def test_an_attempt_that_was_given_up_lets_its_thread_leave_the_place_where_the_group_meets() -> None:
-    attempt, reports, reported = attempt_at(SNAPSHOT, "a"), list[tuple[object, str]](), threading.Event()
+    attempt, reports, reported = attempt_at(SNAPSHOT, "a"), list[tuple[object, Failure | None]](), threading.Event()
     waits = threading.Event()
 
     def form(epoch: object, store: RelayedStore) -> Any:
         waits.set()
         store.get("rank 1")
 
-    def report(attempt: Attempt, group: object, error: str) -> None:
-        reports.append((group, error))
+    def report(attempt: Attempt, group: object, failure: Failure | None) -> None:
+        reports.append((group, failure))
         reported.set()
 
     attempt.broadcast.store = RelayedStore(LIMIT_S, lambda key, value: None)
@@ -77,4 +78,5 @@ def test_an_attempt_that_was_given_up_lets_its_thread_leave_the_place_where_the_
     assert waits.wait(LIMIT_S)
     attempt.broadcast.abandon()
     assert reported.wait(LIMIT_S)
-    assert reports == [(None, "the group was given up: 1 entries are missing")]
+    [(group, failure)] = reports
+    assert group is None and failure is not None and failure.kind is FailureKind.GIVEN_UP

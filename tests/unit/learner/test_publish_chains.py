@@ -70,7 +70,8 @@ class Plane:
         self.nodes[name] = settled(name, **{"version": 3, "state": NodeState.STAGING, **changes})
         self.epochs[name] = self.epochs.get(name, 10 * len(self.nodes)) + 1
         everyone = self.nodes.values()
-        began = self.chains.begin(self.snapshot, self.payload, self.nodes[name], self.epochs[name], everyone)
+        epoch = self.epochs[name]
+        began = self.chains.begin(self.snapshot, self.payload, self.nodes[name], epoch=epoch, everyone=everyone)
         self.sources[name] = began
         return [self.name(source) for source in began]
 

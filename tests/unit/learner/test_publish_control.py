@@ -200,7 +200,7 @@ def test_parts_that_cannot_be_sealed_are_the_learners_fatal_error(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, **options: object) -> None:
         raise MemoryError("no room for the digests")
 
     monkeypatch.setattr("common.weights.source.snapshot.new_part", fails)
@@ -243,7 +243,7 @@ def test_a_version_that_cannot_be_encoded_is_the_learners_fatal_error(monkeypatc
 def test_a_hold_keeps_newer_versions_from_every_node_and_the_newest_goes_out_at_its_end(
     first: Node, join: Callable[..., Node], control: PublishControl
 ) -> None:
-    control.post(lambda: control.targets.hold("watch", 1))
+    control.post(lambda: control.schedule.hold("watch", 1))
     for version in (2, 3):
         control.offer(snapshot_of(version))
     second = join("second")
@@ -251,7 +251,7 @@ def test_a_hold_keeps_newer_versions_from_every_node_and_the_newest_goes_out_at_
     until(lambda: (control.figures.now.published, control.figures.now.held) == (3, ("watch",)))
     assert not [m for m in first.heard() if isinstance(m, Publish)]
     assert control.figures.wait_settled(3, 3, timeout_s=0), "nobody waits for a version that is held back"
-    control.post(lambda: control.targets.release("watch"))
+    control.post(lambda: control.schedule.release("watch"))
     assert first.hear(Publish).version == 3
     until(lambda: control.figures.now.held == ())
 
@@ -301,12 +301,12 @@ def test_a_node_of_the_pool_gets_evaluated_versions_only_and_keeps_each_until_it
 ) -> None:
     pool = join("pool", pool="eval")
     assert not [m for m in pool.heard() if isinstance(m, Publish)], "version 1 is not evaluated"
-    control.post(lambda: control.targets.evaluate((2,)))
+    control.post(lambda: control.schedule.evaluate((2,)))
     control.offer(snapshot_of(2))
     first.flip(first.hear_and_stage())
     pool.flip(pool.stage())
     until(lambda: control.figures.now.version_active == 2 and not control.figures.now.undelivered)
-    control.post(lambda: control.targets.evaluate((2, 3)))
+    control.post(lambda: control.schedule.evaluate((2, 3)))
     for version in (3, 4):
         control.offer(snapshot_of(version))
     until(lambda: control.figures.now.published == 4)
@@ -314,7 +314,7 @@ def test_a_node_of_the_pool_gets_evaluated_versions_only_and_keeps_each_until_it
     assert control.figures.now.nodes == 1, "the pool is not part of the fleet"
     late = join("late", pool="eval")
     assert late.hear(Publish).version == 2, "the learner has a copy of it"
-    control.post(lambda: control.targets.evaluate((3,)))
+    control.post(lambda: control.schedule.evaluate((3,)))
     assert pool.hear(Publish).version == 3, "although version 4 is the newest"
 
 
@@ -322,7 +322,7 @@ def test_a_silent_or_excluded_node_of_the_pool_is_no_matter_of_the_fleets(
     first: Node, join: Callable[..., Node], control: PublishControl
 ) -> None:
     pool = join("pool", pool="eval")
-    control.post(lambda: control.targets.evaluate((2,)))
+    control.post(lambda: control.schedule.evaluate((2,)))
     control.offer(snapshot_of(2))
     publish = pool.hear(Publish)
     first.flip(first.hear_and_stage())

@@ -30,13 +30,13 @@ class Versions:
             self.weights = torch.randn(4096).bfloat16()
         snapshot = self.maker.make(version, [("a", self.weights)], None)
         self.alive.add(snapshot)
-        self.deltas.seal(snapshot, BUCKET)
+        self.deltas.prepare(snapshot, BUCKET)
         snapshot.sent = sent
         return snapshot
 
 
 def attempt(snapshot: Snapshot, payload: Payload) -> Attempt:
-    return new_attempt(snapshot, payload, Epoch(1, 1, 2, 1.0), [b"n0"], 0, [])
+    return new_attempt(snapshot, payload, Epoch(1, 1, 2, 1.0), members=[b"n0"], incarnation=0)
 
 
 def test_a_version_goes_as_a_delta_to_the_nodes_that_have_the_one_before_and_whole_to_others() -> None:
@@ -47,7 +47,7 @@ def test_a_version_goes_as_a_delta_to_the_nodes_that_have_the_one_before_and_who
     assert payload.flat.numel() < second.flat.numel() / 20
     assert payload.bucket_checksums == [flat_buffer.checksum(bucket) for bucket in payload.flat.split(BUCKET)]
     result = first.flat.clone()
-    delta.apply(payload.flat, result, delta.BUCKET_BYTES)
+    delta.apply(payload.flat, result, delta.BLOCK_BYTES)
     assert flat_buffer.checksum(result) == second.checksum
     for bases in ({-1}, {0}, {1, -1}, set[int]()):
         assert second.payload_for(bases) is second.full, f"nodes with {bases} have no common base"

@@ -31,7 +31,7 @@ class Lead:
 
     def add(self, version: int) -> Snapshot:
         made = self.maker.make(version, [("a", torch.ones(40))], None)
-        made.seal(64)
+        made.add_checksums(64)
         self.sources.add(made)
         return made
 
@@ -133,7 +133,9 @@ def test_a_source_serves_nothing_more_of_a_version_before_its_buffer_may_be_writ
         control.setsockopt(zmq.RCVTIMEO, int(LIMIT_S * 1000))
         control.bind("tcp://127.0.0.1:*")
         address = control.getsockopt_string(zmq.LAST_ENDPOINT)
-        with closing(RemoteSource(1, parts, LeadEndpoint(address, 0, ""), "float32", WeightsConfig())) as source:
+        with closing(
+            RemoteSource(1, parts, LeadEndpoint(address, 0, ""), dtype="float32", weights=WeightsConfig())
+        ) as source:
             withdraw = source._server.withdraw
 
             def withdrawing(*shipments: Any) -> None:

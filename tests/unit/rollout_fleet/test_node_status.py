@@ -7,7 +7,8 @@ import time
 import pytest
 
 from broker.contract import GroupWork, Waste
-from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
+from common.weights.receive.contract import WeightsState
+from rollout_fleet.episode.sampler_protocol import EngineCounters
 from rollout_fleet.join_timing import JoinTimer, process_age_s
 from rollout_fleet.node.broker_timeout import BrokerLost, BrokerTimeout
 from rollout_fleet.node.node_status import OwnStatus, explain

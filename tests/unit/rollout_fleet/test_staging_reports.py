@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from common.weights.receive import node_client
+from common.weights.receive.node_client import AGAIN_S, StagingReports
 from common.weights.receive.receiver import StagingStatus
 from common.weights.transports.relay import Stall
 from common.weights.wire.messages import Stalled, StoreEntries
-from rollout_fleet.weights import weight_client
-from rollout_fleet.weights.weight_client import AGAIN_S, StagingReports
 
 HERE, THERE = Stall("tcp://a:7", 3, ""), Stall("tcp://b:7", 3, "refused")
 
@@ -21,7 +21,7 @@ class Said:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.messages = 0.0, list[Any]()
         self.reports = StagingReports("n", self.send)
-        monkeypatch.setattr(weight_client, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(node_client, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     async def send(self, message: Any) -> None:
         self.messages.append(message)

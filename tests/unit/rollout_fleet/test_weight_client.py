@@ -8,12 +8,13 @@ import zmq
 
 from common.errors import SlipstreamError
 from common.process.local_address import this_machine
+from common.weights.receive.contract import Watch
+from common.weights.receive.node_client import WeightClient
 from common.weights.receive.receiver import StagingStatus
 from common.weights.transports.relay import Stall
 from common.weights.wire import messages
 from common.weights.wire.layout import Layout
-from rollout_fleet.weights.engine_weights import EngineWeights, Watch
-from rollout_fleet.weights.weight_client import WeightClient
+from rollout_fleet.weights.engine_weights import EngineWeights
 from tests.waiting import until_async
 
 TRIES = 40  # the race was lost in one of three

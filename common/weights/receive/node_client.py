@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
+from typing import Any, Literal
 
 import zmq
 import zmq.asyncio
@@ -21,14 +22,13 @@ from common.process.local_address import this_machine
 from common.security.credentials import Credential
 from common.security.curve import Handshakes, secure_client
 from common.span_buffer import SPANS
+from common.weights.receive.contract import Watch, WeightsState, WeightTarget
 from common.weights.receive.receiver import StagingStatus
 from common.weights.transports.nccl import shared_versions
 from common.weights.transports.relay import Stall
 from common.weights.wire import messages
+from common.weights.wire.failures import Failure, FailureKind, ProofFailed, StagingFailed
 from common.weights.wire.messages import Canary, Publish
-from rollout_fleet.episode.sampler_protocol import WeightsState
-from rollout_fleet.join_timing import JoinTimer
-from rollout_fleet.weights.engine_weights import EngineWeights, ProofFailed, StagingFailed
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ MAX_LEARNER_MESSAGE_BYTES = 256 << 20  # a layout of a large mixture-of-experts 
 REJOIN_AFTER_S = 15.0  # without any message from the learner, which pings once a second
 EJECTED_PAUSE_S = 0.5
 AGAIN_S = 1.0  # between two reports that a part stands still
+FIRST_POLL_S, LAST_POLL_S = 0.002, 0.02  # bounds on the pauses between two questions whether a version is staged
 
 Job = tuple[messages.LearnerMessage, bytes]  # a message, and the same as it came: the target decodes it itself
 
@@ -46,20 +47,29 @@ class WeightClient:
     def __init__(
         self,
         node_id: str,
-        target: EngineWeights,
+        target: WeightTarget,
+        *,
         credential: Credential | None = None,
         transports: tuple[str, ...] = ("gloo", "relay"),
-        joining: JoinTimer | None = None,
+        reached: Callable[[Literal["staged", "active"]], object] = lambda stage: None,
         pool: str = "",
     ) -> None:
-        """Needs a running event loop only from `follow` on; `transports`: the ways by which the target can receive."""
-        self._joining = joining or JoinTimer()
-        self._transports, self._credential = transports, credential
+        """Needs a running event loop only from `follow` on.
+
+        `transports`: the ways by which the target can receive. `reached` is called when a version is staged, and when
+        it is active.
+        """
+        self._node_id = node_id
+        self._pool = pool
+        self._target = target
+        self._transports = transports
+        self._reached = reached
+        self._credential = credential
         self._handshakes: Handshakes | None = None
-        self._node_id, self._pool, self._target = node_id, pool, target
         self.state = WeightsState()  # replaced as a whole; for reading
         self._changed = asyncio.Condition()
-        self._address, self._incarnation = "", -1  # those of the learner that this node follows
+        self._address = ""  # of the learner that this node follows
+        self._incarnation = -1  # of that learner
         self._socket: zmq.asyncio.Socket | None = None
         self._jobs: asyncio.Queue[Job] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
@@ -74,7 +84,8 @@ class WeightClient:
         if (address, incarnation) == (self._address, self._incarnation):
             return
         logger.info("following the learner at %s (incarnation %d)", address, incarnation)
-        self._address, self._incarnation = address, incarnation
+        self._address = address
+        self._incarnation = incarnation
         self._disconnect()
         self._connect()
 
@@ -119,24 +130,32 @@ class WeightClient:
     def _disconnect(self) -> None:
         for task in self._tasks:
             task.cancel()
+        self._tasks = []
         self._cancel_staging()
         if self._handshakes is not None:
             self._handshakes.close()
             self._handshakes = None
         if self._socket is not None:
             self._socket.close()
-        self._tasks, self._socket = [], None
+            self._socket = None
 
     async def _send(self, message: messages.NodeMessage) -> None:
         if self._socket is not None:
             await self._socket.send(messages.encode(message))
 
     async def _join(self) -> None:
-        now = self.state
-        if now.excluded is None:
-            known = now.incarnation, now.version
-            here = shared_versions(), this_machine(), self._pool
-            await self._send(messages.Join(self._node_id, os.getpid(), *known, self._transports, *here))
+        if self.state.excluded is None:
+            join = messages.Join(
+                node_id=self._node_id,
+                pid=os.getpid(),
+                incarnation=self.state.incarnation,
+                version=self.state.version,
+                transports=self._transports,
+                versions=shared_versions(),
+                machine=this_machine(),
+                pool=self._pool,
+            )
+            await self._send(join)
 
     async def _read(self, connection: zmq.asyncio.Socket) -> None:
         await self._join()
@@ -161,7 +180,7 @@ class WeightClient:
                 logger.warning("ejected from the weight plane: %s", message.reason)
                 self._cancel_staging()
                 if message.final:
-                    await self._exclude(message, message.reason)
+                    await self._exclude(message, Failure(FailureKind.MISMATCH, message.reason))
                 await asyncio.sleep(EJECTED_PAUSE_S)
                 await self._join()
             else:
@@ -173,7 +192,7 @@ class WeightClient:
             try:
                 await self._do(message, data)
             except Exception as error:  # an engine that fails to flip must not be used, and the learner must hear it
-                await self._exclude(message, f"{type(error).__name__}: {error}")
+                await self._exclude(message, Failure(FailureKind.ENGINE, f"{type(error).__name__}: {error}"))
 
     async def _do(self, message: messages.LearnerMessage, data: bytes) -> None:
         if self.state.excluded is not None:
@@ -201,20 +220,30 @@ class WeightClient:
         self._staging = None
 
     async def _stage(self, publish: Publish, data: bytes) -> None:
-        version = self._node_id, publish.incarnation, publish.version
         began = time.perf_counter()
         try:
             seconds = await self._target.stage(data, StagingReports(self._node_id, self._send).tell)
         except Exception as error:  # the learner must hear of any
             if not isinstance(error, StagingFailed):
                 logger.exception("version %d cannot be staged", publish.version)
-            await self._send(messages.Rejected(*version, str(error), epoch=publish.epoch))
+            failure = Failure.of(error)
+            rejected = messages.Rejected(
+                node_id=self._node_id,
+                incarnation=publish.incarnation,
+                version=publish.version,
+                reason=failure.text,
+                epoch=publish.epoch,
+                kind=failure.kind,
+            )
+            await self._send(rejected)
             return
         self._staged = publish
         told = {"version": publish.version, "incarnation": publish.incarnation}
         SPANS.add(f"receive version {publish.version}", "stage", began, track="weights/receive", **told)
-        self._joining.reached("staged")
-        await self._send(messages.Staged(*version, seconds, publish.epoch))
+        self._reached("staged")
+        await self._send(
+            messages.Staged(self._node_id, publish.incarnation, publish.version, receive_s=seconds, epoch=publish.epoch)
+        )
 
     async def _activate(self, message: messages.Activate) -> None:
         publish = self._staged
@@ -228,10 +257,10 @@ class WeightClient:
             flip = await self._target.flip(publish.incarnation, publish.version, publish.checksum)
             difference = await self._compare(publish.canary) if publish.canary is not None else None
         except ProofFailed as error:
-            await self._exclude(message, str(error))
+            await self._exclude(message, Failure.of(error))
             return
         state = self.state
-        self._joining.reached("active")
+        self._reached("active")
         await self._change(
             version=publish.version,
             incarnation=publish.incarnation,
@@ -245,33 +274,48 @@ class WeightClient:
         told = {"version": publish.version, "incarnation": publish.incarnation, "stall_s": flip.stall_s}
         SPANS.add(f"flip to version {publish.version}", "flip", started, track="weights", **told)
         logger.info("version %d active: flip and proof %.3f s, stall %.3f s", publish.version, took, flip.stall_s)
-        version = self._node_id, publish.incarnation, publish.version
-        await self._send(messages.Active(*version, flip.stall_s, flip.checksum, difference))
+        active = messages.Active(
+            node_id=self._node_id,
+            incarnation=publish.incarnation,
+            version=publish.version,
+            stall_s=flip.stall_s,
+            checksum=flip.checksum,
+            canary_max_difference=difference,
+        )
+        await self._send(active)
 
     async def _compare(self, canary: Canary) -> float:
         """Largest |difference| between the learner's and this engine's log-probabilities; raises ProofFailed."""
         read = await self._target.canary(canary.tokens)
-        ours, theirs = read.logprobs, canary.logprobs
-        if len(ours) != len(theirs):
-            raise ProofFailed(f"canary of {len(theirs)} log-probabilities, the engine gave {len(ours)}")
-        largest = _largest(a - b for a, b in zip(ours, theirs, strict=True))
+        if len(read.logprobs) != len(canary.logprobs):
+            counts = f"canary of {len(canary.logprobs)} log-probabilities, the engine gave {len(read.logprobs)}"
+            raise ProofFailed(FailureKind.CANARY, counts)
+        largest = _largest(a - b for a, b in zip(read.logprobs, canary.logprobs, strict=True))
         decoding = _largest(read.decoding_differs)
         for what, difference in (("the learner's", largest), ("itself between decoding and prefill", decoding)):
             if difference > canary.tolerance:
-                raise ProofFailed(f"canary differs from {what} by {difference:.4g}, tolerance {canary.tolerance:g}")
+                text = f"canary differs from {what} by {difference:.4g}, tolerance {canary.tolerance:g}"
+                raise ProofFailed(FailureKind.CANARY, text)
         return largest
 
-    async def _exclude(self, message: messages.LearnerMessage, reason: str) -> None:
-        logger.error("this node stops generating: %s", reason)
+    async def _exclude(self, message: messages.LearnerMessage, failure: Failure) -> None:
+        logger.error("this node stops generating: %s", failure.text)
         with contextlib.suppress(Exception):  # the engine may be what is broken
-            await self._target.exclude(reason)
-        await self._change(excluded=reason, flipping=False, waiting_on=reason)
-        incarnation, version = getattr(message, "incarnation", self._incarnation), getattr(message, "version", -1)
-        await self._send(messages.Rejected(self._node_id, incarnation, version, reason, fatal=True))
+            await self._target.exclude(failure.text)
+        await self._change(excluded=failure.text, flipping=False, waiting_on=failure.text)
+        rejected = messages.Rejected(
+            node_id=self._node_id,
+            incarnation=getattr(message, "incarnation", self._incarnation),
+            version=getattr(message, "version", -1),
+            reason=failure.text,
+            fatal=True,
+            kind=failure.kind,
+        )
+        await self._send(rejected)
 
-    async def _change(self, **changes: object) -> None:
+    async def _change(self, **changes: Any) -> None:
         async with self._changed:
-            self.state = replace(self.state, **changes)  # type: ignore[arg-type]
+            self.state = replace(self.state, **changes)
             self._changed.notify_all()
 
 
@@ -283,7 +327,8 @@ class StagingReports:
     """Tells the learner while a version arrives: where its group can be met, and which parts stand still."""
 
     def __init__(self, node_id: str, send: Callable[[messages.NodeMessage], Awaitable[None]]) -> None:
-        self._node_id, self._send = node_id, send
+        self._node_id = node_id
+        self._send = send
         self._entries: set[str] = set()
         self._said: dict[int, tuple[Stall, float]] = {}  # by part: the last report, and when
 
@@ -297,5 +342,40 @@ class StagingReports:
             said = self._said.get(part)
             if said is None or said[0] != stall or now - said[1] >= AGAIN_S:
                 self._said[part] = stall, now
-                at = status.epoch, part, stall.source, stall.pieces
-                await self._send(messages.Stalled(self._node_id, *at, stall.reason[:1000]))
+                stalled = messages.Stalled(
+                    node_id=self._node_id,
+                    epoch=status.epoch,
+                    part=part,
+                    source=stall.source,
+                    pieces=stall.pieces,
+                    reason=stall.reason[:1000],
+                )
+                await self._send(stalled)
+
+
+async def until_staged(read: Callable[[], Awaitable[StagingStatus]], watch: Watch) -> float:
+    """Seconds that the newest publish took to be staged, by its `read` status; raises StagingFailed.
+
+    Every question interrupts the engine between two steps, and a late one keeps a version waiting. So it asks seldom
+    while most of the version is to come.
+    """
+    started = time.perf_counter()
+    pause_s = FIRST_POLL_S
+    while True:
+        await asyncio.sleep(pause_s)
+        status = await read()
+        await watch(status)
+        if status.state == "staged":
+            return status.receive_s
+        if status.state != "receiving":
+            raise StagingFailed(status.failure or Failure(FailureKind.GIVEN_UP, "the transfer was given up"))
+        pause_s = next_poll_s(time.perf_counter() - started, status.share)
+
+
+def next_poll_s(took_s: float, share: float) -> float:
+    """Until the rest should be there as well, when `share` (0 to 1) took so long; within the bounds of a poll.
+
+    A version of one bucket has no share until it is there; each of its polls comes after twice the time.
+    """
+    left_s = took_s * (1 / share - 1) if share > 0 else took_s
+    return min(max(left_s, FIRST_POLL_S), LAST_POLL_S)
