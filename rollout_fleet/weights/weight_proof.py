@@ -39,7 +39,7 @@ def checksum(model: Any, layout: Layout) -> str:
 
     Raises Unreadable, naming the tensor, when it cannot be found or has another shape or dtype.
     """
-    digests = [xxhash.xxh3_128()]  # of the sources' parts
+    digests = [xxhash.xxh3_128()]  # one for each source's part
     at = 0
     starts = {*layout.starts[1:]}
     sums = WordSums()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from common.weights.receive.receiver import Receiver
-from common.weights.transports.groups import Group, RelayedStore, open_group, process_group
+from common.weights.transports.groups import BroadcastGroup, RelayedStore, open_group, process_group
 from common.weights.transports.nccl import DeviceGroup
 from common.weights.wire import flat_buffer, messages
 from common.weights.wire.messages import Epoch
@@ -47,7 +47,7 @@ class GlooCommunicator:
         del self._group
 
 
-def open_any(epoch: Epoch, store: RelayedStore) -> Group:
+def open_any(epoch: Epoch, store: RelayedStore) -> BroadcastGroup:
     """The transport's group; those of DEVICES are DeviceGroup with the CPU as the device."""
     if epoch.transport in DEVICES:
         return DeviceGroup(epoch, lambda epoch: GlooCommunicator(epoch, store), DEVICES[epoch.transport])

@@ -1,4 +1,4 @@
-"""What a WeightClient asks of an engine, and what it tells the node about the engine's weights. Needs no torch."""
+"""The engine as a WeightClient uses it, and the state of its weights as the node sees it. Needs no torch."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Flip(msgspec.Struct, frozen=True):
     """A flip that was proven."""
 
     stall_s: float  # that generation stood still
-    checksum: str  # of the engine's weights
+    checksum: str  # the engine's weights have it
 
 
 class CanaryRead(msgspec.Struct, frozen=True):

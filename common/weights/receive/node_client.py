@@ -68,8 +68,8 @@ class WeightClient:
         self._handshakes: Handshakes | None = None
         self.state = WeightsState()  # replaced as a whole; for reading
         self._changed = asyncio.Condition()
-        self._address = ""  # of the learner that this node follows
-        self._incarnation = -1  # of that learner
+        self._address = ""  # the learner's that this node follows
+        self._incarnation = -1  # that learner's
         self._socket: zmq.asyncio.Socket | None = None
         self._jobs: asyncio.Queue[Job] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []

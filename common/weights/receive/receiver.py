@@ -24,7 +24,7 @@ import torch
 import zmq
 
 from common.process.local_address import host_and_port, local_address
-from common.weights.transports.groups import Group, GroupFactory, RelayedStore, in_turn, open_group
+from common.weights.transports.groups import BroadcastGroup, GroupFactory, RelayedStore, in_turn, open_group
 from common.weights.transports.relay import PartFetches, RelayServer, Stall
 from common.weights.wire import delta, flat_buffer
 from common.weights.wire.failures import Damaged, Failure, GivenUp, Mismatch
@@ -72,7 +72,7 @@ class StagingBuffer:
 
     def __init__(self) -> None:
         self.free: torch.Tensor | None = None  # no thread writes into it
-        self.contents: VersionKey | None = None  # of `free`, if whole and proven
+        self.contents: VersionKey | None = None  # the version in `free`, if it is whole and proven
         self._staged: tuple[VersionKey, torch.Tensor] | None = None
         self._taken: VersionKey | None = None
 
@@ -118,7 +118,7 @@ class _Membership:
     epoch: Epoch
     store: RelayedStore  # where the members meet
     entries: dict[str, bytes]  # that this node set there
-    group: Group | None = None  # formed, and not in use by a transfer
+    group: BroadcastGroup | None = None  # formed, and not in use by a transfer
 
 
 @dataclass(eq=False)
@@ -128,7 +128,7 @@ class _Transfer:
     publish: Publish
     layout: Layout
     member: _Membership
-    group: Group | None  # None until it is formed, and over the relay
+    group: BroadcastGroup | None  # None until it is formed, and over the relay
     buffer: torch.Tensor | None  # to be written; with the base of a delta in it
     parts: PartFetches  # over the relay
     started: float = field(default_factory=time.perf_counter)
@@ -395,7 +395,7 @@ class Receiver:
             group = self._join_group(transfer)
             receive_buckets(group, payload, transfer.publish, note, kind=transfer.layout.checksums)
 
-    def _join_group(self, transfer: _Transfer) -> Group:
+    def _join_group(self, transfer: _Transfer) -> BroadcastGroup:
         """The transfer's group, formed if there is none yet."""
         formed = transfer.group
         if formed is None:
@@ -436,7 +436,11 @@ def check_version(publish: Publish, layout: Layout, flat: torch.Tensor) -> None:
 
 
 def receive_buckets(
-    group: Group, flat: torch.Tensor, publish: Publish, note: Callable[[float], None] = lambda _: None, kind: str = XXH3
+    group: BroadcastGroup,
+    flat: torch.Tensor,
+    publish: Publish,
+    note: Callable[[float], None] = lambda _: None,
+    kind: str = XXH3,
 ) -> None:
     """All buckets of `publish` into `flat` [payload_bytes] uint8, verified against its checksums, which are of `kind`.
 

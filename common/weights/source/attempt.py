@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.weights.source.snapshot import Payload, Snapshot
-from common.weights.transports.groups import Group, GroupFactory, RelayedStore, in_turn
+from common.weights.transports.groups import BroadcastGroup, GroupFactory, RelayedStore, in_turn
 from common.weights.wire.failures import Failure, GivenUp
 from common.weights.wire.messages import Epoch, Publish, StoreEntries
 
 MOST_MET_BYTES = 1 << 20  # that one member may set in the store of a group
 
 # Gets the attempt, and the group if that is usable, else None and the reason.
-Report = Callable[["Attempt", Group | None, Failure | None], None]
+Report = Callable[["Attempt", BroadcastGroup | None, Failure | None], None]
 
 
 class Broadcast:
@@ -24,12 +24,12 @@ class Broadcast:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._group: Group | None = None  # set while the thread uses it
-        self.store: RelayedStore | None = None  # of a new group
+        self._group: BroadcastGroup | None = None  # set while the thread uses it
+        self.store: RelayedStore | None = None  # where a new group meets
         self.met: Counter[bytes] = Counter()  # bytes of entries by member
         self._abandoned = False
 
-    def start(self, attempt: "Attempt", group: Group | None, factory: GroupFactory, report: Report) -> None:
+    def start(self, attempt: "Attempt", group: BroadcastGroup | None, factory: GroupFactory, report: Report) -> None:
         """Send over `group`, or over a new one of the attempt's epoch whose members meet in `store`, and report."""
 
         def run() -> None:
@@ -54,7 +54,7 @@ class Broadcast:
 
         threading.Thread(target=run, daemon=True, name=f"send-weights-{attempt.version}").start()
 
-    def use(self, group: Group | None) -> None:
+    def use(self, group: BroadcastGroup | None) -> None:
         """Note which group the thread uses; raises GivenUp when the attempt was abandoned."""
         with self._lock:
             self._group = group
@@ -87,7 +87,7 @@ class Attempt:
     probation: bytes | None = None  # the member that is in the group on trial
     failed: bool = False  # a member or the sender reported trouble
     lost: bool = False  # a member left or joined anew, so the group cannot be used again
-    group: Group | None = None  # the formed group after a successful broadcast
+    group: BroadcastGroup | None = None  # the formed group after a successful broadcast
     last_staged: float = 0.0  # when the newest Staged came
     broadcast: Broadcast = field(default_factory=Broadcast)
 
@@ -159,7 +159,7 @@ def new_attempt(
 class _Kept(NamedTuple):
     members: frozenset[bytes]
     epoch: Epoch
-    group: Group
+    group: BroadcastGroup
 
 
 class Epochs:
@@ -177,7 +177,7 @@ class Epochs:
         """A new epoch of one node that fetches."""
         return self._epoch(rank=1, world_size=2, transport="relay")
 
-    def take(self, members: list[bytes]) -> tuple[Epoch, Group | None]:
+    def take(self, members: list[bytes]) -> tuple[Epoch, BroadcastGroup | None]:
         """(epoch as rank 0, the kept group of exactly these members); None: a new group must be formed."""
         kept = self._kept
         if kept is not None and kept.members == frozenset(members):

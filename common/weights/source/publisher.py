@@ -21,7 +21,8 @@ Words, everywhere in this room and in docs/weights.md:
 
     version   the policy's weights after a step; a snapshot is its copy here
     payload   the bytes that travel for a version: all of it, or a delta
-    part      one source's share of a payload; a source is a rank of the learner
+    source    a rank of the learner that sends weights; in a chain also the node that another one fetches from
+    part      the share of a payload that one rank of the learner sends
     bucket    a unit of a payload in a broadcast
     piece     a unit of a part over the relay, sealed with the part's key; a PartBuffer has a part's pieces
     chain     the nodes that get one payload by relay, each from the one before
@@ -51,7 +52,7 @@ from common.weights.source.chains import Chains
 from common.weights.source.nodes import Action, DropNode, DropReason, Figures, NodeState, NodeView, PublishStats, Step
 from common.weights.source.snapshot import Deltas, Snapshot, SnapshotMaker, TensorSpecs, VersionSchedule
 from common.weights.source.sources import LeadEndpoint, OtherSources
-from common.weights.transports.groups import Group, GroupFactory, RelayedStore, open_group
+from common.weights.transports.groups import BroadcastGroup, GroupFactory, RelayedStore, open_group
 from common.weights.transports.nccl import mismatch, own_stream, remember_device
 from common.weights.wire import messages
 from common.weights.wire.failures import Failure, FailureKind
@@ -115,7 +116,7 @@ class WeightPublisher:
 
     @property
     def lead(self) -> LeadEndpoint:
-        """What the other sources need to reach this one."""
+        """The other sources need it to reach this one."""
         return LeadEndpoint(self._plane.address, self._incarnation, self._plane.password)
 
     def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: messages.Canary | None) -> int:
@@ -250,7 +251,7 @@ class PublishControl:
 
     # ---- events
 
-    def _sent(self, attempt: Attempt, group: Group | None, failure: Failure | None) -> None:
+    def _sent(self, attempt: Attempt, group: BroadcastGroup | None, failure: Failure | None) -> None:
         """The thread of a broadcast has ended, with its group or with the reason why there is none."""
         attempt.done = True
         if failure is not None:
@@ -425,7 +426,7 @@ class PublishControl:
         def tell(key: str, value: bytes) -> None:
             self.post(lambda: self._pass_on(messages.StoreEntries(epoch.epoch, {key: value})))
 
-        def report(attempt: Attempt, group: Group | None, failure: Failure | None) -> None:
+        def report(attempt: Attempt, group: BroadcastGroup | None, failure: Failure | None) -> None:
             self.post(lambda: self._sent(attempt, group, failure))
 
         if group is None:

@@ -37,11 +37,11 @@ SEAL_S = 1.0  # between two requests for the same part: connections may lose one
 
 
 class LeadEndpoint(msgspec.Struct, frozen=True):
-    """What the other ranks need to send their parts: the lead's control socket, and whose it is."""
+    """The lead's control socket, for the ranks that send parts of their own."""
 
     address: str
     incarnation: int
-    password: str  # of all servers of parts
+    password: str  # all servers of parts ask for it
 
 
 class OtherSources:

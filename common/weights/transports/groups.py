@@ -25,7 +25,7 @@ MOST_ENTRIES = 1 << 16  # in the store of one group
 dist: Any = distributed  # these classes are public in use but untyped in torch
 
 
-class Group(Protocol):
+class BroadcastGroup(Protocol):
     """A formed group of the learner (rank 0) and the nodes of one epoch.
 
     Buckets are in host memory or, for transports between devices, in a device's. Completion proves nothing, so
@@ -44,13 +44,15 @@ class Group(Protocol):
         """Give up at once; any thread may call it, also while another one waits."""
 
 
-GroupFactory = Callable[[Epoch, "RelayedStore"], Group]
+GroupFactory = Callable[[Epoch, "RelayedStore"], BroadcastGroup]
 
 
-def in_turn(group: Group, payload: torch.Tensor, bucket_bytes: int, publish_timeout_s: float) -> Iterator[torch.Tensor]:
+def in_turn(
+    group: BroadcastGroup, payload: torch.Tensor, bucket_bytes: int, publish_timeout_s: float
+) -> Iterator[torch.Tensor]:
     """Broadcast `payload` [n] uint8; yields every bucket when it is through, while the next ones travel.
 
-    Raises as `Group.post`. When it ends, also by an error, nothing is under way and the payload's memory may be used
+    Raises as `BroadcastGroup.post`. When it ends, also by an error, nothing is under way, and the memory may be used
     again. An early end closes the group.
     """
     posted = deque[tuple[torch.Tensor, Callable[[], None]]]()
@@ -214,7 +216,7 @@ def require(transport: str) -> None:
         require_device()
 
 
-def open_group(epoch: Epoch, store: RelayedStore) -> Group:
+def open_group(epoch: Epoch, store: RelayedStore) -> BroadcastGroup:
     """A group of the epoch's transport; waits and raises as that transport's class does, or RuntimeError."""
     if epoch.transport not in GROUPS:
         raise GroupFailed(f"weights travel over {epoch.transport!r}, this version knows relay, {', '.join(GROUPS)}")

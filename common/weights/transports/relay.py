@@ -100,7 +100,7 @@ class RelayServer:
 
     def offer(self, buffer: PartBuffer) -> None:
         """Serve its pieces as they arrive, until it is withdrawn."""
-        buffer.progress = self._router.wake
+        buffer.watch(self._router.wake)
         with self._lock:
             self._buffers[buffer.part.name] = buffer
         self._router.wake()

@@ -114,7 +114,7 @@ class WordSums:
         flat = data.contiguous().view(-1).view(torch.uint8)
         if self._sums is None:
             self._sums = torch.zeros(len(LANES), dtype=torch.int64, device=flat.device)
-        place = offset // WORD_BYTES  # of the next word in the buffer
+        place = offset // WORD_BYTES  # the next word's number in the buffer
         done = 0  # bytes of `data`
         while done < flat.numel():
             chunk, first = divmod(place, CHUNK_WORDS)

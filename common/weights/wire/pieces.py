@@ -54,7 +54,7 @@ class PartBuffer:
         self.part = part
         self.count: int = -(-part.size // part.piece_bytes)
         self.arrived = self.count if arrived is None else arrived
-        self.progress: Callable[[], None] = lambda: None  # called after every piece
+        self._progress: Callable[[], None] = lambda: None
         memory: Any = payload[part.start : part.start + part.size].numpy()
         self._memory = memoryview(memory)
         self._cipher = AESGCM(part.key) if part.key else None
@@ -84,7 +84,11 @@ class PartBuffer:
         with self._lock:
             self._recent.append((number, sealed))
             self.arrived = number + 1
-        self.progress()
+        self._progress()
+
+    def watch(self, progress: Callable[[], None]) -> None:
+        """Call `progress` after every piece that is taken in."""
+        self._progress = progress
 
     def piece(self, number: int) -> Any:
         """Piece `number` as it travels; None once the buffer is closed, because the memory may be written again."""

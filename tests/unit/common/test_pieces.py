@@ -55,7 +55,7 @@ def test_pieces_are_small_for_long_chains_and_never_outside_of_the_bounds() -> N
 def test_what_was_taken_in_is_the_payload_and_travels_on_as_it_came(source: PartBuffer) -> None:
     there = empty(source.part)
     seen: list[int] = []
-    there.progress = lambda: seen.append(there.arrived_bytes)
+    there.watch(lambda: seen.append(there.arrived_bytes))
     came = [source.piece(number) for number in range(source.count)]
     for piece in came:
         there.take_in(piece)
