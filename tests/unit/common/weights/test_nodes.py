@@ -41,7 +41,7 @@ from common.weights.source.snapshot import Snapshot, VersionSchedule
 from common.weights.wire import messages
 from common.weights.wire.failures import Failure, FailureKind
 from common.weights.wire.messages import Canary
-from tests.unit.learner.receivers import attempt_at, newcomer, settled, snapshot_of
+from tests.unit.common.weights.node_views import attempt_at, newcomer, settled, snapshot_of
 
 S = NodeState
 TIMEOUT_S, NOW = 8.0, 1.0  # so a node is silent after 2 s during an attempt

@@ -12,7 +12,7 @@ from common.weights.source.nodes import NodeState, NodeView, Route
 from common.weights.source.snapshot import Payload, Snapshot
 from common.weights.wire.messages import Reroute, Serve, Stalled
 from common.weights.wire.pieces import PartBuffer
-from tests.unit.learner.receivers import address_of, make_parts, newcomer, settled, snapshot_of
+from tests.unit.common.weights.node_views import address_of, make_parts, newcomer, settled, snapshot_of
 
 ORIGIN, OTHER = "tcp://origin:1", "tcp://other:1"
 

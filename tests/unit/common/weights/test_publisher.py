@@ -18,7 +18,7 @@ from common.weights.transports.groups import RelayedStore
 from common.weights.wire import messages
 from common.weights.wire.messages import Active, Epoch, Join, Publish, Staged
 from tests.recorded_spans import recorded
-from tests.unit.learner.receivers import address_of, snapshot_of
+from tests.unit.common.weights.node_views import address_of, snapshot_of
 from tests.waiting import LIMIT_S, until
 
 

@@ -1,7 +1,7 @@
 """Which version is meant for the nodes while newer ones have to wait."""
 
 from common.weights.source.snapshot import VersionSchedule
-from tests.unit.learner.receivers import snapshot_of
+from tests.unit.common.weights.node_views import snapshot_of
 
 
 def current(targets: VersionSchedule) -> int | None:

@@ -10,7 +10,7 @@ from common.weights.source.snapshot import Deltas, Payload, Snapshot, SnapshotMa
 from common.weights.wire import delta, flat_buffer
 from common.weights.wire.layout import Layout
 from common.weights.wire.messages import Active, Epoch, Pong, Staged
-from tests.unit.learner.receivers import settled
+from tests.unit.common.weights.node_views import settled
 
 LAYOUT = Layout.of([("a", "bfloat16", (4096,))])
 BUCKET = 1024
