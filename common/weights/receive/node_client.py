@@ -226,16 +226,7 @@ class WeightClient:
         except Exception as error:  # the learner must hear of any
             if not isinstance(error, StagingFailed):
                 logger.exception("version %d cannot be staged", publish.version)
-            failure = Failure.of(error)
-            rejected = messages.Rejected(
-                node_id=self._node_id,
-                incarnation=publish.incarnation,
-                version=publish.version,
-                reason=failure.text,
-                epoch=publish.epoch,
-                kind=failure.kind,
-            )
-            await self._send(rejected)
+            await self._reject(publish.incarnation, publish.version, Failure.of(error), epoch=publish.epoch)
             return
         self._staged = publish
         told = {"version": publish.version, "incarnation": publish.incarnation}
@@ -303,13 +294,14 @@ class WeightClient:
         with contextlib.suppress(Exception):  # the engine may be what is broken
             await self._target.exclude(failure.text)
         await self._change(excluded=failure.text, flipping=False, waiting_on=failure.text)
+        incarnation = getattr(message, "incarnation", self._incarnation)
+        await self._reject(incarnation, getattr(message, "version", -1), failure, fatal=True)
+
+    async def _reject(
+        self, incarnation: int, version: int, failure: Failure, *, fatal: bool = False, epoch: int = -1
+    ) -> None:
         rejected = messages.Rejected(
-            node_id=self._node_id,
-            incarnation=getattr(message, "incarnation", self._incarnation),
-            version=getattr(message, "version", -1),
-            reason=failure.text,
-            fatal=True,
-            kind=failure.kind,
+            self._node_id, incarnation, version, reason=failure.text, fatal=fatal, epoch=epoch, kind=failure.kind
         )
         await self._send(rejected)
 
