@@ -11,7 +11,7 @@ import msgspec
 
 from common.config.parallel_layout import document_multiple
 from common.config.schema import Config, RanksConfig, SftConfig
-from common.weights.layout import ALIGNMENT, Layout
+from common.weights.wire.layout import ALIGNMENT, DEPTH_SHARE, Layout
 from launch.plan.architecture import Architecture, Attention
 from launch.plan.memory import ADAM_BYTES, ITEM_BYTES, Activations, Resident, activations, resident
 from launch.plan.parameters import count, count_active, hf_tensors
@@ -23,7 +23,6 @@ WIRE_BYTES_PER_TOKEN = 4 + 1 + 4  # token int32, loss mask uint8, log-probabilit
 ROUTED_BYTES = 2  # int16 per MoE layer and chosen expert
 MAIN_PARAMETER_BYTES = 4  # saved with the optimizer, whatever the model's dtype
 DEVICE_VERSIONS = 3  # published versions that the lead rank keeps in device memory at most
-DEPTH_SHARE = 64  # as in common.weights.pieces, which needs torch
 
 
 class Batch(msgspec.Struct, frozen=True):

@@ -21,8 +21,10 @@ from common.process.run_dir import RunDir
 from common.rollouts import Group
 from common.security.credentials import curve_credentials
 from common.waits import WaitFor, WaitKind
-from common.weights.messages import Canary
-from common.weights.transports.registry import require
+from common.weights.source.publisher import WeightPublisher
+from common.weights.source.snapshot import TensorSpecs
+from common.weights.transports.groups import require
+from common.weights.wire.messages import Canary
 from learner.backend_protocol import Backend
 from learner.batch.batch import BadGroup, TrainingBatch, expired_groups
 from learner.batch.dynamic_sampling import carries_signal, most_replaced
@@ -36,8 +38,6 @@ from learner.loop.step_metrics import StallMeter, Step, step_metrics
 from learner.loop.tasks import TaskSource, TaskStream, check_not_behind
 from learner.loop.transcripts import Logprobs, items, transcript_thread
 from learner.loop.watcher import Watcher
-from learner.publish.publisher import WeightPublisher
-from learner.publish.snapshot import Named
 
 logger = logging.getLogger(__name__)
 
@@ -309,7 +309,7 @@ class Lead(RolloutSource):
     def _lead(self) -> bytes:
         return msgspec.msgpack.encode(self.publisher.lead)
 
-    def _become_source(self, number: int, parts: list[Named], lead: bytes) -> None:
+    def _become_source(self, number: int, parts: list[TensorSpecs], lead: bytes) -> None:
         assert number == 0, f"the lead rank has part {number} of the model"
         self.publisher.share(parts)
         logger.info("every version comes in %d parts, each from the rank that has it", len(parts))
@@ -363,7 +363,7 @@ def prepare_lead(
     reporter.set("starting", WaitFor(WaitKind.MODEL), policy_version=state.policy_version)
     credentials = curve_credentials(config.broker.credentials)
     weights = msgspec.structs.replace(config.weights, address=address or config.weights.address)
-    publisher = WeightPublisher(state.incarnation, config.model.dtype, weights, credentials)
+    publisher = WeightPublisher(state.incarnation, config.model.dtype, weights, credentials=credentials)
     tasks = TaskStream(source, state.tasks)
     lead = Lead(config, connect(access), publisher, tasks, files, reporter, stop_requested)
     if config.evaluation.every:

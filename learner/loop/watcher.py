@@ -19,10 +19,10 @@ from common.config.schema import Config
 from common.json_lines import EventFile, read_jsonl
 from common.process.run_dir import RunDir
 from common.rollouts import Group
+from common.weights.source.publisher import WeightPublisher
 from learner.batch.batch import TrainingBatch
 from learner.loop.run_files import RunFiles
 from learner.loop.watch import Firing, RuleState, largest
-from learner.publish.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 

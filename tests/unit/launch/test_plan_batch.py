@@ -7,8 +7,8 @@ import pytest
 from common.config.schema import Config, SftConfig, SftLearnerConfig, SftTasksConfig
 from common.rollouts import Group, Sample, VersionRun, encode_group
 from common.staleness import Window
-from common.weights import pieces
-from common.weights.layout import Layout
+from common.weights.wire import pieces
+from common.weights.wire.layout import Layout
 from common.wire_types import Array
 from launch.plan.architecture import Architecture, Attention, Experts
 from launch.plan.job_plan import (

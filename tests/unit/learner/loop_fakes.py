@@ -20,7 +20,8 @@ from common.json_lines import read_jsonl
 from common.metrics import StepMetrics, read_metrics
 from common.process.run_dir import RunDir
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
-from common.weights.messages import Canary
+from common.weights.source.nodes import PublishStats
+from common.weights.wire.messages import Canary
 from common.wire_types import Array
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
 from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder
@@ -29,7 +30,6 @@ from learner.loop.run_files import RunFiles
 from learner.loop.status_reporter import Reporter
 from learner.loop.tasks import TaskSource, TaskStream
 from learner.loop.trainer import Trainer
-from learner.publish.figures import PublishStats
 from tests.memory_broker import MemoryBroker, MemoryLearner
 
 VOCAB = 12
