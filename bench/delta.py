@@ -16,8 +16,8 @@ import harness
 import torch
 from harness import timed
 
-from common.weights import delta, packing
-from common.weights.layout import Layout
+from common.weights.wire import delta, flat_buffer
+from common.weights.wire.layout import Layout
 
 CASES = ((1e-6, "bfloat16"), (1e-6, "float32"), (3e-6, "bfloat16"), (1e-5, "bfloat16"))  # learning rate, dtype
 SETTLE = 3  # steps before the first that is measured: Adam's first ones are larger
@@ -52,13 +52,13 @@ def grpo_step(model, optimizer) -> None:
 
 def export(model, dtype: str) -> torch.Tensor:
     named = [(name, tensor.detach()) for name, tensor in model.named_parameters()]
-    return packing.pack(named, Layout.of([(name, dtype, tuple(tensor.shape)) for name, tensor in named]))
+    return flat_buffer.pack(named, Layout.of([(name, dtype, tuple(tensor.shape)) for name, tensor in named]))
 
 
 def compared(old: torch.Tensor, new: torch.Tensor, item_bytes: int) -> dict:
-    stream, encode_s = timed(lambda: delta.encode(old, new, delta.BUCKET_BYTES))
+    stream, encode_s = timed(lambda: delta.encode(old, new, delta.BLOCK_BYTES))
     result = old.clone()
-    _, apply_s = timed(lambda: delta.apply(stream, result, delta.BUCKET_BYTES))
+    _, apply_s = timed(lambda: delta.apply(stream, result, delta.BLOCK_BYTES))
     assert torch.equal(result, new)
     a, b = (x.view(torch.int16 if item_bytes == 2 else torch.int32) for x in (old, new))
     steps = (b.int() - a.int())[a != b].abs() if item_bytes == 2 else None
@@ -70,7 +70,7 @@ def compared(old: torch.Tensor, new: torch.Tensor, item_bytes: int) -> dict:
         "share": stream.numel() / full,
         "encode_s": encode_s,
         "apply_s": apply_s,
-        "verify_s": timed(lambda: packing.checksum(new))[1],
+        "verify_s": timed(lambda: flat_buffer.checksum(new))[1],
         "share_xor_zlib": len(zlib.compress(xor, 1)) / full,
     }
 

@@ -21,11 +21,10 @@ from typing import Any
 import harness
 import torch
 
-from common.weights import packing
-from common.weights.collectives import dist
-from common.weights.layout import Layout
-from common.weights.messages import Epoch
-from common.weights.transports.gloo import GlooGroup
+from common.weights.transports.groups import GlooGroup, dist
+from common.weights.wire import flat_buffer
+from common.weights.wire.layout import Layout
+from common.weights.wire.messages import Epoch
 from launch.up.supervisor import pin
 from tests.integration.weights.plane_rig import Plane
 from tests.waiting import until
@@ -65,7 +64,7 @@ def through(group: GlooGroup, parts: list[torch.Tensor]) -> tuple[float, float]:
 def receiver(rank: int, nodes: int, port: int, size: int, pipe: Connection) -> None:
     """Takes part in plain broadcasts of parts of the sizes that come in, and says when each was through."""
     torch.set_num_threads(1)
-    memory = packing.buffer(size)  # used again, as the weight plane does: fresh pages cost more than a broadcast
+    memory = flat_buffer.buffer(size)  # used again, as the weight plane does: fresh pages cost more than a broadcast
     pipe.send(os.getpid())
     group = member(rank, nodes, store_at(port))
     with contextlib.suppress(EOFError):
@@ -76,7 +75,7 @@ def receiver(rank: int, nodes: int, port: int, size: int, pipe: Connection) -> N
 def broadcast(name: str, named: Named, nodes: int, rounds: int) -> dict[str, Any]:
     """Our broadcast, the floor and one per parameter, in turns; medians in seconds."""
     layout = Layout.of([(n, "bfloat16", tuple(t.shape)) for n, t in named])
-    flat = packing.pack(named, layout)
+    flat = flat_buffer.pack(named, layout)
     each = [flat[e.offset : e.offset + e.size_bytes] for e in layout.entries]
     store, found = store_at(0), list[dict[str, float]]()
     pipes = [harness.spawned(receiver, i + 1, nodes, store.port, len(flat)) for i in range(nodes)]
@@ -101,8 +100,9 @@ def broadcast(name: str, named: Named, nodes: int, rounds: int) -> dict[str, Any
             for node in fleet:
                 node.wait("active", version=version)
             until(lambda: ours.stats().version_sent == version, every_s=0.002)  # noqa: B023
-            packing.pack(named, layout, flat)  # the learner does so before a broadcast of ours, and nodes wait for it
-            packing.all_checksums(flat, BUCKET)
+            # The learner packs before a broadcast of ours, and nodes wait for it.
+            flat_buffer.pack(named, layout, flat)
+            flat_buffer.all_checksums(flat, BUCKET)
             found.append({"broadcast_s": ours.stats().broadcast_s, "flat_s": plain_s([flat])})
             found[-1]["per_parameter_s"] = plain_s(each)
     os.sched_setaffinity(0, cores)

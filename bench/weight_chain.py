@@ -27,7 +27,7 @@ from typing import Any
 
 import harness
 
-from common.weights.collectives import silence_bound
+from common.weights.transports.groups import silence_bound
 from tests.cluster.weight_rig import Publication, WeightRig
 from tests.cluster.weight_workers import NodeWorker
 from tests.waiting import until

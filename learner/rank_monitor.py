@@ -15,9 +15,10 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+from common.weights.transports.groups import dist
+
 from common.errors import EXIT_FAILED, SlipstreamError
 from common.process.lifecycle import leave
-from common.weights.collectives import dist
 
 logger = logging.getLogger(__name__)
 
@@ -63,19 +64,23 @@ class RankMonitor:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop and tell the other ranks the error; raises SlipstreamError where a silent rank was its cause."""
+        """Stop and tell the other ranks the error; raises SlipstreamError where a silent rank was its cause.
+
+        torch has no exception class for a collective that waited too long: gloo raises a RuntimeError, as for anything
+        else. So every RuntimeError gets a note about the deadline.
+        """
         self._leaving.set()
         if error is None or self._store is None:
             return
         if isinstance(error, SlipstreamError):
             self._tell(error.exit_code, str(error))
             return
-        silent = self._silence()
-        if not silent and "Timed out" in str(error):
-            silent = f"a collective waited {self._timeout_s:g} s for another rank (learner.timeout_s)"
-        self._tell(EXIT_FAILED, silent or f"{type(error).__name__}: {error}")
-        if silent:
-            raise SlipstreamError(f"{silent}: {error}") from error
+        if silence := self._silence():
+            self._tell(EXIT_FAILED, silence)
+            raise SlipstreamError(f"{silence}: {error}") from error
+        if isinstance(error, RuntimeError):
+            error.add_note(f"A collective waits at most {self._timeout_s:g} s for other ranks (learner.timeout_s).")
+        self._tell(EXIT_FAILED, " ".join([f"{type(error).__name__}: {error}.", *getattr(error, "__notes__", [])]))
 
     def _exchange(self) -> None:
         """The thread that talks to the store, which may take for ever when the network is cut."""

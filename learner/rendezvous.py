@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from common.weights.collectives import dist
+from common.weights.transports.groups import dist
 
 BACKEND = "known-order"
 ALONE = "127.0.0.1:0"  # the endpoint of an agent without others

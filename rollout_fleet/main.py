@@ -29,8 +29,8 @@ from rollout_fleet.node.node_status import NodeStatusTracker
 from rollout_fleet.node.running_groups import NodeParts
 
 if TYPE_CHECKING:  # importing them takes torch, and vLLM's settings must be in the environment before
+    from common.weights.receive.weight_client import WeightClient
     from rollout_fleet.engine.engine import Engine
-    from rollout_fleet.weights.weight_client import WeightClient
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def run_node(config: Config, broker_address: str, node_id: str, pool: str = "") 
 
 
 async def _serve(config: Config, address: str, status: NodeStatusTracker) -> int:
-    from common.weights.transports.registry import require
+    from common.weights.transports.groups import require
     from rollout_fleet.engine.engine import Engine, record_profiles
 
     require(config.weights.transport)
@@ -120,8 +120,8 @@ def _access(config: Config, address: str, node_id: str) -> Access:
 
 
 def _weight_client(config: Config, engine: "Engine", status: NodeStatusTracker) -> "WeightClient":
-    from common.weights.transports.registry import receivable
-    from rollout_fleet.weights.weight_client import WeightClient
+    from common.weights.receive.weight_client import WeightClient
+    from common.weights.transports.groups import receivable
 
     keys = curve_credentials(config.broker.credentials)
     credential = load_credential(keys, "node", status.node_id) if keys else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PRELOAD = ["common.weights.receiver", "common.weights.transports.gloo", "common.weights.transports.relay"]
+PRELOAD = ["common.weights.receive.receiver", "common.weights.transports.groups", "common.weights.transports.relay"]
 
 
 def context() -> ForkServerContext:
@@ -18,7 +18,7 @@ def context() -> ForkServerContext:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     os.environ["OMP_NUM_THREADS"] = "1"
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload([*PRELOAD, "rollout_fleet.weights.weight_client"])
+    found.set_forkserver_preload([*PRELOAD, "common.weights.receive.weight_client"])
     return found
 
 

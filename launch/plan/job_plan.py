@@ -14,7 +14,7 @@ import numpy as np
 from common.config.architecture import Architecture, Attention
 from common.config.parallel_layout import padded
 from common.config.schema import BaseConfig, Config, RanksConfig
-from common.weights.layout import ALIGNMENT, DEPTH_SHARE, Layout
+from common.weights.wire.layout import ALIGNMENT, DEPTH_SHARE, Layout
 from launch.plan.layout import GroupKind, Sizes, count, count_active, group_kinds, hf_tensors, stage_chunks
 from launch.plan.memory import ADAM_BYTES, ITEM_BYTES, Activations, Resident, activations, resident
 from learner.batch.balance import balance

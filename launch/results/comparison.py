@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from common.config.schema import BaseConfig
+from common.config.schema import BaseConfig, SftConfig
 from common.metrics import DERIVED, PANELS, EvaluationMetrics, SftMetrics, StepMetrics, declarations
 from common.run_reader import MetricsTail, known
 from launch.observe.curves import Array, Curves, columns
@@ -49,7 +49,7 @@ class Compared:
         lines: Sequence[StepMetrics | SftMetrics] = tail.lines
         steps = np.array([line.step for line in lines])
         totals = columns(lines, ("samples", "tokens_trained", "step_s"))
-        if config is not None and config.rl is None:
+        if isinstance(config, SftConfig):
             totals["samples"] = np.full(len(lines), float(config.learner.sequences_per_step))
         counted = Curves(("step", *totals), points)
         counted.fold(steps - steps.min(), np.stack([steps.astype(np.float64), *totals.values()], axis=1))

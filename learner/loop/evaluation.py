@@ -25,8 +25,8 @@ from common.evaluation import EvaluationOrder, EvaluationResult, mean_interval, 
 from common.json_lines import LineFile, dataset_rows, lines_of
 from common.metrics import EvaluationMetrics
 from common.rollouts import Task
+from common.weights.source.publisher import WeightPublisher
 from learner.loop.run_files import RunFiles
-from learner.publish.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 

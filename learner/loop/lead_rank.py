@@ -19,8 +19,10 @@ from common.process.broker_address import find_broker
 from common.process.run_dir import RunDir
 from common.security.credentials import curve_credentials
 from common.waits import WaitFor, WaitKind
-from common.weights.messages import Canary
-from common.weights.transports.registry import require
+from common.weights.source.publisher import WeightPublisher
+from common.weights.source.snapshot import TensorSpecs
+from common.weights.transports.groups import require
+from common.weights.wire.messages import Canary
 from learner.backend_protocol import Backend
 from learner.batch.batch import TrainingBatch
 from learner.checkpoint.folder import StreamState, TrainerState
@@ -34,8 +36,6 @@ from learner.loop.step_metrics import StallMeter, Step, step_metrics
 from learner.loop.tasks import TaskSource, TaskStream, check_not_behind
 from learner.loop.transcripts import Logprobs, items, transcript_thread
 from learner.loop.watcher import Watcher
-from learner.publish.publisher import WeightPublisher
-from learner.publish.snapshot import Named
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ class LeadRank(RolloutSource):
     def _lead(self) -> bytes:
         return msgspec.msgpack.encode(self.publisher.lead)
 
-    def _become_source(self, number: int, parts: list[Named], lead: bytes) -> None:
+    def _become_source(self, number: int, parts: list[TensorSpecs], lead: bytes) -> None:
         assert number == 0, f"the lead rank has part {number} of the model"
         self.publisher.share(parts)
         logger.info("every version comes in %d parts, each from the rank that has it", len(parts))
@@ -257,7 +257,7 @@ def prepare_lead(
     reporter.set("starting", WaitFor(WaitKind.MODEL), policy_version=state.policy_version)
     credentials = curve_credentials(config.broker.credentials)
     weights = msgspec.structs.replace(config.weights, address=address or config.weights.address)
-    publisher = WeightPublisher(state.incarnation, config.model.dtype, weights, credentials)
+    publisher = WeightPublisher(state.incarnation, config.model.dtype, weights, credentials=credentials)
     tasks = TaskStream(source, state.tasks)
     broker = connect(access)
     evaluations = Evaluations(config, broker, publisher, files) if config.evaluation.every else None

@@ -13,16 +13,15 @@ from common.config.schema import Config
 from common.rollouts import Group
 from common.security.credentials import curve_credentials
 from common.waits import WaitFor, WaitKind
-from common.weights.messages import Canary
+from common.weights.source.snapshot import TensorSpecs
+from common.weights.source.sources import LeadEndpoint, RemoteSource
+from common.weights.wire.messages import Canary
 from learner.backend_protocol import Backend, Microbatch
 from learner.batch.batch import TrainingBatch, assemble, decode
 from learner.batch.packing import Document, build
 from learner.loop.batch_source import BatchSource, Command, Train
 from learner.loop.transcripts import Chosen, Logprobs, RecordingLoss, choose
 from learner.loss.losses import policy_loss
-from learner.publish.other_sources import Lead
-from learner.publish.remote_source import RemoteSource
-from learner.publish.snapshot import Named
 
 
 class RolloutSource(BatchSource):
@@ -110,7 +109,7 @@ class RolloutSource(BatchSource):
         parts = {
             rank: part
             for rank, data in enumerate(self.backend.all_gather_bytes(own))
-            if (part := msgspec.msgpack.decode(data, type=Named))
+            if (part := msgspec.msgpack.decode(data, type=TensorSpecs))
         }
         lead = self.backend.broadcast_bytes(self._lead())
         if len(parts) > 1 and self.backend.rank in parts:
@@ -121,11 +120,12 @@ class RolloutSource(BatchSource):
         """Where the lead rank can be told of parts, and its incarnation, encoded; None on the others."""
         return None
 
-    def _become_source(self, number: int, parts: list[Named], lead: bytes) -> None:
+    def _become_source(self, number: int, parts: list[TensorSpecs], lead: bytes) -> None:
         weights = msgspec.structs.replace(self.config.weights, address=self._address)
         keys = curve_credentials(self.config.broker.credentials)
-        told = msgspec.msgpack.decode(lead, type=Lead)
-        self._remote = RemoteSource(number, parts, told, self.config.model.dtype, weights, keys)
+        told = msgspec.msgpack.decode(lead, type=LeadEndpoint)
+        dtype = self.config.model.dtype
+        self._remote = RemoteSource(number, parts, told, dtype=dtype, weights=weights, credentials=keys)
 
     def _canary_owed(self) -> bytes | None:
         """b"+" if a node has missed the newest canary; only the lead rank knows."""

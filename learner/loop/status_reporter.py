@@ -18,7 +18,7 @@ from common.errors import SlipstreamError
 from common.process.logs import log_end, log_path
 from common.span_buffer import SPANS
 from common.waits import NO_WAIT, WaitFor, WaitKind
-from learner.publish.figures import Undelivered
+from common.weights.source.nodes import Undelivered
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from common.errors import SlipstreamError
 from common.metrics import AGE_CLASSES, StepMetrics
 from common.span_buffer import SPANS
 from common.waste import WASTE_REASONS, Waste, merged_waste, wasted_tokens
+from common.weights.source.nodes import PublishStats
 from learner.backend_protocol import StepResult
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.loss.token_diagnostics import ratio_quantile
-from learner.publish.figures import PublishStats
 
 SHOWN_S = 1e-4  # shorter parts are not in the trace
 

@@ -21,10 +21,10 @@ from common.metrics import EvaluationMetrics, Metrics, StepMetrics
 from common.process.run_dir import RunDir
 from common.rollouts import Group
 from common.run_reader import read_tail
+from common.weights.source.publisher import WeightPublisher
 from learner.batch.batch import TrainingBatch
 from learner.loop.run_files import RunFiles
 from learner.loop.watch import Firing, RuleState, largest
-from learner.publish.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from common.rollouts import VersionRun
+from common.weights.receive.contract import WeightsState
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -37,22 +38,8 @@ class Sampler(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class WeightsState:
-    """The state of the node's weights, for leasing and reports."""
-
-    version: int = -1  # the engine's, -1 before the first; so is `incarnation`
-    incarnation: int = -1
-    flipping: bool = False
-    refused: str = ""  # why the learner does not let the node join
-    excluded: str | None = None  # why this node must not generate any more (a proof failed)
-    flips: int = 0
-    stall_s: float = 0.0  # that generation stood still for all flips
-    canary_max_difference: float = 0.0  # largest |log-probability difference| of the last canary
-
-
 class WeightFeed(Protocol):
-    """The node's source of weights: rollout_fleet/weights/weight_client.py, which flips the engine by itself."""
+    """The node's source of weights: common/weights/receive/weight_client.py, which flips the engine by itself."""
 
     state: WeightsState
 

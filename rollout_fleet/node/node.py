@@ -159,7 +159,7 @@ class Node:
 
     async def _drain(self) -> int:
         """Give back the tasks not started, let the others finish within the bound, then give back the rest."""
-        self._parts.status.show("draining", WaitFor(WaitKind.RUNNING_GROUPS, cause=self._drain_reason))
+        self._parts.status.show("draining", WaitFor(WaitKind.RUNNING_GROUPS, cause=self._drain_reason or ""))
         self._parts.beat_now()
         await self.groups.give_back(unstarted_only=True)
         deadline = asyncio.get_running_loop().time() + self._drain_s

@@ -16,7 +16,8 @@ from common.process.lifecycle import start_ticks
 from common.span_buffer import SPANS
 from common.waits import NO_WAIT, WaitFor, WaitKind
 from common.waste import Waste
-from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
+from common.weights.receive.contract import WeightsState
+from rollout_fleet.episode.sampler_protocol import EngineCounters
 
 JoinStage = Literal["registered", "engine", "staged", "active", "leased", "delivered"]
 IDLE = ("joining", "waiting")  # states in which the engine runs and no episode does

@@ -3,13 +3,16 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
 
 from common.errors import SlipstreamError
-from common.weights.receiver import StagingStatus
+from common.weights.receive.contract import CanaryRead, Flip, Watch
+from common.weights.receive.receiver import StagingStatus
+from common.weights.receive.weight_client import until_staged
+from common.weights.wire.failures import Failure, FailureKind, ProofFailed, StagingFailed
 from rollout_fleet.vllm_patches.engine_process import salt
 from rollout_fleet.weights.weight_proof import Proof
 
@@ -20,35 +23,11 @@ ENGINE_TIMEOUT_S = 120.0  # bound on a flip, on its proof and on a canary: an en
 PAUSE_TIMEOUT_S = 10.0
 DECODED = 8  # tokens that a canary decodes; the first of them comes from prefill
 T = TypeVar("T")
-Watch = Callable[[StagingStatus], Awaitable[None]]
 UNLABELLED = "default"  # vLLM's label before the first version
-FIRST_POLL_S, LAST_POLL_S = 0.002, 0.02  # bounds on the pauses between two questions whether a version is staged
-
-
-class StagingFailed(Exception):
-    """A version did not arrive, or not as it was sent."""
-
-
-class ProofFailed(Exception):
-    """The engine's weights differ from the published ones; it must not generate."""
-
-
-class Flip(msgspec.Struct, frozen=True):
-    """A flip that was proven: seconds that generation stood still, and the checksum of the engine's weights."""
-
-    stall_s: float
-    checksum: str
-
-
-class CanaryRead(msgspec.Struct, frozen=True):
-    """Log-probabilities of the canary's tokens by prefill, and decoding minus prefill of tokens that it decoded."""
-
-    logprobs: list[float]
-    decoding_differs: list[float]
 
 
 class EngineWeights:
-    """Stages, flips and proves; calls come from one WeightClient, `check_usable` and `wait_proven` from requests."""
+    """The WeightTarget of a vLLM engine. `check_usable` and `wait_proven` are called by requests."""
 
     def __init__(self, recompute: bool) -> None:
         """`recompute`: drop the KV cache at a flip, so that every later token is of the new policy alone."""
@@ -62,7 +41,8 @@ class EngineWeights:
         self._unproven_version = -1
         self._one_flip = asyncio.Lock()
         self._flipping: asyncio.Future[Flip] | None = None
-        self.version, self.incarnation = -1, -1
+        self.version = -1
+        self.incarnation = -1
         self.half_flips = 0  # flips that began and flips that ended: odd while one is under way
 
     @property
@@ -72,7 +52,8 @@ class EngineWeights:
 
     async def attach(self, llm: Any, usable: bool) -> None:
         """The engine is up; `usable` when its weights may be sampled from as they are."""
-        self._llm, self._usable = llm, usable
+        self._llm = llm
+        self._usable = usable
         config = llm.vllm_config
         # With batches in flight a label would be one step off: those engines are paused around the flip.
         self._pause_first = config.scheduler_config.async_scheduling or config.max_concurrent_batches > 1
@@ -101,7 +82,7 @@ class EngineWeights:
         """Hand an encoded message about weights to the workers; returns its encoded answer, b'' if it has none."""
         if self._flipping is not None:  # its caller may have left, but it still needs the buffer
             await asyncio.wait([self._flipping])
-        return (await self._rpc("slipstream_obey", message=message, node_id=node_id))[0]
+        return (await self._rpc("slipstream_handle", message=message, node_id=node_id))[0]
 
     async def stage(self, publish: bytes, watch: Watch) -> float:
         """Receive an encoded Publish while generation continues; returns its seconds. Raises StagingFailed.
@@ -117,7 +98,7 @@ class EngineWeights:
             await self.tell(publish, "")
             return await until_staged(status, watch)
         except SlipstreamError as error:
-            raise StagingFailed(str(error)) from error
+            raise StagingFailed(Failure(FailureKind.ENGINE, str(error))) from error
 
     async def flip(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
         """Use the staged version from the next token on, then prove it. Raises ProofFailed.
@@ -133,11 +114,13 @@ class EngineWeights:
             self._proven.clear()
             try:
                 stall_s = await _answered(self._flip(incarnation, version), f"flip to version {version}")
-                self.incarnation, self.version, self._usable = incarnation, version, True
+                self.incarnation = incarnation
+                self.version = version
+                self._usable = True
                 checksum = await _answered(self._proof(incarnation, version), f"proof of version {version}")
                 if checksum != expected_checksum:
                     differs = f"the engine has checksum {checksum}, published was {expected_checksum}"
-                    raise ProofFailed(f"version {version}: {differs}")
+                    raise ProofFailed(FailureKind.PROOF, f"version {version}: {differs}")
             except BaseException as error:
                 await self.exclude(str(error) or type(error).__name__)
                 raise
@@ -210,7 +193,8 @@ class EngineWeights:
             proven = [proof for proof in proofs if proof is not None]
             for proof in proven:
                 if proof.error or (proof.incarnation, proof.version) != (incarnation, version):
-                    raise ProofFailed(proof.error or f"the engine proved version {proof.version}, not {version}")
+                    told = proof.error or f"the engine proved version {proof.version}, not {version}"
+                    raise ProofFailed(FailureKind.PROOF, told)
             if len(proven) == len(proofs):
                 return proven[0].checksum
             await asyncio.sleep(PROOF_POLL_S)
@@ -231,31 +215,5 @@ async def _answered(work: Awaitable[T], what: str) -> T:
         async with asyncio.timeout(ENGINE_TIMEOUT_S):
             return await work
     except TimeoutError:
-        raise ProofFailed(f"{what}: the engine did not answer within {ENGINE_TIMEOUT_S:g} s") from None
-
-
-async def until_staged(read: Callable[[], Awaitable[StagingStatus]], watch: Watch) -> float:
-    """Seconds that the newest publish took to be staged, by its `read` status; raises StagingFailed.
-
-    Every question interrupts the engine between two steps, and a late one keeps a version waiting. So it asks seldom
-    while most of the version is to come.
-    """
-    started, pause_s = time.perf_counter(), FIRST_POLL_S
-    while True:
-        await asyncio.sleep(pause_s)
-        status = await read()
-        await watch(status)
-        if status.state == "staged":
-            return status.receive_s
-        if status.state != "receiving":
-            raise StagingFailed(status.error or "the transfer was given up")
-        pause_s = next_poll_s(time.perf_counter() - started, status.share)
-
-
-def next_poll_s(took_s: float, share: float) -> float:
-    """Until the rest should be there as well, when `share` (0 to 1) took so long; within the bounds of a poll.
-
-    A version of one bucket has no share until it is there; each of its polls comes after twice the time.
-    """
-    left_s = took_s * (1 / share - 1) if share > 0 else took_s
-    return min(max(left_s, FIRST_POLL_S), LAST_POLL_S)
+        late = f"{what}: the engine did not answer within {ENGINE_TIMEOUT_S:g} s"
+        raise ProofFailed(FailureKind.ENGINE, late) from None

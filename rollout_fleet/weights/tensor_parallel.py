@@ -10,18 +10,19 @@ from typing import Any
 
 import torch
 
-from common.weights.receiver import Receiver
+from common.weights.receive.receiver import Receiver
 
 TOLD_BYTES = 4096  # size of rank 0's message to the others
 
 
-class Ranks:
+class EngineWorkers:
     """This worker among them. `take` and `agree` are collective: a flip calls them on every rank."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         """`group`: that of vLLM's tensor parallelism; `device`: this worker's."""
         self._group = group
-        self.rank, self.size = int(group.rank_in_group), int(group.world_size)
+        self.rank = int(group.rank_in_group)
+        self.size = int(group.world_size)
         self.buffers = SharedBuffers()
         self.receiver = Receiver(device=device) if self.size == 1 else Receiver(allocate=self.buffers.allocate)
 
@@ -37,7 +38,8 @@ class Ranks:
         """
         if self.size == 1:
             return self.receiver.take(incarnation, version)
-        flat, path, problem = None, "", ""
+        flat: torch.Tensor | None = None
+        path = problem = ""
         if self.receives:
             try:
                 flat = self.receiver.take(incarnation, version)

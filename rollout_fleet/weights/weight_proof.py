@@ -12,9 +12,9 @@ import msgspec
 import torch
 import xxhash
 
-from common.weights import packing
-from common.weights.layout import WORDS, Entry, Layout
-from common.weights.word_sums import WordSums
+from common.weights.wire import flat_buffer
+from common.weights.wire.flat_buffer import WordSums
+from common.weights.wire.layout import WORDS, Entry, Layout
 
 _ELSEWHERE = torch.empty(0)  # stands for a parameter that another worker has
 _DERIVED = re.compile(r"(.*\.)?W_(UK_T|UV|K|V)\w*")  # computed by vLLM from kv_b_proj; live_weights.py renews them
@@ -39,7 +39,10 @@ def checksum(model: Any, layout: Layout) -> str:
 
     Raises Unreadable, naming the tensor, when it cannot be found or has another shape or dtype.
     """
-    digests, at, starts, sums = [xxhash.xxh3_128()], 0, {*layout.starts[1:]}, WordSums()
+    digests = [xxhash.xxh3_128()]  # one for each source's part
+    at = 0
+    starts = {*layout.starts[1:]}
+    sums = WordSums()
     for entry, found in _live(model, layout):
         if found.dim() == len(entry.shape) and found.shape[1:] == entry.shape[1:] and len(found) > entry.shape[0]:
             found = found[: entry.shape[0]]  # padded vocabulary rows
@@ -53,12 +56,12 @@ def checksum(model: Any, layout: Layout) -> str:
         digests[-1].update(bytes(entry.offset - at))  # alignment gaps are zero in the buffer
         if entry.offset in starts:
             digests.append(xxhash.xxh3_128())
-        digests[-1].update(memoryview(found.contiguous().cpu().view(-1).view(torch.uint8).numpy()))
+        digests[-1].update(found.contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
         at = entry.offset + entry.size_bytes
     if layout.checksums == WORDS:
         return sums.hexdigest()
     digests[-1].update(bytes(layout.total_bytes - at))
-    return packing.combined([digest.hexdigest() for digest in digests])
+    return flat_buffer.combined([digest.hexdigest() for digest in digests])
 
 
 def check_shard(model: Any, layout: Layout, flat: torch.Tensor, rank: int, size: int) -> None:
@@ -67,7 +70,7 @@ def check_shard(model: Any, layout: Layout, flat: torch.Tensor, rank: int, size:
     Other workers compare the layers of their pipeline stages and their experts. Raises Unreadable, naming the tensor,
     when its shard is another one or cannot be told.
     """
-    published = dict(packing.view(flat, layout))
+    published = dict(flat_buffer.view(flat, layout))
     for entry, live in _live(model, layout):
         live, expected = _shard(model, entry, live, published[entry.name], rank, size)
         held = live.contiguous().cpu()

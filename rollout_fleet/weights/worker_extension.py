@@ -1,8 +1,8 @@
 """Weights inside the engine's worker: vLLM's weight-transfer interface over the receiver of common/weights.
 
-`slipstream_obey` hands over the learner's messages; a Publish starts a thread that receives while generation continues.
-`update_weights` loads the verified buffer in place. A second thread then reads the live parameters back as a proof. All
-are called through collective_rpc, between two steps.
+`slipstream_handle` hands over the learner's messages. A Publish starts a thread that receives while generation
+continues. `update_weights` loads the verified buffer in place. A second thread then reads the live parameters back as a
+proof. All are called through collective_rpc, between two steps.
 """
 
 import threading
@@ -14,13 +14,13 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group, get_world_group
 from vllm.distributed.weight_transfer import base
 
-from common.weights import messages, packing
-from common.weights.layout import Layout
 from common.weights.transports.nccl import remember_device
+from common.weights.wire import flat_buffer, messages
+from common.weights.wire.layout import Layout
 from rollout_fleet.vllm_patches import live_weights
 from rollout_fleet.vllm_patches.shared_files import this_worker
 from rollout_fleet.weights import weight_proof
-from rollout_fleet.weights.tensor_parallel import Ranks
+from rollout_fleet.weights.tensor_parallel import EngineWorkers
 from rollout_fleet.weights.weight_proof import Proof
 
 
@@ -38,44 +38,49 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
     init_info_cls = base.WeightTransferInitInfo
     update_info_cls = SlipstreamUpdateInfo
     supports_draft_weight_update = False
+    model: Any  # a module of vLLM's with load_weights
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.ranks = Ranks(get_world_group(), remember_device())  # without data parallelism, the workers of this engine
-        self.receiver = self.ranks.receiver
+        # Without data parallelism the world is the workers of this engine.
+        self.workers = EngineWorkers(get_world_group(), remember_device())
+        self.receiver = self.workers.receiver
         self.proof: Proof | None = None
         self._proving: threading.Thread | None = None
         self._applied: tuple[int, int] | None = None
         self._loaded: torch.Tensor | None = None  # a shard's parameters are compared with it
 
     def init_transfer_engine(self, init_info: base.WeightTransferInitInfo) -> None:
-        """Nothing: the learner's messages come through `slipstream_obey`."""
+        """Nothing: the learner's messages come through `slipstream_handle`."""
 
     def start_weight_update(self) -> None:
         """The parameters are about to change: let the proof of the last version end first."""
         if self._proving is not None:
             self._proving.join()
-        self.proof, self._applied = None, None
+        self.proof = None
+        self._applied = None
 
     def receive_weights(self, update_info: SlipstreamUpdateInfo) -> None:
         """Load the staged version into the live parameters, on every rank; raises ValueError when it is not staged."""
-        layout, flat, error = self.receiver.layout, None, None
+        layout = self.receiver.layout
+        flat: torch.Tensor | None = None
+        error: Exception | None = None
         if layout is None:
             raise ValueError("no layout was announced")
         try:
-            flat = self.ranks.take(update_info.incarnation, update_info.version, layout.total_bytes)
+            flat = self.workers.take(update_info.incarnation, update_info.version, layout.total_bytes)
             with torch.no_grad():
-                self.model.load_weights(packing.view(flat, layout))
+                self.model.load_weights(flat_buffer.view(flat, layout))
                 live_weights.renew(self.model, self.model_config.dtype)
             if torch.cuda.is_available():  # other threads prove the parameters and write the buffer
                 torch.cuda.current_stream().synchronize()
         except Exception as failure:  # without it the other ranks would wait for this one for ever
             error = failure
-        self.ranks.agree(error)
+        self.workers.agree(error)
         assert flat is not None
         self._applied = (update_info.incarnation, update_info.version)
-        self._loaded = flat if self.ranks.size > 1 else None
-        if self.ranks.receives:
+        self._loaded = flat if self.workers.size > 1 else None
+        if self.workers.receives:
             self.receiver.give_back(flat)
 
     def finish_weight_update(self) -> None:
@@ -89,14 +94,15 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
         self.receiver.close()
 
     def _prove(self, incarnation: int, version: int, layout: Layout) -> None:
-        flat, self._loaded = self._loaded, None
+        flat = self._loaded
+        self._loaded = None
         try:
             if flat is None:
                 found = weight_proof.checksum(self.model, layout)
             else:  # a shard that matches its part of the version proves the whole version's checksum
                 shards = get_tp_group()
                 weight_proof.check_shard(self.model, layout, flat, shards.rank_in_group, shards.world_size)
-                found = packing.version_checksum(flat, layout) if self.ranks.receives else ""
+                found = flat_buffer.version_checksum(flat, layout) if self.workers.receives else ""
             self.proof = Proof(incarnation, version, found)
         except Exception as error:  # whatever prevents the proof is the reason not to trust these weights
             self.proof = Proof(incarnation, version, error=f"{type(error).__name__}: {error}")
@@ -108,14 +114,15 @@ class WorkerExtension:
     weight_transfer_engine: Any
     model_runner: Any
 
-    def slipstream_obey(self, message: bytes, node_id: str) -> bytes:
-        """As `Receiver.obey`, with encoded messages; workers other than the first only note the layout."""
-        told, engine = messages.decode_from_learner(message), self.weight_transfer_engine
-        if not engine.ranks.receives:
+    def slipstream_handle(self, message: bytes, node_id: str) -> bytes:
+        """As `Receiver.handle`, with encoded messages; workers other than the first only note the layout."""
+        told = messages.decode_from_learner(message)
+        engine = self.weight_transfer_engine
+        if not engine.workers.receives:
             if not isinstance(told, messages.Welcome):
                 return b""
-            told = msgspec.structs.replace(told, reach="")  # the first worker serves
-        answer = engine.receiver.obey(told, node_id)
+            told = msgspec.structs.replace(told, learner_endpoint="")  # the first worker serves
+        answer = engine.receiver.handle(told, node_id)
         return b"" if answer is None else messages.encode(answer)
 
     def slipstream_staging(self) -> bytes:
@@ -124,7 +131,7 @@ class WorkerExtension:
 
     def slipstream_moe_layers(self) -> list[int]:
         """Numbers, from 0, of the layers with routed experts."""
-        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
         return sorted(m.layer_id for m in self.model_runner.get_model().modules() if isinstance(m, MoERunner))
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common.weights.pieces import piece_bytes
 from common.weights.transports.relay import WINDOW
+from common.weights.wire.pieces import piece_bytes
 from tests.cluster.weight_host import value
 from tests.cluster.weight_rig import Publication, WeightRig
 from tests.cluster.weight_workers import NodeWorker

@@ -23,9 +23,8 @@ import msgspec
 import torch
 
 from common.config.schema import WeightsConfig
-from learner.publish.other_sources import Lead
-from learner.publish.publisher import WeightPublisher
-from learner.publish.remote_source import RemoteSource
+from common.weights.source.publisher import WeightPublisher
+from common.weights.source.sources import LeadEndpoint, RemoteSource
 from tests.integration.weights import weight_plane_node
 
 LOOK_S = 0.02  # pause between two looks at a publisher's figures
@@ -107,7 +106,7 @@ class Learner(Rank):
 
     def start(self, name: str, incarnation: int, weights: dict[str, Any], credentials: str | None) -> None:
         """Event `listening`: a publisher with these keys of `weights` is up at `address`."""
-        publisher = WeightPublisher(incarnation, "bfloat16", WeightsConfig(**weights), credentials)
+        publisher = WeightPublisher(incarnation, "bfloat16", WeightsConfig(**weights), credentials=credentials)
         address = publisher.start()
         self._publishers[name] = publisher
         self.say("listening", name=name, address=address)
@@ -154,8 +153,9 @@ class Source(Rank):
         self, number: int, size_bytes: int, sources: int, lead: object, weights: dict[str, Any], credentials: str | None
     ) -> None:
         """Serve part `number`; `lead` is that of `shared`. Event `started`."""
-        named, told = parts(size_bytes, sources), msgspec.convert(lead, Lead)
-        self._remote = RemoteSource(number, named, told, "bfloat16", WeightsConfig(**weights), credentials)  # type: ignore[arg-type]
+        named, told = parts(size_bytes, sources), msgspec.convert(lead, LeadEndpoint)
+        options = {"dtype": "bfloat16", "weights": WeightsConfig(**weights), "credentials": credentials}
+        self._remote = RemoteSource(number, named, told, **options)  # type: ignore[arg-type]
         self.say("started", incarnation=told.incarnation)
 
     def publish(self, version: int, names: list[str]) -> None:

@@ -14,14 +14,12 @@ from typing import Any
 
 import torch
 
-from common.weights import messages, packing
-from common.weights.collectives import Group, Meeting
-from common.weights.messages import Epoch
-from common.weights.pieces import Shipment
-from common.weights.receiver import Receiver
-from common.weights.transports.device import DeviceGroup
-from common.weights.transports.gloo import process_group
-from common.weights.transports.registry import open_group
+from common.weights.receive.receiver import Receiver
+from common.weights.transports.groups import BroadcastGroup, RelayedStore, open_group, process_group
+from common.weights.transports.nccl import DeviceGroup
+from common.weights.wire import flat_buffer, messages
+from common.weights.wire.messages import Epoch
+from common.weights.wire.pieces import PartBuffer
 from tests import device
 
 CLOSE = b"close"
@@ -32,8 +30,8 @@ DEVICES = {"device": torch.device("cpu"), "device from host memory": torch.devic
 class GlooCommunicator:
     """A library like NCCL, over gloo: what it begins ends at a timeout far beyond every deadline."""
 
-    def __init__(self, epoch: Epoch, meeting: Meeting) -> None:
-        self._group = process_group(epoch, meeting)
+    def __init__(self, epoch: Epoch, store: RelayedStore) -> None:
+        self._group = process_group(epoch, store)
         self._work: Any = None
 
     def broadcast(self, buffer: torch.Tensor) -> None:
@@ -49,11 +47,11 @@ class GlooCommunicator:
         del self._group
 
 
-def open_any(epoch: Epoch, meeting: Meeting) -> Group:
+def open_any(epoch: Epoch, store: RelayedStore) -> BroadcastGroup:
     """The transport's group; those of DEVICES are DeviceGroup with the CPU as the device."""
     if epoch.transport in DEVICES:
-        return DeviceGroup(epoch, lambda epoch: GlooCommunicator(epoch, meeting), DEVICES[epoch.transport])
-    return open_group(epoch, meeting)
+        return DeviceGroup(epoch, lambda epoch: GlooCommunicator(epoch, store), DEVICES[epoch.transport])
+    return open_group(epoch, store)
 
 
 class FaultyGroup:
@@ -61,8 +59,8 @@ class FaultyGroup:
 
     fault, at, seen = "", -1, 0  # in all groups of the process
 
-    def __init__(self, epoch: Epoch, meeting: Meeting) -> None:
-        self.group = open_any(epoch, meeting)
+    def __init__(self, epoch: Epoch, store: RelayedStore) -> None:
+        self.group = open_any(epoch, store)
         self.close = self.group.close
 
     def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
@@ -87,13 +85,13 @@ class FaultyGroup:
 
 def count_pieces(kind: type[FaultyGroup]) -> None:
     """Over the relay the fault comes with piece `at`."""
-    take_in = Shipment.take_in
+    take_in = PartBuffer.take_in
 
-    def counted(shipment: Shipment, sealed: Any) -> None:
+    def counted(buffer: PartBuffer, sealed: Any) -> None:
         kind.count(sealed)
-        take_in(shipment, sealed)
+        take_in(buffer, sealed)
 
-    Shipment.take_in = counted  # type: ignore[method-assign]
+    PartBuffer.take_in = counted  # type: ignore[method-assign]
 
 
 def harm(fault: str) -> None:
@@ -139,18 +137,19 @@ def main(commands: Connection, fault: str = "", at: int = -1) -> None:
         if status.version != version:
             return
         if status.state == "failed":
-            say(event="failed", version=version, reason=status.error)
+            assert status.failure is not None
+            say(event="failed", version=version, kind=status.failure.kind, reason=status.failure.text)
         elif status.state == "staged":
             flat = receiver.take(status.incarnation, version)
             assert receiver.layout is not None
-            found = packing.version_checksum(flat, receiver.layout)
+            found = flat_buffer.version_checksum(flat, receiver.layout)
             receiver.give_back(flat)
             say(event="staged", version=version, checksum=found)
 
     pause = threading.Event()
     while (data := commands.recv_bytes()) != CLOSE:
         message = messages.decode_from_learner(data)
-        answer = receiver.obey(message, "peer")
+        answer = receiver.handle(message, "peer")
         if isinstance(message, messages.Publish):
             threading.Thread(target=watch, args=(message.version,), daemon=True).start()
         elif answer is not None:

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 import torch
 
-from common.weights import messages, packing
-from common.weights.collectives import Meeting, in_turn
-from common.weights.layout import Layout
-from common.weights.messages import Epoch, Meet, Part, Publish
-from common.weights.pieces import Shipment, new_part
+from common.weights.transports.groups import RelayedStore, in_turn
 from common.weights.transports.relay import RelayServer
+from common.weights.wire import flat_buffer, messages
+from common.weights.wire.layout import Layout
+from common.weights.wire.messages import Epoch, Part, Publish, StoreEntries
+from common.weights.wire.pieces import PartBuffer, new_part
 from tests import forked
 from tests.contract.transport_receiver import CLOSE, main, open_any
 from tests.waiting import LIMIT_S
@@ -81,7 +81,7 @@ class Sender:
         self.server = RelayServer("127.0.0.1") if "relay" in transport else None
         self.parts: list[Part] = []  # that are served
         self.group: Any = None
-        self.meeting: Meeting | None = None
+        self.store: RelayedStore | None = None
         self.members: list[Child] = []  # who are in the group
         self.lock = threading.Lock()
         self.epoch: Epoch | None = None
@@ -95,7 +95,7 @@ class Sender:
             next(self.numbers), 0, size or len(children) + 1, self.timeout_s, self.transport, "127.0.0.1:1"
         )
         self.members, self.entries = [], dict[str, bytes]()
-        self.meeting = Meeting(self.timeout_s, lambda key, value: self.meet(None, self.epoch.epoch, {key: value}))
+        self.store = RelayedStore(self.timeout_s, lambda key, value: self.meet(None, self.epoch.epoch, {key: value}))
         for rank, child in enumerate(children, start=1):
             self.admit(child, rank)
 
@@ -106,7 +106,7 @@ class Sender:
         with self.lock:
             child.met = self.meet
             self.members.append(child)
-            child.tell(Meet(self.epoch.epoch, dict(self.entries)))
+            child.tell(StoreEntries(self.epoch.epoch, dict(self.entries)))
 
     def meet(self, sender: Child | None, epoch: int, entries: dict[str, bytes]) -> None:
         """Pass entries of the store on, as the learner does."""
@@ -114,20 +114,20 @@ class Sender:
             if self.epoch is None or epoch != self.epoch.epoch:
                 return
             self.entries |= entries
-            if sender is not None and self.meeting is not None:
-                self.meeting.add_entries(entries)
+            if sender is not None and self.store is not None:
+                self.store.add_entries(entries)
             for child in self.members:
                 if child is not sender:
-                    child.tell(Meet(epoch, entries))
+                    child.tell(StoreEntries(epoch, entries))
 
     def announce(self, children: list[Child], flat: torch.Tensor, bucket: int, spoil: int = -1) -> Publish:
         """Tell the children what comes; the checksum of bucket `spoil` is wrong."""
         layout = layout_of(flat)
-        sums = packing.all_checksums(flat, bucket)[0]
+        sums = flat_buffer.all_checksums(flat, bucket)[0]
         if spoil >= 0:
             sums[spoil] = "0" * 32
         made = Publish(
-            0, next(self.versions), 0, layout.digest, bucket, sums, packing.checksum(flat), self.timeout_s,
+            0, next(self.versions), 0, layout.digest, bucket, sums, flat_buffer.checksum(flat), self.timeout_s,
             payload_bytes=flat.numel(),
         )  # fmt: skip
         if self.server is not None:
@@ -146,8 +146,8 @@ class Sender:
         half, secured = flat.numel() // 3, "sealed" in self.transport
         parts = []
         for start, size in ((0, half), (half, flat.numel() - half)):
-            part = new_part(flat, start, size, min(piece, 1 << 20), self.server.address, secured)
-            self.server.offer(Shipment(part, flat))
+            part = new_part(flat, start, size, piece=min(piece, 1 << 20), origin=self.server.address, secured=secured)
+            self.server.offer(PartBuffer(part, flat))
             if spoil >= 0:
                 each = 32 if secured else 16
                 digests = bytearray(part.digests)
@@ -164,11 +164,11 @@ class Sender:
         return epoch
 
     def send(self, flat: torch.Tensor, bucket: int) -> str:
-        """Take part in the broadcast, as learner/publish/attempt.py does; the error, '' when there was none."""
+        """Take part in the broadcast, as common/weights/source/attempt.py does; the error, '' when there was none."""
         if self.server is not None:
             return ""
         try:
-            self.group = self.group or open_any(self.epoch, self.meeting)  # type: ignore[arg-type]
+            self.group = self.group or open_any(self.epoch, self.store)  # type: ignore[arg-type]
             for _ in in_turn(self.group, flat, bucket, self.timeout_s):
                 pass
         except RuntimeError as error:
@@ -185,8 +185,8 @@ class Sender:
         return thread, found
 
     def drop(self) -> None:
-        if self.meeting is not None:
-            self.meeting.close()
+        if self.store is not None:
+            self.store.close()
         if self.group is not None:
             self.group.close()
         self.group = None

@@ -27,10 +27,11 @@ from common.config.schema import Config
 from common.errors import SlipstreamError, StoreChanged, UsageError
 from common.process.run_dir import write_atomic
 from common.rollouts import Sample, VersionRun, decode_group
+from common.weights.receive.contract import WeightsState
 from common.wire_types import Array
 from learner.loop.tasks import TaskSource, TaskStream
 from rollout_fleet.episode.driver import Progress
-from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
+from rollout_fleet.episode.sampler_protocol import EngineCounters
 from rollout_fleet.node.heartbeat import BrokerTimeout, Heartbeat
 from rollout_fleet.node.node import Node
 from rollout_fleet.node.node_status import NodeStatusTracker

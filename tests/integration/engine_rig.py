@@ -30,11 +30,11 @@ from common.config.schema import (
     WeightsConfig,
 )
 from common.errors import SlipstreamError
-from common.weights.messages import Canary
-from learner.publish.publisher import WeightPublisher
+from common.weights.receive.weight_client import WeightClient
+from common.weights.source.publisher import WeightPublisher
+from common.weights.wire.messages import Canary
 from rollout_fleet.engine.engine import Engine
 from rollout_fleet.episode.sampler_protocol import Generation
-from rollout_fleet.weights.weight_client import WeightClient
 from tests import device
 from tests.waiting import LIMIT_S, until_async
 

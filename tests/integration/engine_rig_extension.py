@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.v1.engine.core import EngineCore
 
-from common.weights import receiver
+from common.weights.receive import receiver
 from rollout_fleet.vllm_patches import live_weights
 from rollout_fleet.weights.worker_extension import WorkerExtension
 

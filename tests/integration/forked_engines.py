@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from common.process.lifecycle import die_with_parent
-from common.weights import packing
-from common.weights.layout import Layout
+from common.weights.wire import flat_buffer
+from common.weights.wire.layout import Layout
 from tests.integration.megatron.tiny_models import in_files, new_model
 
 AT_ONCE = 2
@@ -81,17 +81,17 @@ def flip(llm: Any, version: int, model: Any) -> None:
     """A flip as an engine process makes it, of a version that is there already."""
     named = sorted(in_files(model).items())
     layout = Layout.of([(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in named])
-    flat = packing.pack(named, layout)
+    flat = flat_buffer.pack(named, layout)
     worker = llm.llm_engine.model_executor.driver_worker.worker
     engine = worker.weight_transfer_engine
     engine.receiver.layout = layout
-    engine.ranks.take = lambda *_: flat
+    engine.workers.take = lambda *_: flat
     engine.receiver.give_back = lambda _: None
     worker.start_weight_update()
     worker.update_weights({"incarnation": 0, "version": version})
     worker.finish_weight_update()
     engine._proving.join()
-    assert engine.proof.checksum == packing.version_checksum(flat, layout), engine.proof
+    assert engine.proof.checksum == flat_buffer.version_checksum(flat, layout), engine.proof
 
 
 def decode(llm: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from common.weights.messages import Canary
+from common.weights.wire.messages import Canary
 from tests.integration.engine_rig import Rig, logprobs, nudged
 from tests.integration.megatron.tiny_models import new_model
 from tests.integration.test_engine_flips import CASES

@@ -8,7 +8,7 @@ A client (DEALER) asks a server (ROUTER) for the pieces of a part by the part's 
 
 The server answers a connection's requests in their order, each when its piece is there. A part that the server has
 not heard of yet is waited for: its node may hear of it a moment later. The client has at most WINDOW pieces under way,
-which bounds every queue at both ends. Pieces are sealed (common/weights/pieces.py), so a password is enough here.
+which bounds every queue at both ends. Pieces are sealed (common/weights/wire/pieces.py), so a password is enough here.
 """
 
 import contextlib
@@ -17,15 +17,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
+import torch
 import zmq
 
 from common.security.curve import give_password
-from common.weights.pieces import LARGEST, TAG_BYTES, Shipment
-from common.weights.router import Router
+from common.weights.wire.failures import Damaged, GivenUp, Late, Mismatch
+from common.weights.wire.messages import Publish
+from common.weights.wire.pieces import LARGEST, TAG_BYTES, PartBuffer
+from common.weights.wire.sockets import RouterSocket
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +67,7 @@ decode_answer = msgspec.msgpack.Decoder(Piece | Gone).decode
 
 
 @dataclass
-class Client:
+class OpenRequests:
     """A connection's requests that have no answer yet, the oldest first, and when that one came."""
 
     requests: deque[Get] = field(default_factory=lambda: deque[Get]())
@@ -75,35 +79,43 @@ class RelayServer:
 
     def __init__(self, host: str, password: str = "") -> None:
         """Listen on a free port of `host`, for clients that know `password`; raises zmq.ZMQError."""
-        self._shipments: dict[str, Shipment] = {}
+        self._buffers: dict[str, PartBuffer] = {}
         self._withdrawn = deque[str](maxlen=WITHDRAWN)
         self._lock = threading.Lock()
-        self._clients: dict[bytes, Client] = {}
-        self.host, self.password = host, password
-        self._router = Router(host, MAX_REQUEST_BYTES, 2 * WINDOW, unread_messages=2 * WINDOW, password=password)
+        self._clients: dict[bytes, OpenRequests] = {}
+        self.host = host
+        self.password = password
+        self._router = RouterSocket(
+            host,
+            max_message_bytes=MAX_REQUEST_BYTES,
+            waiting_messages=2 * WINDOW,
+            unread_messages=2 * WINDOW,
+            password=password,
+        )
         self.address = self._router.address
-        self._closing = self._full = False
+        self._closing = False
+        self._full = False  # a connection did not take its answer
         self._thread = threading.Thread(target=self._serve, daemon=True, name="relay-weights")
         self._thread.start()
 
-    def offer(self, shipment: Shipment) -> None:
+    def offer(self, buffer: PartBuffer) -> None:
         """Serve its pieces as they arrive, until it is withdrawn."""
-        shipment.progress = self._router.wake
+        buffer.watch(self._router.wake)
         with self._lock:
-            self._shipments[shipment.part.name] = shipment
+            self._buffers[buffer.part.name] = buffer
         self._router.wake()
 
-    def withdraw(self, *shipments: Shipment) -> None:
-        """Serve nothing more of these shipments, by default of any; on return their memory may be written again."""
+    def withdraw(self, *buffers: PartBuffer) -> None:
+        """Serve nothing more of these buffers, by default of any; on return their memory may be written again."""
         with self._lock:
-            doomed = list(shipments or self._shipments.values())
-            for shipment in doomed:
-                name = shipment.part.name
-                if self._shipments.get(name) is shipment:  # not that of another attempt
-                    del self._shipments[name]
+            doomed = list(buffers or self._buffers.values())
+            for buffer in doomed:
+                name = buffer.part.name
+                if self._buffers.get(name) is buffer:  # not that of another attempt
+                    del self._buffers[name]
                     self._withdrawn.append(name)
-        for shipment in doomed:
-            shipment.close()
+        for buffer in doomed:
+            buffer.close()
         self._router.wake()
 
     def close(self) -> None:
@@ -114,8 +126,8 @@ class RelayServer:
     def _serve(self) -> None:
         try:
             while not self._closing:
-                full, self._full = self._full, False
-                look_s = FULL_S if full else UNKNOWN_S / 10  # without a request there is nothing to look at
+                look_s = FULL_S if self._full else UNKNOWN_S / 10  # without a request there is nothing to look at
+                self._full = False
                 self._router.wait(int(1000 * look_s) if self._clients else None)
                 with contextlib.suppress(zmq.Again):
                     for _ in range(4 * WINDOW):
@@ -141,30 +153,31 @@ class RelayServer:
             return
         if client is None:
             self._make_room()
-            client = self._clients[connection] = Client()
+            client = self._clients[connection] = OpenRequests()
         client.requests.append(get)
 
     def _make_room(self) -> None:
         """Beyond MOST_CLIENTS the one goes that has waited longest for a part that nothing is known of."""
         if len(self._clients) < MOST_CLIENTS:
             return
-        unknown = (connection for connection, c in self._clients.items() if c.requests[0].part not in self._shipments)
+        unknown = (connection for connection, c in self._clients.items() if c.requests[0].part not in self._buffers)
         if (first := next(unknown, None)) is not None:
             self._refuse(first, f"{MOST_CLIENTS} connections wait here")
 
-    def _answer(self, connection: bytes, client: Client) -> bool:
+    def _answer(self, connection: bytes, client: OpenRequests) -> bool:
         """Whether the oldest request could be answered with its piece."""
         get = client.requests[0]
         with self._lock:
-            shipment, withdrawn = self._shipments.get(get.part), get.part in self._withdrawn
-        if shipment is None:
+            buffer = self._buffers.get(get.part)
+            withdrawn = get.part in self._withdrawn
+        if buffer is None:
             if withdrawn or time.monotonic() > client.since + UNKNOWN_S:
                 self._refuse(connection, "this version is not served here" + " any more" * withdrawn)
             return False
-        if get.number >= shipment.count:
-            self._refuse(connection, f"piece {get.number} of {shipment.count} cannot be asked for")
+        if get.number >= buffer.count:
+            self._refuse(connection, f"piece {get.number} of {buffer.count} cannot be asked for")
             return False
-        piece = shipment.piece(get.number) if get.number < shipment.arrived else None
+        piece = buffer.piece(get.number) if get.number < buffer.arrived else None
         if piece is None:
             return False  # it comes later, or was withdrawn in this moment
         try:
@@ -191,24 +204,28 @@ class RelayServer:
 
 
 class Stall(msgspec.Struct, frozen=True):
-    """A fetch that waits for another source: its source, the pieces that are here, and the reason ('': silence)."""
+    """A fetch that waits for another source than `source`, with `pieces` pieces here."""
 
     source: str
     pieces: int
-    reason: str
+    reason: str  # '' for silence
 
 
 class Fetch:
-    """Brings a shipment's pieces here, from one source after the other. `run` in one thread, the rest from any."""
+    """Brings a buffer's pieces here, from one source after the other. `run` in one thread, the rest from any."""
 
-    def __init__(self, shipment: Shipment, source: str, password: str = "") -> None:
-        self._shipment, self._source, self._password, self._routes = shipment, source, password, 0
-        self.stall: Stall | None = None
+    def __init__(self, buffer: PartBuffer, source: str, password: str = "") -> None:
+        self._buffer = buffer
+        self._source = source
+        self._password = password
+        self._routes = 0  # how often it was rerouted
+        self.stall: Stall | None = None  # it waits for another source
         self._closing = False
 
     def reroute(self, source: str) -> None:
         """Go on from `source`, also if that is the same: then with a new connection."""
-        self._source, self.stall = source, None
+        self._source = source
+        self.stall = None
         self._routes += 1
 
     def close(self) -> None:
@@ -216,43 +233,50 @@ class Fetch:
         self._closing = True
 
     def run(self, timeout_s: float, note: Note = lambda: None) -> None:
-        """Return when every piece is there; calls `note` after pieces. Raises RuntimeError when closed or late."""
-        deadline, shipment = time.monotonic() + timeout_s, self._shipment
+        """Return when every piece is there; calls `note` after pieces. Raises GivenUp when closed, and Late."""
+        deadline = time.monotonic() + timeout_s
+        buffer = self._buffer
         with zmq.Context() as context:
-            while shipment.arrived < shipment.count:
+            while buffer.arrived < buffer.count:
                 route = self._routes
-                with contextlib.closing(Connection(context, self._source, shipment, self._password)) as connection:
+                with contextlib.closing(SourceConnection(context, self._source, buffer, self._password)) as connection:
                     self._follow(connection, route, timeout_s, deadline, note)
 
-    def _follow(self, connection: "Connection", route: int, timeout_s: float, deadline: float, note: Note) -> None:
+    def _follow(
+        self, connection: "SourceConnection", route: int, timeout_s: float, deadline: float, note: Note
+    ) -> None:
         """Take pieces in until all are there or there is another source."""
-        shipment, source = self._shipment, connection.address
-        heard, failed = time.monotonic(), ""
-        while shipment.arrived < shipment.count and self._routes == route:
+        buffer = self._buffer
+        source = connection.address
+        heard = time.monotonic()
+        failed = ""
+        while buffer.arrived < buffer.count and self._routes == route:
             now = time.monotonic()
             if self._closing:
-                raise RuntimeError("the transfer was given up")
+                raise GivenUp("the transfer was given up")
             if now > deadline:
-                came = f"{shipment.arrived} of {shipment.count} pieces came within {timeout_s:g} s"
-                raise RuntimeError(f"{came}, at last from {source}: {failed or 'silence'}")
+                came = f"{buffer.arrived} of {buffer.count} pieces came within {timeout_s:g} s"
+                raise Late(f"{came}, at last from {source}: {failed or 'silence'}")
             try:
                 if failed:
                     time.sleep(LOOK_S)
                 elif connection.take(LOOK_S):
                     heard = now
                     note()
-            except (ValueError, zmq.ZMQError) as error:
+            except (ValueError, Damaged, zmq.ZMQError) as error:
                 failed = str(error)
             if self._routes == route:
                 stands_still = failed or now - heard > STALL_S
-                self.stall = Stall(source, shipment.arrived, failed) if stands_still else None
+                self.stall = Stall(source, buffer.arrived, failed) if stands_still else None
 
 
-class Connection:
+class SourceConnection:
     """To one source, for the pieces from the first that is not there."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, into: Shipment, password: str) -> None:
-        self._shipment, self._asked = into, into.arrived
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, into: PartBuffer, password: str) -> None:
+        self.address = address
+        self._buffer = into
+        self._asked = into.arrived
         self._window = min(WINDOW, max(8, WINDOW_BYTES // into.part.piece_bytes))
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -261,10 +285,10 @@ class Connection:
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST + TAG_BYTES)
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
         give_password(self._socket, password)
-        self.address, self._connected = address, False
+        self._connected = False
 
     def take(self, timeout_s: float) -> bool:
-        """Take in what has come, or comes in time; False if nothing. Raises ValueError, zmq.ZMQError on nonsense."""
+        """Take in what has come, or comes in time; False if nothing. Raises ValueError, Damaged or zmq.ZMQError."""
         if not self._connected:
             self._socket.connect(self.address)
             self._connected = True
@@ -275,18 +299,93 @@ class Connection:
         answer = decode_answer(frames[0].buffer)
         if isinstance(answer, Gone):
             raise ValueError(answer.reason or "refused")
-        if answer.number != self._shipment.arrived or len(frames) != 2:
+        if answer.number != self._buffer.arrived or len(frames) != 2:
             what = f"{len(frames) - 1} pieces as piece {answer.number}"
-            raise ValueError(f"{self.address} sent {what}, not piece {self._shipment.arrived}")
-        self._shipment.take_in(frames[1].buffer)
+            raise ValueError(f"{self.address} sent {what}, not piece {self._buffer.arrived}")
+        self._buffer.take_in(frames[1].buffer)
         return True
 
     def _ask(self) -> None:
-        shipment = self._shipment
+        buffer = self._buffer
         with contextlib.suppress(zmq.Again):
-            while self._asked < min(shipment.arrived + self._window, shipment.count):
-                self._socket.send(encode(Get(shipment.part.name, self._asked)), zmq.NOBLOCK)
+            while self._asked < min(buffer.arrived + self._window, buffer.count):
+                self._socket.send(encode(Get(buffer.part.name, self._asked)), zmq.NOBLOCK)
                 self._asked += 1
 
     def close(self) -> None:
         self._socket.close(linger=0)
+
+
+class PartFetches:
+    """Fetches all parts of one publish at once, each from a source of its own. `run` in one thread, the rest in any."""
+
+    def __init__(self, publish: Publish, password: str) -> None:
+        self._publish = publish
+        self._password = password
+        self._lock = threading.Lock()
+        self._fetches: list[Fetch] = []
+        self._sources = list(publish.sources)
+        self._closed = False
+
+    @property
+    def stalls(self) -> dict[int, Stall]:
+        """The parts that wait for another source."""
+        return {number: stall for number, fetch in enumerate(self._fetches) if (stall := fetch.stall) is not None}
+
+    def run(self, payload: torch.Tensor, server: RelayServer | None, note_share: Callable[[float], None]) -> None:
+        """Every part into `payload` [n] uint8, while `server` lets other nodes fetch what is here already.
+
+        `note_share` is called with the share that arrived, 0 to 1. Raises Mismatch when the parts are not the payload,
+        GivenUp when it was closed, and Late when it did not arrive in time.
+        """
+        check_parts(self._publish, payload.numel())
+        buffers = [PartBuffer(part, payload, arrived=0) for part in self._publish.parts]
+        with self._lock:
+            if self._closed:
+                raise GivenUp("given up for another transfer")
+            pairs = zip(buffers, self._sources, strict=True)
+            self._fetches = [Fetch(buffer, source, self._password) for buffer, source in pairs]
+            if server is not None:
+                for buffer in buffers:
+                    server.offer(buffer)
+
+        def note() -> None:
+            note_share(sum(buffer.arrived_bytes for buffer in buffers) / max(payload.numel(), 1))
+
+        def fetch(one: Fetch) -> None:
+            try:
+                one.run(self._publish.timeout_s, note)
+            except BaseException:
+                self.close()  # the rest alone is of no use
+                raise
+
+        with ThreadPoolExecutor(len(buffers), "fetch-weights") as pool:
+            running = [pool.submit(fetch, one) for one in self._fetches]
+        failures = [error for one in running if (error := one.exception()) is not None]
+        if failures:
+            if server is not None:
+                server.withdraw(*buffers)
+            raise next((error for error in failures if not isinstance(error, GivenUp)), failures[0])
+
+    def reroute(self, part: int, source: str) -> None:
+        """Fetch the rest of a part from `source`; a part that the publish does not have is ignored."""
+        with self._lock:
+            if part < len(self._sources):
+                self._sources[part] = source
+            if part < len(self._fetches):
+                self._fetches[part].reroute(source)
+
+    def close(self) -> None:
+        """Let `run` end soon."""
+        with self._lock:
+            self._closed = True
+            for fetch in self._fetches:
+                fetch.close()
+
+
+def check_parts(publish: Publish, size: int) -> None:
+    """Raises Mismatch when the parts of `publish` are not the `size` bytes of its payload, each of them once."""
+    parts = sorted(publish.parts, key=lambda part: part.start)
+    ends = [part.start + part.size for part in parts]
+    if len(parts) != len(publish.sources) or [p.start for p in parts] != [0, *ends[:-1]] or ends[-1:] != [size]:
+        raise Mismatch(f"version {publish.version} comes in parts that are not its {size} bytes")

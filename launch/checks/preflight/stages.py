@@ -122,7 +122,7 @@ def _rank(store: tuple[str, int], rank: int, ranks: Sequence[Facts]) -> list[flo
     """Over gloo, and over NCCL where all ranks have devices. Raises RuntimeError when one does not come in time."""
     import torch
 
-    from common.weights.collectives import dist
+    from common.weights.transports.groups import dist
 
     limit = datetime.timedelta(seconds=REDUCE_S)
     world = len(ranks)

@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from broker import wire
-from common.weights import messages
+from common.weights.wire import messages
 from tests.unit.broker.test_authorization import REQUESTS
 from tests.waiting import LIMIT_S
 

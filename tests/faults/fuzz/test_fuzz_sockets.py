@@ -24,7 +24,7 @@ from broker.client.connection import AsyncBrokerClient, BrokerClient
 from broker.contract import BrokerStatus, LearnerReport, LedgerEntry, NodeReport
 from common.rollouts import GroupMeta, Task
 from common.security.credentials import Credential, KeyFolder, load_credential
-from common.weights import messages
+from common.weights.wire import messages
 from launch.keys import make
 from tests.broker_rig import dealer
 from tests.faults.fuzz import attacks

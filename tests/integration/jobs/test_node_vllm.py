@@ -21,9 +21,9 @@ from broker.contract import LearnerReport, NodeStatus
 from common.config.schema import WeightsConfig
 from common.process.run_dir import RunDir
 from common.rollouts import Sample, Task, decode_group
+from common.weights.source.publisher import WeightPublisher
 from launch.observe.transcripts import read
 from launch.quickstart.assets import build
-from learner.publish.publisher import WeightPublisher
 from tests.integration.jobs.job_rig import Command, descendants, survivors, until
 from tests.launch_rig import ROOT
 from tests.waiting import LIMIT_S

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from common.config.network_checks import split_address
-from common.weights.collectives import dist
+from common.weights.transports.groups import dist
 from tests.integration.jobs.job_rig import Command, descendants, metrics, slipstream, status, until, write_config
 from tests.redis_server import free_port
 from tests.waiting import LIMIT_S

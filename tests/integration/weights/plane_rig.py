@@ -12,10 +12,9 @@ import msgspec
 import torch
 
 from common.config.schema import WeightsConfig
-from common.weights.collectives import GroupFactory
-from common.weights.messages import Canary
-from common.weights.transports.registry import open_group
-from learner.publish.publisher import WeightPublisher
+from common.weights.source.publisher import WeightPublisher
+from common.weights.transports.groups import GroupFactory, open_group
+from common.weights.wire.messages import Canary
 from tests import forked
 from tests.integration.weights import weight_plane_node
 from tests.waiting import LIMIT_S, until
@@ -78,7 +77,14 @@ class Plane:
     ) -> WeightPublisher:
         """`config`: keys of `weights` that differ from their defaults."""
         weights = msgspec.structs.replace(WeightsConfig(anchor_every=0, timeout_s=60.0), **config)
-        publisher = WeightPublisher(incarnation, dtype, weights, credentials, factory, bucket_bytes)
+        publisher = WeightPublisher(
+            incarnation,
+            dtype,
+            weights,
+            credentials=credentials,
+            group_factory=factory,
+            bucket_bytes=bucket_bytes,
+        )
         self.closing.append(publisher.close)
         return publisher
 

@@ -13,9 +13,10 @@ import torch
 import zmq
 
 from common.security.credentials import KeyFolder
-from common.weights import messages
-from common.weights.messages import Canary
-from common.weights.transports.gloo import GlooGroup
+from common.weights.transports.groups import GlooGroup
+from common.weights.wire import messages
+from common.weights.wire.failures import FailureKind
+from common.weights.wire.messages import Canary
 from launch.keys import make
 from tests.integration.weights.plane_rig import Plane, running, spread, weights
 from tests.waiting import LIMIT_S, until
@@ -92,7 +93,7 @@ def test_a_corrupted_bucket_is_rejected_sent_again_and_never_activated(plane: Pl
     until(lambda: publisher.stats().nodes == 2)
     publisher.publish(1, weights(1), None)
     failed = bad.wait("failed", version=1)
-    assert "checksum mismatch in bucket 4" in str(failed["reason"]), failed
+    assert failed["kind"] == FailureKind.DAMAGED and "bucket 4" in str(failed["reason"]), failed
     assert not [e for e in bad.events if e["event"] == "active"]
     running(1, bad, good)
     assert publisher.stats().ejections == 0

@@ -10,9 +10,9 @@ import torch
 
 from common.config.schema import WeightsConfig
 from common.security.credentials import KeyFolder
+from common.weights.source.publisher import WeightPublisher
+from common.weights.source.sources import RemoteSource
 from launch.keys import make
-from learner.publish.publisher import WeightPublisher
-from learner.publish.remote_source import RemoteSource
 from tests.integration.weights.plane_rig import BUCKET, NodeProcess, Plane, running
 from tests.waiting import until
 
@@ -30,7 +30,8 @@ class Sources:
         self.others = [self.source(number, weights, credentials) for number in (1, 2)]
 
     def source(self, number: int, weights: WeightsConfig, credentials: str | None) -> RemoteSource:
-        return RemoteSource(number, SHAPES, self.publisher.lead, "float32", weights, credentials, BUCKET)
+        options = {"dtype": "float32", "weights": weights, "credentials": credentials, "bucket_bytes": BUCKET}
+        return RemoteSource(number, SHAPES, self.publisher.lead, **options)
 
     def publish(self, version: int, *numbers: int) -> None:
         """The parts of these sources; all of them if none is named."""
@@ -125,7 +126,7 @@ def test_a_source_that_cannot_send_is_the_learners_fatal_error(
     plane: Plane, sources: Sources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plane.following(sources.address, "n0")
-    monkeypatch.setattr("learner.publish.remote_source.new_part", None)
+    monkeypatch.setattr("common.weights.source.sources.new_part", None)
     sources.publish(1)
     until(lambda: sources.publisher.stats().crashed)
     until(lambda: sources.others[0]._error)

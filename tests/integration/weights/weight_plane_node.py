@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from common.security.credentials import load_credential
-from common.weights import messages, packing
-from common.weights.collectives import Meeting
-from common.weights.messages import Epoch, Publish
-from common.weights.receiver import Receiver, StagingStatus
-from common.weights.transports.registry import receivable
-from rollout_fleet.weights.engine_weights import CanaryRead, Flip, ProofFailed, Watch, until_staged
-from rollout_fleet.weights.weight_client import WeightClient
+from common.weights.receive.contract import CanaryRead, Flip, Watch
+from common.weights.receive.receiver import Receiver, StagingStatus
+from common.weights.receive.weight_client import WeightClient, until_staged
+from common.weights.transports.groups import RelayedStore, receivable
+from common.weights.wire import flat_buffer, messages
+from common.weights.wire.failures import FailureKind, ProofFailed
+from common.weights.wire.messages import Epoch, Publish
 from tests.contract.transport_receiver import FaultyGroup, count_pieces
 
 _rig: Connection | None = None
@@ -32,10 +32,10 @@ def say(event: str, **what: object) -> None:
 class PlaneGroup(FaultyGroup):
     """It tells of its fault. Two more are possible: no collective forms, or the bucket is changed."""
 
-    def __init__(self, epoch: Epoch, meeting: Meeting) -> None:
+    def __init__(self, epoch: Epoch, store: RelayedStore) -> None:
         if self.fault == "no collective":
             raise RuntimeError("no route to the others")
-        super().__init__(epoch, meeting)
+        super().__init__(epoch, store)
 
     @classmethod
     def strike(cls, data: Any) -> None:
@@ -65,7 +65,7 @@ class BufferTarget:
             say("publish", version=told.version, encoding=told.encoding, sources=told.sources)
         elif isinstance(told, messages.Reroute | messages.Serve):
             say(type(told).__name__.lower(), to=getattr(told, "source", ""))
-        answer = self.receiver.obey(told, node_id)
+        answer = self.receiver.handle(told, node_id)
         if answer is None:
             return b""
         say("listens", address=answer.address)
@@ -75,7 +75,8 @@ class BufferTarget:
         async def status() -> StagingStatus:
             now = self.receiver.status
             if now.state == "failed":
-                say("failed", version=now.version, reason=now.error)
+                assert now.failure is not None
+                say("failed", version=now.version, kind=now.failure.kind, reason=now.failure.text)
             return now
 
         await self.tell(publish, "")
@@ -92,9 +93,9 @@ class BufferTarget:
         if self.break_load:
             self.weights[0] ^= 1
         assert self.receiver.layout is not None
-        found = packing.version_checksum(self.weights, self.receiver.layout)
+        found = flat_buffer.version_checksum(self.weights, self.receiver.layout)
         if found != expected_checksum:
-            raise ProofFailed(f"found {found}, published {expected_checksum}")
+            raise ProofFailed(FailureKind.PROOF, f"found {found}, published {expected_checksum}")
         return Flip(0.0, found)
 
     async def canary(self, tokens: list[int]) -> CanaryRead:
@@ -109,7 +110,7 @@ async def main(node_id: str, credentials: str = "", transport: str = "gloo", **f
     count_pieces(PlaneGroup)
     target = BufferTarget(**faults)
     credential = load_credential(credentials, "node", node_id) if credentials else None
-    client = WeightClient(node_id, target, credential, receivable(transport))
+    client = WeightClient(node_id, target, credential=credential, transports=receivable(transport))
     rig = _rig
     assert rig is not None
     asyncio.get_running_loop().add_reader(rig.fileno(), lambda: client.follow(*json.loads(rig.recv_bytes())))
@@ -119,7 +120,7 @@ async def main(node_id: str, credentials: str = "", transport: str = "gloo", **f
         now = await client.wait_change(1)
         if (now.version, now.incarnation) != (state.version, state.incarnation):
             assert target.weights is not None
-            value = next(iter(packing.view(target.weights, target.receiver.layout)))[1].view(-1)[0].item()  # type: ignore[arg-type]
+            value = next(iter(flat_buffer.view(target.weights, target.receiver.layout)))[1].view(-1)[0].item()  # type: ignore[arg-type]
             say("active", version=now.version, incarnation=now.incarnation, value=value)
         state = now
 

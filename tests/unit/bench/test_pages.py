@@ -10,7 +10,7 @@ from bench import figures, pages
 from bench.figures import RESULTS, ROOT, Row, provenance, result, span, table
 from bench.pages import BLOCKS, MARKS, PAGES, differing, over_best, written
 from common.config.schema import WeightsConfig
-from common.weights.collectives import bucket_timeout
+from common.weights.transports.groups import bucket_timeout
 from tests.faults.scenario import load_all
 from tests.integration.megatron.layouts import LAYOUTS
 
@@ -125,9 +125,9 @@ def test_the_layouts_on_the_page_are_those_that_the_suite_proves() -> None:
 
 
 def test_the_deadlines_on_the_page_of_weights_are_those_of_the_code() -> None:
+    from common.weights.receive.weight_client import REJOIN_AFTER_S
+    from common.weights.source.nodes import LISTEN_WAIT_S, MAX_ATTEMPTS
     from common.weights.transports.relay import STALL_S
-    from learner.publish.receiver_state import LISTEN_WAIT_S, MAX_ATTEMPTS
-    from rollout_fleet.weights.weight_client import REJOIN_AFTER_S
 
     text = (ROOT / "docs" / "weights.md").read_text()
     assert bucket_timeout(20.0) == 5.0 and "a quarter of `weights.timeout_s`" in text

@@ -8,7 +8,7 @@ from common.config.architecture import Architecture, Attention, Experts
 from common.config.schema import BaseConfig, Config, SftConfig, SftLearnerConfig, SftTasksConfig
 from common.rollouts import Group, Sample, VersionRun, encode_group
 from common.staleness import Window
-from common.weights.layout import Layout
+from common.weights.wire.layout import Layout
 from common.wire_types import Array
 from launch.plan.job_plan import (
     Publish,

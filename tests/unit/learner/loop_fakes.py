@@ -21,7 +21,8 @@ from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
 from common.run_reader import read_tail
-from common.weights.messages import Canary
+from common.weights.source.nodes import PublishStats
+from common.weights.wire.messages import Canary
 from common.wire_types import Array
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
 from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder
@@ -30,7 +31,6 @@ from learner.loop.run_files import RunFiles
 from learner.loop.status_reporter import StatusReporter
 from learner.loop.tasks import TaskSource, TaskStream
 from learner.loop.trainer import Trainer
-from learner.publish.figures import PublishStats
 from tests.memory_broker import MemoryBroker, MemoryLearner
 
 VOCAB = 12

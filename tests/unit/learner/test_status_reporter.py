@@ -10,10 +10,10 @@ from broker.delivery.node_rules import NodeRules
 from common.errors import BrokerUnreachable
 from common.span_buffer import SpanBuffer
 from common.waits import WaitFor, WaitKind
+from common.weights.source.nodes import Undelivered
 from learner.loop import status_reporter
 from learner.loop.status_reporter import SHOWN_DELIVERIES, StatusReporter
 from learner.loop.step_metrics import StallMeter
-from learner.publish.figures import Undelivered
 from tests.launch_rig import node_status, status_of
 from tests.unit.learner.loop_fakes import MakeWorld
 from tests.waiting import LIMIT_S, until

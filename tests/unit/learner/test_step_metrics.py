@@ -9,12 +9,12 @@ import torch
 from msgspec import UNSET
 
 from common.errors import SlipstreamError
+from common.weights.source.nodes import PublishStats
 from learner.backend_protocol import StepResult
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.loop.step_metrics import Step, Times, Totals, check_finite, loss_figures, step_metrics
 from learner.loss.corrections import Corrected
 from learner.loss.token_diagnostics import ratio_quantile, token_counts, token_sums
-from learner.publish.figures import PublishStats
 from tests.launch_rig import node_status, status_of
 
 

@@ -11,12 +11,13 @@ from broker.client.calls import NodeBroker
 from broker.contract import HeartbeatReply, LearnerReport, NodeReport
 from common.rollouts import Sample, Task, VersionRun
 from common.spans import SpanBatch
+from common.weights.receive.contract import WeightsState
 from rollout_fleet.environments.isolation.backend import Backend
 from rollout_fleet.environments.isolation.thread_backend import EnvironmentThread, ThreadBackend
 from rollout_fleet.environments.protocol import Action, Budget, Limits, StepResult
 from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules, Sampling
 from rollout_fleet.episode.rendering import Renderer, Tokenizer
-from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation, WeightsState
+from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation
 from tests.waiting import LIMIT_S
 
 EOS = 0

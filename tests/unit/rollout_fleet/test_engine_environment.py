@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
-from common.weights import packing
-from common.weights.layout import Layout
+from common.weights.wire import flat_buffer
+from common.weights.wire.layout import Layout
 from rollout_fleet.engine.engine import _prepare_environment
 from rollout_fleet.vllm_patches import live_weights
 
@@ -50,7 +50,7 @@ def test_on_a_gpu_a_flip_ends_when_the_device_has_the_weights(monkeypatch: pytes
     flat = torch.zeros(layout.total_bytes, dtype=torch.uint8)
     engine = object.__new__(SlipstreamTransferEngine)
     agree = lambda error: asked.append(f"agree {error}")  # noqa: E731
-    engine.ranks = SimpleNamespace(take=lambda *version: flat, agree=agree, size=1, receives=False)
+    engine.workers = SimpleNamespace(take=lambda *version: flat, agree=agree, size=1, receives=False)
     engine.receiver = SimpleNamespace(layout=layout)
     engine.model_config = SimpleNamespace(dtype=torch.float32)
     engine.model = SimpleNamespace(load_weights=lambda tensors: asked.append(", ".join(n for n, _ in tensors)))
@@ -58,6 +58,6 @@ def test_on_a_gpu_a_flip_ends_when_the_device_has_the_weights(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(live_weights, "renew", lambda model, dtype: asked.append(f"renew {dtype}"))
-    monkeypatch.setattr(packing, "view", lambda flat, layout: [("w", flat)])
+    monkeypatch.setattr(flat_buffer, "view", lambda flat, layout: [("w", flat)])
     engine.receive_weights(SlipstreamUpdateInfo(1, 2))
     assert asked == ["w", "renew torch.float32", "synchronize", "agree None"]

@@ -8,18 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.weights.receiver import StagingStatus
+from common.weights.receive.contract import Flip
+from common.weights.receive.receiver import StagingStatus
+from common.weights.receive.weight_client import FIRST_POLL_S, LAST_POLL_S, next_poll_s, until_staged
+from common.weights.wire.failures import Failure, FailureKind, StagingFailed
 from rollout_fleet.engine.scheduler_stats import StepClock
 from rollout_fleet.vllm_patches.engine_process import drop_cache
-from rollout_fleet.weights.engine_weights import (
-    FIRST_POLL_S,
-    LAST_POLL_S,
-    EngineWeights,
-    Flip,
-    StagingFailed,
-    next_poll_s,
-    until_staged,
-)
+from rollout_fleet.weights.engine_weights import EngineWeights
 from rollout_fleet.weights.weight_proof import Proof
 
 
@@ -125,14 +120,15 @@ def test_a_version_is_found_soon_after_it_is_there_with_few_questions() -> None:
 
 def test_a_transfer_that_failed_says_why_and_one_that_is_no_more_that_it_was_given_up() -> None:
     async def failed() -> StagingStatus:
-        return StagingStatus("failed", error="bucket 3")
+        return StagingStatus("failed", failure=Failure(FailureKind.DAMAGED, "bucket 3"))
 
     async def void() -> StagingStatus:
         return StagingStatus()
 
-    for read, says in ((failed, "bucket 3"), (void, "given up")):
-        with pytest.raises(StagingFailed, match=says):
+    for read, kind in ((failed, FailureKind.DAMAGED), (void, FailureKind.GIVEN_UP)):
+        with pytest.raises(StagingFailed) as raised:
             asyncio.run(until_staged(read, Arriving(1.0).watch))
+        assert raised.value.kind is kind
 
 
 async def test_an_engine_that_breaks_while_a_version_arrives_fails_its_staging() -> None:
@@ -144,8 +140,9 @@ async def test_an_engine_that_breaks_while_a_version_arrives_fails_its_staging()
     weights = EngineWeights(recompute=False)
     scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=False), max_concurrent_batches=1)
     await weights.attach(SimpleNamespace(vllm_config=scheduler, collective_rpc=call), usable=True)
-    with pytest.raises(StagingFailed, match="a worker died"):
+    with pytest.raises(StagingFailed) as raised:
         await weights.stage(b"publish", Arriving(1.0).watch)
+    assert raised.value.kind is FailureKind.ENGINE
 
 
 class Steps:

@@ -9,7 +9,8 @@ import pytest
 from broker.contract import GroupWork
 from common.waits import NO_WAIT, WaitFor, WaitKind
 from common.waste import Waste
-from rollout_fleet.episode.sampler_protocol import EngineCounters, WeightsState
+from common.weights.receive.contract import WeightsState
+from rollout_fleet.episode.sampler_protocol import EngineCounters
 from rollout_fleet.node.heartbeat import BrokerLost, BrokerTimeout
 from rollout_fleet.node.node_status import JoinTimer, NodeStatusTracker, explain, process_age_s
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from common.config.observing import TelemetryConfig
+from common.weights.receive.contract import WeightsState
 from rollout_fleet.engine.engine import profiler_config, record_profiles
-from rollout_fleet.episode.sampler_protocol import WeightsState
 
 TELEMETRY = TelemetryConfig(profile_steps=[2, 4], profile_nodes=["n/0"])
 

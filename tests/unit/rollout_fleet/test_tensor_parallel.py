@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from common.weights.collectives import dist
-from rollout_fleet.weights.tensor_parallel import Ranks, SharedBuffers, attach
+from common.weights.transports.groups import dist
+from rollout_fleet.weights.tensor_parallel import EngineWorkers, SharedBuffers, attach
 from tests import forked
 from tests.waiting import LIMIT_S
 
@@ -31,7 +31,7 @@ class Workers:
     def both(self, work: Any) -> list[str]:
         def run(rank: int) -> str:
             try:
-                work(Ranks(self.group(rank), torch.device("cpu")))
+                work(EngineWorkers(self.group(rank), torch.device("cpu")))
             except (ValueError, RuntimeError) as error:
                 return str(error)
             return ""
@@ -55,7 +55,7 @@ def test_a_version_that_is_not_staged_is_refused_on_every_worker() -> None:
 def test_a_staged_version_is_the_same_memory_on_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Tensor] = []
 
-    def work(ranks: Ranks) -> None:
+    def work(ranks: EngineWorkers) -> None:
         if ranks.receives:
             flat = ranks.buffers.allocate(128)
             flat[3] = 9

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from common.weights import packing
-from common.weights.layout import WORDS, XXH3, Layout
+from common.weights.wire import flat_buffer
+from common.weights.wire.layout import WORDS, XXH3, Layout
 from rollout_fleet.weights import weight_proof
 
 
@@ -45,7 +45,7 @@ def published(model: Model) -> tuple[Layout, torch.Tensor]:
     embedding = model.embed.weight.data[:50]
     layout = Layout.of([(name, "float32", shape) for name, shape in PUBLISHED])
     named = zip([name for name, _ in PUBLISHED], [embedding, q, k, v, embedding], strict=True)
-    return layout, packing.pack(named, layout)
+    return layout, flat_buffer.pack(named, layout)
 
 
 class Experts(nn.Module):
@@ -74,7 +74,7 @@ def published_experts(model: Sparse) -> tuple[Layout, torch.Tensor]:
         down = stacked.w2_weight.data[i, :, :5]
         named += [(f"experts.{i}.{n}.weight", t) for n, t in (("w1", gate), ("w2", down), ("w3", up))]
     layout = Layout.of([(name, "float32", tuple(tensor.shape)) for name, tensor in named])
-    return layout, packing.pack([(n, t.contiguous()) for n, t in named], layout)
+    return layout, flat_buffer.pack([(n, t.contiguous()) for n, t in named], layout)
 
 
 W13, W2 = "experts.routed_experts.w13_weight", "experts.routed_experts.w2_weight"
@@ -97,7 +97,7 @@ def test_parameters_have_the_published_checksum_which_any_element_changes_but_pa
     model = make()
     layout, flat = publish(model)
     layout = msgspec.structs.replace(layout, checksums=checksums)
-    published = packing.checksum(flat, checksums)
+    published = flat_buffer.checksum(flat, checksums)
     assert weight_proof.checksum(model, layout) == published
     for name, place in padding:
         model.get_parameter(name).data[place] = float("nan")
@@ -134,8 +134,8 @@ def test_a_parameter_that_the_engine_has_in_a_wider_dtype_is_proven_with_its_low
     model.gate = nn.Linear(4, 8, bias=False)  # float32, as vLLM has the routers of GLM
     model.gate.weight.data.copy_(gate)
     layout = msgspec.structs.replace(Layout.of([("gate.weight", "bfloat16", (8, 4))]), checksums=checksums)
-    flat = packing.pack([("gate.weight", gate)], layout)
-    assert weight_proof.checksum(model, layout) == packing.checksum(flat, checksums)
+    flat = flat_buffer.pack([("gate.weight", gate)], layout)
+    assert weight_proof.checksum(model, layout) == flat_buffer.checksum(flat, checksums)
     weight_proof.check_shard(model, layout, flat, 0, 2)
     model.gate.weight.data[3, 2] += 1e-6
     with pytest.raises(weight_proof.Unreadable, match=r"gate\.weight was published as bfloat16"):
@@ -146,7 +146,7 @@ def test_a_parameter_that_no_published_tensor_changes_is_named_unless_it_is_comp
     model = Model()
     layout, flat = published(model)
     model.attn.W_UK_T = nn.Parameter(torch.randn(2, 4))
-    assert weight_proof.checksum(model, layout) == packing.checksum(flat, layout.checksums)
+    assert weight_proof.checksum(model, layout) == flat_buffer.checksum(flat, layout.checksums)
     model.lm_head.weight = nn.Parameter(torch.randn(64, 4))  # untied
     tied = msgspec.structs.replace(layout, entries=layout.entries[:-1])
     with pytest.raises(weight_proof.Unreadable, match=r"lm_head\.weight of the engine was not published"):
@@ -176,7 +176,7 @@ def shard(rank: int, size: int, whole: dict[str, torch.Tensor]) -> Model:
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_worker_proves_its_shard_and_a_changed_bit_is_named_with_the_worker(size: int) -> None:
     layout, flat = published(Model())
-    whole = dict(packing.view(flat, layout))
+    whole = dict(flat_buffer.view(flat, layout))
     for rank in range(size):
         model = shard(rank, size, whole)
         weight_proof.check_shard(model, layout, flat, rank, size)

@@ -1,0 +1,456 @@
+"""The learner's side of the weight plane, on the lead rank. A version's way:
+
+    training thread    WeightPublisher.publish: SnapshotMaker copies tensors     snapshot.py
+          |            into a flat buffer
+    preparing thread   Deltas: checksums, and deltas to earlier versions         snapshot.py, wire/delta.py
+          |  offer
+    control thread     OtherSources: until every source has its part             sources.py
+          |            VersionSchedule: which version is for which node          snapshot.py
+          |            split: by broadcast or by relay                           nodes.py
+          |
+          +- broadcast -> Attempt: buckets, to all members of a group            attempt.py, transports/groups.py
+          +- relay -----> Chains: pieces of each part, from node to node         chains.py, transports/relay.py
+          |
+    the node           Receiver: verified in the staging buffer  -> Staged       receive/receiver.py
+          |  Activate
+          |            WeightClient: the engine flips and proves -> Active       receive/weight_client.py
+          |
+    control thread     NodeView: the node runs the version                       nodes.py
+
+Words, everywhere in this room and in docs/weights.md:
+
+    version   the policy's weights after a step; a snapshot is its copy here
+    payload   the bytes that travel for a version: all of it, or a delta
+    source    a rank of the learner that sends weights; in a chain also the node that another one fetches from
+    part      the share of a payload that one rank of the learner sends
+    bucket    a unit of a payload in a broadcast
+    piece     a unit of a part over the relay, sealed with the part's key; a PartBuffer has a part's pieces
+    chain     the nodes that get one payload by relay, each from the one before
+    attempt   one payload on its way to one set of nodes, under a number of its own: the epoch
+
+- Settled nodes get the newest version in one broadcast. A newer version waits until that attempt is over and then goes
+  out; versions between them are skipped. A newcomer gets the current version at once over the relay.
+- Only Staged counts as received. When an attempt fails, members that answer are tried again, and by relay when
+  broadcasts keep failing with them. Dead and silent members are ejected, and the others regroup at once.
+- Every wait has a deadline; docs/weights.md lists them.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Concatenate, ParamSpec
+
+from torch import Tensor
+
+from common.config.schema import WeightsConfig
+from common.weights.source import nodes
+from common.weights.source.attempt import Attempt, Epochs, new_attempt
+from common.weights.source.chains import Chains
+from common.weights.source.nodes import Action, DropNode, DropReason, Figures, NodeState, NodeView, PublishStats, Step
+from common.weights.source.snapshot import Deltas, Snapshot, SnapshotMaker, TensorSpecs, VersionSchedule
+from common.weights.source.sources import LeadEndpoint, OtherSources
+from common.weights.transports.groups import BroadcastGroup, GroupFactory, RelayedStore, open_group
+from common.weights.transports.nccl import mismatch, own_stream, remember_device
+from common.weights.wire import messages
+from common.weights.wire.failures import Failure, FailureKind
+from common.weights.wire.messages import EjectCode
+from common.weights.wire.pieces import piece_bytes
+from common.weights.wire.sockets import ControlSocket
+
+logger = logging.getLogger(__name__)
+
+BUSY_PING_S, IDLE_PING_S = 0.25, 1.0
+P = ParamSpec("P")
+
+
+class WeightPublisher:
+    """Sends policy versions to the nodes."""
+
+    def __init__(
+        self,
+        incarnation: int,
+        dtype: str,
+        weights: WeightsConfig,
+        *,
+        credentials: str | None = None,
+        group_factory: GroupFactory = open_group,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        """`dtype` is the engines' dtype; with `credentials`, a key folder, only its nodes may join.
+
+        `bucket_bytes` replaces `weights.bucket_mib`, for buckets below one MiB.
+        """
+        self._incarnation = incarnation
+        self._weights = weights
+        self._credentials = credentials
+        self._group_factory = group_factory
+        self._bucket_bytes = bucket_bytes if bucket_bytes is not None else weights.bucket_mib << 20
+        self._published = 0
+        self._version = -1
+        self._deltas = Deltas(weights.encoding, weights.anchor_every)
+        self._device = remember_device() if weights.buffers == "device" else None
+        self._maker = SnapshotMaker(dtype, self._device)
+        self._control: PublishControl | None = None
+        self._thread: threading.Thread | None = None
+        self._preparing: threading.Thread | None = None
+
+    def start(self) -> str:
+        """Bind the control endpoint and start the sending thread; returns the endpoint's address."""
+        self._control = PublishControl(self._weights, self._incarnation, self._credentials, self._group_factory)
+        self._thread = threading.Thread(target=self._control.run, daemon=True, name="weight-plane")
+        self._thread.start()
+        return self._control.address
+
+    @property
+    def _plane(self) -> "PublishControl":
+        assert self._control is not None, "used before start"
+        return self._control
+
+    def share(self, parts: list[TensorSpecs]) -> None:
+        """Send the first of `parts` only, (name, shape) of tensors source by source; the others send theirs."""
+        self._maker.share(parts, 0)
+        self._plane.sources.count = len(parts) - 1
+
+    @property
+    def lead(self) -> LeadEndpoint:
+        """The other sources need it to reach this one."""
+        return LeadEndpoint(self._plane.address, self._incarnation, self._plane.password)
+
+    def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: messages.Canary | None) -> int:
+        """Copy `named` (Hugging Face name, full tensor) into the flat buffer, and send it in the background.
+
+        Returns the size of the version in bytes; the parameters may change again. After `share` these are the tensors
+        of the first part. It consumes `named` to its end, because every rank must take part in producing it.
+        Without `weights.overlap` it also waits until the version is active on every node, at most `timeout_s`. Raises
+        ValueError when names or shapes differ from the first version's.
+        """
+        if self._preparing is not None:
+            self._preparing.join()  # versions are offered in order; hashing and encoding are far shorter than a step
+        snapshot = self._maker.make(version, named, canary)
+        self._preparing = threading.Thread(target=self._prepare, args=(snapshot, self._plane), name="prepare-weights")
+        self._preparing.start()
+        self._published += 1
+        self._version = version
+        if not self._weights.overlap:
+            timeout_s = self._weights.timeout_s
+            if not self._plane.figures.wait_settled(self._published, version, timeout_s):
+                logger.warning("version %d is not active on every node after %g s; continuing", version, timeout_s)
+        return snapshot.layout.total_bytes
+
+    def hold(self, reason: str) -> None:
+        """Let the nodes keep the newest version that `publish` got so far, until `release(reason)`.
+
+        Call it from the thread that publishes. Several reasons may overlap. See VersionSchedule.
+        """
+        self._plane.post(partial(self._plane.schedule.hold, reason, self._version))
+
+    def release(self, reason: str) -> None:
+        """Send the newest version, unless another reason remains."""
+        self._plane.post(partial(self._plane.schedule.release, reason))
+
+    def evaluate(self, *versions: int) -> None:
+        """Keep a copy of each of these versions, and give the first one to the nodes of the pool.
+
+        A version is the one that `publish` got last, or is in the list of the call before.
+        """
+        self._plane.post(partial(self._plane.schedule.evaluate, versions))
+
+    def stats(self) -> PublishStats:
+        """Figures so far; cheap, callable from any thread."""
+        return self._control.figures.now if self._control is not None else PublishStats()
+
+    def close(self) -> None:
+        """Stop sending and release the endpoint; a publish under way is finished or cut after the timeout."""
+        if self._control is None or self._thread is None:
+            return
+        if self._preparing is not None:
+            self._preparing.join()
+        self._control.stop()
+        self._thread.join(self._weights.timeout_s + 5)
+        if self._thread.is_alive():
+            logger.warning("the weight plane did not stop in time")
+
+    def _prepare(self, snapshot: Snapshot, control: "PublishControl") -> None:
+        try:
+            with own_stream(self._device):
+                self._deltas.prepare(snapshot, self._bucket_bytes)
+            control.offer(snapshot)
+        except Exception as error:
+            logger.exception("version %d cannot be sent", snapshot.version)
+            control.figures.change(fatal=f"version {snapshot.version} cannot be sent: {error!r}", crashed=True)
+
+
+class PublishControl:
+    """Feeds events to the nodes' state machines and carries out their actions.
+
+    Runs in one thread; other threads may use `offer`, `post`, `stop` and `figures`.
+    """
+
+    def __init__(
+        self,
+        weights: WeightsConfig,
+        incarnation: int,
+        credentials: str | None = None,
+        group_factory: GroupFactory = open_group,
+    ) -> None:
+        """Bind the endpoint on `weights.address`; raises zmq.ZMQError, or UsageError (`credentials`)."""
+        self.figures = Figures(incarnation)
+        self._incarnation = incarnation
+        self._group_factory = group_factory
+        self._timeout_s = weights.timeout_s
+        self._transport = weights.transport
+        self._socket = ControlSocket(weights.address, credentials)
+        self.address = self._socket.address
+        self._learner_endpoint = self.address.removeprefix("tcp://")
+        self._epochs = Epochs(weights.transport, weights.timeout_s, self._learner_endpoint)
+        self.password = secrets.token_urlsafe(24) if credentials is not None else ""
+        self._chains = Chains(weights.address, incarnation, self._socket.send, self.password)
+        self.sources = OtherSources(incarnation, self._socket.send)
+        self._nodes: dict[bytes, NodeView] = {}
+        self._attempts: list[Attempt] = []
+        self.schedule = VersionSchedule()  # only calls that are given to `post` change it
+        self.post = self._socket.post
+        self._pinged = 0.0
+        self._stop_by: float | None = None  # perf_counter seconds
+
+    def offer(self, snapshot: Snapshot) -> None:
+        """Send a version that has its checksums, once all sources have it."""
+        self.post(partial(self.sources.add, snapshot))
+
+    def stop(self) -> None:
+        """Let `run` return when no attempt is under way."""
+        self._stop_by = time.perf_counter() + self._timeout_s
+        self.post(lambda: None)
+
+    def run(self) -> None:
+        """Serve until `stop`; an attempt that is under way then is cut after weights.timeout_s."""
+        try:
+            while self._stop_by is None or (self._attempts and time.perf_counter() < self._stop_by):
+                self._socket.wait(50 if self._attempts else 250)
+                for identity, message in self._socket.received():
+                    self._handle(identity, message)
+                for snapshot in self.sources.whole(self.schedule.wanted):
+                    self.figures.offered(snapshot)
+                    if snapshot.whole:
+                        self.schedule.add(snapshot)
+                self._tick(time.perf_counter())
+                self._settle()
+                self._start_attempts()
+                self.figures.describe(self._nodes.values(), self.schedule)
+        except Exception:
+            logger.exception("the weight plane stopped")
+            self.figures.change(fatal="the publisher's control thread failed; see the log", crashed=True)
+            raise
+        finally:
+            self._socket.close()
+            self._epochs.drop()
+            self._chains.close()
+
+    # ---- events
+
+    def _sent(self, attempt: Attempt, group: BroadcastGroup | None, failure: Failure | None) -> None:
+        """The thread of a broadcast has ended, with its group or with the reason why there is none."""
+        attempt.done = True
+        if failure is not None:
+            self._fail(attempt, failure)
+        elif attempt in self._attempts:
+            attempt.group = group
+        elif group is not None:
+            group.close()  # the attempt was given up in the meantime
+
+    def _handle(self, identity: bytes, message: messages.NodeMessage | messages.SourceMessage) -> None:
+        if isinstance(message, messages.Join):
+            self._join(identity, message)
+        elif isinstance(message, messages.SourceMessage):
+            self.sources.hear(identity, message, self.schedule.snapshots.get(message.version))
+        elif identity in self._nodes:
+            self._feed(identity, nodes.hear, message, time.perf_counter())
+            if isinstance(message, messages.Stalled):
+                self._chains.stalled(identity, message, time.perf_counter())
+            elif isinstance(message, messages.StoreEntries):
+                self._pass_on(message, identity)
+        elif not isinstance(message, messages.Leave | messages.Pong):  # late pongs follow an ejection
+            self._socket.send(identity, messages.Eject("not a member; join again", code=EjectCode.NOT_MEMBER))
+
+    def _join(self, identity: bytes, message: messages.Join) -> None:
+        self._feed(identity, nodes.drop, DropNode(DropReason.REJOINED))
+        if self._transport == "nccl" and "nccl" in message.transports and (why := mismatch(message.versions)):
+            logger.error("node %s may not join: %s", message.node_id, why)
+            self._socket.send(identity, messages.Eject(why, final=True, code=EjectCode.VERSIONS))
+            return
+        logger.info("node %s (pid %d) joined the weight plane", message.node_id, message.pid)
+        self._nodes[identity] = NodeView(
+            identity=identity,
+            node_id=message.node_id,
+            heard=time.perf_counter(),
+            transports=message.transports,
+            # The Welcome clears the node's staging buffer, so what the node runs is no base of a delta.
+            version=message.version if message.incarnation == self._incarnation else -1,
+            machine=message.machine,
+            pool=message.pool,
+        )
+
+    def _pass_on(self, new: messages.StoreEntries, sender: bytes = b"") -> None:
+        """Pass entries of a group's store on to its members; `sender`: the one that they come from, b'' the learner."""
+        for attempt in self._attempts:
+            for member in attempt.take_entries(new, sender):
+                self._socket.send(member, new)
+
+    def _tick(self, now: float) -> None:
+        current = self.schedule.current
+        for identity, node in list(self._nodes.items()):
+            if current is not None and node.welcomed is None:
+                welcome = messages.Welcome(self._incarnation, current.layout, self._learner_endpoint, self.password)
+                self._feed(identity, nodes.greet, welcome, now)
+            self._feed(identity, nodes.tick, self._timeout_s, now)
+        self._chains.tick(now)
+        if now - self._pinged >= (BUSY_PING_S if self._attempts else IDLE_PING_S):
+            self._pinged = now
+            for identity in list(self._nodes):
+                if not self._socket.send(identity, messages.Ping()):
+                    self._feed(identity, nodes.drop, DropNode(DropReason.CLOSED))
+
+    def _feed(
+        self, identity: bytes, event: Callable[Concatenate[NodeView, P], Step], *args: P.args, **options: P.kwargs
+    ) -> None:
+        """Let a node take the step of an event, then carry out the actions of it."""
+        before = self._nodes.get(identity)
+        if before is None:
+            return
+        after, actions = event(before, *args, **options)
+        if after.state is NodeState.GONE:
+            del self._nodes[identity]
+            self._chains.leave(identity)
+        else:
+            self._nodes[identity] = after
+        if after.excluded is not None and before.excluded is None:
+            logger.error("node %s is excluded: %s", after.node_id, after.excluded.text)
+            self._chains.leave(identity)
+        attempt = after.attempt if after.attempt is not None else before.attempt
+        for action in actions:
+            self._carry_out(before, attempt, action)
+
+    def _carry_out(self, node: NodeView, attempt: Attempt | None, action: Action) -> None:
+        """Do what `node` asks for; `attempt` is the one that its step was about."""
+        if isinstance(action, nodes.SendMessage):
+            self._socket.send(node.identity, action.message)
+        elif isinstance(action, DropNode):
+            self._drop(node, action)
+        elif attempt is not None:
+            match action:
+                case nodes.FailAttempt():
+                    self._fail(attempt, action.failure, node)
+                case nodes.NoteStaged():
+                    attempt.last_staged = time.perf_counter()
+                    self._chains.staged(node.identity, attempt.last_staged, attempt.last_staged - attempt.started)
+                    attempt.snapshot.bytes_staged += attempt.payload.size
+                case nodes.NoteActive():
+                    whole = not attempt.newcomers and not self._members(attempt)
+                    self.figures.activated(attempt, whole, action.difference)
+
+    def _drop(self, node: NodeView, drop: DropNode) -> None:
+        logger.info("node %s leaves the weight plane: %s", node.node_id, drop.sentence)
+        if node.attempt is not None and not node.attempt.done:
+            self._fail(node.attempt, Failure(FailureKind.LEFT, "it left"), node)
+        self._epochs.drop(node.identity)
+        for attempt in self._attempts:
+            attempt.lost |= node.identity in attempt.members
+        if drop.ejected:
+            self.figures.change(ejections=self.figures.now.ejections + 1)
+            self._socket.send(node.identity, messages.Eject(drop.sentence, code=EjectCode.DROPPED))
+
+    def _fail(self, attempt: Attempt, failure: Failure, node: NodeView | None = None) -> None:
+        """Note the first sign of trouble, of a node or of the sender.
+
+        Every member that has not staged must now show that it is alive.
+        """
+        who = f"node {node.node_id}: " if node is not None else ""
+        logger.warning("version %d to %d nodes: %s%s", attempt.version, len(attempt.members), who, failure.text)
+        if not attempt.failed:
+            attempt.failed = True
+            for identity in self._members(attempt):
+                self._feed(identity, nodes.doubt)
+
+    # ---- attempts
+
+    def _members(self, attempt: Attempt) -> list[bytes]:
+        """The nodes for which the attempt is not over."""
+        return [identity for identity, node in self._nodes.items() if node.attempt is attempt]
+
+    def _settle(self) -> None:
+        """Release the members of a failed attempt once all are told apart; end attempts that are over."""
+        for attempt in list(self._attempts):
+            members = self._members(attempt)
+            states = {self._nodes[m].state for m in members}
+            if NodeState.ANSWERED in states and not states & {NodeState.STAGING, NodeState.DOUBTED}:
+                for identity in members:
+                    if attempt.relayed:
+                        self._chains.leave(identity, failed=True)
+                    self._feed(identity, nodes.release, self.figures.now.published)
+                attempt.broadcast.abandon()
+            if not self._members(attempt) and (attempt.done or attempt.failed):
+                self._attempts.remove(attempt)
+                if attempt.failed:
+                    attempt.broadcast.abandon()  # its thread may still wait for members that left
+                self._epochs.give_back(attempt)
+
+    def _start_attempts(self) -> None:
+        current = self.schedule.current
+        if current is None or (self._stop_by is not None and not self._attempts):
+            return
+        everyone = list(self._nodes.values())
+        self.sources.keep(self.schedule.snapshots.keys() | self._chains.tidy(current))
+        fleet = [node for node in everyone if not node.pool]
+        ready = [node for node in fleet if node.awaits(current.version)]
+        published = self.figures.now.published
+        ways = nodes.split(ready, fleet, transport=self._transport, published=published, version=current.version)
+        self._start_fetches(current, ways.relayed)
+        if (evaluated := self.schedule.evaluated) is not None:
+            self._start_fetches(evaluated, [node for node in everyone if node.pool and node.awaits(evaluated.version)])
+        if ways.together and all(attempt.relayed for attempt in self._attempts):
+            self._start_broadcast(current, ways.together, ways.probation)
+
+    def _start_broadcast(self, snapshot: Snapshot, members: list[NodeView], probation: NodeView | None) -> None:
+        identities = [member.identity for member in members]
+        epoch, group = self._epochs.take(identities)
+        payload = snapshot.payload_for({member.base for member in members})
+        attempt = new_attempt(snapshot, payload, epoch, members=identities, incarnation=self._incarnation)
+        attempt.probation = probation.identity if probation is not None else None
+        self._attempts.append(attempt)
+        for rank, identity in enumerate(identities, start=1):
+            self._feed(identity, nodes.begin, attempt, rank if group is None else 0)
+
+        def tell(key: str, value: bytes) -> None:
+            self.post(lambda: self._pass_on(messages.StoreEntries(epoch.epoch, {key: value})))
+
+        def report(attempt: Attempt, group: BroadcastGroup | None, failure: Failure | None) -> None:
+            self.post(lambda: self._sent(attempt, group, failure))
+
+        if group is None:
+            attempt.broadcast.store = RelayedStore(self._timeout_s, tell)
+        attempt.broadcast.start(attempt, group, self._group_factory, report)
+
+    def _start_fetches(self, snapshot: Snapshot, receivers: list[NodeView]) -> None:
+        now = time.perf_counter()
+        listening = [node for node in receivers if node.listens(now) and not self._chains.busy(node.identity, now)]
+        for node in self._chains.in_order(listening):
+            self._start_fetch(snapshot, node)
+
+    def _start_fetch(self, snapshot: Snapshot, node: NodeView) -> None:
+        payload = snapshot.payload_for({node.base})
+        if not payload.parts:  # it is tried again when they are sealed
+            piece = piece_bytes(payload.size, len(self._nodes), self._chains.rate)
+            self.sources.seal(snapshot.version, payload, piece)
+            payload.seal_own_part(piece, origin=self._chains.origin(), secured=bool(self.password), post=self.post)
+            return
+        epoch = self._epochs.relay()
+        sources = self._chains.begin(snapshot, payload, node, epoch=epoch.epoch, everyone=self._nodes.values())
+        attempt = new_attempt(
+            snapshot, payload, epoch, members=[node.identity], incarnation=self._incarnation, sources=sources
+        )
+        attempt.newcomers = not node.settled or bool(node.pool)
+        self._attempts.append(attempt)
+        self._feed(node.identity, nodes.begin, attempt, epoch.rank)

@@ -1,0 +1,159 @@
+"""Tensors to and from the flat buffer, and its checksums."""
+
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from common.weights.wire.layout import WORDS, XXH3, Layout
+
+CACHE_BYTES = 256 << 10  # within a core's cache
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WORD_BYTES = 4
+CHUNK_WORDS = 1 << 20  # with numbers of their own; the working memory is about 20 bytes a word
+LANES = ((0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9), (0x2545F4914F6CDD1D, 0x14D049BB133111EB))  # odd, without a pattern
+
+
+def buffer(total_bytes: int, device: torch.device | None = None) -> torch.Tensor:
+    """A zeroed [total_bytes] uint8 buffer on `device`; None: in host memory, on huge pages where there are some."""
+    if device is not None:
+        return torch.zeros(total_bytes, dtype=torch.uint8, device=device)
+    # A checksum reads such memory 1.5 times as fast. numpy asks for huge pages, torch does not.
+    return torch.as_tensor(np.empty(total_bytes, np.uint8)).zero_()
+
+
+def finish(flat: torch.Tensor) -> None:
+    """Wait until a device has done what this thread asked for on `flat`: other threads use streams of their own."""
+    flat[:1].cpu()
+
+
+def view(flat: torch.Tensor, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) views into `flat` [total_bytes] uint8, no copies."""
+    for e in layout.entries:
+        yield e.name, flat[e.offset : e.offset + e.size_bytes].view(DTYPES[e.dtype]).view(e.shape)
+
+
+def pack(named: Iterable[tuple[str, torch.Tensor]], layout: Layout, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Copy tensors, in layout order, into a flat [total_bytes] uint8 CPU buffer (gaps zero); raises as `fill`."""
+    flat = out if out is not None else buffer(layout.total_bytes)
+    fill(view(flat, layout), named)
+    return flat
+
+
+def fill(targets: Iterable[tuple[str, torch.Tensor]], named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy `named` into the views of a buffer; raises ValueError when names or shapes do not follow the layout."""
+    views = iter(targets)
+    for name, tensor in named:
+        want, target = next(views, (None, None))
+        if want != name or target is None or target.shape != tensor.shape:
+            raise ValueError(f"tensor {name} {tuple(tensor.shape)} does not follow the layout, which has {want}")
+        target.copy_(tensor)
+    missing = next(views, None)
+    if missing is not None:
+        raise ValueError(f"tensor {missing[0]} of the layout was not given")
+
+
+def checksum(data: torch.Tensor, kind: str = XXH3) -> str:
+    """Hex digest of a contiguous tensor's bytes; xxh3-128 only of one on the CPU."""
+    if kind == WORDS:
+        sums = WordSums()
+        sums.add(data, 0)
+        return sums.hexdigest()
+    data_bytes: Any = data.view(torch.uint8).numpy()  # a buffer, which numpy's types say from Python 3.12 on
+    return xxhash.xxh3_128_hexdigest(memoryview(data_bytes))
+
+
+def combined(checksums: list[str]) -> str:
+    """The checksum of a version, of those of its parts: sources know no more than their own."""
+    if len(checksums) == 1:
+        return checksums[0]
+    return xxhash.xxh3_128_hexdigest(b"".join(bytes.fromhex(one) for one in checksums))
+
+
+def version_checksum(flat: torch.Tensor, layout: Layout) -> str:
+    """The checksum of a whole version [total_bytes] uint8."""
+    return combined([checksum(flat[part], layout.checksums) for part in layout.parts])
+
+
+def all_checksums(flat: torch.Tensor, bucket_bytes: int, kind: str = XXH3) -> tuple[list[str], str]:
+    """(checksum of every bucket, checksum of `flat` [n] uint8); xxh3: both while a block is in the cache."""
+    if kind == WORDS:
+        starts = range(0, flat.numel(), bucket_bytes)
+        return [checksum(flat[at : at + bucket_bytes], kind) for at in starts], checksum(flat, kind)
+    data_bytes: Any = flat.numpy()
+    data = memoryview(data_bytes)
+    whole = xxhash.xxh3_128()
+    buckets: list[str] = []
+    for start in range(0, len(data), bucket_bytes):
+        end = min(start + bucket_bytes, len(data))
+        bucket = xxhash.xxh3_128()
+        for at in range(start, end, CACHE_BYTES):
+            block = data[at : min(at + CACHE_BYTES, end)]
+            bucket.update(block)
+            whole.update(block)
+        buckets.append(bucket.hexdigest())
+    return buckets, whole.hexdigest()
+
+
+class WordSums:
+    """A checksum that a device computes where the bytes are; they come in any order, and missing ones count as zeros.
+
+    It sums 32-bit words, each times a number of its place, modulo 2^64: that is the same on every device and in every
+    order. It finds accidents, not forgery. One changed word always changes it, because the numbers are odd. Two words
+    that changed places do but for about one case in 2^64.
+    """
+
+    def __init__(self) -> None:
+        self._sums: torch.Tensor | None = None  # [2] int64, where the data is
+
+    def add(self, data: torch.Tensor, offset: int) -> None:
+        """`data`, of any shape and dtype, is at byte `offset` of the buffer, a multiple of 4."""
+        flat = data.contiguous().view(-1).view(torch.uint8)
+        if self._sums is None:
+            self._sums = torch.zeros(len(LANES), dtype=torch.int64, device=flat.device)
+        place = offset // WORD_BYTES  # the next word's number in the buffer
+        done = 0  # bytes of `data`
+        while done < flat.numel():
+            chunk, first = divmod(place, CHUNK_WORDS)
+            words = _words(flat[done : done + (CHUNK_WORDS - first) * WORD_BYTES])
+            for lane, numbers in enumerate(_numbers(CHUNK_WORDS, flat.device)):
+                total = (words * numbers[first : first + words.numel()]).sum()
+                self._sums[lane] += total * _odd(chunk, lane)
+            place += words.numel()
+            done += words.numel() * WORD_BYTES
+
+    def hexdigest(self) -> str:
+        """32 digits; waits for the device."""
+        sums: Any = [0] * len(LANES) if self._sums is None else self._sums
+        return "".join(f"{int(one) % (1 << 64):016x}" for one in sums)
+
+
+@cache
+def _numbers(count: int, device: torch.device) -> list[torch.Tensor]:
+    """Odd numbers, [count] int64 for each lane."""
+    places = torch.arange(1, count + 1, device=device)
+    return [_mixed(places * spread, mix) for spread, mix in LANES]
+
+
+def _odd(chunk: int, lane: int) -> int:
+    """An odd number of the chunk, made with the other lane's: else place and chunk could change roles."""
+    spread, mix = LANES[1 - lane]
+    return int(_mixed(torch.tensor(chunk) * spread, mix))
+
+
+def _mixed(numbers: torch.Tensor, mix: int) -> torch.Tensor:
+    numbers = (numbers ^ (numbers >> 32)) * mix
+    return (numbers ^ (numbers >> 29)) | 1
+
+
+def _words(flat: torch.Tensor) -> torch.Tensor:
+    """[ceil(n / 4)] int64 of [n] uint8, the last word filled up with zeros."""
+    gap = -flat.numel() % WORD_BYTES
+    if gap or flat.storage_offset() % WORD_BYTES:
+        whole = flat.new_zeros(flat.numel() + gap)
+        whole[: flat.numel()] = flat
+        flat = whole
+    return flat.view(torch.int32).to(torch.int64)

@@ -1,0 +1,139 @@
+"""A part of a version in pieces: sealed by its source, checked before they count, passed on as they came.
+
+Sealing is AES-256-GCM under a key of the part alone; the nonce is the piece's number. Every node of the fleet has the
+key, so a tag alone would let a node forge pieces. The digests of the sealed pieces do not: they come over the
+authenticated control socket. Without credentials pieces travel as they are, and the digests find accidents only.
+"""
+
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import xxhash
+from blake3 import blake3
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from common.weights.wire.failures import Damaged
+from common.weights.wire.layout import DEPTH_SHARE
+from common.weights.wire.messages import Part
+
+SMALLEST, USUAL, LARGEST = 16 << 10, 1 << 20, 16 << 20  # bytes of a piece
+MOST_PIECES = 16384  # for a version below 256 GiB: every announcement has their digests
+PIECE_S = 0.001  # that a piece takes on a link at least, so that the work per piece does not count
+TAG_BYTES = 16
+RECENT = 32  # sealed pieces that a buffer keeps, for those who are right behind
+THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))  # that seal; the next step computes meanwhile
+
+
+def piece_bytes(size: int, nodes: int, rate: float) -> int:
+    """How large the pieces of `size` bytes for a chain of `nodes` are; `rate`: bytes/s that a link has, 0 if unknown.
+
+    The last of N nodes has everything N pieces after the first. Small pieces keep that short; work per piece bounds it.
+    """
+    wanted = max(size / (DEPTH_SHARE * max(nodes, 1)), rate * PIECE_S)
+    usual = min(max(wanted, SMALLEST), USUAL)
+    return int(min(max(usual, size / MOST_PIECES), LARGEST)) // 64 * 64
+
+
+class PartBuffer:
+    """A part in memory; its first `arrived` pieces are there.
+
+    One thread takes pieces in; any thread may ask for those that are there, until the buffer is closed.
+    """
+
+    def __init__(self, part: Part, payload: torch.Tensor, arrived: int | None = None) -> None:
+        """`payload` [n] uint8 contains or gets the part; `arrived`: None for all. Raises ValueError if it cannot."""
+        if not (0 <= part.start <= part.start + part.size <= payload.numel()) or part.piece_bytes < 1:
+            raise ValueError(f"part {part.start} + {part.size} of a payload of {payload.numel()} bytes")
+        self.part = part
+        self.count: int = -(-part.size // part.piece_bytes)
+        self.arrived = self.count if arrived is None else arrived
+        self._progress: Callable[[], None] = lambda: None
+        memory: Any = payload[part.start : part.start + part.size].numpy()
+        self._memory = memoryview(memory)
+        self._cipher = AESGCM(part.key) if part.key else None
+        self._digest_bytes = len(part.digests) // max(self.count, 1)
+        self._recent: deque[tuple[int, Any]] = deque(maxlen=RECENT)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def arrived_bytes(self) -> int:
+        return min(self.arrived * self.part.piece_bytes, self.part.size)
+
+    def take_in(self, sealed: Any) -> None:
+        """Check and open the next piece; raises Damaged when it is not what the source sent."""
+        number = self.arrived
+        at = number * self._digest_bytes
+        if digest(sealed, bool(self.part.key)) != self.part.digests[at : at + self._digest_bytes]:
+            raise Damaged(f"checksum mismatch in piece {number} of {self.count}")
+        room = self._room(number)
+        if self._cipher is None:
+            room[:] = sealed
+        else:
+            try:
+                self._cipher.decrypt_into(nonce(number), sealed, None, room)
+            except (InvalidTag, ValueError) as error:
+                raise Damaged(f"piece {number} of {self.count} does not open") from error
+        with self._lock:
+            self._recent.append((number, sealed))
+            self.arrived = number + 1
+        self._progress()
+
+    def watch(self, progress: Callable[[], None]) -> None:
+        """Call `progress` after every piece that is taken in."""
+        self._progress = progress
+
+    def piece(self, number: int) -> Any:
+        """Piece `number` as it travels; None once the buffer is closed, because the memory may be written again."""
+        with self._lock:
+            if self._closed:
+                return None
+            for kept, sealed in reversed(self._recent):
+                if kept == number:
+                    return sealed
+            return self.sealed(number)
+
+    def sealed(self, number: int) -> bytes:
+        """Piece `number`, made from the memory."""
+        room = self._room(number)
+        return bytes(room) if self._cipher is None else self._cipher.encrypt(nonce(number), room, None)
+
+    def close(self) -> None:
+        """The memory is about to be written: no piece comes from here any more."""
+        with self._lock:
+            self._closed = True
+            self._recent.clear()
+
+    def _room(self, number: int) -> memoryview:
+        start = number * self.part.piece_bytes
+        return self._memory[start : start + self.part.piece_bytes]
+
+
+def new_part(payload: torch.Tensor, start: int, size: int, *, piece: int, origin: str, secured: bool) -> Part:
+    """The part of `payload` [n] uint8 from `start`, in pieces of `piece` bytes; all are sealed for their digests."""
+    key = secrets.token_bytes(32) if secured else b""
+    part = Part(secrets.token_hex(16), origin, start, size, piece, b"", key)
+    buffer = PartBuffer(part, payload)
+    with ThreadPoolExecutor(THREADS, "seal-weights") as pool:
+
+        def digest_of(number: int) -> bytes:
+            return digest(buffer.sealed(number), secured)
+
+        digests = pool.map(digest_of, range(buffer.count))
+        return Part(part.name, origin, start, size, piece, b"".join(digests), key)
+
+
+def nonce(number: int) -> bytes:
+    return number.to_bytes(12, "little")
+
+
+def digest(sealed: Any, secured: bool) -> bytes:
+    """32 bytes that cannot be forged, or 16 that find accidents."""
+    return blake3(sealed).digest() if secured else xxhash.xxh3_128_digest(sealed)

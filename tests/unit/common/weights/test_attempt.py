@@ -1,0 +1,82 @@
+"""The groups behind attempts, and broadcasts that are given up."""
+
+import threading
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from common.weights.source.attempt import Attempt, Broadcast, Epochs, new_attempt
+from common.weights.transports.groups import RelayedStore
+from common.weights.wire.failures import Failure, FailureKind, GivenUp
+from tests.unit.common.weights.node_views import attempt_at, snapshot_of
+from tests.waiting import LIMIT_S
+
+SNAPSHOT = snapshot_of(3)
+
+
+class Formed:
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_group_is_used_again_by_exactly_its_members_and_closed_when_it_is_of_no_use() -> None:
+    epochs = Epochs("gloo", 8.0, "127.0.0.1:1")
+
+    def through(members: list[bytes], **outcome: bool) -> tuple[Attempt, Formed]:
+        epoch, group = epochs.take(members)
+        attempt = replace(new_attempt(SNAPSHOT, SNAPSHOT.full, epoch, members=members, incarnation=0), **outcome)
+        formed = cast(Formed, group) if group is not None else Formed()
+        attempt.group = cast(Any, formed)
+        epochs.give_back(attempt)
+        return attempt, formed
+
+    first, group = through([b"a", b"b"])
+    again, same = through([b"b", b"a"])
+    assert same is group and again.epoch == first.epoch and not group.closed
+    assert (first.epoch.rank, first.epoch.transport, first.epoch.learner_endpoint) == (0, "gloo", "127.0.0.1:1")
+    bigger, larger = through([b"a", b"b", b"c"])
+    assert group.closed and bigger.epoch.epoch > first.epoch.epoch and bigger.epoch.world_size == 4
+    epochs.drop(b"z")
+    assert not larger.closed
+    epochs.drop(b"c")
+    assert larger.closed
+    for outcome in ("failed", "lost"):
+        _, unusable = through([b"a"], **{outcome: True})
+        assert unusable.closed
+    fetch = epochs.relay()
+    assert (fetch.transport, fetch.rank, fetch.world_size) == ("relay", 1, 2) and fetch.epoch > bigger.epoch.epoch
+    epochs.drop()
+
+
+def test_an_attempt_that_was_given_up_closes_the_group_that_its_thread_comes_by_later() -> None:
+    broadcast, before, after = Broadcast(), Formed(), Formed()
+    broadcast.use(cast(Any, before))
+    broadcast.abandon()
+    assert before.closed
+    with pytest.raises(GivenUp):
+        broadcast.use(cast(Any, after))
+    broadcast.use(None)
+
+
+def test_an_attempt_that_was_given_up_lets_its_thread_leave_the_place_where_the_group_meets() -> None:
+    attempt, reports, reported = attempt_at(SNAPSHOT, "a"), list[tuple[object, Failure | None]](), threading.Event()
+    waits = threading.Event()
+
+    def form(epoch: object, store: RelayedStore) -> Any:
+        waits.set()
+        store.get("rank 1")
+
+    def report(attempt: Attempt, group: object, failure: Failure | None) -> None:
+        reports.append((group, failure))
+        reported.set()
+
+    attempt.broadcast.store = RelayedStore(LIMIT_S, lambda key, value: None)
+    attempt.broadcast.start(attempt, None, form, report)
+    assert waits.wait(LIMIT_S)
+    attempt.broadcast.abandon()
+    assert reported.wait(LIMIT_S)
+    [(group, failure)] = reports
+    assert group is None and failure is not None and failure.kind is FailureKind.GIVEN_UP

@@ -1,0 +1,97 @@
+"""The node's side of the weight plane, where it leaves a learner and while a version arrives."""
+
+import asyncio
+import logging
+
+import pytest
+import zmq
+
+from common.errors import SlipstreamError
+from common.process.local_address import this_machine
+from common.weights.receive.contract import Watch
+from common.weights.receive.receiver import StagingStatus
+from common.weights.receive.weight_client import WeightClient
+from common.weights.transports.relay import Stall
+from common.weights.wire import messages
+from common.weights.wire.layout import Layout
+from rollout_fleet.weights.engine_weights import EngineWeights
+from tests.waiting import until_async
+
+TRIES = 40  # the race was lost in one of three
+
+
+def test_a_client_that_leaves_while_a_message_arrives_logs_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def hear(router: "zmq.Socket[bytes]", kind: type) -> bytes:
+        """Who said it; a Pong may come after the Leave."""
+        while True:
+            await until_async(lambda: router.poll(0), kind.__name__)
+            identity, said = router.recv_multipart()
+            if isinstance(messages.decode_from_node(said), kind):
+                return identity
+
+    async def follow_and_leave(router: "zmq.Socket[bytes]", port: int, turns: int) -> None:
+        client = WeightClient("node", EngineWeights(recompute=False))
+        client.follow(f"tcp://127.0.0.1:{port}", 0)
+        router.send_multipart([await hear(router, messages.Join), messages.encode(messages.Ping())])
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await client.close()
+        await hear(router, messages.Leave)
+
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        with caplog.at_level(logging.ERROR):
+            for number in range(TRIES):
+                asyncio.run(follow_and_leave(router, port, number % 4))
+    assert not caplog.records
+
+
+class Target:
+    """Workers that serve at an address, stall while a version arrives, and carry out no Reroute."""
+
+    def __init__(self) -> None:
+        self.told: list[messages.LearnerMessage] = []
+        self.excluded = ""
+
+    async def tell(self, message: bytes, node_id: str) -> bytes:
+        self.told.append(messages.decode_from_learner(message))
+        if isinstance(self.told[-1], messages.Reroute):
+            raise SlipstreamError("the engine is not running")
+        listening = messages.encode(messages.Listening(node_id, "tcp://here:7"))
+        return listening if isinstance(self.told[-1], messages.Welcome) else b""
+
+    async def stage(self, publish: bytes, watch: Watch) -> float:
+        epoch = messages.decode_from_learner(publish).epoch  # type: ignore[union-attr]
+        await watch(StagingStatus("receiving", epoch=epoch, entries={"rank 1": b"x"}))
+        await watch(StagingStatus("receiving", epoch=epoch, stalls={0: Stall("tcp://there:7", 2, "")}))
+        return 0.5
+
+    async def exclude(self, reason: str) -> None:
+        self.excluded = reason
+
+
+async def test_a_client_answers_a_welcome_reports_while_a_version_arrives_and_outlives_a_reroute_that_fails() -> None:
+    layout, target, heard = Layout.of([("a", "float32", (4,))]), Target(), list[messages.NodeMessage]()
+    told = [
+        messages.Welcome(0, layout, "127.0.0.1:1"), messages.Epoch(5, 1, 2, 9.0), messages.Reroute(5, 0, "tcp://b:7"),
+        messages.StoreEntries(5, {"rank 0": b"y"}), messages.Publish(0, 7, 5, layout.digest, 64, [], "", 9.0),
+    ]  # fmt: skip
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        client = WeightClient("node", target)  # type: ignore[arg-type]
+        client.follow(f"tcp://127.0.0.1:{port}", 0)
+        while not any(isinstance(message, messages.Staged) for message in heard):
+            await until_async(lambda: router.poll(0), "a message of the node")
+            identity, said = router.recv_multipart()
+            heard.append(messages.decode_from_node(said))
+            for message in told if len(heard) == 1 else ():
+                router.send_multipart([identity, messages.encode(message)])
+        await client.close()
+    assert isinstance(heard[0], messages.Join) and heard[0].machine == this_machine()
+    assert heard[1:] == [
+        messages.Listening("node", "tcp://here:7"),
+        messages.StoreEntries(5, {"rank 1": b"x"}),
+        messages.Stalled("node", 5, 0, "tcp://there:7", 2),
+        messages.Staged("node", 0, 7, 0.5, 5),
+    ]
+    assert target.told == told[:-1] and not target.excluded
