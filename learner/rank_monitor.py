@@ -15,10 +15,9 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from common.weights.transports.groups import dist
-
 from common.errors import EXIT_FAILED, SlipstreamError
 from common.process.lifecycle import leave
+from common.weights.transports.groups import dist
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from common.weights.receive.receiver import StagingStatus
 from common.weights.receive import weight_client
+from common.weights.receive.receiver import StagingStatus
 from common.weights.receive.weight_client import AGAIN_S, StagingReports
 from common.weights.transports.relay import Stall
 from common.weights.wire.messages import Stalled, StoreEntries
