@@ -33,7 +33,7 @@ from msgspec import Meta
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import GroupMeta, Task
 from common.staleness import Window
-from common.waits import NO_WAIT, WaitFor, sentence
+from common.waits import NO_WAIT, WaitFor, WaitKind, sentence
 from common.waste import WasteByReason
 from common.wire_types import Finite, Name, Seconds, StepNumber, Tally, Text, Version
 
@@ -142,12 +142,15 @@ class LearnerReport(msgspec.Struct, frozen=True):
     host: Text = ""  # the lead rank's machine
     alarms: Annotated[list[Text], Meta(max_length=64)] = []  # sentences of watch rules whose metric is not well
     paused: Text = ""  # the sentence of the rule that keeps new versions from the nodes
+    former_wait: Text = msgspec.field(default="", name="waiting_on")  # a sentence, from a release without `wait`
 
     @property
     def waiting_on(self) -> str:
-        """`wait` in words."""
-        text = sentence(self.wait)
-        return f"{text}; publishing is paused, `slipstream resume` ends that: {self.paused}" if self.paused else text
+        """`wait` in words; a wait for groups that a pause may prolong says so."""
+        text = sentence(self.wait) or self.former_wait
+        if not self.paused or self.wait.kind != WaitKind.GROUPS:
+            return text
+        return f"{text}; publishing is paused, `slipstream resume` ends that: {self.paused}"
 
 
 class LogPosition(msgspec.Struct, frozen=True, gc=False):
@@ -259,11 +262,12 @@ class NodeReport(msgspec.Struct, frozen=True):
     pool: Text = ""  # eval: it takes held-out problems only
     evaluation_tokens: Tally = 0  # sampled for held-out problems; `tokens_generated` is without them
     instance: Text = ""  # random, one per process: a restarted container has the host and the pid of its predecessor
+    former_wait: Text = msgspec.field(default="", name="waiting_on")  # a sentence, from a release without `wait`
 
     @property
     def waiting_on(self) -> str:
         """`wait` in words."""
-        return sentence(self.wait)
+        return sentence(self.wait) or self.former_wait
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):

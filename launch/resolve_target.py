@@ -33,11 +33,11 @@ def job_of(args: argparse.Namespace, reader: Reader) -> tuple[Config, RunDir, st
 
     The address is '' without --join. --credentials becomes an override. Raises UsageError.
     """
-    join: str = args.join or ""
-    if args.config is None and not join:
+    if args.config is None and args.join is None:
         raise UsageError(f"a {reader} needs a CONFIG, or the address of a job's broker: --join tcp://HOST:PORT")
-    if join:
-        check_address(join, "--join")
+    if args.join is not None:
+        check_address(args.join, "--join")
+    join: str = args.join or ""
     if args.credentials is not None:
         args.overrides = [*args.overrides, f"broker.credentials={Path(args.credentials).expanduser().resolve()}"]
     runs_episodes = reader == "node"

@@ -111,7 +111,7 @@ def train(
         with monitor, serving_health(port, trainer.signs):
             state = trainer.run()
     except BaseException as error:
-        failed(str(error))
+        failed(" ".join([str(error), *getattr(error, "__notes__", [])]))
         raise
     close(state)
     with leaving_after(CLOSE_S, EXIT_DONE, "the process groups do not close"):

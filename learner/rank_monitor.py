@@ -65,8 +65,8 @@ class RankMonitor:
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop and tell the other ranks the error; raises SlipstreamError where a silent rank was its cause.
 
-        torch has no exception class for a collective that waited too long: gloo raises a RuntimeError, as for anything
-        else. So every RuntimeError gets a note about the deadline.
+        torch has no exception class for a collective that waited too long: gloo raises a plain RuntimeError, as for
+        anything else, and NCCL a DistError. So these get a note about the deadline.
         """
         self._leaving.set()
         if error is None or self._store is None:
@@ -77,7 +77,7 @@ class RankMonitor:
         if silence := self._silence():
             self._tell(EXIT_FAILED, silence)
             raise SlipstreamError(f"{silence}: {error}") from error
-        if isinstance(error, RuntimeError):
+        if type(error) is RuntimeError or isinstance(error, dist.DistError):
             error.add_note(f"A collective waits at most {self._timeout_s:g} s for other ranks (learner.timeout_s).")
         self._tell(EXIT_FAILED, " ".join([f"{type(error).__name__}: {error}.", *getattr(error, "__notes__", [])]))
 

@@ -24,7 +24,7 @@ TEXT_CHARS = 1000  # Longer stop reasons and errors are cut.
 class EvaluationTable:
     """Problems of one round; a new order takes the place of the round before.
 
-    A task's serial is its problem's number in the round. The rules of leasing.py watch the leases' deadlines.
+    A task's serial is its problem's number in the round. The rules of node_rules.py watch the leases' deadlines.
     """
 
     def __init__(self, max_attempts: int) -> None:

@@ -82,6 +82,16 @@ class _Traits(msgspec.Struct, frozen=True):
     selection_bias: bool = False
 
 
+BY_CLASS = {  # the model_type of an architecture, for models with a model_type of their own
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
 _ROUTED = ("n_routed_experts", "moe_intermediate_size")
 READERS = {
     "qwen2": _Traits(qkv_bias=True),
@@ -99,12 +109,18 @@ def read_architecture(config: Document) -> Architecture:
     """The shape that a config.json describes; raises UnknownArchitecture."""
     kind = str(config.get("model_type"))
     if kind not in READERS:
+        named = cast("list[object]", config.get("architectures") or [])
+        kind = BY_CLASS.get(str(named[0]), kind) if named else kind
+    if kind not in READERS:
         raise UnknownArchitecture(f"model_type {kind!r}; the planner counts {', '.join(READERS)}")
     traits = READERS[kind]
     layers = _number(config, "num_hidden_layers")
     first = _number(config, "first_k_dense_replace", 0)
     every = _number(config, "decoder_sparse_step", 1, least=1)
-    dense = {*range(first), *cast("list[int]", config.get("mlp_only_layers") or [])}
+    only: object = config.get("mlp_only_layers") or []
+    if not isinstance(only, list):
+        raise UnknownArchitecture(f"mlp_only_layers is {only!r}, expected a list")
+    dense = {*range(first), *cast("list[int]", only)}
     has_experts = traits.experts is not None
     return Architecture(
         kind=kind,

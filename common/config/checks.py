@@ -195,7 +195,9 @@ def model_folder_problems(path: str) -> Generator[Problem, None, Architecture | 
     yield from architecture_problems(document.get)
     try:
         return read_architecture(document)
-    except UnknownArchitecture:
+    except UnknownArchitecture as error:
+        if document.get("architectures"):  # it is one that is supported, so a number is missing
+            yield Problem(key, f"{expected} with a complete config.json", f"{path}: {error}")
         return None
 
 

@@ -10,6 +10,7 @@ server and the same text.
 """
 
 import json
+import logging
 import socket
 import threading
 import time
@@ -20,6 +21,8 @@ from socketserver import ThreadingTCPServer
 from typing import Any
 
 from common.errors import UsageError
+
+logger = logging.getLogger(__name__)
 
 LATE_S = 30.0  # without a turn of the loop
 MOST_CLIENTS = 16  # one more cuts off the oldest, so that slow clients cannot keep a probe out
@@ -91,15 +94,23 @@ class TextServer(ThreadingTCPServer):
 
     allow_reuse_address = daemon_threads = True
 
-    def __init__(self, host: str, port: int, answer: Callable[[str], tuple[int, str]]) -> None:
+    def __init__(
+        self, host: str, port: int, answer: Callable[[str], tuple[int, str]], request_s: float | None = None
+    ) -> None:
         """`host` is '' for every interface, or an IPv4 address. Port 0 picks a free one. `answer` gets the path of a
-        GET and returns HTTP status and text. Raises OSError when `port` cannot be had.
+        GET and returns HTTP status and text. A request may take `request_s`, None for REQUEST_S. Raises OSError when
+        `port` cannot be had.
         """
+        self._request_s = request_s
         self.address_family = socket.AF_INET6 if not host and socket.has_dualstack_ipv6() else socket.AF_INET
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                status, text = answer(self.path)
+                try:
+                    status, text = answer(self.path)
+                except Exception:
+                    logger.exception("no answer to a GET of %s", self.path)
+                    status, text = 500, "see the log\n"
                 self.send_response(status)
                 self.send_header("Content-Type", "text/plain; version=0.0.4")
                 self.end_headers()
@@ -126,8 +137,9 @@ class TextServer(ThreadingTCPServer):
 
     def service_actions(self) -> None:
         """Called by `serve_forever` several times a second."""
+        limit_s = REQUEST_S if self._request_s is None else self._request_s
         with self._lock:
-            for client in [client for client, at in self._since.items() if time.monotonic() - at > REQUEST_S]:
+            for client in [client for client, at in self._since.items() if time.monotonic() - at > limit_s]:
                 self._cut(client)
 
     def shutdown_request(self, request: Any) -> None:

@@ -207,6 +207,16 @@ def _config(config: Config, file: str, folder: Path, last: int, overrides: Seque
     return checked(build_config(msgspec.to_builtins(own), file, overrides), file, environment=False)[0]
 
 
+def _originals(path: Path) -> dict[int, StepMetrics]:
+    """The steps of the run that is replayed; raises UsageError for a damaged line, since its step would not compare."""
+    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), start=1):
+        try:
+            msgspec.json.decode(text)
+        except msgspec.DecodeError as error:
+            raise UsageError(f"{path} line {number}: {error}") from None
+    return {found.step: found for found in read_tail(path, StepMetrics).lines}
+
+
 def run_replay(plan: Replay, recording: Recording, steps: list[ReplayedStep]) -> None:
     """Train the steps; appends and prints each. Raises SlipstreamError when the learner fails, waits or is stopped."""
     flag = DrainFlag.install()
@@ -214,7 +224,7 @@ def run_replay(plan: Replay, recording: Recording, steps: list[ReplayedStep]) ->
         plan.run.checkpoints.mkdir(exist_ok=True)
         (plan.run.checkpoints / plan.checkpoint.name).symlink_to(plan.checkpoint.resolve())
     print(f"replaying steps {plan.first} to {plan.last} of {plan.original.path} in {plan.run.path}")
-    originals = {found.step: found for found in read_tail(plan.original.metrics, StepMetrics).lines}
+    originals = _originals(plan.original.metrics)
     state = preloaded(run_info(plan.config, b""), recording, plan.steps)
     tail = MetricsTail(plan.run.metrics, StepMetrics)
     supervisor = Supervisor(lambda kind, detail: None)  # the learner's end is looked at

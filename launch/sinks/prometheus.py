@@ -24,6 +24,8 @@ from launch.observe.observation import Observation, observe, whole_waste
 from launch.resolve_target import Target
 from launch.sinks.feed import Cursor, FedRun, Feed, Point
 
+SCRAPE_S = 60.0  # the first one reads a long events.jsonl
+# Kinds of events that alerts count: they start at 0, so that the first one is an increase.
 NOTED = ("ejection", "node_lost", "lease_expired", "task_dead", "role_crashed", "checkpoint")
 OF_NODE = ("episodes_running", "concurrency", "tokens_generated", "tokens_per_s", "flips", "generation_stall_s")
 OF_NODE += ("kv_cache_usage", "preemptions", "prefix_hit_rate")
@@ -58,7 +60,7 @@ class Prometheus:
         self._checkpoint_s = 0.0  # Unix time of the newest one, or of the learner's first start
         self._lock = threading.Lock()  # each scrape is a thread
         self._server = ExitStack()
-        server = TextServer("127.0.0.1", job.config.telemetry.prometheus_port, self.answer)
+        server = TextServer("127.0.0.1", job.config.telemetry.prometheus_port, self.answer, SCRAPE_S)
         self._server.enter_context(serving(server, "prometheus"))
 
     def write(self, points: Sequence[Point]) -> None:

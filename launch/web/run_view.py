@@ -110,7 +110,7 @@ class RunView:
         with self._lock:
             lines = tail.lines
             state |= {"steps": tail.steps, "evaluations": tail.evaluations}
-        state["figures"] = figures(config, seen, tail, tail.expired) if config else {}
+            state["figures"] = figures(config, seen, tail, tail.expired) if config else {}
         ages = [line.tokens_by_age for line in lines if len(line.tokens_by_age) == len(AGE_CLASSES)]
         state["ages"] = [sum(counts) for counts in zip(*ages, strict=True)]
         if seen is not None:

@@ -56,6 +56,7 @@ class RolloutSource(BatchSource):
         self._publish(version)
 
     def receive(self, command: Command) -> None:
+        self._groups = []  # those of the step before need no memory while the next ones are decoded
         if isinstance(command, Train):
             self._groups = [self.decode(group) for group in command.groups]
 

@@ -92,7 +92,7 @@ class RunFiles:
             self.events.add("incomplete_checkpoint_removed", name=name)
         step = state.policy_version
         path = self.checkpoints.path(step) if step else ""
-        digest = hashlib.sha256(msgspec.json.encode(self._config)).hexdigest()[:16]
+        digest = hashlib.sha256(msgspec.json.encode(self._config, order="sorted")).hexdigest()[:16]
         if path and state.config_digest != digest:
             logger.warning("the config changed since %s was written", path)
         write_record(self._run_dir, self.incarnation, "running", step)

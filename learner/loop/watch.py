@@ -127,7 +127,8 @@ def judged_value(line: Metrics, metric: str) -> float | None:
     """The metric in a line; NaN where it was not finite, None where the line lacks it or trained no token of it."""
     if isinstance(line, StepMetrics) and metric in OF_TRAINED and not line.tokens_trained:
         return None
-    return value_of(line, metric)
+    value = value_of(line, metric)
+    return math.nan if value is not None and not math.isfinite(value) else value
 
 
 def largest(metric: str, batch: TrainingBatch, groups: Sequence[Group]) -> list[dict[str, float]]:

@@ -49,7 +49,8 @@ class SftDataset:
         `held_out`: the share of the rows that no step trains: those of `held_out_rows`, not of `trained_rows`.
         """
         if tokenizer.eos_token_id is None:
-            raise UsageError("model.path: its tokenizer has no end-of-sequence token; set eos_token")
+            folder = getattr(tokenizer, "name_or_path", "its folder")
+            raise UsageError(f"model.path: the tokenizer in {folder} has no end-of-sequence token; set eos_token")
         self._tokenizer = tokenizer
         self._chats = ChatTemplate(tokenizer)
         self._rows: list[Row] = []

@@ -37,8 +37,8 @@ class AgentDriver(EpisodeDriver):
         return _AgentEpisode(session, partial(self.backend.run_agent, problem, seed, group_seed, **access))
 
     async def close(self) -> None:
-        await super().close()
         await self._endpoint.close()
+        await super().close()
 
 
 class _AgentEpisode:

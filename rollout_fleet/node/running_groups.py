@@ -312,7 +312,7 @@ class RunningGroups:
             return await self._give_up(lease, done, str(error))
         if not accepted:  # the broker counts a group's tokens as wasted
             what = "group of task" if lease.evaluation is None else "samples of held-out problem"
-            logger.warning("the %s %d came too late and was refused", what, serial)
+            logger.warning("the %s %d came too late, refused", what, serial)
         elif lease.evaluation is None and parts.status.joining.reached("delivered"):
             times = parts.status.joining.times
             logger.info("%s; the process started at Unix time %.3f", sentence(times), times.started_s)

@@ -302,8 +302,10 @@ class Receiver:
         if publish.encoding != "delta":
             raise Mismatch(f"{name} comes as {publish.encoding!r}, which is not known here")
         base = VersionKey(publish.incarnation, publish.base_version)
-        if self._buffer.free is None or self._buffer.contents != base:
-            raise Mismatch(f"{name} comes as a delta to {base}, the staging buffer has {self._buffer.contents}")
+        contents = self._buffer.contents
+        if self._buffer.free is None or contents != base:
+            here = contents and tuple(contents)
+            raise Mismatch(f"{name} comes as a delta to {tuple(base)}, the staging buffer has {here}")
         most = sum(delta.largest(part.stop - part.start, delta.BLOCK_BYTES) for part in layout.parts)
         if not 0 < publish.payload_bytes <= most:
             raise Mismatch(f"a delta of {publish.payload_bytes} bytes to {layout.total_bytes}")

@@ -36,7 +36,8 @@ MAX_LEARNER_MESSAGE_BYTES = 256 << 20  # a layout of a large mixture-of-experts 
 REJOIN_AFTER_S = 15.0  # without any message from the learner, which pings once a second
 EJECTED_PAUSE_S = 0.5
 AGAIN_S = 1.0  # between two reports that a part stands still
-FIRST_POLL_S, LAST_POLL_S = 0.002, 0.02  # bounds on the pauses between two questions whether a version is staged
+FIRST_POLL_S = 0.002  # bounds on the pauses between two questions whether a version is staged
+LAST_POLL_S = 0.02
 
 Job = tuple[messages.LearnerMessage, bytes]  # a message, and the same as it came: the target decodes it itself
 

@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from common.weights.wire.failures import Damaged
+
 SAME, FULL, SPARSE = 0, 1, 2  # kinds of a block
 BITMAP = 1  # as "bits per gap"
 GAP_BITS, STEP_BITS = (4, 8, 16), (2, 4, 8)
@@ -37,7 +39,7 @@ Words = NDArray[np.uint16]
 Bytes = NDArray[np.uint8]
 
 
-class WrongDelta(ValueError):
+class WrongDelta(Damaged):
     """A stream that no encoder made for this buffer, or one that was damaged on its way."""
 
 

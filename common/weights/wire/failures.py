@@ -28,10 +28,12 @@ class Failure(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """The failure that an exception stands for; its sentence is the first line without gloo's path and advice."""
+        """The failure that an exception stands for; a library's is the first line, without gloo's path and advice."""
+        if isinstance(error, WeightsError):
+            return cls(error.kind, str(error))
         text = str(error).strip().split("\n")[0] or type(error).__name__
         text = re.sub(r"\[/[^\]]*\.cc:\d+\]\s*", "", text).split(". This is typically caused")[0]
-        return cls(error.kind if isinstance(error, WeightsError) else FailureKind.OTHER, text)
+        return cls(FailureKind.OTHER, text)
 
     @classmethod
     def told(cls, kind: str, text: str) -> "Failure":

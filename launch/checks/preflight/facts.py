@@ -24,7 +24,7 @@ from common.config.network_checks import is_loopback
 from common.config.schema import Config
 from common.process.run_dir import RunDir
 from common.process.versions import versions
-from launch.checks.findings import Finding, refusal
+from launch.checks.findings import Finding, problem
 from launch.checks.job import check_disk
 from launch.checks.machine import check_bridge, check_open_files, check_shm, look
 from launch.cluster.interface import Interface, interface_for
@@ -65,7 +65,9 @@ def facts_of(config: Config, role: str, address: str) -> Facts:
     target = Target(interface.address)
     found = [check_shm(machine, config), check_open_files(machine, config), *check_disk(run.path, config, None)]
     found += check_bridge(machine) if learner else ()
-    found += map(refusal, problems(config, READERS[role]))
+    for wrong in problems(config, READERS[role]):
+        fix = wrong.hint or f"set {wrong.key}"
+        found.append(problem("config", wrong.key, str(wrong), why="a launch refuses it there", fix=fix))
     sections = {part: keys for part, keys in msgspec.to_builtins(config).items() if isinstance(keys, dict)}
     keys = {f"{part}.{key}": v for part, keys in sections.items() for key, v in keys.items()}
     mtu = str(psutil.net_if_stats()[interface.name].mtu)

@@ -131,11 +131,13 @@ def test_golden_bytes_of_a_learners_report_do_not_change_and_one_without_alarms_
     tail = b"\xa3log\xc0\xa8log_rank\xff"
     report = LearnerReport(5, 1, "waiting", 3, host="h", alarms=["loss"], paused="loss")
     request = wire.Report(id=7, report=report)
-    golden = head + b"\xde\x00\x10" + former + b"\xa6alarms\x91\xa4loss\xa6paused\xa4loss" + tail
+    new = b"\xa6alarms\x91\xa4loss\xa6paused\xa4loss\xaawaiting_on\xa0"
+    golden = head + b"\xde\x00\x11" + former + new + tail
     assert (wire.encode(request), wire.decode_request(golden, 0)) == (golden, request)
-    earlier = wire.Report(id=7, report=msgspec.structs.replace(report, alarms=[], paused=""))
+    earlier = wire.Report(id=7, report=msgspec.structs.replace(report, alarms=[], paused="", former_wait="disk"))
     former = former.replace(b"\xa4wait\x80", b"\xaawaiting_on\xa4disk")  # a release whose waits were sentences
     assert wire.decode_request(without_position(head + b"\x8e" + former + tail), 0) == earlier
+    assert earlier.report.waiting_on == "disk"
 
 
 def test_golden_bytes_of_a_nodes_report_do_not_change_and_one_of_before_evaluation_is_read() -> None:
@@ -171,8 +173,8 @@ def test_golden_bytes_of_a_nodes_report_do_not_change_and_one_of_before_evaluati
     work = GroupWork(4, 2, evaluates=3)
     report = NodeReport("e0", 1, "h", "generating", 3, groups=[work], pool="eval", evaluation_tokens=9, instance="i")
     request = wire.Heartbeat(id=7, report=report, tokens=[])
-    new = b"\xa4pool\xa4eval\xb1evaluation_tokens\x09\xa8instance\xa1i"
-    golden = head + b"\x19" + first + b"\x8a" + group + b"\xa9evaluates\x03" + last + new + tail + b"\xa5spans\xc0"
+    new = b"\xa4pool\xa4eval\xb1evaluation_tokens\x09\xa8instance\xa1i\xaawaiting_on\xa0"
+    golden = head + b"\x1a" + first + b"\x8a" + group + b"\xa9evaluates\x03" + last + new + tail + b"\xa5spans\xc0"
     assert (wire.encode(request), wire.decode_request(golden, 0)) == (golden, request)
     former = head.replace(b"\x87", b"\x86", 1) + b"\x16" + first + b"\x89" + group + last + tail
     report = msgspec.structs.replace(report, groups=[GroupWork(4, 2)], pool="", evaluation_tokens=0, instance="")

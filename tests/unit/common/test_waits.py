@@ -38,5 +38,8 @@ def test_a_wait_in_words(wait: WaitFor, text: str) -> None:
 
 
 def test_a_learner_whose_publishing_is_paused_says_so_too() -> None:
-    report = LearnerReport(1, 0, "waiting", 3, WaitFor(WaitKind.DISK), paused="watch[0]: too high")
-    assert report.waiting_on == "the disk; publishing is paused, `slipstream resume` ends that: watch[0]: too high"
+    report = LearnerReport(1, 0, "waiting", 3, GROUPS, paused="watch[0]: too high")
+    end = "; publishing is paused, `slipstream resume` ends that: watch[0]: too high"
+    assert report.waiting_on == sentence(GROUPS) + end
+    ended = msgspec.structs.replace(report, wait=WaitFor(WaitKind.RESTART, cause="loss is nan"))
+    assert ended.waiting_on == "loss is nan"

@@ -9,7 +9,7 @@ from broker.contract import BrokerStatus, HeartbeatReply, LearnerReport, NodeRep
 from broker.delivery.node_rules import NodeRules
 from common.errors import BrokerUnreachable
 from common.span_buffer import SpanBuffer
-from common.waits import WaitFor, WaitKind
+from common.waits import WaitFor, WaitKind, sentence
 from common.weights.source.nodes import Undelivered
 from learner.loop import status_reporter
 from learner.loop.status_reporter import SHOWN_DELIVERIES, StatusReporter
@@ -160,16 +160,21 @@ def test_the_wait_names_who_unblocks_it(make_world: MakeWorld) -> None:
     report = world.lead.reporter.snapshot()
     assert (report.state, report.wait) == ("waiting", WaitFor(WaitKind.GROUPS, version=0, of=2))
     world.fleet.work()  # the node registers; it has no weights yet
-    world.memory.state.fleet.nodes["fake"].report = NodeReport("fake", 1, "here", "starting", -1)
+    world.memory.state.fleet.nodes["fake"].report = NodeReport(
+        "fake", 1, "here", "starting", -1, WaitFor(WaitKind.ENGINE)
+    )
     world.trainer.source.next_command(0)
     wait = world.lead.reporter.snapshot().wait
     assert (wait.nodes, wait.leased, wait.peer, wait.peer_state) == (1, 0, "fake", "starting")
+    assert wait.cause == sentence(WaitFor(WaitKind.ENGINE))
     state = world.memory.state
-    NodeRules(state).register(NodeReport("fake", 1, "here", "environments", 0))
+    start = WaitFor(WaitKind.ENVIRONMENTS, count=2)
+    NodeRules(state).register(NodeReport("fake", 1, "here", "environments", 0, start))
     (lease,) = NodeRules(state).lease("fake", 0, 1)
     world.trainer.source.next_command(0)
     wait = world.lead.reporter.snapshot().wait
     assert (wait.nodes, wait.leased, wait.peer, wait.peer_state) == (1, 1, "fake", "environments")
+    assert wait.cause == sentence(start)
     NodeRules(state).release("fake", [lease.token])
     world.trainer.run()
     assert world.lead.reporter.snapshot().state == "checkpointing"

@@ -330,5 +330,6 @@ def test_the_versions_of_the_live_nodes_count_and_excluded_ones_tell_why_none_ge
 
 @pytest.mark.parametrize("reason", DropReason)
 def test_every_reason_to_drop_a_node_makes_a_sentence(reason: DropReason) -> None:
-    sentence = DropNode(reason, version=4, count=3, seconds=8.5).sentence
-    assert sentence and not set("{}") & set(sentence)
+    dropped = DropNode(reason, version=4, count=3, seconds=8.5)
+    assert dropped.sentence and not set("{}") & set(dropped.sentence)
+    assert dropped.ejected == (reason not in (DropReason.LEFT, DropReason.REJOINED))

@@ -223,7 +223,7 @@ def test_an_error_becomes_a_failure_with_a_kind_and_what_a_person_needs() -> Non
     )
     assert Failure.of(RuntimeError(text)) == Failure(FailureKind.OTHER, "Connection closed by peer [127.0.0.1]:5")
     assert Failure.of(RuntimeError()).text == "RuntimeError"
-    assert Failure.of(Late("after 5 s\nand more")) == Failure(FailureKind.LATE, "after 5 s")
+    assert Failure.of(Late("after 5 s\nand more")) == Failure(FailureKind.LATE, "after 5 s\nand more")
     assert Failure.told("late", "x").kind is FailureKind.LATE
     assert Failure.told("of a later release", "x").kind is Failure.told("", "x").kind is FailureKind.OTHER
 
