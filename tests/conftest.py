@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import missing
-from tests.waiting import LIMIT_S
+from tests.rigs.hosts import missing
+from tests.rigs.waiting import LIMIT_S
 
 with suppress(ImportError):  # the tests that `slipstream selftest` runs need no hypothesis
     from hypothesis import settings

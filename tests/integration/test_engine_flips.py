@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration import forked_engines
-from tests.integration.engine_rig import logprobs, worst
-from tests.integration.megatron.tiny_models import ARCHITECTURES
-from tests.waiting import LIMIT_S
+from tests.rigs import forked_engines
+from tests.rigs.engines import logprobs, worst
+from tests.rigs.tiny_models import ARCHITECTURES
+from tests.rigs.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS = {"head_dim": 32}  # vLLM has no smaller heads on a CPU

@@ -26,9 +26,9 @@ from common.rollouts import GroupMeta, Task
 from common.security.credentials import Credential, KeyFolder, load_credential
 from common.weights.wire import messages
 from launch.keys import make
-from tests.broker_rig import dealer
 from tests.faults.fuzz import attacks
-from tests.waiting import LIMIT_S, until
+from tests.rigs.brokers import dealer
+from tests.rigs.waiting import LIMIT_S, until
 
 ROOT = Path(__file__).resolve().parents[3]
 MESSAGES = 3000

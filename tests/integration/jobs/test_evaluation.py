@@ -8,16 +8,8 @@ from typing import Any
 
 from common.evaluation import EvaluationResult
 from common.json_lines import lines_of, read_jsonl
-from tests.integration.jobs.job_rig import (
-    Command,
-    assert_trained_exactly_once,
-    events,
-    kill,
-    metrics,
-    status,
-    until,
-    write_config,
-)
+from tests.rigs.jobs import assert_trained_exactly_once, events, metrics, status, write_config
+from tests.rigs.processes import Command, kill, until
 
 PROBLEMS = {"first": 96, "second": 8}
 

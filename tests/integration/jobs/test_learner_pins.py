@@ -4,14 +4,8 @@ import os
 
 import pytest
 
-from tests.integration.jobs.job_rig import (
-    Command,
-    Process,
-    assert_trained_exactly_once,
-    metrics,
-    until,
-    write_config,
-)
+from tests.rigs.jobs import assert_trained_exactly_once, metrics, write_config
+from tests.rigs.processes import Command, Process, until
 
 STEPS = 8
 

@@ -9,19 +9,17 @@ from common.process.run_dir import RunDir
 from common.security.credentials import KeyFolder
 from launch.keys import make
 from launch.observe.transcripts import read
-from tests.integration.jobs.job_rig import (
+from tests.rigs.jobs import (
     GROUPS,
-    Command,
     assert_trained_exactly_once,
     events,
-    kill,
     ledger,
     metrics,
     slipstream,
     status,
-    until,
     write_config,
 )
+from tests.rigs.processes import Command, kill, until
 
 SLOW = {"options": {"pause_s": 0.25}}  # a step takes about this long at least, however fast the machine is
 ENDED = {"committed", "pending", "ready", "taken"}

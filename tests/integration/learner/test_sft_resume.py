@@ -18,9 +18,9 @@ from common.metrics import SftMetrics
 from learner.checkpoint.best import read_best
 from learner.checkpoint.folder import CheckpointFolder
 from learner.sft.rows import SftDataset
-from tests.integration.jobs.job_rig import until
-from tests.integration.learner import sft_assets
-from tests.integration.learner.learner_rig import Job, Run
+from tests.rigs import tiny_models
+from tests.rigs.jobs import Job, Run
+from tests.rigs.processes import until
 
 STEPS = 24
 ROWS = 10  # an epoch is no whole number of steps
@@ -41,7 +41,7 @@ class WarmStart(Run):
     ) -> None:
         folder.mkdir()
         self.rows = folder / "rows.jsonl"
-        sft_assets.write_rows(self.rows, ROWS)
+        tiny_models.write_conversations(self.rows, ROWS)
         optimizer = {"lr": 1e-3, "warmup_steps": 2, "schedule": "cosine"}
         shared = {"sequences_per_step": 4, "micro_batch_tokens": 128, "optimizer": optimizer, "checkpoint": checkpoint}
         document = {
@@ -68,7 +68,7 @@ class WarmStart(Run):
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for kind in ("tied", "moe"):
-        sft_assets.build(folder / kind, kind)
+        tiny_models.write_chat_model(folder / kind, kind)
     return folder
 
 
@@ -190,7 +190,7 @@ def test_told_to_stop_it_writes_a_checkpoint_and_goes_on_from_there(
 def test_another_dataset_is_refused_when_a_run_goes_on(tmp_path: Path, models: Path) -> None:
     job = WarmStart(tmp_path / "job", models / "tied", {"every": 2, "asynchronous": False})
     job.stop_after(4)
-    sft_assets.write_rows(job.rows, ROWS + 1)
+    tiny_models.write_conversations(job.rows, ROWS + 1)
     job.finish(code=2)
 
 

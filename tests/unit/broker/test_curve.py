@@ -21,9 +21,9 @@ from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.security.credentials import KeyFolder, load_credential
 from common.security.curve import BROKEN_S
 from launch.keys import make, revoke
-from tests.broker_rig import META, node_report, serving, tasks
-from tests.faults.proxy import Proxy
-from tests.waiting import LIMIT_S
+from tests.rigs.brokers import META, node_report, serving, tasks
+from tests.rigs.proxy import Proxy
+from tests.rigs.waiting import LIMIT_S
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from broker.journal import records
 from broker.server.long_polls import LongPolls
 from broker.wire import AskLease
 from common.rollouts import GroupMeta
-from tests.broker_rig import node_report, numbered_state, run_info, tasks
+from tests.rigs.brokers import node_report, numbered_state, run_info, tasks
 
 
 def test_history_gives_back_what_it_was_given_in_any_order() -> None:

@@ -13,8 +13,8 @@ from broker.client import connection
 from broker.client.connection import BrokerClient, LoopSocket
 from common.errors import BrokerUnreachable, UsageError
 from common.security.credentials import Credential
-from tests.broker_rig import serving, tasks
-from tests.waiting import LIMIT_S, until
+from tests.rigs.brokers import serving, tasks
+from tests.rigs.waiting import LIMIT_S, until
 
 
 def test_threads_share_one_connection_while_one_of_them_waits_for_groups() -> None:

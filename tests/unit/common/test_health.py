@@ -17,9 +17,9 @@ from broker.delivery.learner_rules import LearnerRules
 from broker.main import BrokerSigns
 from common.errors import UsageError
 from common.process.health import LATE_S, MOST_CLIENTS, LifeSigns, Series, TextServer, serving_health
-from tests.broker_rig import learner_report, new_state, serving
-from tests.launch_rig import write_job
-from tests.waiting import LIMIT_S, until
+from tests.rigs.brokers import learner_report, new_state, serving
+from tests.rigs.configs import write_job
+from tests.rigs.waiting import LIMIT_S, until
 
 
 class Clock:

@@ -14,8 +14,9 @@ import pytest
 
 from common.errors import UsageError
 from common.hub import absolute
-from tests.hub_standin import COMMIT, ROOT, StandIn, hub_standin
-from tests.waiting import LIMIT_S, until
+from tests.rigs.hub import COMMIT, StandIn, hub_standin
+from tests.rigs.processes import ROOT
+from tests.rigs.waiting import LIMIT_S, until
 
 SHARDS = {f"model-0000{n}-of-00002.safetensors": bytes([n]) * (1 << 20) for n in (1, 2)}
 CONFIG = "config.json"

@@ -46,18 +46,10 @@ from launch.checks.review import review
 from launch.cli import main
 from launch.keys import make
 from learner.loop.run_files import write_record
-from tests.launch_rig import (
-    MODELS,
-    ROOT,
-    config_of,
-    living_broker,
-    model_folder,
-    refusal,
-    write_broker,
-    write_distribution,
-)
-from tests.redis_server import durable_redis
-from tests.waiting import LIMIT_S, until
+from tests.rigs.configs import MODELS, config_of, living_broker, model_folder, refusal, write_broker, write_distribution
+from tests.rigs.processes import ROOT
+from tests.rigs.redis_servers import durable_redis
+from tests.rigs.waiting import LIMIT_S, until
 
 GIB = 1 << 30
 PACKAGES = {name: "1.0" for role in ("base", "cpu") for name in checks.NEEDED[role]}

@@ -22,8 +22,8 @@ from launch.cli import main
 from launch.observe.observation import outcome_of
 from launch.up.supervisor import Role, RoleSpec
 from launch.up.up import Job, role_specs
-from tests.launch_rig import json_of, node_status, prepared, status_of, write_broker, write_job
-from tests.waiting import LIMIT_S, until
+from tests.rigs.configs import json_of, node_status, prepared, status_of, write_broker, write_job
+from tests.rigs.waiting import LIMIT_S, until
 
 
 def test_a_failure_is_said_before_the_others_are_stopped_also_with_a_full_disk(

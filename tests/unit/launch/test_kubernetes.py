@@ -21,7 +21,7 @@ from common.config.schema import Config
 from common.security.credentials import load_allowed, load_credential, load_server
 from launch.cli import main, parse
 from launch.up.ranks import SHUTDOWN_TIMEOUT_S
-from tests.waiting import LIMIT_S, until
+from tests.rigs.waiting import LIMIT_S, until
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "launch" / "cluster" / "kubernetes"

@@ -10,7 +10,7 @@ import pytest
 from common.config.architecture import READERS, UnknownArchitecture, read_architecture
 from common.config.parallel_layout import SUPPORTED
 from launch.plan.layout import count, count_active, hf_tensors
-from tests.launch_rig import MODELS, architecture
+from tests.rigs.configs import MODELS, architecture
 
 PUBLISHED = {  # billions of parameters, active ones as the model cards and reports state them
     "Qwen3-0.6B": (0.596, 0.596),

@@ -27,8 +27,8 @@ from launch.checks.preflight.stages import Report, examine, rounds
 from launch.checks.preflight.verdict import judge, verdict
 from launch.cluster.interface import Interface
 from launch.up.ranks import slurm_machines
-from tests.launch_rig import config_of, living_broker, refusal, write_job
-from tests.waiting import LIMIT_S
+from tests.rigs.configs import config_of, living_broker, refusal, write_job
+from tests.rigs.waiting import LIMIT_S
 
 LOCAL = "127.0.0.1"
 AGREE = {

@@ -9,7 +9,7 @@ from common.config.schema import ModelConfig, RunConfig, SftConfig, SftTasksConf
 from common.process.run_dir import RunDir
 from launch.cli import main
 from learner.loop.run_files import write_record
-from tests.launch_rig import json_of
+from tests.rigs.configs import json_of
 
 STEPS = 20
 PLOTS = ("over_steps", "over_samples", "over_tokens", "over_seconds")

@@ -21,9 +21,9 @@ from launch.sinks import feed as module
 from launch.sinks import process
 from launch.sinks.feed import GROUP_OF, Cursor, Feed, Point
 from launch.up.up import Job
-from tests.launch_rig import prepared, refusal, run_cli, write_broker
-from tests.redis_server import free_port
-from tests.waiting import until
+from tests.rigs.configs import prepared, refusal, run_cli, write_broker
+from tests.rigs.redis_servers import free_port
+from tests.rigs.waiting import until
 
 
 def line(step: int, incarnation: int = 0, **values: Any) -> dict[str, Any]:

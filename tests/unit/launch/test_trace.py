@@ -13,8 +13,8 @@ from common.run_reader import read_batches
 from common.spans import Span, SpanBatch
 from launch.cli import main
 from launch.results.trace import Trace
-from tests.chrome_trace import ChromeTrace
-from tests.launch_rig import refusal
+from tests.rigs.configs import refusal
+from tests.rigs.telemetry import ChromeTrace
 
 T0 = 1.7e9  # the broker's clock
 AHEAD = {"learner": 0.0, "node-0": 100.0, "node-1": -50.0}  # seconds, of each process's clock

@@ -26,8 +26,8 @@ from launch.web.app import Hub, make_app
 from launch.web.lanes import PIECES, Lanes
 from launch.web.run_view import BrowserCopy, RunView, _stall
 from learner.loop.run_files import write_record
-from tests.launch_rig import LEARNER, living_broker, node_status, refusal, status_of, write_broker
-from tests.run_fixture import Fixture, read_line
+from tests.rigs.configs import LEARNER, living_broker, node_status, refusal, status_of, write_broker
+from tests.rigs.telemetry import Fixture, read_line
 
 TOKEN = "a-token-of-the-test"
 FIRST = slice(9)

@@ -15,7 +15,7 @@ from common.metrics import EvaluationMetrics
 from learner.checkpoint import best as module
 from learner.checkpoint.best import MOST_WAITING, Best, read_best
 from learner.checkpoint.folder import CheckpointFolder, read_checkpoint
-from tests.run_fixture import read_line
+from tests.rigs.telemetry import read_line
 from tests.unit.learner.loop_fakes import MakeWorld, World
 from tests.unit.learner.test_checkpoints import kill_at, write
 

@@ -21,10 +21,10 @@ from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.batch.packing import Document, build
 from learner.loop.transcripts import MOST_PLACES, RecordingLoss, choose, items, transcript_thread
 from learner.loss.advantages import ADVANTAGES
-from tests.launch_rig import ROOT
+from tests.rigs.processes import ROOT
+from tests.rigs.waiting import LIMIT_S, until
 from tests.unit.learner.conftest import BASE
 from tests.unit.learner.loop_fakes import BigramBackend, MakeWorld, World, make_group
-from tests.waiting import LIMIT_S, until
 
 # ---------------------------------------------------------------- the choice
 

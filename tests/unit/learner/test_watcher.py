@@ -22,9 +22,9 @@ from launch.cli import main, parse
 from learner.backend_protocol import StepResult
 from learner.loop import watcher as module
 from learner.loop.watcher import run_command
-from tests.run_fixture import read_line
+from tests.rigs.telemetry import read_line
+from tests.rigs.waiting import until
 from tests.unit.learner.loop_fakes import World, world
-from tests.waiting import until
 
 MakeConfig = Callable[..., Config]
 

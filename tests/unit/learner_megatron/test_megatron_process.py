@@ -9,7 +9,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from tests.waiting import LIMIT_S
+from tests.rigs.waiting import LIMIT_S
 
 INSIDE = Path(__file__).with_name("megatron_process.py")
 ROOT = Path(__file__).resolve().parents[3]

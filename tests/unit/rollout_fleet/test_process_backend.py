@@ -17,8 +17,8 @@ from rollout_fleet.environments.isolation.backend import BackendFailed
 from rollout_fleet.environments.isolation.process_backend import Channel, ProcessBackend, ProcessHost
 from rollout_fleet.environments.protocol import Budget, Limits
 from rollout_fleet.episode.rendering import Tokenizer
+from tests.rigs.waiting import LIMIT_S, until, until_async
 from tests.unit.rollout_fleet.fleet_fakes import CharacterTokenizer, ScriptedSampler, make_driver, say, text_of
-from tests.waiting import LIMIT_S, until, until_async
 
 LIMITS = Limits(process=True, reset_s=300.0, step_s=300.0, memory_mib=512, observation_chars=10_000)
 TIGHT = {"spin": {"cpu_s": 1}, "flood_stdout": {"cpu_s": 1}, "sleep": {"step_s": 1.5}}  # each exceeds its limit

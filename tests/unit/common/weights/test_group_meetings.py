@@ -8,7 +8,7 @@ import pytest
 from common.weights.transports import groups
 from common.weights.transports.groups import RelayedStore, bucket_timeout, silence_bound
 from common.weights.wire.failures import Failure
-from tests.waiting import LIMIT_S
+from tests.rigs.waiting import LIMIT_S
 
 
 def meeting(timeout_s: float = 1e6) -> tuple[RelayedStore, list[tuple[str, bytes]]]:

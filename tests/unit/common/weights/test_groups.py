@@ -10,7 +10,7 @@ import torch
 from common.weights.transports import groups
 from common.weights.transports.groups import POSTED, RelayedStore, in_turn
 from common.weights.wire.failures import GivenUp, Late
-from tests.waiting import LIMIT_S
+from tests.rigs.waiting import LIMIT_S
 
 PAYLOAD = torch.arange(2 * POSTED + 5, dtype=torch.uint8)
 BUCKETS = PAYLOAD.split(2)

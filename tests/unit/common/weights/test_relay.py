@@ -14,7 +14,7 @@ from common.weights.transports import relay
 from common.weights.transports.relay import WINDOW, WINDOW_BYTES, Fetch, Get, Gone, Piece, RelayServer, Stall
 from common.weights.wire.failures import GivenUp, Late, WeightsError
 from common.weights.wire.pieces import PartBuffer, new_part
-from tests.waiting import LIMIT_S, until
+from tests.rigs.waiting import LIMIT_S, until
 
 PIECE = 64
 COUNT = 3 * WINDOW
