@@ -145,6 +145,7 @@ def test_the_history_file_takes_a_few_bytes_a_task_and_gives_back_every_entry() 
         records.decode_finished(msgspec.msgpack.encode(records.FinishedTasks(packed=b"not zlib")))
 
 
+@pytest.mark.slow
 def test_deadlines_of_what_has_ended_take_no_memory() -> None:
     deadlines, lot, state = Deadlines[str](), LongPolls(), numbered_state(run_info())
     deadlines.add("kept", 5.0)

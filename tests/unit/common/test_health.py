@@ -82,6 +82,7 @@ def test_clients_that_say_nothing_or_leave_keep_no_other_waiting(capfd: pytest.C
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_many_slow_clients_take_few_threads_and_keep_no_probe_waiting() -> None:
     before = threading.active_count()
     with served(LifeSigns()) as port, contextlib.ExitStack() as at_end:

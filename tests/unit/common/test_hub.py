@@ -79,6 +79,7 @@ def test_a_name_in_another_form_is_refused(key: str, name: str, form: str) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_model_comes_once_without_code_or_pickle_and_the_hub_is_not_asked_again(hub: StandIn, tmp_path: Path) -> None:
     folder = Path(said(hub.ask(tmp_path, "model.path", NAME)))
     assert folder.name == COMMIT and {f.name: f.read_bytes() for f in folder.iterdir()} == MODEL
@@ -159,6 +160,7 @@ def test_a_model_without_safetensors_is_refused(hub: StandIn, tmp_path: Path) ->
     assert "lacks config.json, a tokenizer, or some of the safet" in said(hub.ask(tmp_path, "model.path", NAME), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_plan_downloads_config_json_only_and_says_when_it_cannot(hub: StandIn, tmp_path: Path) -> None:
     config = (ROOT / "configs" / "models" / "Qwen3-0.6B" / CONFIG).read_bytes()

@@ -159,6 +159,7 @@ def measure(address: str, ahead_s: float, pipe: Connection) -> None:
     pipe.send(asyncio.run(beat()))
 
 
+@pytest.mark.slow
 def test_the_true_distance_of_two_clocks_lies_within_the_stated_error() -> None:
     context = multiprocessing.get_context("spawn")
     base = SpanBuffer()  # as the broker's, made in another moment

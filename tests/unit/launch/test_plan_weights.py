@@ -75,6 +75,7 @@ def in_files(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *OTHERS])
+@pytest.mark.slow
 def test_every_parameter_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     folder = MODELS / name
     if name in OTHERS:

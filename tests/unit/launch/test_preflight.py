@@ -255,6 +255,7 @@ def test_too_few_machines_are_named_after_the_wait() -> None:
                 result.result()
 
 
+@pytest.mark.slow
 def test_machines_examine_each_other_to_the_same_report(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run")
     with meeting(2) as join, ThreadPoolExecutor(2) as pool:

@@ -87,6 +87,7 @@ def test_the_extras_name_the_pinned_vllm_and_megatron_for_which_the_patches_are_
 OLDEST = {"python_version": "3.11", "python_full_version": "3.11.0", "extra": ""}
 
 
+@pytest.mark.slow
 def test_what_only_older_pythons_need_is_pinned_too() -> None:
     lines = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
     found = [Requirement(line) for line in lines if line.strip() and not line.startswith(("#", "-"))]

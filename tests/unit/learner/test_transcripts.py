@@ -209,6 +209,7 @@ def write(run_dir: str, model: str, steps: range) -> None:
     writer.close(LIMIT_S)
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_a_folder_that_can_be_read_and_written_on(tmp_path: Path, model: str) -> None:
     run = RunDir(tmp_path / "run")
     command = [sys.executable, "-c", WRITER, str(run.path), model]

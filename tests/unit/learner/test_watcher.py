@@ -254,6 +254,7 @@ def test_a_rule_that_was_removed_no_longer_stops_the_run(watched) -> None:
     assert world(config, made.memory).run() == "done"
 
 
+@pytest.mark.slow
 def test_a_learner_killed_anywhere_has_the_memory_of_one_that_never_was(watched) -> None:
     rules = [
         WatchRule(metric="reward_mean", below=0.5, steps=2),

@@ -75,6 +75,7 @@ def double(pipe: Connection) -> None:
     pipe.send_bytes(b"written")
 
 
+@pytest.mark.slow
 def test_another_process_maps_the_same_memory() -> None:
     buffers = SharedBuffers()
     flat = buffers.allocate(SIZE)
