@@ -101,8 +101,8 @@ elif [ $# -gt 0 ]; then
 else
   behind checks
   step "bare base install" bash tests/check_bare_install.sh
-  # Hosts wait most of the time, for machines that fall silent. What runs beside them leaves them the cores first: their
-  # clocks are those of a cluster.
+  # Hosts wait most of the time, for machines that fall silent. Other tests have a lower priority, so that they do not
+  # delay the clocks of a cluster.
   behind cluster
   (step "all tests but those on a cluster" nice -n 5 "${pytest[@]}" -n 3 -m "not cluster") || failed=yes
   behind other_library

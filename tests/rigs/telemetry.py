@@ -1,4 +1,4 @@
-"""What a run has told: a folder of a run that never took place, spans of code under test, traces as viewers read them.
+"""The folder of a run that never took place, spans that code under test records, and traces as viewers read them.
 
 The folder has real structs and plausible curves, restarts of the learner, nodes that come and go, and a node that is
 stuck. The same arguments give the same bytes.
