@@ -45,9 +45,11 @@ Case = tuple[str, str, dict[str, Any], bool]  # module and name of a job, its sp
 def group(job: Job, specs: list[dict[str, Any]], shared: bool = False) -> dict[str, Any]:
     """Let a world run `job` on each of `specs`.
 
-    A spec with a name that fails in a `shared` group is a failure of its Outcome; others run on, in new processes.
+    In a `shared` group, specs that need as many ranks share a world, the smallest worlds first. A spec with a name that
+    fails there is a failure of its Outcome; others run on, in new processes.
     """
-    return {"module": job.__module__, "job": job.__name__, "specs": specs, "shared": shared}
+    ordered = sorted(specs, key=_ranks_of) if shared else specs
+    return {"module": job.__module__, "job": job.__name__, "specs": ordered, "shared": shared}
 
 
 def run(factory: pytest.TempPathFactory, *groups: dict[str, Any], spawn: bool = device.CUDA) -> Path:

@@ -132,8 +132,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, what Hugging Face makes of them, and what every layout makes of them."""
     return forked_ranks.run(
         tmp_path_factory,
-        group(job_model, [{"kind": kind} for kind in [*DENSE, *MOE, *REFUSED]]),
-        group(job_load, ONE + ROUNDED + TWO),
+        group(job_model, [{"kind": kind} for kind in [*DENSE, *MOE, *REFUSED]], shared=True),
+        group(job_load, ONE + ROUNDED + TWO, shared=True),
         group(job_refused, WRONG + REFUSALS + WRONG_TWO),
     )
 

@@ -227,9 +227,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"name": f"{case}-{layout}", **CASES[case], "ranks": LAYOUTS[layout][0], "parallel": LAYOUTS[layout][1]}
         for case, layout in PAIRS
     ]
-    return forked_ranks.run(
-        tmp_path_factory, group(job_reference, [{"name": n, **c} for n, c in CASES.items()]), group(job_experts, specs)
-    )
+    references = [{"name": name, "ranks": 1, **case} for name, case in CASES.items()]
+    groups = group(job_reference, references, shared=True), group(job_experts, specs, shared=True)
+    return forked_ranks.run(tmp_path_factory, *groups)
 
 
 def outcomes(folder: Path, case: str, layout: str) -> tuple[Outcome, Outcome]:

@@ -121,8 +121,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return forked_ranks.run(
         tmp_path_factory,
         group(tiny_models.job_models, [{"kinds": ["tied", "moe", "wide"]}]),
-        group(job_recompute, [{"name": name, "memory": {"recompute": how}, **more} for name, how, more in layouts]),
-        group(job_offload, OFFLOAD),
+        group(
+            job_recompute, [{"name": name, "memory": {"recompute": how}, **more} for name, how, more in layouts], True
+        ),
+        group(job_offload, OFFLOAD, shared=True),
         group(job_resident, [{"name": "wide", "kind": "wide", "memory": {"offload_gradients": True}}]),
     )
 

@@ -117,7 +117,9 @@ def objective(backend: Any, made: list[Document], numbers: list[list[int]], mine
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     alone = [{"name": name, "alone": True} for name in NAMES]
     together = [{"name": name, "alone": False, "ranks": miniature(name).ranks} for name in NAMES]
-    return forked_ranks.run(tmp_path_factory, group(job_model, alone), group(job_train, alone + together))
+    return forked_ranks.run(
+        tmp_path_factory, group(job_model, alone, shared=True), group(job_train, alone + together, shared=True)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

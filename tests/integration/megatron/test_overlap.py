@@ -66,7 +66,7 @@ def job_steps(folder: Path, spec: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = group(tiny_models.job_models, [{"kinds": ["tied", "moe"]}])
-    return forked_ranks.run(tmp_path_factory, models, group(job_steps, [*specs(False), *specs(True)]))
+    return forked_ranks.run(tmp_path_factory, models, group(job_steps, [*specs(False), *specs(True)], shared=True))
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -106,7 +106,7 @@ def only_gathers() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The parts and the whole under every layout."""
-    return forked_ranks.run(tmp_path_factory, group(job_models, [{}]), group(job_parts, SPECS))
+    return forked_ranks.run(tmp_path_factory, group(job_models, [{}]), group(job_parts, SPECS, shared=True))
 
 
 each = forked_ranks.named(SPECS)

@@ -124,8 +124,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return forked_ranks.run(
         tmp_path_factory,
         group(tiny_models.job_models, [{"kinds": sorted({spec["kind"] for spec in MEASURED})}]),
-        group(job_groups, GROUPS),
-        group(job_measure, MEASURED),
+        group(job_groups, GROUPS, shared=True),
+        group(job_measure, MEASURED, shared=True),
     )
 
 

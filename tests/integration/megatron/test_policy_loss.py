@@ -120,7 +120,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return forked_ranks.run(
         tmp_path_factory,
         group(job_reference, [{}]),
-        group(job_layout, SPECS),
+        group(job_layout, SPECS, shared=True),
         group(job_spoiled, [{"name": "spoiled"}]),
     )
 

@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return forked_ranks.run(
         tmp_path_factory,
         group(job_hugging_face, [{"kind": "tied"}, {"kind": "moe"}]),
-        group(job_reference, SPECS),
+        group(job_reference, SPECS, shared=True),
         group(job_others, [{"name": "others"}]),
     )
 

@@ -70,9 +70,8 @@ def job_sft(folder: Path, spec: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     specs = [{"name": n, "kind": k, "ranks": ranks, "parallel": p} for n, (k, ranks, p) in LAYOUTS.items()]
-    return forked_ranks.run(
-        tmp_path_factory, group(job_reference, [{"kind": "tied"}, {"kind": "moe"}]), group(job_sft, specs)
-    )
+    references = group(job_reference, [{"kind": "tied"}, {"kind": "moe"}])
+    return forked_ranks.run(tmp_path_factory, references, group(job_sft, specs, shared=True))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -63,7 +63,7 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return forked_ranks.run(tmp_path_factory, group(job_model, [{}]), group(job_layout, SPECS))
+    return forked_ranks.run(tmp_path_factory, group(job_model, [{}]), group(job_layout, SPECS, shared=True))
 
 
 @pytest.mark.parametrize("layout", [spec["name"] for spec in SPECS])

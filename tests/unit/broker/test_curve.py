@@ -90,6 +90,7 @@ def test_a_side_without_a_key_is_not_talked_to_and_the_other_says_what_to_set(ke
 
 
 @pytest.mark.parametrize(("mine", "said"), [(False, "asks for a key and this client has none"), (True, "has no keys")])
+@pytest.mark.slow
 def test_a_side_that_resets_before_its_greeting_arrives_may_be_one_with_other_keys(
     keys: Path, mine: bool, said: str
 ) -> None:
@@ -111,6 +112,7 @@ def _reset_every_connection(listener: socket.socket) -> None:
             accepted.close()
 
 
+@pytest.mark.slow
 def test_a_connection_that_was_good_once_is_not_given_up_when_a_forwarder_has_nobody_to_forward_to(keys: Path) -> None:
     with ExitStack() as at_end, ThreadPoolExecutor(1) as pool:
         with secured(keys) as server:

@@ -143,6 +143,7 @@ def load(brokers: Brokers) -> Iterator[Load]:
     assert serials == list(range(len(serials))), "every task was trained exactly once, in order"
 
 
+@pytest.mark.slow
 def test_a_leader_that_wakes_up_late_says_so_stands_by_and_serves_soon_after_the_next_one_was_killed(
     brokers: Brokers,
 ) -> None:

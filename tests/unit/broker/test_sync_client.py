@@ -86,6 +86,7 @@ def test_a_damaged_key_is_an_error_of_every_call_and_close_does_not_wait_for_a_s
                 client.status()
 
 
+@pytest.mark.slow
 def test_calls_shorter_than_the_silence_of_a_dead_broker_reach_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher of learner ranks gives every report up long before SILENT_S."""
     monkeypatch.setattr(connection, "SILENT_S", 1.0)

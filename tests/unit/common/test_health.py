@@ -141,6 +141,7 @@ def test_series_have_a_type_and_labels_that_no_word_breaks() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_broker_whose_loop_stands_still_is_not_alive() -> None:
     signs, stopped, goes_on = LifeSigns(late_s=1.5), threading.Event(), threading.Event()
 

@@ -105,6 +105,7 @@ def job(tmp_path: Path) -> Path:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 @pytest.mark.parametrize("autoscaled", [False, True])
+@pytest.mark.slow
 def test_kustomize_builds_the_job(job: Path, autoscaled: bool) -> None:
     if autoscaled:
         text = (job / "kustomization.yaml").read_text()

@@ -60,6 +60,7 @@ def test_one_that_never_began_is_absent_and_one_that_ended_says_how(run, capsys,
     assert f"; the model is in {run.model}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_report_has_losses_and_tokens(run):
     train(run, STEPS)
     assert main(["report", str(run.path)]) == 0
