@@ -51,7 +51,7 @@ def job_save(folder: Path, spec: dict[str, Any]) -> None:
 
 
 def job_resume(folder: Path, spec: dict[str, Any]) -> None:
-    """Load a checkpoint in this new process, under the given layout, and take one more step."""
+    """Load a checkpoint under the given layout, and take one more step."""
     backend = tiny_models.backend(folder, spec | {"seed": 99})
     backend.load_checkpoint(folder / "checkpoints" / spec["checkpoint"])
     tensors = tiny_models.logprobs(backend)
@@ -108,9 +108,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return forked_ranks.run(
         tmp_path_factory,
         group(tiny_models.job_models, [{"kinds": ["tied", "moe"]}]),
-        group(job_save, SAVE),
+        group(job_save, SAVE, shared=True),
         group(job_fresh, [{"name": "fresh"}]),
-        group(job_resume, SAME + OTHER),
+        group(job_resume, SAME),  # in new processes, which have nothing but the checkpoint
+        group(job_resume, OTHER, shared=True),
         group(job_full_disk, [FULL_DISK]),
         group(job_mismatch, [{"name": "wrong", "checkpoint": "ep2"}]),
     )
