@@ -50,13 +50,17 @@ begun=$SECONDS
 step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 
+# On two cores a third worker works while another waits. A file stays on one worker. The fast tests hardly wait, and
+# the checks run beside them.
+pytest=(python -m pytest -rs --durations=15 --dist loadfile --no-loadscope-reorder)
+
 checks() {
   step "pyright" pyright
   step "import contracts" lint-imports
   step "plain words" python -m tests.check_words
 }
 
-cluster() { step "tests on a cluster of hosts" python -m pytest -rs --durations=15 tests/cluster; }
+cluster() { step "tests on a cluster of hosts" "${pytest[@]}" -n 2 tests/cluster; }
 
 other_library() {
   grep -qw avx512f /proc/cpuinfo || return 0
@@ -89,9 +93,6 @@ joined() {  # waits for everything behind; ends with an error when a step has fa
   printf '\n== all checks passed in %d s after set-up\n' $((SECONDS - begun))
 }
 
-# On two cores a third worker works while another waits. A file stays on one worker. The fast tests hardly wait, and
-# the checks run beside them.
-pytest=(python -m pytest -rs --durations=15 --dist loadfile --no-loadscope-reorder)
 if [ -n "$fast" ]; then
   behind checks
   (step "fast tests" "${pytest[@]}" -n 2 -m "not slow" tests/unit tests/property tests/contract "$@") || failed=yes
@@ -100,7 +101,7 @@ elif [ $# -gt 0 ]; then
   (step "chosen tests" "${pytest[@]}" -n 3 "$@") || failed=yes
 else
   behind checks
-  step "bare base install" bash tests/check_bare_install.sh
+  (step "bare base install" bash tests/check_bare_install.sh) || failed=yes
   # Hosts wait most of the time, for machines that fall silent. Other tests have a lower priority, so that they do not
   # delay the clocks of a cluster.
   behind cluster
