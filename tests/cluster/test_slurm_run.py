@@ -10,7 +10,7 @@ from common.process.run_dir import RunDir
 from launch.cluster.slurm.jobs import read_jobs
 from tests.rigs.hosts import Slurm, slurm, slurm_missing
 from tests.rigs.jobs import assert_trained_exactly_once, make_assets, metrics, write_config
-from tests.rigs.processes import ROOT
+from tests.rigs.processes import OURS
 from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.skipif(slurm_missing() != "", reason=slurm_missing())
@@ -26,7 +26,7 @@ class Run:
         self.config = write_config(folder / "job.yaml", make_assets(folder / "assets"), self.path, steps, **sections)
 
     def slipstream(self, *words: str) -> str:
-        env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env = OURS
         done = self.cluster.command(sys.executable, "-m", "launch.cli", *words, **env)
         assert done.returncode == 0, done.stderr + self.told()
         return done.stdout

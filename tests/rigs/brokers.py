@@ -41,6 +41,9 @@ from tests.rigs.waiting import LIMIT_S, until
 
 META = GroupMeta(version_min=0, version_max=0, reward_mean=0.5, sampled_tokens=10)
 MAX_MESSAGE_BYTES = 1 << 20
+POLL_S = 0.005
+R = TypeVar("R")
+RUN = RunInfo("rig", "/nowhere", 2, 3, 3, 10.0, 1 << 30)
 
 
 def run_info(**changed: Any) -> RunInfo:
@@ -135,11 +138,6 @@ def tasks(count: int, first: int = 0) -> list[Task]:
     return [Task(serial, b"{}", serial, 2) for serial in range(first, first + count)]
 
 
-POLL_S = 0.005
-
-R = TypeVar("R")
-
-
 class MemoryBroker:
     """A shared state; `learner()` and `node()` return clients of it."""
 
@@ -209,9 +207,6 @@ def _looks(
         look = handlers.answers.again
         if time.monotonic() >= end:
             return
-
-
-RUN = RunInfo("rig", "/nowhere", 2, 3, 3, 10.0, 1 << 30)
 
 
 def meta(version: int = 0) -> GroupMeta:

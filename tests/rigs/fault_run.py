@@ -41,6 +41,7 @@ from tests.rigs.waiting import LIMIT_S, until
 WILD_CLOCK = Path(__file__).with_name("wild_clock")
 
 Process = subprocess.Popen[bytes]
+FAULTS = 8
 
 
 class FaultRig:
@@ -257,9 +258,6 @@ class FaultRig:
             process.wait(LIMIT_S)
         if self._redis is not None:
             self._redis.close()
-
-
-FAULTS = 8
 
 
 def rage(rig: FaultRig, proxy: Proxy, kinds: Sequence[str]) -> float:

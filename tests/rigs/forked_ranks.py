@@ -33,7 +33,7 @@ from common.config.schema import ParallelConfig
 from common.process.lifecycle import die_with_parent, leave
 from learner.rank_process import guard
 from tests.rigs import device
-from tests.rigs.processes import ROOT
+from tests.rigs.processes import OURS, ROOT
 from tests.rigs.waiting import LIMIT_S
 
 CASE_S = 2 * LIMIT_S  # for one spec; the largest need some seconds
@@ -70,7 +70,7 @@ def _with_logs(failed: str, folder: Path) -> str:
 @functools.cache
 def _server(spawn: bool) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "tests.rigs.forked_ranks", *["--spawn"] * spawn]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | OURS
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     server = subprocess.Popen(command, env=environment, cwd=ROOT, text=True, **pipes)
 

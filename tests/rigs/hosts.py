@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.rigs.processes import ROOT
+from tests.rigs.processes import OURS
 from tests.rigs.waiting import LIMIT_S, until
 
 TOOLS = ("unshare", "nsenter", "setpriv", "ip", "mount")
@@ -39,6 +39,38 @@ mount --bind "$3" /etc/hosts
 ip link set lo up
 echo up
 exec sleep infinity
+"""
+DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
+CONF = """
+ClusterName=test
+SlurmctldHost={head.name}({head.address})
+AuthType=auth/munge
+AuthInfo=socket={socket},cred_expire=5
+CredType=cred/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0,sched_min_interval=0
+ReturnToService=2
+SlurmdTimeout=10
+KillWait=30
+MinJobAge=3600
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={state}
+SlurmdSpoolDir={private}/spool
+SlurmdPidFile={private}/slurmd.pid
+SlurmctldPidFile={private}/slurmctld.pid
+SlurmdParameters=config_overrides
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName={names} CPUs=4 RealMemory=8000 State=UNKNOWN
+PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 
 
@@ -133,7 +165,7 @@ class Host:
 
     def slipstream(self, *words: str, log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         """`slipstream WORDS` in the background, with this interpreter."""
-        path = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        path = OURS
         return self.start([sys.executable, "-m", "launch.cli", *words], log, path | dict(env or {}))
 
     def files(self, path: Path) -> Path:
@@ -191,40 +223,6 @@ def hosts(folder: Path, count: int) -> Iterator[list[Host]]:
                 host.kill()
         hub.kill()
         hub.wait(LIMIT_S)
-
-
-DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
-CONF = """
-ClusterName=test
-SlurmctldHost={head.name}({head.address})
-AuthType=auth/munge
-AuthInfo=socket={socket},cred_expire=5
-CredType=cred/munge
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-MpiDefault=none
-SwitchType=switch/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SchedulerType=sched/backfill
-SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0,sched_min_interval=0
-ReturnToService=2
-SlurmdTimeout=10
-KillWait=30
-MinJobAge=3600
-SlurmUser=root
-SlurmdUser=root
-StateSaveLocation={state}
-SlurmdSpoolDir={private}/spool
-SlurmdPidFile={private}/slurmd.pid
-SlurmctldPidFile={private}/slurmctld.pid
-SlurmdParameters=config_overrides
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-NodeName={names} CPUs=4 RealMemory=8000 State=UNKNOWN
-PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP PriorityTier=1
-PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
-"""
 
 
 @functools.cache

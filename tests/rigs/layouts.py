@@ -38,6 +38,10 @@ MODELS = {
     "llama": "Llama 3, scaled rope",
     "moe": "Qwen3-MoE, 8 experts",
 }
+RANKS = 8
+VOCABULARY = 128
+HALVED = ("data", "pipeline", "tensor", "context")  # in this order among equals
+OPTIMIZER = msgspec.structs.replace(tiny_models.OPTIMIZER, lr=3e-3, warmup_steps=0, schedule="constant", weight_decay=0)
 
 
 @dataclass(frozen=True)
@@ -123,12 +127,6 @@ def computed(layouts: Iterable[Layout], fused: bool) -> tuple[Layout, ...]:
 
 
 LAYOUTS = computed((layout for layout in _ALL if layout.ranks <= device.RANKS), fused())
-
-
-RANKS = 8
-VOCABULARY = 128
-HALVED = ("data", "pipeline", "tensor", "context")  # in this order among equals
-OPTIMIZER = msgspec.structs.replace(tiny_models.OPTIMIZER, lr=3e-3, warmup_steps=0, schedule="constant", weight_decay=0)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from launch.keys import make
 from launch.quickstart.assets import build_model, dense
 from tests.rigs.hosts import Host, hosts, missing
 from tests.rigs.jobs import GROUP_SIZE, GROUPS, VOCABULARY, Job, weights_of
-from tests.rigs.processes import ROOT
+from tests.rigs.processes import OURS
 from tests.rigs.waiting import LIMIT_S, until
 
 PORT = 5555
@@ -97,7 +97,7 @@ class MachineRig:
         words += [str(self.run_dir / "keys"), str(self.gate)]
         command = [sys.executable, "-m", "tests.rigs.recorded_node", *words]
         log = self.run_dir / "node.out"
-        env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env = OURS
         self.node = self.broker_host.start(command, log, env)
         self.processes.append(self.node)
 

@@ -21,6 +21,7 @@ from tests.rigs import waiting
 from tests.rigs.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
+OURS = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # variables of a process that runs this checkout
 PRELOAD = ["common.weights.receive.receiver", "common.weights.transports.groups", "common.weights.transports.relay"]
 SLIPSTREAM = [sys.executable, "-m", "launch.cli"]
 JOB_S = 4 * LIMIT_S  # for a whole job
@@ -48,7 +49,7 @@ class Process:
 
     def __init__(self, log: Path, command: list[str], **environment: str) -> None:
         self.name, self.log, self._command = log.stem, log, command
-        self._environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+        self._environment = {**os.environ, **OURS, **environment}
 
     def __enter__(self) -> Self:
         with self.log.open("wb") as log:

@@ -44,6 +44,9 @@ PROMPT, ENVIRONMENT = "What| is| 4|1|2| +| 3|0|9|?", "\n|Right.| Now| add| 5| <b
 POLICY = "<think>| 4|12| +| 309| =| 7|2|1|</think>| 7|21"
 
 lines = msgspec.json.Encoder().encode_lines
+Event = dict[str, Any]
+NEEDS = {"X": {"ts", "dur", "name"}, "M": {"name", "args"}, "i": {"ts", "name", "s"}, "C": {"ts", "name", "args"}}
+NEEDS |= {"s": {"ts", "id", "name", "cat"}, "f": {"ts", "id", "name", "cat", "bp"}}
 
 
 class Fixture:
@@ -234,11 +237,6 @@ def recorded() -> Iterator[Callable[[], list[Span]]]:
     finally:
         SPANS.close()
         so_far()
-
-
-Event = dict[str, Any]
-NEEDS = {"X": {"ts", "dur", "name"}, "M": {"name", "args"}, "i": {"ts", "name", "s"}, "C": {"ts", "name", "args"}}
-NEEDS |= {"s": {"ts", "id", "name", "cat"}, "f": {"ts", "id", "name", "cat", "bp"}}
 
 
 class ChromeTrace:

@@ -93,6 +93,10 @@ KINDS: dict[str, Kind] = {
     "deepseek-v3-plain": ("DeepseekV3", dict(q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=DEFAULT_ROPE)),
     "glm": ("Glm4Moe", {}),
 }
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{{ '\n' }}{% endfor %}"
+PLAIN += "{% if add_generation_prompt %}assistant: {% endif %}"
+MARKED = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+MARKED += "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
 
 
 def new_model(kind: str | Kind, seed: int = 0, **changes: Any) -> Any:
@@ -338,12 +342,6 @@ def gradients(backend: Any) -> dict[str, Tensor]:
     for parameter, data in kept:
         parameter.data = data
     return {n: g for n, g in found.items() if not n.endswith("correction_bias") and not g.isnan().any()}
-
-
-PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{{ '\n' }}{% endfor %}"
-PLAIN += "{% if add_generation_prompt %}assistant: {% endif %}"
-MARKED = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-MARKED += "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
 
 
 def conversations(count: int) -> list[list[dict[str, str]]]:

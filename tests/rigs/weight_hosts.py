@@ -19,11 +19,13 @@ from typing import Any
 from common.security.credentials import KeyFolder
 from launch.keys import make
 from tests.rigs.hosts import Host, hosts, missing, signal_to
-from tests.rigs.processes import ROOT
+from tests.rigs.processes import OURS
 from tests.rigs.waiting import LIMIT_S, until
 from tests.rigs.weight_processes import value
 
 EVERY_S = 0.002  # between two looks at a counter: 10 kB at 40 Mbit/s
+# Collectives and a relay without keys may leave the machine only in a network that the config trusts.
+TRUSTED = {"network": "trusted"}
 
 
 class Worker:
@@ -36,7 +38,7 @@ class Worker:
         os.mkfifo(commands)
         self._commands, self._said = os.open(commands, os.O_RDWR), said.open("w+b")
         words = [sys.executable, "-m", "tests.rigs.weight_processes", kind, str(folder), name, json.dumps(options)]
-        self.process = host.start(words, self._log, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+        self.process = host.start(words, self._log, OURS)
 
     def tell(self, command: object) -> None:
         os.write(self._commands, json.dumps(command).encode() + b"\n")
@@ -101,10 +103,6 @@ class NodeWorker(Worker):
     def versions(self) -> list[int]:
         """All that it ever ran, in order."""
         return [event["version"] for event in self.heard("active")]
-
-
-# Collectives and a relay without keys may leave the machine only in a network that the config trusts.
-TRUSTED = {"network": "trusted"}
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,9 @@ from tests.rigs import device
 CLOSE = b"close"
 NCCL = ["nccl"] if device.CUDA else []  # all members share a GPU; their buckets are in host memory
 DEVICES = {"device": torch.device("cpu"), "device from host memory": torch.device("cpu", 0)}  # buckets are on the first
+_rig: Connection | None = None
+LOOK_S = 0.02  # pause between two looks at a publisher's figures
+VALUES = 128  # bfloat16 has all whole numbers up to this one
 
 
 class GlooCommunicator:
@@ -182,9 +185,6 @@ def receive(commands: Connection, fault: str = "", at: int = -1) -> None:
     say(event="closed", threads=[t.name for t in threading.enumerate() if t.name == "relay-weights"])
 
 
-_rig: Connection | None = None
-
-
 def say(event: str, **what: object) -> None:
     if _rig is not None:
         _rig.send_bytes(json.dumps({"event": event, "time": time.time(), **what}).encode())
@@ -292,10 +292,6 @@ def run_node(node_id: str, options: dict[str, Any], rig: Connection) -> None:
     _rig = rig
     torch.set_num_threads(1)
     asyncio.run(node(node_id, **options))
-
-
-LOOK_S = 0.02  # pause between two looks at a publisher's figures
-VALUES = 128  # bfloat16 has all whole numbers up to this one
 
 
 class Lines:

@@ -17,7 +17,7 @@ from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerStat
 from tests.rigs import forked_ranks, tiny_models
 from tests.rigs.configs import run_cli
 from tests.rigs.forked_ranks import Outcome, group, same
-from tests.rigs.processes import ROOT
+from tests.rigs.processes import OURS
 from tests.rigs.tiny_models import TEMPERATURE, exported, figures, microbatches
 from tests.rigs.waiting import LIMIT_S
 
@@ -27,7 +27,7 @@ RUNS = [
     {"name": "ep2", "kind": "moe", "parallel": {"expert": 2}},
     {"name": "pp2-bf16", "kind": "served", "dtype": "bfloat16", "parallel": {"pipeline": 2}},
 ]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = os.environ | OURS
 VLLM = """
 import json, os, sys
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}

@@ -113,7 +113,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_cut_off_at_the_deadline(monk
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 def test_a_probe_may_come_over_ipv6() -> None:
     with served(LifeSigns()) as port:
-        assert get(port, "/healthz", "::1") == get(port, "/healthz")
+        assert get(port, "/healthz", "::1")[0] == get(port, "/healthz")[0] == 200
 
 
 def test_port_0_serves_nothing_and_a_taken_port_is_a_usage_error() -> None:
@@ -123,7 +123,7 @@ def test_port_0_serves_nothing_and_a_taken_port_is_a_usage_error() -> None:
             pass
     with serving_health(port, LifeSigns()):
         assert get(port, "/healthz")[0] == 200
-    with pytest.raises(ConnectionRefusedError):
+    with pytest.raises(ConnectionError):
         get(port, "/healthz")
 
 

@@ -21,9 +21,9 @@ from common.config.schema import Config
 from common.security.credentials import load_allowed, load_credential, load_server
 from launch.cli import main, parse
 from launch.up.ranks import SHUTDOWN_TIMEOUT_S
+from tests.rigs.processes import ROOT
 from tests.rigs.waiting import LIMIT_S, until
 
-ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "launch" / "cluster" / "kubernetes"
 VERSIONS = ("1.31", "1.34", "1.37")  # podFailurePolicy is stable since 1.31
 WORKLOADS = {"broker": "StatefulSet", "learner": "Job", "fleet": "Deployment"}

@@ -14,8 +14,8 @@ from packaging.utils import canonicalize_name
 from launch.checks import machine as packages
 from learner.megatron.cpu.compat import VERIFIED
 from rollout_fleet.vllm_plugin import TESTED
+from tests.rigs.processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 BASH = shutil.which("bash") or "/bin/bash"
 
 
