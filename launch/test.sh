@@ -50,9 +50,8 @@ begun=$SECONDS
 step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 
-# On two cores a third worker works while another waits. A file stays on one worker. The fast tests hardly wait, and
-# the checks run beside them.
-pytest=(python -m pytest -rs --durations=15 --dist loadfile --no-loadscope-reorder)
+# On two cores a third worker works while another waits. A file stays on one worker.
+pytest=(python -m pytest -rs --durations=15 -n 3 --dist loadfile --no-loadscope-reorder)
 
 checks() {
   step "pyright" pyright
@@ -95,17 +94,17 @@ joined() {  # waits for everything behind; ends with an error when a step has fa
 
 if [ -n "$fast" ]; then
   behind checks
-  (step "fast tests" "${pytest[@]}" -n 2 -m "not slow" tests/unit tests/property tests/contract "$@") || failed=yes
+  (step "fast tests" "${pytest[@]}" -m "not slow" tests/unit tests/property tests/contract "$@") || failed=yes
 elif [ $# -gt 0 ]; then
   behind checks
-  (step "chosen tests" "${pytest[@]}" -n 3 "$@") || failed=yes
+  (step "chosen tests" "${pytest[@]}" "$@") || failed=yes
 else
   behind checks
   (step "bare base install" bash tests/check_bare_install.sh) || failed=yes
   # Hosts wait most of the time, for machines that fall silent. Other tests have a lower priority, so that they do not
   # delay the clocks of a cluster.
   behind cluster
-  (step "all tests but those on a cluster" nice -n 5 "${pytest[@]}" -n 3 -m "not cluster") || failed=yes
+  (step "all tests but those on a cluster" nice -n 5 "${pytest[@]}" -m "not cluster") || failed=yes
   behind other_library
   behind other_pins
 fi

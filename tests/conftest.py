@@ -33,8 +33,8 @@ LONGEST_FILES = [
 SLOW_FOLDERS = {"cluster", "integration", "faults", "learner_megatron"}
 SLOW_FILES = {  # they start processes, wait for links, plan for many devices, or draw pages with matplotlib
     *("test_adapters.py", "test_built_in_environments.py", "test_cli.py", "test_comparison.py", "test_credentials.py"),
-    *("test_durable_server.py", "test_long_ledger.py", "test_plan.py", "test_rendezvous.py", "test_report.py"),
-    *("test_scale.py", "test_selftest.py", "test_slow_links.py", "test_weight_transports.py"),
+    *("test_durable_server.py", "test_long_ledger.py", "test_plan.py", "test_quickstart.py", "test_rendezvous.py"),
+    *("test_report.py", "test_scale.py", "test_selftest.py", "test_slow_links.py", "test_weight_transports.py"),
 }
 
 

@@ -62,6 +62,7 @@ OTHER = "are both from one key folder"
 @pytest.mark.parametrize(
     ("role", "said"), [("learner", "'learner' is not in its list"), ("observer", OTHER), ("node", OTHER)]
 )
+@pytest.mark.slow
 def test_a_key_that_is_not_in_the_list_or_of_another_folder_is_told_so_long_before_the_deadline(
     keys: Path, tmp_path: Path, role: str, said: str
 ) -> None:

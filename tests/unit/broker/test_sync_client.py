@@ -17,6 +17,7 @@ from tests.rigs.brokers import serving, tasks
 from tests.rigs.waiting import LIMIT_S, until
 
 
+@pytest.mark.slow
 def test_threads_share_one_connection_while_one_of_them_waits_for_groups() -> None:
     with serving() as server, BrokerClient(server.address, deadline_s=LIMIT_S) as client, ThreadPoolExecutor(9) as pool:
         taking = pool.submit(client.take, 0, 1, 3.0)

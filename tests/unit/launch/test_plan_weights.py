@@ -94,6 +94,7 @@ def test_totals_are_the_published_ones(name: str) -> None:
     assert count_active(architecture(name)) / 1e9 == pytest.approx(active, rel=0.02)
 
 
+@pytest.mark.slow
 def test_every_architecture_that_the_learner_supports_is_counted() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 

@@ -274,6 +274,7 @@ def test_machines_examine_each_other_to_the_same_report(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.slow
 def test_a_learner_machine_with_the_extra_alone_is_told_to_install_the_bridge(tmp_path: Path, monkeypatch) -> None:
     machine = look()
     alone = {name: version for name, version in machine.packages.items() if name != "megatron-bridge"}
@@ -305,6 +306,7 @@ def test_a_step_of_slurm_says_how_many_machines_there_are(monkeypatch: pytest.Mo
         assert slurm_machines() == machines
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server((LOCAL, 0)) as job:
         config = write_job(tmp_path, broker={"address": f"tcp://{LOCAL}:{job.getsockname()[1]}"})

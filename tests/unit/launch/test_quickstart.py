@@ -83,7 +83,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-@pytest.mark.slow
 def test_the_same_request_does_nothing_again_or_gives_the_same_bytes_and_another_seed_replaces_the_folder(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -151,7 +150,6 @@ def test_the_long_plan_has_a_heavy_tail_within_its_bound() -> None:
     assert lengths[-20] > 3 * lengths[1000]
 
 
-@pytest.mark.slow
 def test_games_play_by_the_environments_rules() -> None:
     plan = GuessingPlan(games=80)
     won = 0

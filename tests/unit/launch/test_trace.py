@@ -274,6 +274,7 @@ def test_the_reader_gives_batches_in_order_and_survives_pruning(run: RunDir, mon
     assert len(list(reader)) == 0
 
 
+@pytest.mark.slow
 def test_a_long_trace_takes_little_memory(run: RunDir) -> None:
     many = [step(number) for number in range(500)]
     write(run, [b for batches in many for b in batches])

@@ -176,6 +176,7 @@ def by_evaluation(folder: CheckpointFolder, best: Best) -> None:
 
 
 @pytest.mark.parametrize("act", [by_checkpoint, by_evaluation])
+@pytest.mark.slow
 def test_killed_at_any_moment_the_file_names_a_whole_checkpoint_and_the_next_start_decides_the_same(
     tmp_path: Path, act: Callable[[CheckpointFolder, Best], None]
 ) -> None:

@@ -428,6 +428,7 @@ async def test_two_nodes_share_the_window() -> None:
         assert {e.nodes[-1] for e in first.learner.ledger()} == {"n0", "n1"}
 
 
+@pytest.mark.slow
 async def test_its_heartbeats_bring_the_spans_of_leases_episodes_turns_and_states_to_the_broker() -> None:
     broker, batches = MemoryBroker(run_info(groups_per_step=4, trace=True)), list[SpanBatch]()
     broker.state.trace = batches.append
