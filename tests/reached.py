@@ -69,6 +69,9 @@ class Reached:
         if fixturedef.scope != "function":
             self.shared.setdefault(request.node.nodeid.split("::")[0], set()).update(self.now - before)
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self.failed += [report.nodeid] * report.failed
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.failed += [report.nodeid] * report.failed
 

@@ -380,8 +380,6 @@ class Receiver:
                 transfer.member.group = transfer.group
                 self._buffer.stage(transfer.version, flat)
                 self._status = transfer.status("staged", time.perf_counter() - transfer.started)
-            elif transfer.group is not None:
-                transfer.group.close()
 
     def _receive_payload(self, transfer: _Transfer, payload: torch.Tensor) -> None:
         def note(share: float) -> None:

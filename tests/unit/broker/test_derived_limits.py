@@ -6,15 +6,17 @@ from typing import Any, cast
 
 import pytest
 import zmq
+from redis.exceptions import NoPermissionError
 
 from broker.contract import BrokerEvent
-from broker.journal import run_folder
+from broker.journal import redis_server, run_folder
 from broker.journal.file_store import open_file_store
 from broker.journal.recovery import open_state
 from broker.server import flood_guard, request_guard
 from broker.server.request_guard import RejectionLog, RequestGuard
 from broker.wire import WireError
 from common.config.schema import TelemetryConfig
+from common.errors import UsageError
 from tests.rigs.brokers import job, new_state, run_info
 
 
@@ -56,6 +58,24 @@ def test_a_long_reason_is_cut_in_events() -> None:
     RejectionLog(state).note(b"client", WireError("x" * 1000), b"", 0)
     (event,) = state.event_log.after(-1)
     assert (event.detail["reason"], event.detail["count"]) == ("x" * 500, 1)
+
+
+@pytest.mark.parametrize(("enabled", "found"), [("1", ""), ("0", "appendonly no")])
+def test_without_the_right_to_read_its_settings_redis_is_judged_by_what_it_says_of_itself(
+    enabled: str, found: str
+) -> None:
+    def refused(setting: str) -> dict[str, str]:
+        raise NoPermissionError("config")
+
+    info = {"redis_version": "7.2.0", "role": "master", "maxmemory_policy": "noeviction", "aof_enabled": enabled}
+    client = SimpleNamespace(info=lambda *sections: info, config_get=refused)
+    doubts = list[str]()
+    if found:
+        with pytest.raises(UsageError, match=found):
+            redis_server.check_server(client, "redis://h", "fsync", doubts.append)
+    else:
+        redis_server.check_server(client, "redis://h", "fsync", doubts.append)
+    assert "CONFIG is not permitted" in doubts[0]
 
 
 @pytest.mark.parametrize("lost", ["", "why"])

@@ -72,6 +72,11 @@ def test_long_documents_weigh_more_than_their_tokens() -> None:
     assert [0] in [rank[0] for rank in plan([document(9), *[document(2)] * 12], 2, 100, hidden_size=1)]
 
 
+def test_a_rank_with_less_so_far_gets_the_larger_microbatch_of_the_next_round() -> None:
+    documents = [document(n + 1) for n in (5, 4, 3, 2)]  # no two fit into a microbatch
+    assert sorted(plan(documents, 2, 5)) == [[[0], [3]], [[1], [2]]]
+
+
 def test_the_number_of_microbatches_is_near_the_least_possible() -> None:
     draw = np.random.default_rng(1)
     documents = [document(int(n)) for n in draw.integers(100, 1000, 500)]

@@ -244,7 +244,9 @@ def test_a_broadcast_over_nccl_ends_when_the_devices_stream_is_through_or_the_li
     group = nccl_group()
     group.post(torch.zeros(5, dtype=torch.uint8), LIMIT_S)()
     assert library.asked == [*BEGUN, "broadcast 1 of type 1 from 0", "broadcast 5 of type 1 from 0"]
-    assert library.states == [busy, 6] and not library.listening[0].is_alive()
+    assert library.states == [busy, 6]
+    library.listening[0].join(LIMIT_S)
+    assert not library.listening[0].is_alive()
     with pytest.raises(RuntimeError, match="NCCL: remote error"):
         group.post(torch.zeros(6, dtype=torch.uint8), LIMIT_S)()
     group.close()

@@ -1,5 +1,6 @@
 """Layout, packing and checksums of the flat buffer; what a receiver refuses, of whole versions and of deltas."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,28 @@ def test_a_receiver_keeps_a_collective_group_until_it_closes(layout: Layout, fla
         receiver.handle(messages.Ping())
     with pytest.raises(ValueError):
         messages.decode_from_node(messages.encode(messages.Ping()))
+
+
+def test_a_transfer_that_is_superseded_while_its_last_bucket_comes_closes_its_group_and_stages_nothing(
+    layout: Layout, flat: torch.Tensor
+) -> None:
+    class Superseded(Replay):
+        def post(self, bucket: torch.Tensor, timeout_s: float) -> Callable[[], None]:
+            done = super().post(bucket, timeout_s)
+            if self.at == len(flat):
+                receiver.handle(messages.Welcome(1, layout))
+            return done
+
+    group = Superseded(flat)
+    receiver = Receiver(lambda epoch, store: group)
+    receiver.handle(messages.Welcome(0, layout))
+    receiver.handle(EPOCH)
+    receiver.handle(publish_of(flat, layout))
+    until(lambda: group.closed)
+    until(lambda: not any(thread.name == "receive-weights" for thread in threading.enumerate()))
+    with pytest.raises(ValueError):
+        receiver.take(0, 7)
+    receiver.close()
 
 
 def test_a_receiver_whose_device_has_no_room_stages_the_next_attempt_in_host_memory(

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,8 +12,19 @@ import zmq
 
 from common.process.local_address import host_and_port
 from common.weights.transports import relay
-from common.weights.transports.relay import WINDOW, WINDOW_BYTES, Fetch, Get, Gone, Piece, RelayServer, Stall
+from common.weights.transports.relay import (
+    WINDOW,
+    WINDOW_BYTES,
+    Fetch,
+    Get,
+    Gone,
+    PartFetches,
+    Piece,
+    RelayServer,
+    Stall,
+)
 from common.weights.wire.failures import GivenUp, Late, WeightsError
+from common.weights.wire.messages import Publish
 from common.weights.wire.pieces import PartBuffer, new_part
 from tests.rigs.waiting import LIMIT_S, until
 
@@ -382,6 +394,22 @@ def test_closing_and_the_deadline_end_a_fetch_that_waits_and_the_latter_says_wha
     late = fetch(empty(source)[0], sources[1].address, timeout_s=0.2)
     error = late.end()
     assert isinstance(error, Late) and f"0 of {COUNT} pieces" in str(error) and sources[1].address in str(error)
+
+
+def test_a_part_that_cannot_come_ends_the_fetches_of_the_others(source: PartBuffer, sources: list[Source]) -> None:
+    parts = [new_part(FLAT, at, PIECE, piece=PIECE, origin=NOWHERE, secured=True) for at in (0, PIECE)]
+    publish = Publish(0, 7, 1, "", PIECE, [], "", LIMIT_S, parts=parts, sources=[one.address for one in sources])
+    fetches = PartFetches(publish, "")
+
+    def broken(share: float) -> None:
+        raise WeightsError("no room")
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(fetches.run, torch.zeros(2 * PIECE, dtype=torch.uint8), None, broken)
+        (connection, number), *_ = sources[0].asked(1)
+        sources[0].say(connection, [relay.encode(Piece(number)), PartBuffer(parts[0], FLAT[:PIECE]).piece(0)])
+        with pytest.raises(WeightsError, match="no room"):
+            running.result(LIMIT_S / 2)
 
 
 # ---------------------------------------------------------------- passwords
