@@ -20,7 +20,7 @@ from broker.main import run_broker
 from common.config.schema import Config
 from common.process.malloc_tuning import keep_freed_memory
 from common.rollouts import GroupMeta, Task, decode_group, encode_group
-from tests.waiting import until
+from tests.rigs.waiting import until
 
 GROUPS_PER_STEP = 16
 STALENESS = 4

@@ -21,7 +21,7 @@ from broker.journal.file_store import FileStore, open_file_store
 from broker.journal.journal import Journal
 from broker.journal.recovery import recover
 from common.rollouts import Task
-from tests.waiting import until
+from tests.rigs.waiting import until
 
 RETAIN_STEPS = 16
 RUN = RunInfo("bench", "", GROUPS_PER_STEP, 1 << 20, 3, 60.0, 1 << 40)

@@ -22,7 +22,7 @@ from broker_ways import Load, Served, Way, compared, encoded, redis_server
 from redis import Redis
 
 from common.rollouts import GroupMeta
-from tests.redis_server import server_binary
+from tests.rigs.redis_servers import server_binary
 
 BATCH = 16
 WINDOW = 64  # groups that a producer is ahead

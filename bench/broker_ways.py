@@ -22,7 +22,7 @@ from harness import cpu_s, received, spawned
 
 from bench.figures import ratios
 from common.rollouts import encode_group
-from tests.redis_server import RedisServer, free_port
+from tests.rigs.redis_servers import RedisServer, free_port
 
 Served = contextlib.AbstractContextManager[tuple[str, list[int]]]  # a server's address and process ids
 

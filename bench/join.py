@@ -16,7 +16,8 @@ from common.errors import SlipstreamError
 from common.process.run_dir import RunDir
 from launch.observe.observation import observe
 from launch.resolve_target import Target
-from tests.integration.jobs.job_rig import Command, make_assets, metrics, until
+from tests.rigs.jobs import make_assets, metrics
+from tests.rigs.processes import Command, until
 
 WARM_STEPS = 5  # trained before the first node is added
 

@@ -19,11 +19,11 @@ from broker import wire
 from broker.contract import LearnerReport
 from common.config.observing import TelemetryConfig
 from common.json_lines import LineFile
-from tests.broker_rig import ask, dealer, node_report
-from tests.integration.sinks.sink_rig import feeding, new_run, state_of, step_line, write_steps
-from tests.launch_rig import config_of, living_broker
-from tests.redis_server import free_port
-from tests.waiting import until
+from tests.rigs.brokers import ask, dealer, node_report
+from tests.rigs.configs import config_of, living_broker
+from tests.rigs.redis_servers import free_port
+from tests.rigs.sinks import feeding, new_run, state_of, step_line, write_steps
+from tests.rigs.waiting import until
 
 SCRAPE_S = 15
 

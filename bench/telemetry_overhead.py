@@ -18,7 +18,8 @@ import harness
 import psutil
 
 from bench.figures import ratios
-from tests.integration.jobs.job_rig import Command, events, make_assets, metrics, until
+from tests.rigs.jobs import events, make_assets, metrics
+from tests.rigs.processes import Command, until
 
 WARM = 5  # steps before the first look
 FIXED = ("staleness.max=0", "learner.optimizer.lr=1e-12", "learner.checkpoint.every=100000", "evaluation.datasets=[]")

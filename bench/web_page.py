@@ -2,7 +2,7 @@
 
     python bench/web_page.py            1,000 nodes and 100,000 steps; writes bench/results/web_page.json in 3 minutes
 
-A folder from tests/run_fixture.py stands for the run; nothing else runs. Chromium draws the page without a GPU.
+A folder from tests/rigs/telemetry.py stands for the run; nothing else runs. Chromium draws the page without a GPU.
 
 - First paint: from the navigation to the first content (the browser's own figure), and to the reward's curve. `cold`:
   the server has just started and reads the run. `warm`: it has read it.
@@ -18,8 +18,8 @@ import harness
 import msgspec
 import psutil
 
-from tests.chromium import Page, browser, serving
-from tests.run_fixture import Fixture
+from tests.rigs.chromium import Page, browser, serving
+from tests.rigs.telemetry import Fixture
 
 LOOK = "new Promise((done) => { const look = () => { if (%s) done(%s); else requestAnimationFrame(look); }; look(); })"
 CURVE = LOOK % ("document.querySelector('.chart path.line')", "globalThis.curve_ms = performance.now()")

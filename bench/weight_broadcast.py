@@ -26,8 +26,8 @@ from common.weights.wire import flat_buffer
 from common.weights.wire.layout import Layout
 from common.weights.wire.messages import Epoch
 from launch.up.supervisor import pin
-from tests.integration.weights.plane_rig import Plane
-from tests.waiting import until
+from tests.rigs.waiting import until
+from tests.rigs.weight_plane import Plane
 
 TIMEOUT_S = 20.0  # the default of weights.timeout_s
 BUCKET = 8 << 20  # and of weights.bucket_mib

@@ -1,6 +1,6 @@
 """The relay between hosts with slow cables: python bench/weight_chain.py [--mib 24] [--nodes 1 2 4 8] [--rounds 3].
 
-Needs root and network namespaces, as tests/cluster/hosts.py does. Real publisher, sockets and node processes, each on a
+Needs root and network namespaces, as tests/rigs/hosts.py does. Real publisher, sockets and node processes, each on a
 host of its own; only the engine is a buffer. A relay has keys. In one run and in turns:
 
 - runs: seconds from `publish` to the last node that runs the version, over size / rate. With one number of nodes there
@@ -28,9 +28,8 @@ from typing import Any
 import harness
 
 from common.weights.transports.groups import silence_bound
-from tests.cluster.weight_rig import Publication, WeightRig
-from tests.cluster.weight_workers import NodeWorker
-from tests.waiting import until
+from tests.rigs.waiting import until
+from tests.rigs.weight_hosts import NodeWorker, Publication, WeightRig
 
 CHANGED = 0.02  # share of the elements; docs/delta.md has 1.8 % at a learning rate of 1e-6
 STEP_BYTES = 32 << 10  # progress at a host: pings are less, and 40 Mbit/s carry this in 7 ms

@@ -32,8 +32,8 @@ import zmq
 
 from common.security.credentials import KeyFolder
 from launch.keys import make
-from tests.integration.weights.plane_rig import Plane
-from tests.waiting import until
+from tests.rigs.waiting import until
+from tests.rigs.weight_plane import Plane
 
 BUCKET = 8 << 20  # the default of weights.bucket_mib
 PIECE, AHEAD = 1 << 20, 8  # the floor's bytes of a piece, and pieces under way

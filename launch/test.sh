@@ -3,7 +3,7 @@
 #   (nothing)  lint, types, import contracts, words, the bare base install, every test, some engines again with vLLM's AVX2
 #              library, and Megatron against Hugging Face again in an environment with the learner's pins
 #   gpu        `slipstream selftest` with this machine's environments; nothing is installed
-#   fast       lint, types, import contracts, words and the tests that are not marked slow; at most two minutes after set-up
+#   fast       lint, types, import contracts, words and the tests that are not marked slow; at most 90 s after set-up
 # Arguments choose other tests; the checks still run. But for gpu, the environment is set up first.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -49,33 +49,63 @@ export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
 begun=$SECONDS
 step "ruff check" ruff check .
 step "ruff format" ruff format --check .
-step "pyright" pyright
-step "import contracts" lint-imports
-step "plain words" python -m tests.check_words
-# Three workers share the test files: on two cores the third one works while another waits. A file stays on one worker.
+
+# On two cores a third worker works while another waits. A file stays on one worker.
 pytest=(python -m pytest -rs --durations=15 -n 3 --dist loadfile --no-loadscope-reorder)
-if [ -n "$fast" ]; then
-  step "fast tests" "${pytest[@]}" -m "not slow" tests/unit tests/property tests/contract "$@"
-elif [ $# -gt 0 ]; then
-  step "chosen tests" "${pytest[@]}" "$@"
-else
-  step "bare base install" bash tests/check_bare_install.sh
-  step "all tests but those on a cluster" "${pytest[@]}" -m "not cluster"
-  # Hosts wait most of the time, for machines that fall silent; meanwhile other steps have the cores.
-  trap 'kill 0' INT  # the shell keeps it from what runs in the background
-  beside=$(mktemp) failed=""
-  {
-    if grep -qw avx512f /proc/cpuinfo; then
-      step "engines with vLLM's library for CPUs without AVX-512" env PYTHONPATH="$PWD/tests/avx2" "${pytest[@]}" \
-        tests/integration/test_engine_{flips,tensor_parallel}.py
-    fi
-    step "every architecture with the learner's pins" "$SLIPSTREAM_LEARNER_PYTHON" -m pytest -q \
-      tests/integration/megatron/test_architectures.py
-  } >"$beside" 2>&1 &
-  (step "tests on a cluster of hosts" python -m pytest -rs --durations=15 -n 2 --dist loadfile tests/cluster) || failed=yes
-  wait $! || failed=yes
-  cat "$beside"
-  rm "$beside"
+
+checks() {
+  step "pyright" pyright
+  step "import contracts" lint-imports
+  step "plain words" python -m tests.check_words
+}
+
+cluster() { step "tests on a cluster of hosts" "${pytest[@]}" -n 2 tests/cluster; }
+
+other_library() {
+  grep -qw avx512f /proc/cpuinfo || return 0
+  step "engines with vLLM's library for CPUs without AVX-512" env PYTHONPATH="$PWD/tests/avx2" python -m pytest -rs \
+    tests/integration/test_engine_{flips,tensor_parallel}.py
+}
+
+other_pins() {
+  step "every architecture with the learner's pins" "$SLIPSTREAM_LEARNER_PYTHON" -m pytest -q \
+    tests/integration/megatron/test_architectures.py
+}
+
+meanwhile=() logs=() failed=""
+trap 'kill 0' INT  # the shell keeps it from what runs in the background
+
+behind() {  # behind FUNCTION: runs it while other steps run; `joined` shows what it wrote
+  logs+=("$(mktemp)")
+  "$1" >"${logs[-1]}" 2>&1 &
+  meanwhile+=($!)
+}
+
+joined() {  # waits for everything behind; ends with an error when a step has failed
+  local i
+  for i in "${!meanwhile[@]}"; do
+    wait "${meanwhile[$i]}" || failed=yes
+    cat "${logs[$i]}"
+    rm "${logs[$i]}"
+  done
   [ -z "$failed" ] || exit 1
+  printf '\n== all checks passed in %d s after set-up\n' $((SECONDS - begun))
+}
+
+if [ -n "$fast" ]; then
+  behind checks
+  (step "fast tests" "${pytest[@]}" -m "not slow" tests/unit tests/property tests/contract "$@") || failed=yes
+elif [ $# -gt 0 ]; then
+  behind checks
+  (step "chosen tests" "${pytest[@]}" "$@") || failed=yes
+else
+  behind checks
+  (step "bare base install" bash tests/check_bare_install.sh) || failed=yes
+  # Hosts wait most of the time, for machines that fall silent. Other tests have a lower priority, so that they do not
+  # delay the clocks of a cluster.
+  behind cluster
+  (step "all tests but those on a cluster" nice -n 5 "${pytest[@]}" -m "not cluster") || failed=yes
+  behind other_library
+  behind other_pins
 fi
-printf '\n== all checks passed in %d s after set-up\n' $((SECONDS - begun))
+joined

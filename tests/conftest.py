@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import missing
-from tests.waiting import LIMIT_S
+from tests.rigs.hosts import missing
+from tests.rigs.waiting import LIMIT_S
 
 with suppress(ImportError):  # the tests that `slipstream selftest` runs need no hypothesis
     from hypothesis import settings
@@ -31,15 +31,10 @@ LONGEST_FILES = [
     *("test_replay.py", "test_sft_resume.py"),
 ]
 SLOW_FOLDERS = {"cluster", "integration", "faults", "learner_megatron"}
-SLOW_FILES = {  # they start processes or environments, or draw pages with matplotlib
-    "test_adapters.py",
-    "test_built_in_environments.py",
-    "test_cli.py",
-    "test_comparison.py",
-    "test_credentials.py",
-    "test_durable_server.py",
-    "test_report.py",
-    "test_weight_transports.py",
+SLOW_FILES = {  # they start processes, wait for links, plan for many devices, or draw pages with matplotlib
+    *("test_adapters.py", "test_built_in_environments.py", "test_cli.py", "test_comparison.py", "test_credentials.py"),
+    *("test_durable_server.py", "test_long_ledger.py", "test_plan.py", "test_quickstart.py", "test_rendezvous.py"),
+    *("test_report.py", "test_scale.py", "test_selftest.py", "test_slow_links.py", "test_weight_transports.py"),
 }
 
 

@@ -34,7 +34,7 @@ from launch.up.devices import ROOT, interpreter
 
 PARITY = "tests/integration/megatron/test_megatron_parity.py"
 RESUME = "tests/integration/learner/test_resume.py"
-# read by tests/device.py and the test of the quickstart
+# read by tests/rigs/device.py and the test of the quickstart
 RANKS = "SLIPSTREAM_TEST_RANKS"
 STEPS = "SLIPSTREAM_TEST_STEPS"
 PACE = "SLIPSTREAM_TEST_PACE"
@@ -128,7 +128,7 @@ class Pace:
     slower: float  # than the device that the limits are for
     sum_s: float = 0.0  # that one collective takes
     told: str = ""
-    measured: str = ""  # the line that tests/device.py has printed
+    measured: str = ""  # the line that tests/rigs/device.py has printed
 
     def limit_s(self, item: Item) -> float:
         return item.limit_s * self.slower + item.sums * self.sum_s
@@ -169,7 +169,7 @@ def measure(machine: Machine) -> Pace:
         return Pace(CPU_SLOWER)
     _, python = interpreter("learner")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    probe = subprocess.run([python, "-m", "tests.device"], cwd=ROOT, env=env, capture_output=True, text=True)
+    probe = subprocess.run([python, "-m", "tests.rigs.device"], cwd=ROOT, env=env, capture_output=True, text=True)
     said = [*probe.stderr.splitlines(), *probe.stdout.splitlines()][-1:]
     if probe.returncode or not said:
         return Pace(1.0, told=f"unknown, for two processes did not meet on the GPU: {''.join(said)}")

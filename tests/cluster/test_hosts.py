@@ -3,8 +3,8 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.cluster.hosts import Host, hosts
-from tests.waiting import LIMIT_S, until
+from tests.rigs.hosts import Host, hosts
+from tests.rigs.waiting import LIMIT_S, until
 
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 9), 2)"
 

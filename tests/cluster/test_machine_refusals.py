@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Host, signal_to
-from tests.cluster.machine_rig import MachineRig
-from tests.waiting import LIMIT_S, until
+from tests.rigs.hosts import Host, signal_to
+from tests.rigs.machines import MachineRig
+from tests.rigs.waiting import LIMIT_S, until
 
 
 @pytest.fixture

@@ -9,9 +9,10 @@ import pytest
 from common.security.credentials import KeyFolder
 from launch.checks.preflight.stages import REDUCE_S
 from launch.keys import make
-from tests.cluster.hosts import Host, hosts
-from tests.launch_rig import ROOT, write_job
-from tests.waiting import LIMIT_S, until
+from tests.rigs.configs import write_job
+from tests.rigs.hosts import Host, hosts
+from tests.rigs.processes import ROOT
+from tests.rigs.waiting import LIMIT_S, until
 
 PORT = 5577
 RATE = "200mbit"  # a limit that a busy machine reaches too

@@ -8,12 +8,12 @@ import yaml
 
 from common.security.credentials import KeyFolder
 from launch.keys import make
-from tests.cluster.hosts import Host, hosts, signal_to
-from tests.cluster.machine_rig import weights_in
-from tests.integration.learner import sft_assets
-from tests.integration.learner.learner_rig import weights_of
 from tests.integration.learner.test_sft_resume import WarmStart
-from tests.waiting import LIMIT_S, until
+from tests.rigs import tiny_models
+from tests.rigs.hosts import Host, hosts, signal_to
+from tests.rigs.jobs import weights_of
+from tests.rigs.machines import weights_in
+from tests.rigs.waiting import LIMIT_S, until
 
 PORT, STEPS, EVERY, TIMEOUT_S = 5566, 800, 50, 20.0
 LISTEN, LOOPBACK = "0A", "0100007F"
@@ -24,7 +24,7 @@ class Machines:
 
     def __init__(self, folder: Path, hosts: list[Host]) -> None:
         self.folder, (self.broker_host, *self.hosts) = folder, hosts
-        sft_assets.build(folder / "model", "tied")
+        tiny_models.write_chat_model(folder / "model", "tied")
         make(KeyFolder(folder / "keys"), [])
         self.quiet = WarmStart(folder / "quiet", folder / "model", {"every": EVERY}, world_size=2, timeout_s=TIMEOUT_S)
         document = yaml.safe_load(self.quiet.config.read_text())

@@ -10,9 +10,10 @@ import pytest
 
 from common.process.run_dir import RunDir, write_json
 from launch.cluster.slurm.jobs import Jobs, jobs_file
-from tests.cluster.slurm import Slurm, slurm, slurm_missing
-from tests.launch_rig import ROOT, job_of, prepared, write_job
-from tests.waiting import LIMIT_S, until
+from tests.rigs.configs import job_of, prepared, write_job
+from tests.rigs.hosts import Slurm, slurm, slurm_missing
+from tests.rigs.processes import ROOT
+from tests.rigs.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.skipif(slurm_missing() != "", reason=slurm_missing())
 DRAINS = "echo begun; trap 'echo emptied; exit 0' TERM; sleep 1000 & wait"

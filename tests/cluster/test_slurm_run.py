@@ -8,10 +8,10 @@ import pytest
 
 from common.process.run_dir import RunDir
 from launch.cluster.slurm.jobs import read_jobs
-from tests.cluster.slurm import Slurm, slurm, slurm_missing
-from tests.integration.jobs.job_rig import assert_trained_exactly_once, make_assets, metrics, write_config
-from tests.launch_rig import ROOT
-from tests.waiting import until
+from tests.rigs.hosts import Slurm, slurm, slurm_missing
+from tests.rigs.jobs import assert_trained_exactly_once, make_assets, metrics, write_config
+from tests.rigs.processes import OURS
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.skipif(slurm_missing() != "", reason=slurm_missing())
 STEPS = 100_000  # more than the test waits for
@@ -26,7 +26,7 @@ class Run:
         self.config = write_config(folder / "job.yaml", make_assets(folder / "assets"), self.path, steps, **sections)
 
     def slipstream(self, *words: str) -> str:
-        env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env = OURS
         done = self.cluster.command(sys.executable, "-m", "launch.cli", *words, **env)
         assert done.returncode == 0, done.stderr + self.told()
         return done.stdout

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch_rig import ROOT
+from tests.rigs.processes import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))  # modules of bench find each other in their own folder
 

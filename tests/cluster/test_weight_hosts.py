@@ -12,10 +12,9 @@ import pytest
 
 from common.weights.transports.relay import WINDOW
 from common.weights.wire.pieces import piece_bytes
-from tests.cluster.weight_host import value
-from tests.cluster.weight_rig import Publication, WeightRig
-from tests.cluster.weight_workers import NodeWorker
-from tests.waiting import until
+from tests.rigs.waiting import until
+from tests.rigs.weight_hosts import NodeWorker, Publication, WeightRig
+from tests.rigs.weight_processes import value
 
 SIZE = 4 << 20  # bytes of a version
 ONCE = 1.25  # bytes on a cable over those of a version that crossed it once; headers and answers are some percent

@@ -21,11 +21,10 @@ from broker.journal.redis_store import RedisStore
 from broker.journal.store import Store
 from common.rollouts import GroupMeta, Task
 from common.waste import Waste, wasted_tokens
-from tests import broker_rig
-from tests.broker_rig import new_state, node_report, serving
-from tests.memory_broker import MemoryBroker
-from tests.redis_server import leading, redis_server
-from tests.waiting import LIMIT_S
+from tests.rigs import brokers
+from tests.rigs.brokers import MemoryBroker, new_state, node_report, serving
+from tests.rigs.redis_servers import leading, redis_server
+from tests.rigs.waiting import LIMIT_S
 
 META = GroupMeta(version_min=0, version_max=1, reward_mean=0.5, sampled_tokens=10, generation_s=2.5)
 GROUPS_PER_STEP = 2
@@ -123,7 +122,7 @@ def tasks(*serials: int) -> list[Task]:
 
 
 def run_info(**facts: float) -> RunInfo:
-    return broker_rig.run_info(groups_per_step=GROUPS_PER_STEP, max_attempts=2, config=b'{"a": 1}', **facts)
+    return brokers.run_info(groups_per_step=GROUPS_PER_STEP, max_attempts=2, config=b'{"a": 1}', **facts)
 
 
 def memory(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:

@@ -6,8 +6,8 @@ import pytest
 
 from broker.delivery.logs import FRESH_S, MOST_LOGS
 from common.errors import BrokerError
-from tests.broker_rig import learner_report, node_report
 from tests.contract.backends import Backend, run_info
+from tests.rigs.brokers import learner_report, node_report
 
 
 def test_the_end_of_a_nodes_log_comes_with_the_heartbeat_after_the_one_that_asked_for_it(backend: Backend) -> None:

@@ -7,8 +7,8 @@ from broker.delivery.evaluation import ANSWER_BYTES, TEXT_CHARS
 from common.errors import BrokerError
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import Task
-from tests.broker_rig import node_report
 from tests.contract.backends import LEASE_S, Backend
+from tests.rigs.brokers import node_report
 
 ORDER = EvaluationOrder(version=1, incarnation=3, temperature=0.0)
 

@@ -8,8 +8,8 @@ import pytest
 from common.errors import BrokerError
 from common.rollouts import GroupMeta
 from common.waste import Waste
-from tests.broker_rig import learner_report, node_report
 from tests.contract.backends import META, Backend
+from tests.rigs.brokers import learner_report, node_report
 
 
 def test_a_straggler_does_not_delay_a_step_unless_it_takes_groups_in_order(backend: Backend) -> None:

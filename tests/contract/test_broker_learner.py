@@ -9,8 +9,8 @@ from broker.contract import LOST_AFTER_S
 from common.errors import BrokerError
 from common.waits import WaitKind
 from common.waste import Waste
-from tests.broker_rig import learner_report, node_report
 from tests.contract.backends import Backend, tasks
+from tests.rigs.brokers import learner_report, node_report
 
 
 def test_offering_known_serials_again_adds_nothing_and_a_gap_is_refused(backend: Backend) -> None:

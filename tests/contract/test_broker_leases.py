@@ -10,9 +10,9 @@ from broker.delivery.node_rules import ALONE
 from broker.delivery.nodes import FORGET_AFTER_S, MOST_LEFT
 from common.errors import BrokerError
 from common.waste import Waste
-from tests.broker_rig import node_report
 from tests.contract.backends import GROUPS_PER_STEP, LEASE_S, META, Backend, tasks
-from tests.waiting import LIMIT_S
+from tests.rigs.brokers import node_report
+from tests.rigs.waiting import LIMIT_S
 
 
 def test_a_node_hears_about_the_run_and_leases_nothing_before_it_has_weights(backend: Backend) -> None:

@@ -15,10 +15,10 @@ from msgspec import structs
 from common.weights.transports.groups import bucket_timeout
 from common.weights.wire.failures import FailureKind
 from common.weights.wire.messages import Publish, Reroute, Serve
-from tests.contract.transport_receiver import NCCL
-from tests.contract.transport_rig import Child, Sender, layout_of, payload
-from tests.device import CUDA, pace, sharing
-from tests.waiting import LIMIT_S
+from tests.rigs.device import CUDA, pace, sharing
+from tests.rigs.waiting import LIMIT_S
+from tests.rigs.weight_plane import Child, Sender, layout_of, payload
+from tests.rigs.weight_processes import NCCL
 
 SIZE = 1_000_000 // 64 * 64
 BUCKET = 65_537  # neither a multiple of an element nor of a cache line

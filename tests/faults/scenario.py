@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.faults.rig import Rig
+from tests.rigs.fault_run import FaultRig
 
 SLOWER = 30.0  # A test machine may be this much slower than the one whose figures are in the docs.
 PROMISE = "every group in exactly one committed step"
@@ -61,7 +61,7 @@ def scenario(
     bound: str,
     bound_s: float,
     promise: str = PROMISE,
-    rig: Callable[..., Any] = Rig,
+    rig: Callable[..., Any] = FaultRig,
     cluster: bool = False,
     **options: Any,
 ) -> Callable[[Steps], Steps]:

@@ -10,8 +10,7 @@ import pytest
 
 from broker.contract import LedgerEntry
 from learner.checkpoint.folder import StreamState
-from tests.faults.options import Checkpoint, Trained
-from tests.faults.promise import check_promise
+from tests.rigs.promise import Checkpoint, Trained, check_promise
 
 STEPS = 3
 

@@ -1,6 +1,8 @@
-"""Models that several files share; each is built once in a session."""
+"""Models that several files share, each built once in a session, and the weight plane of a test."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,7 +10,7 @@ import pytest
 @pytest.fixture(scope="session")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's random model, tokenizer and problems."""
-    from tests.integration.jobs.job_rig import make_assets
+    from tests.rigs.jobs import make_assets
 
     return make_assets(tmp_path_factory.mktemp("assets") / "assets")
 
@@ -21,3 +23,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "model"
     build_model(dense(64, 128, 2, 4, 0.05) | {"max_position_embeddings": 256}, 1, folder)
     return folder
+
+
+@pytest.fixture
+def plane() -> Iterator[Any]:
+    """A Plane, which ends what it has started."""
+    from tests.rigs.weight_plane import Plane
+
+    made = Plane()
+    yield made
+    made.close()

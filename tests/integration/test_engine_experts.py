@@ -14,7 +14,7 @@ import transformers
 from common.config.schema import MoeConfig
 from common.errors import SlipstreamError
 from rollout_fleet.episode.sampler_protocol import Generation
-from tests.integration.engine_rig import SHAPE, Rig, logprobs, prompt, worst
+from tests.rigs.engines import SHAPE, EngineRig, logprobs, prompt, worst
 
 
 def qwen3_moe(seed: int) -> Any:
@@ -51,25 +51,25 @@ def mixtral(seed: int) -> Any:
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    made = Rig(tmp_path_factory.mktemp("engine"), qwen3_moe, MoeConfig(replay_routing=True))
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineRig]:
+    made = EngineRig(tmp_path_factory.mktemp("engine"), qwen3_moe, MoeConfig(replay_routing=True))
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module", params=[glm4_moe, mixtral], ids=lambda make: make.__name__)
-def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    made = Rig(tmp_path_factory.mktemp("other"), request.param, MoeConfig(replay_routing=True))
+def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineRig]:
+    made = EngineRig(tmp_path_factory.mktemp("other"), request.param, MoeConfig(replay_routing=True))
     yield made
     made.close()
 
 
-def test_the_first_version_of_all_experts_is_proven_and_its_canary_agrees(rig: Rig) -> None:
+def test_the_first_version_of_all_experts_is_proven_and_its_canary_agrees(rig: EngineRig) -> None:
     rig.put_first()
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_engine_samples_with_the_published_experts(rig: Rig, version: int) -> None:
+def test_the_engine_samples_with_the_published_experts(rig: EngineRig, version: int) -> None:
     if version > 1:
         rig.put(version)
     got = rig.samples_with(version)
@@ -87,7 +87,7 @@ def routing(model: Any, tokens: list[int]) -> torch.Tensor:
     return torch.stack(seen, 1).sort(-1).values
 
 
-def agrees(rig: Rig, got: Generation, start: list[int], version: int) -> bool:
+def agrees(rig: EngineRig, got: Generation, start: list[int], version: int) -> bool:
     """Whether the routing of everything that was fed is that of Hugging Face under the weights of `version`."""
     assert got.routed_experts is not None
     found = torch.from_numpy(got.routed_experts).sort(-1).values
@@ -95,7 +95,7 @@ def agrees(rig: Rig, got: Generation, start: list[int], version: int) -> bool:
     return torch.equal(found.long(), expected)
 
 
-def test_the_routing_of_every_fed_token_comes_back(rig: Rig) -> None:
+def test_the_routing_of_every_fed_token_comes_back(rig: EngineRig) -> None:
     async def together() -> list[Generation]:
         return await asyncio.gather(*[rig.engine.generate(prompt(i), 30 + i) for i in range(6)])
 
@@ -104,7 +104,7 @@ def test_the_routing_of_every_fed_token_comes_back(rig: Rig) -> None:
         assert agrees(rig, got, prompt(i), 2)
 
 
-def test_a_cached_prefix_keeps_its_routing(rig: Rig) -> None:
+def test_a_cached_prefix_keeps_its_routing(rig: EngineRig) -> None:
     start = [(i * 13) % 90 + 4 for i in range(300)]  # more than two cache blocks
     first = rig.run(rig.engine.generate(start, 40))
     second = rig.run(rig.engine.generate(start + first.tokens, 40))  # the next turn
@@ -112,7 +112,7 @@ def test_a_cached_prefix_keeps_its_routing(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_flip_in_flight_leaves_the_routing_that_each_token_was_sampled_with(rig: Rig, recompute: bool) -> None:
+def test_a_flip_in_flight_leaves_the_routing_that_each_token_was_sampled_with(rig: EngineRig, recompute: bool) -> None:
     rig.engine.weights.recompute = recompute
     old, new = rig.engine.weights.version, rig.engine.weights.version + 1
     done = rig.flip_in_flight(new, requests=8, tokens=400)
@@ -130,18 +130,18 @@ def test_a_flip_in_flight_leaves_the_routing_that_each_token_was_sampled_with(ri
             assert torch.equal(after, whole[12 + boundary - 1 :])
 
 
-def test_one_damaged_element_of_one_expert_is_caught_by_the_proof(rig: Rig) -> None:
+def test_one_damaged_element_of_one_expert_is_caught_by_the_proof(rig: EngineRig) -> None:
     rig.put_damaged(5, "w2_weight")
     rig.is_excluded(4, "published")
 
 
-def test_other_mixtures_are_published_proven_and_sampled_from_too(other: Rig) -> None:
+def test_other_mixtures_are_published_proven_and_sampled_from_too(other: EngineRig) -> None:
     other.put(1)
     assert other.client.state.excluded is None
     assert agrees(other, other.samples_with(1), prompt(0), 1)
 
 
-def test_a_shutdown_ends_requests_with_its_reason(other: Rig) -> None:
+def test_a_shutdown_ends_requests_with_its_reason(other: EngineRig) -> None:
     """Also of any other engine; the rig checks that it is not read as the death of the engine."""
     if other.engine.weights.version < 0:
         other.put(1)

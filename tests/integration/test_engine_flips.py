@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration import forked_engines
-from tests.integration.engine_rig import logprobs, worst
-from tests.integration.megatron.tiny_models import ARCHITECTURES
-from tests.waiting import LIMIT_S
+from tests.rigs import forked_engines
+from tests.rigs.engines import logprobs, worst
+from tests.rigs.processes import ROOT
+from tests.rigs.tiny_models import ARCHITECTURES
+from tests.rigs.waiting import LIMIT_S
 
-ROOT = Path(__file__).resolve().parents[2]
 HEADS = {"head_dim": 32}  # vLLM has no smaller heads on a CPU
 LATENT = {  # its kernels have one size of latent attention, and it reads two keys that transformers leaves out
     **dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, rms_norm_eps=1e-6),

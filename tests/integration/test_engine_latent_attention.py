@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from common.weights.wire.messages import Canary
-from tests.integration.engine_rig import Rig, logprobs, nudged
-from tests.integration.megatron.tiny_models import new_model
 from tests.integration.test_engine_flips import CASES
-from tests.waiting import until
+from tests.rigs.engines import EngineRig, logprobs, nudged
+from tests.rigs.tiny_models import new_model
+from tests.rigs.waiting import until
 
 
 def make(seed: int) -> Any:
@@ -18,18 +18,18 @@ def make(seed: int) -> Any:
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    made = Rig(tmp_path_factory.mktemp("engine"), make)
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineRig]:
+    made = EngineRig(tmp_path_factory.mktemp("engine"), make)
     yield made
     made.close()
 
 
-def test_the_first_version_is_proven_and_its_canary_agrees(rig: Rig) -> None:
+def test_the_first_version_is_proven_and_its_canary_agrees(rig: EngineRig) -> None:
     rig.put_first()
     rig.samples_with(1)
 
 
-def test_a_small_step_that_comes_as_a_delta_decodes_with_the_new_weights(rig: Rig) -> None:
+def test_a_small_step_that_comes_as_a_delta_decodes_with_the_new_weights(rig: EngineRig) -> None:
     rig.put(2, model=nudged(rig.models[1]))
     whole = sum(parameter.nbytes for parameter in rig.models[2].parameters())
     until(lambda: rig.publisher.stats().version_active == 2)
@@ -37,7 +37,7 @@ def test_a_small_step_that_comes_as_a_delta_decodes_with_the_new_weights(rig: Ri
     rig.samples_with(2)
 
 
-def test_decoding_with_other_weights_than_prefill_is_caught_and_stops_the_engine(rig: Rig) -> None:
+def test_decoding_with_other_weights_than_prefill_is_caught_and_stops_the_engine(rig: EngineRig) -> None:
     """Every parameter is right, and so is every log-probability of a prompt."""
     rig.run(rig.engine.spoil_decoding())
     tokens = [(i * 11) % 90 + 4 for i in range(32)]

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from rollout_fleet.vllm_patches.shared_files import FOLDER, PREFIX, Worker, remove_left_files
-from tests.integration.engine_rig import Rig, logprobs, prompt, worst
+from tests.rigs.engines import EngineRig, logprobs, prompt, worst
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    made = Rig(tmp_path_factory.mktemp("engine"), tensor_parallel=2)
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineRig]:
+    made = EngineRig(tmp_path_factory.mktemp("engine"), tensor_parallel=2)
     yield made
     files = recorded()
     made.close()
@@ -32,11 +32,11 @@ def recorded() -> list[str]:
     return [name for worker in ours for name in worker.files]
 
 
-def test_both_workers_get_load_and_prove_their_shards_and_the_canary_agrees(rig: Rig) -> None:
+def test_both_workers_get_load_and_prove_their_shards_and_the_canary_agrees(rig: EngineRig) -> None:
     rig.put_first()
 
 
-def test_a_flip_in_flight_is_exact_in_every_token(rig: Rig) -> None:
+def test_a_flip_in_flight_is_exact_in_every_token(rig: EngineRig) -> None:
     for i, got in enumerate(rig.flip_in_flight(2, requests=4, tokens=300)):
         assert {run.version for run in got.version_runs} <= {1, 2} and len(got.tokens) == 300
         start = got.version_runs[-1].start if len(got.version_runs) == 2 else len(got.tokens)
@@ -54,6 +54,6 @@ def test_the_shared_memory_of_the_workers_is_on_record_and_stays_while_they_live
     assert all((FOLDER / name).exists() for name in files)
 
 
-def test_one_element_damaged_in_one_shard_is_caught_and_stops_the_engine(rig: Rig) -> None:
+def test_one_element_damaged_in_one_shard_is_caught_and_stops_the_engine(rig: EngineRig) -> None:
     rig.put_damaged(3, "down_proj")
     rig.is_excluded(2, "of 2 has another shard of model.layers.0.mlp.down_proj.weight")

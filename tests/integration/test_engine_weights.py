@@ -26,11 +26,11 @@ from rollout_fleet.episode.driver import EpisodeRules, Sampling
 from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Generation
 from rollout_fleet.weights import engine_weights
-from tests.device import CUDA
-from tests.integration.engine_rig import (
+from tests.rigs.device import CUDA
+from tests.rigs.engines import (
     TOLERANCE,
     CudaScheduleEngine,
-    Rig,
+    EngineRig,
     RigEngine,
     exported,
     logprobs,
@@ -39,8 +39,8 @@ from tests.integration.engine_rig import (
     prompt,
     worst,
 )
-from tests.integration.weights.weight_plane_node import BufferTarget
-from tests.waiting import until, until_async
+from tests.rigs.waiting import until, until_async
+from tests.rigs.weight_processes import BufferTarget
 
 REQUESTS, TOKENS = 24, 400
 
@@ -49,13 +49,13 @@ KINDS = {"": RigEngine} if CUDA else {"": RigEngine, "as on CUDA": CudaScheduleE
 
 
 @pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
-def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    made = Rig(tmp_path_factory.mktemp("engine"), kind=request.param)
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineRig]:
+    made = EngineRig(tmp_path_factory.mktemp("engine"), kind=request.param)
     yield made
     made.close()
 
 
-def batches_in_flight(rig: Rig) -> bool:
+def batches_in_flight(rig: EngineRig) -> bool:
     """Whether this engine schedules as on CUDA."""
     return CUDA or isinstance(rig.engine, CudaScheduleEngine)
 
@@ -67,22 +67,22 @@ def boundary(generation: Generation, old: int, new: int) -> int:
     return generation.version_runs[1].start
 
 
-def test_an_engine_is_spawned_and_asks_nvml_for_devices_whatever_its_platform_forces(rig: Rig) -> None:
+def test_an_engine_is_spawned_and_asks_nvml_for_devices_whatever_its_platform_forces(rig: EngineRig) -> None:
     scheduler, _, variables = rig.run(rig.engine.told("VLLM_WORKER_MULTIPROC_METHOD", "PYTORCH_NVML_BASED_CUDA_CHECK"))
     assert variables == ["spawn", "1"]
     assert scheduler == ("AsyncScheduler" if batches_in_flight(rig) else "Scheduler")
 
 
-def test_nothing_is_sampled_before_weights_came(rig: Rig) -> None:
+def test_nothing_is_sampled_before_weights_came(rig: EngineRig) -> None:
     with pytest.raises(SlipstreamError, match="no weights yet"):
         rig.run(rig.engine.generate([5, 6], 4))
 
 
-def test_the_first_version_is_proven_and_its_canary_agrees(rig: Rig) -> None:
+def test_the_first_version_is_proven_and_its_canary_agrees(rig: EngineRig) -> None:
     rig.put_first()
 
 
-def test_the_engine_itself_refuses_a_flip_among_batches_in_flight(rig: Rig) -> None:
+def test_the_engine_itself_refuses_a_flip_among_batches_in_flight(rig: EngineRig) -> None:
     """EngineWeights pauses such an engine first. One without a queue has nothing in flight between two steps."""
 
     async def asked() -> tuple[int, Generation]:
@@ -118,7 +118,7 @@ class Newcomer(BufferTarget):
         return CanaryRead(logprobs(make_model(1), tokens), [])
 
 
-def test_a_newcomer_fetches_the_version_from_the_engine_while_it_generates(rig: Rig) -> None:
+def test_a_newcomer_fetches_the_version_from_the_engine_while_it_generates(rig: EngineRig) -> None:
     target = Newcomer()
 
     async def joined() -> Generation:
@@ -140,7 +140,7 @@ def test_a_newcomer_fetches_the_version_from_the_engine_while_it_generates(rig: 
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (0.7, 0.9)])
-def test_logprobs_are_of_the_distribution_sampled_from(rig: Rig, temperature: float, top_p: float) -> None:
+def test_logprobs_are_of_the_distribution_sampled_from(rig: EngineRig, temperature: float, top_p: float) -> None:
     got = rig.run(rig.engine.generate(prompt(3), 40, temperature, top_p))
     rows = rig.models[1](torch.tensor([prompt(3) + got.tokens])).logits[0, 11:-1].float() / temperature
     if top_p < 1:
@@ -151,7 +151,7 @@ def test_logprobs_are_of_the_distribution_sampled_from(rig: Rig, temperature: fl
     assert worst(got.logprobs, expected) < TOLERANCE
 
 
-def test_greedy_follows_hugging_face_and_an_end_token_is_the_last(rig: Rig) -> None:
+def test_greedy_follows_hugging_face_and_an_end_token_is_the_last(rig: EngineRig) -> None:
     model, tokens = rig.models[1], prompt(5)
     for _ in range(20):
         tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
@@ -162,7 +162,7 @@ def test_greedy_follows_hugging_face_and_an_end_token_is_the_last(rig: Rig) -> N
     assert stopped.finish_reason == "stop" and stopped.tokens == tokens[12 : 12 + tokens[12:].index(tokens[14]) + 1]
 
 
-def test_a_flip_in_flight_labels_every_token_when_the_cache_is_kept(rig: Rig) -> None:
+def test_a_flip_in_flight_labels_every_token_when_the_cache_is_kept(rig: EngineRig) -> None:
     done = rig.flip_in_flight(2, REQUESTS, TOKENS)
     for i, got in enumerate(done):
         b = boundary(got, 1, 2)
@@ -178,7 +178,7 @@ def test_a_flip_in_flight_labels_every_token_when_the_cache_is_kept(rig: Rig) ->
         assert worst(got.logprobs[b:], old[b:]) > 0.1, "the versions differ enough to be told apart"
 
 
-def test_a_flip_in_flight_is_of_the_new_policy_alone_when_the_cache_is_recomputed(rig: Rig) -> None:
+def test_a_flip_in_flight_is_of_the_new_policy_alone_when_the_cache_is_recomputed(rig: EngineRig) -> None:
     rig.engine.weights.recompute = True
     done = rig.flip_in_flight(3, REQUESTS, TOKENS)
     rig.engine.weights.recompute = False
@@ -193,14 +193,14 @@ def test_a_flip_in_flight_is_of_the_new_policy_alone_when_the_cache_is_recompute
 LONG = [(i * 13) % 90 + 4 for i in range(300)]  # more than two cache blocks
 
 
-def hits(rig: Rig) -> tuple[int, Generation]:
+def hits(rig: EngineRig) -> tuple[int, Generation]:
     """(prompt tokens that the prefix cache had, what came) of LONG."""
     before = rig.engine.counters.cached_tokens
     got = rig.run(rig.engine.generate(LONG, 8, temperature=0))
     return rig.engine.counters.cached_tokens - before, got
 
 
-def test_a_prefix_is_shared_within_a_version_and_never_across_a_flip(rig: Rig) -> None:
+def test_a_prefix_is_shared_within_a_version_and_never_across_a_flip(rig: EngineRig) -> None:
     assert hits(rig)[0] == 0
     assert hits(rig)[0] >= 256, "the second request of a version finds the blocks of the first"
     rig.put(4)
@@ -210,7 +210,7 @@ def test_a_prefix_is_shared_within_a_version_and_never_across_a_flip(rig: Rig) -
     assert hits(rig)[0] >= 256
 
 
-def test_samples_of_a_group_that_start_together_compute_their_prompt_once(rig: Rig) -> None:
+def test_samples_of_a_group_that_start_together_compute_their_prompt_once(rig: EngineRig) -> None:
     task = [(i * 17) % 90 + 4 for i in range(300)]
     before = rig.engine.counters.cached_tokens
 
@@ -221,7 +221,7 @@ def test_samples_of_a_group_that_start_together_compute_their_prompt_once(rig: R
     assert rig.engine.counters.cached_tokens - before >= 7 * 256
 
 
-def test_preempted_requests_sampled_tokens_and_the_use_of_the_cache_are_counted_while_they_run(rig: Rig) -> None:
+def test_preempted_requests_sampled_tokens_and_the_use_of_the_cache_are_counted_while_they_run(rig: EngineRig) -> None:
     """128 blocks of 128 tokens for 64 requests of four each: half of them lose theirs."""
     assert rig.engine.counters.preemptions == 0
     assert rig.engine.holds == 128 * 128 // 512
@@ -246,7 +246,7 @@ def test_preempted_requests_sampled_tokens_and_the_use_of_the_cache_are_counted_
 
 
 def test_a_request_that_was_sent_before_the_flip_and_arrives_after_it_reads_no_old_block(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: EngineRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = rig.engine.weights.label
     rig.put(7)
@@ -256,7 +256,7 @@ def test_a_request_that_was_sent_before_the_flip_and_arrives_after_it_reads_no_o
     assert worst(got.logprobs, logprobs(rig.models[7], LONG + got.tokens)[299:]) < TOLERANCE
 
 
-def test_a_request_that_waits_in_the_engine_across_a_flip_reads_no_old_block(rig: Rig) -> None:
+def test_a_request_that_waits_in_the_engine_across_a_flip_reads_no_old_block(rig: EngineRig) -> None:
     assert hits(rig)[0] >= 256
 
     async def waiting() -> Generation:
@@ -275,7 +275,7 @@ def test_a_request_that_waits_in_the_engine_across_a_flip_reads_no_old_block(rig
     assert worst(got.logprobs, logprobs(rig.models[8], LONG + got.tokens)[299:]) < TOLERANCE
 
 
-def test_a_cancelled_generate_frees_the_engine(rig: Rig) -> None:
+def test_a_cancelled_generate_frees_the_engine(rig: EngineRig) -> None:
     async def cancel() -> int:
         task = asyncio.create_task(rig.engine.generate(prompt(1), 490))
         await rig.sampling(1)
@@ -288,7 +288,7 @@ def test_a_cancelled_generate_frees_the_engine(rig: Rig) -> None:
     assert rig.engine.counters.aborted == 1
 
 
-def test_a_flip_whose_caller_goes_away_is_finished_and_proven(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flip_whose_caller_goes_away_is_finished_and_proven(rig: EngineRig, monkeypatch: pytest.MonkeyPatch) -> None:
     flip, core, started = rig.engine.weights.flip, rig.core, asyncio.Event()
 
     async def stopped(*arguments: Any) -> Flip:
@@ -320,14 +320,14 @@ def test_a_flip_whose_caller_goes_away_is_finished_and_proven(rig: Rig, monkeypa
     ],
 )
 def test_a_prompt_that_the_model_cannot_take_is_refused_and_the_engine_lives(
-    rig: Rig, tokens: list[int], says: str
+    rig: EngineRig, tokens: list[int], says: str
 ) -> None:
     with pytest.raises(ValueError, match=says):
         rig.run(rig.engine.generate(tokens, 4))
     assert rig.run(rig.engine.generate([5, 99, 6], 4)).tokens
 
 
-def test_one_element_damaged_on_its_way_is_rejected_sent_again_and_never_flipped(rig: Rig) -> None:
+def test_one_element_damaged_on_its_way_is_rejected_sent_again_and_never_flipped(rig: EngineRig) -> None:
     async def damaged() -> None:
         await rig.engine.damage_next_bucket(3)
         await rig.put_async(10)
@@ -351,7 +351,7 @@ def test_one_element_damaged_on_its_way_is_rejected_sent_again_and_never_flipped
     assert rig.client.state.excluded is None and rig.publisher.stats().fatal is None
 
 
-def test_a_small_step_arrives_as_a_delta_and_a_damaged_one_comes_again_whole(rig: Rig) -> None:
+def test_a_small_step_arrives_as_a_delta_and_a_damaged_one_comes_again_whole(rig: EngineRig) -> None:
     rig.put(11, model=nudged(rig.models[10]))
     whole = sum(tensor.nbytes for _, tensor in exported(rig.models[11]))
     until(lambda: rig.publisher.stats().version_active == 11)
@@ -365,7 +365,7 @@ def test_a_small_step_arrives_as_a_delta_and_a_damaged_one_comes_again_whole(rig
     assert rig.client.state.excluded is None
 
 
-def test_an_agent_s_tokens_and_log_probabilities_are_those_of_the_engine_version_by_version(rig: Rig) -> None:
+def test_an_agent_s_tokens_and_log_probabilities_are_those_of_the_engine_version_by_version(rig: EngineRig) -> None:
     from openai import AsyncOpenAI
 
     temperature, published = 0.8, (13, 14, 15)
@@ -416,7 +416,7 @@ def test_an_agent_s_tokens_and_log_probabilities_are_those_of_the_engine_version
         assert own and max(abs(expected[i] - recorded[i]) for i in own) < 2e-4
 
 
-def test_one_damaged_element_is_caught_by_the_proof_and_stops_the_engine(rig: Rig) -> None:
+def test_one_damaged_element_is_caught_by_the_proof_and_stops_the_engine(rig: EngineRig) -> None:
     async def damaged() -> list[object]:
         await rig.engine.damage_next_load("down_proj")
         running = [asyncio.create_task(rig.engine.generate(prompt(i), 450)) for i in range(4)]
@@ -432,7 +432,9 @@ def test_one_damaged_element_is_caught_by_the_proof_and_stops_the_engine(rig: Ri
     assert "published" in (rig.publisher.stats().fatal or "")
 
 
-def test_an_engine_that_hangs_in_a_flip_is_given_up_with_a_reason(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_hangs_in_a_flip_is_given_up_with_a_reason(
+    rig: EngineRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After all others: it leaves the engine as it found it, excluded."""
     monkeypatch.setattr(engine_weights, "ENGINE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(engine_weights, "PAUSE_TIMEOUT_S", 0.5)

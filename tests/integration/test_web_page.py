@@ -14,9 +14,9 @@ from common.process.run_dir import RunDir, write_json
 from common.segments import SegmentWriter
 from common.transcripts import Transcript, Turn
 from common.waits import WaitFor, WaitKind
-from tests.chromium import Page, browser, serving
-from tests.launch_rig import LEARNER, node_status, status_of
-from tests.run_fixture import Fixture
+from tests.rigs.chromium import Page, browser, serving
+from tests.rigs.configs import LEARNER, node_status, status_of
+from tests.rigs.telemetry import Fixture
 
 EVIL = "<script>document.title='broken in'</script><img src=x onerror=\"document.title='broken in'\">"
 

@@ -23,7 +23,7 @@ from broker.journal.journal import Journal
 from broker.journal.recovery import recover
 from broker.journal.store import Store, StoredPayload
 from tests.property.test_delivery_state import Delivery
-from tests.waiting import until
+from tests.rigs.waiting import until
 
 RETAIN_STEPS = 2
 

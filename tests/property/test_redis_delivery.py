@@ -8,7 +8,7 @@ from broker.delivery.state import DeliveryState
 from broker.journal.journal import Journal
 from broker.journal.redis_store import RedisStore
 from tests.property.test_durable_delivery import DurableDelivery
-from tests.redis_server import leading, redis_server
+from tests.rigs.redis_servers import leading, redis_server
 
 
 class RedisDelivery(DurableDelivery):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.launch_rig import ROOT
+from tests.rigs.processes import ROOT
 
 PACKAGES = ("common", "broker", "rollout_fleet", "learner", "launch")  # bench/ measures the pickles of others
 MODULES = {

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.launch_rig import ROOT
+from tests.rigs.processes import ROOT
 
 PACKAGES = ("common", "broker", "rollout_fleet", "learner", "launch")
 REASONS = {"reason", "reasons", "why", "on", "waiting_on", "waits_for", "failure", "stuck", "error"}

@@ -16,7 +16,7 @@ from common.run_reader import read_tail
 from common.segments import segments
 from common.spans import SpanBatch
 from common.transcripts import Transcript
-from tests.run_fixture import Fixture
+from tests.rigs.telemetry import Fixture
 
 
 @pytest.fixture(scope="module")

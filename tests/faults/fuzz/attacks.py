@@ -13,8 +13,8 @@ import zmq
 
 from broker import wire
 from common.weights.wire import messages
+from tests.rigs.waiting import LIMIT_S
 from tests.unit.broker.test_authorization import REQUESTS
-from tests.waiting import LIMIT_S
 
 Frames = list[bytes]
 

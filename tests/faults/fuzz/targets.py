@@ -13,7 +13,7 @@ from broker.main import run_broker
 from broker.server import flood_guard
 from common.config.schema import WeightsConfig
 from common.process.run_dir import write_atomic
-from tests.broker_rig import job
+from tests.rigs.brokers import job
 
 MAX_MESSAGE_BYTES = 1 << 20
 flood_guard.UNEXPLAINED_BYTES = 48 << 20

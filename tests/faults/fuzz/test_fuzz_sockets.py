@@ -26,11 +26,11 @@ from common.rollouts import GroupMeta, Task
 from common.security.credentials import Credential, KeyFolder, load_credential
 from common.weights.wire import messages
 from launch.keys import make
-from tests.broker_rig import dealer
 from tests.faults.fuzz import attacks
-from tests.waiting import LIMIT_S, until
+from tests.rigs.brokers import dealer
+from tests.rigs.processes import OURS
+from tests.rigs.waiting import LIMIT_S, until
 
-ROOT = Path(__file__).resolve().parents[3]
 MESSAGES = 3000
 CONNECTS = 1500
 HALF_OPEN = 150
@@ -63,7 +63,7 @@ class Target:
 def running(role: str, run_dir: Path, keys: Path | None) -> Iterator[Target]:
     run_dir.mkdir(exist_ok=True)
     log = run_dir / f"{role}.log"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **OURS}
     with log.open("wb") as out:
         command = [sys.executable, "-m", "tests.faults.fuzz.targets", role, str(run_dir), str(keys or "-")]
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)

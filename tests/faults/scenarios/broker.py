@@ -15,11 +15,10 @@ from broker.contract import NodeReport
 from common.errors import BrokerError, BrokerUnreachable
 from common.process.local_address import host_and_port
 from common.rollouts import GroupMeta
-from tests.faults.options import LEASE_S
-from tests.faults.promise import trained_lines
-from tests.faults.rig import Rig
 from tests.faults.scenario import scenario
-from tests.waiting import LIMIT_S
+from tests.rigs.fault_run import FaultRig
+from tests.rigs.promise import LEASE_S, trained_lines
+from tests.rigs.waiting import LIMIT_S
 
 NONSENSE_S = 1.5
 FULL_S = 2.0
@@ -32,7 +31,7 @@ FULL_S = 2.0
     bound_s=1.0,
     promise="refused, counted, reported once; other clients do not notice",
 )
-def malformed_messages(rig: Rig) -> float:
+def malformed_messages(rig: FaultRig) -> float:
     """A message that does not decode is answered with the reason; a connection that does not speak ZeroMQ is
     closed.
     """
@@ -61,7 +60,7 @@ def malformed_messages(rig: Rig) -> float:
     bound_s=1.0,
     promise="refused with the limit named; above twice the limit the connection is cut before it is read",
 )
-def oversized_messages(rig: Rig) -> float:
+def oversized_messages(rig: FaultRig) -> float:
     """The sender gets the limit as an answer and fails the lease; the broker never keeps the group in memory."""
     rig.broker_options["max_message_bytes"] = 1 << 20
     rig.start_all(nodes=2)
@@ -88,7 +87,7 @@ def oversized_messages(rig: Rig) -> float:
     bound_s=LEASE_S + 1.5,
     wild_clock=True,
 )
-def clock_jumps(rig: Rig) -> float:
+def clock_jumps(rig: FaultRig) -> float:
     """No decision uses the wall clock: leases and waits use the monotonic one. Only the times in events and metrics
     jump.
     """
@@ -109,7 +108,7 @@ def clock_jumps(rig: Rig) -> float:
     bound_s=1.5,
     promise="one broker per run",
 )
-def second_broker(rig: Rig) -> float:
+def second_broker(rig: FaultRig) -> float:
     """The second one is refused with exit code 2 and names the first; the first never notices."""
     rig.start_all(nodes=2)
     first = rig.broker_process
@@ -130,7 +129,7 @@ def second_broker(rig: Rig) -> float:
     bound="1 s",
     bound_s=1.0,
 )
-def full_disk(rig: Rig) -> float:
+def full_disk(rig: FaultRig) -> float:
     """The broker acknowledges only records on the disk: requests wait, and clients repeat them. No process ends.
     Events that could not be written are counted (`events_unwritten`).
     """

@@ -2,11 +2,10 @@
 
 import time
 
-from tests.faults.options import LEASE_S
-from tests.faults.rig import Rig
 from tests.faults.scenario import scenario
 from tests.faults.scenarios.redis import killed_under_load_s
-from tests.faults.storm import rage
+from tests.rigs.fault_run import FaultRig, rage
+from tests.rigs.promise import LEASE_S
 
 
 @scenario(
@@ -16,7 +15,7 @@ from tests.faults.storm import rage
     bound_s=2.0,
     redis="replica",
 )
-def redis_failover(rig: Rig) -> float:
+def redis_failover(rig: FaultRig) -> float:
     """The broker connects anew and repeats the batch; the replica has all acknowledged records."""
     rig.start_all(nodes=2)
     proxy = rig.redis.proxy
@@ -37,7 +36,7 @@ def redis_failover(rig: Rig) -> float:
     bound_s=3.0,
     redis="replica",
 )
-def redis_failover_back_in_time(rig: Rig) -> float:
+def redis_failover_back_in_time(rig: FaultRig) -> float:
     """The log's sequence number does not match what the leader expects. It writes a snapshot of its whole state and
     the groups that it has in memory; no process starts again.
     """
@@ -60,7 +59,7 @@ def redis_failover_back_in_time(rig: Rig) -> float:
     bound_s=5.0,
     redis="everysec",
 )
-def redis_killed_everysec(rig: Rig) -> float:
+def redis_killed_everysec(rig: FaultRig) -> float:
     """All acknowledged records had been written. If records are missing, the leader writes them again."""
     return killed_under_load_s(rig)
 
@@ -73,7 +72,7 @@ def redis_killed_everysec(rig: Rig) -> float:
     bound_s=LEASE_S + 5.0,
     redis="always",
 )
-def redis_storm(rig: Rig) -> float:
+def redis_storm(rig: FaultRig) -> float:
     """Each fault is handled as it is alone."""
     proxy = rig.start_behind_proxy(nodes=3)
     kinds = ["server", "server", "stop server", "broker", "node", "learner", "stop node", "cut"]

@@ -4,10 +4,10 @@ import signal
 import time
 
 from broker.delivery.learner_machines import LOST_S
-from tests.cluster.hosts import signal_to
-from tests.cluster.machine_rig import EVERY, TIMEOUT_S, MachineRig
 from tests.faults.scenario import scenario
-from tests.waiting import until
+from tests.rigs.hosts import signal_to
+from tests.rigs.machines import EVERY, TIMEOUT_S, MachineRig
+from tests.rigs.waiting import until
 
 START_S = 25.0  # a learner starts: imports, rendezvous, model, checkpoint
 MACHINES = {"rig": MachineRig, "cluster": True}

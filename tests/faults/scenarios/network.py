@@ -2,9 +2,9 @@
 
 import time
 
-from tests.faults.options import LEASE_S
-from tests.faults.rig import Rig
 from tests.faults.scenario import scenario
+from tests.rigs.fault_run import FaultRig
+from tests.rigs.promise import LEASE_S
 
 
 @scenario(
@@ -13,7 +13,7 @@ from tests.faults.scenario import scenario
     bound="reconnection (50 ms) + repetition of the request (2 s) + 1 s",
     bound_s=1.5,
 )
-def connections_cut(rig: Rig) -> float:
+def connections_cut(rig: FaultRig) -> float:
     """Clients reconnect by themselves and repeat unanswered requests. A repeated request is answered like the
     first, and leases whose answer was lost go back.
     """
@@ -31,7 +31,7 @@ def connections_cut(rig: Rig) -> float:
     bound="the time of the bytes and of ten round trips a step + 2 s",
     bound_s=10.0,
 )
-def slow_link(rig: Rig) -> float:
+def slow_link(rig: FaultRig) -> float:
     """All processes continue more slowly; no lease is lost, because heartbeats have a connection of their own."""
     proxy = rig.start_behind_proxy(padding_tokens=2200)
     proxy.delay_s, proxy.bytes_per_s = 0.1, 200_000.0
@@ -48,7 +48,7 @@ def slow_link(rig: Rig) -> float:
     bound="the time of the bytes, to the broker and to the learner + 8 s",
     bound_s=24.0,
 )
-def large_steps_on_a_slow_link(rig: Rig) -> float:
+def large_steps_on_a_slow_link(rig: FaultRig) -> float:
     """A take crosses the link once, longer than the learner's deadline, which the moving bytes extend."""
     proxy = rig.start_behind_proxy(padding_tokens=22_000, learner_deadline_s=2.0)
     proxy.bytes_per_s = 400_000.0
@@ -64,7 +64,7 @@ def large_steps_on_a_slow_link(rig: Rig) -> float:
     bound="repetition of the request (2 s) + 1 s",
     bound_s=1.5,
 )
-def black_hole(rig: Rig) -> float:
+def black_hole(rig: FaultRig) -> float:
     """Leases are lost and given again; delayed results under old leases are refused."""
     proxy = rig.start_behind_proxy()
     proxy.hold()
@@ -79,7 +79,7 @@ def black_hole(rig: Rig) -> float:
     bound="a wait for a task (15 s) + silence until a client connects anew (8 s) + 4 s",
     bound_s=27.0,
 )
-def connection_forgotten(rig: Rig) -> float:
+def connection_forgotten(rig: FaultRig) -> float:
     """An answer is due and nothing moves: the client connects anew and repeats its requests."""
     proxy = rig.start_behind_proxy(learner_deadline_s=60.0)
     proxy.lose()
@@ -92,7 +92,7 @@ def connection_forgotten(rig: Rig) -> float:
     bound="reconnection (50 ms) + repetition of the request (2 s) + 1 s",
     bound_s=1.5,
 )
-def half_closed(rig: Rig) -> float:
+def half_closed(rig: FaultRig) -> float:
     """The side that reads the end closes the connection; clients connect anew."""
     proxy = rig.start_behind_proxy()
     for to_server in (True, False, True, False):

@@ -6,10 +6,9 @@ from broker.contract import LedgerEntry
 from broker.journal.recording import existing_file_store, recorded
 from common.process.run_dir import RunDir
 from common.rollouts import decode_group
-from tests.faults.options import LEASE_S
-from tests.faults.rig import Rig
 from tests.faults.scenario import scenario
-from tests.faults.storm import rage
+from tests.rigs.fault_run import FaultRig, rage
+from tests.rigs.promise import LEASE_S
 
 LONG_STOP_S = 2.5 * LEASE_S
 
@@ -20,7 +19,7 @@ LONG_STOP_S = 2.5 * LEASE_S
     bound="`broker.lease_s` + a rollout + 1 s",
     bound_s=LEASE_S + 1.5,
 )
-def node_killed(rig: Rig) -> float:
+def node_killed(rig: FaultRig) -> float:
     """Its leases pass their deadline; the tasks go to other nodes, oldest first."""
     rig.start_all(nodes=3)
     worst = 0.0
@@ -41,7 +40,7 @@ def node_killed(rig: Rig) -> float:
     bound="start of the process + a rollout + 1 s",
     bound_s=3.0,
 )
-def node_killed_and_restarted(rig: Rig) -> float:
+def node_killed_and_restarted(rig: FaultRig) -> float:
     """The broker sees another process under the name and takes the old one's leases back at once."""
     rig.start_all(nodes=1)
     worst = 0.0
@@ -60,7 +59,7 @@ def node_killed_and_restarted(rig: Rig) -> float:
     bound="a heartbeat + 1 s",
     bound_s=1.5,
 )
-def node_stopped(rig: Rig) -> float:
+def node_stopped(rig: FaultRig) -> float:
     """Its leases are lost and its tasks go to others. When it continues, the broker tells it which leases are lost.
     It cancels their episodes and leases anew; a result under an old lease is refused.
     """
@@ -80,7 +79,7 @@ def node_stopped(rig: Rig) -> float:
     bound_s=4.0,
     promise="the same groups in the same order for the same steps; the weights come out the same, bit for bit",
 )
-def learner_killed(rig: Rig) -> float:
+def learner_killed(rig: FaultRig) -> float:
     """It resumes from its checkpoint and gets the groups again that it took and did not commit. Its task stream
     continues to the last offered task, so no prompt is skipped or repeated.
     """
@@ -102,7 +101,7 @@ def learner_killed(rig: Rig) -> float:
     bound="1 s",
     bound_s=1.0,
 )
-def learner_stopped(rig: Rig) -> float:
+def learner_stopped(rig: FaultRig) -> float:
     """Nodes fill the staleness window and wait; no group is lost or dropped, and no more are generated."""
     rig.start_all(nodes=2)
     assert rig.learner_process is not None
@@ -119,7 +118,7 @@ def learner_stopped(rig: Rig) -> float:
     bound_s=4.0,
     promise="one learner at a time; every group in exactly one committed step",
 )
-def learner_replaced(rig: Rig) -> float:
+def learner_replaced(rig: FaultRig) -> float:
     """The higher incarnation is the learner now. The first one's next request is refused with the reason; it stops."""
     rig.start_all(nodes=2)
     first = rig.learner_process
@@ -138,7 +137,7 @@ def learner_replaced(rig: Rig) -> float:
     bound="client's repetition (2 s) + 1 s",
     bound_s=1.5,
 )
-def broker_stopped(rig: Rig) -> float:
+def broker_stopped(rig: FaultRig) -> float:
     """Clients repeat their requests. When it continues, the broker reads the heartbeats that wait in its socket
     before it calls a lease lost.
     """
@@ -154,7 +153,7 @@ def broker_stopped(rig: Rig) -> float:
     bound="start of the process + reading its store + client's repetition (2 s) + 1 s",
     bound_s=4.0,
 )
-def broker_killed(rig: Rig) -> float:
+def broker_killed(rig: FaultRig) -> float:
     """It reads its store and continues at the same address. It has tasks, groups, taken and committed steps, and
     leases, which get a new deadline. Learner and nodes never end; they repeat unanswered requests.
     """
@@ -167,13 +166,13 @@ def broker_killed(rig: Rig) -> float:
     bound="start of the process + reading its store + client's repetition (2 s) + 1 s",
     bound_s=4.0,
 )
-def broker_killed_everysec(rig: Rig) -> float:
+def broker_killed_everysec(rig: FaultRig) -> float:
     """The same, because the kernel keeps written bytes when the process dies. A power cut would lose a second."""
     rig.broker_options["durability"] = "everysec"
     return _kill_brokers(rig)
 
 
-def _kill_brokers(rig: Rig) -> float:
+def _kill_brokers(rig: FaultRig) -> float:
     rig.start_all(nodes=2)
     worst, kills, learner = 0.0, 4, rig.learner_process
     for _ in range(kills):
@@ -190,7 +189,7 @@ def _kill_brokers(rig: Rig) -> float:
     return worst
 
 
-def _check_recorded(rig: Rig, ledger: list[LedgerEntry]) -> None:
+def _check_recorded(rig: FaultRig, ledger: list[LedgerEntry]) -> None:
     """The store kept the committed steps for `slipstream replay` as the ledger says."""
     steps = recorded(existing_file_store(RunDir(rig.run_dir)), groups_per_step=1).steps
     in_steps = {e.serial: e.step for e in ledger if e.state == "committed"}
@@ -206,7 +205,7 @@ def _check_recorded(rig: Rig, ledger: list[LedgerEntry]) -> None:
     bound="start of the processes + reading the store + replay + client's repetition (2 s) + 2 s",
     bound_s=5.0,
 )
-def all_killed(rig: Rig) -> float:
+def all_killed(rig: FaultRig) -> float:
     """Each process recovers as it does alone: the broker from its store, the learner from its checkpoint."""
     rig.start_all(nodes=2)
     worst = 0.0
@@ -232,7 +231,7 @@ def all_killed(rig: Rig) -> float:
     bound="`broker.lease_s` + start of a process + 3 s",
     bound_s=LEASE_S + 4.0,
 )
-def storm(rig: Rig) -> float:
+def storm(rig: FaultRig) -> float:
     """Each fault is handled as it is alone."""
     proxy = rig.start_behind_proxy(nodes=3)
     kinds = ["broker", "node", "learner", "stop node", "stop broker", "cut", "cut"]

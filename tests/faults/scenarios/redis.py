@@ -3,9 +3,9 @@
 import signal
 import time
 
-from tests.faults.options import LEASE_S
-from tests.faults.rig import Rig
 from tests.faults.scenario import scenario
+from tests.rigs.fault_run import FaultRig
+from tests.rigs.promise import LEASE_S
 
 
 @scenario(
@@ -15,7 +15,7 @@ from tests.faults.scenario import scenario
     bound_s=2.5,
     redis="always",
 )
-def redis_killed(rig: Rig) -> float:
+def redis_killed(rig: FaultRig) -> float:
     """Everything acknowledged is in the append-only file. The broker repeats unanswered batches, and its replies
     wait meanwhile. Leases are in the broker's memory and do not expire because of it.
     """
@@ -29,7 +29,7 @@ def redis_killed(rig: Rig) -> float:
     bound_s=LEASE_S + 2.0,
     redis="always",
 )
-def redis_stopped(rig: Rig) -> float:
+def redis_stopped(rig: FaultRig) -> float:
     """The broker acknowledges nothing until Redis answers again; it continues to give leases and take heartbeats."""
     rig.start_all(nodes=2)
     rig.redis.server.process.send_signal(signal.SIGSTOP)
@@ -45,7 +45,7 @@ def redis_stopped(rig: Rig) -> float:
     bound_s=2.0,
     redis="replica",
 )
-def redis_connections_cut(rig: Rig) -> float:
+def redis_connections_cut(rig: FaultRig) -> float:
     """redis-py connects anew and repeats the batch; the fenced append finds that it was applied."""
     rig.start_all(nodes=2)
     proxy = rig.redis.proxy
@@ -58,7 +58,7 @@ def redis_connections_cut(rig: Rig) -> float:
     return rig.new_steps_s(at_s)
 
 
-def killed_under_load_s(rig: Rig) -> float:
+def killed_under_load_s(rig: FaultRig) -> float:
     """The server is killed and started again, three times; the longest recovery from a start."""
     rig.start_all(nodes=2)
     worst = 0.0

@@ -3,10 +3,9 @@
 import itertools
 import time
 
-from tests.faults.options import LEASE_S
-from tests.faults.promise import trained_lines
-from tests.faults.rig import Rig
 from tests.faults.scenario import PROMISE, scenario
+from tests.rigs.fault_run import FaultRig
+from tests.rigs.promise import LEASE_S, trained_lines
 
 MAX_LEASE_S = 3.0
 
@@ -18,7 +17,7 @@ MAX_LEASE_S = 3.0
     bound_s=1.0,
     promise="a result is accepted once; a repetition is answered like the first and changes nothing",
 )
-def duplicate_results(rig: Rig) -> float:
+def duplicate_results(rig: FaultRig) -> float:
     """The token of an accepted result is remembered; its repetition is answered with `True` and dropped."""
     rig.start_all(nodes=2, repeats=True)
     at_s = trained_lines(rig.run_dir)[-1].at_s
@@ -35,7 +34,7 @@ def duplicate_results(rig: Rig) -> float:
     bound_s=LEASE_S + 1.0,
     promise="one accepted group per task: the late one is refused, counted as waste and not trained",
 )
-def late_results(rig: Rig) -> float:
+def late_results(rig: FaultRig) -> float:
     """The lease passes its deadline and the task goes to another node. The late result is refused, because its
     token is old.
     """
@@ -54,7 +53,7 @@ def late_results(rig: Rig) -> float:
     bound="`broker.max_lease_s` + a rollout + 1 s",
     bound_s=MAX_LEASE_S + 1.5,
 )
-def node_hangs(rig: Rig) -> float:
+def node_hangs(rig: FaultRig) -> float:
     """Heartbeats renew a lease no longer than `broker.max_lease_s`; then the task goes to another node, with event
     `lease_overdue`.
     """
@@ -82,7 +81,7 @@ def node_hangs(rig: Rig) -> float:
     + PROMISE,
     poisoned=7,
 )
-def poison_task(rig: Rig) -> float:
+def poison_task(rig: FaultRig) -> float:
     """At least two nodes try it, where there are two; then it is given up. It passes its place to the next task, so
     steps stay full.
     """

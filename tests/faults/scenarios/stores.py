@@ -7,11 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from tests.faults.options import LEASE_S, Checkpoint, Trained
-from tests.faults.promise import trained_lines
-from tests.faults.rig import Rig
 from tests.faults.scenario import scenario
-from tests.waiting import LIMIT_S
+from tests.rigs.fault_run import FaultRig
+from tests.rigs.promise import LEASE_S, Checkpoint, Trained, trained_lines
+from tests.rigs.waiting import LIMIT_S
 
 EMPTIED = {
     "recovered": "three new steps, from the start of the broker on",
@@ -31,7 +30,7 @@ PUT_BACK = EMPTIED | {
 
 
 @scenario(fault="store: the broker's machine loses RUN/store; the learner goes on living", **EMPTIED)
-def store_emptied(rig: Rig) -> float:
+def store_emptied(rig: FaultRig) -> float:
     """Every request of the learner says how far the log went. The broker does not know that log, so the learner
     attaches again, makes a checkpoint, and offers again what it has not consumed. No process ends.
     """
@@ -39,7 +38,7 @@ def store_emptied(rig: Rig) -> float:
 
 
 @scenario(fault="Redis: the server comes back empty; the learner goes on living", redis="always", **REDIS_EMPTIED)
-def redis_emptied(rig: Rig) -> float:
+def redis_emptied(rig: FaultRig) -> float:
     """The next broker gives its predecessor 6 s to write everything again. Then it begins an empty store
     (`store_lost`), and the learner follows as with files.
     """
@@ -53,7 +52,7 @@ def redis_emptied(rig: Rig) -> float:
     "learner goes on living",
     **PUT_BACK,
 )
-def store_put_back(rig: Rig) -> float:
+def store_put_back(rig: FaultRig) -> float:
     """The log ends before the place that the learner names, or continues differently from there. The learner ends with
     exit code 1. The next one resumes from the checkpoint and gets the groups that the store still knows.
     """
@@ -66,7 +65,7 @@ def store_put_back(rig: Rig) -> float:
     redis="everysec",
     **PUT_BACK,
 )
-def redis_put_back(rig: Rig) -> float:
+def redis_put_back(rig: FaultRig) -> float:
     """As with files."""
     return put_back_s(rig)
 
@@ -78,7 +77,7 @@ def redis_put_back(rig: Rig) -> float:
     bound_s=LEASE_S + 4.0,
     promise=EMPTIED["promise"],
 )
-def store_older_than_the_checkpoint(rig: Rig) -> float:
+def store_older_than_the_checkpoint(rig: FaultRig) -> float:
     """The living learner ends with exit code 1. The next one refuses with exit code 2, because the checkpoint was
     trained on groups that this store would give out again. With the store moved away it offers the tasks that were
     not consumed.
@@ -101,7 +100,7 @@ def store_older_than_the_checkpoint(rig: Rig) -> float:
 # -------------------------------------------------------------------- how it is done
 
 
-def emptied_s(rig: Rig) -> float:
+def emptied_s(rig: FaultRig) -> float:
     rig.learner_options = {"store_may_change": True}
     rig.start_all(nodes=2)
     learner = rig.learner_process
@@ -119,7 +118,7 @@ def emptied_s(rig: Rig) -> float:
     return recovery_s
 
 
-def put_back_s(rig: Rig) -> float:
+def put_back_s(rig: FaultRig) -> float:
     copied_s = lose_what_was_told(rig, every=1000)
     keep_lines(rig, lambda line: line.at_s <= copied_s)  # these steps have to get the same groups again
     at_s = time.monotonic()
@@ -127,13 +126,13 @@ def put_back_s(rig: Rig) -> float:
     return rig.new_steps_s(at_s)
 
 
-def keep_lines(rig: Rig, wanted: Callable[[Trained], bool]) -> None:
+def keep_lines(rig: FaultRig, wanted: Callable[[Trained], bool]) -> None:
     """Drop the lines of learner.jsonl about steps whose moves are lost."""
     lines = [msgspec.json.encode(line) + b"\n" for line in trained_lines(rig.run_dir) if wanted(line)]
     (rig.run_dir / "learner.jsonl").write_bytes(b"".join(lines))
 
 
-def lose_what_was_told(rig: Rig, every: int) -> float:
+def lose_what_was_told(rig: FaultRig, every: int) -> float:
     """The run's store is as it was before some steps, under a learner that notices it and ends; returns as of when."""
     rig.learner_options = {"store_may_change": True, "every": every}
     rig.start_all(nodes=2)
@@ -153,7 +152,7 @@ def lose_what_was_told(rig: Rig, every: int) -> float:
     return copied_s
 
 
-def kept(rig: Rig) -> list[Path]:
+def kept(rig: FaultRig) -> list[Path]:
     """Everything that the store consists of."""
     return [rig.redis.server.folder, rig.run_dir / "redis.json"] if rig.with_redis else [rig.run_dir / "store"]
 
@@ -162,7 +161,7 @@ def removed(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def kill_keepers(rig: Rig) -> float:
+def kill_keepers(rig: FaultRig) -> float:
     assert rig.broker_process is not None
     at_s = rig.kill(rig.broker_process)
     if rig.with_redis:
@@ -170,7 +169,7 @@ def kill_keepers(rig: Rig) -> float:
     return at_s
 
 
-def start_keepers(rig: Rig) -> float:
+def start_keepers(rig: FaultRig) -> float:
     """Redis and the broker; returns when, monotonic seconds."""
     if rig.with_redis:
         rig.redis.server.start()

@@ -19,23 +19,19 @@ from launch.observe.transcripts import read
 from launch.resolve_target import config_of, find_run
 from launch.results.replay import plan_replay
 from learner.loss.advantages import ADVANTAGES
-from tests.integration.jobs.job_rig import (
+from tests.rigs.jobs import (
     GROUPS,
     STALENESS,
-    Command,
     assert_trained_exactly_once,
-    descendants,
     events,
-    kill,
     ledger,
     metrics,
     slipstream,
     status,
-    survivors,
-    until,
     write_config,
 )
-from tests.redis_server import RedisServer, durable_redis
+from tests.rigs.processes import Command, descendants, kill, survivors, until
+from tests.rigs.redis_servers import RedisServer, durable_redis
 
 SLOW = {"options": {"pause_s": 0.25}}  # a step takes about this long at least, however fast the machine is
 

@@ -1,6 +1,11 @@
-"""Evaluation while a real job trains: a pool node, a shared fleet, and kills of everyone in between."""
+"""Evaluation while a real job trains: a pool node, a shared fleet, and kills of everyone in between.
+
+The learner of the shared fleet runs in another environment than broker and node: the one with the learner's pins.
+"""
 
 import json
+import os
+import sys
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,16 +13,8 @@ from typing import Any
 
 from common.evaluation import EvaluationResult
 from common.json_lines import lines_of, read_jsonl
-from tests.integration.jobs.job_rig import (
-    Command,
-    assert_trained_exactly_once,
-    events,
-    kill,
-    metrics,
-    status,
-    until,
-    write_config,
-)
+from tests.rigs.jobs import assert_trained_exactly_once, events, metrics, status, write_config
+from tests.rigs.processes import Command, Process, kill, until
 
 PROBLEMS = {"first": 96, "second": 8}
 
@@ -98,14 +95,25 @@ def test_pool_nodes_evaluate_versions_once_although_node_broker_and_learner_are_
     )
 
 
-def test_a_shared_fleet_evaluates_between_its_tasks_and_the_line_says_its_cost(assets, tmp_path):
+def test_a_learner_of_its_pinned_environment_trains_a_fleet_of_another_that_also_evaluates(assets, tmp_path):
+    """The environment with the learner's pins is that of SLIPSTREAM_LEARNER_PYTHON, as on CI; else this one is used."""
+    python = os.environ.get("SLIPSTREAM_LEARNER_PYTHON") or sys.executable
     run_dir, steps, every = tmp_path / "run", 6, 3
     told = {"every": every, "datasets": held_out(tmp_path), "samples": 1, "fleet": "shared"}
-    config = write_config(tmp_path / "job.yaml", assets, run_dir, steps, evaluation=told)
-    with Command(tmp_path, "up", "up", str(config)) as up:
-        assert up.wait() == 0, up.output()
+    weights = {"encoding": "delta", "canary_every": 1}  # versions and log-probabilities cross the environments
+    config = str(write_config(tmp_path / "job.yaml", assets, run_dir, steps, evaluation=told, weights=weights))
+    with (
+        Command(tmp_path, "broker", "broker", config) as broker,
+        Process(tmp_path / "learner.out", [python, "-m", "launch.cli", "learner", config]) as learner,
+        Command(tmp_path, "node", "rollout", config) as node,
+    ):
+        until("a step", lambda: metrics(run_dir), broker, learner, node)
+        for role in (learner, node):
+            assert role.wait() == 0, role.output()
+        assert_trained_exactly_once(run_dir, steps)
+        broker.drain()
+    assert max(line["canary_max_difference"] for line in metrics(run_dir)) < 1e-3
     assert_evaluated_once(run_dir, [0, every, steps], samples=1)
-    assert_trained_exactly_once(run_dir, steps)
     for line in lines(run_dir):
         assert line["held_s"] > 0 and line["seconds"] > 0 and line["tokens"] > 0
         assert set(line["pass_at"]) == {"1"}

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import transformers
 
-from tests.integration.jobs.job_rig import Command, make_assets, metrics, slipstream, write_config
-from tests.integration.megatron import tiny_models
+from tests.rigs import tiny_models
+from tests.rigs.jobs import make_assets, metrics, slipstream, write_config
+from tests.rigs.processes import Command
 
 STEPS = 2
 

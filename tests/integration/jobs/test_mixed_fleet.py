@@ -9,20 +9,10 @@ from typing import Any
 
 import psutil
 
-from tests.chrome_trace import ChromeTrace
-from tests.integration.jobs.job_rig import (
-    Command,
-    assert_trained_exactly_once,
-    descendants,
-    events,
-    ledger,
-    metrics,
-    slipstream,
-    status,
-    until,
-    write_config,
-)
-from tests.waiting import LIMIT_S
+from tests.rigs.jobs import assert_trained_exactly_once, events, ledger, metrics, slipstream, status, write_config
+from tests.rigs.processes import Command, descendants, until
+from tests.rigs.telemetry import ChromeTrace
+from tests.rigs.waiting import LIMIT_S
 
 TOLERANCE = 2e-4  # nat, between two float32 implementations of one model
 WIDE = "rollout.engine.tensor_parallel=2"

@@ -24,9 +24,8 @@ from common.rollouts import Sample, Task, decode_group
 from common.weights.source.publisher import WeightPublisher
 from launch.observe.transcripts import read
 from launch.quickstart.assets import build
-from tests.integration.jobs.job_rig import Command, descendants, survivors, until
-from tests.launch_rig import ROOT
-from tests.waiting import LIMIT_S
+from tests.rigs.processes import ROOT, Command, descendants, survivors, until
+from tests.rigs.waiting import LIMIT_S
 
 GROUP_SIZE, PER_STEP, EOS = 4, 4, 1
 TOLERANCE = 2e-4

@@ -17,9 +17,10 @@ import psutil
 
 from common.config.network_checks import split_address
 from common.weights.transports.groups import dist
-from tests.integration.jobs.job_rig import Command, descendants, metrics, slipstream, status, until, write_config
-from tests.redis_server import free_port
-from tests.waiting import LIMIT_S
+from tests.rigs.jobs import metrics, slipstream, status, write_config
+from tests.rigs.processes import Command, descendants, until
+from tests.rigs.redis_servers import free_port
+from tests.rigs.waiting import LIMIT_S
 
 WIDE = "rollout.engine.tensor_parallel=2"  # so that workers of vLLM talk to each other
 VALIDATE, PING = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=BI", 13, 7)  # words of torch's TCPStore
@@ -109,7 +110,7 @@ def attack(address: tuple[str, int], mark: bytes) -> int:
 def test_no_port_of_a_running_job_unpickles_what_it_gets(assets: Path, tmp_path: Path) -> None:
     run_dir, mark = tmp_path / "run", tmp_path / "unpickled"
     sections: dict[str, dict[str, Any]] = {
-        "tasks": {"environment": "tests.integration.jobs.pickle_agent:agent", "options": {"pause_s": 0.25}},
+        "tasks": {"environment": "tests.rigs.environments:agent", "options": {"pause_s": 0.25}},
         "learner": {"world_size": 2, "parallel": {"pipeline": 2}},
         "weights": {"transport": "relay"},
         "rollout": {"max_turns": 2},

@@ -5,10 +5,10 @@ import statistics
 from pathlib import Path
 
 from launch.up.devices import interpreter
-from tests.device import CUDA
-from tests.integration.jobs.job_rig import Process, metrics
 from tests.integration.megatron.test_megatron_parity import Record
-from tests.launch_rig import ROOT
+from tests.rigs.device import CUDA
+from tests.rigs.jobs import metrics
+from tests.rigs.processes import ROOT, Process
 
 STEPS = int(os.environ.get("SLIPSTREAM_TEST_STEPS", "2"))
 LEARNS = 40  # steps in which the reward must rise

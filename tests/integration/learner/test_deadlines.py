@@ -12,11 +12,11 @@ import pytest
 
 from common.process.lifecycle import alive
 from launch.up.supervisor import RoleSpec, Supervisor
-from tests.cluster.hosts import Host, hosts, missing
-from tests.integration.jobs.job_rig import Process
-from tests.integration.jobs.job_rig import until as until_commands
-from tests.integration.learner.learner_rig import GROUPS, STEPS, Job, assert_delivered_once
-from tests.waiting import until
+from tests.rigs.hosts import Host, hosts, missing
+from tests.rigs.jobs import GROUPS, STEPS, Job, assert_delivered_once
+from tests.rigs.processes import Process
+from tests.rigs.processes import until as until_commands
+from tests.rigs.waiting import until
 
 
 def two_ranks(timeout_s: int) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from broker.contract import LedgerEntry
 from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
 from common.run_reader import read_tail
-from tests.integration.jobs.job_rig import until
-from tests.integration.learner.learner_rig import STEPS, Job, weights_of
-from tests.launch_rig import run_cli
-from tests.redis_server import durable_redis
+from tests.rigs.configs import run_cli
+from tests.rigs.jobs import STEPS, Job, weights_of
+from tests.rigs.processes import until
+from tests.rigs.redis_servers import durable_redis
 
 LEARNER = {"dynamic_sampling": True}
 KEPT = {"every": 3, "keep": 9, "asynchronous": False}

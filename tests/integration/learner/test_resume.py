@@ -13,11 +13,11 @@ import pytest
 
 from common.errors import EXIT_HOPELESS
 from learner.batch.dynamic_sampling import carries_signal
-from tests.device import CUDA
-from tests.integration.jobs.job_rig import Process, slipstream, until
-from tests.integration.learner.learner_rig import GROUP_SIZE, GROUPS, STEPS, VOCABULARY, Job, assert_delivered_once
-from tests.integration.learner.recorded_node import recorded_group
-from tests.redis_server import free_port
+from tests.rigs.device import CUDA
+from tests.rigs.jobs import GROUP_SIZE, GROUPS, STEPS, VOCABULARY, Job, assert_delivered_once, slipstream
+from tests.rigs.processes import Process, until
+from tests.rigs.recorded_node import recorded_group
+from tests.rigs.redis_servers import free_port
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from pyarrow.parquet import write_table
 
 from common.config.loading import load_resolved
 from common.metrics import SftMetrics
-from tests.hub_standin import hub_standin
-from tests.integration.jobs.job_rig import Process
-from tests.integration.learner.learner_rig import Run
+from tests.rigs.hub import hub_standin
+from tests.rigs.jobs import Run
+from tests.rigs.processes import Process
 
 PAIRS = [("Q: 1+2=? A:", " =3"), ("Q: 40+2=? A:", " =42"), ("Q: 5+5=? A:", " 5+5=10 =10"), ("Guess 1-31\n", "16")]
 

@@ -12,9 +12,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.integration.megatron import fork_rig, tiny_models
-from tests.integration.megatron.fork_rig import Outcome, group, same, section, worst
-from tests.integration.megatron.tiny_models import TEMPERATURE, exported, microbatches, policy_loss
+from tests.rigs import forked_ranks, tiny_models
+from tests.rigs.forked_ranks import Outcome, group, same, section, worst
+from tests.rigs.tiny_models import TEMPERATURE, exported, microbatches, policy_loss
 
 SHORT_YARN = {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 DYNAMIC = {"rope_theta": 1e6, "rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 512}
@@ -84,7 +84,7 @@ def job_model(folder: Path, spec: dict[str, Any]) -> None:
     model = tiny_models.new_model(REFUSED[kind][0] if kind in REFUSED else kind)
     model.save_pretrained(folder / "models" / kind)
     if kind not in REFUSED:
-        fork_rig.write(folder / "reference" / kind, 0, *tiny_models.reference(model))
+        forked_ranks.write(folder / "reference" / kind, 0, *tiny_models.reference(model))
 
 
 def job_load(folder: Path, spec: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ def job_load(folder: Path, spec: dict[str, Any]) -> None:
         backend.optimizer.zero_grad()
         backend.schedule.train(tiny_models.share(backend, microbatches(0)), policy_loss, TEMPERATURE, entropy=True)
         tensors |= {f"gradient.{n}": t for n, t in tiny_models.gradients(backend).items()}
-    fork_rig.write(folder / spec["name"], backend.rank, tensors, {})
+    forked_ranks.write(folder / spec["name"], backend.rank, tensors, {})
 
 
 def job_refused(folder: Path, spec: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ def job_refused(folder: Path, spec: dict[str, Any]) -> None:
             result["unverified"] = refusal(folder, spec)
             stack.enter_context(patch.object(verify, "check_translation", nothing))
             result["weights"] = refusal(folder, spec | {"verify": True})
-    fork_rig.write(folder / "refused" / spec["name"], torch.distributed.get_rank(), {}, result)
+    forked_ranks.write(folder / "refused" / spec["name"], torch.distributed.get_rank(), {}, result)
 
 
 def nothing(*args: Any, **kwargs: Any) -> None: ...
@@ -130,15 +130,15 @@ def refusal(folder: Path, spec: dict[str, Any]) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, what Hugging Face makes of them, and what every layout makes of them."""
-    return fork_rig.run(
+    return forked_ranks.run(
         tmp_path_factory,
-        group(job_model, [{"kind": kind} for kind in [*DENSE, *MOE, *REFUSED]]),
-        group(job_load, ONE + ROUNDED + TWO),
+        group(job_model, [{"kind": kind} for kind in [*DENSE, *MOE, *REFUSED]], shared=True),
+        group(job_load, ONE + ROUNDED + TWO, shared=True),
         group(job_refused, WRONG + REFUSALS + WRONG_TWO),
     )
 
 
-layouts = fork_rig.named(ONE + TWO)
+layouts = forked_ranks.named(ONE + TWO)
 
 
 @layouts
@@ -166,7 +166,7 @@ def test_transformers_loads_the_saved_folder_with_the_same_weights(folder: Path,
     same(loaded.state_dict(), transformers.AutoModelForCausalLM.from_pretrained(source).state_dict())
 
 
-@fork_rig.named(ROUNDED)
+@forked_ranks.named(ROUNDED)
 def test_bfloat16_rounds_the_weights_once_and_leaves_what_routers_select_by(folder: Path, spec: dict[str, Any]) -> None:
     source = load_file(folder / "models" / spec["kind"] / "model.safetensors")
     kept = "e_score_correction_bias"
@@ -174,7 +174,7 @@ def test_bfloat16_rounds_the_weights_once_and_leaves_what_routers_select_by(fold
     same(Outcome(folder / spec["name"]).section("weight"), rounded)
 
 
-@fork_rig.named(WRONG + WRONG_TWO)
+@forked_ranks.named(WRONG + WRONG_TWO)
 def test_the_forward_check_refuses_a_wrong_translation_on_every_rank(folder: Path, spec: dict[str, Any]) -> None:
     source = folder / "models" / spec["kind"]
     architecture = json.loads((source / "config.json").read_text())["architectures"][0]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.megatron import fork_rig, tiny_models
-from tests.integration.megatron.fork_rig import Outcome, group, same
-from tests.integration.megatron.tiny_models import exported, figures
+from tests.rigs import forked_ranks, tiny_models
+from tests.rigs.forked_ranks import Outcome, group, same
+from tests.rigs.tiny_models import exported, figures
 
 SAVED_AT = 3  # steps before the checkpoint
 SAVE: list[dict[str, Any]] = [
@@ -47,17 +47,17 @@ def job_save(folder: Path, spec: dict[str, Any]) -> None:
     result["done"] = [backend.checkpoint_done(wait=False), backend.checkpoint_done(wait=True)]
     result["states"] = state_digest(backend)
     tensors |= exported(backend, "after")
-    fork_rig.write(folder / spec["name"], backend.rank, tensors, result)
+    forked_ranks.write(folder / spec["name"], backend.rank, tensors, result)
 
 
 def job_resume(folder: Path, spec: dict[str, Any]) -> None:
-    """Load a checkpoint in this new process, under the given layout, and take one more step."""
+    """Load a checkpoint under the given layout, and take one more step."""
     backend = tiny_models.backend(folder, spec | {"seed": 99})
     backend.load_checkpoint(folder / "checkpoints" / spec["checkpoint"])
     tensors = tiny_models.logprobs(backend)
     result = {"after": figures(backend, SAVED_AT), "states": state_digest(backend)}
     tensors |= exported(backend, "after")
-    fork_rig.write(folder / spec["name"], backend.rank, tensors, result)
+    forked_ranks.write(folder / spec["name"], backend.rank, tensors, result)
 
 
 def job_fresh(folder: Path, spec: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ def job_fresh(folder: Path, spec: dict[str, Any]) -> None:
     steps = [[figures(backend, n) for n in range(2)]]
     backend.load_checkpoint(folder / "checkpoints" / spec["name"])
     steps.append([figures(backend, n) for n in range(2)])
-    fork_rig.write(folder / spec["name"], backend.rank, {}, {"steps": steps})
+    forked_ranks.write(folder / spec["name"], backend.rank, {}, {"steps": steps})
 
 
 def job_full_disk(folder: Path, spec: dict[str, Any]) -> None:
@@ -84,14 +84,14 @@ def job_full_disk(folder: Path, spec: dict[str, Any]) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     in_a_file = folder / "models" / "tied" / "config.json" / "in-a-file"
     messages.append(tiny_models.refusal(backend.start_checkpoint, in_a_file))
-    fork_rig.write(folder / spec["name"], backend.rank, {}, {"messages": messages})
+    forked_ranks.write(folder / spec["name"], backend.rank, {}, {"messages": messages})
 
 
 def job_mismatch(folder: Path, spec: dict[str, Any]) -> None:
     """A checkpoint of another model."""
     backend = tiny_models.backend(folder, spec)
     said = tiny_models.refusal(backend.load_checkpoint, folder / "checkpoints" / spec["checkpoint"])
-    fork_rig.write(folder / spec["name"], backend.rank, {}, {"message": said})
+    forked_ranks.write(folder / spec["name"], backend.rank, {}, {"message": said})
 
 
 def state_digest(backend: Any) -> list[float]:
@@ -105,25 +105,26 @@ def state_digest(backend: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fork_rig.run(
+    return forked_ranks.run(
         tmp_path_factory,
         group(tiny_models.job_models, [{"kinds": ["tied", "moe"]}]),
-        group(job_save, SAVE),
+        group(job_save, SAVE, shared=True),
         group(job_fresh, [{"name": "fresh"}]),
-        group(job_resume, SAME + OTHER),
+        group(job_resume, SAME),  # in new processes, which have nothing but the checkpoint
+        group(job_resume, OTHER, shared=True),
         group(job_full_disk, [FULL_DISK]),
         group(job_mismatch, [{"name": "wrong", "checkpoint": "ep2"}]),
     )
 
 
-@fork_rig.named(SAVE)
+@forked_ranks.named(SAVE)
 def test_a_save_is_there_when_every_rank_says_that_it_is_done(folder: Path, spec: dict[str, Any]) -> None:
     said = [rank["done"] for rank in Outcome(folder / spec["name"]).ranks]
     assert said == [said[0]] * len(said) and said[0][1] is True
     assert (folder / "checkpoints" / spec["name"] / "metadata.json").is_file()
 
 
-@fork_rig.named(SAME)
+@forked_ranks.named(SAME)
 def test_resuming_takes_bitwise_the_step_of_the_run_that_went_on(folder: Path, spec: dict[str, Any]) -> None:
     went_on, came_back = Outcome(folder / spec["checkpoint"]), Outcome(folder / spec["name"])
     assert [rank["after"] for rank in came_back.ranks] == [rank["after"] for rank in went_on.ranks]
@@ -131,7 +132,7 @@ def test_resuming_takes_bitwise_the_step_of_the_run_that_went_on(folder: Path, s
     same(came_back.tensors, went_on.tensors)
 
 
-@fork_rig.named(OTHER)
+@forked_ranks.named(OTHER)
 def test_another_layout_continues_with_the_same_loss_and_step(folder: Path, spec: dict[str, Any]) -> None:
     went_on, came_back = Outcome(folder / spec["checkpoint"]), Outcome(folder / spec["name"])
     expected, found = went_on.ranks[0]["after"], came_back.ranks[0]["after"]

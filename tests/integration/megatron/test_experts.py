@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from learner.backend_protocol import LossOutput, Microbatch
-from tests.integration.megatron import fork_rig, tiny_models
-from tests.integration.megatron.fork_rig import Outcome, group, relative, same, worst
-from tests.integration.megatron.tiny_models import STEPS, TEMPERATURE, exported, hugging_face, microbatches, policy_loss
+from tests.rigs import forked_ranks, tiny_models
+from tests.rigs.forked_ranks import Outcome, group, relative, same, worst
+from tests.rigs.tiny_models import STEPS, TEMPERATURE, exported, hugging_face, microbatches, policy_loss
 
 EXPERTS, CHOSEN = 8, 2
 RATE = 0.3  # either balance has it; large, so that an error shows in every gradient
@@ -187,7 +187,7 @@ def job_reference(folder: Path, spec: dict[str, Any]) -> None:
     if case.get("freeze_router"):
         tiny_models.adamw_steps(model)
         tensors |= {f"trained.{n}": w for n, w in tiny_models.in_files(model).items()}
-    fork_rig.write(folder / "reference" / spec["name"], 0, tensors, {"routing": [changed, known], "norm": norm})
+    forked_ranks.write(folder / "reference" / spec["name"], 0, tensors, {"routing": [changed, known], "norm": norm})
 
 
 def job_experts(folder: Path, spec: dict[str, Any]) -> None:
@@ -217,7 +217,7 @@ def job_experts(folder: Path, spec: dict[str, Any]) -> None:
     tensors |= exported(backend, "trained")
     replayed = [steps[0].sums[name] for name in ("routing_changed", "routing_replayed")] if replay else []
     result = {"norm": steps[0].grad_norm, "routing": replayed}
-    fork_rig.write(folder / spec["name"], backend.rank, tensors, result)
+    forked_ranks.write(folder / spec["name"], backend.rank, tensors, result)
 
 
 @pytest.fixture(scope="module")
@@ -227,9 +227,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"name": f"{case}-{layout}", **CASES[case], "ranks": LAYOUTS[layout][0], "parallel": LAYOUTS[layout][1]}
         for case, layout in PAIRS
     ]
-    return fork_rig.run(
-        tmp_path_factory, group(job_reference, [{"name": n, **c} for n, c in CASES.items()]), group(job_experts, specs)
-    )
+    references = [{"name": name, "ranks": 1, **case} for name, case in CASES.items()]
+    groups = group(job_reference, references, shared=True), group(job_experts, specs, shared=True)
+    return forked_ranks.run(tmp_path_factory, *groups)
 
 
 def outcomes(folder: Path, case: str, layout: str) -> tuple[Outcome, Outcome]:

@@ -14,11 +14,12 @@ from safetensors.torch import load_file
 from common.config.schema import Config, LearnerConfig, ModelConfig, ParallelConfig, RunConfig, TasksConfig
 from common.process.run_dir import RunDir
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
-from tests.integration.megatron import fork_rig, tiny_models
-from tests.integration.megatron.fork_rig import Outcome, group, same
-from tests.integration.megatron.tiny_models import TEMPERATURE, exported, figures, microbatches
-from tests.launch_rig import ROOT, run_cli
-from tests.waiting import LIMIT_S
+from tests.rigs import forked_ranks, tiny_models
+from tests.rigs.configs import run_cli
+from tests.rigs.forked_ranks import Outcome, group, same
+from tests.rigs.processes import OURS
+from tests.rigs.tiny_models import TEMPERATURE, exported, figures, microbatches
+from tests.rigs.waiting import LIMIT_S
 
 STEPS = 2
 RUNS = [
@@ -26,7 +27,7 @@ RUNS = [
     {"name": "ep2", "kind": "moe", "parallel": {"expert": 2}},
     {"name": "pp2-bf16", "kind": "served", "dtype": "bfloat16", "parallel": {"pipeline": 2}},
 ]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = os.environ | OURS
 VLLM = """
 import json, os, sys
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -65,13 +66,13 @@ def job_train(folder: Path, spec: dict[str, Any]) -> None:
     if backend.rank == 0:
         checkpoints.finish(TrainerState(policy_version=STEPS, incarnation=0, tasks=StreamState()))
     tensors = tiny_models.logprobs(backend) | exported(backend, "weight")
-    fork_rig.write(folder / "found" / spec["name"], backend.rank, tensors, {})
+    forked_ranks.write(folder / "found" / spec["name"], backend.rank, tensors, {})
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run folders, and next to them what `slipstream export` made of their checkpoints."""
-    place = fork_rig.run(
+    place = forked_ranks.run(
         tmp_path_factory, group(tiny_models.job_models, [{"kinds": ["served", "moe"]}]), group(job_train, RUNS)
     )
     for spec in RUNS:
@@ -81,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@fork_rig.named(RUNS)
+@forked_ranks.named(RUNS)
 def test_the_folder_holds_the_weights_of_the_checkpoint_and_the_sources_other_files(
     folder: Path, spec: dict[str, Any]
 ) -> None:
@@ -90,7 +91,7 @@ def test_the_folder_holds_the_weights_of_the_checkpoint_and_the_sources_other_fi
     same(load_file(exported / "model.safetensors"), Outcome(folder / "found" / spec["name"]).section("weight"))
 
 
-@fork_rig.named(RUNS)
+@forked_ranks.named(RUNS)
 def test_transformers_computes_what_the_learner_computed(folder: Path, spec: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.megatron import fork_rig
-from tests.integration.megatron.fork_rig import Outcome, group
+from tests.rigs import forked_ranks
+from tests.rigs.forked_ranks import Outcome, group
 
 
 def job_case(folder: Path, spec: dict[str, Any]) -> None:
@@ -17,7 +17,7 @@ def job_case(folder: Path, spec: dict[str, Any]) -> None:
         raise RuntimeError("this case fails")
     total = torch.ones(1)
     torch.distributed.all_reduce(total)
-    fork_rig.write(folder / spec["name"], rank, {"total": total}, {"process": os.getpid()})
+    forked_ranks.write(folder / spec["name"], rank, {"total": total}, {"process": os.getpid()})
 
 
 def test_neighbours_of_one_size_share_processes_and_a_case_that_fails_is_alone_in_it(
@@ -25,7 +25,7 @@ def test_neighbours_of_one_size_share_processes_and_a_case_that_fails_is_alone_i
 ) -> None:
     pairs = [{"name": name, "ranks": 2, "fails": name == "third"} for name in ("first", "second", "third", "fourth")]
     specs = [*pairs, {"name": "fifth", "ranks": 2}, {"name": "alone", "ranks": 1}]
-    folder = fork_rig.run(tmp_path_factory, group(job_case, specs, shared=True))
+    folder = forked_ranks.run(tmp_path_factory, group(job_case, specs, shared=True))
     found = {name: Outcome(folder / name) for name in ("first", "second", "fourth", "fifth", "alone")}
     used = {name: {rank["process"] for rank in outcome.ranks} for name, outcome in found.items()}
     assert used["first"] == used["second"] and used["fourth"] == used["fifth"]

@@ -22,11 +22,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from learner.backend_protocol import StepResult
-from tests.device import CUDA, LOOSE, RANKS
-from tests.integration.megatron import fork_rig, tiny_models
-from tests.integration.megatron.fork_rig import Outcome, group, relative, same, worst
-from tests.integration.megatron.layouts import LAYOUTS, MODELS, Layout, computed
-from tests.integration.megatron.tiny_models import STEPS, TEMPERATURE, exported, microbatches, policy_loss
+from tests.rigs import forked_ranks, tiny_models
+from tests.rigs.device import CUDA, LOOSE, RANKS
+from tests.rigs.forked_ranks import Outcome, group, relative, same, worst
+from tests.rigs.layouts import LAYOUTS, MODELS, Layout, computed
+from tests.rigs.tiny_models import STEPS, TEMPERATURE, exported, microbatches, policy_loss
 
 BF16 = {"name": "bf16", "kind": "tied", "dtype": "bfloat16", "save": True}
 SAVED = {"tied-one", "tied-tp2-sp", "tied-pp2-vpp2", "moe-tp2-sp-ep2"}
@@ -62,7 +62,7 @@ def job_reference(folder: Path, spec: dict[str, Any]) -> None:
     tensors |= {f"weight.{n}": w for n, w in tiny_models.in_files(model).items()}
     tiny_models.adamw_steps(model)
     tensors |= {f"trained.{n}": w for n, w in tiny_models.in_files(model).items()}
-    fork_rig.write(folder / "reference" / kind, 0, tensors, result)
+    forked_ranks.write(folder / "reference" / kind, 0, tensors, result)
 
 
 def job_layout(folder: Path, spec: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
     tensors |= trained if backend.rank == 0 else {}
     if spec.get("save"):
         backend.save_hf(folder / "saved" / spec["name"])
-    fork_rig.write(folder / spec["name"], backend.rank, tensors, result)
+    forked_ranks.write(folder / spec["name"], backend.rank, tensors, result)
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
@@ -131,7 +131,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     specs = [x.spec | {"save": x.name in SAVED, "verify": x.name in VERIFIED, "ranks": x.ranks} for x in TRIED]
     references = [{"kind": kind} for kind in MODELS]
     groups = group(job_reference, references, shared=True), group(job_layout, [BF16, *specs], shared=True)
-    return fork_rig.run(tmp_path_factory, *groups)
+    return forked_ranks.run(tmp_path_factory, *groups)
 
 
 @functools.cache
@@ -283,7 +283,7 @@ def test_ranks_that_are_spawned_find_what_forked_ones_find(
     names = [x.name for x in LAYOUTS if x.kind == "tied" and x.ranks == min(2, RANKS)][:2]
     specs = [x.spec | {"ranks": x.ranks} for x in LAYOUTS if x.name in names]
     groups = group(tiny_models.job_models, [{"kinds": ["tied"]}]), group(job_layout, specs, shared=True)
-    spawned = fork_rig.run(tmp_path_factory, *groups, spawn=True)
+    spawned = forked_ranks.run(tmp_path_factory, *groups, spawn=True)
     for name in names:
         assert Outcome(spawned / name).ranks == found_of(folder, name).ranks
         same(Outcome(spawned / name).tensors, found_of(folder, name).tensors)

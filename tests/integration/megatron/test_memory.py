@@ -10,9 +10,9 @@ import psutil
 import pytest
 import torch
 
-from tests.integration.megatron import fork_rig, tiny_models
-from tests.integration.megatron.fork_rig import Outcome, group, same, worst
-from tests.integration.megatron.tiny_models import TEMPERATURE, exported, figures, microbatches, policy_loss, share
+from tests.rigs import forked_ranks, tiny_models
+from tests.rigs.forked_ranks import Outcome, group, same, worst
+from tests.rigs.tiny_models import TEMPERATURE, exported, figures, microbatches, policy_loss, share
 
 HOW = ("none", "selective", "full")
 KINDS = ("optimizer", "gradients", "parameters")
@@ -60,7 +60,7 @@ def job_recompute(folder: Path, spec: dict[str, Any]) -> None:
         for kind in ("buffers", "expert_parallel_buffers"):
             for j, buffer in enumerate(getattr(chunk, kind)):
                 tensors[f"gradient{backend.rank}.{i}.{kind}.{j}"] = buffer.grad_data.clone()
-    fork_rig.write(folder / spec["name"], backend.rank, tensors, {"loss": totals.loss, "calls": calls})
+    forked_ranks.write(folder / spec["name"], backend.rank, tensors, {"loss": totals.loss, "calls": calls})
 
 
 def job_offload(folder: Path, spec: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ def job_offload(folder: Path, spec: dict[str, Any]) -> None:
     result["steps"].append(figures(backend, 3))
     tensors |= exported(backend, "came")
     backend.save_hf(folder / "saved" / spec["name"])
-    fork_rig.write(folder / spec["name"], backend.rank, tensors, result)
+    forked_ranks.write(folder / spec["name"], backend.rank, tensors, result)
 
 
 def job_resident(folder: Path, spec: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ def job_resident(folder: Path, spec: dict[str, Any]) -> None:
         resident.append(process.memory_info().rss)
     resident.append(process.memory_info().rss)
     gradients = sum(b.grad_data.numel() * 4 for chunk in backend.chunks for b in chunk.buffers)
-    fork_rig.write(folder / spec["name"], backend.rank, {}, {"resident": resident, "gradients": gradients})
+    forked_ranks.write(folder / spec["name"], backend.rank, {}, {"resident": resident, "gradients": gradients})
 
 
 def on_device(backend: Any) -> dict[str, list[int]]:
@@ -118,11 +118,13 @@ def on_device(backend: Any) -> dict[str, list[int]]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layouts = [(f"{name}-{how}", how, more) for name, more in RECOMPUTE.items() for how in HOW]
-    return fork_rig.run(
+    return forked_ranks.run(
         tmp_path_factory,
         group(tiny_models.job_models, [{"kinds": ["tied", "moe", "wide"]}]),
-        group(job_recompute, [{"name": name, "memory": {"recompute": how}, **more} for name, how, more in layouts]),
-        group(job_offload, OFFLOAD),
+        group(
+            job_recompute, [{"name": name, "memory": {"recompute": how}, **more} for name, how, more in layouts], True
+        ),
+        group(job_offload, OFFLOAD, shared=True),
         group(job_resident, [{"name": "wide", "kind": "wide", "memory": {"offload_gradients": True}}]),
     )
 
@@ -141,14 +143,14 @@ def test_recomputation_changes_no_gradient_and_runs_layers_or_their_attention_tw
         assert [sum(rank["calls"][what] for rank in computed.ranks) for what in ("layer", "attention")] == expected
 
 
-@fork_rig.named([spec for spec in OFFLOAD if spec["kinds"]])
+@forked_ranks.named([spec for spec in OFFLOAD if spec["kinds"]])
 def test_training_is_bitwise_the_same_with_offloading(folder: Path, spec: dict[str, Any]) -> None:
     plain, found = Outcome(folder / f"{spec['base']}-nothing"), Outcome(folder / spec["name"])
     assert [rank["steps"] for rank in found.ranks] == [rank["steps"] for rank in plain.ranks]
     same(found.tensors, plain.tensors)
 
 
-@fork_rig.named(OFFLOAD)
+@forked_ranks.named(OFFLOAD)
 def test_a_checkpoint_brings_the_step_back_bitwise_whatever_is_offloaded(folder: Path, spec: dict[str, Any]) -> None:
     found = Outcome(folder / spec["name"])
     for rank in found.ranks:
@@ -156,7 +158,7 @@ def test_a_checkpoint_brings_the_step_back_bitwise_whatever_is_offloaded(folder:
     same(found.section("came"), found.section("went"))
 
 
-@fork_rig.named(OFFLOAD)
+@forked_ranks.named(OFFLOAD)
 def test_what_is_offloaded_has_no_storage_between_phases_and_the_rest_has(folder: Path, spec: dict[str, Any]) -> None:
     for rank in Outcome(folder / spec["name"]).ranks:
         for number, idle in enumerate(rank["idle"]):

@@ -14,9 +14,10 @@ from common.config.loading import load_either
 from common.config.parallel_layout import layers_per_stage
 from learner.batch.packing import Document, build, plan
 from learner.loss.losses import cross_entropy, policy_loss
-from tests.integration.megatron import fork_rig, tiny_models
-from tests.integration.megatron.fork_rig import Outcome, group
-from tests.integration.megatron.miniatures import RANKS, ROOT, VOCABULARY, miniature
+from tests.rigs import forked_ranks, tiny_models
+from tests.rigs.forked_ranks import Outcome, group
+from tests.rigs.layouts import RANKS, VOCABULARY, miniature
+from tests.rigs.processes import ROOT
 
 STEPS = 3
 NAMES = [
@@ -92,7 +93,7 @@ def job_train(folder: Path, spec: dict[str, Any]) -> None:
     result = dict(steps=[[s.loss, s.grad_norm] for s in steps], before=before, after=after)
     result["replica"] = backend.data_parallel_rank
     name = f"{small.name}-{'one' if spec['alone'] else 'all'}"
-    fork_rig.write(folder / name, backend.rank, {}, result)
+    forked_ranks.write(folder / name, backend.rank, {}, result)
 
 
 def by_document(backend: Any, numbers: list[list[int]], mine: list[Any]) -> list[np.ndarray]:
@@ -116,7 +117,9 @@ def objective(backend: Any, made: list[Document], numbers: list[list[int]], mine
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     alone = [{"name": name, "alone": True} for name in NAMES]
     together = [{"name": name, "alone": False, "ranks": miniature(name).ranks} for name in NAMES]
-    return fork_rig.run(tmp_path_factory, group(job_model, alone), group(job_train, alone + together))
+    return forked_ranks.run(
+        tmp_path_factory, group(job_model, alone, shared=True), group(job_train, alone + together, shared=True)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.megatron import fork_rig, tiny_models
-from tests.integration.megatron.fork_rig import Outcome, group, same
-from tests.integration.megatron.tiny_models import (
+from tests.rigs import forked_ranks, tiny_models
+from tests.rigs.forked_ranks import Outcome, group, same
+from tests.rigs.tiny_models import (
     TEMPERATURE,
     exported,
     figures,
@@ -60,13 +60,13 @@ def job_steps(folder: Path, spec: dict[str, Any]) -> None:
     config = backend.chunks[0].ddp_config
     groups = [len(chunk.bucket_groups) for chunk in backend.chunks]
     told = {"reduce": config.overlap_grad_reduce, "gather": config.overlap_param_gather, "groups": groups}
-    fork_rig.write(folder / spec["name"], backend.rank, tensors, {"steps": steps, "told": told})
+    forked_ranks.write(folder / spec["name"], backend.rank, tensors, {"steps": steps, "told": told})
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = group(tiny_models.job_models, [{"kinds": ["tied", "moe"]}])
-    return fork_rig.run(tmp_path_factory, models, group(job_steps, [*specs(False), *specs(True)]))
+    return forked_ranks.run(tmp_path_factory, models, group(job_steps, [*specs(False), *specs(True)], shared=True))
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.integration.megatron import fork_rig, tiny_models
-from tests.integration.megatron.fork_rig import Outcome, group, same
+from tests.rigs import forked_ranks, tiny_models
+from tests.rigs.forked_ranks import Outcome, group, same
 
 TP2, PP2, CP2, EP2, ETP2 = ({name: 2} for name in ("tensor", "pipeline", "context", "expert", "expert_tensor"))
 VPP2, TP2_PP2_EP2 = PP2 | {"virtual_pipeline": 2}, TP2 | PP2 | EP2
@@ -81,7 +81,7 @@ def job_parts(folder: Path, spec: dict[str, Any]) -> None:
         "parts_repeat": [alike(part, parts[0]) for part in parts],
         "whole_repeats": alike(again, whole),
     }
-    fork_rig.write(folder / spec["name"], backend.rank, tensors | (whole if backend.rank == 0 else {}), result)
+    forked_ranks.write(folder / spec["name"], backend.rank, tensors | (whole if backend.rank == 0 else {}), result)
 
 
 def part_of(backend: Any) -> dict[str, Tensor]:
@@ -106,10 +106,10 @@ def only_gathers() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The parts and the whole under every layout."""
-    return fork_rig.run(tmp_path_factory, group(job_models, [{}]), group(job_parts, SPECS))
+    return forked_ranks.run(tmp_path_factory, group(job_models, [{}]), group(job_parts, SPECS, shared=True))
 
 
-each = fork_rig.named(SPECS)
+each = forked_ranks.named(SPECS)
 
 
 @each

@@ -12,8 +12,8 @@ from common.config.schema import ParallelConfig
 from launch.plan.job_plan import checkpoint_bytes
 from launch.plan.layout import DENSE, SPARSE, Sizes, chunk_parameters, rank_groups, stage_chunks
 from launch.plan.memory import resident
-from tests.integration.megatron import fork_rig, tiny_models
-from tests.integration.megatron.fork_rig import Outcome, group
+from tests.rigs import forked_ranks, tiny_models
+from tests.rigs.forked_ranks import Outcome, group
 
 BOTH = ("float32", "bfloat16")
 
@@ -76,7 +76,7 @@ def job_measure(folder: Path, spec: dict[str, Any]) -> None:
         path = folder / "checkpoints" / spec["name"]
         tiny_models.save_checkpoint(backend, path)
         result["checkpoint"] = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    fork_rig.write(folder / spec["name"], backend.rank, {}, result)
+    forked_ranks.write(folder / spec["name"], backend.rank, {}, result)
 
 
 def optimizer_bytes(optimizer: Any) -> int:
@@ -116,16 +116,16 @@ def job_groups(folder: Path, spec: dict[str, Any]) -> None:
             at = get_transformer_layer_offset(config, v if virtual else None, stage)
             size = get_num_layers_to_build(config, v if virtual else None, stage)
             chunks[-1].append([at, at + size])
-    fork_rig.write(folder / spec["name"], 0, {}, {"groups": groups, "chunks": chunks})
+    forked_ranks.write(folder / spec["name"], 0, {}, {"groups": groups, "chunks": chunks})
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fork_rig.run(
+    return forked_ranks.run(
         tmp_path_factory,
         group(tiny_models.job_models, [{"kinds": sorted({spec["kind"] for spec in MEASURED})}]),
-        group(job_groups, GROUPS),
-        group(job_measure, MEASURED),
+        group(job_groups, GROUPS, shared=True),
+        group(job_measure, MEASURED, shared=True),
     )
 
 
@@ -133,7 +133,7 @@ def model_of(folder: Path, spec: dict[str, Any]) -> Any:
     return read_architecture(json.loads((folder / "models" / spec["kind"] / "config.json").read_text()))
 
 
-@fork_rig.named(GROUPS)
+@forked_ranks.named(GROUPS)
 def test_groups_and_the_layers_of_stages_are_those_of_megatron(folder: Path, spec: dict[str, Any]) -> None:
     parallel = ParallelConfig(**spec["parallel"])
     sizes, (found,) = Sizes.of(spec["world"], parallel), Outcome(folder / spec["name"]).ranks
@@ -145,7 +145,7 @@ def test_groups_and_the_layers_of_stages_are_those_of_megatron(folder: Path, spe
     assert [[[r.start, r.stop] for r in stage] for stage in chunks] == found["chunks"]
 
 
-@fork_rig.named(MEASURED)
+@forked_ranks.named(MEASURED)
 def test_every_rank_holds_the_parameters_and_bytes_that_are_planned(folder: Path, spec: dict[str, Any]) -> None:
     model, parallel = model_of(folder, spec), ParallelConfig(**spec["parallel"])
     sizes = Sizes.of(spec["ranks"], parallel)

@@ -15,9 +15,9 @@ from torch import Tensor
 from common.config.schema import LossConfig
 from learner.backend_protocol import Microbatch
 from learner.loss.losses import policy_loss
-from tests.integration.megatron import fork_rig, tiny_models
-from tests.integration.megatron.fork_rig import Outcome, group, worst
-from tests.integration.megatron.tiny_models import TEMPERATURE, microbatches, share
+from tests.rigs import forked_ranks, tiny_models
+from tests.rigs.forked_ranks import Outcome, group, worst
+from tests.rigs.tiny_models import TEMPERATURE, microbatches, share
 
 MAX_TOKENS = 30
 LOSSES = {
@@ -70,7 +70,7 @@ def job_reference(folder: Path, spec: dict[str, Any]) -> None:
         model.zero_grad()
         loss.backward(retain_graph=True)
         found = {f"gradient.{n}": p.grad.clone() for n, p in model.named_parameters()}
-        fork_rig.write(folder / "reference" / name, 0, found, {"loss": loss.item(), **figures(out)})
+        forked_ranks.write(folder / "reference" / name, 0, found, {"loss": loss.item(), **figures(out)})
 
 
 def job_layout(folder: Path, spec: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
         found = {f"gradient.{n}": x for n, x in tiny_models.gradients(backend).items()}
         figures = dict(sums=totals.sums, maxima=totals.maxima)
         result = {"loss": totals.loss, "tokens": totals.loss_tokens, **figures}
-        fork_rig.write(folder / spec["name"] / name, backend.rank, found, result)
+        forked_ranks.write(folder / spec["name"] / name, backend.rank, found, result)
 
 
 def job_spoiled(folder: Path, spec: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ def job_spoiled(folder: Path, spec: dict[str, Any]) -> None:
     packs = given(microbatches(0), load_file(folder / "data.safetensors"))
     spoiled = lambda logprobs, entropy, batch: loss(logprobs * float("nan"), entropy, batch)  # noqa: E731
     said = tiny_models.refusal(backend.train_step, packs, spoiled)
-    fork_rig.write(folder / spec["name"], backend.rank, {}, {"said": said})
+    forked_ranks.write(folder / spec["name"], backend.rank, {}, {"said": said})
 
 
 def given(packs: list[Microbatch], data: dict[str, Tensor]) -> list[Microbatch]:
@@ -117,10 +117,10 @@ def figures(out: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fork_rig.run(
+    return forked_ranks.run(
         tmp_path_factory,
         group(job_reference, [{}]),
-        group(job_layout, SPECS),
+        group(job_layout, SPECS, shared=True),
         group(job_spoiled, [{"name": "spoiled"}]),
     )
 

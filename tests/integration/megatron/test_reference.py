@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.megatron import fork_rig, tiny_models
-from tests.integration.megatron.fork_rig import Outcome, group, same
-from tests.integration.megatron.tiny_models import TEMPERATURE, figures, microbatches, share
+from tests.rigs import forked_ranks, tiny_models
+from tests.rigs.forked_ranks import Outcome, group, same
+from tests.rigs.tiny_models import TEMPERATURE, figures, microbatches, share
 
 SPECS: list[dict[str, Any]] = [
     {"name": "other", "reference": "tied-other"},
@@ -31,7 +31,7 @@ def job_hugging_face(folder: Path, spec: dict[str, Any]) -> None:
         model = tiny_models.save(tiny_models.new_model(kind, seed), folder / "models" / name)
         for i, batch in enumerate(microbatches(0)):
             tensors[f"{name}.{i}"] = tiny_models.hugging_face(model, batch)[0]
-    fork_rig.write(folder / f"hugging-face-{kind}", 0, tensors, {})
+    forked_ranks.write(folder / f"hugging-face-{kind}", 0, tensors, {})
 
 
 def job_reference(folder: Path, spec: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ def job_reference(folder: Path, spec: dict[str, Any]) -> None:
         kept.append(all(torch.equal(a, b) for a, b in zip(before, everything(backend), strict=True)))
         steps.append(figures(backend, number))
     tensors |= tiny_models.logprobs(backend, "policy")
-    fork_rig.write(folder / spec["name"], backend.rank, tensors, {"kept": kept, "steps": steps})
+    forked_ranks.write(folder / spec["name"], backend.rank, tensors, {"kept": kept, "steps": steps})
 
 
 def job_others(folder: Path, spec: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ def job_others(folder: Path, spec: dict[str, Any]) -> None:
     steps = [figures(backend, number) for number in range(3)]
     parallel_state.destroy_model_parallel()
     said = tiny_models.refusal(tiny_models.backend, folder, {"reference": "moe"})
-    fork_rig.write(folder / spec["name"], 0, {}, {"steps": steps, "refused": said})
+    forked_ranks.write(folder / spec["name"], 0, {}, {"steps": steps, "refused": said})
 
 
 def everything(backend: Any) -> list[torch.Tensor]:
@@ -72,15 +72,15 @@ def everything(backend: Any) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fork_rig.run(
+    return forked_ranks.run(
         tmp_path_factory,
         group(job_hugging_face, [{"kind": "tied"}, {"kind": "moe"}]),
-        group(job_reference, SPECS),
+        group(job_reference, SPECS, shared=True),
         group(job_others, [{"name": "others"}]),
     )
 
 
-@fork_rig.named(SPECS)
+@forked_ranks.named(SPECS)
 def test_the_reference_is_hugging_faces_before_and_after_steps_of_the_policy(
     folder: Path, spec: dict[str, Any]
 ) -> None:

@@ -11,9 +11,8 @@ from learner.batch.packing import build, plan
 from learner.loss.losses import cross_entropy
 from learner.sft.rows import SftDataset
 from learner.sft.warm_start import Validation
-from tests.integration.learner import sft_assets
-from tests.integration.megatron import fork_rig, tiny_models
-from tests.integration.megatron.fork_rig import Outcome, group, worst
+from tests.rigs import forked_ranks, tiny_models
+from tests.rigs.forked_ranks import Outcome, group, worst
 
 ROWS, PACK = 16, 128
 LAYOUTS: dict[str, tuple[str, int, dict[str, int]]] = {
@@ -28,11 +27,11 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, int]]] = {
 def job_reference(folder: Path, spec: dict[str, Any]) -> None:
     """transformers' own chat tokens, assistant masks and cross-entropy, one conversation at a time."""
     kind = spec["kind"]
-    model = sft_assets.build(folder / "models" / kind, kind)
+    model = tiny_models.write_chat_model(folder / "models" / kind, kind)
     tokenizer = load_tokenizer(folder / "models" / kind)
-    tokenizer.chat_template = sft_assets.MARKED  # marks of the template, where the product derives the mask
+    tokenizer.chat_template = tiny_models.MARKED  # marks of the template, where the product derives the mask
     total, count, rows = torch.zeros(()), 0, []
-    for talk in sft_assets.conversations(ROWS):
+    for talk in tiny_models.conversations(ROWS):
         options = dict(return_dict=True, return_assistant_tokens_mask=True)
         found = tokenizer.apply_chat_template(talk, **options)
         ids = torch.tensor([found["input_ids"]])
@@ -43,13 +42,13 @@ def job_reference(folder: Path, spec: dict[str, Any]) -> None:
     loss = total / count
     loss.backward()
     result = {"loss": loss.item(), "tokens": count, "rows": rows}
-    fork_rig.write(folder / "reference" / kind, 0, tiny_models.gradients_in_files(model), result)
+    forked_ranks.write(folder / "reference" / kind, 0, tiny_models.gradients_in_files(model), result)
 
 
 def job_sft(folder: Path, spec: dict[str, Any]) -> None:
     """The same conversations through dataset, packing and Megatron, under one layout."""
     rows = folder / "rows.jsonl"
-    sft_assets.write_rows(rows, ROWS)
+    tiny_models.write_conversations(rows, ROWS)
     backend = tiny_models.backend(folder, spec)
     dataset = SftDataset(rows, load_tokenizer(folder / "models" / spec["kind"]), seed=3, shuffle=True)
     documents = dataset.step(0, ROWS)
@@ -65,15 +64,14 @@ def job_sft(folder: Path, spec: dict[str, Any]) -> None:
         "tokens": totals.loss_tokens,
         "packs": len(packed),
     } | held_out
-    fork_rig.write(folder / spec["name"], backend.rank, tiny_models.gradients(backend), result)
+    forked_ranks.write(folder / spec["name"], backend.rank, tiny_models.gradients(backend), result)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     specs = [{"name": n, "kind": k, "ranks": ranks, "parallel": p} for n, (k, ranks, p) in LAYOUTS.items()]
-    return fork_rig.run(
-        tmp_path_factory, group(job_reference, [{"kind": "tied"}, {"kind": "moe"}]), group(job_sft, specs)
-    )
+    references = group(job_reference, [{"kind": "tied"}, {"kind": "moe"}])
+    return forked_ranks.run(tmp_path_factory, references, group(job_sft, specs, shared=True))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

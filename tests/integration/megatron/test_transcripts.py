@@ -11,9 +11,9 @@ from common.config.schema import LossConfig
 from learner.batch.packing import Document, build, plan
 from learner.loop.transcripts import RecordingLoss
 from learner.loss.losses import policy_loss
-from tests.integration.megatron import fork_rig, tiny_models
-from tests.integration.megatron.fork_rig import Outcome, group
-from tests.integration.megatron.tiny_models import TEMPERATURE, VOCABULARY
+from tests.rigs import forked_ranks, tiny_models
+from tests.rigs.forked_ranks import Outcome, group
+from tests.rigs.tiny_models import TEMPERATURE, VOCABULARY
 
 LENGTHS = (41, 4, 18, 2, 34, 17, 6, 30, 9, 9, 32, 13, 3)
 CHOSEN = [(0, 0), (0, 4), (1, 2), (2, 1), (2, 2)]  # (serial, sample)
@@ -58,12 +58,12 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
     for numbers, batch, row in zip(mine, packed, before, strict=True):
         for number, part in zip(numbers, row.split(batch.document_lengths), strict=False):
             found[f"before.{number // 5}.{number % 5}"] = part
-    fork_rig.write(folder / spec["name"], backend.rank, found, {"left": len(loss.collect(backend))})
+    forked_ranks.write(folder / spec["name"], backend.rank, found, {"left": len(loss.collect(backend))})
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fork_rig.run(tmp_path_factory, group(job_model, [{}]), group(job_layout, SPECS))
+    return forked_ranks.run(tmp_path_factory, group(job_model, [{}]), group(job_layout, SPECS, shared=True))
 
 
 @pytest.mark.parametrize("layout", [spec["name"] for spec in SPECS])
@@ -75,7 +75,7 @@ def test_a_step_keeps_the_log_probabilities_that_chosen_documents_had_before_it_
     assert len(before) == len(LENGTHS)
     names = {f"{serial}.{sample}" for serial, sample in CHOSEN}
     for rank, tensors in enumerate(found.tensors_of):
-        kept = fork_rig.section(tensors, "kept")
+        kept = forked_ranks.section(tensors, "kept")
         assert kept.keys() == names, rank
         for name in names:
             torch.testing.assert_close(kept[name], before[name], rtol=0, atol=1e-6)
@@ -86,4 +86,4 @@ def test_a_step_keeps_the_log_probabilities_that_chosen_documents_had_before_it_
 def test_every_layout_finds_the_same(folder: Path) -> None:
     one = Outcome(folder / "one").section("kept")
     for spec in SPECS[1:]:
-        fork_rig.same(Outcome(folder / spec["name"]).section("kept"), one, atol=1e-4)
+        forked_ranks.same(Outcome(folder / spec["name"]).section("kept"), one, atol=1e-4)

@@ -23,11 +23,12 @@ from common.config.observing import TelemetryConfig
 from common.json_lines import EventFile
 from common.process.run_dir import RunDir
 from common.waste import Waste
-from tests.broker_rig import ask, dealer, node_report
-from tests.integration.sinks.sink_rig import EVALUATION, feeding, new_run, python_with_trackers, said, write_steps
-from tests.launch_rig import ROOT, config_of, living_broker
-from tests.redis_server import free_port
-from tests.waiting import until
+from tests.rigs.brokers import ask, dealer, node_report
+from tests.rigs.configs import config_of, living_broker
+from tests.rigs.processes import ROOT
+from tests.rigs.redis_servers import free_port
+from tests.rigs.sinks import EVALUATION, feeding, new_run, python_with_trackers, said, write_steps
+from tests.rigs.waiting import until
 
 FOLDER = ROOT / "launch" / "cluster" / "grafana"
 DASHBOARD: dict[str, Any] = json.loads((FOLDER / "dashboards" / "slipstream.json").read_text())

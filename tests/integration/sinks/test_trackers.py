@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from common.process.run_dir import RunDir
-from tests.integration.sinks.sink_rig import (
+from tests.rigs.sinks import (
     EVALUATION,
     ask,
     end,
@@ -21,7 +21,7 @@ from tests.integration.sinks.sink_rig import (
     until_fed,
     write_steps,
 )
-from tests.waiting import LIMIT_S, until
+from tests.rigs.waiting import LIMIT_S, until
 
 NAMES = {"train/reward_mean", "time/step_s", "tokens/tokens_trained", "broker/groups", "staleness/staleness_mean"}
 NAMES |= {

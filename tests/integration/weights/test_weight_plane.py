@@ -18,8 +18,8 @@ from common.weights.wire import messages
 from common.weights.wire.failures import FailureKind
 from common.weights.wire.messages import Canary
 from launch.keys import make
-from tests.integration.weights.plane_rig import Plane, running, spread, weights
-from tests.waiting import LIMIT_S, until
+from tests.rigs.waiting import LIMIT_S, until
+from tests.rigs.weight_plane import Plane, running, spread, weights
 
 
 def test_versions_reach_every_node_and_a_late_one_at_once(plane: Plane) -> None:

@@ -13,8 +13,8 @@ from common.security.credentials import KeyFolder
 from common.weights.source.publisher import WeightPublisher
 from common.weights.source.sources import RemoteSource
 from launch.keys import make
-from tests.integration.weights.plane_rig import BUCKET, NodeProcess, Plane, running
-from tests.waiting import until
+from tests.rigs.waiting import until
+from tests.rigs.weight_plane import BUCKET, NodeProcess, Plane, running
 
 SHAPES = [[("a.weight", (100_000, 2)), ("a.bias", (33,))], [("b.weight", (70_001,))], [("c.weight", (9, 7))]]
 

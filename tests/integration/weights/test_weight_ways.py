@@ -5,8 +5,8 @@ from pathlib import Path
 
 from common.security.credentials import KeyFolder
 from launch.keys import make
-from tests.integration.weights.plane_rig import NodeProcess, Plane, running, spread, weights
-from tests.waiting import until
+from tests.rigs.waiting import until
+from tests.rigs.weight_plane import NodeProcess, Plane, running, spread, weights
 
 
 def ways(node: NodeProcess) -> list[object]:

@@ -12,7 +12,7 @@ from bench.pages import BLOCKS, MARKS, PAGES, differing, over_best, written
 from common.config.schema import WeightsConfig
 from common.weights.transports.groups import bucket_timeout
 from tests.faults.scenario import load_all
-from tests.integration.megatron.layouts import LAYOUTS
+from tests.rigs.layouts import LAYOUTS
 
 WAYS = {
     "raw_zeromq", "slipstream_memory", "slipstream_everysec", "slipstream_fsync", "redis_pickled_lists",

@@ -13,7 +13,7 @@ from broker import main
 from broker.client.connection import BrokerClient
 from broker.server.server import BrokerServer
 from common.config.schema import Config
-from tests.waiting import LIMIT_S, until
+from tests.rigs.waiting import LIMIT_S, until
 
 
 @dataclass

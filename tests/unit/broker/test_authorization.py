@@ -15,7 +15,7 @@ from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import Task
 from common.security.credentials import Identity, KeyFolder, load_credential
 from launch.keys import make
-from tests.broker_rig import META, ask, dealer, new_state, node_report, run_info, serving
+from tests.rigs.brokers import META, ask, dealer, new_state, node_report, run_info, serving
 
 REPORT = LearnerReport(1, 1, "training", 0, instance="a")
 RESULT = EvaluationResult(0, [1.0], [3], ["stop"], [""], "n0", 1, 1)

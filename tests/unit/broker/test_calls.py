@@ -5,7 +5,7 @@ import contextlib
 
 from broker import wire
 from broker.client.connection import Call, Calls
-from tests.waiting import until_async
+from tests.rigs.waiting import until_async
 
 
 def noted(calls: Calls, number: int, delay_s: float) -> None:

@@ -3,7 +3,7 @@
 from broker.delivery.learner_rules import LearnerRules
 from broker.delivery.node_rules import NodeRules
 from broker.delivery.state import DeliveryState
-from tests.broker_rig import META, learner_report, new_state, node_report, run_info, tasks
+from tests.rigs.brokers import META, learner_report, new_state, node_report, run_info, tasks
 
 
 def filled(groups: int, per_step: int = 2) -> DeliveryState:

@@ -21,9 +21,9 @@ from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.security.credentials import KeyFolder, load_credential
 from common.security.curve import BROKEN_S
 from launch.keys import make, revoke
-from tests.broker_rig import META, node_report, serving, tasks
-from tests.faults.proxy import Proxy
-from tests.waiting import LIMIT_S
+from tests.rigs.brokers import META, node_report, serving, tasks
+from tests.rigs.proxy import Proxy
+from tests.rigs.waiting import LIMIT_S
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +62,7 @@ OTHER = "are both from one key folder"
 @pytest.mark.parametrize(
     ("role", "said"), [("learner", "'learner' is not in its list"), ("observer", OTHER), ("node", OTHER)]
 )
+@pytest.mark.slow
 def test_a_key_that_is_not_in_the_list_or_of_another_folder_is_told_so_long_before_the_deadline(
     keys: Path, tmp_path: Path, role: str, said: str
 ) -> None:
@@ -90,6 +91,7 @@ def test_a_side_without_a_key_is_not_talked_to_and_the_other_says_what_to_set(ke
 
 
 @pytest.mark.parametrize(("mine", "said"), [(False, "asks for a key and this client has none"), (True, "has no keys")])
+@pytest.mark.slow
 def test_a_side_that_resets_before_its_greeting_arrives_may_be_one_with_other_keys(
     keys: Path, mine: bool, said: str
 ) -> None:
@@ -111,6 +113,7 @@ def _reset_every_connection(listener: socket.socket) -> None:
             accepted.close()
 
 
+@pytest.mark.slow
 def test_a_connection_that_was_good_once_is_not_given_up_when_a_forwarder_has_nobody_to_forward_to(keys: Path) -> None:
     with ExitStack() as at_end, ThreadPoolExecutor(1) as pool:
         with secured(keys) as server:

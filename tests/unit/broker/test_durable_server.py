@@ -14,13 +14,12 @@ from broker.client.connection import AsyncBrokerClient, BrokerClient
 from broker.journal.segments import SegmentFile
 from broker.journal.store import StoreCorrupt, StoreFailed
 from common.errors import BrokerError, BrokerUnreachable, UsageError
-from tests import broker_rig
-from tests.broker_rig import META, learner_report, node_report, tasks
+from tests.rigs import brokers
+from tests.rigs.brokers import META, full_disk, learner_report, newest, node_report, tasks
+from tests.rigs.waiting import LIMIT_S, until
 from tests.unit.broker.conftest import Running
-from tests.unit.broker.durable_rig import full_disk, newest
-from tests.waiting import LIMIT_S, until
 
-job = partial(broker_rig.job, groups_per_step=1)
+job = partial(brokers.job, groups_per_step=1)
 REPORT = learner_report()
 
 

@@ -16,7 +16,7 @@ from broker.delivery.state import DeliveryState
 from common.errors import BrokerError
 from common.evaluation import EvaluationOrder
 from common.waste import Waste, add_waste
-from tests.broker_rig import META, learner_report, new_state, node_report, run_info, tasks
+from tests.rigs.brokers import META, learner_report, new_state, node_report, run_info, tasks
 
 LATER = 1 / 1024  # exact in a float
 

@@ -13,7 +13,7 @@ from broker.server import flood_guard
 from broker.server.flood_guard import FloodGuard, own_memory, unread_bytes
 from broker.sockets import tcp_bytes
 from tests.faults.fuzz.attacks import FRAME, speaking
-from tests.waiting import until
+from tests.rigs.waiting import until
 
 MIB = 1 << 20
 

@@ -10,7 +10,7 @@ from broker.contract import MachineReport, RendezvousOrder
 from broker.delivery.learner_machines import FENCE_S, LOST_S, MACHINES_EVENT, LearnerMachines
 from broker.delivery.learner_rules import LearnerRules
 from broker.delivery.logs import FRESH_S
-from tests.broker_rig import learner_report, new_state, run_info
+from tests.rigs.brokers import learner_report, new_state, run_info
 
 FACTS = {"torch": "2.13.0", "network interface": "eth0"}
 

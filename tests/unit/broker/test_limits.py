@@ -33,8 +33,8 @@ from broker.wire import WireError
 from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
 from common.security.credentials import Identity
-from tests.broker_rig import new_state, node_report, serving
-from tests.waiting import LIMIT_S
+from tests.rigs.brokers import new_state, node_report, serving
+from tests.rigs.waiting import LIMIT_S
 
 
 def ask_lease(request_id: int, node_id: str = "n0") -> wire.AskLease:

@@ -9,8 +9,8 @@ from broker.delivery.learner_rules import LearnerRules
 from broker.delivery.node_rules import NodeRules
 from broker.delivery.state import DeliveryState
 from broker.server.flood_guard import own_memory
-from tests.broker_rig import new_state, node_report, serving, tasks
-from tests.waiting import LIMIT_S
+from tests.rigs.brokers import new_state, node_report, serving, tasks
+from tests.rigs.waiting import LIMIT_S
 
 TASKS = 1_000_000
 MOST_BYTES = 128 << 20  # the whole ledger takes several times as much, in each of both processes

@@ -15,9 +15,9 @@ from common.errors import UsageError
 from common.process.run_dir import BrokerFile
 from common.security.credentials import KeyFolder
 from launch.keys import make
-from tests.broker_rig import job, new_state, serving, tasks
+from tests.rigs.brokers import job, new_state, serving, tasks
+from tests.rigs.waiting import LIMIT_S
 from tests.unit.broker.conftest import Running
-from tests.waiting import LIMIT_S
 
 
 def test_a_run_directory_tells_where_the_broker_is_and_what_it_saw(tmp_path: Path, running: Running) -> None:

@@ -12,7 +12,7 @@ from broker.delivery.node_rules import NodeRules
 from broker.delivery.task_table import Entry, LeasedTasks
 from broker.server.handlers import Handlers
 from common.rollouts import GroupMeta, Task
-from tests.broker_rig import numbered_state, run_info
+from tests.rigs.brokers import numbered_state, run_info
 
 NODES, GROUPS_PER_STEP, STALENESS, LEASE_S = 1000, 4, 1, 30.0
 RUN = run_info(groups_per_step=GROUPS_PER_STEP, max_staleness=STALENESS, lease_s=LEASE_S)

@@ -8,7 +8,7 @@ import zmq
 from broker import wire
 from broker.contract import StoredGroup
 from broker.server.server import Outbox
-from tests.broker_rig import META
+from tests.rigs.brokers import META
 
 
 def small(number: int) -> wire.Reply:

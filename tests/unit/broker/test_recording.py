@@ -9,8 +9,7 @@ from broker.delivery.task_table import Entry
 from broker.journal.recording import Recording, existing_file_store, open_recording, recorded
 from common.errors import UsageError
 from common.process.run_dir import RunDir
-from tests.broker_rig import job
-from tests.unit.broker.durable_rig import Rig, meta
+from tests.rigs.brokers import DurableRig, job, meta
 
 
 def recording_in(run: Path) -> Recording:
@@ -25,7 +24,7 @@ def payload(group: Entry) -> bytes:
 
 def test_retained_and_taken_steps_come_back_in_their_order_with_payloads_and_marks(tmp_path: Path) -> None:
     run, moved = tmp_path / "a", tmp_path / "b"
-    rig = Rig(run / "store", retain_steps=2)
+    rig = DurableRig(run / "store", retain_steps=2)
     rig.begin()
     rig.offer(11)
     payloads = {lease.task.serial: rig.complete(lease) for lease in reversed(rig.lease(11))}
@@ -57,7 +56,7 @@ def test_retained_and_taken_steps_come_back_in_their_order_with_payloads_and_mar
 
 
 def test_what_is_retained_outlives_snapshots_and_what_is_not_is_removed(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "store", segment_bytes=1 << 14, retain_steps=2)
+    rig = DurableRig(tmp_path / "store", segment_bytes=1 << 14, retain_steps=2)
     rig.begin()
     sizes: list[int] = []
     for step in range(60):

@@ -21,8 +21,8 @@ from broker.journal.leader_election import LeaderElection
 from broker.journal.redis_server import check_server, open_client
 from broker.journal.store import StoreUnavailable
 from common.errors import BrokerError, UsageError
-from tests.broker_rig import job
-from tests.redis_server import RedisServer, acl_line, durable_redis
+from tests.rigs.brokers import job
+from tests.rigs.redis_servers import RedisServer, acl_line, durable_redis
 
 Key = ec.EllipticCurvePrivateKey
 LEADER = "tcp://127.0.0.1:1"

@@ -17,10 +17,9 @@ from broker.journal.store import StoreFenced, StoreUnavailable
 from broker.main import BrokerSigns, run_info, stand_by_and_lead
 from common.config.schema import Config
 from common.errors import BrokerError, UsageError
-from tests.broker_rig import job, learner_report, tasks
-from tests.redis_server import RedisServer, acl_line, durable_redis, free_port
-from tests.unit.broker.durable_rig import Rig, full_disk
-from tests.waiting import until
+from tests.rigs.brokers import DurableRig, full_disk, job, learner_report, tasks
+from tests.rigs.redis_servers import RedisServer, acl_line, durable_redis, free_port
+from tests.rigs.waiting import until
 
 HERE, ELSEWHERE = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
 
@@ -32,14 +31,14 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
     started.kill()
 
 
-def rig_of(server: RedisServer, client: Any = None) -> Rig:
+def rig_of(server: RedisServer, client: Any = None) -> DurableRig:
     """A broker of the run NAME of the folder /run, which leads in a new term."""
     term = Term(client or server.client(), server.address, "NAME", "/run")
     assert term.take(HERE) is None
-    return Rig(RedisStore(term))
+    return DurableRig(RedisStore(term))
 
 
-def ended(rig: Rig) -> None:
+def ended(rig: DurableRig) -> None:
     """The broker gives its term back."""
     rig.close()
     rig.store.term.resign()
@@ -173,7 +172,7 @@ def test_a_standby_leaves_an_emptied_server_to_the_living_leader_which_writes_ev
     server: RedisServer, tmp_path: Path
 ) -> None:
     first = leading(server, tmp_path)
-    rig = Rig(first.open()).begin()
+    rig = DurableRig(first.open()).begin()
     payloads = rig.ready()
     rig.settle()
     first.remember(HERE, rig.journal.acknowledged)
@@ -188,7 +187,7 @@ def test_a_standby_leaves_an_emptied_server_to_the_living_leader_which_writes_ev
     assert found is not None and found.address == HERE
     ended(rig)
     assert takes(standby)
-    with Rig(standby.open()) as again:
+    with DurableRig(standby.open()) as again:
         assert LearnerRules(again.state).take(0, 2) is not None
         assert [entry.payload.read() for entry in again.state.tasks.living.values()] == payloads
     standby.term.resign()
@@ -228,7 +227,7 @@ def test_a_second_run_of_the_same_name_takes_no_term_and_opens_no_store(server: 
         with pytest.raises(UsageError, match=refused):
             lead(server, tmp_path / "b").take(ELSEWHERE)
         if first.term.number:
-            Rig(first.open()).close()
+            DurableRig(first.open()).close()
             first.term.resign()
     with pytest.raises(UsageError, match=refused):
         RedisStore(Term(server.client(), server.address, "NAME", f"{tmp_path}/b"))

@@ -22,8 +22,8 @@ from broker.server.long_polls import LongPolls
 from broker.server.server import BrokerServer
 from broker.sockets import PING_S, SILENT_S
 from common.errors import BrokerError, BrokerUnreachable, UsageError
-from tests.broker_rig import MAX_MESSAGE_BYTES, META, ask, dealer, new_state, node_report, serving, tasks
-from tests.waiting import LIMIT_S, until, until_async
+from tests.rigs.brokers import MAX_MESSAGE_BYTES, META, ask, dealer, new_state, node_report, serving, tasks
+from tests.rigs.waiting import LIMIT_S, until, until_async
 
 
 def offer(address: str, count: int) -> None:

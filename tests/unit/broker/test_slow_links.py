@@ -15,9 +15,9 @@ from broker import sockets, wire
 from broker.client import connection
 from broker.client.connection import AsyncBrokerClient, BrokerClient, LoopSocket
 from common.errors import BrokerUnreachable
-from tests.broker_rig import META, node_report, serving, tasks
-from tests.faults.proxy import Proxy
-from tests.waiting import LIMIT_S, until, until_async
+from tests.rigs.brokers import META, node_report, serving, tasks
+from tests.rigs.proxy import Proxy
+from tests.rigs.waiting import LIMIT_S, until, until_async
 
 GROUP_BYTES = 1 << 20
 RATE = 1 << 20  # bytes a second
@@ -271,7 +271,7 @@ async def test_bytes_of_another_connection_that_got_the_number_of_the_broken_one
 async def test_what_zeromq_adds_to_many_small_messages_does_not_hide_that_a_large_one_is_on_its_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tests.faults.proxy.LINE_CHUNKS", 1)
+    monkeypatch.setattr("tests.rigs.proxy.LINE_CHUNKS", 1)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
         server.setsockopt(zmq.RCVHWM, 0)
         server.bind("tcp://127.0.0.1:*")

@@ -1,6 +1,5 @@
 """Every stall, from the status that shows it: who waits, for what, since when, and what would end it."""
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,8 +19,8 @@ from broker.contract import (
 from broker.diagnosis.stalls import explain, named
 from common.staleness import Window
 from common.waits import WaitFor, WaitKind
+from tests.rigs.processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 MIB = 1 << 20
 LEARNER = LearnerReport(
     11, 0, "waiting", 7, WaitFor(WaitKind.GROUPS, version=7, of=4), 4.0, "tcp://127.0.0.1:5", 7, groups_missing=4

@@ -26,9 +26,9 @@ from common.config.schema import Config
 from common.errors import UsageError
 from common.json_lines import read_jsonl
 from common.process.logs import setup_logging
-from tests.broker_rig import META, ask, dealer, job, tasks
-from tests.redis_server import RedisServer, durable_redis, free_port
-from tests.waiting import LIMIT_S, until
+from tests.rigs.brokers import META, ask, dealer, job, tasks
+from tests.rigs.redis_servers import RedisServer, durable_redis, free_port
+from tests.rigs.waiting import LIMIT_S, until
 
 TAKEOVER_S = 15.0  # after a kill, as docs/redis.md promises
 
@@ -143,6 +143,7 @@ def load(brokers: Brokers) -> Iterator[Load]:
     assert serials == list(range(len(serials))), "every task was trained exactly once, in order"
 
 
+@pytest.mark.slow
 def test_a_leader_that_wakes_up_late_says_so_stands_by_and_serves_soon_after_the_next_one_was_killed(
     brokers: Brokers,
 ) -> None:

@@ -18,7 +18,7 @@ from broker.journal import records
 from broker.server.long_polls import LongPolls
 from broker.wire import AskLease
 from common.rollouts import GroupMeta
-from tests.broker_rig import node_report, numbered_state, run_info, tasks
+from tests.rigs.brokers import node_report, numbered_state, run_info, tasks
 
 
 def test_history_gives_back_what_it_was_given_in_any_order() -> None:
@@ -145,6 +145,7 @@ def test_the_history_file_takes_a_few_bytes_a_task_and_gives_back_every_entry() 
         records.decode_finished(msgspec.msgpack.encode(records.FinishedTasks(packed=b"not zlib")))
 
 
+@pytest.mark.slow
 def test_deadlines_of_what_has_ended_take_no_memory() -> None:
     deadlines, lot, state = Deadlines[str](), LongPolls(), numbered_state(run_info())
     deadlines.add("kept", 5.0)

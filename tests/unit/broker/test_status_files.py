@@ -16,8 +16,8 @@ from broker.journal import run_folder
 from broker.journal.run_folder import LINES, StatusFiles
 from broker.server import server as server_module
 from common.rollouts import GroupMeta, Task
-from tests.broker_rig import new_state, numbered_state, run_info, serving
-from tests.waiting import LIMIT_S, until
+from tests.rigs.brokers import new_state, numbered_state, run_info, serving
+from tests.rigs.waiting import LIMIT_S, until
 
 STEP = 50
 

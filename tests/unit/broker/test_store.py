@@ -24,9 +24,8 @@ from broker.journal.store import StoreCorrupt, StoreFailed
 from common.errors import BrokerError, UsageError
 from common.rollouts import GroupMeta
 from common.waste import Waste
-from tests.broker_rig import learner_report, node_report
-from tests.unit.broker.durable_rig import Rig, full_disk, meta, newest
-from tests.waiting import until
+from tests.rigs.brokers import DurableRig, full_disk, learner_report, meta, newest, node_report
+from tests.rigs.waiting import until
 
 MOVES = ("step", "offer", "lease", "fail", "commit", "regenerate")
 
@@ -54,7 +53,7 @@ def flip(path: Path, offset: int) -> None:
         file.write(bytes([byte[0] ^ 0xFF]))
 
 
-def what_is_known(rig: Rig) -> tuple[Any, ...]:
+def what_is_known(rig: DurableRig) -> tuple[Any, ...]:
     return (
         [(e.serial, e.state, e.step) for e in rig.state.ledger()],
         rig.state.committed_step,
@@ -63,13 +62,13 @@ def what_is_known(rig: Rig) -> tuple[Any, ...]:
 
 
 def found_in(path: Path) -> tuple[Any, ...]:
-    with Rig(path) as rig:
+    with DurableRig(path) as rig:
         return what_is_known(rig)
 
 
-def after_a_step(home: Path) -> Rig:
+def after_a_step(home: Path) -> DurableRig:
     """A broker that has taken step 0."""
-    rig = Rig(home).begin()
+    rig = DurableRig(home).begin()
     rig.settle()
     rig.step(0)
     rig.settle()
@@ -84,7 +83,7 @@ def after_a_step(home: Path) -> Rig:
 def test_a_store_cut_at_any_byte_is_a_prefix_with_all_that_was_acknowledged(home: Path, data: st.DataObject) -> None:
     """Each move is a turn of its own; what the store knew after each of them is remembered with the size it had."""
     shutil.rmtree(home, ignore_errors=True)
-    with Rig(home, "everysec").begin() as rig:
+    with DurableRig(home, "everysec").begin() as rig:
         rig.settle()
         states = [(size_of(home), what_is_known(rig))]
         steps = itertools.count()
@@ -109,7 +108,7 @@ def is_between(found: tuple[Any, ...], possible: list[tuple[Any, ...]]) -> bool:
     return before[2] <= found[2] <= after[2] and before[1] <= found[1] <= after[1] and len(found[0]) >= len(before[0])
 
 
-def play(rig: Rig, move: str, steps: Iterator[int]) -> None:
+def play(rig: DurableRig, move: str, steps: Iterator[int]) -> None:
     if move == "step":
         number = next(steps)
         rig.offer(2)
@@ -137,11 +136,11 @@ def test_a_torn_record_is_dropped_with_a_reason_and_an_event(home: Path) -> None
         copy = copied(home)
     path = newest(copy)
     os.truncate(path, path.stat().st_size - BLOCK + 20)  # in the middle of the last record
-    with Rig(copy) as again:
+    with DurableRig(copy) as again:
         assert what_is_known(again) == known
         torn = [e for e in again.events.after(-1) if e.kind == "store_torn"]
         assert [str(path) in e.detail["reason"] for e in torn] == [True]
-    with Rig(copy) as third:
+    with DurableRig(copy) as third:
         assert what_is_known(third) == known
         assert third.found.torn == "", "what was dropped once is gone"
     number = int(newest(copy).stem) + 1
@@ -153,7 +152,7 @@ def test_a_torn_record_is_dropped_with_a_reason_and_an_event(home: Path) -> None
 
 
 def test_damage_to_a_record_that_was_synced_is_an_error_with_file_and_offset(home: Path) -> None:
-    with Rig(home).begin() as rig:
+    with DurableRig(home).begin() as rig:
         rig.settle()
         path, middle = newest(home), size_of(home) + 60
         for step in range(3):
@@ -162,7 +161,7 @@ def test_damage_to_a_record_that_was_synced_is_an_error_with_file_and_offset(hom
         copy = copied(home)
     flip(copy / path.name, middle)
     with pytest.raises(StoreCorrupt, match=r"is cut off or damaged; what the broker had acknowledged is") as error:
-        Rig(copy)
+        DurableRig(copy)
     assert error.value.where.startswith(f"{copy / path.name}: byte ")
     assert middle - 200 < int(error.value.where.rpartition(" ")[2]) <= middle
     assert error.value.exit_code == 2
@@ -178,12 +177,12 @@ def test_damage_at_the_end_or_to_the_history_of_a_closed_store_is_noticed_and_th
     broken = copied(home)
     flip(newest(broken), end - BLOCK + 10)
     with pytest.raises(StoreCorrupt, match="is cut off or damaged"):
-        Rig(broken)
+        DurableRig(broken)
     flip(newest(home), end - 1)
     assert found_in(home) == known
     flip(home / "history.log", 60)
     with pytest.raises(StoreCorrupt, match=r"history\.log: byte 0: a record of finished tasks"):
-        Rig(home)
+        DurableRig(home)
 
 
 # -------------------------------------------------------------------- a full disk
@@ -191,7 +190,7 @@ def test_damage_at_the_end_or_to_the_history_of_a_closed_store_is_noticed_and_th
 
 @pytest.mark.parametrize(("segment_bytes", "room"), [(SEGMENT_BYTES, BLOCK), (1 << 14, 0)], ids=["same", "new segment"])
 def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_is_lost(home: Path, segment_bytes: int, room: int) -> None:
-    with Rig(home, segment_bytes=segment_bytes).begin() as rig:
+    with DurableRig(home, segment_bytes=segment_bytes).begin() as rig:
         rig.step(0)
         rig.settle()
         with full_disk(home, room):
@@ -206,7 +205,7 @@ def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_is_lost(home: Path, 
         rig.settle()
         until(lambda: not rig.journal.stuck)  # the store's thread says so right after the acknowledgement
         known = what_is_known(rig)
-    with Rig(home) as again:
+    with DurableRig(home) as again:
         assert what_is_known(again) == known
         assert again.state.tasks.living[2].payload.read() == b"2." * 50_000  # type: ignore[attr-defined]
     assert {s: state for s, state, _ in found_in(copy)[0]}[0] == "taken"
@@ -235,7 +234,7 @@ def test_a_sync_that_succeeds_after_one_that_failed_counts_only_for_what_was_wri
 ) -> None:
     disk, left = DroppedPages([]), len(errors)
     monkeypatch.setattr(SegmentFile, "sync", lambda file: disk(file))
-    with Rig(home, "everysec").begin() as rig:
+    with DurableRig(home, "everysec").begin() as rig:
         rig.settle()
         until(lambda: rig.journal._writer.synced == rig.journal.acknowledged)
         disk._errors.extend(errors)
@@ -246,7 +245,7 @@ def test_a_sync_that_succeeds_after_one_that_failed_counts_only_for_what_was_wri
         until(lambda: not disk._errors and rig.journal._writer.synced >= last, f"{left} failures and a sync")
         known = what_is_known(rig)
         copy = copied(home)  # as a power cut would leave it: nothing waits in the page cache
-    with Rig(copy) as again:
+    with DurableRig(copy) as again:
         assert what_is_known(again) == known
         assert again.state.tasks.living[3].payload.read() == b"3." * 5_000  # type: ignore[attr-defined]
 
@@ -254,7 +253,7 @@ def test_a_sync_that_succeeds_after_one_that_failed_counts_only_for_what_was_wri
 def test_a_disk_that_refuses_the_same_records_again_ends_the_broker(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(home, "everysec").begin()
+    rig = DurableRig(home, "everysec").begin()
     rig.settle()
     until(lambda: rig.journal._writer.synced == rig.journal.acknowledged)
     disk = DroppedPages([errno.EIO] * 3)
@@ -273,11 +272,11 @@ def test_a_second_broker_is_kept_out_while_the_first_lives_on_a_full_disk_too_an
         with lock_store(home), pytest.raises(UsageError, match="process unknown writes its store"):
             lock_store(home)
         lock_store(home).close()
-    with Rig(home) as first:
+    with DurableRig(home) as first:
         assert (first.found.records, first.found.torn, first.state.ledger()) == (0, "", []), "it begins with nothing"
         with pytest.raises(UsageError, match=rf"already has a broker: process {os.getpid()} writes its store"):
-            Rig(home)
-    Rig(home).close()
+            DurableRig(home)
+    DurableRig(home).close()
     (home / "lock").unlink()
     (home / "lock").mkdir()
     with pytest.raises(UsageError, match=r"store: the store cannot be locked: .*Is a directory"):
@@ -290,10 +289,10 @@ def test_a_store_of_another_schema_or_without_its_identity_is_refused_and_left_a
     info, before = home / "store.json", newest(home).read_bytes()
     info.write_bytes(info.read_bytes().replace(b'"schema":1', b'"schema":2'))
     with pytest.raises(UsageError, match=r"store\.json: schema 2, this release reads 1"):
-        Rig(home)
+        DurableRig(home)
     info.unlink()
     with pytest.raises(UsageError, match=r"store\.json.*missing"):
-        Rig(home)
+        DurableRig(home)
     assert newest(home).read_bytes() == before
 
 
@@ -301,11 +300,11 @@ def test_a_store_of_another_schema_or_without_its_identity_is_refused_and_left_a
 
 
 def test_a_lease_whose_answer_was_lost_with_the_broker_goes_back_at_once_and_counts_no_attempt(home: Path) -> None:
-    with Rig(home).begin() as rig:
+    with DurableRig(home).begin() as rig:
         rig.offer(3)
         heard, unheard, failed = rig.lease(3)
         rig.settle()
-    with Rig(home) as again:
+    with DurableRig(home) as again:
         state, node = again.state, node_report()
         NodeRules(state).fail("n0", failed.token, "because")
         assert NodeRules(state).heartbeat(node, [heard.token]).lost == []
@@ -324,18 +323,18 @@ def test_a_lease_whose_answer_was_lost_with_the_broker_goes_back_at_once_and_cou
 def test_nodes_drain_after_a_crash_at_the_end_of_a_job_and_not_when_a_job_that_ended_goes_on(
     home: Path, in_good_order: bool
 ) -> None:
-    with Rig(home).begin() as rig:
+    with DurableRig(home).begin() as rig:
         LearnerRules(rig.state).report(learner_report("done"))
         rig.settle()
         copy = copied(home)
-    with Rig(home if in_good_order else copy) as again:
+    with DurableRig(home if in_good_order else copy) as again:
         reply = NodeRules(again.state).heartbeat(node_report(), [])
         assert (reply.drain, reply.learner_incarnation) == (not in_good_order, 1)
 
 
 @pytest.mark.parametrize("state", LEARNER_ENDED)
 def test_a_learner_that_ended_is_still_said_to_have_and_its_progress_is_not_recorded(home: Path, state: str) -> None:
-    with Rig(home) as rig:
+    with DurableRig(home) as rig:
         LearnerRules(rig.state).attach(told := learner_report(instance="a"))
         before, late = rig.journal.end_turn(), [Delivery("n0", 1, "queued")]
         LearnerRules(rig.state).report(
@@ -343,19 +342,19 @@ def test_a_learner_that_ended_is_still_said_to_have_and_its_progress_is_not_reco
         )
         assert rig.journal.end_turn() == before
         LearnerRules(rig.state).report(learner_report(state, instance="a"))
-    with Rig(home) as again:
+    with DurableRig(home) as again:
         found = again.state.learner.status(again.state.clock() + 1000)
         assert found is not None and found.state == state
         LearnerRules(again.state).attach(learner_report(instance="b"))  # at once: no learner is alive
 
 
 def test_replaced_processes_stay_refused_and_those_that_do_not_say_who_they_are_do_not(home: Path) -> None:
-    with Rig(home) as rig:
+    with DurableRig(home) as rig:
         for told in (learner_report(instance=""), learner_report(instance="a")):
             LearnerRules(rig.state).attach(told)
         LearnerRules(rig.state).report(learner_report("failed", instance="a"))
         LearnerRules(rig.state).attach(learner_report(instance="b"))
-    with Rig(home) as again:
+    with DurableRig(home) as again:
         for instance in ("b", ""):
             LearnerRules(again.state).check_learner(1, instance)
         with pytest.raises(BrokerError, match="replaced by another process"):
@@ -365,12 +364,12 @@ def test_replaced_processes_stay_refused_and_those_that_do_not_say_who_they_are_
 
 
 def test_events_and_waste_go_on_from_where_they_were(home: Path) -> None:
-    with Rig(home).begin() as rig:
+    with DurableRig(home).begin() as rig:
         rig.state.fleet.waste_of("n0", "failed", 5, 1.5)
         rig.settle()
         last = rig.events.next_index
         assert last > 0
-    with Rig(home) as again:
+    with DurableRig(home) as again:
         assert all(event.index >= last for event in again.events.after(-1))
         again.state.fleet.waste_of("n0", "failed", 1)
         status = again.state.status()
@@ -379,7 +378,7 @@ def test_events_and_waste_go_on_from_where_they_were(home: Path) -> None:
 
 @pytest.mark.parametrize("seconds", [-1.0, 1e300])
 def test_what_a_node_makes_up_leaves_neither_store_nor_status_unreadable(home: Path, seconds: float) -> None:
-    with Rig(home).begin() as rig:
+    with DurableRig(home).begin() as rig:
         rig.offer(2)
         for lease in rig.lease():
             assert NodeRules(rig.state).complete("n0", lease.token, GroupMeta(0, 0, 0.5, 1 << 53, 0, seconds), b"g", 1)
@@ -388,7 +387,7 @@ def test_what_a_node_makes_up_leaves_neither_store_nor_status_unreadable(home: P
         for number in (1, 2):
             NodeRules(rig.state).register(node_report(f"n{number}", tokens_wasted=1 << 53))
         rig.settle()
-    with Rig(home) as again:
+    with DurableRig(home) as again:
         encoded = msgspec.msgpack.encode(again.state.status())
     status = msgspec.msgpack.decode(encoded, type=BrokerStatus)
     assert (status.groups_taken, status.waste["cancelled"].tokens) == (2, 1 << 53)
@@ -398,7 +397,7 @@ def test_a_store_of_an_earlier_release_is_read_with_every_task_group_and_name(tm
     """Two brokers of the release before moves recorded themselves wrote it; the second one was killed."""
     with tarfile.open(Path(__file__).parents[2] / "golden" / "store_schema_1.tar.gz") as archive:
         archive.extractall(tmp_path / "store", filter="data")
-    with Rig(tmp_path / "store") as rig:
+    with DurableRig(tmp_path / "store") as rig:
         state, tasks = rig.state, rig.state.tasks
         assert [(e.serial, e.state, e.step, e.attempts, e.filtered) for e in state.ledger()] == [
             *[(serial, "committed", serial // 2, 1, serial == 4) for serial in range(6)],

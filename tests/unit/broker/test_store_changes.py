@@ -10,10 +10,9 @@ from broker.client.connection import BrokerClient
 from broker.contract import LearnerReport, LogPosition
 from broker.delivery.learner_rules import LearnerRules
 from common.errors import StoreChanged
-from tests.broker_rig import job, tasks
+from tests.rigs.brokers import DurableRig, job, tasks
+from tests.rigs.waiting import LIMIT_S
 from tests.unit.broker.conftest import Running
-from tests.unit.broker.durable_rig import Rig
-from tests.waiting import LIMIT_S
 
 REPORT = LearnerReport(1, 1, "training", 0, instance="me")
 
@@ -23,7 +22,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def told(rig: Rig) -> LogPosition:
+def told(rig: DurableRig) -> LogPosition:
     """The position that a learner has when its answer is acknowledged."""
     position = rig.state.position
     rig.settle()
@@ -33,7 +32,7 @@ def told(rig: Rig) -> LogPosition:
 def test_what_was_told_is_known_to_every_later_broker_on_the_same_store(home: Path) -> None:
     positions: list[LogPosition | None] = [None]
     for start in range(3):
-        with Rig(home).begin() as rig:
+        with DurableRig(home).begin() as rig:
             rig.step(start)
             positions.append(told(rig))
             for position in positions:
@@ -42,12 +41,12 @@ def test_what_was_told_is_known_to_every_later_broker_on_the_same_store(home: Pa
 
 @pytest.mark.parametrize("more", [0, 40], ids=["fewer records", "more records than before"])
 def test_an_older_copy_of_the_store_does_not_pass_for_it_however_much_is_recorded_since(home: Path, more: int) -> None:
-    with Rig(home).begin() as rig:
+    with DurableRig(home).begin() as rig:
         early = told(rig)
         shutil.copytree(home, copy := home.with_name("copy"))
         rig.step(0)
         late = told(rig)
-    with Rig(copy) as rig:
+    with DurableRig(copy) as rig:
         for _ in range(more):
             rig.ready()
         rig.settle()
@@ -58,14 +57,14 @@ def test_an_older_copy_of_the_store_does_not_pass_for_it_however_much_is_recorde
 
 
 def test_a_position_of_another_store_is_unknown_and_so_is_one_from_very_many_starts_ago(home: Path) -> None:
-    with Rig(home).begin() as rig:
+    with DurableRig(home).begin() as rig:
         position = told(rig)
         for _ in range(100):
             rig.state.open(rig.journal.seq)
         with pytest.raises(StoreChanged):
             LearnerRules(rig.state).check_position(position)
         assert len(rig.state.openings) < 100
-    with Rig(home.with_name("other")).begin() as rig, pytest.raises(StoreChanged):
+    with DurableRig(home.with_name("other")).begin() as rig, pytest.raises(StoreChanged):
         LearnerRules(rig.state).check_position(position)
 
 

@@ -13,10 +13,11 @@ from broker.client import connection
 from broker.client.connection import BrokerClient, LoopSocket
 from common.errors import BrokerUnreachable, UsageError
 from common.security.credentials import Credential
-from tests.broker_rig import serving, tasks
-from tests.waiting import LIMIT_S, until
+from tests.rigs.brokers import serving, tasks
+from tests.rigs.waiting import LIMIT_S, until
 
 
+@pytest.mark.slow
 def test_threads_share_one_connection_while_one_of_them_waits_for_groups() -> None:
     with serving() as server, BrokerClient(server.address, deadline_s=LIMIT_S) as client, ThreadPoolExecutor(9) as pool:
         taking = pool.submit(client.take, 0, 1, 3.0)
@@ -86,6 +87,7 @@ def test_a_damaged_key_is_an_error_of_every_call_and_close_does_not_wait_for_a_s
                 client.status()
 
 
+@pytest.mark.slow
 def test_calls_shorter_than_the_silence_of_a_dead_broker_reach_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher of learner ranks gives every report up long before SILENT_S."""
     monkeypatch.setattr(connection, "SILENT_S", 1.0)

@@ -7,7 +7,7 @@ import pytest
 
 from broker.journal.store import Record
 from broker.journal.writer import Writer
-from tests.waiting import LIMIT_S, until
+from tests.rigs.waiting import LIMIT_S, until
 
 SYNC_S = 0.05
 

@@ -16,9 +16,9 @@ from common.process.run_dir import RunDir
 from common.run_reader import read_batches
 from common.span_buffer import BATCH_BYTES
 from common.spans import Span, SpanBatch
-from tests.broker_rig import job, learner_report, new_state, node_report, run_info
+from tests.rigs.brokers import job, learner_report, new_state, node_report, run_info
+from tests.rigs.waiting import LIMIT_S
 from tests.unit.broker.conftest import Running
-from tests.waiting import LIMIT_S
 
 TRACED = run_info(trace=True)
 FLIP = Span("flip to version 3", "flip", 1700000000.25, 0.5, "weights", {"version": 3, "stall_s": 0.25, "by": "me"})

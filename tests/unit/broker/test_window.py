@@ -14,7 +14,7 @@ from broker.diagnosis.stalls import explain
 from common.rollouts import GroupMeta
 from common.staleness import Window
 from common.waits import WaitFor, WaitKind
-from tests.broker_rig import run_info, tasks
+from tests.rigs.brokers import run_info, tasks
 
 WINDOW = WaitFor(WaitKind.WINDOW)
 

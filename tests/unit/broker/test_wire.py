@@ -9,7 +9,7 @@ from broker import wire
 from broker.contract import Evaluated, GroupWork, HeartbeatReply, LearnerReport, Lease, NodeReport, StoredGroup
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import Task
-from tests.broker_rig import META
+from tests.rigs.brokers import META
 from tests.unit.broker.test_authorization import REQUESTS
 
 ZERO = b"\xcb" + bytes(8)

@@ -6,7 +6,7 @@ from typing import Any
 
 from broker.journal.store import Compaction, Location, Record, StoreBehind
 from broker.journal.writer import Writer
-from tests.waiting import LIMIT_S, until
+from tests.rigs.waiting import LIMIT_S, until
 
 
 class Rewrite(Compaction):

@@ -26,7 +26,7 @@ from common.errors import ConfigError
 from common.security.credentials import KeyFolder
 from launch.keys import make
 from learner.checkpoint import export_main
-from tests.launch_rig import EXPERTS, SHAPE, document_of
+from tests.rigs.configs import EXPERTS, SHAPE, document_of
 
 REFUSED = """
 learner: {world_size: 3, parallel: {tensor: 2}} | learner.world_size | a multiple of 2

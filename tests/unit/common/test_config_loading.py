@@ -241,7 +241,7 @@ def test_schema_stays_within_its_budget_of_keys():
     assert len(leaves) <= 155
 
 
-@pytest.mark.parametrize("value", ["2026-13-45", "9" * 5000, "[" * 5000])
+@pytest.mark.parametrize("value", ["2026-13-45", "9" * 5000, "[" * 1000])
 def test_a_value_that_there_is_not_is_bad_yaml_and_no_traceback(write, value):
     with pytest.raises(ConfigError, match="a YAML value"):
         load_config(write(MINIMAL), [f"run.name={value}"])

@@ -14,8 +14,9 @@ import pytest
 
 from common.errors import UsageError
 from common.hub import absolute
-from tests.hub_standin import COMMIT, ROOT, StandIn, hub_standin
-from tests.waiting import LIMIT_S, until
+from tests.rigs.hub import COMMIT, StandIn, hub_standin
+from tests.rigs.processes import ROOT
+from tests.rigs.waiting import LIMIT_S, until
 
 SHARDS = {f"model-0000{n}-of-00002.safetensors": bytes([n]) * (1 << 20) for n in (1, 2)}
 CONFIG = "config.json"
@@ -77,6 +78,7 @@ def test_a_name_in_another_form_is_refused(key: str, name: str, form: str) -> No
     assert str(error.value).startswith(f"{key}: expected ") and form in str(error.value) and name in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_model_comes_once_without_code_or_pickle_and_the_hub_is_not_asked_again(hub: StandIn, tmp_path: Path) -> None:
     folder = Path(said(hub.ask(tmp_path, "model.path", NAME)))
@@ -158,6 +160,7 @@ def test_a_model_without_safetensors_is_refused(hub: StandIn, tmp_path: Path) ->
     assert "lacks config.json, a tokenizer, or some of the safet" in said(hub.ask(tmp_path, "model.path", NAME), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_plan_downloads_config_json_only_and_says_when_it_cannot(hub: StandIn, tmp_path: Path) -> None:
     config = (ROOT / "configs" / "models" / "Qwen3-0.6B" / CONFIG).read_bytes()

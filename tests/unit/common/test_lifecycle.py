@@ -15,7 +15,7 @@ from common.process.lifecycle import SUPERVISOR_ENV, DrainFlag, alive, birth_of
 from common.process.lock_file import AlreadyLocked, is_locked, lock_holder, take_lock
 from common.process.run_dir import BrokerFile, RunDir, write_json
 from learner.loop.run_files import read_record, write_record
-from tests.waiting import LIMIT_S, until
+from tests.rigs.waiting import LIMIT_S, until
 
 CHILD = (
     "import time; from common.process.lifecycle import {call}; "

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from common.process.logs import last_lines, log_path, setup_logging
-from tests.waiting import LIMIT_S
+from tests.rigs.waiting import LIMIT_S
 
 
 @pytest.fixture

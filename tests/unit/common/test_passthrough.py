@@ -9,7 +9,8 @@ import pytest
 from common.config.checks import problems
 from common.config.passthrough import TAKEN, known_names, passthrough_warnings
 from common.config.schema import Config, EngineConfig, LearnerConfig, MegatronConfig, RolloutConfig
-from tests.launch_rig import ROOT, config_of
+from tests.rigs.configs import config_of
+from tests.rigs.processes import ROOT
 
 
 def passing(folder: Path, engine: dict[str, object], megatron: dict[str, object]) -> Config:

@@ -14,7 +14,7 @@ from common.errors import UsageError
 from common.json_lines import read_jsonl
 from common.process.files import move_aside, replace_folder
 from common.process.run_dir import RunDir, differences, write_atomic, write_json
-from tests.launch_rig import config_of
+from tests.rigs.configs import config_of
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.segments import MOST_WAITING, SEGMENTS, LineThread, SegmentWriter, number_of, segments
-from tests.waiting import LIMIT_S
+from tests.rigs.waiting import LIMIT_S
 
 LIMIT = 16_000
 

@@ -14,9 +14,9 @@ from broker.client.connection import AsyncBrokerClient
 from common import span_buffer
 from common.span_buffer import SPANS, SpanBuffer
 from common.spans import SpanBatch
-from tests.broker_rig import new_state, node_report, run_info, serving
-from tests.recorded_spans import recorded
-from tests.waiting import LIMIT_S
+from tests.rigs.brokers import new_state, node_report, run_info, serving
+from tests.rigs.telemetry import recorded
+from tests.rigs.waiting import LIMIT_S
 
 BIG = 1 << 20
 
@@ -159,6 +159,7 @@ def measure(address: str, ahead_s: float, pipe: Connection) -> None:
     pipe.send(asyncio.run(beat()))
 
 
+@pytest.mark.slow
 def test_the_true_distance_of_two_clocks_lies_within_the_stated_error() -> None:
     context = multiprocessing.get_context("spawn")
     base = SpanBuffer()  # as the broker's, made in another moment

@@ -13,7 +13,7 @@ from common.run_reader import read_batches
 from common.segments import MOST_WAITING, SegmentWriter, segments
 from common.span_buffer import SpanBuffer, SpanFile
 from common.spans import Span, SpanBatch
-from tests.waiting import LIMIT_S, until
+from tests.rigs.waiting import LIMIT_S, until
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from importlib import metadata
 from pathlib import Path
 
 from common.process.versions import INSTALL_BRIDGE, versions
-from tests.launch_rig import HEAVY, ROOT, imported_by, write_distribution
+from tests.rigs.configs import HEAVY, imported_by, write_distribution
+from tests.rigs.processes import ROOT
 
 
 def test_this_interpreter_names_its_own_packages() -> None:

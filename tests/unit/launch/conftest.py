@@ -6,7 +6,7 @@ import pytest
 
 from common.config.schema import Config
 from common.process.run_dir import RunDir
-from tests.launch_rig import config_of, prepared, write_job
+from tests.rigs.configs import config_of, prepared, write_job
 
 
 @pytest.fixture

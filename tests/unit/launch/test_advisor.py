@@ -7,7 +7,7 @@ import pytest
 
 from common.metrics import StepMetrics
 from launch.observe.advisor import FEWEST, STEPS, Rates, advice_for, advise, rates_of
-from tests.run_fixture import read_line
+from tests.rigs.telemetry import read_line
 
 
 def lines(

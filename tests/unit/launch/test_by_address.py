@@ -22,11 +22,11 @@ from launch.keys import make
 from learner.loop.status_reporter import StatusReporter
 from rollout_fleet.node.heartbeat import BrokerTimeout, Heartbeat
 from rollout_fleet.node.node_status import NodeStatusTracker
-from tests.broker_rig import learner_report, new_state, node_report, run_info, serving, tasks
-from tests.integration.jobs.job_rig import Command
-from tests.launch_rig import job_of, json_of, living_broker, prepared, refusal, run_cli, write_job
-from tests.redis_server import durable_redis, free_port
-from tests.waiting import LIMIT_S, until
+from tests.rigs.brokers import learner_report, new_state, node_report, run_info, serving, tasks
+from tests.rigs.configs import job_of, json_of, living_broker, prepared, refusal, run_cli, write_job
+from tests.rigs.processes import Command
+from tests.rigs.redis_servers import durable_redis, free_port
+from tests.rigs.waiting import LIMIT_S, until
 
 Start = Callable[..., Future[int]]
 

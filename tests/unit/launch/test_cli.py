@@ -12,9 +12,9 @@ import yaml
 
 from common.errors import EXIT_USAGE
 from launch.cli import COMMANDS, GROUPS, main, parse
-from tests.launch_rig import HEAVY, imported_by, refusal, run_cli
-from tests.redis_server import free_port
-from tests.waiting import LIMIT_S
+from tests.rigs.configs import HEAVY, imported_by, refusal, run_cli
+from tests.rigs.redis_servers import free_port
+from tests.rigs.waiting import LIMIT_S
 
 
 @pytest.mark.parametrize("command", ["up", "broker", "learner", "rollout"])

@@ -18,7 +18,7 @@ from common.process.run_dir import RunDir
 from common.run_reader import read_tail
 from launch.cli import main
 from launch.results.comparison import Compared, curve_of, evaluated, grouped
-from tests.launch_rig import config_of, prepared, refusal
+from tests.rigs.configs import config_of, prepared, refusal
 from tests.unit.launch.test_report import line
 
 STEPS = 6

@@ -11,7 +11,7 @@ from common.security.credentials import KeyFolder, own_node_id
 from launch.cli import main
 from launch.keys import make
 from launch.resolve_target import load_job
-from tests.launch_rig import job_of, json_of, living_broker, prepared, refusal, write_job
+from tests.rigs.configs import job_of, json_of, living_broker, prepared, refusal, write_job
 
 
 @pytest.fixture

@@ -17,9 +17,10 @@ from launch.up.devices import Place, assign, table
 from launch.up.ranks import learner_environment
 from launch.up.supervisor import RoleSpec, Supervisor
 from launch.up.up import role_specs
-from tests.device import rank_environment
-from tests.launch_rig import ROOT, prepared, refusal, write_job
-from tests.waiting import until
+from tests.rigs.configs import prepared, refusal, write_job
+from tests.rigs.device import rank_environment
+from tests.rigs.processes import ROOT
+from tests.rigs.waiting import until
 
 QWEN = ROOT / "configs" / "qwen3-0.6b-gsm8k.yaml"
 

@@ -9,8 +9,8 @@ from common.config.loading import key_paths
 from common.config.schema import Config, SftLearnerConfig
 from launch.cli import COMMANDS
 from tests.docs_reference import DOCS, config_page, filled, metrics_page
+from tests.rigs.processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "configs/README.md")
 PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]

@@ -46,18 +46,10 @@ from launch.checks.review import review
 from launch.cli import main
 from launch.keys import make
 from learner.loop.run_files import write_record
-from tests.launch_rig import (
-    MODELS,
-    ROOT,
-    config_of,
-    living_broker,
-    model_folder,
-    refusal,
-    write_broker,
-    write_distribution,
-)
-from tests.redis_server import durable_redis
-from tests.waiting import LIMIT_S, until
+from tests.rigs.configs import MODELS, config_of, living_broker, model_folder, refusal, write_broker, write_distribution
+from tests.rigs.processes import ROOT
+from tests.rigs.redis_servers import durable_redis
+from tests.rigs.waiting import LIMIT_S, until
 
 GIB = 1 << 30
 PACKAGES = {name: "1.0" for role in ("base", "cpu") for name in checks.NEEDED[role]}
@@ -298,6 +290,7 @@ def test_an_environment_that_fails_on_the_first_row_is_named_with_the_row(
     assert capsys.readouterr().out == "", "--json prints the findings alone"
 
 
+@pytest.mark.slow
 def test_the_first_row_is_tried_in_the_interpreter_of_the_environment(config: Config, games: Path) -> None:
     (games / "lib").mkdir()
     (games / "lib" / "only_there.py").touch()
@@ -459,6 +452,7 @@ def test_a_broker_that_is_stopped_is_named_with_what_wakes_it(config, run, monke
     assert (finding.code, finding.fix) == ("broker_silent", f"kill -CONT {pid}")
 
 
+@pytest.mark.slow
 def test_a_holder_of_the_lock_roles_without_a_broker_and_a_folder_of_another_run_are_named(config, run) -> None:
     with (run.path / "up.lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -484,6 +478,7 @@ def test_a_running_job_is_explained(config: Config, run: RunDir) -> None:
 # ---------------------------------------------------------------- the command
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_found_and_fails_on_a_problem(config: Config, tmp_path: Path, capsys) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(dump_yaml(of(config, "tasks", dataset="/nowhere.jsonl")))
@@ -496,6 +491,7 @@ def test_the_command_says_what_it_found_and_fails_on_a_problem(config: Config, t
     assert not [f for f in findings if f["level"] == "problem"]
 
 
+@pytest.mark.slow
 def test_a_machine_alone_or_the_folder_of_a_run_is_looked_at_and_nothing_else(run: RunDir, capsys) -> None:
     assert main(["doctor", "--role", "base"]) == EXIT_DONE
     assert "0 problems" in capsys.readouterr().out

@@ -9,8 +9,7 @@ from common.errors import SlipstreamError, UsageError
 from common.process.run_dir import RunDir, write_json
 from launch.results import export
 from learner.checkpoint.best import BEST_FILE, BestRecord
-from tests.checkpoint_files import write_checkpoint
-from tests.launch_rig import refusal
+from tests.rigs.configs import refusal, write_checkpoint
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from launch.cli import main
 from launch.observe.observation import outcome_of
 from launch.up.supervisor import Role, RoleSpec
 from launch.up.up import Job, role_specs
-from tests.launch_rig import json_of, node_status, prepared, status_of, write_broker, write_job
-from tests.waiting import LIMIT_S, until
+from tests.rigs.configs import json_of, node_status, prepared, status_of, write_broker, write_job
+from tests.rigs.waiting import LIMIT_S, until
 
 
 def test_a_failure_is_said_before_the_others_are_stopped_also_with_a_full_disk(
@@ -109,6 +109,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_up_serves_the_page_until_the_job_is_done(config, run, monkeypatch, capsys, tmp_path) -> None:
     """The page is the real one; the learner is done when it has got the page's first answer."""
     write_broker(run)
@@ -132,6 +133,7 @@ def test_up_serves_the_page_until_the_job_is_done(config, run, monkeypatch, caps
     assert job.supervisor.roles["web"].exit_code == 0, "it ended when it was told to"
 
 
+@pytest.mark.slow
 def test_the_page_stays_after_the_job_until_the_next_signal_and_the_run_is_free(
     config, run, monkeypatch, capsys, tmp_path
 ) -> None:
@@ -225,6 +227,7 @@ def finish(run, steps: int) -> None:
     (run.model / "config.json").write_text("{}")
 
 
+@pytest.mark.slow
 def test_the_status_of_a_finished_run_says_reward_accuracy_and_where_the_model_is(config, run, capsys):
     finish(run, steps=10)
     write_json(run.status_json, status_of(node_status(alive=False)))

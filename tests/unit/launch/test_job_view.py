@@ -18,7 +18,7 @@ from launch.observe.job_view import BAR_WIDTH, plain_line, render_live, render_s
 from launch.observe.observation import Observation, as_json, observe
 from launch.observe.stall_text import duration
 from launch.resolve_target import Target
-from tests.launch_rig import LEARNER, json_of, node_status, status_of, text_of, write_broker
+from tests.rigs.configs import LEARNER, json_of, node_status, status_of, text_of, write_broker
 
 PLAIN = Observation(status_of(node_status()), live=True)
 WASTEFUL = Observation(

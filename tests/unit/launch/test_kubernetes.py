@@ -21,9 +21,9 @@ from common.config.schema import Config
 from common.security.credentials import load_allowed, load_credential, load_server
 from launch.cli import main, parse
 from launch.up.ranks import SHUTDOWN_TIMEOUT_S
-from tests.waiting import LIMIT_S, until
+from tests.rigs.processes import ROOT
+from tests.rigs.waiting import LIMIT_S, until
 
-ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "launch" / "cluster" / "kubernetes"
 VERSIONS = ("1.31", "1.34", "1.37")  # podFailurePolicy is stable since 1.31
 WORKLOADS = {"broker": "StatefulSet", "learner": "Job", "fleet": "Deployment"}
@@ -105,6 +105,7 @@ def job(tmp_path: Path) -> Path:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 @pytest.mark.parametrize("autoscaled", [False, True])
+@pytest.mark.slow
 def test_kustomize_builds_the_job(job: Path, autoscaled: bool) -> None:
     if autoscaled:
         text = (job / "kustomization.yaml").read_text()

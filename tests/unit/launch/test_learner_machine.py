@@ -17,7 +17,7 @@ from common.process.run_dir import RunDir
 from launch.up import learner_machine as module
 from launch.up.learner_machine import ANSWER_S, REPORT_S, Launcher, SharedFolder
 from learner.loop.run_files import write_record
-from tests.broker_rig import job
+from tests.rigs.brokers import job
 
 TRAIN = RendezvousOrder(1, [Member("m1", "h1", "a", "a:1")], active=True)
 

@@ -13,8 +13,8 @@ from launch.observe.job_view import render_status
 from launch.observe.ledger import observe_ledger, whole_ledger
 from launch.observe.observation import Observation, as_json, failed_samples
 from launch.resolve_target import Target
-from tests.launch_rig import LEARNER, json_of, living_broker, node_status, status_of, text_of, write_broker
-from tests.unit.broker.durable_rig import Rig
+from tests.rigs.brokers import DurableRig
+from tests.rigs.configs import LEARNER, json_of, living_broker, node_status, status_of, text_of, write_broker
 
 LEDGER = [
     LedgerEntry(0, "committed", 1, ["node-0"], 0, 0, 0, 0.25),
@@ -100,7 +100,7 @@ def test_a_broker_of_another_machine_is_asked_though_its_process_is_not_seen_her
 
 def test_the_ledger_after_the_death_of_a_broker_is_that_of_its_store(config, run, capsys):
     """RUN/ledger.json is some seconds old then: it still has the last step as taken."""
-    with Rig(run.store) as rig:
+    with DurableRig(run.store) as rig:
         rig.begin()
         rig.offer(2)
         for lease in rig.lease(2):

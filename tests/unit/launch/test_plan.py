@@ -15,7 +15,8 @@ from launch.checks.review import make_review
 from launch.cli import main
 from launch.plan.job_plan import GIB
 from launch.plan.memory import DEVICES, fits
-from tests.launch_rig import ROOT, refusal, text_of
+from tests.rigs.configs import refusal, text_of
+from tests.rigs.processes import ROOT
 
 NAMED = {
     "qwen3-0.6b-gsm8k": dict(world=4, tensor=1, pipeline=1, context=1, expert=1),

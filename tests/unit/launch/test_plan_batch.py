@@ -20,7 +20,7 @@ from launch.plan.job_plan import (
     window_of,
 )
 from launch.plan.layout import SPARSE, Sizes, hf_tensors, rank_groups
-from tests.launch_rig import architecture
+from tests.rigs.configs import architecture
 
 
 def job(

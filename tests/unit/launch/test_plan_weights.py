@@ -10,7 +10,7 @@ import pytest
 from common.config.architecture import READERS, UnknownArchitecture, read_architecture
 from common.config.parallel_layout import SUPPORTED
 from launch.plan.layout import count, count_active, hf_tensors
-from tests.launch_rig import MODELS, architecture
+from tests.rigs.configs import MODELS, architecture
 
 PUBLISHED = {  # billions of parameters, active ones as the model cards and reports state them
     "Qwen3-0.6B": (0.596, 0.596),
@@ -75,6 +75,7 @@ def in_files(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *OTHERS])
+@pytest.mark.slow
 def test_every_parameter_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     folder = MODELS / name
     if name in OTHERS:
@@ -93,6 +94,7 @@ def test_totals_are_the_published_ones(name: str) -> None:
     assert count_active(architecture(name)) / 1e9 == pytest.approx(active, rel=0.02)
 
 
+@pytest.mark.slow
 def test_every_architecture_that_the_learner_supports_is_counted() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 

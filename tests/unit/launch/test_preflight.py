@@ -27,8 +27,8 @@ from launch.checks.preflight.stages import Report, examine, rounds
 from launch.checks.preflight.verdict import judge, verdict
 from launch.cluster.interface import Interface
 from launch.up.ranks import slurm_machines
-from tests.launch_rig import config_of, living_broker, refusal, write_job
-from tests.waiting import LIMIT_S
+from tests.rigs.configs import config_of, living_broker, refusal, write_job
+from tests.rigs.waiting import LIMIT_S
 
 LOCAL = "127.0.0.1"
 AGREE = {
@@ -255,6 +255,7 @@ def test_too_few_machines_are_named_after_the_wait() -> None:
                 result.result()
 
 
+@pytest.mark.slow
 def test_machines_examine_each_other_to_the_same_report(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run")
     with meeting(2) as join, ThreadPoolExecutor(2) as pool:
@@ -273,6 +274,7 @@ def test_machines_examine_each_other_to_the_same_report(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.slow
 def test_a_learner_machine_with_the_extra_alone_is_told_to_install_the_bridge(tmp_path: Path, monkeypatch) -> None:
     machine = look()
     alone = {name: version for name, version in machine.packages.items() if name != "megatron-bridge"}
@@ -304,6 +306,7 @@ def test_a_step_of_slurm_says_how_many_machines_there_are(monkeypatch: pytest.Mo
         assert slurm_machines() == machines
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server((LOCAL, 0)) as job:
         config = write_job(tmp_path, broker={"address": f"tcp://{LOCAL}:{job.getsockname()[1]}"})

@@ -26,7 +26,7 @@ from launch.quickstart.problems import (
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.builtin.number_guessing import NumberGuessing
 from rollout_fleet.environments.protocol import Action
-from tests.launch_rig import ROOT
+from tests.rigs.processes import ROOT
 
 TEXTS = [string.printable[:95] + "\n", " a", "a ", "  two  spaces ", "\n\n x", "Q: 384+519=? A:", " 8+1+1=10 =903"]
 

@@ -20,9 +20,8 @@ from common.rollouts import GroupMeta, Task
 from common.waits import WaitFor, WaitKind
 from launch.cli import main
 from launch.results.replay import ReplayedStep, check_progress, compare, line, plan_replay, summary
-from tests.checkpoint_files import write_checkpoint
-from tests.launch_rig import job_of, refusal
-from tests.memory_broker import MemoryLearner
+from tests.rigs.brokers import MemoryLearner
+from tests.rigs.configs import job_of, refusal, write_checkpoint
 
 RUN_INFO = RunInfo("demo", "/runs/demo", 2, 1, 3, 60.0, 1 << 20)
 

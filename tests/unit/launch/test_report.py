@@ -14,8 +14,8 @@ from common.process.run_dir import RunDir, write_json
 from common.run_reader import MetricsTail
 from launch.cli import main
 from launch.results.report import first_above, format_figure
-from tests.launch_rig import config_of
-from tests.run_fixture import read_line
+from tests.rigs.configs import config_of
+from tests.rigs.telemetry import read_line
 
 STEPS = 20
 

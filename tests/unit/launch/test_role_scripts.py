@@ -14,8 +14,8 @@ from packaging.utils import canonicalize_name
 from launch.checks import machine as packages
 from learner.megatron.cpu.compat import VERIFIED
 from rollout_fleet.vllm_plugin import TESTED
+from tests.rigs.processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 BASH = shutil.which("bash") or "/bin/bash"
 
 
@@ -87,6 +87,7 @@ def test_the_extras_name_the_pinned_vllm_and_megatron_for_which_the_patches_are_
 OLDEST = {"python_version": "3.11", "python_full_version": "3.11.0", "extra": ""}
 
 
+@pytest.mark.slow
 def test_what_only_older_pythons_need_is_pinned_too() -> None:
     lines = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
     found = [Requirement(line) for line in lines if line.strip() and not line.startswith(("#", "-"))]

@@ -14,7 +14,7 @@ from launch.checks.machine import Machine, look
 from launch.checks.selftest import PACE, Item, items
 from launch.cli import main
 from launch.up.devices import ROOT
-from tests.waiting import until
+from tests.rigs.waiting import until
 
 TESTS = """
 import os, subprocess, sys, time, warnings

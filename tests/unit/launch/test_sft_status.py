@@ -9,7 +9,7 @@ from common.config.schema import ModelConfig, RunConfig, SftConfig, SftTasksConf
 from common.process.run_dir import RunDir
 from launch.cli import main
 from learner.loop.run_files import write_record
-from tests.launch_rig import json_of
+from tests.rigs.configs import json_of
 
 STEPS = 20
 PLOTS = ("over_steps", "over_samples", "over_tokens", "over_seconds")
@@ -60,6 +60,7 @@ def test_one_that_never_began_is_absent_and_one_that_ended_says_how(run, capsys,
     assert f"; the model is in {run.model}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_report_has_losses_and_tokens(run):
     train(run, STEPS)
     assert main(["report", str(run.path)]) == 0

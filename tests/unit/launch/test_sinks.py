@@ -21,9 +21,9 @@ from launch.sinks import feed as module
 from launch.sinks import process
 from launch.sinks.feed import GROUP_OF, Cursor, Feed, Point
 from launch.up.up import Job
-from tests.launch_rig import prepared, refusal, run_cli, write_broker
-from tests.redis_server import free_port
-from tests.waiting import until
+from tests.rigs.configs import prepared, refusal, run_cli, write_broker
+from tests.rigs.redis_servers import free_port
+from tests.rigs.waiting import until
 
 
 def line(step: int, incarnation: int = 0, **values: Any) -> dict[str, Any]:
@@ -241,6 +241,7 @@ def test_a_second_process_is_refused(run, capsys) -> None:
         assert "feeds its trackers already" in refusal(capsys, "sinks", str(run.path), "--sink", "prometheus")
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_shown_and_an_ended_run_ends_the_process(tmp_path, config) -> None:
     with free_server() as port:
         config = msgspec.structs.replace(config, telemetry=TelemetryConfig(prometheus_port=port, sinks=["prometheus"]))
@@ -265,6 +266,7 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time
 
 
 @pytest.mark.parametrize("sinks", [[sys.executable, "-c", "raise SystemExit(1)"], [sys.executable, "-c", DEAF], []])
+@pytest.mark.slow
 def test_sinks_that_die_or_hang_neither_fail_nor_hold_up_the_job(config, monkeypatch, capsys, sinks) -> None:
     """The last case is the real process."""
     telemetry = TelemetryConfig(prometheus_port=free_port(), sinks=["prometheus"])

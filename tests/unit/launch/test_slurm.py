@@ -8,7 +8,7 @@ from common.errors import UsageError
 from launch.cli import main
 from launch.cluster.slurm.submit import parse_bounds, parse_options, wanted_nodes
 from launch.observe.advisor import Advice
-from tests.launch_rig import job_of, prepared, refusal, write_job
+from tests.rigs.configs import job_of, prepared, refusal, write_job
 
 RELAY = {"weights": {"transport": "relay"}}
 

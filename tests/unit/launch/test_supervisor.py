@@ -11,7 +11,7 @@ from common.process.lifecycle import alive
 from launch.up import supervisor as module
 from launch.up.devices import plan_cores
 from launch.up.supervisor import RoleSpec, Supervisor, describe_exit
-from tests.waiting import until
+from tests.rigs.waiting import until
 
 WAIT_S = 120.0
 DRAINING = (

@@ -13,8 +13,8 @@ from common.run_reader import read_batches
 from common.spans import Span, SpanBatch
 from launch.cli import main
 from launch.results.trace import Trace
-from tests.chrome_trace import ChromeTrace
-from tests.launch_rig import refusal
+from tests.rigs.configs import refusal
+from tests.rigs.telemetry import ChromeTrace
 
 T0 = 1.7e9  # the broker's clock
 AHEAD = {"learner": 0.0, "node-0": 100.0, "node-1": -50.0}  # seconds, of each process's clock
@@ -274,6 +274,7 @@ def test_the_reader_gives_batches_in_order_and_survives_pruning(run: RunDir, mon
     assert len(list(reader)) == 0
 
 
+@pytest.mark.slow
 def test_a_long_trace_takes_little_memory(run: RunDir) -> None:
     many = [step(number) for number in range(500)]
     write(run, [b for batches in many for b in batches])

@@ -82,6 +82,7 @@ def test_a_step_that_was_trained_again_shows_once_with_what_came_last(run: RunDi
     assert serials(run, task=3) == [3, 3], "attempts that failed are different ones"
 
 
+@pytest.mark.slow
 def test_lines_that_are_torn_foreign_or_far_too_long_are_passed_over(run: RunDir) -> None:
     write(run, transcript(1))
     (path,) = segments(run.transcripts, "steps")

@@ -15,8 +15,8 @@ from common.process.run_dir import RunDir
 from launch.cli import main, parse
 from launch.resolve_target import job_of, joined_config, without_commands
 from launch.up import roles
-from tests.launch_rig import document_of, living_broker, prepared, refusal, status_of, text_of
-from tests.launch_rig import job_of as config_of
+from tests.rigs.configs import document_of, living_broker, prepared, refusal, status_of, text_of
+from tests.rigs.configs import job_of as config_of
 
 
 def rules(marker: Path) -> list[dict[str, Any]]:

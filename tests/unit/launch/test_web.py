@@ -26,8 +26,8 @@ from launch.web.app import Hub, make_app
 from launch.web.lanes import PIECES, Lanes
 from launch.web.run_view import BrowserCopy, RunView, _stall
 from learner.loop.run_files import write_record
-from tests.launch_rig import LEARNER, living_broker, node_status, refusal, status_of, write_broker
-from tests.run_fixture import Fixture, read_line
+from tests.rigs.configs import LEARNER, living_broker, node_status, refusal, status_of, write_broker
+from tests.rigs.telemetry import Fixture, read_line
 
 TOKEN = "a-token-of-the-test"
 FIRST = slice(9)
@@ -348,6 +348,7 @@ def test_the_table_without_javascript_has_the_sentences_of_watch_rules(tmp_path)
 # ---------------------------------------------------------------- bounded memory
 
 
+@pytest.mark.slow
 def test_curves_keep_least_mean_and_largest_in_a_bounded_number_of_buckets():
     curves = curves_of([float(step % 10) for step in range(100_000)])
     assert curves.width == 128 and curves.used == 782 <= BUCKETS
@@ -361,6 +362,7 @@ def test_curves_keep_least_mean_and_largest_in_a_bounded_number_of_buckets():
     assert b"null" in msgspec.json.encode(found)
 
 
+@pytest.mark.slow
 def test_curves_are_the_same_however_the_steps_arrive():
     values = list(np.random.default_rng(0).normal(size=3000))
     at_once, one_by_one = curves_of(values), Curves()

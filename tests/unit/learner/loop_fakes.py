@@ -31,7 +31,7 @@ from learner.loop.run_files import RunFiles
 from learner.loop.status_reporter import StatusReporter
 from learner.loop.tasks import TaskSource, TaskStream
 from learner.loop.trainer import Trainer
-from tests.memory_broker import MemoryBroker, MemoryLearner
+from tests.rigs.brokers import MemoryBroker, MemoryLearner
 
 VOCAB = 12
 

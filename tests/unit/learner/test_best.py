@@ -15,7 +15,7 @@ from common.metrics import EvaluationMetrics
 from learner.checkpoint import best as module
 from learner.checkpoint.best import MOST_WAITING, Best, read_best
 from learner.checkpoint.folder import CheckpointFolder, read_checkpoint
-from tests.run_fixture import read_line
+from tests.rigs.telemetry import read_line
 from tests.unit.learner.loop_fakes import MakeWorld, World
 from tests.unit.learner.test_checkpoints import kill_at, write
 
@@ -176,6 +176,7 @@ def by_evaluation(folder: CheckpointFolder, best: Best) -> None:
 
 
 @pytest.mark.parametrize("act", [by_checkpoint, by_evaluation])
+@pytest.mark.slow
 def test_killed_at_any_moment_the_file_names_a_whole_checkpoint_and_the_next_start_decides_the_same(
     tmp_path: Path, act: Callable[[CheckpointFolder, Best], None]
 ) -> None:

@@ -22,8 +22,7 @@ from launch.cli import main
 from learner.loop import evaluation as module
 from learner.loop.batch_source import Wait
 from learner.loop.evaluation import Evaluations
-from tests.broker_rig import node_report
-from tests.memory_broker import MemoryBroker
+from tests.rigs.brokers import MemoryBroker, node_report
 from tests.unit.learner.loop_fakes import MakeWorld, World, evaluated, world
 
 COUNTS = {"easy": 3, "hard": 2}

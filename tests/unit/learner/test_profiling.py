@@ -23,6 +23,7 @@ def absences(world: World) -> list[dict[str, Any]]:
     return [event["detail"] for event in told if event["kind"] == "profile_nodes_absent"]
 
 
+@pytest.mark.slow
 def test_the_trace_of_a_chosen_step_has_the_operations_of_this_step(make_world: MakeWorld) -> None:
     chosen = {"profile_steps": [1, 3], "profile_nodes": ["fake", "elsewhere"]}
     world = make_world(run={"steps": 5}, telemetry=chosen)

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from learner import rank_monitor
 from learner.rank_monitor import RankMonitor
-from tests.waiting import until
+from tests.rigs.waiting import until
 
 
 @pytest.fixture

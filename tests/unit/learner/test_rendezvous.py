@@ -12,8 +12,8 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 
 from learner.rendezvous import ALONE, BACKEND, KnownOrder, create_handler, listen
 from tests.integration.jobs.test_pickles import Mark, listeners, overwrite
-from tests.launch_rig import ROOT
-from tests.waiting import LIMIT_S, until
+from tests.rigs.processes import ROOT
+from tests.rigs.waiting import LIMIT_S, until
 
 C10D, OURS = ("torch.distributed.run", ["--standalone"], True), ("learner.torchrun", [], False)
 HOST = "127.0.0.9"  # as the machine's address beside others: a store of torch's own making would listen on all

@@ -22,8 +22,8 @@ from learner.loop.lead_rank import LeadRank, prepare_lead
 from learner.loop.run_files import RunFiles, read_record, write_record
 from learner.loop.status_reporter import StatusReporter
 from learner.main import train
-from tests.memory_broker import MemoryBroker, MemoryLearner
-from tests.waiting import LIMIT_S
+from tests.rigs.brokers import MemoryBroker, MemoryLearner
+from tests.rigs.waiting import LIMIT_S
 
 MakeConfig = Callable[..., Config]
 

@@ -14,9 +14,9 @@ from common.weights.source.nodes import Undelivered
 from learner.loop import status_reporter
 from learner.loop.status_reporter import SHOWN_DELIVERIES, StatusReporter
 from learner.loop.step_metrics import StallMeter
-from tests.launch_rig import node_status, status_of
+from tests.rigs.configs import node_status, status_of
+from tests.rigs.waiting import LIMIT_S, until
 from tests.unit.learner.loop_fakes import MakeWorld
-from tests.waiting import LIMIT_S, until
 
 ROUNDING_S = 1e-6  # Unix times as floats
 

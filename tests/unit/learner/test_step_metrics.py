@@ -15,7 +15,7 @@ from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.loop.step_metrics import Step, Times, Totals, check_finite, loss_figures, step_metrics
 from learner.loss.corrections import Corrected
 from learner.loss.token_diagnostics import ratio_quantile, token_counts, token_sums
-from tests.launch_rig import node_status, status_of
+from tests.rigs.configs import node_status, status_of
 
 
 def result(tokens: int = 4, by_age: tuple[list[float], list[float]] | None = None, **sums: float) -> StepResult:

@@ -10,7 +10,7 @@ from broker.contract import RunInfo, StoredGroup
 from broker.delivery.learner_rules import LearnerRules
 from common.errors import SlipstreamError, UsageError
 from learner.loop.tasks import TaskStream
-from tests.memory_broker import MemoryBroker
+from tests.rigs.brokers import MemoryBroker
 from tests.unit.learner.loop_fakes import MakeWorld, World
 
 STEPS = 8

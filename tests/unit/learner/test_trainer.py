@@ -17,8 +17,8 @@ from common.run_reader import read_tail
 from common.waste import Waste
 from learner.loop import rollout_source
 from learner.loop.batch_source import Train, decode_command
-from tests.memory_broker import MemoryBroker
-from tests.recorded_spans import recorded
+from tests.rigs.brokers import MemoryBroker
+from tests.rigs.telemetry import recorded
 from tests.unit.learner.loop_fakes import Killed, MakeWorld, World, make_group
 
 # ---------------------------------------------------------------- a whole run

@@ -21,10 +21,10 @@ from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.batch.packing import Document, build
 from learner.loop.transcripts import MOST_PLACES, RecordingLoss, choose, items, transcript_thread
 from learner.loss.advantages import ADVANTAGES
-from tests.launch_rig import ROOT
+from tests.rigs.processes import ROOT
+from tests.rigs.waiting import LIMIT_S, until
 from tests.unit.learner.conftest import BASE
 from tests.unit.learner.loop_fakes import BigramBackend, MakeWorld, World, make_group
-from tests.waiting import LIMIT_S, until
 
 # ---------------------------------------------------------------- the choice
 
@@ -209,6 +209,7 @@ def write(run_dir: str, model: str, steps: range) -> None:
     writer.close(LIMIT_S)
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_a_folder_that_can_be_read_and_written_on(tmp_path: Path, model: str) -> None:
     run = RunDir(tmp_path / "run")
     command = [sys.executable, "-c", WRITER, str(run.path), model]

@@ -18,8 +18,8 @@ from common.wire_types import Array
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.batch.packing import Document
 from learner.loop.watch import FEWEST, LIKE, MEDIAN_OF, OF_SAMPLES, OF_TOKENS, RuleState, judged_value, largest
-from tests.launch_rig import ROOT
-from tests.run_fixture import read_line
+from tests.rigs.processes import ROOT
+from tests.rigs.telemetry import read_line
 from tests.unit.learner.conftest import BASE
 from tests.unit.learner.test_best import config_of, evaluating
 

@@ -22,9 +22,9 @@ from launch.cli import main, parse
 from learner.backend_protocol import StepResult
 from learner.loop import watcher as module
 from learner.loop.watcher import run_command
-from tests.run_fixture import read_line
+from tests.rigs.telemetry import read_line
+from tests.rigs.waiting import until
 from tests.unit.learner.loop_fakes import World, world
-from tests.waiting import until
 
 MakeConfig = Callable[..., Config]
 
@@ -254,6 +254,7 @@ def test_a_rule_that_was_removed_no_longer_stops_the_run(watched) -> None:
     assert world(config, made.memory).run() == "done"
 
 
+@pytest.mark.slow
 def test_a_learner_killed_anywhere_has_the_memory_of_one_that_never_was(watched) -> None:
     rules = [
         WatchRule(metric="reward_mean", below=0.5, steps=2),

@@ -11,8 +11,8 @@ from torch import distributed as dist
 
 from common.process.lifecycle import leave
 from learner.megatron.logprobs import logprobs_and_entropy
-from tests import forked
-from tests.waiting import LIMIT_S
+from tests.rigs import processes
+from tests.rigs.waiting import LIMIT_S
 
 CHUNKS = [1, 30, 1 << 20]  # a row at a time, some rows, everything at once
 
@@ -163,8 +163,8 @@ def share_the_vocabulary(rank: int, folder: str, pipe: Connection) -> None:
 
 
 def test_two_ranks_that_share_the_vocabulary_get_the_values_and_their_parts_of_the_gradients(tmp_path: Path) -> None:
-    pipes = [forked.context().Pipe(duplex=False) for _ in range(2)]
-    ranks = [forked.start(share_the_vocabulary, rank, str(tmp_path), pipes[rank][1]) for rank in range(2)]
+    pipes = [processes.context().Pipe(duplex=False) for _ in range(2)]
+    ranks = [processes.start(share_the_vocabulary, rank, str(tmp_path), pipes[rank][1]) for rank in range(2)]
     for (ours, theirs), rank in zip(pipes, ranks, strict=True):
         theirs.close()
         assert ours.poll(LIMIT_S) and ours.recv_bytes() == b"equal"

@@ -9,10 +9,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from tests.waiting import LIMIT_S
+from tests.rigs.processes import OURS, ROOT
+from tests.rigs.waiting import LIMIT_S
 
 INSIDE = Path(__file__).with_name("megatron_process.py")
-ROOT = Path(__file__).resolve().parents[3]
 
 
 # A machine with CUDA, with Transformer Engine installed but not wanted, up to the first call of a device.
@@ -34,6 +34,7 @@ from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, distrib_optimizer
 from megatron.core.transformer.moe import moe_utils
 from learner.megatron.cpu.layers import PlainSpecProvider
 from learner.megatron.conversion import model
+from tests.rigs.processes import OURS
 
 assert mpu.torch is torch and mpu.torch.cuda.current_device is torch.cuda.current_device
 assert gpt_layer_specs.TESpecProvider is PlainSpecProvider and not gpt_layer_specs.HAVE_TE
@@ -55,7 +56,7 @@ def test_with_cuda_the_plain_layers_take_the_place_of_transformer_engine(tmp_pat
 
 
 def _run(*words: str, **environment: str) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
+    environment = os.environ | OURS | environment
     run = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, timeout=2 * LIMIT_S)
     done = run([sys.executable, *words], env=environment)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -18,7 +18,7 @@ from rollout_fleet.environments.protocol import Action, Budget, Limits, StepResu
 from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules, Sampling
 from rollout_fleet.episode.rendering import Renderer, Tokenizer
 from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation
-from tests.waiting import LIMIT_S
+from tests.rigs.waiting import LIMIT_S
 
 EOS = 0
 

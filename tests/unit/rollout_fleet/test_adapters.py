@@ -27,11 +27,11 @@ from rollout_fleet.environments.isolation.process_backend import ProcessBackend,
 from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
-from tests.redis_server import free_port
+from tests.rigs.redis_servers import free_port
+from tests.rigs.waiting import LIMIT_S, until
 from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, prompts_of, say
 from tests.unit.rollout_fleet.fleet_fakes import play as episode
-from tests.waiting import LIMIT_S, until
 
 HERE = Path(__file__).parent
 

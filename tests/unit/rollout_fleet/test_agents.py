@@ -22,10 +22,10 @@ from rollout_fleet.environments.isolation.thread_backend import ThreadBackend
 from rollout_fleet.environments.protocol import Budget, Limits
 from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
+from tests.rigs.waiting import LIMIT_S, until_async
 from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, new_host
 from tests.unit.rollout_fleet.fleet_fakes import play as episode
-from tests.waiting import LIMIT_S, until_async
 
 Agent = Callable[..., Awaitable[Any]]
 LIMITS = Limits(reset_s=LIMIT_S, step_s=LIMIT_S, cpu_s=300, memory_mib=2048)

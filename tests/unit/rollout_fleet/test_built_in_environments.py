@@ -12,8 +12,8 @@ from rollout_fleet.environments.builtin.gymnasium_text import FrozenLake, Gymnas
 from rollout_fleet.environments.builtin.math_problems import MathProblem, judge
 from rollout_fleet.environments.isolation.process_backend import ProcessBackend, ProcessHost
 from rollout_fleet.environments.protocol import Budget
+from tests.rigs.waiting import LIMIT_S
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, prompts_of, say
-from tests.waiting import LIMIT_S
 
 
 def play(environment: type, said: list[str], problem: dict[str, Any], **options: Any) -> tuple[Sample, list[str]]:

@@ -183,6 +183,7 @@ def requests(kind: Callable[[random.Random], tuple[int, int]]) -> Iterator[tuple
         pytest.param(short, 32, 0.6, 1.01, id="short answers: preemptions are harmless"),
     ],
 )
+@pytest.mark.slow
 def test_it_settles_at_the_best_fixed_number(
     kind: Callable[[random.Random], tuple[int, int]], blocks: int, few: float, many: float
 ) -> None:

@@ -42,6 +42,7 @@ def test_what_a_cpu_needs_is_not_set_for_a_gpu(monkeypatch: pytest.MonkeyPatch, 
     assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
+@pytest.mark.slow
 def test_on_a_gpu_a_flip_ends_when_the_device_has_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     from rollout_fleet.weights.worker_extension import SlipstreamTransferEngine, SlipstreamUpdateInfo
 

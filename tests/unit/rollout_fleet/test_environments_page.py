@@ -14,10 +14,10 @@ from common.config.schema import LimitsConfig
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.description import describe
 from rollout_fleet.environments.protocol import Limits, StopReason
+from tests.rigs.processes import ROOT
+from tests.rigs.waiting import LIMIT_S
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, say
-from tests.waiting import LIMIT_S
 
-ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
 HANGMAN, PLAY, TOOLS, AGENT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 

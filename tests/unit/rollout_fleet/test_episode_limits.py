@@ -10,8 +10,8 @@ from common.config.schema import LimitsConfig, TasksConfig
 from common.rollouts import Sample
 from rollout_fleet.environments.description import check_environment
 from rollout_fleet.environments.protocol import Action, Chat, Limits, StepResult
+from tests.rigs.waiting import LIMIT_S
 from tests.unit.rollout_fleet.fleet_fakes import EOS, Base, ScriptedSampler, in_turn, make_driver, say, text_of
-from tests.waiting import LIMIT_S
 
 
 def play(environment: type, limits: Limits | None = None, turns: int = 3, **more: Any) -> Sample:

@@ -9,6 +9,7 @@ from common.rollouts import Group
 from common.transcripts import FAILED_BYTES, FailedTranscripts, Transcript
 from rollout_fleet.environments.protocol import StepResult
 from rollout_fleet.episode.rendering import Renderer
+from tests.rigs.waiting import until_async
 from tests.unit.rollout_fleet.fleet_fakes import (
     Base,
     CharacterTokenizer,
@@ -20,7 +21,6 @@ from tests.unit.rollout_fleet.fleet_fakes import (
 )
 from tests.unit.rollout_fleet.test_conversation import Talk, assistant, user
 from tests.unit.rollout_fleet.test_node import Site
-from tests.waiting import until_async
 
 
 class Game(Base):

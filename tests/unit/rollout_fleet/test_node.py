@@ -23,9 +23,9 @@ from rollout_fleet.node.heartbeat import BrokerLost, BrokerTimeout, Heartbeat
 from rollout_fleet.node.node import Node
 from rollout_fleet.node.node_status import NodeStatusTracker
 from rollout_fleet.node.running_groups import NodeParts
-from tests.broker_rig import run_info
-from tests.memory_broker import MemoryBroker
-from tests.recorded_spans import recorded
+from tests.rigs.brokers import MemoryBroker, run_info
+from tests.rigs.telemetry import recorded
+from tests.rigs.waiting import LIMIT_S, until_async
 from tests.unit.rollout_fleet.fleet_fakes import (
     InOwnerLoop,
     ScriptedFeed,
@@ -35,7 +35,6 @@ from tests.unit.rollout_fleet.fleet_fakes import (
     learner_report,
     make_driver,
 )
-from tests.waiting import LIMIT_S, until_async
 
 
 class Site:
@@ -429,6 +428,7 @@ async def test_two_nodes_share_the_window() -> None:
         assert {e.nodes[-1] for e in first.learner.ledger()} == {"n0", "n1"}
 
 
+@pytest.mark.slow
 async def test_its_heartbeats_bring_the_spans_of_leases_episodes_turns_and_states_to_the_broker() -> None:
     broker, batches = MemoryBroker(run_info(groups_per_step=4, trace=True)), list[SpanBatch]()
     broker.state.trace = batches.append

@@ -10,10 +10,10 @@ from common.errors import BrokerError
 from common.evaluation import EvaluationOrder, EvaluationResult
 from rollout_fleet.episode.driver import Sampling
 from rollout_fleet.node import running_groups
-from tests.recorded_spans import recorded
+from tests.rigs.telemetry import recorded
+from tests.rigs.waiting import until_async
 from tests.unit.rollout_fleet.fleet_fakes import add, addition_task, say
 from tests.unit.rollout_fleet.test_node import Site
-from tests.waiting import until_async
 
 ORDER = EvaluationOrder(version=0, incarnation=0, temperature=0.0)
 

@@ -17,8 +17,8 @@ from rollout_fleet.environments.isolation.backend import BackendFailed
 from rollout_fleet.environments.isolation.process_backend import Channel, ProcessBackend, ProcessHost
 from rollout_fleet.environments.protocol import Budget, Limits
 from rollout_fleet.episode.rendering import Tokenizer
+from tests.rigs.waiting import LIMIT_S, until, until_async
 from tests.unit.rollout_fleet.fleet_fakes import CharacterTokenizer, ScriptedSampler, make_driver, say, text_of
-from tests.waiting import LIMIT_S, until, until_async
 
 LIMITS = Limits(process=True, reset_s=300.0, step_s=300.0, memory_mib=512, observation_chars=10_000)
 TIGHT = {"spin": {"cpu_s": 1}, "flood_stdout": {"cpu_s": 1}, "sleep": {"step_s": 1.5}}  # each exceeds its limit
@@ -139,6 +139,7 @@ def test_what_goes_wrong_there_fails_the_sample_with_its_reason_and_leaves_no_pr
 
 
 @pytest.mark.parametrize("how", ["fork_bomb", "fork_and_leave", "spin"])
+@pytest.mark.slow
 def test_where_the_kernel_allows_no_namespaces_everything_ends_too(
     host: ProcessHost, modules: tuple[str, str], new_host: Callable[..., ProcessHost], how: str
 ) -> None:
@@ -158,6 +159,7 @@ def test_a_fork_server_that_was_killed_is_replaced(host: ProcessHost) -> None:
     assert play(host, "plain")[0].error is None
 
 
+@pytest.mark.slow
 def test_what_the_first_episode_imports_is_imported_once_for_the_later_ones(
     folder: Path, modules: tuple[str, str], new_host: Callable[..., ProcessHost]
 ) -> None:
@@ -205,6 +207,7 @@ async def test_an_episode_that_is_handed_over_while_fork_servers_change_gets_its
     second.close()
 
 
+@pytest.mark.slow
 async def test_a_fork_server_that_is_slow_is_waited_for(
     modules: tuple[str, str], new_host: Callable[..., ProcessHost]
 ) -> None:

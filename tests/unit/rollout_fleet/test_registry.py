@@ -16,9 +16,9 @@ from rollout_fleet.environments import description
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.description import check_environment, check_libraries, describe
 from rollout_fleet.environments.registry import BUILT_IN, resolve
+from tests.rigs.waiting import LIMIT_S
 from tests.unit.rollout_fleet.chat_tokenizers import qwen
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, make_driver, new_host, play, say
-from tests.waiting import LIMIT_S
 
 SOURCE = """
 class Fine:

@@ -15,8 +15,8 @@ from rollout_fleet.environments.protocol import Action, StepResult
 from rollout_fleet.episode.driver import EpisodeDriver, Progress
 from rollout_fleet.node.node_status import NodeStatusTracker
 from rollout_fleet.node.running_groups import CompletedGroup, RunningGroup, RunningGroups
+from tests.rigs.waiting import until_async
 from tests.unit.rollout_fleet.fleet_fakes import Base, ScriptedSampler, add, addition_task, make_driver, say
-from tests.waiting import until_async
 
 
 def running(driver: EpisodeDriver, concurrency: int = 8, status: NodeStatusTracker | None = None) -> RunningGroups:

@@ -12,8 +12,8 @@ import torch
 
 from common.weights.transports.groups import dist
 from rollout_fleet.weights.tensor_parallel import EngineWorkers, SharedBuffers, attach
-from tests import forked
-from tests.waiting import LIMIT_S
+from tests.rigs import processes
+from tests.rigs.waiting import LIMIT_S
 
 SIZE = 4096 + 7
 
@@ -75,13 +75,14 @@ def double(pipe: Connection) -> None:
     pipe.send_bytes(b"written")
 
 
+@pytest.mark.slow
 def test_another_process_maps_the_same_memory() -> None:
     buffers = SharedBuffers()
     flat = buffers.allocate(SIZE)
     assert flat.shape == (SIZE,) and not flat.any()
     flat[5] = 7
-    ours, theirs = forked.context().Pipe()
-    child = forked.start(double, theirs)
+    ours, theirs = processes.context().Pipe()
+    child = processes.start(double, theirs)
     ours.send_bytes(buffers.path(flat).encode())
     assert ours.recv_bytes() == b"7"
     assert ours.recv_bytes() == b"written" and int(flat[0]) == 9

@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from rollout_fleet.environments.isolation import thread_backend
+from tests.rigs.waiting import LIMIT_S, until_async
 from tests.unit.rollout_fleet.fleet_fakes import new_host
-from tests.waiting import LIMIT_S, until_async
 
 
 async def thread_name() -> str:

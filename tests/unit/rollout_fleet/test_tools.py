@@ -9,10 +9,10 @@ from common.rollouts import Sample
 from rollout_fleet.environments.builtin.python_tool import PythonTool, run_python
 from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.environments.tools import OUTPUT_CHARS, Tool, ToolEnvironment
+from tests.rigs.waiting import LIMIT_S
 from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
 from tests.unit.rollout_fleet.fleet_fakes import make_driver
 from tests.unit.rollout_fleet.fleet_fakes import play as episode
-from tests.waiting import LIMIT_S
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 

@@ -9,8 +9,8 @@ import pytest
 from common.weights.source.attempt import Attempt, Broadcast, Epochs, new_attempt
 from common.weights.transports.groups import RelayedStore
 from common.weights.wire.failures import Failure, FailureKind, GivenUp
+from tests.rigs.waiting import LIMIT_S
 from tests.unit.common.weights.node_views import attempt_at, snapshot_of
-from tests.waiting import LIMIT_S
 
 SNAPSHOT = snapshot_of(3)
 

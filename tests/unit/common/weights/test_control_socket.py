@@ -19,8 +19,8 @@ from common.weights.wire import messages
 from common.weights.wire.messages import EjectCode
 from common.weights.wire.sockets import ControlSocket
 from launch.keys import make, revoke
-from tests.broker_rig import dealer
-from tests.waiting import LIMIT_S, until, until_async
+from tests.rigs.brokers import dealer
+from tests.rigs.waiting import LIMIT_S, until, until_async
 
 JOIN = messages.Join("a", 1)
 

@@ -7,8 +7,8 @@ import pytest
 
 from common.weights.transports import groups
 from common.weights.transports.groups import RelayedStore, bucket_timeout, silence_bound
-from common.weights.wire.failures import Failure
-from tests.waiting import LIMIT_S
+from common.weights.wire.failures import Failure, GivenUp
+from tests.rigs.waiting import LIMIT_S
 
 
 def meeting(timeout_s: float = 1e6) -> tuple[RelayedStore, list[tuple[str, bytes]]]:
@@ -24,7 +24,7 @@ def test_whoever_waits_is_woken_by_the_entry_and_by_the_end(how: str) -> None:
     def wait() -> None:
         try:
             results.append(store.multi_get(["a", "b"]))
-        except RuntimeError:
+        except GivenUp:
             results.append("given up")
 
     store.add_entries({"a": b"1"})
@@ -38,6 +38,7 @@ def test_whoever_waits_is_woken_by_the_entry_and_by_the_end(how: str) -> None:
         store.add_entries({"b": b"2"}) if how == "theirs" else store.set("b", "2")
     thread.join(LIMIT_S)
     assert results == (["given up"] if how == "closed" else [[b"1", b"2"]])
+    assert store.get("a") == b"1", "what is there can still be had"
 
 
 def test_only_entries_of_this_member_are_told_and_the_first_value_of_a_key_stays() -> None:

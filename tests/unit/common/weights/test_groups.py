@@ -1,16 +1,14 @@
 """Buckets one behind the other: what is under way while the caller looks at one. And the store where members meet."""
 
 import datetime
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from common.weights.transports import groups
 from common.weights.transports.groups import POSTED, RelayedStore, in_turn
-from common.weights.wire.failures import GivenUp, Late
-from tests.waiting import LIMIT_S
+from common.weights.wire.failures import Late
+from tests.rigs.waiting import LIMIT_S
 
 PAYLOAD = torch.arange(2 * POSTED + 5, dtype=torch.uint8)
 BUCKETS = PAYLOAD.split(2)
@@ -73,28 +71,6 @@ def test_a_caller_that_leaves_leaves_nothing_under_way_and_one_bucket_and_none_a
 # ---------------------------------------------------------------- where a group meets
 
 
-def test_what_a_member_sets_is_told_and_the_first_value_of_a_key_stays() -> None:
-    told: list[tuple[str, bytes]] = []
-    store = RelayedStore(LIMIT_S, lambda key, value: told.append((key, value)))
-    store.add_entries({"theirs": b"1"})
-    store.set("mine", "2")
-    store.set("theirs", b"3")
-    store.add_entries({"mine": b"4"})
-    assert store.multi_get(["theirs", "mine"]) == [b"1", b"2"] and told == [("mine", b"2"), ("theirs", b"3")]
-    assert store.check(["mine", "theirs"]) and not store.check(["mine", "absent"])
-
-
-def test_who_waits_goes_on_when_the_last_entry_has_come() -> None:
-    store, found = RelayedStore(LIMIT_S, lambda key, value: None), list[list[bytes]]()
-    thread = threading.Thread(target=lambda: found.append(store.multi_get(["a", "b"])))
-    thread.start()
-    store.add_entries({"b": b"2"})
-    assert thread.is_alive() and not found
-    store.add_entries({"a": b"1"})
-    thread.join(LIMIT_S)
-    assert found == [[b"1", b"2"]]
-
-
 def test_waiting_ends_at_the_earlier_deadline_and_says_how_much_is_missing() -> None:
     store = RelayedStore(LIMIT_S, lambda key, value: None)
     store.add_entries({"a": b"1"})
@@ -103,26 +79,3 @@ def test_waiting_ends_at_the_earlier_deadline_and_says_how_much_is_missing() -> 
     store.set_timeout(datetime.timedelta(seconds=0.06))
     with pytest.raises(Late, match=r"0.06 s: 1 entries"):
         store.wait(["b"], datetime.timedelta(seconds=LIMIT_S))
-
-
-def test_closing_wakes_those_who_wait_and_what_is_there_can_still_be_had() -> None:
-    store, error = RelayedStore(LIMIT_S, lambda key, value: None), list[str]()
-
-    def wait() -> None:
-        with pytest.raises(GivenUp) as raised:
-            store.get("b")
-        error.append(str(raised.value))
-
-    store.set("a", b"1")
-    thread = threading.Thread(target=wait)
-    thread.start()
-    store.close()
-    thread.join(LIMIT_S)
-    assert error and store.get("a") == b"1"
-
-
-def test_a_member_cannot_fill_the_memory_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "MOST_ENTRIES", 3)
-    store = RelayedStore(0.01, lambda key, value: None)
-    store.add_entries({str(number): b"" for number in range(9)})
-    assert [store.check([str(number)]) for number in range(4)] == [True, True, True, False]

@@ -19,7 +19,7 @@ from common.weights.transports import groups, nccl
 from common.weights.transports.groups import RelayedStore
 from common.weights.transports.nccl import DeviceGroup, own_stream
 from common.weights.wire.messages import Epoch
-from tests.waiting import LIMIT_S, until
+from tests.rigs.waiting import LIMIT_S, until
 
 CPU = torch.device("cpu")
 ANOTHER = torch.device("cpu", 0)  # counts as a device that the buckets are not on

@@ -17,9 +17,9 @@ from common.weights.source.publisher import PublishControl, WeightPublisher
 from common.weights.transports.groups import RelayedStore
 from common.weights.wire import messages
 from common.weights.wire.messages import Active, Epoch, Join, Publish, Staged
-from tests.recorded_spans import recorded
+from tests.rigs.telemetry import recorded
+from tests.rigs.waiting import LIMIT_S, until
 from tests.unit.common.weights.node_views import address_of, snapshot_of
-from tests.waiting import LIMIT_S, until
 
 
 class Through:

@@ -15,7 +15,7 @@ from common.weights.wire import delta, flat_buffer, messages
 from common.weights.wire.failures import Damaged, Failure, FailureKind, Late
 from common.weights.wire.layout import ALIGNMENT, WORDS, Layout
 from common.weights.wire.messages import Epoch, Publish
-from tests.waiting import until
+from tests.rigs.waiting import until
 
 NAMED = [("a", torch.arange(5.0)), ("b", torch.arange(6.0).view(2, 3) / 7), ("c", torch.tensor(2.5))]
 

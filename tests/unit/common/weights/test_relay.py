@@ -26,7 +26,7 @@ from common.weights.transports.relay import (
 from common.weights.wire.failures import GivenUp, Late, WeightsError
 from common.weights.wire.messages import Publish
 from common.weights.wire.pieces import PartBuffer, new_part
-from tests.waiting import LIMIT_S, until
+from tests.rigs.waiting import LIMIT_S, until
 
 PIECE = 64
 COUNT = 3 * WINDOW

@@ -14,7 +14,7 @@ from common.weights.wire import flat_buffer, messages
 from common.weights.wire.layout import ALIGNMENT, Layout
 from common.weights.wire.messages import Epoch, Publish, Serve
 from common.weights.wire.pieces import PartBuffer, new_part
-from tests.waiting import LIMIT_S, until
+from tests.rigs.waiting import LIMIT_S, until
 
 LAYOUT = Layout.of([("a", "float32", (40,))])
 FLAT = flat_buffer.pack([("a", torch.arange(40.0))], LAYOUT)

@@ -14,7 +14,7 @@ from common.weights.source.snapshot import Snapshot, SnapshotMaker
 from common.weights.source.sources import LeadEndpoint, OtherSources, RemoteSource
 from common.weights.wire import flat_buffer, messages
 from common.weights.wire.messages import Keep, Part, PartReady, PartSealed, SealPart
-from tests.waiting import LIMIT_S, until
+from tests.rigs.waiting import LIMIT_S, until
 
 SHAPES = [[("a", (40,))], [("b", (70,))], [("c", (9,))]]
 

@@ -15,7 +15,7 @@ from common.weights.transports.relay import Stall
 from common.weights.wire import messages
 from common.weights.wire.layout import Layout
 from rollout_fleet.weights.engine_weights import EngineWeights
-from tests.waiting import until_async
+from tests.rigs.waiting import until_async
 
 TRIES = 40  # the race was lost in one of three
 

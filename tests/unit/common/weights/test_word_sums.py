@@ -78,7 +78,7 @@ def test_pieces_count_in_any_order_and_form() -> None:
 
 @pytest.mark.usefixtures("chunk")
 def test_every_changed_bit_and_every_swap_changes_the_sums() -> None:
-    data = bytearray(random.Random(3).randbytes(256))
+    data = bytearray(random.Random(3).randbytes(96))
     whole = of((tensor(bytes(data)), 0))
     for bit in range(8 * len(data)):
         data[bit // 8] ^= 1 << bit % 8
