@@ -10,7 +10,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 import zmq
 
@@ -20,7 +19,7 @@ from broker.journal.journal import Journal
 from broker.server.handlers import Handlers, nothing
 from broker.server.long_polls import AnyParked
 from broker.server.replies import Delayed, DelayedReplies, Outbox, Payload
-from broker.server.request_guard import RateLimited, RequestGuard
+from broker.server.request_guard import RequestGuard
 from broker.sockets import bind_router, frame_limit, reachable
 from common.errors import BrokerError
 from common.process.wake import Wake
@@ -50,7 +49,6 @@ class BrokerServer:
         max_message_bytes: int,  # largest header or payload that is accepted
         on_tick: Callable[[], None] = lambda: None,  # called in every turn of the loop, at least about once a second
         credentials: str | None = None,  # Key folder; clients must then prove a key of it.
-        quarantine: Path | None = None,  # Folder for the first messages that do not decode.
         journal: Journal | None = None,  # None: nothing outlives this process, and no reply waits.
         bind_wait_s: float = 0.0,  # Seconds in which an address in use is tried again.
     ) -> None:
@@ -60,7 +58,7 @@ class BrokerServer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         with ExitStack() as undo:
             undo.callback(self._context.term)
-            self._guard = RequestGuard(self._context, state, credentials, quarantine)
+            self._guard = RequestGuard(self._context, state, credentials)
             undo.callback(self._guard.close)
             limit = frame_limit(max_message_bytes)
             self._router = bind_router(self._context, addresses, limit, self._guard.curve, wait_s=bind_wait_s)
@@ -174,11 +172,8 @@ class BrokerServer:
             if largest > limit:
                 raise wire.WireError(f"{largest} bytes; broker.max_message_bytes is {limit}", request.id)
             self._guard.check(sender, request)
-        except RateLimited as error:
-            self._outbox.put(client, wire.Waiting(id=error.request_id, reason=str(error)))
-            return
         except wire.WireError as error:
-            self._guard.rejections.note(client, error, header, len(payloads))
+            self._guard.note_refused(client, error)
             self._outbox.put(client, wire.Refused(id=error.request_id, reason=str(error)))
             return
         try:
