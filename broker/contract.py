@@ -146,7 +146,6 @@ class LearnerReport(msgspec.Struct, frozen=True):
 
     @property
     def waiting_on(self) -> str:
-        """`wait` in words."""
         text = sentence(self.wait)
         return f"{text}; publishing is paused, `slipstream resume` ends that: {self.paused}" if self.paused else text
 
@@ -276,7 +275,6 @@ class NodeReport(msgspec.Struct, frozen=True):
 
     @property
     def waiting_on(self) -> str:
-        """`wait` in words."""
         return sentence(self.wait)
 
 

@@ -165,7 +165,6 @@ def lead(
 
 
 def run_info(config: Config, config_json: bytes) -> RunInfo:
-    """The facts that the broker needs, from the job's config."""
     return RunInfo(
         name=config.run.name,
         run_dir=str(Path(config.run.dir).resolve()),
