@@ -15,8 +15,7 @@ from broker.delivery.moves import MOST_NODES_NAMED
 from broker.delivery.node_rules import NodeRules
 from broker.delivery.nodes import MOST_NODES
 from broker.delivery.state import DeliveryState
-from broker.server.handlers import Handlers
-from broker.server.long_polls import MOST_LEASES
+from broker.server.handlers import MOST_LEASES, Handlers
 from broker.server.request_guard import LOG_EVERY_S, Denied, RequestGuard, anonymous
 from broker.wire import WireError
 from common.errors import BrokerError
