@@ -27,7 +27,11 @@ from common.metrics import StepMetrics, numbers
 Document = dict[str, Any]  # parsed YAML that no schema has typed yet
 OVERRIDE = "<override>"
 MOST_BITS_SHOWN = 256
-NO_KEYS = {"rollout.engine.data_parallel": "use rollout.nodes instead: a node is an engine; docs/layouts.md"}
+REPLACED = {
+    "broker.backend": "broker.store: file or redis takes its place, with broker.redis for it; docs/redis.md",
+    "tasks.eval_dataset": "evaluation.datasets: [PATH] takes its place; docs/evaluation.md",
+    "rollout.engine.data_parallel": "use rollout.nodes instead: a node is an engine; docs/layouts.md",
+}
 CONDITIONS = ("below", "above", "drops", "spikes")  # a watch rule has one of them
 OTHERS = re.compile(r"environment/.+|evaluation/[^/]+/\w+")  # metrics whose names only the run knows
 S = TypeVar("S", bound=BaseConfig)
@@ -248,8 +252,8 @@ def _unknown_key(file: str, key: str, section: Any, schema: type[msgspec.Struct]
     name = key.rpartition(".")[2]
     known = [field.name for field in msgspec.structs.fields(section)]
     elsewhere = [path for path in key_paths(schema) if path.rpartition(".")[2] == name]
-    if key in NO_KEYS:
-        return ConfigError(file, key, "a known key", f"unknown key '{name}'", NO_KEYS[key])
+    if key in REPLACED:
+        return ConfigError(file, key, "a known key", f"unknown key '{name}'", REPLACED[key])
     near = elsewhere[0] if elsewhere else nearest(name, known)
     hint = f"did you mean '{near}'?" if near else f"known keys here: {', '.join(known)}"
     return ConfigError(file, key, "a known key", f"unknown key '{name}'", hint)

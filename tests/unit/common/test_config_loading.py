@@ -255,3 +255,11 @@ def test_concurrency_is_a_number_or_follows_the_engine() -> None:
     assert RolloutConfig(concurrency="auto", group_size=4, engine=engine).concurrency_bounds == (4, 64)
     small = RolloutConfig(concurrency="auto", group_size=4, engine=EngineConfig(max_num_seqs=1))
     assert small.concurrency_bounds == (4, 4)
+
+
+def test_the_key_of_an_earlier_release_for_held_out_problems_names_the_new_one(write):
+    with_key = MINIMAL.replace("dataset:", "eval_dataset: a.jsonl, dataset:", 1)
+    for document, overrides in ((MINIMAL, ["tasks.eval_dataset=a.jsonl"]), (with_key, [])):
+        with pytest.raises(ConfigError, match=r"tasks\.eval_dataset.*evaluation\.datasets") as error:
+            load_config(write(document), overrides)
+        assert error.value.exit_code == EXIT_USAGE
