@@ -332,6 +332,7 @@ class BrokerStatus(msgspec.Struct, frozen=True):
     steps_taken: int = 0  # uncommitted steps that have all their groups
     groups_filtered: int = 0  # by all steps, committed ones included
     denied_requests: int = 0  # those of them that their sender's role may not send
+    quarantined_messages: int = 0  # those of them that this broker kept in RUN/quarantine
     waste: WasteByReason = {}  # sum over all nodes that ever joined; the learner's own is in `learner`
     store: StoreStatus | None = None  # None: nothing outlives the broker
     full: bool = False  # `max_bytes` is reached: only what the learner's next take needs is leased

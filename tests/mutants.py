@@ -30,8 +30,8 @@ from tests.reached import reached, run
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
-    *("common/staleness", "common/weights", "broker/delivery", "broker/journal"),
-    *("broker/server/request_guard", "learner/loss", "learner/batch"),
+    *("common/staleness", "common/weights", "broker/delivery", "broker/journal", "broker/guard"),
+    *("broker/server/flood_guard", "broker/server/request_guard", "learner/loss", "learner/batch"),
 )
 LIBRARIES = ("numpy", "torch", "torch.distributed", "zmq", "zmq.asyncio", "msgspec", "redis", "yaml")
 PAIRS = [(ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.And, ast.Or)]

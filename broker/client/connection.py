@@ -28,6 +28,7 @@ from common.security.credentials import Credential
 logger = logging.getLogger(__name__)
 
 SEND_PAUSE_S = 0.02  # before another attempt while there is no connection
+WAITING_PAUSE_S = 0.5  # before an observer asks again that the broker has told to wait
 NOT_CONNECTED_S = 2.0  # without a connection for this long, the next of several addresses is tried
 SILENT_S = 8.0  # likewise without any answer; with one address, the client connects anew
 LOOK_S = 0.5  # between two looks at what moves
@@ -420,6 +421,9 @@ class Connection:
                 logger.warning("the broker has this request but cannot answer yet: %s", reply.reason)
             call.end = self._since + call.limit_s
             call.quiet_until = max(call.quiet_until, self._since)
+            if isinstance(call.request, wire.ObserverRequest):  # refused for now (broker/server/request_guard.py)
+                call.sent_on = 0
+                self._calls.remind_at(call, self._since + min(self._retry_s, WAITING_PAUSE_S))
 
     def _settle(self, reply: wire.Refused | wire.AnyAnswer, payloads: list[bytes]) -> None:
         call = self._calls.by_id.pop(reply.id, None)

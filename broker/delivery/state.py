@@ -63,10 +63,11 @@ class Recorder:
 
 @dataclass
 class RejectedMessages:
-    """How many messages were refused; `denied` are some of them."""
+    """How many messages were refused; `denied` and `kept` are some of them."""
 
     refused: int = 0
     denied: int = 0  # their sender's role may not send them
+    kept: int = 0  # in RUN/quarantine
 
 
 class DeliveryState:
@@ -214,6 +215,7 @@ class DeliveryState:
             oldest_lease_s=max((now - e.leased_at for e in tasks.leased.values()), default=0.0),
             refused_messages=self.rejected.refused,
             denied_requests=self.rejected.denied,
+            quarantined_messages=self.rejected.kept,
             steps_taken=sum(tasks.slots_filled(step) >= self.run.groups_per_step for step in tasks.steps),
             groups_filtered=tasks.filtered,
             waste=wasted,

@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import zmq
 
@@ -18,7 +19,7 @@ from broker.delivery.state import DeliveryState
 from broker.journal.journal import Journal
 from broker.server.handlers import AnyParked, Handlers, nothing
 from broker.server.replies import Delayed, DelayedReplies, Outbox, Payload
-from broker.server.request_guard import RequestGuard
+from broker.server.request_guard import RateLimited, RequestGuard
 from broker.sockets import bind_router, frame_limit, reachable
 from common.errors import BrokerError
 from common.process.wake import Wake
@@ -48,6 +49,7 @@ class BrokerServer:
         max_message_bytes: int,  # largest header or payload that is accepted
         on_tick: Callable[[], None] = lambda: None,  # called in every turn of the loop, at least about once a second
         credentials: str | None = None,  # Key folder; clients must then prove a key of it.
+        quarantine: Path | None = None,  # Folder for the first messages that do not decode.
         journal: Journal | None = None,  # None: nothing outlives this process, and no reply waits.
         bind_wait_s: float = 0.0,  # Seconds in which an address in use is tried again.
     ) -> None:
@@ -57,7 +59,7 @@ class BrokerServer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         with ExitStack() as undo:
             undo.callback(self._context.term)
-            self._guard = RequestGuard(self._context, state, credentials)
+            self._guard = RequestGuard(self._context, state, credentials, quarantine)
             undo.callback(self._guard.close)
             limit = frame_limit(max_message_bytes)
             self._router = bind_router(self._context, addresses, limit, self._guard.curve, wait_s=bind_wait_s)
@@ -171,8 +173,11 @@ class BrokerServer:
             if largest > limit:
                 raise wire.WireError(f"{largest} bytes; broker.max_message_bytes is {limit}", request.id)
             self._guard.check(sender, request)
+        except RateLimited as error:
+            self._outbox.put(client, wire.Waiting(id=error.request_id, reason=str(error)))
+            return
         except wire.WireError as error:
-            self._guard.note_refused(client, error)
+            self._guard.rejections.note(client, error, header, len(payloads))
             self._outbox.put(client, wire.Refused(id=error.request_id, reason=str(error)))
             return
         try:

@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 
 from broker.main import run_broker
-from broker.server import request_guard
+from broker.server import flood_guard
 from common.config.schema import WeightsConfig
 from common.process.run_dir import write_atomic
 from tests.broker_rig import job
 
 MAX_MESSAGE_BYTES = 1 << 20
-request_guard.UNEXPLAINED_BYTES = 48 << 20
+flood_guard.UNEXPLAINED_BYTES = 48 << 20
 
 
 def broker(run_dir: str, credentials: str | None) -> int:

@@ -156,6 +156,7 @@ def test_a_broker_with_keys_is_untouched_by_strangers_and_by_an_observer_and_a_n
         status = learner.status()
         assert status.refused_messages > 0.6 * MESSAGES  # some are valid after all, and a cut connection loses some
         assert 0 < status.denied_requests < status.refused_messages
+        assert 0 < status.quarantined_messages == len(list((tmp_path / "run" / "quarantine").glob("*.bin"))) <= 32
         assert roll_out_one(target.address, load_credential(keys, "node", "a"), "a:good")
         message_attack(target.address, attacks.REQUEST_FRAMES, 3, bad_key, bad_key.server_public)
         after = learner.ledger()

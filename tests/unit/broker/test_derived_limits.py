@@ -11,13 +11,14 @@ from broker.contract import BrokerEvent
 from broker.journal import run_folder
 from broker.journal.file_store import open_file_store
 from broker.journal.recovery import open_state
-from broker.server import request_guard
-from broker.server.request_guard import RequestGuard
+from broker.server import flood_guard, request_guard
+from broker.server.request_guard import RejectionLog, RequestGuard
+from broker.wire import WireError
 from common.config.schema import TelemetryConfig
 from tests.broker_rig import job, new_state, run_info
 
 
-@pytest.mark.parametrize(("message", "allowed"), [(1 << 20, request_guard.UNEXPLAINED_BYTES), (1 << 30, 2 << 30)])
+@pytest.mark.parametrize(("message", "allowed"), [(1 << 20, flood_guard.UNEXPLAINED_BYTES), (1 << 30, 2 << 30)])
 def test_memory_may_grow_by_two_messages_without_an_explanation(
     monkeypatch: pytest.MonkeyPatch, message: int, allowed: int
 ) -> None:
@@ -31,7 +32,7 @@ def test_memory_may_grow_by_two_messages_without_an_explanation(
     monkeypatch.setattr(request_guard, "FloodGuard", guard)
     with zmq.Context[Any]() as context:
         state = new_state()
-        gate = RequestGuard(context, state, None)
+        gate = RequestGuard(context, state, None, None)
         gate.tick()
         gate.watch(cast(Any, None), message)
         state.tasks.bytes_held = 5
@@ -48,6 +49,13 @@ def test_transcripts_of_failed_groups_take_a_quarter_of_the_limit(
     assert run_folder.failed_transcripts(tmp_path, TelemetryConfig(transcripts="none")) is None
     made = run_folder.failed_transcripts(tmp_path, TelemetryConfig(transcripts=0.5, transcripts_mib=8))
     assert made is not None and limits[-1] == 2 << 20
+
+
+def test_a_long_reason_is_cut_in_events() -> None:
+    state = new_state()
+    RejectionLog(state).note(b"client", WireError("x" * 1000), b"", 0)
+    (event,) = state.event_log.after(-1)
+    assert (event.detail["reason"], event.detail["count"]) == ("x" * 500, 1)
 
 
 @pytest.mark.parametrize("lost", ["", "why"])

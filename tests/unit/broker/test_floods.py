@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from broker.server import request_guard
-from broker.server.request_guard import FloodGuard, own_memory, unread_bytes
+from broker.server import flood_guard
+from broker.server.flood_guard import FloodGuard, own_memory, unread_bytes
 from broker.sockets import tcp_bytes
 from tests.faults.fuzz.attacks import FRAME, speaking
 from tests.waiting import until
@@ -24,7 +24,7 @@ class Rig:
     def __init__(self, router: "zmq.Socket[bytes]", patch: pytest.MonkeyPatch) -> None:
         self.router = router
         self.memory = 100 * MIB
-        patch.setattr(request_guard, "own_memory", lambda: self.memory)
+        patch.setattr(flood_guard, "own_memory", lambda: self.memory)
         self.guard = FloodGuard(router, 50 * MIB)
         self.port = router.bind_to_random_port("tcp://127.0.0.1")
 
@@ -72,7 +72,7 @@ def is_cut(client: socket.socket) -> bool:
 
 @pytest.fixture
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_guard, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(flood_guard, "PATIENCE_S", 0.0)
 
 
 @pytest.mark.usefixtures("no_patience")
@@ -129,7 +129,7 @@ def test_memory_that_held_groups_explain_cuts_nobody_off() -> None:
 
 def test_an_alert_waits_a_while_for_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     now = itertools.count(100.0, 1.0)
-    monkeypatch.setattr(request_guard.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(flood_guard.time, "monotonic", lambda: next(now))
     with rigged() as rig:
         client = rig.connect(0)
         cuts: list[int] = []

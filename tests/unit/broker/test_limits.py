@@ -1,34 +1,39 @@
-"""Limits on one client's cost for the broker: parked requests, nodes, log lines, numbers and texts."""
+"""Limits on one client's cost for the broker: parked requests, nodes, log lines, kept messages, numbers and texts."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
 from broker import wire
+from broker.client.connection import BrokerClient
 from broker.contract import LearnerReport
 from broker.delivery.learner_rules import LearnerRules
 from broker.delivery.moves import MOST_NODES_NAMED
 from broker.delivery.node_rules import NodeRules
 from broker.delivery.nodes import MOST_NODES
-from broker.delivery.state import DeliveryState
+from broker.server import request_guard
+from broker.server.flood_guard import TokenBucket
 from broker.server.handlers import MOST_LEASES, Handlers
-from broker.server.request_guard import LOG_EVERY_S, Denied, RequestGuard, anonymous
+from broker.server.request_guard import (
+    KEPT_BYTES,
+    KEPT_MESSAGES,
+    LOGGED_A_MINUTE,
+    Denied,
+    RateLimited,
+    RejectionLog,
+    RequestGuard,
+    anonymous,
+    reply_bytes,
+)
 from broker.wire import WireError
 from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
-from tests.broker_rig import new_state, node_report
-
-
-@contextmanager
-def guarded(state: DeliveryState) -> Iterator[RequestGuard]:
-    with zmq.Context[Any]() as context:
-        guard = RequestGuard(context, state, None)
-        yield guard
-        guard.close()
+from common.security.credentials import Identity
+from tests.broker_rig import new_state, node_report, serving
+from tests.waiting import LIMIT_S
 
 
 def ask_lease(request_id: int, node_id: str = "n0") -> wire.AskLease:
@@ -70,34 +75,43 @@ def test_refusals_are_all_counted_but_logged_at_a_bounded_rate(
 ) -> None:
     now = 1000.0
     state = new_state(clock=lambda: now)
-    with guarded(state) as guard, caplog.at_level(logging.WARNING):
+    refusals = RejectionLog(state)
+    with caplog.at_level(logging.WARNING):
         for _ in range(10_000):
-            guard.note_refused(b"secret-id", WireError("strange"))
-        assert len(caplog.records) == 1
-        now += LOG_EVERY_S - 0.1
-        guard.note_refused(b"secret-id", WireError("strange"))
-        assert len(caplog.records) == 1
-        now += 0.1
-        guard.note_refused(b"client", Denied("not yours"))
-        assert caplog.records[-2].message == "10000 more refused messages were not logged one by one"
-        assert "not yours" in caplog.records[-1].message
-        now += LOG_EVERY_S
-        guard.note_refused(b"client", WireError("strange"))
-        assert len(caplog.records) == 4
-    assert (state.rejected.refused, state.rejected.denied) == (10_003, 1)
+            refusals.note(b"secret-id", WireError("strange"), b"x", 0)
+        assert len(caplog.records) == LOGGED_A_MINUTE
+        now += 61
+        refusals.note(b"client", Denied("not yours"), b"x", 0)
+    assert caplog.records[-2].message == f"{10_000 - LOGGED_A_MINUTE} more refused messages were not logged one by one"
+    assert "not yours" in caplog.records[-1].message
+    assert (state.rejected.refused, state.rejected.denied) == (10_001, 1)
     events = state.event_log.after(-1)
-    assert [event.detail["count"] for event in events] == [1, 10_002, 10_003]
+    assert len(events) == LOGGED_A_MINUTE + 1
     shown = f"{events} {caplog.text}"
     assert b"secret-id".hex() not in shown and "secret-id" not in shown, "it identifies the connection"
     assert anonymous(b"secret-id") != anonymous(b"secret-ie")
 
 
-def test_a_long_reason_is_cut_in_events() -> None:
+def test_the_first_messages_that_do_not_decode_are_kept_over_restarts_and_denied_ones_are_not(tmp_path: Path) -> None:
+    folder = tmp_path / "quarantine"
     state = new_state()
-    with guarded(state) as guard:
-        guard.note_refused(b"client", WireError("x" * 1000))
-    (event,) = state.event_log.after(-1)
-    assert (event.detail["reason"], event.detail["count"]) == ("x" * 500, 1)
+    refusals = RejectionLog(state, folder)
+    refusals.note(b"client", Denied("not yours"), b"fine", 0)
+    assert not folder.exists()
+    for _ in range(3):
+        refusals.note(b"client", WireError("strange"), b"y" * (2 * KEPT_BYTES), 2)
+    assert state.rejected.kept == 3
+    again = RejectionLog(state, folder)
+    for _ in range(2 * KEPT_MESSAGES):
+        again.note(b"client", WireError("strange"), b"z", 0)
+    assert len(list(folder.glob("*.bin"))) == len(list(folder.glob("*.json"))) == KEPT_MESSAGES
+    assert (folder / "1.bin").read_bytes() == b"y" * KEPT_BYTES
+    about = msgspec.json.decode((folder / "1.json").read_bytes())
+    facts = {"client": anonymous(b"client"), "reason": "strange", "header_bytes": 2 * KEPT_BYTES, "payloads": 2}
+    assert about == {"time_s": about["time_s"], **facts}
+    (tmp_path / "file").write_text("in the way")
+    RejectionLog(state, tmp_path / "file").note(b"c", WireError("strange"), b"x", 0)
+    assert state.rejected.refused == 5 + 2 * KEPT_MESSAGES, "a message that cannot be kept is counted all the same"
 
 
 STRANGE: dict[str, object] = {"tokens_per_s": float("nan"), "tokens_generated": -1, "pool": "x" * 100_000}
@@ -126,3 +140,51 @@ def test_numbers_and_texts_beyond_their_limits_do_not_decode_and_the_field_is_na
     assert caught.value.request_id == 1
     without_mean = wire.Complete(id=1, node_id="n", token="t", meta=GroupMeta(-1, -1, float("nan"), 0, 4))
     assert isinstance(wire.decode_request(wire.encode(without_mean), 1), wire.Complete), "all of its samples failed"
+
+
+def test_observers_are_told_a_bounded_number_of_bytes_a_second_however_large_one_answer_is() -> None:
+    now = 0.0
+    bucket = TokenBucket(100, 200, lambda: now)
+    assert bucket.spend(205)  # larger than all: once
+    assert not bucket.spend(1)
+    now += 1.0
+    assert bucket.spend(50)
+    assert not bucket.spend(100)
+    now += 10.0
+    assert [bucket.spend(50) for _ in range(5)] == [True] * 4 + [False]
+
+
+def test_the_cost_of_an_answer_grows_with_what_it_tells() -> None:
+    state = new_state()
+    small = [reply_bytes(r, state) for r in (wire.AskLedger(id=1), wire.AskStatus(id=1))]
+    LearnerRules(state).offer([Task(i, b"{}", i, 4) for i in range(1000)])
+    NodeRules(state).register(node_report())
+    large = [reply_bytes(r, state) for r in (wire.AskLedger(id=1), wire.AskStatus(id=1))]
+    assert all(a < b for a, b in zip(small, large, strict=True))
+
+
+BUDGET = 3 << 20  # three answers with events
+
+
+def test_an_observer_that_asks_without_a_pause_waits_and_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal would end a learner without keys that asks for the status at that moment."""
+    monkeypatch.setattr(request_guard, "REPLY_BURST_BYTES", BUDGET)
+    monkeypatch.setattr(request_guard, "REPLY_BYTES_A_SECOND", BUDGET)
+    with serving() as server, BrokerClient(server.address, deadline_s=LIMIT_S, retry_s=0.2) as client:
+        assert [client.events(-1) for _ in range(6)] == [[]] * 6
+        assert client.status().refused_messages == 0
+
+
+def test_what_others_ask_does_not_hold_up_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_guard, "REPLY_BURST_BYTES", BUDGET)
+    monkeypatch.setattr(request_guard, "REPLY_BYTES_A_SECOND", 1)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    guard = RequestGuard(context, new_state(), None, None)
+    request = wire.AskEvents(id=1, after=-1)
+    for _ in range(3):
+        guard.check(Identity("k", "observer", "observer"), request)
+    with pytest.raises(RateLimited):
+        guard.check(Identity("k", "observer", "observer"), request)
+    guard.check(Identity("l", "learner", "learner"), request)
+    guard.close()
+    context.term()

@@ -8,7 +8,7 @@ from broker.contract import LEDGER_LINES, LedgerEntry
 from broker.delivery.learner_rules import LearnerRules
 from broker.delivery.node_rules import NodeRules
 from broker.delivery.state import DeliveryState
-from broker.server.request_guard import own_memory
+from broker.server.flood_guard import own_memory
 from tests.broker_rig import new_state, node_report, serving, tasks
 from tests.waiting import LIMIT_S
 
