@@ -18,7 +18,7 @@ from broker.client.connect import Access, connect, connect_node
 from broker.contract import LearnerReport, Lease, NodeReport
 from broker.main import run_broker
 from common.config.schema import Config
-from common.process.malloc_tuning import keep_freed_memory
+from common.process.lifecycle import keep_freed_memory
 from common.rollouts import GroupMeta, Task, decode_group, encode_group
 from tests.rigs.waiting import until
 

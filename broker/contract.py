@@ -25,6 +25,7 @@ States of a task: pending -> leased(node, deadline) -> ready -> taken(step) -> c
   another one, refuses every request of that learner until it attaches again.
 """
 
+from itertools import pairwise
 from typing import Annotated
 
 import msgspec
@@ -233,6 +234,19 @@ class JoinTimes(msgspec.Struct, frozen=True):
     leased: Seconds = 0.0  # the first task
     delivered: Seconds = 0.0  # the broker has accepted its first group
 
+    @property
+    def sentence(self) -> str:
+        """'joined in 12.34 s: engine 11.40, weights 0.30, lease 0.01, first group 0.63'; '' before the first group.
+
+        Each figure is in seconds since the stage before; `engine` counts from the start of the process.
+        """
+        if not self.delivered:
+            return ""
+        reached = [0.0, self.engine, self.active, self.leased, self.delivered]
+        names = ("engine", "weights", "lease", "first group")
+        took = [f"{name} {after - before:.2f}" for name, (before, after) in zip(names, pairwise(reached), strict=True)]
+        return f"joined in {self.delivered:.2f} s: {', '.join(took)}"
+
 
 class NodeReport(msgspec.Struct, frozen=True):
     """A node's report on itself, sent with each heartbeat."""
@@ -266,7 +280,6 @@ class NodeReport(msgspec.Struct, frozen=True):
 
     @property
     def waiting_on(self) -> str:
-        """`wait` in words."""
         return sentence(self.wait) or self.former_wait
 
 
@@ -343,6 +356,13 @@ class BrokerStatus(msgspec.Struct, frozen=True):
         gone = self.learner is None or self.learner.state in (*LEARNER_ENDED, "lost")
         machines = [machine.host for machine in self.machines if machine.last_seen_s <= LOST_AFTER_S]
         return ["learner"] * (not gone) + machines + [node.report.node_id for node in self.nodes if node.alive]
+
+    @property
+    def newest_join(self) -> str:
+        """How the newest living node that has handed in a group came into the job; '' when there is none."""
+        joined = [node.report for node in self.nodes if node.alive and node.report.joined.delivered]
+        report = max(joined, key=lambda r: r.joined.started_s, default=None)
+        return "" if report is None else f"{report.node_id} {report.joined.sentence}"
 
 
 class LedgerEntry(msgspec.Struct, frozen=True):

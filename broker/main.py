@@ -23,8 +23,7 @@ from broker.sockets import candidates
 from common.config.schema import Config
 from common.errors import EXIT_DONE, BrokerError, BrokerUnreachable, UsageError
 from common.process.health import LifeSigns, serving_health
-from common.process.lifecycle import raise_open_files
-from common.process.malloc_tuning import keep_freed_memory
+from common.process.lifecycle import keep_freed_memory, raise_open_files
 from common.process.run_dir import RunDir
 from common.security.credentials import curve_credentials
 from common.span_buffer import SPANS, SpanFile
@@ -168,7 +167,6 @@ def lead(
 
 
 def run_info(config: Config, config_json: bytes) -> RunInfo:
-    """The facts that the broker needs, from the job's config."""
     return RunInfo(
         name=config.run.name,
         run_dir=str(Path(config.run.dir).resolve()),

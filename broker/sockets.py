@@ -5,7 +5,6 @@ import errno
 import logging
 import os
 import socket
-import socket as posix_socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -149,8 +148,8 @@ def frame_limit(max_message_bytes: int) -> int:
 def tcp_bytes(fd: int) -> tuple[int, int]:
     """(received, acknowledged) bytes of a TCP connection so far; zeros for other file descriptors."""
     try:
-        with posix_socket.socket(fileno=os.dup(fd)) as connection:
-            info = connection.getsockopt(posix_socket.IPPROTO_TCP, posix_socket.TCP_INFO, 256)
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     except OSError:
         return 0, 0
     if len(info) < _RECEIVED_AT + 8:
@@ -159,7 +158,7 @@ def tcp_bytes(fd: int) -> tuple[int, int]:
 
 
 def _ipc_in_use(path: str) -> bool:
-    with posix_socket.socket(posix_socket.AF_UNIX, posix_socket.SOCK_STREAM) as probe:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(2.0)
         try:
             probe.connect("\0" + path[1:] if path.startswith("@") else path)

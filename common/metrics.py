@@ -67,26 +67,20 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     drift_abs_mean: Annotated[OptFloat, metric("the same over all trained tokens", "nat")] = UNSET
     mismatch_by_age: Annotated[list[float], metric("the same by staleness: 0, 1, 2, 3-4, 5-8, 9 and more", "nat")] = []
     tokens_by_age: Annotated[list[int], metric("trained tokens of those classes of staleness", "tokens", "sum")] = []
-    kl_mean: Annotated[OptFloat, metric("divergence from the reference model per trained token; 0 if none", "nat")] = (
-        UNSET
-    )
+    kl_mean: Annotated[OptFloat, metric("divergence from the reference per trained token; 0 if none", "nat")] = UNSET
     advantage_zero_fraction: Annotated[OptFloat, metric("groups whose rewards were all equal")] = UNSET
 
     staleness_mean: Annotated[float, metric("step - version, per trained token", "steps")]
     staleness_max: Annotated[int, metric("largest over trained tokens", "steps", "max")]
     tokens_expired: Annotated[int, metric("left out of the loss because older than staleness.max", "tokens", "sum")]
     tokens_expired_by_length_decile: Annotated[list[int], metric("by length, shortest first", "tokens", "sum")] = []
-    groups_regenerated: Annotated[OptInt, metric("given back by this step to be generated again", "groups", "sum")] = (
-        UNSET
-    )
+    groups_regenerated: Annotated[OptInt, metric("given back by it to be generated again", "groups", "sum")] = UNSET
 
     groups: Annotated[int, metric("trained on", "groups", "sum")]
     samples: Annotated[OptInt, metric("in those groups and in filtered ones", "samples", "sum")] = UNSET
     samples_failed: Annotated[OptInt, metric("samples without a usable episode", "samples", "sum")] = UNSET
     tokens_trained: Annotated[int, metric("in the loss", "tokens", "sum")]
-    sequence_tokens: Annotated[OptInt, metric("processed: prompts and environment text included", "tokens", "sum")] = (
-        UNSET
-    )
+    sequence_tokens: Annotated[OptInt, metric("processed, with prompts and environment text", "tokens", "sum")] = UNSET
     length_mean: Annotated[OptFloat, metric("sampled tokens per sample", "tokens")] = UNSET
     length_max: Annotated[OptInt, metric("sampled tokens of the longest sample", "tokens", "max")] = UNSET
     turns_mean: Annotated[OptFloat, metric("generate calls per sample")] = UNSET
@@ -111,54 +105,34 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_generated_total: Annotated[int, metric("by all nodes since the broker started", "tokens", "last")]
     tokens_trained_total: Annotated[int, metric("in the loss since step 0", "tokens", "last")]
     tokens_wasted_total: Annotated[int, metric("generated and not trained on; docs/waste.md", "tokens", "last")]
-    tokens_wasted_lost: Annotated[OptInt, metric("results that came after their lease was lost", "tokens", "last")] = (
-        UNSET
-    )
+    tokens_wasted_lost: Annotated[OptInt, metric("results after their lease was lost", "tokens", "last")] = UNSET
     tokens_wasted_failed: Annotated[OptInt, metric("failed groups and failed samples", "tokens", "last")] = UNSET
     tokens_wasted_filtered: Annotated[OptInt, metric("groups whose rewards are all equal", "tokens", "last")] = UNSET
     tokens_wasted_regenerated: Annotated[OptInt, metric("groups that a step gave back", "tokens", "last")] = UNSET
     tokens_wasted_masked: Annotated[OptInt, metric("too old when their group was trained on", "tokens", "last")] = UNSET
-    tokens_wasted_cancelled: Annotated[OptInt, metric("groups and requests that were cancelled", "tokens", "last")] = (
-        UNSET
-    )
+    tokens_wasted_cancelled: Annotated[OptInt, metric("cancelled groups and requests", "tokens", "last")] = UNSET
     seconds_wasted_lost: Annotated[OptFloat, metric("group-seconds of leases that were lost", "s", "last")] = UNSET
     seconds_wasted_failed: Annotated[OptFloat, metric("group-seconds of failed groups", "s", "last")] = UNSET
     seconds_wasted_filtered: Annotated[OptFloat, metric("group-seconds of filtered groups", "s", "last")] = UNSET
     seconds_wasted_regenerated: Annotated[OptFloat, metric("group-seconds of groups given back", "s", "last")] = UNSET
     seconds_wasted_cancelled: Annotated[OptFloat, metric("group-seconds of groups ended half-way", "s", "last")] = UNSET
-    seconds_wasted_stalled: Annotated[OptFloat, metric("node-seconds of generation paused for flips", "s", "last")] = (
-        UNSET
-    )
+    seconds_wasted_stalled: Annotated[OptFloat, metric("node-seconds of pauses for flips", "s", "last")] = UNSET
     seconds_wasted_waiting: Annotated[OptFloat, metric("node-seconds without tasks or weights", "s", "last")] = UNSET
     groups_ready: Annotated[int, metric("waiting in the broker after this step's were taken", "groups", "last")]
     groups_leased: Annotated[int, metric("being generated", "groups", "last")]
     nodes_live: Annotated[int, metric("nodes with a recent heartbeat", "nodes", "last")]
-    groups_filtered: Annotated[
-        OptInt, metric("looked at, all rewards equal, others taken instead", "groups", "sum")
-    ] = UNSET
-    routing_mismatch_fraction: Annotated[
-        OptFloat, metric("routings that the learner's own router would not choose")
-    ] = UNSET
-    mixed_version_fraction: Annotated[
-        OptFloat, metric("samples whose tokens were sampled by more than one version")
-    ] = UNSET
+    groups_filtered: Annotated[OptInt, metric("all rewards equal, others taken instead", "groups", "sum")] = UNSET
+    routing_mismatch_fraction: Annotated[OptFloat, metric("routings that the learner would not choose")] = UNSET
+    mixed_version_fraction: Annotated[OptFloat, metric("samples with tokens of more than one version")] = UNSET
     samples_failed_by_reason: Annotated[
         dict[str, int], metric("by stop reason; docs/environments.md", "samples", "sum")
     ] = {}
-    kv_cache_age_mean: Annotated[
-        OptFloat, metric("version of a trained token - mean over its KV cache", "versions")
-    ] = UNSET
-    kv_cache_age_max: Annotated[
-        OptInt, metric("the same of the oldest entry of any trained token", "versions", "max")
-    ] = UNSET
+    kv_cache_age_mean: Annotated[OptFloat, metric("trained token's version - mean of its KV cache", "versions")] = UNSET
+    kv_cache_age_max: Annotated[OptInt, metric("the same of the oldest entry of any token", "versions", "max")] = UNSET
     concurrency: Annotated[OptInt, metric("that the living nodes run at once at most", "episodes", "last")] = UNSET
     episodes_running: Annotated[OptInt, metric("that they ran", "episodes", "last")] = UNSET
-    kv_cache_usage: Annotated[OptFloat, metric("in the fullest engine; 0 unless concurrency is auto", "", "max")] = (
-        UNSET
-    )
-    preemptions_total: Annotated[OptInt, metric("put back for want of KV cache; 0 likewise", "requests", "last")] = (
-        UNSET
-    )
+    kv_cache_usage: Annotated[OptFloat, metric("fullest engine; 0 unless concurrency is auto", "", "max")] = UNSET
+    preemptions_total: Annotated[OptInt, metric("put back, KV cache full; 0 likewise", "requests", "last")] = UNSET
     transcripts_dropped_total: Annotated[
         OptInt, metric("not written: disk or queue full, or no text; since learner and broker started", "", "last")
     ] = UNSET
@@ -186,9 +160,7 @@ class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="ki
     length_mean: Annotated[float, metric("sampled tokens per episode", "tokens", "last")]
     tokens: Annotated[int, metric("sampled; in no figure of the training", "tokens", "last")]
     seconds: Annotated[float, metric("from the first episode's start to the last one's end", "s", "last")]
-    held_s: Annotated[
-        OptFloat, metric("publishes waited so long for the round; 0 if a pool played it", "s", "last")
-    ] = UNSET
+    held_s: Annotated[OptFloat, metric("publishes waited for the round; 0 if a pool played it", "s", "last")] = UNSET
 
 
 class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,9 +175,7 @@ class SftMetrics(msgspec.Struct, frozen=True, kw_only=True):
     sequence_tokens: Annotated[int, metric("processed", "tokens", "sum")]
     step_s: Annotated[float, metric("whole step", "s")]
     # unset on the lines of other steps
-    validation_loss: Annotated[
-        OptFloat, metric("cross-entropy of held-out rows after it, on validated steps", "nat", "last")
-    ] = UNSET
+    validation_loss: Annotated[OptFloat, metric("cross-entropy of held-out rows after it", "nat", "last")] = UNSET
 
 
 Metrics = StepMetrics | SftMetrics | EvaluationMetrics

@@ -12,10 +12,9 @@ import msgspec
 
 from broker.client.connect import ask_status
 from common.config.checks import C, downloaded, resolve_paths
-from common.config.loading import build_config, kind_of, load_config, load_either, load_resolved
+from common.config.loading import Document, build_config, kind_of, load_config, load_either
 from common.config.network_checks import fixed_address, is_redis, split_address
 from common.config.schema import BaseConfig, Config, Reader
-from common.config.strict_yaml import Document
 from common.errors import UsageError
 from common.json_lines import EventFile
 from common.process.run_dir import CHANGEABLE, OF_A_MACHINE, RunDir, other_values
@@ -154,7 +153,7 @@ def config_of(run: RunDir, kind: type[C] = Config) -> C | None:
 
 def any_config_of(run: RunDir) -> BaseConfig | None:
     """The resolved config in a run folder, whichever kind; None when there is none."""
-    return load_resolved(run.config) if run.config.exists() else None
+    return load_either(run.config) if run.config.exists() else None
 
 
 def check_same_job(config: BaseConfig, file: str, data: bytes, address: str) -> None:

@@ -23,8 +23,7 @@ from common.config.loading import load_either
 from common.config.schema import BaseConfig, SftConfig
 from common.errors import EXIT_DONE
 from common.process.health import serving_health
-from common.process.lifecycle import leave, leaving_after, raise_open_files
-from common.process.malloc_tuning import keep_freed_memory
+from common.process.lifecycle import keep_freed_memory, leave, leaving_after, raise_open_files
 from common.process.run_dir import RunDir
 from common.span_buffer import SPANS, SpanFile
 from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder, TrainerState

@@ -14,8 +14,8 @@ from broker.client.connect import Access, connect_node
 from common.config.schema import Config
 from common.errors import BrokerUnreachable, SlipstreamError, UsageError
 from common.process.health import serving_health
+from common.process.lifecycle import keep_freed_memory
 from common.process.logs import log_path
-from common.process.malloc_tuning import keep_freed_memory
 from common.process.run_dir import RunDir
 from common.security.credentials import curve_credentials, load_credential
 from common.span_buffer import SPANS

@@ -166,7 +166,6 @@ class NodeBroker(ABC):
         await self.close()
 
     async def register(self, report: NodeReport) -> contract.RunInfo:
-        """Join the run."""
         return await self.ask(wire.Register(report=report))
 
     async def lease(self, node_id: str, version: int, max_groups: int, wait_s: float) -> list[contract.Lease]:

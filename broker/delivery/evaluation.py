@@ -75,7 +75,6 @@ class EvaluationTable:
         return version == now and (in_pool or self.shared)
 
     def lease(self, node_id: str, token: str) -> Entry:
-        """Give the first pending problem to a node."""
         entry = self.leased[token] = self._problems[self.pending.pop(0)]
         entry.node = node_id
         entry.token = token

@@ -225,7 +225,6 @@ class Statistics(Move, frozen=True, tag="statistics"):
 
     @classmethod
     def of(cls, state: DeliveryState) -> "Statistics":
-        """The counters as they are now."""
         fleet = state.fleet
         return cls(
             next_event=state.event_log.next_index,

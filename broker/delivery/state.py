@@ -117,7 +117,6 @@ class DeliveryState:
         self.rejected = RejectedMessages()
 
     def do(self, move: Move) -> None:
-        """Make a change and record it."""
         move.apply(self)
         self.recorder.record(move)
 

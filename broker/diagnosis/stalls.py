@@ -144,7 +144,6 @@ def _learner(status: BrokerStatus) -> Iterator[Stall]:
 
 
 def _paused(status: BrokerStatus) -> Iterator[Stall]:
-    """A watch rule keeps new versions from the nodes."""
     learner = status.learner
     if learner is not None and learner.paused and learner.state not in LEARNER_ENDED:
         release = f"`slipstream resume {status.run.run_dir}`, or the metric is well again"
@@ -152,7 +151,6 @@ def _paused(status: BrokerStatus) -> Iterator[Stall]:
 
 
 def _waiting(status: BrokerStatus, learner: LearnerReport, since_s: float) -> Iterator[Stall]:
-    """The learner waits for groups of its step."""
     missing = learner.groups_missing or status.run.groups_per_step
     ready = min(status.groups_ready, missing)
     waits = f"groups for step {learner.step}: {ready} of {missing} ready"

@@ -13,17 +13,7 @@ from typing import IO
 import msgspec
 
 from broker.delivery.task_table import Location, StoredPayload
-from broker.journal.segments import (
-    HEAD_BYTES,
-    STAGE_BYTES,
-    Buffer,
-    Frame,
-    SegmentFile,
-    checksum,
-    head,
-    read_frame,
-    scan,
-)
+from broker.journal import segments
 from broker.journal.store import (
     RESTORE,
     Compaction,
@@ -67,10 +57,10 @@ class FileStore(Store):
         self.address = info.address
         self._history = path / "history.log"
         self._number = 0
-        self._file: SegmentFile | None = None
+        self._file: segments.SegmentFile | None = None
         self._unsynced: list[tuple[int, int, Sequence[Record]]] = []  # offset, `synced` and records of each write
         self._sync_failed = False
-        self._stage = mmap.mmap(-1, STAGE_BYTES)
+        self._stage = mmap.mmap(-1, segments.STAGE_BYTES)
 
     def listens_at(self, address: str) -> None:
         if self.address != address:
@@ -83,7 +73,7 @@ class FileStore(Store):
         for number in reversed(_segments(self.path)):
             path = self._segment(number)
             _settle(path)
-            found = scan(_mapped(path), self.info.seed)
+            found = segments.scan(_mapped(path), self.info.seed)
             byte = f"{path}: byte"
             if found.damaged:
                 raise StoreCorrupt(f"{byte} {found.end}", found.torn)
@@ -101,7 +91,7 @@ class FileStore(Store):
         data = _mapped(self._history) if size else b""
         offset = 0
         while offset < size:
-            frame = read_frame(data, offset, self.info.seed)
+            frame = segments.read_frame(data, offset, self.info.seed)
             if frame is None:
                 where = f"{self._history}: byte {offset}"
                 raise StoreCorrupt(where, "a record of finished tasks is cut off or damaged")
@@ -115,7 +105,7 @@ class FileStore(Store):
                 data = os.pread(file.fileno(), location.length, location.offset)
         except OSError as error:
             raise PayloadUnreadable(f"{path}: byte {location.offset}: a group cannot be read: {error}") from error
-        if len(data) != location.length or checksum(data, self.info.seed) != location.checksum:
+        if len(data) != location.length or segments.checksum(data, self.info.seed) != location.checksum:
             what = f"byte {location.offset}: the stored group of {location.length} bytes is damaged"
             raise PayloadUnreadable(f"{path}: {what}. {RESTORE}")
         return data
@@ -166,9 +156,9 @@ class FileStore(Store):
                 history = self._append_history(history, finished)
             body = compaction.snapshot(history)
             seq = compaction.seq
-            file = SegmentFile(self._segment(number), self._stage)
+            file = segments.SegmentFile(self._segment(number), self._stage)
             try:
-                file.write([head(seq, seq - 1, body, 0, 0, self.info.seed), body])
+                file.write([segments.head(seq, seq - 1, body, 0, 0, self.info.seed), body])
                 file.sync()
                 sync(self.path)
             except OSError:
@@ -205,7 +195,7 @@ class FileStore(Store):
 
     def _append_history(self, size: int, body: bytes) -> int:
         """Put one record behind the first `size` bytes, durably; returns the new size. May be repeated."""
-        data = head(0, 0, body, 0, 0, self.info.seed) + body
+        data = segments.head(0, 0, body, 0, 0, self.info.seed) + body
         handle = os.open(self._history, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
         try:
             os.ftruncate(handle, size)
@@ -228,10 +218,10 @@ class FileStore(Store):
             digest = 0
             if payload is not None:
                 length = len(payload)
-                digest = checksum(payload, seed)
-            yield head(record.seq, synced, record.body, length, digest, seed)
+                digest = segments.checksum(payload, seed)
+            yield segments.head(record.seq, synced, record.body, length, digest, seed)
             yield record.body
-            offset += HEAD_BYTES + len(record.body)
+            offset += segments.HEAD_BYTES + len(record.body)
             if payload is not None and record.stored is not None:
                 yield payload
                 locations.append((record.stored, Location(self._number, offset, length, digest)))
@@ -308,7 +298,7 @@ def _settle(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _mapped(path: Path) -> Buffer:
+def _mapped(path: Path) -> segments.Buffer:
     """A file's content without reading it all."""
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
@@ -316,7 +306,7 @@ def _mapped(path: Path) -> Buffer:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _location(number: int, frame: Frame) -> Location | None:
+def _location(number: int, frame: segments.Frame) -> Location | None:
     if not (frame.payload_bytes or frame.payload_checksum):
         return None
     return Location(number, frame.payload_offset, frame.payload_bytes, frame.payload_checksum)

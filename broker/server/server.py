@@ -17,8 +17,7 @@ import zmq
 from broker import wire
 from broker.delivery.state import DeliveryState
 from broker.journal.journal import Journal
-from broker.server.handlers import Handlers, nothing
-from broker.server.long_polls import AnyParked
+from broker.server.handlers import AnyParked, Handlers, nothing
 from broker.server.replies import Delayed, DelayedReplies, Outbox, Payload
 from broker.server.request_guard import RateLimited, RequestGuard
 from broker.sockets import bind_router, frame_limit, reachable

@@ -124,7 +124,6 @@ def _problems(config: BaseConfig, read: set[str]) -> Iterator[Problem]:
 
 
 def _job_problems(config: Config, read: set[str], model: Architecture | None) -> Iterator[Problem]:
-    """The problems that only an RL job can have."""
     yield from _evaluation(config, read)
     python = config.tasks.limits.python
     if python is not None and "tasks.limits.python" in read and shutil.which(python) is None:

@@ -1,5 +1,7 @@
 """Load a YAML config strictly: an error names the file, the line, the key path and the nearest valid name.
 
+The YAML is safe and a little stricter than PyYAML's: no duplicate keys, keys are text, and 3e-4 is a number.
+
 msgspec checks the document against the schema. Its errors are rewritten here, with what the key accepts and what was
 found. `key.path=value` overrides are typed as YAML, applied before the check and named as '<override>'.
 """
@@ -16,14 +18,13 @@ import msgspec
 import yaml
 from msgspec import inspect as schema_info
 
-from common.config import strict_yaml
 from common.config.observing import WatchRule
 from common.config.schema import BaseConfig, Config, SftConfig
-from common.config.strict_yaml import Document, parts_of
 from common.config.types import MOST_FLOAT, MOST_INTEGER
 from common.errors import ConfigError, Problem, UsageError
 from common.metrics import StepMetrics, numbers
 
+Document = dict[str, Any]  # parsed YAML that no schema has typed yet
 OVERRIDE = "<override>"
 MOST_BITS_SHOWN = 256
 REPLACED = {
@@ -52,13 +53,13 @@ def load_config(path: Path, overrides: Sequence[str] = (), schema: type[S] = Con
         ConfigError: names file and line (or '<override>'), key path, what was expected and found, the nearest key.
     """
     text = _read(path)
-    return _built(text, strict_yaml.parse_mapping(text, str(path)), path, overrides, schema)
+    return _built(text, parse_mapping(text, str(path)), path, overrides, schema)
 
 
 def load_either(path: Path, overrides: Sequence[str] = ()) -> BaseConfig:
     """Load an RL or a warm-start config, whichever `path` contains. Raises as `load_config`."""
     text = _read(path)
-    document = strict_yaml.parse_mapping(text, str(path))
+    document = parse_mapping(text, str(path))
     return _built(text, document, path, overrides, kind_of(document))
 
 
@@ -69,7 +70,7 @@ def _built(text: str, document: Document, path: Path, overrides: Sequence[str], 
     except ConfigError as error:
         if error.file == OVERRIDE:
             raise
-        line = strict_yaml.line_of(text, error.key)
+        line = line_of(text, error.key)
         raise ConfigError(error.file, error.key, error.expected, error.found, error.hint, line) from None
 
 
@@ -109,22 +110,6 @@ def rule_problems(at: str, rule: WatchRule) -> Iterator[Problem]:
         yield Problem(f"{at}.command", "the words of a command, for do: run", "nothing")
     if rule.do != "run" and rule.command:
         yield Problem(f"{at}.do", "run, for a rule with a command", describe_value(rule.do))
-
-
-def load_resolved(path: Path) -> BaseConfig:
-    """RUN/config.yaml; raises UsageError when an earlier release began the run in a way that is gone."""
-    document = strict_yaml.parse_mapping(_read(path), str(path))
-    broker = document.get("broker")
-    backend = cast("Document", broker).pop("backend", "zeromq") if isinstance(broker, dict) else "zeromq"
-    if backend == "redis":
-        why = "this run was begun with broker.backend: redis, which this release cannot continue"
-        hint = "Finish it with the release that began it, or start another run.dir with broker.store: redis"
-        raise UsageError(f"{path}: {why}. {hint}")
-    tasks = document.get("tasks")
-    held_out = cast("Document", tasks).pop("eval_dataset", None) if isinstance(tasks, dict) else None
-    if held_out is not None:  # the run was begun by an earlier release
-        document["evaluation"] = {"datasets": [held_out]}
-    return build_config(document, str(path), schema=kind_of(document))
 
 
 def dump_yaml(config: msgspec.Struct) -> str:
@@ -194,7 +179,7 @@ def _apply_override(document: Document, word: str, schema: type[msgspec.Struct])
         raise UsageError(f"override {word!r}: expected key.path=value, for example run.steps=40")
     kind = schema_info.type_info(_type_of(key, schema))
     try:
-        value = strict_yaml.load(text)
+        value = load_yaml(text)
     except yaml.YAMLError:
         raise ConfigError(OVERRIDE, key, "a YAML value", repr(text), "put quotes around the value") from None
     if isinstance(kind, schema_info.StrType) and not isinstance(value, str):
@@ -322,3 +307,77 @@ def _in_words(kind: schema_info.Type) -> str:
 
 def _join(at: str, name: str) -> str:
     return f"{at}.{name}" if at else name
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads `3e-4` as text and lets the last of two equal keys win; this one does neither."""
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> Document:
+    out: Document = {}
+    for key_node, value_node in node.value:
+        key: object = loader.construct_object(key_node, deep=True)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        if not isinstance(key, str):
+            problem = f"the key {key!r} is not text; put it in quotes"
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        if key in out:
+            problem = f"the key '{key}' stands twice in one section"
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        out[key] = loader.construct_object(value_node, deep=True)  # pyright: ignore[reportUnknownMemberType]
+    return out
+
+
+_FLOAT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))  # pyright: ignore[reportUnknownMemberType]
+
+
+def load_yaml(text: str) -> object:
+    """Any YAML value; raises yaml.YAMLError on malformed text, duplicate keys, and values that there are not."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (ValueError, RecursionError) as error:  # 2026-13-45 is no date, thousands of digits no number
+        raise yaml.YAMLError(f"a value that cannot be read: {error}") from None
+
+
+def line_of(text: str, key: str) -> int | None:
+    """The line, from 1, of a key path in YAML that parses; of the nearest section above it when it is absent."""
+    node: Any = cast("Any", yaml.compose(text, Loader=_Loader))  # pyright: ignore[reportUnknownMemberType]
+    line: int | None = None
+    for part in parts_of(key):
+        if isinstance(part, int):
+            entries: list[Any] = node.value if isinstance(node, yaml.SequenceNode) else []
+            found = [(entry, entry) for entry in entries[part : part + 1]]
+        else:
+            pairs: list[tuple[Any, Any]] = node.value if isinstance(node, yaml.MappingNode) else []
+            found = [pair for pair in pairs if pair[0].value == part]
+        if not found:
+            break
+        line = found[0][0].start_mark.line + 1
+        node = found[0][1]
+    return line
+
+
+def parts_of(key: str) -> list[str | int]:
+    """'watch[1].metric' as ['watch', 1, 'metric']."""
+    out: list[str | int] = []
+    for word in key.split(".") if key else ():
+        name, _, indices = word.removesuffix("]").partition("[")
+        out += [name, *map(int, indices.split("][") if indices else ())]
+    return out
+
+
+def parse_mapping(text: str, file: str) -> Document:
+    """A YAML mapping; raises ConfigError naming `file` and the line on malformed YAML or another kind of value."""
+    try:
+        loaded = load_yaml(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the document"
+        raise ConfigError(file, where, "YAML", error.problem or str(error)) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(file, "the document", "YAML", str(error)) from None
+    if not isinstance(loaded, dict):
+        found = "nothing" if loaded is None else type(loaded).__name__
+        raise ConfigError(file, "the document", "a mapping of sections", found)
+    return cast("Document", loaded)

@@ -1,4 +1,4 @@
-"""The run folder: its paths, atomic files, and the question whether a config belongs to it."""
+"""The run folder: its paths, atomic files, where the broker listens, and whether a config belongs to the run."""
 
 import contextlib
 import errno
@@ -14,15 +14,17 @@ from typing import Any, cast
 
 import msgspec
 
-from common.config.loading import dump_yaml, load_resolved
+from common.config.loading import dump_yaml, load_either
+from common.config.network_checks import fixed_address
 from common.config.schema import BaseConfig
-from common.errors import SlipstreamError, UsageError
+from common.errors import BrokerUnreachable, SlipstreamError, UsageError
 from common.json_lines import LineFile, decoder_of
 from common.process import files
 from common.process.files import pretty_json
 from common.process.lifecycle import alive, birth_of
 from common.run_reader import LineKey, no_file
 
+POLL_S = 0.1  # between two looks for RUN/broker.json
 # May change when a run is continued: they say how fast or how long, not what is computed.
 CHANGEABLE = (
     "run.dir", "run.steps", "run.max_restarts", "learner.threads", "learner.checkpoint",
@@ -137,6 +139,32 @@ class RunDir:
             raise unwritable("learner.checkpoint.dir", self.checkpoints, error) from error
 
 
+def find_broker(config: BaseConfig, run: RunDir, wait_s: float) -> str:
+    """The configured address, or the one in RUN/broker.json once a living broker wrote it: roles start in any order.
+
+    After `wait_s` it takes the address of a process that is not alive here, which may run on another machine.
+    Raises BrokerUnreachable when there is no RUN/broker.json by then.
+    """
+    fixed = fixed_address(config)
+    if fixed is not None:
+        return fixed
+    end = time.monotonic() + wait_s
+    while (found := running_broker(run)) is None and time.monotonic() < end:
+        time.sleep(POLL_S)
+    if found is not None:
+        return found
+    if (file := run.broker()) is not None:
+        return file.address
+    hint = "is `slipstream broker CONFIG` running? A node reaches another machine's broker with --join tcp://HOST:PORT"
+    raise BrokerUnreachable(f"no broker wrote {run.broker_json} within {wait_s:.0f} s; {hint}")
+
+
+def running_broker(run: RunDir) -> str | None:
+    """The address in RUN/broker.json when the process that wrote it is alive on this machine."""
+    file = run.broker()
+    return file.address if file is not None and file.runs_here else None
+
+
 def _changeable(config: BaseConfig) -> tuple[str, ...]:
     """CHANGEABLE, for this kind of run: the evaluation of a warm start decides which rows are trained."""
     return tuple(key for key in CHANGEABLE if key != "evaluation" or config.rl is not None)
@@ -150,7 +178,7 @@ def unwritable(key: str, folder: Path, error: OSError) -> SlipstreamError:
 
 def _check_same(file: Path, config: BaseConfig, key: str, may_differ: Sequence[str]) -> None:
     try:
-        before = load_resolved(file) if file.exists() else config
+        before = load_either(file) if file.exists() else config
     except OSError as error:
         raise UsageError(f"{key}: {file} cannot be read: {error}") from error
     if type(before) is not type(config):

@@ -13,7 +13,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from broker.contract import BrokerStatus
-from broker.diagnosis.join_times import newest
 from common.config.schema import Config
 from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
@@ -90,7 +89,7 @@ def render_status(
         parts.append(Text(seen.note, "yellow"))
     if seen.live or finished is None:
         parts.append(processes(seen))
-        if joined := newest(seen.status.nodes):
+        if joined := seen.status.newest_join:
             parts.append(Text(f"newest node: {joined}", "dim"))
         parts.append(stall_text.page(seen))
     parts.append(waste_table(seen.status))

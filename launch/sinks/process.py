@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import get_args
 
 from broker.contract import LEARNER_ENDED
-from common.config.loading import load_resolved
+from common.config.loading import load_either
 from common.config.observing import Sink as SinkName
 from common.errors import EXIT_DONE, EXIT_FAILED, UsageError
 from common.process.lifecycle import DrainFlag
@@ -37,7 +37,7 @@ TOLD_S = 10.0  # after SIGTERM for the rest of the lines
 def command(args: argparse.Namespace) -> int:
     """Feed the trackers of a run; exit code 1 when one of them has not taken everything."""
     run = find_run(args.run)
-    config = load_resolved(run.config)
+    config = load_either(run.config)
     names = list(dict.fromkeys(args.sink or config.telemetry.sinks))
     if not names:
         raise UsageError(f"{run.config}: telemetry.sinks is empty; name a tracker there, or with --sink NAME")

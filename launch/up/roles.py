@@ -16,9 +16,8 @@ from common.config.checks import downloaded
 from common.config.loading import load_config, load_either
 from common.config.schema import BaseConfig, SftConfig
 from common.errors import BrokerUnreachable, UsageError
-from common.process.broker_address import find_broker
 from common.process.logs import log_path, setup_logging
-from common.process.run_dir import RunDir, write_json
+from common.process.run_dir import RunDir, find_broker, write_json
 from common.security.credentials import own_node_id
 from launch.resolve_target import check_same_job, checked, config_file, job_of, load_job, need_broker_library
 from launch.up.learner_machine import run_machine

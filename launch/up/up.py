@@ -18,11 +18,10 @@ from common.config.schema import Config
 from common.errors import EXIT_DONE, ConfigError, SlipstreamError, UsageError
 from common.json_lines import EventFile
 from common.metrics import StepMetrics
-from common.process.broker_address import running_broker
 from common.process.lifecycle import DrainFlag
 from common.process.lock_file import only_one
 from common.process.logs import log_path
-from common.process.run_dir import RunDir
+from common.process.run_dir import RunDir, running_broker
 from common.run_reader import MetricsTail, read_tail
 from launch.observe.job_view import Display, open_display
 from launch.observe.observation import observe, outcome_of

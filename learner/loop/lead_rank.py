@@ -15,8 +15,7 @@ from broker.contract import BrokerStatus
 from common.config.schema import Config
 from common.errors import HopelessError, SlipstreamError, StoreChanged
 from common.metrics import StepMetrics
-from common.process.broker_address import find_broker
-from common.process.run_dir import RunDir
+from common.process.run_dir import RunDir, find_broker
 from common.security.credentials import curve_credentials
 from common.waits import WaitFor, WaitKind
 from common.weights.source.publisher import WeightPublisher

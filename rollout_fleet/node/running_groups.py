@@ -17,7 +17,6 @@ import msgspec
 
 from broker.client.calls import NodeBroker
 from broker.contract import GroupWork, Lease
-from broker.diagnosis.join_times import sentence
 from common.errors import BrokerError, SlipstreamError
 from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import Group, GroupMeta, Sample, encode_group
@@ -315,7 +314,7 @@ class RunningGroups:
             logger.warning("the %s %d came too late, refused", what, serial)
         elif lease.evaluation is None and parts.status.joining.reached("delivered"):
             times = parts.status.joining.times
-            logger.info("%s; the process started at Unix time %.3f", sentence(times), times.started_s)
+            logger.info("%s; the process started at Unix time %.3f", times.sentence, times.started_s)
             parts.beat_now()
         return accepted
 

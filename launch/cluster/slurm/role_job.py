@@ -19,7 +19,7 @@ from datetime import datetime
 from typing import Literal
 
 from broker.client.connect import ask_status
-from common.config.loading import load_resolved
+from common.config.loading import load_either
 from common.config.network_checks import is_loopback
 from common.errors import EXIT_DONE, EXITS_FOR_GOOD, HopelessError, SlipstreamError, UsageError
 from common.process.lifecycle import SUPERVISOR_ENV, DrainFlag
@@ -43,7 +43,7 @@ class RoleJob:
         self.run_dir = run
         self.role = role
         self._command = command
-        self.config = load_resolved(run.config)
+        self.config = load_either(run.config)
         index = os.environ.get("SLURM_ARRAY_TASK_ID")
         self.id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{index}" if index else os.environ["SLURM_JOB_ID"]
         self._over = over_file(run, self.id)

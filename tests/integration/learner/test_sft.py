@@ -8,7 +8,7 @@ import torch
 from pyarrow import Table
 from pyarrow.parquet import write_table
 
-from common.config.loading import load_resolved
+from common.config.loading import load_either
 from common.metrics import SftMetrics
 from tests.rigs.hub import hub_standin
 from tests.rigs.jobs import Run
@@ -75,7 +75,7 @@ def test_model_and_rows_may_come_from_the_hub_and_the_run_keeps_their_names(tmp_
         with Process(tmp_path / "ranks.log", job.words(2), **hub.environment(tmp_path / "home")) as learner:
             assert learner.wait() == 0, learner.output()
     assert max(hub.requests["GET model.safetensors"], hub.requests["GET train-00000-of-00001.parquet"]) == 1
-    resolved = load_resolved(job.run.config)
+    resolved = load_either(job.run.config)
     assert (resolved.model.path, resolved.tasks.dataset) == (f"hf://{names[0]}", names[1])
     assert len(job.lines()) == 2
     assert {file.name for file in model.iterdir()} <= {file.name for file in job.run.model.iterdir()}

@@ -16,8 +16,7 @@ from broker.delivery.node_rules import NodeRules
 from broker.delivery.nodes import MOST_NODES
 from broker.server import request_guard
 from broker.server.flood_guard import TokenBucket
-from broker.server.handlers import Handlers
-from broker.server.long_polls import MOST_LEASES
+from broker.server.handlers import MOST_LEASES, Handlers
 from broker.server.request_guard import (
     KEPT_BYTES,
     KEPT_MESSAGES,

@@ -18,7 +18,7 @@ from broker import sockets, wire
 from broker.client.connection import AsyncBrokerClient, BrokerClient
 from broker.contract import LearnerReport, Lease
 from broker.delivery.node_rules import NodeRules
-from broker.server.long_polls import LongPolls
+from broker.server.handlers import LongPolls
 from broker.server.server import BrokerServer
 from broker.sockets import PING_S, SILENT_S
 from common.errors import BrokerError, BrokerUnreachable, UsageError

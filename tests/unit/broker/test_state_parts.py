@@ -15,7 +15,7 @@ from broker.delivery.node_rules import NodeRules
 from broker.delivery.nodes import FORGET_AFTER_S, Fleet
 from broker.delivery.task_table import History
 from broker.journal import records
-from broker.server.long_polls import LongPolls
+from broker.server.handlers import LongPolls
 from broker.wire import AskLease
 from common.rollouts import GroupMeta
 from tests.rigs.brokers import node_report, numbered_state, run_info, tasks

@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import pytest
 
+from broker.journal.journal import Writer
 from broker.journal.store import Record
-from broker.journal.writer import Writer
 from tests.rigs.waiting import LIMIT_S, until
 
 SYNC_S = 0.05
@@ -34,7 +34,7 @@ class SlowDisk:
 def test_syncs_are_measured_and_everything_is_synced_before_the_end(
     sync: Literal["fsync", "everysec"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("broker.journal.writer.SYNC_EVERY_S", 0.0)
+    monkeypatch.setattr("broker.journal.journal.SYNC_EVERY_S", 0.0)
     disk: Any = SlowDisk()
     notes = list[int]()
     writer = Writer(disk, sync, lambda: notes.append(writer.acknowledged))

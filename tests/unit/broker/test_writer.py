@@ -4,8 +4,8 @@ import threading
 from collections.abc import Collection
 from typing import Any
 
+from broker.journal.journal import Writer
 from broker.journal.store import Compaction, Location, Record, StoreBehind
-from broker.journal.writer import Writer
 from tests.rigs.waiting import LIMIT_S, until
 
 

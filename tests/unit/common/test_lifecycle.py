@@ -10,10 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from common.process.broker_address import running_broker
 from common.process.lifecycle import SUPERVISOR_ENV, DrainFlag, alive, birth_of
 from common.process.lock_file import AlreadyLocked, is_locked, lock_holder, take_lock
-from common.process.run_dir import BrokerFile, RunDir, write_json
+from common.process.run_dir import BrokerFile, RunDir, running_broker, write_json
 from learner.loop.run_files import read_record, write_record
 from tests.rigs.waiting import LIMIT_S, until
 
@@ -167,7 +166,7 @@ def test_a_lock_keeps_others_out_names_its_process_and_ends_with_it(tmp_path: Pa
 
 FAULTS = """
 import resource, sys
-from common.process.malloc_tuning import keep_freed_memory
+from common.process.lifecycle import keep_freed_memory
 if sys.argv[1] != "default" and not keep_freed_memory(one_heap=sys.argv[1] == "one_heap"):
     sys.exit("not taken")
 def turn():

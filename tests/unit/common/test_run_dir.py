@@ -138,17 +138,6 @@ def test_an_atomic_write_lasts_its_name_is_synced_after_its_content_and_a_failed
     assert ((tmp_path / "deep" / "it").read_bytes(), os.listdir(tmp_path / "deep")) == (b"other", ["it"])
 
 
-def test_a_run_of_the_former_redis_backend_is_refused_with_a_sentence(config: Config) -> None:
-    run = RunDir(config.run.dir)
-    run.prepare(config)
-    text = run.config.read_text().replace("  redis: null\n", "")
-    run.config.write_text(text.replace("  store: file\n", "  backend: zeromq\n"))
-    run.prepare(config)
-    run.config.write_text(text.replace("  store: file\n", "  backend: redis\n"))
-    with pytest.raises(UsageError, match=r"begun with broker\.backend: redis, which this release cannot continue"):
-        run.prepare(config)
-
-
 def test_what_is_moved_aside_gets_the_first_free_number_before_its_suffix(tmp_path: Path) -> None:
     (tmp_path / "ledger-1.json").write_text("older")
     former, folder = tmp_path / "ledger.json", tmp_path / "store"

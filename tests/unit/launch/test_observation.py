@@ -5,7 +5,6 @@ import pytest
 
 from broker.contract import JoinTimes, LedgerEntry, NodeReport
 from broker.delivery.learner_rules import LearnerRules
-from broker.diagnosis.join_times import newest, sentence
 from common.errors import EXIT_FAILED
 from common.process.run_dir import BrokerFile, RunDir, write_json
 from launch.cli import main
@@ -131,13 +130,13 @@ def test_failed_samples_are_summed_by_reason(run):
 
 
 def test_the_join_of_the_newest_living_node_that_works_is_told_by_stages(run):
-    assert sentence(TIMES) == SENTENCE
-    assert sentence(msgspec.structs.replace(TIMES, delivered=0.0)) == "", "before the first group"
-    assert newest([node_status("a", joined=JoinTimes(1000.0, engine=3.0))]) == ""
+    assert TIMES.sentence == SENTENCE
+    assert msgspec.structs.replace(TIMES, delivered=0.0).sentence == "", "before the first group"
+    assert status_of(node_status("a", joined=JoinTimes(1000.0, engine=3.0))).newest_join == ""
     later = msgspec.structs.replace(TIMES, started_s=2000.0)
     nodes = [node_status("a", joined=TIMES), node_status("b", joined=later)]
     nodes += [node_status("c", joined=JoinTimes(3000.0)), node_status("d", alive=False, joined=later)]
-    assert newest(nodes) == f"b {SENTENCE}"
+    assert status_of(*nodes).newest_join == f"b {SENTENCE}"
     seen = Observation(status_of(*nodes), live=True)
     assert f"newest node: b {SENTENCE}" in text_of(render_status(run, seen))
     assert as_json(run, seen)["nodes"][0]["joined"]["active"] == 11.7

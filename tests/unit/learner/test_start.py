@@ -15,8 +15,7 @@ import zmq
 from broker.contract import RunInfo
 from common.config.schema import Config
 from common.errors import BrokerError, BrokerUnreachable, UsageError
-from common.process.broker_address import find_broker
-from common.process.run_dir import BrokerFile, RunDir, write_json
+from common.process.run_dir import BrokerFile, RunDir, find_broker, write_json
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState
 from learner.loop.lead_rank import LeadRank, prepare_lead
 from learner.loop.run_files import RunFiles, read_record, write_record
