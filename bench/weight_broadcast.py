@@ -99,7 +99,7 @@ def broadcast(name: str, named: Named, nodes: int, rounds: int) -> dict[str, Any
             ours.publish(version, named, None)
             for node in fleet:
                 node.wait("active", version=version)
-            until(lambda: ours.stats().version_sent == version, every_s=0.002)  # noqa: B023
+            until(lambda: ours.stats().version_active == version, every_s=0.002)  # noqa: B023
             # The learner packs before a broadcast of ours, and nodes wait for it.
             flat_buffer.pack(named, layout, flat)
             flat_buffer.all_checksums(flat, BUCKET)

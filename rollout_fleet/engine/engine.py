@@ -159,9 +159,6 @@ class Engine:
             outputs = [output async for output in self._llm.generate(prompt, params, request_id)]
             if outputs and outputs[-1].finished:
                 return outputs[-1]
-        except asyncio.CancelledError:
-            self.counters.aborted += 1
-            raise
         except EngineDeadError as error:
             reason = "was shut down" if self._llm is None else "died; its process's log has the reason"
             raise SlipstreamError(f"the vLLM engine {reason}") from error

@@ -57,7 +57,6 @@ class EngineCounters:
 
     tokens_generated: int = 0
     requests: int = 0
-    aborted: int = 0
     prompt_tokens: int = 0  # prompts of finished requests; every turn of an episode counts its whole prompt
     cached_tokens: int = 0  # prompt tokens whose keys and values the prefix cache had
     # The counters below are counted only where rollout.concurrency is auto.

@@ -85,10 +85,7 @@ class EngineWeights:
         return (await self._rpc("slipstream_handle", message=message, node_id=node_id))[0]
 
     async def stage(self, publish: bytes, watch: Watch) -> float:
-        """Receive an encoded Publish while generation continues; returns its seconds. Raises StagingFailed.
-
-        `watch` gets every status that is seen meanwhile.
-        """
+        """As WeightTarget.stage."""
 
         async def status() -> StagingStatus:
             first, *_ = await self._rpc("slipstream_staging")

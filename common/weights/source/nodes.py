@@ -346,7 +346,6 @@ class PublishStats:
     """The weight plane so far."""
 
     published: int = 0  # versions handed to `publish`
-    version_sent: int = -1  # newest version that every live node staged
     publish_s: float = 0.0  # from `publish` to the last Staged of the newest finished publish
     publish_bytes: int = 0  # sent for it, over all nodes
     broadcast_s: float = 0.0  # part of `publish_s` after the announcement to the nodes; before it: the copy, its hash
@@ -389,13 +388,11 @@ class Figures:
         fleet = [node for node in nodes if not node.pool]  # no figure waits for an evaluation
         live = [node for node in fleet if node.state is not NodeState.EXCLUDED]
         excluded = [node.excluded.text for node in fleet if node.excluded is not None]
-        before = self.now
         active = min((node.version for node in live), default=-1)
         # An excluded node leaves within a second. Its reason stays until some other node may generate.
-        fatal = None if live else (excluded[0] if excluded else before.fatal)
+        fatal = None if live else (excluded[0] if excluded else self.now.fatal)
         self.change(
             nodes=len(live),
-            version_sent=max(active, before.version_sent),
             version_active=active,
             fatal=fatal,
             canary_owed=any(node.version >= self._canary_version > node.canary_version for node in live),

@@ -18,6 +18,7 @@ import xxhash
 from blake3 import blake3
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from msgspec import structs
 
 from common.weights.wire.failures import Damaged
 from common.weights.wire.layout import DEPTH_SHARE
@@ -121,13 +122,13 @@ def new_part(payload: torch.Tensor, start: int, size: int, *, piece: int, origin
     key = secrets.token_bytes(32) if secured else b""
     part = Part(secrets.token_hex(16), origin, start, size, piece, b"", key)
     buffer = PartBuffer(part, payload)
+
+    def digest_of(number: int) -> bytes:
+        return digest(buffer.sealed(number), secured)
+
     with ThreadPoolExecutor(THREADS, "seal-weights") as pool:
-
-        def digest_of(number: int) -> bytes:
-            return digest(buffer.sealed(number), secured)
-
         digests = pool.map(digest_of, range(buffer.count))
-        return Part(part.name, origin, start, size, piece, b"".join(digests), key)
+        return structs.replace(part, digests=b"".join(digests))
 
 
 def nonce(number: int) -> bytes:

@@ -26,7 +26,7 @@ def test_versions_reach_every_node_and_a_late_one_at_once(plane: Plane) -> None:
     publisher, address, (first, second) = plane.fleet("n0", "n1")
     size = spread(publisher, 3, first, second)
     assert size == 200_000 * 4 + 192
-    until(lambda: publisher.stats().version_sent == 3)
+    until(lambda: publisher.stats().version_active == 3)
     spread(publisher, 4, first, second, canary=Canary([1, 2, 3], [-0.5, -0.75], tolerance=0.3))
     until(lambda: publisher.stats().canary_max_difference == 0.25)
     assert publisher.stats().publish_bytes == 2 * size
@@ -79,7 +79,7 @@ def test_a_member_lost_mid_broadcast_does_not_keep_the_version_from_the_others(p
         waited = float(str(active["time"])) - float(str(lost["time"]))
         assert waited < timeout_s, f"the survivors waited {waited:.2f} s"
         print(f"{fault}: a survivor runs version 2 {waited:.2f} s after the fault")
-    until(lambda: publisher.stats().ejections == 1 and publisher.stats().version_sent == 2)
+    until(lambda: publisher.stats().ejections == 1 and publisher.stats().version_active == 2)
     assert publisher.stats().nodes == 2
     if fault == "stop":
         victim.signal(signal.SIGCONT)
@@ -156,7 +156,7 @@ def test_a_node_whose_weights_do_not_prove_is_excluded_and_said_to_be(plane: Pla
     publisher.publish(1, weights(1), None)
     assert "published" in str(node.wait("excluded")["reason"])
     until(lambda: publisher.stats().fatal is not None)
-    assert publisher.stats().nodes == 0 and publisher.stats().version_sent == -1
+    assert publisher.stats().nodes == 0 and publisher.stats().version_active == -1
 
 
 def test_a_canary_out_of_tolerance_stops_the_node(plane: Plane) -> None:

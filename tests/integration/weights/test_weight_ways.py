@@ -87,7 +87,7 @@ def test_a_fleet_without_collectives_is_served_by_relay_alone(plane: Plane) -> N
     for version in (1, 2, 3):
         spread(publisher, version, *nodes)
     assert {way for node in nodes for way in ways(node)} == {"relay"}
-    until(lambda: publisher.stats().version_sent == 3)
+    until(lambda: publisher.stats().version_active == 3)
     assert publisher.stats().publish_s > 0
 
 

@@ -320,10 +320,10 @@ def test_the_versions_of_the_live_nodes_count_and_excluded_ones_tell_why_none_ge
     figures = Figures()
     figures.describe([settled("a", 5), settled("b", 4), EXCLUDED], VersionSchedule())
     stats = figures.now
-    assert (stats.nodes, stats.version_active, stats.version_sent, stats.fatal) == (2, 4, 4, None)
+    assert (stats.nodes, stats.version_active, stats.fatal) == (2, 4, None)
     for last in ([EXCLUDED], []):  # the reason stays when the excluded node has left
         figures.describe(last, VersionSchedule())
-        assert (figures.now.fatal, figures.now.version_active, figures.now.version_sent) == ("the proof failed", -1, 4)
+        assert (figures.now.fatal, figures.now.version_active) == ("the proof failed", -1)
     figures.describe([newcomer("c")], VersionSchedule())
     assert figures.now.fatal is None
 
