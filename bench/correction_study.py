@@ -42,9 +42,9 @@ class Sampler:
     """vLLM in this process, with weights that can be exchanged between calls."""
 
     def __init__(self, config: Config) -> None:
-        from rollout_fleet.vllm_patches import live_weights
+        from rollout_fleet.vllm_patches import worker_process
 
-        live_weights.keep_cpu_weights_live()
+        worker_process.keep_cpu_weights_live()
         from vllm import LLM
 
         engine = config.rollout.engine

@@ -21,16 +21,16 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from rollout_fleet.vllm_patches import cpu_routing, live_weights
+    from rollout_fleet.vllm_patches import worker_process
 
     if not vllm.__version__.startswith(TESTED):
         logger.warning("vLLM %s is untested; the patches here were read against %s*", vllm.__version__, TESTED)
     module = "rollout_fleet.weights.worker_extension"
     WeightTransferEngineFactory.register_engine(BACKEND, module, "SlipstreamTransferEngine")
     if current_platform.is_cpu():
-        live_weights.keep_cpu_weights_live()
-        live_weights.compute_mla_from_parameters()
-        cpu_routing.return_routed_experts_on_cpu()
+        worker_process.keep_cpu_weights_live()
+        worker_process.compute_mla_from_parameters()
+        worker_process.return_routed_experts_on_cpu()
     # A forked child inherits that vLLM has loaded its plugins and that this function has run: neither runs again.
     multiprocessing.util.register_after_fork(register, lambda _: _prepare_engine_process())
     _prepare_engine_process()

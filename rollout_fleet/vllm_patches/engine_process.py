@@ -12,14 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from rollout_fleet.vllm_patches.compat import require
-
 SEPARATOR = "#"  # behind the version: what else keeps a request to itself
 
 
 def salt(label: str, own: str = "") -> str:
     """The cache salt of a request under the weights `label`; with `own` it shares no blocks with other requests."""
     return f"{label}{SEPARATOR}{own}" if own else label
+
+
+def require(owner: Any, *names: str) -> None:
+    """Raise RuntimeError when this vLLM's class or module lacks what a patch replaces or calls.
+
+    Every patch checks it: a half-patched engine would silently sample from wrong weights.
+    """
+    for name in names:
+        if not hasattr(owner, name):
+            raise RuntimeError(f"this vLLM's {owner.__name__} has no {name}: adapt rollout_fleet/vllm_patches")
 
 
 def flip_in_one_call() -> None:

@@ -17,7 +17,7 @@ from common.weights.wire.flat_buffer import WordSums
 from common.weights.wire.layout import WORDS, Entry, Layout
 
 _ELSEWHERE = torch.empty(0)  # stands for a parameter that another worker has
-_DERIVED = re.compile(r"(.*\.)?W_(UK_T|UV|K|V)\w*")  # computed by vLLM from kv_b_proj; live_weights.py renews them
+_DERIVED = re.compile(r"(.*\.)?W_(UK_T|UV|K|V)\w*")  # computed by vLLM from kv_b_proj; worker_process.py renews them
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<number>\d+)\.(?P<projection>\w+)\.(?P<kind>\w+)")
 
 

@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer import base
 from common.weights.transports.nccl import remember_device
 from common.weights.wire import flat_buffer, messages
 from common.weights.wire.layout import Layout
-from rollout_fleet.vllm_patches import live_weights
+from rollout_fleet.vllm_patches import worker_process
 from rollout_fleet.vllm_patches.shared_files import this_worker
 from rollout_fleet.weights import weight_proof
 from rollout_fleet.weights.tensor_parallel import EngineWorkers
@@ -71,7 +71,7 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
             flat = self.workers.take(update_info.incarnation, update_info.version, layout.total_bytes)
             with torch.no_grad():
                 self.model.load_weights(flat_buffer.view(flat, layout))
-                live_weights.renew(self.model, self.model_config.dtype)
+                worker_process.renew(self.model, self.model_config.dtype)
             if torch.cuda.is_available():  # other threads prove the parameters and write the buffer
                 torch.cuda.current_stream().synchronize()
         except Exception as failure:  # without it the other ranks would wait for this one for ever

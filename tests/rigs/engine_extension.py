@@ -8,7 +8,7 @@ import torch
 from vllm.v1.engine.core import EngineCore
 
 from common.weights.receive import receiver
-from rollout_fleet.vllm_patches import live_weights
+from rollout_fleet.vllm_patches import worker_process
 from rollout_fleet.weights.worker_extension import WorkerExtension
 
 
@@ -37,15 +37,15 @@ class DamagingExtension(WorkerExtension):
 
     def spoil_decoding(self) -> None:
         """At the next flip latent attention decodes with other values than prefill computes with."""
-        renew = live_weights.renew
+        renew = worker_process.renew
 
         def spoiled(model: Any, dtype: Any) -> None:
-            live_weights.renew = renew
+            worker_process.renew = renew
             renew(model, dtype)
             for layer in (m for m in model.modules() if hasattr(m, "W_UV")):
                 layer.W_UV = torch.nn.Parameter(layer.W_UV.flip(0), requires_grad=False)
 
-        live_weights.renew = spoiled
+        worker_process.renew = spoiled
 
     def allocate_stage_input(self) -> None:
         """Do what vLLM's dummy run does. vLLM 0.32 skips that run on a CPU with `eager`, and fails at a request."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rollout_fleet.vllm_patches.live_weights import FEW_ROWS, SMALL_WEIGHT, linear
+from rollout_fleet.vllm_patches.worker_process import FEW_ROWS, SMALL_WEIGHT, linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -10,7 +10,7 @@ from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfi
 from common.weights.wire import flat_buffer
 from common.weights.wire.layout import Layout
 from rollout_fleet.engine.engine import _prepare_environment
-from rollout_fleet.vllm_patches import live_weights
+from rollout_fleet.vllm_patches import worker_process
 
 CPU_ONLY = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE")
 
@@ -58,7 +58,7 @@ def test_on_a_gpu_a_flip_ends_when_the_device_has_the_weights(monkeypatch: pytes
     stream = SimpleNamespace(synchronize=lambda: asked.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(live_weights, "renew", lambda model, dtype: asked.append(f"renew {dtype}"))
+    monkeypatch.setattr(worker_process, "renew", lambda model, dtype: asked.append(f"renew {dtype}"))
     monkeypatch.setattr(flat_buffer, "view", lambda flat, layout: [("w", flat)])
     engine.receive_weights(SlipstreamUpdateInfo(1, 2))
     assert asked == ["w", "renew torch.float32", "synchronize", "agree None"]
