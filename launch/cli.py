@@ -55,7 +55,7 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
         "summary table, plots and a page of a run, or of several side by side"),
     "ledger": ("observe.ledger:command", "RUN|ADDRESS --credentials --json",
         "what became of every task, also after the job ended"),
-    "web": ("web.web:command", "RUN...", "a page in the browser that shows runs live; it changes nothing"),
+    "web": ("web.app:command", "RUN...", "a page in the browser that shows runs live; it changes nothing"),
     "export": ("results.export:command", "RUN", "a Hugging Face folder of the final model or of a checkpoint"),
     "replay": ("results.replay:command", "RUN key=value", "train recorded steps of a run again, offline, and compare"),
     "trace": ("results.trace:command", "RUN", "the timeline of all processes as a file for ui.perfetto.dev"),
@@ -95,7 +95,6 @@ PACKAGES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `slipstream`; returns the exit code."""
     join_supervisor()
     args = parse(argv)
     if args.command is None or args.version:
@@ -157,7 +156,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All commands and their arguments."""
     looks = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="slipstream", description=DESCRIPTION, epilog=commands_by_group(), formatter_class=looks
@@ -182,7 +180,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def commands_by_group() -> str:
-    """Every command with its text, under its group."""
     width = shutil.get_terminal_size().columns - 2
     indent = " " * 18
     lines: list[str] = []

@@ -23,7 +23,6 @@ DEFAULT_NODE = "node-0"
 
 
 def command(args: argparse.Namespace) -> int:
-    """Make or extend the folder and list its keys."""
     if not zmq.has("curve"):
         raise UsageError("this ZeroMQ was built without CURVE; install the pyzmq wheel of PyPI")
     folder = KeyFolder(Path(args.dir).expanduser().resolve())

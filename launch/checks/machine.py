@@ -60,7 +60,6 @@ class Machine:
 
 
 def look() -> Machine:
-    """The machine that this process runs on."""
     memory = psutil.virtual_memory()
     limits: list[int] = []
     for path in CGROUP_LIMITS:
@@ -115,7 +114,6 @@ def pins_of(role: str, folder: Path = REQUIREMENTS) -> dict[str, str]:
 
 
 def check_python(machine: Machine) -> Finding:
-    """Python 3.11 to 3.13."""
     low, high = PYTHONS
     here = ".".join(map(str, machine.python))
     if low <= machine.python[:2] <= high:

@@ -66,7 +66,6 @@ class Item:
 
 
 def items(machine: Machine) -> tuple[Item, ...]:
-    """All items, in the order in which they run."""
     ranks = str(min(MOST_RANKS, max(FEWEST_RANKS, len(machine.gpus))))
     megatron = ("torch", "megatron")
     engine = ("torch", "vllm")
@@ -109,8 +108,6 @@ def items(machine: Machine) -> tuple[Item, ...]:
 
 
 class Result(msgspec.Struct):
-    """The outcome of one item."""
-
     name: str
     title: str
     state: State
@@ -135,7 +132,6 @@ class Pace:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the items, each in a process of its own, and show each as it ends."""
     if not (ROOT / "tests").is_dir() or not (ROOT / "requirements").is_dir():
         raise UsageError(f"the selftest runs the repository's tests, and {ROOT} is no checkout; run it in a clone")
     machine = look()
@@ -256,7 +252,6 @@ def _end(child: psutil.Popen) -> None:
 
 
 def _read(result: Result, folder: Path, ended: int | None, limit_s: float) -> None:
-    """Fill in what the tests left."""
     file = folder / "results.xml"
     tests = Counter[str]()
     skipped = Counter[str]()

@@ -66,11 +66,9 @@ class Curves:
         return self._folded[2][: self.used]
 
     def counts(self) -> Array:
-        """Steps that have the metric."""
         return self._folded[3][: self.used]
 
     def _halve(self) -> None:
-        """Make a bucket of each two."""
         for array, (fold, empty) in zip(self._folded, FOLDS, strict=True):
             array[: self._most // 2] = fold.reduce(array.reshape(-1, 2, len(self.names)), axis=1)
             array[self._most // 2 :] = empty

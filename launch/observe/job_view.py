@@ -12,16 +12,77 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from broker.contract import BrokerStatus
+from broker.contract import LEARNER_ENDED, BrokerStatus
+from broker.diagnosis.stalls import Stall, explain
 from common.config.schema import Config
 from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
 from common.run_reader import LATEST, MetricsTail
 from common.waste import WASTE_REASONS, Waste, wasted_tokens
-from launch.observe import stall_text
 from launch.observe.advisor import Advice, advice_for
 from launch.observe.observation import Observation, Outcome, failed_samples, whole_waste
-from launch.observe.stall_text import duration
+
+# ---------------------------------------------------------------- stalls
+# docs/stalls.md explains every kind.
+
+
+SHOWN_STALLS = 12
+STOPPING = frozenset(
+    ("store", "no_learner", "learner_silent", "learner_failed", "no_node", "broker_away", "broker_gone", "excluded")
+)  # kinds that a person has to do something about
+
+
+def duration(seconds: float) -> str:
+    """'0.4 s', '12 s', '3 min', '2.1 h'."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def stalls_of(seen: Observation) -> list[Stall]:
+    """The stalls that `explain` finds while the broker answers, else one that says that it does not."""
+    if seen.live:
+        return explain(seen.status)
+    learner, address = seen.status.learner, seen.status.address
+    if seen.unreachable:
+        waits = f"the broker at {address}, which does not answer ({seen.note.partition(';')[0]})"
+        release = "it answers again: nodes wait for a minute, and no acknowledged rollout is lost"
+        return [Stall("broker_away", "everyone", waits, seen.age_s, release)]
+    if learner is not None and learner.state in LEARNER_ENDED:
+        return []
+    release = "`slipstream up CONFIG` continues the run, or `slipstream broker CONFIG` for the broker alone"
+    return [Stall("broker_gone", "everyone", "the broker, which has ended before the learner was done", None, release)]
+
+
+def stall_sentence(stall: Stall) -> str:
+    """'node-0 waits for weights, since 3.0 s; until: version 4 reaches it'."""
+    several = " and " in stall.who or stall.who == "nodes"
+    who = f"{stall.who}," if ", which " in stall.who else stall.who
+    since = f", since {duration(stall.since_s)}" if stall.since_s is not None else ""
+    return f"{who} wait{'' if several else 's'} for {stall.waits_for}{since}; until: {stall.release}"
+
+
+def stalls_page(seen: Observation) -> RenderableType:
+    """Every stall, for `status`; the state of the job when there is none."""
+    found = stalls_of(seen)
+    if not found:
+        alive = sum(node.alive for node in seen.status.nodes)
+        moving = f"The learner is {seen.learner_state}; {alive} node{'' if alive == 1 else 's'} alive."
+        return Text(moving if seen.live else "")
+    more = [Text(f"and {len(found) - SHOWN_STALLS} more; --json has all", "dim")] if len(found) > SHOWN_STALLS else []
+    return Group(*stall_lines(seen, SHOWN_STALLS), *more)
+
+
+def stall_lines(seen: Observation, most: int = 3) -> list[RenderableType]:
+    stalls = stalls_of(seen)
+    return [Text(stall_sentence(s), "red" if s.kind in STOPPING else "yellow") for s in stalls[:most]]
+
+
+# ---------------------------------------------------------------- views
 
 Steps = MetricsTail[StepMetrics]
 BARS = "▁▂▃▄▅▆▇█"
@@ -71,7 +132,7 @@ class Display:
 
 
 def render_live(config: Config, seen: Observation | None, tail: Steps, notes: Sequence[str]) -> RenderableType:
-    now = [processes(seen), *stall_text.lines(seen)] if seen else [Text("waiting for the broker to answer", "yellow")]
+    now = [processes(seen), *stall_lines(seen)] if seen else [Text("waiting for the broker to answer", "yellow")]
     return Group(progress(config, seen, tail), *now, *(Text(note, "dim") for note in notes))
 
 
@@ -91,7 +152,7 @@ def render_status(
         parts.append(processes(seen))
         if joined := seen.status.newest_join:
             parts.append(Text(f"newest node: {joined}", "dim"))
-        parts.append(stall_text.page(seen))
+        parts.append(stalls_page(seen))
     parts.append(waste_table(seen.status))
     if failed := failed_samples(seen.status, run):
         by_size = ", ".join(f"{count:,} {reason}" for reason, count in Counter(failed).most_common())
@@ -102,7 +163,6 @@ def render_status(
 
 
 def progress(config: Config, seen: Observation | None, tail: Steps) -> RenderableType:
-    """A bar, the time that is left, and the figures."""
     done, steps = _version(tail, seen), config.run.steps
     filled = round(BAR_WIDTH * min(1.0, done / steps))
     bar = "█" * filled + "░" * (BAR_WIDTH - filled)
@@ -158,7 +218,6 @@ def figures(config: Config, seen: Observation | None, tail: Steps, expired: floa
 
 
 def processes(seen: Observation) -> RenderableType:
-    """One row per process: state, version, what it waits for and since when."""
     status, state = seen.status, seen.learner_state
     table = Table(box=None, pad_edge=False, padding=(0, 2))
     for name in ("process", "pid", "state", "version", "since", "waiting on"):

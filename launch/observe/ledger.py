@@ -87,7 +87,6 @@ def whole_ledger(former: Sequence[list[LedgerEntry]], newest: list[LedgerEntry])
 
 
 def show(entries: Sequence[LedgerEntry]) -> None:
-    """A table for people, then how many tasks are in which state."""
     table = Table(box=None, pad_edge=False)
     for name in ("serial", "state", "step", "versions", "attempts", "reward", "nodes"):
         table.add_column(name, justify="left" if name in ("state", "nodes") else "right", no_wrap=True)

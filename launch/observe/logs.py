@@ -23,7 +23,6 @@ ASK_EVERY_S = 0.2
 
 
 def command(args: argparse.Namespace) -> int:
-    """Print the end of one role's log, or without ROLE the roles."""
     job, role = find_target(args), args.role or ""
     status = running(job)
     if status is not None:

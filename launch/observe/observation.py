@@ -149,7 +149,6 @@ class Outcome(msgspec.Struct, frozen=True):
         return self.model != ""
 
     def sentence(self) -> str:
-        """One line about a finished run."""
         return f"finished: {self.steps} of {self.of} steps{self.words()}"
 
     def words(self) -> str:

@@ -15,9 +15,8 @@ from common.errors import SlipstreamError
 from common.metrics import SftMetrics, StepMetrics
 from common.process.run_dir import RunDir
 from common.run_reader import LATEST, MetricsTail, known, read_tail
-from launch.observe import stall_text
 from launch.observe.advisor import advice_for
-from launch.observe.job_view import open_display, render_status
+from launch.observe.job_view import open_display, render_status, stalls_of
 from launch.observe.observation import as_json, observe, outcome_of
 from launch.resolve_target import config_of, find_target, joined_config
 from learner.loop.run_files import read_record
@@ -38,7 +37,7 @@ def command(args: argparse.Namespace) -> int:
     finished = reached if reached is not None and reached.finished else None
     advice = advice_for(tail.lines, seen.status.run.max_staleness)
     if args.json:
-        found = {**as_json(run, seen), "stalls": msgspec.to_builtins(stall_text.stalls_of(seen))}
+        found = {**as_json(run, seen), "stalls": msgspec.to_builtins(stalls_of(seen))}
         found["finished"] = msgspec.to_builtins(finished)
         print(json.dumps({**found, "advice": asdict(advice) if advice else None}))
         return 0
@@ -87,7 +86,6 @@ def warm_start(run: RunDir, config: SftConfig) -> dict[str, Any]:
 
 
 def sentence(status: dict[str, Any]) -> str:
-    """A warm start's status in words."""
     learner, loss = status["learner"], status["loss"]
     text = f"{status['name']}  {status['run']}\nwarm start: {learner['state']}, "
     text += f"step {learner['policy_version']} of {status['steps']}"

@@ -100,7 +100,6 @@ def visible(text: str) -> str:
 
 
 def heading(t: Transcript) -> str:
-    """A transcript in one line."""
     step = "trained no step" if t.step is None else f"step {t.step}"
     facts = [f"task {t.serial} sample {t.sample}", step, f"reward {t.reward:g}", f"node {t.node_id}", t.stop_reason]
     facts[2:2] = [f"advantage {t.advantage:.4g}"] if t.advantage is not None else []

@@ -28,12 +28,11 @@ from common.process.run_dir import BrokerFile, RunDir, write_json
 from common.run_reader import MetricsTail, read_tail
 from launch.resolve_target import checked, config_of, find_run
 from launch.up.roles import role_command
-from launch.up.supervisor import RoleSpec, Supervisor, end_error
+from launch.up.supervisor import DRAIN_S, RoleSpec, Supervisor, end_error
 from learner.checkpoint.folder import CheckpointFolder, read_checkpoint
 
 POLL_S = 0.1
 STUCK_S = 60.0
-DRAIN_S = 330.0
 COMPARED = ("loss", "grad_norm", "reward_mean")
 # The recording fixes these keys: its groups belong to these tasks and have this size. The command sets the rest.
 FIXED = {
@@ -113,7 +112,6 @@ def _same(a: float, b: float) -> bool:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Replay and compare; returns the exit code."""
     original = find_run(args.run)
     config = config_of(original)
     if config is None:

@@ -211,11 +211,7 @@ def summarise_warm_start(config: BaseConfig, tail: MetricsTail[SftMetrics]) -> F
         "loss": {**ends(losses), "lowest": min(losses, default=None)},
         **({"validation_loss": {"last": validated[-1], "lowest": min(validated)}} if validated else {}),
         "time_per_step_s": {"step": tail.mean(lambda line: line.step_s)},
-        "tokens": {
-            "trained": trained,
-            "processed": processed,
-            "trained_per_s": trained / seconds if seconds else None,
-        },
+        "tokens": {"trained": trained, "processed": processed, "trained_per_s": trained / seconds if seconds else None},
     }
 
 

@@ -25,7 +25,6 @@ Place = tuple[float, float, Event]  # begin and end of a slice, Unix seconds; it
 
 
 def command(args: argparse.Namespace) -> int:
-    """Write the trace, and print how well its clocks agree."""
     run, found = find_run(args.run), dict[tuple[bool, bool, str, str], Process]()
     for batch in read_batches(run.trace):
         key = (batch.who != "learner", batch.who != "broker", batch.who, batch.host)  # these two come first
@@ -76,7 +75,6 @@ class Process:
         self._state: tuple[int, Span] | None = None  # the newest one, and where it is in `_spans`
 
     def read(self, batch: SpanBatch) -> None:
-        """Take in the next batch of this process."""
         self.dropped = max(self.dropped, batch.dropped)
         for span in batch.spans:
             place = len(self._spans)
@@ -123,7 +121,6 @@ class Threads:
         self._counts: dict[str, int] = defaultdict(int)
 
     def place(self, track: str, begin: float, end: float) -> int:
-        """The thread of a slice."""
         thread, ends = self._open.get(track, (0, []))
         while ends and ends[-1] <= begin:
             ends.pop()
@@ -149,8 +146,6 @@ def serials(step: dict[str, Any]) -> list[int]:
 
 
 class Trace:
-    """The events of the file: process by process, then arrows."""
-
     def __init__(self, processes: list[Process], first: int | None, last: int | None) -> None:
         """Take the steps from `first` to `last`, None for no bound. Raises UsageError for steps that are not there."""
         self._processes = processes

@@ -138,6 +138,5 @@ def assign(
 
 
 def table(places: Mapping[str, Place], root: Path = ROOT) -> list[str]:
-    """Who has what, a line for each role."""
     rows = [(role, p.env.get(VISIBLE, "CPU"), p.python.removeprefix(f"{root}{os.sep}")) for role, p in places.items()]
     return [f"  {role:<10} {devices:<12} {python}" for role, devices, python in rows]

@@ -62,11 +62,7 @@ def run_machine(config: BaseConfig, run: RunDir, address: str) -> int:
     interface.use()
     store = interface.listen()  # lives as long as this function runs
     access = Access(
-        address=address,
-        role="learner",
-        deadline_s=ANSWER_S,
-        retry_s=RETRY_S,
-        credentials=config.broker.credentials,
+        address=address, role="learner", deadline_s=ANSWER_S, retry_s=RETRY_S, credentials=config.broker.credentials
     )
     report = MachineReport(
         machine=secrets.token_hex(8),
@@ -147,12 +143,7 @@ class Launcher:
     """The loop of one machine: report, do what the broker answers, look after the ranks."""
 
     def __init__(
-        self,
-        config: BaseConfig,
-        run: RunDir,
-        client: LearnerBroker,
-        shared: SharedFolder,
-        report: MachineReport,
+        self, config: BaseConfig, run: RunDir, client: LearnerBroker, shared: SharedFolder, report: MachineReport
     ) -> None:
         self._config = config
         self._run = run

@@ -25,7 +25,6 @@ from launch.up.ranks import become_torchrun, slurm_machines, thread_environment
 
 
 def broker(args: argparse.Namespace) -> int:
-    """Run the broker until it is told to stop."""
     found = load_either(Path(args.config), args.overrides)
     config, run = checked(found, args.config, environment=False, reader="broker")
     served = config.served

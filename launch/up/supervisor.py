@@ -25,13 +25,12 @@ SCAN_EVERY_S = 1.0
 LOG_LINES_SHOWN = 15
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
+DRAIN_S = 330.0  # a node's episodes in flight, or a learner's step and checkpoint
 Sink = Callable[[str, Mapping[str, object]], None]
 
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """How to run one process."""
-
     name: str  # 'broker', 'learner', 'node-0', ...
     argv: Sequence[str]
     log: Path  # gets stdout and stderr, appended

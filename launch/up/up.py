@@ -30,13 +30,12 @@ from launch.sinks.process import TOLD_S, check_packages
 from launch.up.devices import Place, assign, available_cores, plan_cores, table
 from launch.up.ranks import thread_environment
 from launch.up.roles import role_command
-from launch.up.supervisor import Role, RoleSpec, Supervisor, describe_exit, end_error
+from launch.up.supervisor import DRAIN_S, Role, RoleSpec, Supervisor, describe_exit, end_error
 from learner.loop.run_files import read_record
 
 BROKER_START_S = 30.0
 NODES_LEAVE_S = 30.0  # after the job is done, before they are told to
 NODES_WITHOUT_BROKER_S = 3.0  # after the job is done nodes have nothing to save
-DRAIN_S = 330.0  # a node's episodes in flight, or a learner's step and checkpoint
 BROKER_END_S = 30.0
 BESIDE = ("sinks", "web")  # the job continues without them
 BESIDE_LEAVE_S = 5.0  # besides the time that sinks take for the last lines
@@ -77,7 +76,6 @@ def finished(run: RunDir, config: Config) -> str:
 
 
 def next_command(run: RunDir) -> str:
-    """A line with the command that a person may want next."""
     return f"next: `slipstream web {run.path}` shows the run in a browser"
 
 
@@ -115,8 +113,6 @@ def page_address(web: RoleSpec) -> str:
 
 
 class Job:
-    """One run of all roles on this machine."""
-
     def __init__(self, config: Config, run: RunDir, places: Mapping[str, Place], web: bool = False) -> None:
         self.config = config
         self.run_dir = run
@@ -217,7 +213,6 @@ class Job:
         return "web" in self.supervisor.roles and self.supervisor.roles["web"].running
 
     def _stay(self, flag: DrainFlag) -> None:
-        """Keep the page of a job that is done."""
         print(f"the page stays at {page_address(self.supervisor.roles['web'].spec)} until Ctrl-C", flush=True)
         while self._page_runs and not flag.wait(POLL_S):
             self.supervisor.poll()

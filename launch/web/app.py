@@ -1,18 +1,28 @@
-"""The routes of the page, the loops that read the runs, and who may read: the check of every request."""
+"""slipstream web RUN [RUN ...]: a page that shows runs while they are trained. It only reads.
 
+The tables and the routes of the page, the loops that read the runs, and who may read: the check of every request.
+"""
+
+import argparse
 import asyncio
 import contextlib
+import errno
 import hashlib
 import hmac
 import logging
 import re
+import signal
+import socket
 from collections.abc import AsyncIterator, Callable, MutableMapping, Sequence
 from html import escape
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import parse_qs
 
 import msgspec
+import uvicorn
+from msgspec import Meta
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
@@ -29,10 +39,102 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common.errors import SlipstreamError
+from common.errors import SlipstreamError, UsageError
 from common.metrics import AGE_CLASSES, AGE_NAMES, PANELS
+from common.transcripts import Transcript
+from launch.observe.transcripts import read
+from launch.resolve_target import find_run
 from launch.web.run_view import BrowserCopy, RunView
-from launch.web.tables import TABLES, Query
+
+# ---------------------------------------------------------------- tables
+# They are filtered and cut into pages here, and a transcript has a bounded size.
+
+
+ROWS = 200  # A page has at most so many.
+SEARCHED = 2000  # newest transcripts, when a word is to be found in them
+TOKENS = 20_000  # A transcript is cut to so many.
+PER_TOKEN = ("tokens", "pieces", "logprobs", "ratios", "trained")
+Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
+
+
+class Query(msgspec.Struct, frozen=True):
+    filter: str = ""
+    state: str = ""
+    offset: Number = 0
+    limit: Number = 50
+    seconds: Number = 600
+    step: Number | None = None
+    task: Number | None = None
+    sample: Number = 0
+
+    @property
+    def page(self) -> slice:
+        return slice(self.offset, self.offset + min(self.limit, ROWS))
+
+
+def nodes(view: RunView, query: Query) -> dict[str, Any]:
+    """Nodes whose id, host, state or reason contains the filter."""
+    keys = ("id", "host", "state", "waiting_on")
+    found = [node for node in view.nodes if any(query.filter in str(node[key]) for key in keys)]
+    return {"total": len(found), "rows": found[query.page]}
+
+
+def lanes(view: RunView, query: Query) -> dict[str, Any]:
+    return view.lanes.page(query.filter, query.page, query.seconds)
+
+
+def tasks(view: RunView, query: Query) -> dict[str, Any]:
+    """Tasks of the ledger, the newest first: of this serial, or whose nodes or reason contain the filter; `step:N`."""
+    entries = view.ledger()
+    text = query.filter
+    state = query.state
+    if state:
+        entries = [e for e in entries if e.state == state or (state == "filtered" and e.filtered)]
+    if text.startswith("step:"):
+        entries = [e for e in entries if str(e.step) == text[5:]]
+    elif text.isdecimal():
+        entries = [e for e in entries if str(e.serial) == text]
+    elif text:
+        entries = [e for e in entries if text in e.reason or any(text in node for node in e.nodes)]
+    return {"total": len(entries), "rows": entries[::-1][query.page]}
+
+
+def transcripts(view: RunView, query: Query) -> dict[str, Any]:
+    """One line for each transcript, the newest first, and whether there are `more`; `filter` is a reason to keep it."""
+    found = read(view.run, query.step, query.task)
+    if query.filter:
+        found = (transcript for transcript in islice(found, SEARCHED) if query.filter in " ".join(transcript.why))
+    shown = query.page
+    lines = [msgspec.structs.replace(transcript, turns=[]) for transcript in islice(found, shown.start, shown.stop + 1)]
+    rows = msgspec.to_builtins(lines[: shown.stop - shown.start])
+    return {"total": shown.start + len(rows), "more": len(lines) > len(rows), "rows": rows}
+
+
+def transcript(view: RunView, query: Query) -> dict[str, Any]:
+    """The newest transcript of an episode, cut to a size that a browser shows; `cut` says how much is left out."""
+    for found in islice(read(view.run, query.step, query.task), ROWS):
+        if found.sample == query.sample:
+            return bounded(found)
+    raise SlipstreamError(f"no transcript of task {query.task}, sample {query.sample} is kept")
+
+
+def bounded(found: Transcript) -> dict[str, Any]:
+    """A transcript with its first TOKENS tokens."""
+    room = TOKENS
+    cut = found.cut_tokens
+    turns = list[dict[str, Any]]()
+    for turn in found.turns:
+        kept = {name: getattr(turn, name)[:room] for name in PER_TOKEN}
+        turns.append(msgspec.to_builtins(turn) | kept | {"text": "" if turn.pieces else turn.text})
+        cut += max(0, len(turn.tokens) - room)
+        room = max(0, room - len(turn.tokens))
+    return msgspec.to_builtins(found) | {"turns": turns, "cut": cut}
+
+
+TABLES = {table.__name__: table for table in (nodes, lanes, tasks, transcripts, transcript)}
+
+
+# ---------------------------------------------------------------- routes
 
 logger = logging.getLogger(__name__)
 # Pauses between two looks.
@@ -62,7 +164,6 @@ class Hub:
 
     @contextlib.asynccontextmanager
     async def running(self, _: Starlette) -> AsyncIterator[None]:
-        """Read until the server ends."""
         works = [pair for view in self.views for pair in ((view.read, READ_S), (view.observe, OBSERVE_S))]
         loops = [asyncio.create_task(self._repeat(work, pause_s)) for work, pause_s in works]
         yield
@@ -189,3 +290,57 @@ class Guard:
 
 def _same(found: str, wanted: str) -> bool:
     return hmac.compare_digest(found.encode(), wanted.encode())
+
+
+# ---------------------------------------------------------------- command
+
+SHORTEST = 16  # characters of a token
+PORT = 8642
+
+
+def command(args: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.WARNING, format="slipstream web: %(message)s")
+    token = read_token(Path(args.token_file)) if args.token_file else None
+    if token is None and args.host not in LOOPBACK:
+        raise UsageError(f"--host {args.host}: beyond this machine the page needs --token-file FILE; docs/web.md")
+    for word in args.runs:
+        if "://" in word:
+            raise UsageError(f"{word}: the page reads the files of a run; give the run's folder, not an address")
+    app = make_app([RunView(find_run(word)) for word in args.runs], token)
+    listener = listen(args.host, args.port)
+    shown = f"[{args.host}]" if ":" in args.host else args.host
+    print(f"the page is at http://{shown}:{listener.getsockname()[1]}/{'?token=TOKEN' if token else ''}", flush=True)
+    options = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1, ws="none"
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # uvicorn raises a signal again after it has shut down
+    uvicorn.Server(options).run(sockets=[listener])
+    return 0
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """A listening socket; None stands for PORT, or any port if that is taken. Raises UsageError."""
+    if port is not None and not 0 <= port < 1 << 16:
+        raise UsageError(f"--port: expected 0 to 65535, found {port}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, PORT if port is None else port), family=family)
+    except OSError as error:
+        if port is None and error.errno == errno.EADDRINUSE:
+            return listen(host, 0)
+        where = f"--host {host} --port {PORT if port is None else port}"
+        raise UsageError(f"{where}: cannot listen there: {error}; --port 0 takes any free port") from None
+
+
+def read_token(file: Path) -> str:
+    """The token in a file; raises UsageError when it is of no use."""
+    try:
+        token, mode = file.read_text().strip(), file.stat().st_mode & 0o777
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--token-file: {file} cannot be read: {error}") from None
+    if len(token) < SHORTEST or not token.isascii() or len(token.split()) != 1:
+        raise UsageError(f"--token-file: {file}: expected at least {SHORTEST} ASCII characters without a space")
+    if mode & 0o077:
+        raise UsageError(f"--token-file: {file} can be read by others than its owner (mode {mode:o}); chmod 600 it")
+    return token

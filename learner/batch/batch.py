@@ -26,8 +26,6 @@ TRUNCATED = {"length", "turn_limit"}
 
 
 class BadGroup(Exception):
-    """A group that cannot be trained on, with the reason."""
-
     def __init__(self, serial: int, node_id: str, reason: str) -> None:
         self.serial = serial
         self.node_id = node_id
@@ -67,8 +65,6 @@ class BatchStatistics:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """The documents of one optimizer step."""
-
     step: int
     documents: list[Document]  # samples with at least one loss token, in order of serial and sample
     statistics: BatchStatistics  # figures of all groups, failed and expired ones included

@@ -39,7 +39,6 @@ class Document:
 
     @property
     def origin(self) -> tuple[int, int]:
-        """(serial, sample)."""
         return self.serial, self.sample
 
     @property

@@ -58,7 +58,6 @@ class Best:
         self._values: dict[int, float] = {}  # by step, or by version that was evaluated
 
     def note(self, line: Metrics) -> None:
-        """A line of the metrics file, of any kind."""
         value = value_of(line, self._name)
         if value is not None and math.isfinite(value):
             self._values[line.policy_version if isinstance(line, EvaluationMetrics) else line.step] = value

@@ -155,7 +155,6 @@ class Evaluations:
         return True
 
     def _keep(self) -> None:
-        """Let the publisher keep the versions of the rounds."""
         versions = (self._round.order.version if self._round else -1, self._next)
         self._publisher.evaluate(*(version for version in versions if version >= 0))
 

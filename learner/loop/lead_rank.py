@@ -19,7 +19,6 @@ from common.process.run_dir import RunDir, find_broker
 from common.security.credentials import curve_credentials
 from common.waits import WaitFor, WaitKind
 from common.weights.source.publisher import WeightPublisher
-from common.weights.source.snapshot import TensorSpecs
 from common.weights.transports.groups import require
 from common.weights.wire.messages import Canary
 from learner.backend_protocol import Backend
@@ -42,8 +41,6 @@ BROKER_WAIT_S = 30.0
 
 
 class LeadRank(RolloutSource):
-    """The source of batches of the lead rank."""
-
     def __init__(
         self,
         config: Config,
@@ -56,7 +53,7 @@ class LeadRank(RolloutSource):
         evaluations: Evaluations | None = None,
     ) -> None:
         """`stop_requested` returns why the job should drain, None while it should not."""
-        super().__init__(config)
+        super().__init__(config, lead_publisher=publisher)
         self.broker = broker
         self.publisher = publisher
         self.reporter = reporter
@@ -194,17 +191,6 @@ class LeadRank(RolloutSource):
     def _transcribe(self, batch: TrainingBatch, logprobs: Logprobs) -> None:
         for item in items(batch, self._groups, self._nodes, self._chosen, logprobs):
             self._transcripts.put(item)
-
-    def _canary_owed(self) -> bytes:
-        return b"+" if self.publisher.stats().canary_owed else b"-"
-
-    def _lead(self) -> bytes:
-        return msgspec.msgpack.encode(self.publisher.lead)
-
-    def _become_source(self, number: int, parts: list[TensorSpecs], lead: bytes) -> None:
-        assert number == 0, f"the lead rank has part {number} of the model"
-        self.publisher.share(parts)
-        logger.info("every version comes in %d parts, each from the rank that has it", len(parts))
 
     def _hand_over(self, version: int, canary: Canary | None) -> None:
         size = self.publisher.publish(version, self._tensors(), canary)

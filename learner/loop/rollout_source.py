@@ -1,5 +1,6 @@
 """Batches of rollouts for the training loop, on every rank; lead_rank.py adds what only the lead rank does."""
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from common.config.schema import Config
 from common.rollouts import Group
 from common.security.credentials import curve_credentials
 from common.waits import WaitFor, WaitKind
+from common.weights.source.publisher import WeightPublisher
 from common.weights.source.snapshot import TensorSpecs
 from common.weights.source.sources import LeadEndpoint, RemoteSource
 from common.weights.wire.messages import Canary
@@ -23,14 +25,19 @@ from learner.loop.batch_source import BatchSource, Command, Train
 from learner.loop.transcripts import Chosen, Logprobs, RecordingLoss, choose
 from learner.loss.losses import policy_loss
 
+logger = logging.getLogger(__name__)
+
 
 class RolloutSource(BatchSource):
-    """See learner.loop.batch_source.BatchSource."""
-
     entropy = True
 
-    def __init__(self, config: Config, address: str | None = None) -> None:
-        """`address`: where this rank serves its part of the weights; None: weights.address."""
+    def __init__(
+        self, config: Config, address: str | None = None, lead_publisher: WeightPublisher | None = None
+    ) -> None:
+        """`address`: where this rank serves its part of the weights; None: weights.address.
+
+        `lead_publisher`: the publisher of the lead rank, None on the others.
+        """
         self.loss = self._recorder = RecordingLoss(policy_loss(config.learner.loss, config.rollout.max_tokens))
         self._groups: list[Group] = []  # those of the newest Train command
         self._chosen: Chosen = {}
@@ -42,6 +49,7 @@ class RolloutSource(BatchSource):
         self._address = address or config.weights.address
         self._in_parts: bool | None = None  # every source sends its own part of the weights; None: not found out yet
         self._remote: RemoteSource | None = None
+        self._lead_publisher = lead_publisher
 
     def attach(self, backend: Backend, version: int) -> None:
         self.backend = backend
@@ -112,32 +120,32 @@ class RolloutSource(BatchSource):
             for rank, data in enumerate(self.backend.all_gather_bytes(own))
             if (part := msgspec.msgpack.decode(data, type=TensorSpecs))
         }
-        lead = self.backend.broadcast_bytes(self._lead())
+        publisher = self._lead_publisher
+        lead = self.backend.broadcast_bytes(publisher and msgspec.msgpack.encode(publisher.lead))
         if len(parts) > 1 and self.backend.rank in parts:
             self._become_source(list(parts).index(self.backend.rank), list(parts.values()), lead)
         return len(parts) > 1
 
-    def _lead(self) -> bytes | None:
-        """Where the lead rank can be told of parts, and its incarnation, encoded; None on the others."""
-        return None
-
     def _become_source(self, number: int, parts: list[TensorSpecs], lead: bytes) -> None:
+        if self._lead_publisher is not None:
+            assert number == 0, f"the lead rank has part {number} of the model"
+            self._lead_publisher.share(parts)
+            logger.info("every version comes in %d parts, each from the rank that has it", len(parts))
+            return
         weights = msgspec.structs.replace(self.config.weights, address=self._address)
         keys = curve_credentials(self.config.broker.credentials)
         told = msgspec.msgpack.decode(lead, type=LeadEndpoint)
         dtype = self.config.model.dtype
         self._remote = RemoteSource(number, parts, told, dtype=dtype, weights=weights, credentials=keys)
 
-    def _canary_owed(self) -> bytes | None:
-        """b"+" if a node has missed the newest canary; only the lead rank knows."""
-        return None
-
     def _publish(self, version: int) -> None:
         """Hand this version to the weight plane; with a canary when one is due or a node has missed the newest."""
         self.report("publishing", WaitFor(WaitKind.WEIGHTS_COPY), version)
         every = self.config.weights.canary_every
         due = self._published == 0 or (every > 0 and self._published % every == 0)
-        due = due or self.backend.broadcast_bytes(self._canary_owed()) == b"+"
+        publisher = self._lead_publisher  # only the lead rank knows whether a node has missed the newest canary
+        owed = b"+" if publisher is not None and publisher.stats().canary_owed else b"-"
+        due = due or self.backend.broadcast_bytes(owed) == b"+"
         self._published += 1
         self._hand_over(version, self._canary() if due else None)
 

@@ -88,7 +88,6 @@ class StatusReporter:
     def set(
         self, state: str, wait: WaitFor = NO_WAIT, policy_version: int | None = None, groups_missing: int = 0
     ) -> None:
-        """Say what the loop does now."""
         version = {} if policy_version is None else {"policy_version": policy_version, "step": policy_version}
         self.update(state=state, wait=wait, groups_missing=groups_missing, **version)
 

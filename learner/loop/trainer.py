@@ -24,10 +24,18 @@ step is published. Supervised tuning is this loop with rows for groups.
 """
 
 import gc
+import logging
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import msgspec
+import torch
+from torch.profiler import profile, record_function
 
+from common.config.observing import TelemetryConfig
 from common.config.schema import BaseConfig
 from common.errors import HopelessError, SlipstreamError
 from common.process.health import LifeSigns
@@ -39,10 +47,124 @@ from learner.batch.batch import TrainingBatch
 from learner.batch.packing import pack_for
 from learner.checkpoint.folder import TrainerState
 from learner.loop.batch_source import BatchSource, Command, Drain, Fail, Save, Train, Wait, decode_command
-from learner.loop.checkpointer import Checkpointer
-from learner.loop.profiling import StepProfiler
 from learner.loop.run_files import RunFiles
 from learner.loop.step_metrics import Step, Times, Totals, check_finite
+
+# ---------------------------------------------------------------- checkpoints behind the steps
+# Begin, write, finish, and only then commit. One at a time: a checkpoint that is due while the last one is still being
+# written waits for it.
+
+
+class Checkpointer:
+    """One rank's view of the checkpoint that is being written. Every method is collective."""
+
+    def __init__(self, backend: Backend, files: RunFiles | None, version: int) -> None:
+        """`files` are given on the lead rank; the loop starts at `version`."""
+        self._backend = backend
+        self._files = files
+        self._started = version
+        self._writing = False
+        self._state: TrainerState | None = None  # belongs to the one being written; on the lead rank only
+
+    def start(self, version: int, state: TrainerState | None, wait: bool) -> None:
+        """Begin the checkpoint of `version`, unless there is one; with `wait` it is complete on return.
+
+        `state` is the loop's, on the lead rank. Raises SlipstreamError when this checkpoint or the last one
+        cannot be written.
+        """
+        if version != self._started:
+            self.poll(wait=True)
+            self._backend.start_checkpoint(self._begin(version))
+            self._started = version
+            self._writing = True
+            self._state = state
+        if wait:
+            self.poll(wait=True)
+
+    def poll(self, wait: bool = False) -> None:
+        """Finish the checkpoint that is being written, if every rank has written its share; with `wait` they have.
+
+        Raises SlipstreamError when it could not be written; the one before it stays the newest.
+        """
+        if not self._writing or not self._backend.checkpoint_done(wait):
+            return
+        self._writing = False
+        if self._files is not None and self._state is not None:
+            try:
+                self._files.finish_checkpoint(self._state)
+            except OSError as error:
+                raise SlipstreamError(
+                    f"checkpoint of version {self._started} could not be completed: {error}"
+                ) from error
+
+    def _begin(self, version: int) -> Path:
+        """The backend's new folder, the same on every rank."""
+        told = b""
+        if self._files is not None:
+            try:
+                told = b"+" + str(self._files.checkpoints.begin(version)).encode()
+            except OSError as error:
+                told = b"-" + str(error).encode()
+        told = self._backend.broadcast_bytes(told if self._files is not None else None)
+        if told[:1] == b"-":
+            raise SlipstreamError(f"checkpoint of version {version} could not be begun: {told[1:].decode()}")
+        return Path(told[1:].decode())
+
+
+# ---------------------------------------------------------------- profiles of steps
+
+
+logger = logging.getLogger(__name__)
+
+MEMORY_ENTRIES = 100_000  # allocations in a snapshot's history; each takes some KB
+
+
+class StepProfiler:
+    """Writes FOLDER/learner-RANK-step-N.json.gz, a Chrome trace, and with CUDA learner-RANK-step-N-memory.pickle."""
+
+    def __init__(self, telemetry: TelemetryConfig, rank: int, folder: Path) -> None:
+        self._steps = set(telemetry.profile_steps if rank in telemetry.profile_ranks else ())
+        self._rank = rank
+        self._folder = folder
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """The context in which this step belongs. After a failure, which is logged, no step is recorded."""
+        profiler = self._tried(self._start) if step in self._steps else None
+        with record_function(f"step {step}"):
+            yield
+        if profiler is not None:
+            self._tried(lambda: _write(profiler, f"{self._folder}/learner-{self._rank}-step-{step}"))
+
+    def _tried(self, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception:
+            self._steps.clear()
+            logger.warning("the profiler failed; this rank records no more steps", exc_info=True)
+
+    def _start(self) -> profile:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if torch.cuda.is_available():
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_ENTRIES)
+        profiler = profile(record_shapes=True, profile_memory=True)  # CUDA is included where it exists
+        profiler.start()
+        return profiler
+
+
+def _write(profiler: profile, name: str) -> None:
+    cuda = torch.cuda.is_available()
+    try:
+        profiler.stop()
+        if cuda:
+            torch.cuda.memory._dump_snapshot(f"{name}-memory.pickle")
+    finally:
+        if cuda:
+            torch.cuda.memory._record_memory_history(enabled=None)
+    profiler.export_chrome_trace(f"{name}.json.gz")
+
+
+# ---------------------------------------------------------------- the loop
 
 UNTRAINED_STEPS = 3  # steps in a row in which every sample failed, before the run stops
 
@@ -113,7 +235,6 @@ class Trainer:
         return "done"
 
     def _next_command(self) -> Command:
-        """The lead's next command, on every rank."""
         if self.files is None:
             command = decode_command(self.backend.broadcast_bytes(None))
             self.source.receive(command)
@@ -124,7 +245,6 @@ class Trainer:
         return command
 
     def _turn(self, serials: list[int]) -> None:
-        """One optimizer step and what follows from it."""
         step = self.version
         backend = self.backend
         source = self.source

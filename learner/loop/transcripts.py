@@ -103,8 +103,6 @@ class RecordingLoss:
 
 
 class Item(NamedTuple):
-    """A chosen sample of a step."""
-
     sample: Sample
     training: Training | None  # None: it trained nothing
     facts: dict[str, Any]  # see transcript_line

@@ -18,8 +18,6 @@ from learner.loss.ratios import Documents, bounded_exp
 
 @dataclass(frozen=True)
 class Corrected:
-    """Every token's weight after a correction."""
-
     weights: Tensor  # [T] factor of the token's objective
     truncated: Tensor  # [T] bool, where the weight was moved to a bound
     rejected: Tensor  # [T] bool, where it was set to 0 because it was out of bounds

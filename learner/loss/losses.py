@@ -7,14 +7,16 @@
 
 This is decoupled PPO (Hilton et al., Batch size-invariance for policy optimization, arXiv 2110.00641, section 3).
 AReaL (arXiv 2505.24298, section 5.2) uses it for asynchronous RL on language models. The trust region is around the
-proximal policy; the importance weight leads from the behavior policy to it. The parts are registries, one file each:
-proximal, corrections, objectives, kl_estimators, reductions. docs/algorithms.md says when to use which, and
-CONTRIBUTING.md how to add one.
+proximal policy; the importance weight leads from the behavior policy to it. The parts are registries.
+Corrections and objectives have files of their own. Proximal policies, estimators and reductions are below.
+docs/algorithms.md says when to use which, and CONTRIBUTING.md how to add one.
 
 The divergence and the entropy are means over the same tokens as the objective. Under `correction_normalize`
 everything becomes a weighted mean: sum of w * (objective + ...) over sum of w.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -22,12 +24,130 @@ from torch import Tensor
 from common.config.schema import LossConfig
 from learner.backend_protocol import LossFunction, LossOutput, Microbatch
 from learner.loss.corrections import CORRECTIONS, veto
-from learner.loss.kl_estimators import KL_ESTIMATORS
 from learner.loss.objectives import OBJECTIVES, PolicyTokens
-from learner.loss.proximal import PROXIMALS
 from learner.loss.ratios import Documents, bounded_exp, within
-from learner.loss.reductions import REDUCTIONS, Count
 from learner.loss.token_diagnostics import token_counts, token_sums
+
+# ---------------------------------------------------------------- divergence from the reference
+# Estimators of KL(policy || reference) from the tokens that were sampled, with r = p_reference / p. Schulman,
+# Approximating KL Divergence (2020), http://joschu.net/blog/kl-approx.html.
+
+LARGEST = 10.0  # bounds k3, as in verl: a larger r would dominate every other token
+
+KlEstimator = Callable[[Tensor], Tensor]  # log r = reference_logprobs - logprobs, [T] -> [T]
+
+
+def k1(log_ratio: Tensor) -> Tensor:
+    """-log r: unbiased, of either sign. Its gradient is zero in expectation, so it measures but does not restrain."""
+    return -log_ratio
+
+
+def k2(log_ratio: Tensor) -> Tensor:
+    """(log r)^2 / 2: biased, low variance; on samples of the policy its gradient is that of the divergence."""
+    return log_ratio.square() / 2
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """(r - 1) - log r, at most 10: unbiased but for the bound, never negative. GRPO (arXiv 2402.03300), equation 4."""
+    return (bounded_exp(log_ratio) - 1 - log_ratio).clamp(max=LARGEST)
+
+
+KL_ESTIMATORS: dict[str, KlEstimator] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+# ---------------------------------------------------------------- proximal policy
+# The policy that the trust region surrounds and that importance weights lead to. A batch is exactly one optimizer
+# step, so during step s there is one policy, version s. The forward pass that trains it also evaluates it. A token of
+# staleness d was sampled by version s - d.
+#
+# - `recompute`: version s. r is 1 in value and w = pi_s / behavior carries the whole way.
+# - `behavior`: version s - d as the sampler computed it. w is 1 and r = pi_s / behavior carries the whole way.
+# - `loglinear`: version s - 1, estimated. r is the change of the last version, w the way up to it.
+
+# (current policy's logprobs [T] without gradient, behavior_logprobs [T], staleness [T] or None) -> [T]
+Proximal = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def recompute(current: Tensor, behavior: Tensor, staleness: Tensor | None) -> Tensor:
+    """Decoupled PPO (arXiv 2110.00641, section 3; AReaL, arXiv 2505.24298, section 5.2), one update per batch."""
+    return current
+
+
+def behavior(current: Tensor, behavior: Tensor, staleness: Tensor | None) -> Tensor:
+    """The policy that sampled the token: the plain objective, as PPO has it."""
+    return behavior
+
+
+def loglinear(current: Tensor, behavior: Tensor, staleness: Tensor | None) -> Tensor:
+    """AReaL's interpolation: log p_prox = log p_behavior + a (log p - log p_behavior).
+
+    a = (v_prox - v_behavior) / (v - v_behavior) with v = s and v_prox = s - 1, so a = (d - 1) / d, and a = 0
+    for tokens of this very version. (AReaL, docs/algorithms/prox_approx.md and areal/trainer/ppo/actor.py.)
+    It assumes that the policy moved evenly over the last d versions.
+    """
+    if staleness is None:
+        raise ValueError("proximal: loglinear needs the staleness of every token")
+    age = staleness.clamp(min=1).to(current.dtype)
+    return behavior + (age - 1) / age * (current - behavior)
+
+
+PROXIMALS: dict[str, Proximal] = {"recompute": recompute, "behavior": behavior, "loglinear": loglinear}
+
+
+# ---------------------------------------------------------------- reductions
+# A reduction gives every token a share of the sum, and the microbatch's part of the denominator. The backend adds both
+# over all microbatches of all data-parallel ranks and then divides. So the result does not depend on packing.
+
+
+@dataclass(frozen=True)
+class Count:
+    documents: Documents
+    counted: Tensor  # [T] float, 1 for tokens that means are taken over, else 0
+    worth: Tensor  # [T] float, a token's part of the denominator: `counted`, or under `correction_normalize` its weight
+    max_tokens: int  # rollout.max_tokens
+    normalized: bool  # whether `worth` are weights
+
+
+# -> ([T] factor of each token's term in the sum, None for 1; scalar denominator)
+Reduction = Callable[[Count], tuple[Tensor | None, Tensor]]
+
+
+def token_mean(count: Count) -> tuple[Tensor | None, Tensor]:
+    """Every token of the global batch weighs the same: DAPO (arXiv 2503.14476), section 3.3."""
+    return None, count.worth.sum()
+
+
+def sequence_mean(count: Count) -> tuple[Tensor | None, Tensor]:
+    """Every document with a counted token weighs the same: GRPO (arXiv 2402.03300), equation 3."""
+    share = _share_of_document(count)
+    return share, (share * count.worth).sum()
+
+
+def fixed_length(count: Count) -> tuple[Tensor | None, Tensor]:
+    """The sum over tokens, divided by documents x rollout.max_tokens: a token's weight depends on no length.
+
+    Dr. GRPO (arXiv 2503.20783), section 3.2 and its listing. Documents without any loss token are left out. Under
+    `correction_normalize` a document counts with the mean weight of its tokens.
+    """
+    if count.normalized:
+        return None, count.max_tokens * (_share_of_document(count) * count.worth).sum()
+    return None, count.max_tokens * (count.documents.counts > 0).sum().to(count.worth.dtype)
+
+
+def _share_of_document(count: Count) -> Tensor:
+    """[T] 1 / counted tokens of the token's document, 0 for tokens that do not count."""
+    tokens = count.documents.sums(count.counted)
+    return count.counted / count.documents.spread(tokens).clamp(min=1)
+
+
+REDUCTIONS: dict[str, Reduction] = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "fixed_length": fixed_length,
+}
+
+
+# ---------------------------------------------------------------- losses
 
 
 def policy_loss(config: LossConfig, max_tokens: int) -> LossFunction:

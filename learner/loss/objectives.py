@@ -23,8 +23,6 @@ class PolicyTokens:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The objective of every token."""
-
     values: Tensor  # [T], differentiable
     clipped: Tensor  # [T] bool, where the objective's bound applies
 

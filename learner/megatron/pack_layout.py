@@ -28,8 +28,6 @@ def pack_multiple(parallel: ParallelConfig) -> int:
 
 @dataclass(frozen=True)
 class PackPart:
-    """One context-parallel rank's part of a pack."""
-
     lengths: tuple[int, ...]  # padded length of each document, over all context ranks
     source: Tensor  # [T padded / context] int64, index in the pack of the token at each position of this rank; T: a pad
     restore: Tensor  # [T] int64, where each token of the pack is in the concatenation of all ranks' parts

@@ -54,8 +54,6 @@ class Validation:
 
 
 class SftSource(BatchSource):
-    """See learner.loop.batch_source.BatchSource."""
-
     loss = staticmethod(cross_entropy)
 
     def __init__(self, config: SftConfig, stop_requested: Callable[[], str | None]) -> None:

@@ -7,14 +7,17 @@ Exit codes, the same on every machine: 0 all well (warnings may be there), 1 som
 import argparse
 import signal
 import socket
+import statistics
 import threading
 import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
+from msgspec import structs
 
 from broker.sockets import bind_router, bindable, connect_dealer
 from common.config.checks import resolve_paths
@@ -24,13 +27,154 @@ from common.errors import EXIT_FAILED, UsageError
 from common.process.lifecycle import leaving_after
 from common.security.credentials import Role, curve_credentials, load_credential, load_server
 from common.security.curve import CurveGate, KeyRing
-from launch.checks.findings import exit_code, show
-from launch.checks.preflight.exchange import Exchange, pass_on
-from launch.checks.preflight.facts import facts_of
-from launch.checks.preflight.stages import examine
-from launch.checks.preflight.verdict import judge, verdict
+from launch.checks.findings import Finding, Level, exit_code, few, fine, show
+from launch.checks.preflight.facts import Facts, Link, facts_of
+from launch.checks.preflight.stages import Exchange, Report, examine, learners_of, pass_on
 from launch.cluster.interface import routed
 from launch.up.ranks import slurm_machines
+
+# ---------------------------------------------------------------- verdict
+
+
+SKEW_S = 1.0
+ADVICE = {  # by check: why it matters, and the repair
+    "machine": ("every rank waits for it", "read its output; check its cable and firewall"),
+    "clock": ("times in logs do not fit together, and certificates may not be valid", "chrony or systemd-timesyncd"),
+    "config": ("each role computes what its own config says", "one file with the same overrides on every machine"),
+    "versions": ("a library refuses or misreads what another version of it sends", "launch/setup.sh from one commit"),
+    "settings": ("ranks that differ hang in their first collective", "export the same everywhere; learner.interface"),
+    "interface": ("packets get lost between the networks", "one network and one MTU; --meet and /etc/hosts choose it"),
+    "links": ("collectives wait for the slowest link", "check cable, port, route, firewall and MTU between them"),
+    "all-reduce": ("training needs one in each step", "launch/setup.sh learner; learner.interface; firewalls"),
+    "shared folder": ("a learner that moves to other machines finds no checkpoint", "share learner.checkpoint.dir"),
+}
+DOUBTFUL = ("MTU", "python", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")  # may differ on purpose
+T = TypeVar("T")
+
+
+def judge(report: Report) -> list[Finding]:
+    """All findings, problems first."""
+    found = [*_machines(report), *_agreement(report.machines), *_links(report), *_together(report)]
+    own = _grouped((name, finding) for name, facts in report.machines.items() for finding in facts.findings)
+    found += [structs.replace(finding, what=f"{few(names)}: {finding.what}") for finding, names in own.items()]
+    return sorted(found, key=lambda finding: ("problem", "warning", "fine").index(finding.level))
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    bad = [f"{finding.check}: {finding.what}" for finding in findings if finding.level == "problem"]
+    return "; ".join([f"{len(bad)} to repair", *bad]) if bad else "all well"
+
+
+def _wrong(check: str, code: str, what: str, level: Level = "problem") -> Finding:
+    why, fix = ADVICE[check]
+    return Finding(level=level, check=check, code=code, what=what, why=why, fix=fix)
+
+
+def _machines(report: Report) -> Iterator[Finding]:
+    for name, why in report.lost.items():
+        yield _wrong("machine", "lost", f"{name} left early: {why}")
+    first = next(iter(report.machines))
+    ahead = {first: 0.0} | {link.target: link.ahead_s for link in report.links if link.source == first}
+    middle_s = statistics.median_low(ahead.values())  # with two machines, the first one counts as right
+    for name, facts in report.machines.items():
+        off_s = ahead.get(name, middle_s) - middle_s
+        if abs(off_s) > SKEW_S:
+            yield _wrong("clock", "skewed", f"{name} is {off_s:+.1f} s off")
+        sends = _rate(_usual(link for link in report.links if link.source == name))
+        receives = _rate(_usual(link for link in report.links if link.target == name))
+        disk = ", ".join(f"{speed / (1 << 20):,.0f} MiB/s to {folder}" for folder, speed in facts.writes.items())
+        network = f"{facts.interface.name} {facts.interface.address}, sends {sends}, receives {receives}"
+        yield fine("machine", f"{name}, {facts.role}: {network}; clock {off_s * 1e3:+.1f} ms; writes {disk}")
+
+
+def _agreement(machines: Mapping[str, Facts]) -> Iterator[Finding]:
+    nccl = any(facts.agree["config"]["weights.transport"] == "nccl" for facts in machines.values())
+    for kind in ("config", "versions", "settings", "interface"):
+        shown = {key: value for facts in machines.values() for key, value in facts.agree[kind].items() if value}
+        differing = [*_differing(machines, kind, nccl)]
+        yield from differing
+        if not differing:
+            values = "".join(f", {key} {value}" for key, value in shown.items() if kind != "config")
+            yield fine(kind, f"the same{values}")
+
+
+def _differing(machines: Mapping[str, Facts], kind: str, nccl: bool) -> Iterator[Finding]:
+    """Differences of this kind between machines that must agree; with `nccl` learner and nodes share its versions."""
+    for key in sorted({key for facts in machines.values() for key in facts.agree[kind]}):
+        everywhere = kind in ("config", "interface") or key == "slipstream"
+        joined = ["learner rollout"] if nccl and "nccl" in key.lower() else ["learner", "rollout", "broker"]
+        for group in ["learner rollout broker"] if everywhere else joined:
+            of = ((n, f.agree[kind].get(key) or "none") for n, f in machines.items() if f.role in group.split())
+            if len(values := _grouped(of)) > 1:
+                what = "; ".join(f"{value} on {few(names)}" for value, names in values.items())
+                yield _wrong(kind, key, f"{key}: {what}", "warning" if key in DOUBTFUL else "problem")
+
+
+def _links(report: Report) -> Iterator[Finding]:
+    links = [link for link in report.links if not {link.source, link.target} & report.lost.keys()]
+    good = [link for link in links if not link.error]
+    typical = _usual(links)
+    for link in links:
+        way = f"{link.source} to {link.target}"
+        if link.error and link.latency_s:
+            yield _wrong("links", "stalls", f"{way}: small packets pass, large ones stall (MTU?): {link.error}")
+        elif link.error:
+            yield _wrong("links", "broken", f"{way}: {link.error}")
+        elif link.bytes_per_s < typical / 2:
+            slow = f"{_rate(link.bytes_per_s)}, less than half of the median {_rate(typical)}"
+            yield _wrong("links", "slow", f"{way}: {slow}")
+    missing = len(report.machines) * (len(report.machines) - 1) - len(report.links)
+    if missing and not report.lost:
+        yield _wrong("links", "unmeasured", f"{missing} were not measured, because time was up", "warning")
+    if good:
+        worst = min(good, key=lambda at: at.bytes_per_s)
+        trips = [link.latency_s * 1e3 for link in good]
+        slowest = f"slowest {worst.source} to {worst.target}: {_rate(worst.bytes_per_s)}"
+        trip = f"round trip {statistics.median(trips):.2f} ms, longest {max(trips):.2f} ms"
+        yield fine("links", f"{len(good)} work, median {_rate(typical)}, {slowest}; {trip}")
+
+
+def _together(report: Report) -> Iterator[Finding]:
+    """All-reduce and shared folder of the learner's machines."""
+    learners = learners_of(report.machines, report.lost)
+    if len(learners) < 2:
+        return
+    if without := [name for name in learners if not report.machines[name].agree["versions"]["torch"]]:
+        yield _wrong("all-reduce", "no_torch", f"not tried on {few(without)}, which have no torch", "warning")
+    errors = _grouped((name, result) for name, result in report.reduced.items() if isinstance(result, str))
+    for error, names in errors.items():
+        yield _wrong("all-reduce", "failed", f"{few(names)}: {error}")
+    rates = [result for result in report.reduced.values() if not isinstance(result, str)]
+    if rates and not errors:
+        of = zip(("gloo", "NCCL"), zip(*rates, strict=True), strict=False)
+        shown = ", ".join(f"{library} {_rate(min(found))}" for library, found in of)
+        yield fine("all-reduce", f"right on {len(rates)} machines, bus bandwidth {shown}")
+    folder = report.canary.rpartition("/")[0]
+    if not folder:
+        yield _wrong("shared folder", "unwritable", "its first file cannot be written")
+    elif report.blind:
+        yield _wrong("shared folder", "not_shared", f"a file in {folder} is not there on {few(report.blind)}")
+    else:
+        yield fine("shared folder", f"{folder} is shared")
+
+
+def _grouped(values: Iterable[tuple[str, T]]) -> dict[T, list[str]]:
+    groups: dict[T, list[str]] = {}
+    for name, value in values:
+        groups.setdefault(value, []).append(name)
+    return groups
+
+
+def _usual(links: Iterable[Link]) -> float:
+    """The median bandwidth of those that work; 0 without any."""
+    return statistics.median([link.bytes_per_s for link in links if not link.error] or [0.0])
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s * 8 / 1e6:,.0f} Mbit/s"
+
+
+# ---------------------------------------------------------------- command
 
 MOST_BYTES = 4 << 20
 MOST_S = 180.0  # the stages have deadlines of their own, 150 s together
@@ -95,7 +239,6 @@ def meeting_address(word: str, machines: int) -> str:
 
 
 def _listen(context: Any, address: str, keys: str | None, machines: int, wait_s: float, at_end: ExitStack) -> str:
-    """Start the thread that passes values on; returns its address."""
     curve = CurveGate(context, load_server(keys), KeyRing(keys, ROLES)) if keys is not None else None
     if curve is not None:
         at_end.callback(curve.close)

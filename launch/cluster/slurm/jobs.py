@@ -14,10 +14,10 @@ import msgspec
 
 from common.errors import SlipstreamError, UsageError
 from common.process.run_dir import RunDir
+from launch.up.supervisor import DRAIN_S
 
 ANSWER_S = 60.0  # a busy controller answers late
 POLL_S = 1.0
-DRAIN_S = 330.0  # a node's episodes in flight, or a learner's step and checkpoint
 
 
 class SlurmError(SlipstreamError):

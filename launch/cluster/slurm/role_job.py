@@ -25,8 +25,8 @@ from common.errors import EXIT_DONE, EXITS_FOR_GOOD, HopelessError, SlipstreamEr
 from common.process.lifecycle import SUPERVISOR_ENV, DrainFlag
 from common.process.run_dir import RunDir
 from launch.cluster.interface import routed
-from launch.cluster.slurm.jobs import DRAIN_S, SlurmError, end_run, over_file, read_jobs, slurm, unfinished
-from launch.up.supervisor import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, describe_exit
+from launch.cluster.slurm.jobs import SlurmError, end_run, over_file, read_jobs, slurm, unfinished
+from launch.up.supervisor import DRAIN_S, FIRST_BACKOFF_S, LONGEST_BACKOFF_S, describe_exit
 
 BROKER_WAIT_S = 600.0
 BROKER_ANSWER_S = 5.0
@@ -146,7 +146,6 @@ class RoleJob:
 
 
 def say(text: str) -> None:
-    """One line into the job's log."""
     print(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), text, flush=True)
 
 

@@ -48,7 +48,6 @@ exec {python} -m launch.cluster.slurm.role_job {run} {role} -- \\
 
 
 def command(args: argparse.Namespace) -> int:
-    """Write the scripts and submit them, or end the jobs of a run."""
     if args.cancel:
         run = find_run(args.config)
         end_run(run, print)
@@ -198,7 +197,6 @@ def _command(config: Config, role: str, slipstream: str) -> str:
 
 
 def scale_command(args: argparse.Namespace) -> int:
-    """Change the fleet once, or follow the advisor until the learner's job has ended."""
     run = find_run(args.run)
     config = config_of(run)
     if config is None or not read_jobs(run).learner:

@@ -93,7 +93,6 @@ def _own_experts(self: Any, weights: Tensor, module: Any, name: str) -> dict[str
 
 
 def correct_provider(config: Any, provider: Any) -> None:
-    """Set what the bridge translates wrongly."""
     correct_window(config, provider)
     if getattr(provider, "num_moe_experts", None):
         correct_router(config, provider)
@@ -222,14 +221,12 @@ class MixtralBridge(Qwen3MoEBridge):
     """
 
     def provider_bridge(self, hf_pretrained: Any) -> Any:
-        """Megatron's provider for a Hugging Face configuration."""
         provider = super().provider_bridge(hf_pretrained)
         provider.qk_layernorm = False
         provider.moe_ffn_hidden_size = hf_pretrained.config.intermediate_size
         return provider
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        """The parameters of Hugging Face that each of Megatron's is built from."""
         ours = "decoder.layers.*.mlp"
         theirs = "model.layers.*.block_sparse_moe"
         up = f"{theirs}.experts.*.w3.weight"

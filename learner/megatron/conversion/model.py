@@ -31,8 +31,6 @@ _FUSED_ONLY = (
 
 @dataclass
 class Model:
-    """One rank's share of the model."""
-
     chunks: list[torch.nn.Module]  # GPTModel, one per virtual pipeline stage
     config: Any  # Megatron's TransformerConfig (the provider), shared by the chunks
     bridge: AutoBridge  # conversion to and from Hugging Face

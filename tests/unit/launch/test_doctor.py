@@ -38,7 +38,7 @@ from common.config.schema import (
 from common.errors import EXIT_DONE, EXIT_FAILED
 from common.process.run_dir import RunDir
 from common.security.credentials import KeyFolder
-from launch.checks import doctor, job, run_folder
+from launch.checks import doctor, job
 from launch.checks import machine as checks
 from launch.checks.findings import Finding
 from launch.checks.machine import Machine
@@ -436,19 +436,19 @@ def test_what_a_killed_job_left_behind_is_named_and_harmless(config: Config, run
     write_record(run, 0, "running", 7)
     record = json.loads(run.learner_json.read_text())
     run.learner_json.write_text(json.dumps({**record, "pid": ended}))
-    findings, running = run_folder.check_run(run, config)
+    findings, running = doctor.check_run(run, config)
     assert not running
     assert [f.code for f in found(findings, "warning")] == ["broker_killed", "learner_killed"]
     assert found(findings) == []
 
 
 def test_a_broker_that_is_stopped_is_named_with_what_wakes_it(config, run, monkeypatch):
-    monkeypatch.setattr(run_folder, "ANSWER_S", 0.3)
+    monkeypatch.setattr(doctor, "ANSWER_S", 0.3)
     with sleeping() as pid:
         os.kill(pid, signal.SIGSTOP)
         write_broker(run, pid)
         until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-        finding = only(run_folder.check_run(run, config)[0])
+        finding = only(doctor.check_run(run, config)[0])
     assert (finding.code, finding.fix) == ("broker_silent", f"kill -CONT {pid}")
 
 
@@ -456,19 +456,19 @@ def test_a_broker_that_is_stopped_is_named_with_what_wakes_it(config, run, monke
 def test_a_holder_of_the_lock_roles_without_a_broker_and_a_folder_of_another_run_are_named(config, run) -> None:
     with (run.path / "up.lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        finding = only(run_folder.check_run(run, config)[0])
+        finding = only(doctor.check_run(run, config)[0])
     assert (finding.code, finding.fix) == ("locked", f"stop process {os.getpid()}")
-    assert found(run_folder.check_run(run, config)[0]) == []
+    assert found(doctor.check_run(run, config)[0]) == []
     with sleeping("rollout", str(run.config)) as pid:
         until(lambda: "rollout" in psutil.Process(pid).cmdline())
-        finding = only(run_folder.check_run(run, config)[0])
+        finding = only(doctor.check_run(run, config)[0])
     assert (finding.code, finding.fix) == ("roles_left", f"kill {pid}, ...")
-    assert only(run_folder.check_run(run, of(config, "run", seed=5))[0]).code == "other_config"
+    assert only(doctor.check_run(run, of(config, "run", seed=5))[0]).code == "other_config"
 
 
 def test_a_running_job_is_explained(config: Config, run: RunDir) -> None:
     with living_broker(config):
-        findings, running = run_folder.check_run(run, config)
+        findings, running = doctor.check_run(run, config)
     assert running
     finding = only(findings)
     assert (finding.check, finding.code) == ("stall", "no_learner")

@@ -13,10 +13,9 @@ from common.run_reader import MetricsTail, read_tail
 from common.waits import WaitFor, WaitKind
 from common.waste import Waste
 from launch.cli import main
-from launch.observe import stall_text
-from launch.observe.job_view import BAR_WIDTH, plain_line, render_live, render_status, sparkline, waste_table
+from launch.observe import job_view
+from launch.observe.job_view import BAR_WIDTH, duration, plain_line, render_live, render_status, sparkline, waste_table
 from launch.observe.observation import Observation, as_json, observe
-from launch.observe.stall_text import duration
 from launch.resolve_target import Target
 from tests.rigs.configs import LEARNER, json_of, node_status, status_of, text_of, write_broker
 
@@ -72,9 +71,9 @@ def test_of_many_nodes_and_stalls_the_first_are_shown_and_the_rest_counted(monke
     shown = text_of(waste_table(status_of(*nodes, learner=None, waste={"failed": Waste(20)})))
     assert "n15" in shown and "n16" not in shown
     assert "and 4 more" in shown
-    many = [Stall("k", f"w{i}", "x", None, "y") for i in range(stall_text.SHOWN + 3)]
-    monkeypatch.setattr(stall_text, "stalls_of", lambda seen: many)
-    assert "and 3 more" in text_of(stall_text.page(PLAIN))
+    many = [Stall("k", f"w{i}", "x", None, "y") for i in range(job_view.SHOWN_STALLS + 3)]
+    monkeypatch.setattr(job_view, "stalls_of", lambda seen: many)
+    assert "and 3 more" in text_of(job_view.stalls_page(PLAIN))
 
 
 def test_the_views_show_every_process_progress_and_waits(config, run, tail):
@@ -119,10 +118,10 @@ def test_small_formats_and_sentences_that_agree_with_who_waits():
     assert sparkline([]) == ""
     assert [duration(s) for s in (0.42, 12.0, 180.0, 7560.0)] == ["0.4 s", "12 s", "3 min", "2.1 h"]
     said = "node-0 waits for weights, since 3.0 s; until: they come"
-    assert stall_text.sentence(Stall("k", "node-0", "weights", 3.0, "they come")) == said
-    assert stall_text.sentence(Stall("k", "a and b", "room", None, "x")) == "a and b wait for room; until: x"
+    assert job_view.stall_sentence(Stall("k", "node-0", "weights", 3.0, "they come")) == said
+    assert job_view.stall_sentence(Stall("k", "a and b", "room", None, "x")) == "a and b wait for room; until: x"
     late = Stall("straggler", "task 3, which later ones have overtaken", "the engine", None, "x")
-    assert stall_text.sentence(late) == "task 3, which later ones have overtaken, waits for the engine; until: x"
+    assert job_view.stall_sentence(late) == "task 3, which later ones have overtaken, waits for the engine; until: x"
 
 
 # ---------------------------------------------------------------- stalls in words
@@ -143,7 +142,7 @@ def test_a_broker_that_does_not_answer_is_not_called_ended_and_everyone_waits_fo
     assert unanswered.note.startswith("broker not reachable:")
     shown = [line.split() for line in text_of(render_status(run, unanswered)).splitlines()]
     assert ["broker", "10", "unreachable"] in [words[:3] for words in shown]
-    (stall,) = stall_text.stalls_of(unanswered)
+    (stall,) = job_view.stalls_of(unanswered)
     assert (stall.kind, stall.who) == ("broker_away", "everyone")
     assert stall.waits_for.startswith("the broker at tcp://127.0.0.1:5, which does not answer (broker not reachable: ")
     assert stall.since_s is not None and stall.since_s > 1e9
@@ -152,7 +151,7 @@ def test_a_broker_that_does_not_answer_is_not_called_ended_and_everyone_waits_fo
 @pytest.mark.parametrize(("state", "kinds"), [("waiting", ["broker_gone"]), ("done", [])])
 def test_a_broker_that_ended_is_a_stall_only_while_the_learner_has_work(state, kinds):
     status = status_of(learner=msgspec.structs.replace(LEARNER, state=state))
-    stalls = stall_text.stalls_of(seen(status, live=False, note="broker 10 has ended"))
+    stalls = job_view.stalls_of(seen(status, live=False, note="broker 10 has ended"))
     assert [(stall.kind, stall.since_s) for stall in stalls] == [(kind, None) for kind in kinds]
 
 

@@ -21,10 +21,9 @@ from launch.checks.findings import warning
 from launch.checks.machine import look
 from launch.checks.preflight import facts as links
 from launch.checks.preflight import preflight
-from launch.checks.preflight.exchange import Exchange, pass_on
 from launch.checks.preflight.facts import Facts, Link, Target, facts_of, measure
-from launch.checks.preflight.stages import Report, examine, rounds
-from launch.checks.preflight.verdict import judge, verdict
+from launch.checks.preflight.preflight import judge, verdict
+from launch.checks.preflight.stages import Exchange, Report, examine, pass_on, rounds
 from launch.cluster.interface import Interface
 from launch.up.ranks import slurm_machines
 from tests.rigs.configs import config_of, living_broker, refusal, write_job

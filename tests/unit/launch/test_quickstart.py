@@ -14,7 +14,7 @@ import pytest
 
 from common.errors import EXIT_DONE, EXIT_USAGE
 from launch.quickstart import assets
-from launch.quickstart.problems import (
+from launch.quickstart.assets import (
     AdditionPlan,
     GuessingPlan,
     addition_demonstration,

@@ -21,10 +21,8 @@ from common.transcripts import Transcript, Turn
 from launch.cli import main
 from launch.observe.curves import BUCKETS, Curves
 from launch.resolve_target import config_of
-from launch.web import tables
-from launch.web.app import Hub, make_app
-from launch.web.lanes import PIECES, Lanes
-from launch.web.run_view import BrowserCopy, RunView, _stall
+from launch.web.app import TOKENS, Hub, bounded, make_app
+from launch.web.run_view import PIECES, BrowserCopy, Lanes, RunView, _stall
 from learner.loop.run_files import write_record
 from tests.rigs.configs import LEARNER, living_broker, node_status, refusal, status_of, write_broker
 from tests.rigs.telemetry import Fixture, read_line
@@ -224,8 +222,8 @@ def test_a_living_broker_is_asked_and_its_waits_lead_to_what_ends_them(config, r
     write_json(run.status_json, status_of(node_status("node-7"), learner=late))
     write_broker(run)  # a broker that does not answer
     seen = status_of(node_status("node-7"), learner=late)
+    from launch.observe.job_view import stalls_of
     from launch.observe.observation import Observation
-    from launch.observe.stall_text import stalls_of
 
     (stall,) = [_stall(stall, Observation(seen, True)) for stall in stalls_of(Observation(seen, True))]
     assert (stall["tab"], stall["find"]) == ("nodes", "node-7")
@@ -464,11 +462,11 @@ def transcript_of(*turns: Turn) -> Transcript:
 
 def test_a_transcript_of_any_size_is_cut_and_says_so():
     long = Turn(author="policy", text="", tokens=[1] * 50_000, pieces=["ab"] * 50_000, logprobs=[0.0] * 50_000)
-    found = tables.bounded(transcript_of(long, long))
-    assert [len(turn["pieces"]) for turn in found["turns"]] == [tables.TOKENS, 0]
-    assert found["cut"] == 100_000 - tables.TOKENS + 5
-    assert [len(turn["logprobs"]) for turn in found["turns"]] == [tables.TOKENS, 0]
-    short = tables.bounded(transcript_of(Turn(author="prompt", text="x", tokens=[1], pieces=[])))
+    found = bounded(transcript_of(long, long))
+    assert [len(turn["pieces"]) for turn in found["turns"]] == [TOKENS, 0]
+    assert found["cut"] == 100_000 - TOKENS + 5
+    assert [len(turn["logprobs"]) for turn in found["turns"]] == [TOKENS, 0]
+    short = bounded(transcript_of(Turn(author="prompt", text="x", tokens=[1], pieces=[])))
     assert (short["turns"][0]["tokens"], short["turns"][0]["text"], short["cut"]) == ([1], "x", 5)
 
 

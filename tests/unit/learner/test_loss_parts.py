@@ -12,11 +12,9 @@ from common.config.loss import CLIP_BOUNDS, CORRECTION_BOUNDS
 from common.config.schema import LossConfig
 from learner.loss.advantages import ADVANTAGES
 from learner.loss.corrections import CORRECTIONS, Corrected, veto
-from learner.loss.kl_estimators import KL_ESTIMATORS, k1, k2, k3
+from learner.loss.losses import KL_ESTIMATORS, PROXIMALS, REDUCTIONS, k1, k2, k3, loglinear
 from learner.loss.objectives import OBJECTIVES, PolicyTokens
-from learner.loss.proximal import PROXIMALS, loglinear
 from learner.loss.ratios import Documents
-from learner.loss.reductions import REDUCTIONS
 
 LENGTHS = (3, 2)
 MASK = [True, True, False, True, True]

@@ -66,9 +66,9 @@ def test_a_profiler_that_fails_is_logged_once_and_the_run_goes_on(
 ) -> None:
     world = make_world(run={"steps": 4}, telemetry={"profile_steps": [0, 1, 2]})
     world.trainer.run_dir.profiles.write_text("a file where the folder should be")
-    with caplog.at_level(logging.WARNING, "learner.loop.profiling"):
+    with caplog.at_level(logging.WARNING, "learner.loop.trainer"):
         assert world.run() == "done"
-    (told,) = [record for record in caplog.records if record.name == "learner.loop.profiling"]
+    (told,) = [record for record in caplog.records if record.name == "learner.loop.trainer"]
     assert "records no more steps" in told.getMessage()
     assert len(world.lines()) == 4
 
@@ -79,7 +79,7 @@ def test_a_trace_that_cannot_be_written_does_not_stop_the_run(
     world = make_world(run={"steps": 4}, telemetry={"profile_steps": [1, 2]})
     folder = world.trainer.run_dir.profiles / "learner-0-step-1.json.gz"
     folder.mkdir(parents=True)
-    with caplog.at_level(logging.WARNING, "learner.loop.profiling"):
+    with caplog.at_level(logging.WARNING, "learner.loop.trainer"):
         assert world.run() == "done"
-    assert len([record for record in caplog.records if record.name == "learner.loop.profiling"]) == 1
+    assert len([record for record in caplog.records if record.name == "learner.loop.trainer"]) == 1
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]

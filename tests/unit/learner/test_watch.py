@@ -17,7 +17,7 @@ from common.rollouts import Group, Sample, VersionRun
 from common.wire_types import Array
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.batch.packing import Document
-from learner.loop.watch import FEWEST, LIKE, MEDIAN_OF, OF_SAMPLES, OF_TOKENS, RuleState, judged_value, largest
+from learner.loop.watcher import FEWEST, LIKE, MEDIAN_OF, OF_SAMPLES, OF_TOKENS, RuleState, judged_value, largest
 from tests.rigs.processes import ROOT
 from tests.rigs.telemetry import read_line
 from tests.unit.learner.conftest import BASE

@@ -24,7 +24,7 @@ from common.errors import SlipstreamError, UsageError
 from learner.megatron import checkpoint, memory, parallel
 from learner.megatron.backend import MegatronBackend
 from learner.megatron.conversion import bridge_fixes, model, verify
-from learner.megatron.cpu.attention import SDPACoreAttention
+from learner.megatron.cpu.layers import SDPACoreAttention
 from learner.megatron.optimizer import learning_rate
 
 LENGTHS = (5, 40, 1, 17, 16, 33, 2)
