@@ -49,7 +49,12 @@ class ConfigError(UsageError):
     def __init__(
         self, file: str, key: str, expected: str, found: str, hint: str | None = None, line: int | None = None
     ) -> None:
-        self.file, self.key, self.expected, self.found, self.hint, self.line = file, key, expected, found, hint, line
+        self.file = file
+        self.key = key
+        self.expected = expected
+        self.found = found
+        self.hint = hint
+        self.line = line
         where = file if line is None else f"{file}, line {line}"
         super().__init__(f"{where}: {Problem(key, expected, found, hint)}")
 

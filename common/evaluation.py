@@ -74,7 +74,8 @@ def mean_interval(values: Sequence[float]) -> tuple[float, Interval | None]:
     Wilson's interval (1927) where every value is 0 or 1, else the normal one of the mean. None: one value that is
     neither says nothing about its spread.
     """
-    n, mean = len(values), math.fsum(values) / len(values)
+    n = len(values)
+    mean = math.fsum(values) / len(values)
     if set(values) <= {0.0, 1.0}:
         centre = (mean + Z * Z / (2 * n)) / (1 + Z * Z / n)
         half = Z / (1 + Z * Z / n) * math.sqrt(mean * (1 - mean) / n + Z * Z / (4 * n * n))

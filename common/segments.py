@@ -37,7 +37,8 @@ class SegmentWriter:
             self._path = self._next()
             self._size = 0
         self._folder.mkdir(parents=True, exist_ok=True)  # also when it was removed meanwhile
-        torn, self._torn = self._torn, True
+        torn = self._torn
+        self._torn = True
         with self._path.open("ab") as file:
             file.write(b"\n" * torn + lines)
         self._torn = False

@@ -39,7 +39,8 @@ class SpanBuffer:
         self._recording = False
         self._others, self._details = deque[Span](maxlen=MOST_SPANS), deque[Span](maxlen=MOST_SPANS)
         self._dropped = self._told = 0  # spans lost so far, and as the last batch said
-        self._state, self._since = "", 0.0
+        self._state = ""
+        self._since = 0.0
         self._clock: tuple[float, float] | None = None  # best round trip: offset, and its error less DRIFT * monotonic
         self._allowed = 0  # bytes that the broker lets this node send
 
@@ -79,7 +80,8 @@ class SpanBuffer:
                 self._state = name
 
     def _end_piece(self) -> None:
-        since, self._since = self._since, time.monotonic()
+        since = self._since
+        self._since = time.monotonic()
         if self._state:
             self.add(self._state, "state", since, self._since, "state")
 
@@ -101,13 +103,15 @@ class SpanBuffer:
 
         Returns None while there are none, or before the first round trip. Only one thread may call it.
         """
-        clock, limit = self._clock, min(BATCH_BYTES, self._allowed if limit_bytes is None else limit_bytes)
+        clock = self._clock
+        limit = min(BATCH_BYTES, self._allowed if limit_bytes is None else limit_bytes)
         if clock is None or limit <= 0:
             return None
         with self._lock:
             if self._state and time.monotonic() - self._since > PIECE_S:
                 self._end_piece()
-        taken, size = list[Span](), 0
+        taken = list[Span]()
+        size = 0
         for waiting in (self._others, self._details):
             while waiting and size < limit and len(taken) < BATCH_SPANS:
                 span = waiting.popleft()
@@ -124,13 +128,15 @@ class SpanBuffer:
         if limit_bytes is None:
             self._allowed -= size
         self._told, (offset, error) = self._dropped, clock
-        error, host = max(0.0, error + DRIFT * time.monotonic()), socket.gethostname()
+        error = max(0.0, error + DRIFT * time.monotonic())
+        host = socket.gethostname()
         return SpanBatch(who=who, host=host, offset_s=offset, error_s=error, dropped=self._told, spans=taken)
 
     def lost(self, spans: int) -> None:
         """Spans that were taken did not arrive."""
         with self._lock:
-            self._dropped, self._told = self._dropped + spans, -1
+            self._dropped = self._dropped + spans
+            self._told = -1
 
 
 SPANS = SpanBuffer()  # this process's own, as the root logger is for log records
@@ -145,7 +151,8 @@ class SpanFile:
         self._lines = LineThread("spans of RUN/trace", writer, lambda: _line, lambda lost: SPANS.lost(len(lost.spans)))
         self._lines.start()
         self.put = self._lines.put  # writes a batch soon
-        self._who, self._stopping = who, threading.Event()
+        self._who = who
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
         self._thread.start()
 

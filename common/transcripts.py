@@ -73,7 +73,10 @@ class TokenText:
 
     def pieces(self, tokens: list[int]) -> list[str]:
         """[n] texts whose concatenation is the text of all tokens. A character of several tokens is in its last one."""
-        text, out, before, begin = self._decode(tokens), list[str](), 0, 0
+        text = self._decode(tokens)
+        out = list[str]()
+        before = 0
+        begin = 0
         for end in range(1, len(tokens) + 1):  # the tokens from `begin` on may be an unfinished character
             known = self._remembered(*tokens[before:begin]) if begin else ""
             piece = self._remembered(*tokens[before:end])[len(known) :]  # decoders may drop the space of the first one
@@ -132,10 +135,12 @@ def transcript_line(
 
 def _stretches(sample: Sample, length: int) -> Iterator[_Stretch]:
     """The authors of a sample's tokens. Without spans, neighbouring turns are one, and untrained ones unseen."""
-    spans, rewards = sample.turn_spans, dict(enumerate(sample.turn_rewards))
+    spans = sample.turn_spans
+    rewards = dict(enumerate(sample.turn_rewards))
     if not spans:
         edges = np.flatnonzero(np.diff(sample.loss_mask.numpy() > 0, prepend=False, append=False)).tolist()
-        spans, rewards = list(zip(edges[::2], edges[1::2], strict=True)), {}
+        spans = list(zip(edges[::2], edges[1::2], strict=True))
+        rewards = {}
     done = 0
     for number, (start, end) in enumerate([*spans, (length, length)]):
         if not done <= start <= end <= length:
@@ -189,7 +194,8 @@ class FailedTranscripts:
 
     def __init__(self, decode: Callable[[list[int]], str], node_id: str) -> None:
         """`decode`: a tokenizer's, special tokens included."""
-        self._node_id, self._text = node_id, TokenText(decode)
+        self._node_id = node_id
+        self._text = TokenText(decode)
         self._logged = False
 
     def line(self, group: Group) -> bytes:

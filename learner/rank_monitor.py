@@ -42,8 +42,11 @@ class RankMonitor:
 
         A rank that is alone in its world has no monitor.
         """
-        self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
-        self._on_silence, self._on_end = on_silence, on_end
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self._on_silence = on_silence
+        self._on_end = on_end
         self._interval_s = min(LONGEST_INTERVAL_S, timeout_s / INTERVALS)
         self._peers = [peer for peer in range(world_size if rank == 0 else 1) if peer != rank]
         self._heard: dict[int, float] = {}  # monotonic time of a peer's last sign
@@ -53,7 +56,8 @@ class RankMonitor:
 
     def __enter__(self) -> "RankMonitor":
         if self._world_size > 1:
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            host = os.environ["MASTER_ADDR"]
+            port = int(os.environ["MASTER_PORT"])
             # a connection of its own to the store of torch.distributed's world
             store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self._timeout_s))
             self._store = dist.PrefixStore("rank-monitor", store)
@@ -94,7 +98,8 @@ class RankMonitor:
                     if not self._store.check([f"sign/{peer}"]):  # `get` would wait for its first one
                         continue
                     if (sign := self._store.get(f"sign/{peer}")) != seen.get(peer):
-                        seen[peer], self._heard[peer] = sign, time.monotonic()
+                        seen[peer] = sign
+                        self._heard[peer] = time.monotonic()
                 if self._store.check(["end"]):
                     code, _, reason = self._store.get("end").decode().partition(" ")
                     self._end(int(code), reason)

@@ -110,7 +110,8 @@ class TextServer(ThreadingTCPServer):
                     status, text = answer(self.path)
                 except Exception:
                     logger.exception("no answer to a GET of %s", self.path)
-                    status, text = 500, "see the log\n"
+                    status = 500
+                    text = "see the log\n"
                 self.send_response(status)
                 self.send_header("Content-Type", "text/plain; version=0.0.4")
                 self.end_headers()

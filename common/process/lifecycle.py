@@ -62,7 +62,8 @@ def keep_freed_memory(one_heap: bool = False) -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
         return False
-    mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
+    mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
+    mallopt.restype = ctypes.c_int
     settings = [(TRIM_THRESHOLD, KEPT_BYTES), (MMAP_THRESHOLD, MMAP_BYTES)]
     settings += [(ARENA_MAX, 1)] if one_heap else []
     return all([mallopt(*setting) == 1 for setting in settings])

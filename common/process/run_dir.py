@@ -124,7 +124,8 @@ class RunDir:
 
     def check_checkpoints(self, config: BaseConfig) -> None:
         """Raise UsageError when the folder of checkpoints is another run's: learner.checkpoint.dir may name any."""
-        may_differ, other = (*_changeable(config), *OF_A_MACHINE), RunDir(self.checkpoints.parent)
+        may_differ = (*_changeable(config), *OF_A_MACHINE)
+        other = RunDir(self.checkpoints.parent)
         _check_same(self._label, config, "learner.checkpoint.dir", may_differ)
         if other.run_json.exists() and other.checkpoints == self.checkpoints:
             _check_same(other.config, config, "learner.checkpoint.dir", may_differ)
@@ -212,7 +213,8 @@ class AtomicFile:
 
     def __init__(self, path: Path, mode: int = 0o644) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._mode = path, mode
+        self._path = path
+        self._mode = mode
         handle, self._temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         self._file = os.fdopen(handle, "wb")
 

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 ZAP_DOMAIN = "slipstream"
 PASSWORD_USER = "slipstream"
 HANDSHAKE_MS = 10_000  # a connection that has not proven its key by then is closed
-BROKEN_HANDSHAKES, BROKEN_S = 5, 3.0  # so many in a row, for so long, mean that the other side has another key
+BROKEN_HANDSHAKES = 5  # so many in a row, for BROKEN_S, mean that the other side has another key
+BROKEN_S = 3.0
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _OUTCOMES = _FAILED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -36,7 +37,8 @@ class KeyRing:
 
     def __init__(self, path: str | Path, roles: Collection[Role]) -> None:
         """Only keys of `roles` are let in. Raises UsageError when the list cannot be read."""
-        self._path, self._roles = path, frozenset(roles)
+        self._path = path
+        self._roles = frozenset(roles)
         self._file = KeyFolder(path).allowed
         self._lock = threading.Lock()
         self._signature = self._stat()
@@ -57,7 +59,8 @@ class KeyRing:
                 return
             self._signature = signature
             try:
-                before, self._keys = self._keys, self._load()
+                before = self._keys
+                self._keys = self._load()
             except UsageError as error:
                 logger.error("the list of allowed keys stays as it was: %s", error)
                 return
@@ -166,14 +169,17 @@ class Handshakes:
 
     def __init__(self, socket: "zmq.Socket[Any]", server: str, credential: Credential | None) -> None:
         """Make it before `connect`. `server` names the other side in messages."""
-        self._socket, self._server, self._credential = socket, server, credential
+        self._socket = socket
+        self._server = server
+        self._credential = credential
         endpoint = f"inproc://handshakes-{secrets.token_hex(8)}"
         socket.monitor(endpoint, _CHANGES | _OUTCOMES)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(shadow=cast(Any, socket).context.underlying)
         self._events = context.socket(zmq.PAIR)  # never an asyncio one
         self._events.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop ZeroMQ's own thread
         self._events.connect(endpoint)
-        self._broken, self._broken_since = 0, 0.0  # connections in a row, and when the first broke, monotonic seconds
+        self._broken = 0  # connections in a row
+        self._broken_since = 0.0  # when the first of them broke, monotonic seconds
         self._us = (server, credential.public if credential is not None else "")
         self._proven = self._us in _PROVEN
         self._refusal = ""
@@ -206,7 +212,8 @@ class Handshakes:
         if event == zmq.EVENT_CONNECTED:
             self.connected_fd = value
         elif event == zmq.EVENT_DISCONNECTED:
-            self.connection, self.connected_fd = 0, -1  # another connection of this process may get the number
+            self.connection = 0
+            self.connected_fd = -1  # another connection of this process may get the number
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._connections += 1
             self.connection = self._connections
@@ -230,7 +237,8 @@ class Handshakes:
 
     def _broken_off(self) -> str:
         """Why handshakes break; also a side with other keys, whose reset overtakes its greeting."""
-        who, forwards = self._credential, "or it only forwards connections to something that is down"
+        who = self._credential
+        forwards = "or it only forwards connections to something that is down"
         if who is None:
             return f"{self._mismatch(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)}, {forwards}"
         other = f"another one than the credential of {who.role} {who.name!r} names (are both from one key folder?)"

@@ -111,7 +111,9 @@ def _facts(rows: Iterable[tuple[str, str]], gap: int = 2, justify: Literal["left
 
 
 def _layout(config: BaseConfig, plan: Plan) -> Iterator[tuple[str, str]]:
-    model, sizes, parallel = plan.model, plan.sizes, config.learner.parallel
+    model = plan.model
+    sizes = plan.sizes
+    parallel = config.learner.parallel
     a = model.attention
     heads = f"{a.heads} heads, {a.kv_heads} key-value" if isinstance(a, Attention) else f"{a.heads} heads, latent"
     experts = ""
@@ -184,7 +186,8 @@ def _parameters(stages: Sequence[Stage]) -> Table:
     table = _table(("stage", "layers", "with", *shown, "in all"), ("stage", "layers", "with"))
     keys = attrgetter("resident.elements", "embedding", "output")
     for name, run in _runs(stages, lambda s: (keys(s), [b - a for a, b in s.layers])):
-        first, last = run[0], run[-1]
+        first = run[0]
+        last = run[-1]
         if len(run) == 1:
             layers = " ".join(f"{a}-{b - 1}" for a, b in first.layers)
         else:
@@ -221,7 +224,8 @@ def _step(config: BaseConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     batch, learner = plan.batch, config.learner
     made = f"{batch.sequences} documents"
     if config.rl is not None:
-        groups, size = learner.rows_per_step, config.rl.rollout.group_size
+        groups = learner.rows_per_step
+        size = config.rl.rollout.group_size
         made = f"{groups} groups x {size} samples = {batch.sequences} samples"
     yield "batch", f"{made}, at most {batch.longest:,} tokens each: {batch.tokens:,} per step at most"
     each = f"{batch.microbatches} of {learner.micro_batch_tokens:,} tokens on each of {plan.sizes.data}"

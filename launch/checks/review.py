@@ -110,7 +110,8 @@ def _layouts(config: C, plan: Plan) -> Iterator[C]:
 
 def _least_bytes(tried: BaseConfig, plan: Plan) -> float:
     """A rank of the average stage without activations needs as much; it is counted far sooner than all stages."""
-    learner, parallel = tried.learner, tried.learner.parallel
+    learner = tried.learner
+    parallel = tried.learner.parallel
     experts = 0
     if (e := plan.model.experts) is not None:
         experts = 3 * plan.model.hidden * e.ffn * e.count * sum(plan.model.moe_layers)
@@ -166,7 +167,8 @@ def _groups(plan: Plan) -> Iterator[Finding]:
 
 
 def _memory(config: BaseConfig, plan: Plan, proposal: Proposal | None) -> Iterator[Finding]:
-    memory, stage = config.learner.memory, plan.fullest
+    memory = config.learner.memory
+    stage = plan.fullest
     if too_small := [name for name, size in DEVICES.items() if not fits(stage.peak, size)]:
         advice = "No layout of these GPUs that was tried does; the job needs more machines, or a smaller model."
         if proposal is not None:
@@ -188,7 +190,8 @@ def _memory(config: BaseConfig, plan: Plan, proposal: Proposal | None) -> Iterat
 
 
 def _pipeline(config: BaseConfig, plan: Plan) -> Iterator[Finding]:
-    batch, parallel = plan.batch, config.learner.parallel
+    batch = plan.batch
+    parallel = config.learner.parallel
     if batch.bubble > BUBBLE:
         idles = f"the pipeline idles {batch.bubble:.0%} of the time"
         larger = f"a larger learner.{config.learner.step_key}"
@@ -257,7 +260,8 @@ def _publish(config: Config, rl: RlPart) -> Iterator[Finding]:
 
 
 def _engines(config: Config, rl: RlPart) -> Iterator[Finding]:
-    engine, settings = rl.engine, config.rollout.engine
+    engine = rl.engine
+    settings = config.rollout.engine
     for name, size in DEVICES.items():
         tokens = engine.cache_tokens(size, settings.gpu_memory_utilization)
         if tokens < settings.max_model_len:
@@ -359,7 +363,8 @@ def _add_plan(made: Review, folder: Path, gpus_per_node: int, link_gbit: float) 
 
     Raises UnknownArchitecture, and UsageError as `read_model`.
     """
-    config, parallel = made.config, made.config.learner.parallel
+    config = made.config
+    parallel = made.config.learner.parallel
     model = read_architecture(read_model(folder))
     if [*world_problems(config.learner.world_size, parallel), *model_problems(model, parallel)]:
         return

@@ -71,7 +71,8 @@ def rates_of(lines: Sequence[StepMetrics]) -> Rates | None:
     newest.reverse()
     if len(newest) <= FEWEST or newest[0].nodes_live < 1:
         return None
-    nodes, steps = newest[0].nodes_live, newest[1:]  # the first line is where the running totals start
+    nodes = newest[0].nodes_live
+    steps = newest[1:]  # the first line is where the running totals start
     total_s = sum(line.step_s for line in steps)
     idle_s = sum(line.learner_idle_s for line in steps) / len(steps)
     if not total_s > 0 or math.isnan(idle_s):  # lines of another release
@@ -117,7 +118,8 @@ def _window(rates: Rates, max_staleness: int, step_s: float) -> Advice:
 
 def _faster(rates: Rates, change: str, words: str, nodes: int, step_s: float, why: str = "") -> Advice:
     """A change after which a step takes `step_s`."""
-    idle_then, speedup = 1 - rates.busy_s / step_s, rates.step_s / step_s
+    idle_then = 1 - rates.busy_s / step_s
+    speedup = rates.step_s / step_s
     gains = f"learner idle {rates.idle:.0%} -> about {idle_then:.0%}, steps up to {speedup:.1f} times as fast"
     return Advice(change, f"{words}: {gains}{why}", nodes, rates.idle, idle_then, speedup)
 

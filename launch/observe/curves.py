@@ -39,7 +39,8 @@ class Curves:
         """Add `steps`, [n] with n > 0, and the values of the metrics in them, [n, metrics]."""
         while steps.max() // self.width >= self._most:
             self._halve()
-        at, known = steps // self.width, np.isfinite(values)
+        at = steps // self.width
+        known = np.isfinite(values)
         for array, (fold, empty), new in zip(self._folded, FOLDS, (values, values, values, known), strict=True):
             fold.at(array, at, np.where(known, new, empty))
         self.used = max(self.used, int(at.max()) + 1)

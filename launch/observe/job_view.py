@@ -163,7 +163,8 @@ def render_status(
 
 
 def progress(config: Config, seen: Observation | None, tail: Steps) -> RenderableType:
-    done, steps = _version(tail, seen), config.run.steps
+    done = _version(tail, seen)
+    steps = config.run.steps
     filled = round(BAR_WIDTH * min(1.0, done / steps))
     bar = "█" * filled + "░" * (BAR_WIDTH - filled)
     step_s = tail.mean(lambda line: line.step_s, LATEST)
@@ -239,7 +240,8 @@ def processes(seen: Observation) -> RenderableType:
     state = "stopping" if seen.live and status.stopping else state
     table.add_row("broker", str(status.pid), _state(state), "", "", stuck or groups)
     for node in status.nodes:
-        report, state = node.report, node.report.state if node.alive else "gone"
+        report = node.report
+        state = node.report.state if node.alive else "gone"
         since = duration(report.since_s + node.last_seen_s if node.alive else node.last_seen_s)
         work = f"{node.leases} leases, {report.tokens_per_s:,.0f} tokens/s"
         detail = f"{report.waiting_on}  ({work})" if report.waiting_on else work
@@ -286,7 +288,8 @@ def plain_line(config: Config, seen: Observation | None, tail: Steps) -> str:
         parts.append(f"staleness {staleness:.2f} max {last.staleness_max}")
     if seen is None:
         return "  ".join([*parts, "broker: no answer yet"])
-    status, learner = seen.status, seen.status.learner
+    status = seen.status
+    learner = seen.status.learner
     parts.append(f"{_rate(seen):,.0f} tokens/s")
     waits = f"{_with_reason('', learner.waiting_on)} {duration(learner.since_s)}" if learner else ""
     parts.append(f"learner: {seen.learner_state}{waits}")

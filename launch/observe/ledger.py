@@ -45,7 +45,8 @@ def observe_ledger(job: Target) -> list[LedgerEntry]:
     if (run := job.run) is None:
         return ask(job, lambda client: client.ledger())
     try:
-        newest, reason = ask(job, lambda client: client.ledger()), ""
+        newest = ask(job, lambda client: client.ledger())
+        reason = ""
     except SlipstreamError as error:
         newest, reason = _stored(run), str(error)
     try:

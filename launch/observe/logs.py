@@ -23,7 +23,8 @@ ASK_EVERY_S = 0.2
 
 
 def command(args: argparse.Namespace) -> int:
-    job, role = find_target(args), args.role or ""
+    job = find_target(args)
+    role = args.role or ""
     status = running(job)
     if status is not None:
         whose = re.sub(r"^learner-\d{1,5}$", "learner", role)

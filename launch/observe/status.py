@@ -48,7 +48,8 @@ def command(args: argparse.Namespace) -> int:
 def top(args: argparse.Namespace) -> int:
     """Show the live view until the job ends or Ctrl-C; it only reads, so leaving it stops nothing."""
     job = find_target(args)
-    run, seen = job.run, observe(job)
+    run = job.run
+    seen = observe(job)
     config = config_of(run) if run else joined_config(seen.status.run.config, job.address, ())
     if config is None:
         raise SlipstreamError(f"{args.run} is not the folder of an RL job")
@@ -68,13 +69,15 @@ def top(args: argparse.Namespace) -> int:
 
 def warm_start(run: RunDir, config: SftConfig) -> dict[str, Any]:
     """The status of a warm start from its files, as it has no broker; `learner` has the keys that an RL job's has."""
-    tail, record = read_tail(run.metrics, SftMetrics), read_record(run)
+    tail = read_tail(run.metrics, SftMetrics)
+    record = read_record(run)
     state = "absent"
     live = False
     pid = None
     steps = len(tail.lines)
     if record is not None:
-        pid, live = record.pid, record.state == "running" and record.runs_here
+        pid = record.pid
+        live = record.state == "running" and record.runs_here
         state = "training" if live else "gone" if record.state == "running" else record.state
         steps = record.policy_version if state in ("done", "drained") else steps
     learner = {"pid": pid, "state": state, "policy_version": steps, "waiting_on": "", "since_s": 0.0}

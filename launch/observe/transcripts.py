@@ -38,7 +38,8 @@ def command(args: argparse.Namespace) -> int:
     if args.worst:
         found = (transcript for transcript in found if {"worst", "failed"} & set(transcript.why))
     whole = args.step is not None or args.task is not None
-    console, shown = Console(highlight=False, soft_wrap=True), args.json
+    console = Console(highlight=False, soft_wrap=True)
+    shown = args.json
     for transcript in found if whole else islice(found, NEWEST):
         shown = True
         if args.json:
@@ -79,7 +80,8 @@ def _written(folder: Path, writer: str, step: int | None, task: int | None) -> I
 
 def _lines(path: Path, marks: list[bytes]) -> Iterator[bytes]:
     """The newest first, one in memory at a time, and only those with all `marks`: decoding takes much longer."""
-    places, start = list[int](), 0
+    places = list[int]()
+    start = 0
     try:
         file = path.open("rb")
     except FileNotFoundError:  # pruned

@@ -197,7 +197,8 @@ def stages_of(config: BaseConfig, model: Architecture, version_bytes: int) -> It
 
 def batch_of(config: BaseConfig, sizes: Sizes) -> Batch:
     """One step of documents that are all as long as they may be, packed as the learner packs them."""
-    learner, parallel = config.learner, config.learner.parallel
+    learner = config.learner
+    parallel = config.learner.parallel
     bound = learner.micro_batch_tokens
     sequences = learner.rows_per_step
     longest = bound

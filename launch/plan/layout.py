@@ -175,7 +175,8 @@ def _layer(model: Architecture, moe: bool, local_experts: int) -> Iterator[_Row]
     experts = model.experts
     block = "block_sparse_moe" if experts.mixtral_names else "mlp"
     gate, up, down = ("w1", "w3", "w2") if experts.mixtral_names else ("gate_proj", "up_proj", "down_proj")
-    wide, narrow = (experts.ffn, hidden), (hidden, experts.ffn)
+    wide = (experts.ffn, hidden)
+    narrow = (hidden, experts.ffn)
     yield _Row("pre_mlp_layernorm.weight", "other", "", norm)
     yield _Row("mlp.router.weight", "other", "", {f"{block}.gate.weight": (experts.count, hidden)})
     for layer, shapes in (("linear_fc1", {gate: wide, up: wide}), ("linear_fc2", {down: narrow})):
@@ -210,7 +211,8 @@ def _latent_attention(a: LatentAttention, hidden: int) -> Iterator[_Row]:
     def row(name: str, kind: str, cut: str, theirs: str, *shape: int) -> _Row:
         return _Row(f"self_attention.{name}", kind, cut, {f"self_attn.{theirs}.weight": shape})
 
-    queries, up = a.heads * a.qk_dim, a.heads * (a.nope_dim + a.value_dim)
+    queries = a.heads * a.qk_dim
+    up = a.heads * (a.nope_dim + a.value_dim)
     yield _Row("input_layernorm.weight", "other", "", {"input_layernorm.weight": (hidden,)})
     yield row("linear_proj.weight", "attention", "tensor", "o_proj", hidden, a.heads * a.value_dim)
     if a.q_rank is None:

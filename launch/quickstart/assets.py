@@ -86,7 +86,8 @@ def _draw(plan: AdditionPlan, rng: random.Random) -> Pair:
         return rng.randrange(10**plan.digits), rng.randrange(10**plan.digits)
     drawn = round(plan.median_digits * rng.lognormvariate(0.0, plan.spread))
     digits = min(max(drawn, 2), plan.digits)
-    low, high = 10 ** (digits - 1), 10**digits
+    low = 10 ** (digits - 1)
+    high = 10**digits
     return rng.randrange(low, high), rng.randrange(low, high)
 
 
@@ -134,7 +135,8 @@ def guessing_demonstrations(plan: GuessingPlan, rng: random.Random) -> Iterator[
 
 
 def _game(plan: GuessingPlan, number: int, bisect: bool, rng: random.Random) -> list[list[str | int]]:
-    low, high = 1, plan.highest
+    low = 1
+    high = plan.highest
     segments: list[list[str | int]] = [[f"Guess {low}-{high}\n", 0]]
     for made in range(1, plan.guesses + 1):
         guess = (low + high) // 2 if bisect else rng.randint(1, plan.highest)

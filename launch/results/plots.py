@@ -44,7 +44,8 @@ def draw_all(runs: Sequence[Compared], folder: Path) -> tuple[list[Path], dict[s
     files: list[Path] = []
     for axis in AXES:
         if draws := list(_panels(grouped(runs), axis)):  # perhaps no run counts samples
-            figure, path = _figure(draws, len(runs) > 1, max(run.size for run in runs)), folder / f"over_{axis}.png"
+            figure = _figure(draws, len(runs) > 1, max(run.size for run in runs))
+            path = folder / f"over_{axis}.png"
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a name with signs that the font lacks
                 figure.savefig(path, dpi=DOTS_PER_INCH)
@@ -86,7 +87,8 @@ def _label(group: Sequence[Compared]) -> str:
 def _panels(groups: list[list[Compared]], axis: str) -> Iterator[Draw]:
     """The panels that have points. One run has every metric of a panel, several have its first one."""
     runs = [run for group in groups for run in group]
-    alone, config = len(runs) == 1, runs[0].config
+    alone = len(runs) == 1
+    config = runs[0].config
     styles = [_style(n, _label(group)) for n, group in enumerate(groups)]
     for panel in PANELS:
         first = panel.first

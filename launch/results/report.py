@@ -147,7 +147,8 @@ def summary_rows(summaries: Mapping[str, Figures]) -> list[list[str]]:
 
 
 def summarise(run: RunDir, tail: MetricsTail[StepMetrics], config: Config | None) -> Figures:
-    lines, last = tail.lines, tail.lines[-1]
+    lines = tail.lines
+    last = tail.lines[-1]
     rewards = tail.series(lambda line: line.reward_mean)
     if not rewards:
         raise SlipstreamError(f"{run.metrics} is not that of an RL job: no line has a reward_mean")

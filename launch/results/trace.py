@@ -25,7 +25,8 @@ Place = tuple[float, float, Event]  # begin and end of a slice, Unix seconds; it
 
 
 def command(args: argparse.Namespace) -> int:
-    run, found = find_run(args.run), dict[tuple[bool, bool, str, str], Process]()
+    run = find_run(args.run)
+    found = dict[tuple[bool, bool, str, str], Process]()
     for batch in read_batches(run.trace):
         key = (batch.who != "learner", batch.who != "broker", batch.who, batch.host)  # these two come first
         found.setdefault(key, Process(batch.who, batch.host)).read(batch)
@@ -84,7 +85,8 @@ class Process:
                 if self._state is not None and self._state[1].name == span.name:
                     before = self._state[1].start_s + self._state[1].duration_s
                     if abs(begin - before) < JOIN_S:
-                        place, begin = self._state[0], self._state[1].start_s
+                        place = self._state[0]
+                        begin = self._state[1].start_s
                         span = msgspec.structs.replace(span, start_s=begin, duration_s=end - begin)
                 self._state = place, span
             self._spans[place : place + 1] = [(begin, end, msgspec.json.encode(span))]

@@ -88,7 +88,8 @@ def watch(job: FedRun, names: Sequence[str], flag: DrainFlag) -> int:
 
 def over(run: RunDir) -> bool:
     """Whether neither a broker nor a learner of this run is left, as far as this machine knows."""
-    broker, record = run.broker(), read_record(run)
+    broker = run.broker()
+    record = read_record(run)
     if record is None or (broker is not None and not broker.ended):
         return False
     return record.state in LEARNER_ENDED or not record.runs_here

@@ -120,7 +120,8 @@ def add_broker(series: Series, status: BrokerStatus) -> None:
 
 def add_processes(series: Series, seen: Observation) -> None:
     """Whether each process lives, its state, heartbeat and version; and more of each node."""
-    status, newest = seen.status, -1
+    status = seen.status
+    newest = -1
 
     def add(report: LearnerReport | NodeReport, role: str, node: str, up: bool, silent_s: float, state: str) -> None:
         labels = {"node": node, "role": role, "host": report.host}

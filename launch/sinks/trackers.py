@@ -86,11 +86,13 @@ class Mlflow:
     def __init__(self, job: FedRun, cursor: Cursor) -> None:
         import mlflow
 
-        self._mlflow, default = mlflow, f"sqlite:///{job.run.path.resolve()}/mlflow.db"
+        self._mlflow = mlflow
+        default = f"sqlite:///{job.run.path.resolve()}/mlflow.db"
         mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI", default))
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
         same = mlflow.search_runs(filter_string=f"tags.`slipstream.id` = '{job.id}'", output_format="list")
-        tags, config = {"slipstream.id": job.id}, leaves(msgspec.to_builtins(job.config), ".")
+        tags = {"slipstream.id": job.id}
+        config = leaves(msgspec.to_builtins(job.config), ".")
         mlflow.end_run()  # this thread may have failed before in the middle of it
         mlflow.start_run(same[0].info.run_id if same else None, run_name=job.config.run.name, tags=tags)
         kept = same[0].data.params if same else {}  # MLflow refuses other values than the first
@@ -120,7 +122,8 @@ class Trackio:
     def write(self, points: Sequence[Point]) -> None:
         import trackio
 
-        project, config = os.environ.get("TRACKIO_PROJECT", PROJECT), msgspec.to_builtins(self._job.config)
+        project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+        config = msgspec.to_builtins(self._job.config)
         options = {"resume": "allow", "embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
         name = self._job.config.run.name
         for kind in ("", "-evaluation"):

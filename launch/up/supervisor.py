@@ -157,7 +157,8 @@ class Supervisor:
 
     def _plan_restart(self, role: Role, now: float) -> bool:
         """Whether a role that just ended will be started again."""
-        code, name = role.exit_code, role.spec.name
+        code = role.exit_code
+        name = role.spec.name
         if code == 0 or not self._may_restart(role):
             self._sink("ended", {"role": name, "exit_code": code})
             return False

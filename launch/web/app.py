@@ -201,7 +201,8 @@ class Hub:
 
 def make_app(views: Sequence[RunView], token: str | None) -> Starlette:
     """The page of these runs; every route only reads."""
-    hub, by_number = Hub(views), {str(number): view for number, view in enumerate(views)}
+    hub = Hub(views)
+    by_number = {str(number): view for number, view in enumerate(views)}
     index = (FOLDER / "index.html").read_text()
     ages = [{"least": least, "name": name} for least, name in zip(AGE_CLASSES, AGE_NAMES, strict=True)]
     drawn = msgspec.json.encode({"panels": [panel for panel in PANELS if panel.live], "ages": ages})
@@ -213,7 +214,8 @@ def make_app(views: Sequence[RunView], token: str | None) -> Starlette:
         return StreamingResponse(hub.stream(), media_type="text/event-stream")
 
     async def table(request: Request) -> Response:
-        view, name = by_number.get(request.path_params["run"]), request.path_params["name"]
+        view = by_number.get(request.path_params["run"])
+        name = request.path_params["name"]
         if view is None or name not in TABLES:
             return JSONResponse({"refused": "no such run or table"}, 404)
         try:
@@ -336,7 +338,8 @@ def listen(host: str, port: int | None) -> socket.socket:
 def read_token(file: Path) -> str:
     """The token in a file; raises UsageError when it is of no use."""
     try:
-        token, mode = file.read_text().strip(), file.stat().st_mode & 0o777
+        token = file.read_text().strip()
+        mode = file.stat().st_mode & 0o777
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--token-file: {file} cannot be read: {error}") from None
     if len(token) < SHORTEST or not token.isascii() or len(token.split()) != 1:

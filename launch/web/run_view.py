@@ -79,8 +79,10 @@ class Lanes:
         for batch in read_batches(self._folder, self._end_s - LATE_S if self._pieces else 0.0):
             for span in batch.spans:
                 if span.kind == "state" and span.start_s > read.get(batch.who, 0.0):
-                    pieces, start_s = self._pieces[batch.who], span.start_s + batch.offset_s
-                    end_s, self._read[batch.who] = start_s + span.duration_s, span.start_s
+                    pieces = self._pieces[batch.who]
+                    start_s = span.start_s + batch.offset_s
+                    end_s = start_s + span.duration_s
+                    self._read[batch.who] = span.start_s
                     if pieces and pieces[-1].state == span.name and start_s - pieces[-1].end_s < 0.05:
                         start_s = pieces.pop().start_s  # a long state is recorded in parts
                     pieces.append(Piece(start_s, end_s, span.name))
@@ -230,7 +232,8 @@ class RunView:
 
     def check_inside(self) -> None:
         """Raise SlipstreamError when a file that the page reads is a link to a place outside of the run."""
-        run, root = self.run, os.path.realpath(self.run.path)
+        run = self.run
+        root = os.path.realpath(self.run.path)
         files = [run.config, run.metrics, run.events, run.status_json, run.broker_json, *run.path.glob("ledger*.json")]
         for folder in (run.trace, run.transcripts):
             files += [folder, *folder.glob("*.jsonl")]

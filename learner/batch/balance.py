@@ -36,7 +36,8 @@ def balance(places: np.ndarray, ranks: int, micro_batch_tokens: int, hidden_size
     empty. No document of `places` ([n] int64) has more than `micro_batch_tokens`, the bound of a microbatch.
     """
     order = np.lexsort((np.arange(len(places)), -places)).tolist()
-    sizes, costs = places.tolist(), cost(places, hidden_size).tolist()
+    sizes = places.tolist()
+    costs = cost(places, hidden_size).tolist()
     crowded = int((places * 2 > micro_batch_tokens).sum())  # no two of these share a microbatch
     count = max(1, -(-int(places.sum()) // (ranks * micro_batch_tokens)), -(-crowded // ranks))
     while (bins := _fill(order, sizes, costs, ranks * count, micro_batch_tokens)) is None:

@@ -68,7 +68,8 @@ class Evaluations:
         self._temperature = config.rollout.temperature if told.temperature is None else told.temperature
         about = msgspec.msgpack.encode((self._problems, self._samples, self._temperature))
         self._digest = hashlib.sha256(about).hexdigest()[:8]  # results of another config do not count
-        self._fleet, self._shared = told.fleet, False  # the config's, and whether the training fleet plays the round
+        self._fleet = told.fleet  # the config's
+        self._shared = False  # whether the training fleet plays the round
         self._limit_s = max(IDLE_S, 4 * config.rollout.sample_timeout_s)
         self._round: Round | None = None
         self._next = self._newest = -1  # versions; `_next` waits for its turn, -1: none does

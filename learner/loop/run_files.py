@@ -61,7 +61,8 @@ class RunFiles:
         best = Best(config) if config.learner.checkpoint.keep_best else None
         self.checkpoints = CheckpointFolder(run_dir.checkpoints, config.learner.checkpoint.keep, best)
         self.events = EventFile(run_dir.events, "learner")
-        self._config, self._run_dir = config, run_dir
+        self._config = config
+        self._run_dir = run_dir
         self.evaluation = run_dir.evaluation
         # Names come from the config: the places of downloaded files say less.
         self.datasets = dataset_names(config.rl.evaluation.datasets) if config.rl else []

@@ -111,7 +111,8 @@ class StatusReporter:
 
     def _run(self) -> None:
         client: LearnerBroker | None = None
-        warned, rank = False, -1  # whose log the broker asked for
+        warned = False
+        rank = -1  # whose log the broker asked for
         while True:
             last = self._stopping.is_set()
             try:

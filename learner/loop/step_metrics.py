@@ -88,8 +88,10 @@ class LossFigures(TypedDict):
 
 def loss_figures(result: StepResult) -> LossFigures:
     """The figures of a step's loss; all 0 when nothing was trained."""
-    sums, tokens = result.sums, max(result.loss_tokens, 1)
-    bins, by_age = sums.get("ratio_bins", []), sums.get("tokens_by_age", NO_AGES)
+    sums = result.sums
+    tokens = max(result.loss_tokens, 1)
+    bins = sums.get("ratio_bins", [])
+    by_age = sums.get("tokens_by_age", NO_AGES)
     drifts = zip(sums.get("mismatch_by_age", NO_AGES), by_age, strict=True)
     mismatch = [total / max(count, 1.0) for total, count in drifts]
     squares = sums.get("weight_squared", 0.0)
@@ -137,7 +139,8 @@ class StallMeter:
     def advance(self, status: BrokerStatus) -> float:
         """Seconds since the last call; 0 at the first, whatever earlier learners have caused."""
         now = {f"{n.report.node_id}/{n.report.pid}": n.report.generation_stall_s for n in status.nodes}
-        before, self._seen = self._seen, now if self._seen is None else {**self._seen, **now}
+        before = self._seen
+        self._seen = now if self._seen is None else {**self._seen, **now}
         if before is None:
             return 0.0
         return sum(max(0.0, total - before.get(node, 0.0)) for node, total in now.items())
@@ -166,7 +169,9 @@ def step_metrics(
     transcripts_dropped_total: int,
 ) -> StepMetrics:
     """The metrics line of a step, with broker and publisher as they are at its end."""
-    groups, result, times = done.batch.statistics, done.result, done.times
+    groups = done.batch.statistics
+    result = done.result
+    times = done.times
     episodes = max(groups.samples - groups.samples_failed, 1)
     wasted = merged_waste((broker.waste, done.totals.waste()))
     lost = {reason: wasted.get(reason, Waste()) for reason in WASTE_REASONS}

@@ -249,7 +249,8 @@ class Watcher:
 
     def _act(self, rule: WatchRule, firing: Firing) -> None:
         logger.warning("%s (do: %s)", firing.text, rule.do)
-        last, replay = firing.step - (firing.kind == "evaluation"), ""  # the step that made an evaluated version
+        last = firing.step - (firing.kind == "evaluation")  # the step that made an evaluated version
+        replay = ""
         if last >= 0:
             begun = last // self._every * self._every  # is perhaps still being written
             first = max(begun, *(step for step in self._files.checkpoints.steps() if step <= last), 0)

@@ -125,7 +125,8 @@ class _LogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=log_sum.dtype) if ctx.needs_input_grad[1] else None
         for i, rows in enumerate(ctx.chunks):
-            p, ctx.kept[i] = ctx.kept[i], None  # used up: a second backward pass computes it again
+            p = ctx.kept[i]  # used up: a second backward pass computes it again
+            ctx.kept[i] = None
             scale = (-grad_logprobs[rows] / ctx.temperature)[:, None]
             if grad_entropy is not None:  # needs log p, which p that has underflowed cannot give
                 p = _logits(hidden[rows], weight, ctx.temperature, log_sum.dtype)

@@ -72,7 +72,8 @@ class Optimizer:
 
     def __init__(self, chunks: list[Any], learner: RanksConfig, dtype: torch.dtype, total_steps: int) -> None:
         self.config = config = learner.optimizer
-        self.total_steps, self.steps = total_steps, 0  # `steps`: those that are done
+        self.total_steps = total_steps
+        self.steps = 0  # those that are done
         self.megatron: Any = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",

@@ -147,7 +147,8 @@ def _expert(model: Any, parameters: dict[str, torch.Tensor], entry: Entry) -> to
     stacked = {name: parameters.get(f"{path}.{name}_{match['kind']}") for name in ("w13", "w2")}
     if stacked["w13"] is None or stacked["w2"] is None:
         return None
-    routed, number = model.get_submodule(path), int(match["number"])
+    routed = model.get_submodule(path)
+    number = int(match["number"])
     numbers = getattr(routed, "_expert_map", None)  # only under expert parallelism; -1: another worker has this expert
     if numbers is not None and number < len(numbers):
         number = int(numbers[number])

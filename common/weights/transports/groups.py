@@ -154,7 +154,8 @@ def silence_bound(timeout_s: float) -> float:
 def from_root() -> Any:
     """Options of a broadcast of one tensor from rank 0."""
     options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = ROOT, 0
+    options.rootRank = ROOT
+    options.rootTensor = 0
     return options
 
 

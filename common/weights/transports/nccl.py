@@ -268,14 +268,16 @@ class NcclCommunicator:
         try:
             unique = self._mint(store) if epoch.rank == ROOT else UniqueId.from_buffer_copy(store.get(KEY))
             config = CommunicatorConfig(CommunicatorConfig.blocking.offset + 4, MAGIC, CONFIG_VERSION, blocking=0)
-            made, asked = ctypes.byref(self._communicator), ctypes.byref(config)
+            made = ctypes.byref(self._communicator)
+            asked = ctypes.byref(config)
             self._check(self._nccl.ncclCommInitRankConfig(made, epoch.world_size, unique, epoch.rank, asked))
         except BaseException:
             self.abort()
             raise
 
     def broadcast(self, buffer: torch.Tensor) -> None:
-        at, stream = buffer.data_ptr(), torch.cuda.current_stream().cuda_stream
+        at = buffer.data_ptr()
+        stream = torch.cuda.current_stream().cuda_stream
         self._done = None
         self._check(self._nccl.ncclBroadcast(at, at, buffer.numel(), UINT8, ROOT, self._communicator, stream))
 

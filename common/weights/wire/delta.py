@@ -135,7 +135,8 @@ def _apply_block(data: Bytes, at: int, words: Words) -> int:
     if step_bits == RAW:
         words[changed] = body.view(np.uint16)
         return at
-    codes, highest = _unpack(body, count, step_bits), (1 << step_bits) - 1
+    codes = _unpack(body, count, step_bits)
+    highest = (1 << step_bits) - 1
     unfit = codes == highest
     if int(np.count_nonzero(unfit)) != rest:
         raise WrongDelta(f"{int(np.count_nonzero(unfit))} steps that did not fit instead of {rest}")
@@ -191,7 +192,8 @@ def _unpack(data: Bytes, count: int, bits: int) -> Words:
     """[count] codes; `data` has just the bytes that `_pack` makes of them."""
     if bits == 16:
         return data.view(np.uint16)
-    per_byte, highest = 8 // bits, (1 << bits) - 1
+    per_byte = 8 // bits
+    highest = (1 << bits) - 1
     out = np.empty(len(data) * per_byte, np.uint16)
     for i in range(per_byte):
         out[i::per_byte] = (data >> (i * bits)) & highest

@@ -47,7 +47,7 @@ FIGURE = struct.Struct("<d")
 class Facts(Struct, frozen=True):
     role: str
     interface: Interface
-    port: int  # where its Target listens
+    port: int  # where its LinkListener listens
     token: str
     gpus: int
     agree: dict[str, dict[str, str]]  # by kind and name: must be the same on all machines
@@ -62,7 +62,7 @@ def facts_of(config: Config, role: str, address: str) -> Facts:
     machine = look()
     run = RunDir.of(config)
     interface = interface_for(address, config.learner.interface if learner else None)
-    target = Target(interface.address)
+    target = LinkListener(interface.address)
     found = [check_shm(machine, config), check_open_files(machine, config), *check_disk(run.path, config, None)]
     found += check_bridge(machine) if learner else ()
     for wrong in problems(config, READERS[role]):
@@ -123,7 +123,7 @@ class Link(Struct, frozen=True):
     error: str = ""
 
 
-class Target:
+class LinkListener:
     """Answers the tests of those who know its token, on a free port of `address`, until the process ends."""
 
     def __init__(self, address: str) -> None:

@@ -38,7 +38,8 @@ class _Crossing:
         self._waiting.append(callback)
 
     def _flush(self) -> None:
-        callbacks, self._waiting = self._waiting, []
+        callbacks = self._waiting
+        self._waiting = []
         if not self.target.is_closed():
             self.target.call_soon_threadsafe(lambda: [callback() for callback in callbacks])
 
