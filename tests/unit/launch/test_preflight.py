@@ -21,7 +21,7 @@ from launch.checks.findings import warning
 from launch.checks.machine import look
 from launch.checks.preflight import facts as links
 from launch.checks.preflight import preflight
-from launch.checks.preflight.facts import Facts, Link, Target, facts_of, measure
+from launch.checks.preflight.facts import Facts, Link, LinkListener, facts_of, measure
 from launch.checks.preflight.preflight import judge, verdict
 from launch.checks.preflight.stages import Exchange, Report, examine, pass_on, rounds
 from launch.cluster.interface import Interface
@@ -148,7 +148,7 @@ def test_every_ordered_pair_meets_once_and_no_machine_is_in_two_pairs_of_a_round
 
 
 def test_a_link_has_a_latency_a_bandwidth_and_the_other_clock() -> None:
-    target = Target(LOCAL)
+    target = LinkListener(LOCAL)
     measured = measure("a", LOCAL, "b", (LOCAL, target.port), target.token, 0.1)
     assert measured.error == ""
     assert 0 < measured.latency_s < 1
@@ -157,7 +157,7 @@ def test_a_link_has_a_latency_a_bandwidth_and_the_other_clock() -> None:
 
 
 def test_a_link_is_refused_without_the_token_and_without_a_listener() -> None:
-    target = Target(LOCAL)
+    target = LinkListener(LOCAL)
     assert "closed" in measure("a", LOCAL, "b", (LOCAL, target.port), "0" * 32, 0.1).error
     with socket.create_server((LOCAL, 0)) as free:
         port = free.getsockname()[1]
