@@ -29,7 +29,7 @@ class Microbatch:
     staleness: Tensor | None = None  # [T] int32, step - version that sampled the target
     reference_logprobs: Tensor | None = None  # [T] float32 of the frozen reference model
     routed_experts: Tensor | None = None  # [T, MoE layers, experts per token] int16, of the input token; -1: unknown
-    numbers: tuple[int, ...] = ()  # the documents' places in the batch's list; () if it only fills
+    numbers: tuple[int, ...] = ()  # indices of the documents in the batch; () for a filler
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Backend(Protocol):
     vocab_size: int
     hidden_size: int  # packing weighs attention by it
     routing_shape: RoutingShape | None  # shape of Microbatch.routed_experts; None: nothing is replayed
-    document_multiple: int  # inside, a document's places are padded to a multiple of it; packing counts them so
+    document_multiple: int  # document lengths are padded to a multiple of this; packing counts the padding
 
     def train_step(
         self, microbatches: list[Microbatch], loss: LossFunction, temperature: float = 1.0, entropy: bool = False
@@ -137,14 +137,14 @@ class Backend(Protocol):
         """
 
     def checkpoint_done(self, wait: bool) -> bool:
-        """Whether the started checkpoint is complete and durable; with `wait` it is on return. Collective.
+        """Whether the started checkpoint is complete and durable; with `wait` it returns only then. Collective.
 
         Raises SlipstreamError when it could not be written; nothing of it is left.
         """
         ...
 
     def load_checkpoint(self, path: Path) -> None:
-        """The reverse, also under another parallel layout. Collective."""
+        """Load what `start_checkpoint` wrote, also under another parallel layout. Collective."""
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes to every rank. Collective."""

@@ -45,7 +45,7 @@ class StoredPayload:
     location: Location | None = None
 
     def read(self) -> bytes:
-        """The payload. Raises BrokerError when it cannot be read."""
+        """Reads a group's bytes from the store. Raises BrokerError when it cannot."""
         assert self.location is not None
         return self.read_at(self.location)
 
@@ -55,7 +55,7 @@ class TaskRecord(msgspec.Struct):
 
     task: Task
     state: str = PENDING
-    attempts: int = 0  # leases that were not handed back
+    attempts: int = 0  # leases, except those that a node returned unused
     failures: int = 0  # failed and lost leases; they count towards death
     # nodes that leased the task, in order. The list is replaced and never changed, so copies may share it.
     nodes: list[str] = []
@@ -258,7 +258,7 @@ class TaskTable:
         self.accepted_bytes += payload_bytes
 
     def give_up(self, entry: Entry) -> None:
-        """Drop a group, so that it is generated again."""
+        """Drop a group's payload and put its task back in the queue."""
         self.drop_payload(entry)
         entry.meta = entry.step = entry.stored = None
         self.requeue(entry)

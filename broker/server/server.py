@@ -28,11 +28,11 @@ from common.security.credentials import Identity
 logger = logging.getLogger(__name__)
 
 BATCH_MESSAGES = 512  # read in one turn
-FLUSH_S = 0.01  # reading for so long, what was answered so far goes out
+ANSWER_EVERY_S = 0.01  # while reading, answers go out at least this often
 MOST_REMEMBERED = 4096  # replies
 TICK_S = 1.0
-FLUSH_MS = 1000  # for the last replies at the end
-LINGER_S = 2.0  # a job that is being stopped: for `slipstream stop`, which asks several times a second who is left
+LINGER_MS = 1000  # the socket sends its last replies for so long
+STOPPED_S = 2.0  # after a stop, serve this long, so that `slipstream stop` sees the last role leave
 HOLD_FRAME_BYTES = 16 << 10  # smaller payloads are copied out of ZeroMQ's receive buffer, which they would pin
 
 
@@ -48,10 +48,10 @@ class BrokerServer:
         addresses: Sequence[str],  # the first one that can be had is bound; beyond loopback only with credentials
         max_message_bytes: int,  # largest header or payload that is accepted
         on_tick: Callable[[], None] = lambda: None,  # called in every turn of the loop, at least about once a second
-        credentials: str | None = None,  # Key folder; clients must then prove a key of it.
-        quarantine: Path | None = None,  # Folder for the first messages that do not decode.
+        credentials: str | None = None,  # A key folder; clients must then prove a key of it.
+        quarantine: Path | None = None,  # A folder for the first messages that do not decode.
         journal: Journal | None = None,  # None: nothing outlives this process, and no reply waits.
-        bind_wait_s: float = 0.0,  # Seconds in which an address in use is tried again.
+        bind_wait_s: float = 0.0,  # Seconds to keep trying an address in use.
     ) -> None:
         self._state = state
         self._max_message_bytes = max_message_bytes
@@ -93,7 +93,7 @@ class BrokerServer:
                 poller.poll(self._timeout_ms())
                 self._turn()
             poller.unregister(self._wake.fileno())
-            end = time.monotonic() + LINGER_S * self._state.stopping
+            end = time.monotonic() + STOPPED_S * self._state.stopping
             while time.monotonic() < end:
                 poller.poll(self._timeout_ms())
                 self._turn()
@@ -109,7 +109,7 @@ class BrokerServer:
 
     def close(self) -> None:
         """Close the sockets; `run` does it at its end."""
-        self._router.close(linger=FLUSH_MS)
+        self._router.close(linger=LINGER_MS)
         self._guard.close()
         self._context.term()
 
@@ -141,11 +141,11 @@ class BrokerServer:
 
     def _read_all(self) -> bool:
         """Handle up to BATCH_MESSAGES; returns whether nothing is left."""
-        flush_at = time.monotonic() + FLUSH_S
+        flush_at = time.monotonic() + ANSWER_EVERY_S
         for _ in range(BATCH_MESSAGES):
             if (now := time.monotonic()) >= flush_at:
                 self._flush()
-                flush_at = now + FLUSH_S
+                flush_at = now + ANSWER_EVERY_S
             try:
                 client, sender = self._guard.receive(self._router)
             except zmq.Again:
@@ -154,7 +154,7 @@ class BrokerServer:
         return False
 
     def _read_frames(self) -> tuple[bytes, list[Payload]]:
-        """The rest of the current message; of many payload frames only the number matters."""
+        """The rest of the message. A request has one payload; further frames are only counted, to be refused."""
         header = self._router.recv()  # a ROUTER puts the client's frame before each message, which has one or more
         payloads: list[Payload] = []
         while self._router.getsockopt(zmq.RCVMORE):
@@ -169,7 +169,7 @@ class BrokerServer:
         limit = self._max_message_bytes
         try:
             request = wire.decode_request(header, len(payloads))
-            largest = max(len(header), *(len(p) for p in payloads)) if payloads else len(header)
+            largest = max(map(len, [header, *payloads]))
             if largest > limit:
                 raise wire.WireError(f"{largest} bytes; broker.max_message_bytes is {limit}", request.id)
             self._guard.check(sender, request)

@@ -24,7 +24,7 @@ from common.security.curve import CurveGate, KeyRing
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-FLUSH_MS = 100
+LINGER_MS = 100
 
 
 class Standby:
@@ -86,7 +86,7 @@ class Standby:
                     self._answer_all("")
             return False
         finally:
-            self._router.close(linger=FLUSH_MS)
+            self._router.close(linger=LINGER_MS)
             self._close()
 
     def release(self) -> None:

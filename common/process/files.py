@@ -1,4 +1,4 @@
-"""Small things that are done to files in more than one place."""
+"""File operations that several packages share."""
 
 import os
 import shutil
@@ -19,20 +19,20 @@ def sync(path: Path) -> None:
 def replace_folder(new: Path, path: Path) -> None:
     """Rename `new` to `path`; a folder that has this name already is removed. Raises OSError.
 
-    A process that is killed in the middle leaves nothing torn under the name `path`. The next call removes what it
-    had set aside.
+    A process that is killed between the two renames leaves no folder at `path`, and the old one as
+    `.NAME.removed.tmp`. A folder at `path` is always whole. The next call removes what was set aside.
     """
-    aside = _set_aside(path)
+    aside = _renamed(path)
     os.rename(new, path)
     shutil.rmtree(aside, ignore_errors=True)
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder, whose name goes first: a process that is killed in the middle leaves `.NAME.removed.tmp`."""
-    shutil.rmtree(_set_aside(path), ignore_errors=True)
+    """Remove a folder. It is renamed first, so a killed process leaves `.NAME.removed.tmp`, never half a folder."""
+    shutil.rmtree(_renamed(path), ignore_errors=True)
 
 
-def _set_aside(path: Path) -> Path:
+def _renamed(path: Path) -> Path:
     aside = path.with_name(f".{path.name}.removed.tmp")
     if path.exists():
         shutil.rmtree(aside, ignore_errors=True)
@@ -46,7 +46,7 @@ def pretty_json(value: object) -> bytes:
 
 
 def move_aside(path: Path) -> Path:
-    """Rename to the first free of NAME-1, NAME-2, ..., before the suffix; returns the new path."""
+    """Rename FILE.EXT to the first free one of FILE-1.EXT, FILE-2.EXT, ...; returns the new path."""
     number = 1
     while (aside := path.with_stem(f"{path.stem}-{number}")).exists():
         number += 1

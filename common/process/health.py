@@ -4,9 +4,8 @@
     GET /readyz    200 while the role also does its work: a node that starts, joins or drains does not
     GET /metrics   the role's figures as Prometheus text
 
-No request changes anything, and the answers are a few words and numbers: the port has no authentication. Clients that
-are slow, or many, take at most MOST_CLIENTS threads, and each for at most REQUEST_S. The sink prometheus uses the same
-server and the same text.
+The port only reads, so it has no authentication. There are at most MOST_CLIENTS connections, each for at most
+REQUEST_S. The sink prometheus uses the same server and the same text.
 """
 
 import json
@@ -25,7 +24,7 @@ from common.errors import UsageError
 logger = logging.getLogger(__name__)
 
 LATE_S = 30.0  # without a turn of the loop
-MOST_CLIENTS = 16  # one more cuts off the oldest, so that slow clients cannot keep a probe out
+MOST_CLIENTS = 16  # a further one displaces the oldest, so that slow clients cannot keep a probe out
 REQUEST_S = 5.0  # for a whole request and its answer
 
 
@@ -150,7 +149,7 @@ class TextServer(ThreadingTCPServer):
         super().shutdown_request(request)
 
     def _cut(self, client: socket.socket) -> None:
-        """Wake its thread, which ends at the closed connection."""
+        """Shut its socket down, so that its thread ends."""
         del self._since[client]
         with suppress(OSError):
             client.shutdown(socket.SHUT_RDWR)

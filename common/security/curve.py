@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 ZAP_DOMAIN = "slipstream"
 PASSWORD_USER = "slipstream"
 HANDSHAKE_MS = 10_000  # a connection that has not proven its key by then is closed
-BROKEN_HANDSHAKES = 5  # so many in a row, for BROKEN_S, mean that the other side has another key
+BROKEN_HANDSHAKES = 5  # so many in a row for BROKEN_S: the other side has another key
 BROKEN_S = 3.0
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL

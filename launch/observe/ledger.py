@@ -1,9 +1,9 @@
 """slipstream ledger RUN|ADDRESS [--json]: what became of every task, over all brokers of a run.
 
-A run that was stopped and continued has several brokers, and each numbers its tasks from 0. Tasks that an earlier
-broker gave to no lasting step are offered again by the next one, so its entries of them are left out. A step that no
-later learner repeated is committed, because learners continue from durable checkpoints only. So every step appears
-once, with its groups.
+A run that was stopped and continued has several brokers, and each numbers its tasks from 0. An earlier broker
+may have got a task into no lasting step. The next one offered it again, so the older entry is left out. A step that no
+later learner repeated counts as committed, because learners continue from durable checkpoints only. So every step
+appears once, with its groups.
 """
 
 import argparse
@@ -39,7 +39,8 @@ def observe_ledger(job: Target) -> list[LedgerEntry]:
 
     The newest broker's part comes from itself while it runs, else from its store. Without a store it is in
     RUN/ledger.json, which is some seconds old when the broker was killed.
-    Those of earlier brokers are in RUN/ledger-1.json, ledger-2.json and so on, oldest first, not at an ADDRESS.
+    Those of earlier brokers are in RUN/ledger-1.json, ledger-2.json and so on, oldest first. With an ADDRESS only the
+    running broker's part is known.
     """
     former: list[list[LedgerEntry]] = []
     if (run := job.run) is None:
@@ -48,7 +49,8 @@ def observe_ledger(job: Target) -> list[LedgerEntry]:
         newest = ask(job, lambda client: client.ledger())
         reason = ""
     except SlipstreamError as error:
-        newest, reason = _stored(run), str(error)
+        newest = _stored(run)
+        reason = str(error)
     try:
         if newest is None:
             newest = msgspec.json.decode(run.ledger_json.read_bytes(), type=list[LedgerEntry])

@@ -198,7 +198,8 @@ class RunView:
                 reached = outcome_of(self.run, config, tail)
             if reached.finished:
                 state["finished"] = {"steps": reached.steps, "of": reached.of, "words": reached.places()}
-        state["max_staleness"], state["wanted"] = (config.staleness.max, config.run.steps) if config else (None, None)
+        state["max_staleness"] = config.staleness.max if config else None
+        state["wanted"] = config.run.steps if config else None
         return state
 
     def news(self, copy: BrowserCopy) -> dict[str, Any] | None:

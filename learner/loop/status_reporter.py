@@ -1,4 +1,4 @@
-"""Keeps the broker informed of what the learner does, from a thread, so that a long train step is no silence."""
+"""Reports the learner's state to the broker from a thread, so that a long step does not look like a dead learner."""
 
 import logging
 import os
@@ -47,7 +47,7 @@ class StatusReporter:
         self._thread = threading.Thread(target=self._run, name="learner-reporter", daemon=True)
 
     def take_over(self, incarnation: int, policy_version: int) -> None:
-        """Say that this is the learner now: from then on the broker refuses every request of another one.
+        """Claim the role: from now on the broker refuses the requests of any other learner.
 
         Raises BrokerUnreachable, or BrokerError when another process of this or a later incarnation has come.
         """
@@ -61,7 +61,7 @@ class StatusReporter:
         self._thread.start()
 
     def snapshot(self) -> LearnerReport:
-        """The report as of now; silent ranks come before what the loop does."""
+        """The report as of now. If ranks are silent, it says so instead of what the loop does."""
         missing = self._undelivered()
         now = time.perf_counter()
         oldest = [Delivery(m.node_id, m.version, m.stage, now - m.since) for m in missing[:SHOWN_DELIVERIES]]

@@ -24,7 +24,11 @@ from rollout_fleet.episode.token_record import TokenRecord
 
 
 class AgentDriver(EpisodeDriver):
-    """Runs episodes of one agent; of several conversations the one with most sampled tokens counts."""
+    """Runs episodes of one agent.
+
+    If it opens several conversations, the one with the most sampled tokens becomes the sample. The others are only
+    counted (`tokens_left_out`).
+    """
 
     def __init__(self, sampler: Sampler, renderer: Renderer, backend: Backend, rules: EpisodeRules) -> None:
         super().__init__(sampler, renderer, backend, rules)

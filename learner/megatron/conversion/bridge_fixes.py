@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 # Frequencies of these do not depend on the sequence, so Hugging Face's table can stand in for Megatron's.
 _FIXED_FREQUENCIES = {"default", "linear", "llama3"}
-_CHANGING_FREQUENCIES = {"dynamic", "longrope"}  # longer sequences have others, also where short ones agree
+# These change with the sequence length, so agreeing on short ones proves nothing.
+_CHANGING_FREQUENCIES = {"dynamic", "longrope"}
 LATENT_NORM_EPS = 1e-6
 
 
@@ -52,7 +53,7 @@ def patch_bridge() -> None:
 
 @contextmanager
 def within_the_part() -> Iterator[None]:
-    """Within, the bridge converts a parameter in the stage that has it, of the expert-parallel rank that has it.
+    """While active, each parameter is converted only on the pipeline stage and expert-parallel rank that own it.
 
     0.3.1 sends every parameter to all stages, gathers it there on all tensor-parallel ranks, and experts on all
     expert-parallel ranks too. Here the first tensor-parallel rank alone gathers; the others get tensors without memory.
@@ -119,7 +120,7 @@ def correct_window(config: Any, provider: Any) -> None:
 
 
 def correct_router(config: Any, provider: Any) -> None:
-    """norm_topk_prob=False (softmax over all experts, not over the chosen) is ignored; so are sigmoid scores.
+    """The bridge ignores norm_topk_prob=False (softmax over all experts, not over the chosen) and sigmoid scores.
 
     Raises UsageError for sigmoid scores that are not divided by their sum, which Megatron does always.
     """
@@ -136,8 +137,8 @@ def correct_router(config: Any, provider: Any) -> None:
 def correct_latent_attention(config: Any, provider: Any) -> None:
     """Multi-latent attention: the bridge expects the rotary keys of transformers 4.
 
-    Without scaling it leaves Megatron's defaults, which are YaRN by a factor of 40. It also reads "no low rank of
-    queries" as "not given". Raises UsageError for pairs that are not interleaved.
+    Without scaling it leaves Megatron's defaults, which are YaRN by a factor of 40. It also
+    treats `q_lora_rank: null` as absent. Raises UsageError for pairs that are not interleaved.
     """
     if getattr(config, "rope_interleave", True) is not True:
         raise UsageError("rope_interleave: false in config.json: Megatron rotates interleaved pairs only")
@@ -158,7 +159,7 @@ def correct_latent_attention(config: Any, provider: Any) -> None:
 
 
 def correct_latent_norms(model: torch.nn.Module) -> None:
-    """transformers norms the compressed queries and keys with eps 1e-6 and ignores rms_norm_eps."""
+    """transformers normalises the compressed queries and keys with eps 1e-6 and ignores rms_norm_eps."""
     for module in model.modules():
         if isinstance(module, MLASelfAttention):
             for name in ("linear_q_up_proj", "linear_kv_up_proj"):
@@ -167,7 +168,7 @@ def correct_latent_norms(model: torch.nn.Module) -> None:
 
 
 def check_rope(config: Any, model: torch.nn.Module) -> None:
-    """Compare the rotary frequencies of a built Megatron chunk with Hugging Face's; repair what surely can be.
+    """Compare the rotary frequencies of a built Megatron chunk with Hugging Face's; replace it where that is safe.
 
     Megatron hardcodes an original length of 8192 and factors 1 and 4 for llama3 scaling; other kinds are ignored.
     Raises UsageError if they differ and the table cannot simply be exchanged.

@@ -5,6 +5,7 @@ in, with a map of its own for every problem.
 """
 
 import re
+from contextlib import closing
 from typing import Any
 
 from rollout_fleet.environments.protocol import Action, Chat, StepResult
@@ -15,9 +16,10 @@ _WORD = re.compile(r"[A-Za-z_]+|\d+")
 
 
 class GymnasiumText:
-    """Multi turn. Problem: {"seed": 7, "arguments": {...}}, both optional: of `reset`, and of `gymnasium.make`.
+    """Multi turn. Problem: {"seed": 7, "arguments": {...}}, both optional.
 
-    Without a seed of the problem's, the samples of a group share the group's: they play the same game.
+    `seed` goes to `reset`, `arguments` to `gymnasium.make`. Without a seed, all samples of a group use the group's, so
+    they play the same game.
 
     Options:
         id: of gymnasium's registry; 'module:Name-v0' imports the module first.
@@ -40,7 +42,8 @@ class GymnasiumText:
         import gymnasium
 
         arguments = {**self.arguments(problem), **problem.get("arguments", {})}
-        modes = gymnasium.spec(id).make(**arguments).metadata.get("render_modes", [])
+        with closing(gymnasium.spec(id).make(**arguments)) as probe:
+            modes = probe.metadata.get("render_modes", [])
         mode = "ansi" if "ansi" in modes else None
         self._game = gymnasium.make(id, render_mode=mode, **arguments)
         if not isinstance(self._game.action_space, gymnasium.spaces.Discrete):
@@ -66,7 +69,7 @@ class GymnasiumText:
         return Chat((("user", said),))
 
     async def step(self, action: Action) -> StepResult:
-        """Play the last action that the turn names; a turn that names none is answered with the rules."""
+        """Play the last action named in the turn; if none is named, answer with the rules."""
         if not action.ended:
             return StepResult(metrics={"malformed": self._malformed})
         named = [word for word in _WORD.findall(action.text.lower()) if word in self._names]
