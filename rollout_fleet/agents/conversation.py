@@ -159,6 +159,15 @@ class Conversation:
             words = (*words, api.identity(message))
         else:
             whole = (request.prompt if isinstance(request.prompt, str) else self._renderer.text(prompt)) + text
-        lengths = len(record.tokens), record.turns, record.sampled
-        self.turns.append(Turn(words, whole, request.tools, ended, record, *lengths))
+        turn = Turn(
+            words=words,
+            text=whole,
+            tools=request.tools,
+            ended=ended,
+            record=record,
+            length=len(record.tokens),
+            turns=record.turns,
+            sampled=record.sampled,
+        )
+        self.turns.append(turn)
         return answer
