@@ -3,6 +3,7 @@
 from broker.delivery.learner_rules import LearnerRules
 from broker.delivery.node_rules import NodeRules
 from broker.delivery.state import DeliveryState
+from common.waste import Waste
 from tests.rigs.brokers import META, learner_report, new_state, node_report, run_info, tasks
 
 
@@ -15,6 +16,14 @@ def filled(groups: int, per_step: int = 2) -> DeliveryState:
     for lease in NodeRules(state).lease("n0", 0, groups):
         assert NodeRules(state).complete("n0", lease.token, META, b"payload", 7)
     return state
+
+
+def test_a_group_that_failed_before_its_first_token_wastes_none() -> None:
+    state = filled(0)
+    LearnerRules(state).offer(tasks(1))
+    (lease,) = NodeRules(state).lease("n0", 0, 1)
+    NodeRules(state).fail("n0", lease.token, "broken", seconds=2.0)
+    assert state.status().waste == {"failed": Waste(0, 2.0)}
 
 
 def commits(state: DeliveryState) -> list[tuple[object, object]]:

@@ -9,7 +9,7 @@ import zmq
 from redis.exceptions import NoPermissionError
 
 from broker.contract import BrokerEvent
-from broker.journal import redis_server, run_folder
+from broker.journal import redis_server, redis_store, run_folder
 from broker.journal.file_store import open_file_store
 from broker.journal.recovery import open_state
 from broker.server import flood_guard, request_guard
@@ -76,6 +76,20 @@ def test_without_the_right_to_read_its_settings_redis_is_judged_by_what_it_says_
     else:
         redis_server.check_server(client, "redis://h", "fsync", doubts.append)
     assert "CONFIG is not permitted" in doubts[0]
+
+
+def test_a_history_in_redis_is_read_whole_whatever_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_store, "CHUNK", 2)
+    for length in range(6):
+        bodies = [b"%d" % i for i in range(length)]
+
+        def run(commands: Any, bodies: list[bytes] = bodies) -> list[list[bytes]]:
+            ((name, key, first, last),) = commands
+            assert (name, key[-7:]) == ("LRANGE", "history")
+            return [bodies[first:] if last == -1 else bodies[first : last + 1]]
+
+        term: Any = SimpleNamespace(name="r", prefix="p:", run_dir="/run", about=lambda: (None, 0), run=run)
+        assert list(redis_store.RedisStore(term).history(length)) == bodies
 
 
 @pytest.mark.parametrize("lost", ["", "why"])

@@ -84,6 +84,16 @@ def test_the_former_ledger_stays_until_the_next_is_complete_and_the_last_one_wai
     assert sorted(os.listdir(tmp_path)) == ["ledger.json", "status.json"], "the unfinished one is gone"
 
 
+def test_the_last_files_are_on_the_disk_when_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = list[int]()
+    monkeypatch.setattr(os, "fsync", synced.append)
+    files = StatusFiles(tmp_path, state_with(3 * STEP))
+    files.tick()
+    assert not synced
+    files.write()
+    assert synced
+
+
 def test_what_was_committed_is_on_disk_at_once(tmp_path: Path) -> None:
     state = state_with(3 * STEP)
     taken = StatusFiles(tmp_path, state)
