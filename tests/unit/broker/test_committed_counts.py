@@ -26,6 +26,16 @@ def test_a_group_that_failed_before_its_first_token_wastes_none() -> None:
     assert state.status().waste == {"failed": Waste(0, 2.0)}
 
 
+def test_leased_groups_are_expected_to_be_as_large_as_those_that_came() -> None:
+    state = filled(0)
+    LearnerRules(state).offer(tasks(5))
+    leases = NodeRules(state).lease("n0", 0, 5)
+    assert state.tasks.bytes_expected() == 0, "nothing has come yet"
+    for lease, size in zip(leases, (10, 20), strict=False):
+        assert NodeRules(state).complete("n0", lease.token, META, b"payload", size)
+    assert state.tasks.bytes_expected() == 10 + 20 + 3 * 15
+
+
 def commits(state: DeliveryState) -> list[tuple[object, object]]:
     return [(e.detail["step"], e.detail["groups"]) for e in state.event_log.after(-1) if e.kind == "commit"]
 

@@ -9,9 +9,11 @@ import zmq
 from redis.exceptions import NoPermissionError
 
 from broker.contract import BrokerEvent
+from broker.delivery.task_table import StoredPayload
 from broker.journal import redis_server, redis_store, run_folder
 from broker.journal.file_store import open_file_store
 from broker.journal.recovery import open_state
+from broker.journal.store import Record
 from broker.server import flood_guard, request_guard
 from broker.server.request_guard import RejectionLog, RequestGuard
 from broker.wire import WireError
@@ -90,6 +92,19 @@ def test_a_history_in_redis_is_read_whole_whatever_its_length(monkeypatch: pytes
 
         term: Any = SimpleNamespace(name="r", prefix="p:", run_dir="/run", about=lambda: (None, 0), run=run)
         assert list(redis_store.RedisStore(term).history(length)) == bodies
+
+
+def test_a_store_in_redis_is_as_large_as_its_log_and_its_payloads() -> None:
+    term: Any = SimpleNamespace(name="r", prefix="p:", run_dir="/run", number=1, about=lambda: (None, 0))
+    term.write = lambda *told: None
+    store = redis_store.RedisStore(term)
+    sizes = [store.size_bytes()]
+    for seq, payload in enumerate((None, b"x" * 1000), start=1):
+        stored = StoredPayload(lambda location: b"") if payload else None
+        store.append([Record(seq, b"body", payload, stored)], synced=0, sync=True)
+        sizes.append(store.size_bytes())
+    log = sizes[1] - sizes[0]
+    assert sizes[0] == 0 < log < 100 and sizes[2] == pytest.approx(2 * log + 1000, abs=8)
 
 
 @pytest.mark.parametrize("lost", ["", "why"])
