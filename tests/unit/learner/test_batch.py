@@ -192,6 +192,7 @@ def test_a_first_token_is_never_a_target_and_environment_text_stays_masked(make_
     batch = assemble([Group(0, [sample(0, [(4, 0)]), sample(0, [(1, 0)])])], 0, make_config())
     assert [d.loss_mask.tolist() for d in batch.documents] == [[0, 1, 1, 1]]
     assert batch.statistics.tokens_trained == 3
+    assert batch.statistics.sequence_tokens == 3, "places of the sequences that train something"
     turns = sample(1, [(5, 0)], loss_mask=Array.of([0, 1, 1, 0, 0, 1], "uint8"), turns=2, stop_reason="turn_limit")
     batch = assemble([Group(0, [turns, sample()])], 0, make_config())
     assert batch.documents[0].loss_mask.tolist() == [0, 1, 1, 0, 0, 1]
