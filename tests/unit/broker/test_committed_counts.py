@@ -49,6 +49,14 @@ def test_every_commit_counts_its_own_groups_and_the_groups_of_steps_that_were_sk
     assert state.committed_step == 3 and state.status().groups_committed == 8
 
 
+def test_an_earlier_step_that_is_committed_again_takes_nothing_back() -> None:
+    state = filled(8)
+    for step in range(4):
+        assert LearnerRules(state).take(step, 2) is not None
+    assert [LearnerRules(state).commit(step) for step in (2, 1)] == [6, 0]
+    assert state.committed_step == 2
+
+
 def test_a_commit_without_groups_says_nothing_and_wakes_no_lease() -> None:
     state = filled(2)
     revision = state.lease_revision
