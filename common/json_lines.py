@@ -78,11 +78,6 @@ def lines_of(data: bytes, kind: type[T]) -> Iterator[T]:
     yield from (found for found in map(decoder_of(kind), data.split(b"\n")) if found is not None)
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file, also while it is written; [] when there is none."""
-    return list(lines_of(path.read_bytes(), dict[str, Any])) if path.exists() else []
-
-
 def dataset_files(path: Path) -> list[Path]:
     """The files of a dataset: `path`, or those that its last part, a pattern, matches, sorted by name."""
     return [path] if "*" not in path.name else sorted(path.parent.glob(path.name))

@@ -82,7 +82,9 @@ class _Traits(msgspec.Struct, frozen=True):
     selection_bias: bool = False
 
 
-BY_CLASS = {  # the model_type of an architecture, for models with a model_type of their own
+# The supported architectures and their model_type. They are proven to load, compute and come back as in transformers:
+# docs/models.md, and tests/integration/megatron/test_architectures.py.
+KIND_OF = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4MoeForCausalLM": "glm4_moe",
     "LlamaForCausalLM": "llama",
@@ -110,7 +112,7 @@ def read_architecture(config: Document) -> Architecture:
     kind = str(config.get("model_type"))
     if kind not in READERS:
         named = cast("list[object]", config.get("architectures") or [])
-        kind = BY_CLASS.get(str(named[0]), kind) if named else kind
+        kind = KIND_OF.get(str(named[0]), kind) if named else kind
     if kind not in READERS:
         raise UnknownArchitecture(f"model_type {kind!r}; the planner counts {', '.join(READERS)}")
     traits = READERS[kind]

@@ -6,27 +6,21 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import cast
 
-from common.config.architecture import Architecture
+from common.config.architecture import KIND_OF, Architecture
 from common.config.schema import ParallelConfig
 from common.errors import Problem
 
 PLAIN = "SLIPSTREAM_PLAIN_LAYERS"  # any value: do without Transformer Engine, though it is installed
 _KEY = "learner.parallel."
-# The architectures that are proven to load, compute and come back as in transformers: docs/models.md, and
-# tests/integration/megatron/test_architectures.py.
-SUPPORTED = (
-    "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM",
-    "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
-)  # fmt: skip
 
 
 def architecture_problems(value: Callable[[str], object]) -> Iterator[Problem]:
     """Why Megatron cannot be trusted with a model; `value` looks a name of its config.json up, None: not there."""
     named = value("architectures")
     first = cast("Sequence[object]", named)[0] if isinstance(named, list | tuple) and named else None
-    if first is not None and first not in SUPPORTED:
+    if first is not None and first not in KIND_OF:
         hint = "docs/models.md says why"
-        yield Problem("model.path", f"one of {', '.join(SUPPORTED)}", f"{first} in config.json", hint)
+        yield Problem("model.path", f"one of {', '.join(KIND_OF)}", f"{first} in config.json", hint)
     if value("quantization_config"):
         found = "quantised ones (quantization_config in config.json)"
         yield Problem("model.path", "weights in bfloat16 or float32", found, "Megatron-Bridge drops their scales")

@@ -19,7 +19,6 @@ import yaml
 
 from broker.client.connection import BrokerClient
 from broker.contract import LedgerEntry
-from common.json_lines import read_jsonl
 from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
 from common.run_reader import read_tail
@@ -28,6 +27,7 @@ from launch.quickstart.assets import main as build_assets
 from tests.rigs import waiting
 from tests.rigs.configs import run_cli
 from tests.rigs.processes import Command, Process, until
+from tests.rigs.waiting import read_jsonl
 
 STALENESS = 1
 GROUPS = 4  # per step

@@ -4,7 +4,10 @@ import asyncio
 import inspect
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from common.json_lines import lines_of
 
 LIMIT_S = 300.0  # far above what any wait needs on a slow machine with a busy neighbour
 
@@ -48,3 +51,18 @@ def _source(condition: Callable[[], Any]) -> str:
         return inspect.getsource(condition).strip()
     except (OSError, TypeError):
         return repr(condition)
+
+
+class Clock:
+    """Monotonic seconds that a test sets."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file, also while it is written; [] when there is none."""
+    return list(lines_of(path.read_bytes(), dict[str, Any])) if path.exists() else []

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from common.evaluation import EvaluationResult
-from common.json_lines import lines_of, read_jsonl
+from common.json_lines import lines_of
 from tests.rigs.jobs import assert_trained_exactly_once, events, metrics, status, write_config
 from tests.rigs.processes import Command, Process, kill, until
+from tests.rigs.waiting import read_jsonl
 
 PROBLEMS = {"first": 96, "second": 8}
 

@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.hub import load_tokenizer
-from common.json_lines import read_jsonl
 from common.metrics import SftMetrics
 from learner.checkpoint.best import read_best
 from learner.checkpoint.folder import CheckpointFolder
@@ -21,6 +20,7 @@ from learner.sft.rows import SftDataset
 from tests.rigs import tiny_models
 from tests.rigs.jobs import Job, Run
 from tests.rigs.processes import until
+from tests.rigs.waiting import read_jsonl
 
 STEPS = 24
 ROWS = 10  # an epoch is no whole number of steps

@@ -17,21 +17,14 @@ from common.errors import BrokerError
 from common.evaluation import EvaluationOrder
 from common.waste import Waste, add_waste
 from tests.rigs.brokers import META, learner_report, new_state, node_report, run_info, tasks
+from tests.rigs.waiting import Clock
 
 LATER = 1 / 1024  # exact in a float
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture

@@ -14,11 +14,10 @@ from broker.delivery.node_rules import NodeRules
 from broker.delivery.state import DeliveryState
 from broker.journal.run_folder import failed_transcripts
 from common.config.schema import TelemetryConfig
-from common.json_lines import read_jsonl
 from common.transcripts import FAILED_BYTES, Transcript, Turn
 from tests.contract.backends import tasks
 from tests.rigs.brokers import job, new_state, node_report, run_info
-from tests.rigs.waiting import LIMIT_S, until
+from tests.rigs.waiting import LIMIT_S, read_jsonl, until
 from tests.unit.broker.conftest import Running
 
 

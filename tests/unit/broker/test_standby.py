@@ -24,11 +24,10 @@ from broker.main import run_broker
 from broker.server.standby import Standby
 from common.config.schema import Config
 from common.errors import UsageError
-from common.json_lines import read_jsonl
 from common.process.logs import setup_logging
 from tests.rigs.brokers import META, ask, dealer, job, tasks
 from tests.rigs.redis_servers import RedisServer, durable_redis, free_port
-from tests.rigs.waiting import LIMIT_S, until
+from tests.rigs.waiting import LIMIT_S, read_jsonl, until
 
 TAKEOVER_S = 15.0  # after a kill, as docs/redis.md promises
 

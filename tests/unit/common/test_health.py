@@ -19,15 +19,7 @@ from common.errors import UsageError
 from common.process.health import LATE_S, MOST_CLIENTS, LifeSigns, Series, TextServer, serving_health
 from tests.rigs.brokers import learner_report, new_state, serving
 from tests.rigs.configs import write_job
-from tests.rigs.waiting import LIMIT_S, until
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.rigs.waiting import LIMIT_S, Clock, until
 
 
 @contextlib.contextmanager
@@ -50,7 +42,7 @@ def get(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
 
 
 def test_probes_see_a_role_start_work_go_away_and_stand_still() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     signs = LifeSigns(clock=clock)
     with served(signs) as port:
 
@@ -185,7 +177,7 @@ def test_a_broker_process_answers_probes_and_another_one_may_not_have_its_port(t
 
 
 def test_the_broker_counts_the_seconds_in_which_the_learner_waits() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     signs, state = BrokerSigns(clock), new_state(clock=clock)
 
     def after(seconds: float, learner: str) -> dict[str, float]:

@@ -8,12 +8,12 @@ import pytest
 from msgspec import UNSET
 
 from common.errors import UsageError
-from common.json_lines import read_jsonl
 from common.metrics import DERIVED, PANELS, EvaluationMetrics, SftMetrics, StepMetrics, declarations
 from common.process.run_dir import MetricsWriter
 from common.run_reader import READ_BYTES, MetricsTail, mean, metrics_decoder, read_tail
 from tests.rigs.brokers import full_disk
 from tests.rigs.telemetry import read_line
+from tests.rigs.waiting import read_jsonl
 
 # other programs rely on these
 REQUIRED = """

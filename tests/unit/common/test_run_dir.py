@@ -11,10 +11,10 @@ import pytest
 from common.config.loading import load_config
 from common.config.schema import Config, SftConfig, SftTasksConfig
 from common.errors import UsageError
-from common.json_lines import read_jsonl
 from common.process.files import move_aside, replace_folder
 from common.process.run_dir import RunDir, differences, write_atomic, write_json
 from tests.rigs.configs import config_of
+from tests.rigs.waiting import read_jsonl
 
 
 @pytest.fixture

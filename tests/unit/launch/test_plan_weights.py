@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config.architecture import READERS, UnknownArchitecture, read_architecture
-from common.config.parallel_layout import SUPPORTED
+from common.config.architecture import KIND_OF, READERS, UnknownArchitecture, read_architecture
 from launch.plan.layout import count, count_active, hf_tensors
 from tests.rigs.configs import MODELS, architecture
 
@@ -98,7 +97,7 @@ def test_totals_are_the_published_ones(name: str) -> None:
 def test_every_architecture_that_the_learner_supports_is_counted() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 
-    assert {kind for kind, model in names.items() if model in SUPPORTED} <= set(READERS)
+    assert {kind for kind, model in names.items() if model in KIND_OF} <= set(READERS)
 
 
 @pytest.mark.parametrize(

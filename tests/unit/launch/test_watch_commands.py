@@ -10,13 +10,13 @@ import pytest
 
 from common.config.loading import build_config
 from common.errors import ConfigError
-from common.json_lines import read_jsonl
 from common.process.run_dir import RunDir
 from launch.cli import main, parse
 from launch.resolve_target import job_of, joined_config, without_commands
 from launch.up import roles
 from tests.rigs.configs import document_of, living_broker, prepared, refusal, status_of, text_of
 from tests.rigs.configs import job_of as config_of
+from tests.rigs.waiting import read_jsonl
 
 
 def rules(marker: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,6 @@ from broker.contract import LearnerReport, Lease, NodeReport, RunInfo, StoredGro
 from common.config.schema import Config
 from common.errors import SlipstreamError
 from common.evaluation import EvaluationResult
-from common.json_lines import read_jsonl
 from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
 from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
@@ -32,6 +31,7 @@ from learner.loop.status_reporter import StatusReporter
 from learner.loop.tasks import TaskSource, TaskStream
 from learner.loop.trainer import Trainer
 from tests.rigs.brokers import MemoryBroker, MemoryLearner
+from tests.rigs.waiting import read_jsonl
 
 VOCAB = 12
 

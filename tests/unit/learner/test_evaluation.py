@@ -14,7 +14,7 @@ from common.config.observing import WatchRule
 from common.config.schema import Config
 from common.errors import HopelessError, SlipstreamError
 from common.evaluation import EvaluationResult, dataset_names
-from common.json_lines import lines_of, read_jsonl
+from common.json_lines import lines_of
 from common.metrics import EvaluationMetrics, StepMetrics
 from common.run_reader import read_tail
 from common.waits import NO_WAIT
@@ -23,6 +23,7 @@ from learner.loop import evaluation as module
 from learner.loop.batch_source import Wait
 from learner.loop.evaluation import Evaluations
 from tests.rigs.brokers import MemoryBroker, node_report
+from tests.rigs.waiting import read_jsonl
 from tests.unit.learner.loop_fakes import MakeWorld, World, evaluated, world
 
 COUNTS = {"easy": 3, "hard": 2}

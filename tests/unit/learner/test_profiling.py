@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.json_lines import read_jsonl
+from tests.rigs.waiting import read_jsonl
 from tests.unit.learner.loop_fakes import MakeWorld, World
 
 

@@ -16,14 +16,13 @@ import pytest
 from common.config.observing import WatchRule
 from common.config.schema import Config
 from common.errors import EXIT_HOPELESS, HopelessError
-from common.json_lines import read_jsonl
 from common.metrics import EvaluationMetrics
 from launch.cli import main, parse
 from learner.backend_protocol import StepResult
 from learner.loop import watcher as module
 from learner.loop.watcher import run_command
 from tests.rigs.telemetry import read_line
-from tests.rigs.waiting import until
+from tests.rigs.waiting import read_jsonl, until
 from tests.unit.learner.loop_fakes import World, world
 
 MakeConfig = Callable[..., Config]

@@ -13,16 +13,9 @@ from common.weights.receive.contract import WeightsState
 from rollout_fleet.episode.sampler_protocol import EngineCounters
 from rollout_fleet.node.heartbeat import BrokerLost, BrokerTimeout
 from rollout_fleet.node.node_status import JoinTimer, NodeStatusTracker, explain, process_age_s
+from tests.rigs.waiting import Clock
 
 HELD = WeightsState(version=12, incarnation=0)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
