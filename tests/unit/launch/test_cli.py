@@ -132,10 +132,10 @@ def test_overrides_stand_before_and_after_options(words, expected):
     assert expected.items() <= vars(parse(words)).items()
 
 
-def test_a_function_in_place_of_an_environment_is_refused_with_the_class_to_write_around_it(job, capsys):
+def test_a_function_in_place_of_an_environment_is_refused_with_the_key_that_takes_it(job, capsys):
     assert main(["up", str(job), "tasks.environment=json:loads"]) == EXIT_USAGE
     err = capsys.readouterr().err
-    assert "'json:loads', which is a function; an environment gives the prompt" in err and "class Judged:" in err
+    assert "'json:loads', which is a function; a function that judges an answer is a `tasks.reward: json:loads`" in err
 
 
 def test_help_has_every_command_in_a_group_also_without_a_word(capsys):

@@ -27,7 +27,6 @@ from common.config.schema import (
     Config,
     EngineConfig,
     LearnerConfig,
-    LimitsConfig,
     ModelConfig,
     RolloutConfig,
     SftConfig,
@@ -35,6 +34,7 @@ from common.config.schema import (
     SftTasksConfig,
     TasksConfig,
 )
+from common.config.tasks import LimitsConfig
 from common.errors import EXIT_DONE, EXIT_FAILED
 from common.process.run_dir import RunDir
 from common.security.credentials import KeyFolder

@@ -1,6 +1,5 @@
 """Environment names: built-in, by import path, every way to get them wrong, and under another interpreter."""
 
-import asyncio
 import re
 import subprocess
 import sys
@@ -9,7 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.config.schema import Config, LimitsConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
+from common.config.schema import Config, ModelConfig, RolloutConfig, RunConfig, TasksConfig
+from common.config.tasks import LimitsConfig
 from common.errors import ConfigError
 from rollout_fleet.driver_factory import build_driver
 from rollout_fleet.environments import description
@@ -18,7 +18,7 @@ from rollout_fleet.environments.description import check_environment, check_libr
 from rollout_fleet.environments.registry import BUILT_IN, resolve
 from tests.rigs.waiting import LIMIT_S
 from tests.unit.rollout_fleet.chat_tokenizers import qwen
-from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, make_driver, new_host, play, say
+from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, new_host, play, say
 
 SOURCE = """
 class Fine:
@@ -68,12 +68,12 @@ def test_a_class_beside_the_job_is_found_and_built_in_names_resolve_and_find_the
     needed = {"openenv": {"url": "http://127.0.0.1:1"}, "verifiers": {"env_id": "some"}}
     for name in BUILT_IN:
         describe(name, needed.get(name, {}))
-        check_libraries(name)
+        check_libraries(name, needed.get(name, {}))
 
 
 def test_libraries_that_an_environment_needs_and_that_are_missing_are_named(user_folder: Path) -> None:
     with pytest.raises(ConfigError, match="which needs no_such_library") as caught:
-        check_libraries("my_environments:Needy")
+        check_libraries("my_environments:Needy", {})
     assert caught.value.hint == "pip install 'slipstream-rl[environments]'"
 
 
@@ -118,17 +118,10 @@ def test_options_that_do_not_fit_are_told_the_nearest(
 
 
 @pytest.mark.parametrize("function", ["judges", "judges_later"])
-def test_a_function_that_judges_gets_the_environment_around_it_which_works_as_it_is_told(
-    user_folder: Path, function: str
-) -> None:
+def test_a_function_that_judges_is_refused_with_the_key_that_takes_it(user_folder: Path, function: str) -> None:
     with pytest.raises(ConfigError, match=r"an environment class, or an agent .*, which is a function") as caught:
         describe(f"my_environments:{function}", {})
-    explained, _, source = (caught.value.hint or "").partition("\n\n")
-    assert "an environment gives the prompt of a dataset row and judges the policy's answer" in explained
-    (user_folder / f"my_{function}.py").write_text(source)
-    driver = make_driver(ScriptedSampler(lambda _: say("2")), resolve(f"my_{function}:Judged"))
-    rewards = [asyncio.run(driver.run({"prompt": "1+1=", "answer": answer}, 0)).reward for answer in ("2", "3")]
-    assert rewards == [1.0, 0.0]
+    assert f"tasks.reward: my_environments:{function}" in (caught.value.hint or "")
 
 
 def test_resolving_imports_neither_torch_nor_vllm() -> None:
