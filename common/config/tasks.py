@@ -35,11 +35,6 @@ class RewardConfig(Strict, frozen=True, kw_only=True):
     options: dict[str, Scalar] = {}  # Keyword arguments of the function.
     name: Text | None = None  # Name of the reward in metrics. Unset, the function's. Before several names, a prefix.
 
-    def metric(self, key: str = "") -> str:
-        """Name in metrics: of the function's only reward, or of the one that it returned under `key`."""
-        own = self.name or ("" if key else self.function.rpartition(":")[2])
-        return "/".join(filter(None, (own, key)))
-
 
 class MessageConfig(Strict, frozen=True, kw_only=True):
     """One message of a prompt."""
@@ -77,13 +72,6 @@ class TasksConfig(RowsConfig, frozen=True, kw_only=True):
     # Sampled tokens before rollout.max_tokens over which the penalty grows from 0 to 1. Unset, a fifth of that limit.
     overlong_buffer_tokens: Positive | None = None
 
-    @property
-    def rewards(self) -> list[RewardConfig]:
-        """`reward` as a list; [] of an environment."""
-        if isinstance(self.reward, str):
-            return [RewardConfig(function=self.reward, options=self.options)]
-        return self.reward or []
-
     def penalty_tokens(self, max_tokens: int) -> int:
         """Tokens of the overlong penalty's buffer; 0: no penalty."""
         default = max(1, max_tokens // DEFAULT_BUFFER_SHARE)
@@ -102,25 +90,17 @@ def task_problems(tasks: TasksConfig) -> Iterator[Problem]:
         for key in ("reward", "prompt", "chat_template_kwargs"):
             if getattr(tasks, key):
                 yield Problem(f"tasks.{key}", "nothing beside tasks.environment", "both", "an environment has its own")
-    if tasks.reward == [] or tasks.prompt == []:
-        yield Problem("tasks.reward" if tasks.reward == [] else "tasks.prompt", "at least one entry", "none")
-    if isinstance(tasks.reward, list):
-        yield from _several(tasks.reward)
-        if tasks.options:
-            hint = "give each function its own: tasks.reward[].options"
-            yield Problem("tasks.options", "nothing beside a list of rewards", f"{', '.join(tasks.options)}", hint)
+    for key in ("reward", "prompt"):
+        if getattr(tasks, key) == []:
+            yield Problem(f"tasks.{key}", "at least one entry", "none")
+    if isinstance(tasks.reward, list) and tasks.options:
+        hint = "give each function its own: tasks.reward[].options"
+        yield Problem("tasks.options", "nothing beside a list of rewards", f"{', '.join(tasks.options)}", hint)
+    if isinstance(tasks.reward, list) and not any(map(_weighs, tasks.reward)):
+        yield Problem("tasks.reward", "a weight that is not 0", "none: every reward would be 0")
     if tasks.overlong_buffer_tokens is not None and tasks.truncated != "penalized":
         yield Problem("tasks.overlong_buffer_tokens", "tasks.truncated: penalized with it", f"{tasks.truncated}")
 
 
-def _several(rewards: list[RewardConfig]) -> Iterator[Problem]:
-    weights = [each.weight if isinstance(each.weight, dict) else {"": each.weight} for each in rewards]
-    if rewards and not any(weight for each in weights for weight in each.values()):
-        yield Problem("tasks.reward", "a weight that is not 0", "none: every reward would be 0")
-    names: set[str] = set()
-    for number, (each, own) in enumerate(zip(rewards, weights, strict=True)):
-        named = {each.metric(key) for key in own}
-        if twice := names & named:
-            found = f"{min(twice)!r} twice"
-            yield Problem(f"tasks.reward[{number}].name", "another name for each reward", found, "set `name`")
-        names |= named
+def _weighs(reward: RewardConfig) -> bool:
+    return any(reward.weight.values()) if isinstance(reward.weight, dict) else reward.weight != 0

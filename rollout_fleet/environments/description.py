@@ -83,7 +83,7 @@ def describe(name: str, options: Mapping[str, Any], file: str = "config") -> Des
     given = (*(AGENT_KEYWORDS if _is_agent(found) else ("seed",)), *["group_seed"] * takes_group_seed(found))
     check_arguments(found, options, ("problem",), given, file=file, key="tasks.options")
     if name == REWARD_FUNCTION:
-        found.check(file=file, **options)
+        found.needs(options["reward"], options["options"], file)
     path = BUILT_IN.get(name, name)
     return Description(
         path=path,
@@ -130,7 +130,9 @@ def check_libraries(name: str, options: Mapping[str, Any], file: str = "config")
     """Raise ConfigError when this interpreter lacks libraries (`NEEDS`) of the environment, or of its rewards."""
     found = resolve(name, file)
     of_rewards = name == REWARD_FUNCTION
-    needs: tuple[str, ...] = found.needs(**options) if of_rewards else getattr(found, "NEEDS", ())
+    needs: tuple[str, ...] = (
+        found.needs(options["reward"], options["options"], file) if of_rewards else getattr(found, "NEEDS", ())
+    )
     lacks = [library for library in needs if importlib.util.find_spec(library) is None]
     if lacks:
         reason = f"{'a function' if of_rewards else repr(name)}, which needs {', '.join(lacks)}"

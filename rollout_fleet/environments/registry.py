@@ -35,42 +35,18 @@ EXPECTED = "a built-in environment or 'module:Class'"
 def played(tasks: "TasksConfig") -> tuple[str, dict[str, Any]]:
     """(name, keyword arguments) of the environment: tasks.environment, or the one around the functions of tasks.reward.
 
-    The arguments are JSON. An entry of `rewards` has the keys of its config for messages, and the names of its metrics.
+    The arguments are JSON.
     """
     if tasks.environment is not None:
         return tasks.environment, dict(tasks.options)
-    alone = isinstance(tasks.reward, str)
-    rewards = [
-        {
-            "function": reward.function,
-            "weight": reward.weight,
-            "options": reward.options,
-            "metric": reward.metric(),
-            "prefix": reward.metric("_").removesuffix("_"),
-            "key": "tasks.reward" if alone else f"tasks.reward[{number}].function",
-            "options_key": "tasks.options" if alone else f"tasks.reward[{number}].options",
-        }
-        for number, reward in enumerate(tasks.rewards)
-    ]
-    messages = (
-        tasks.prompt
-        if tasks.prompt is None or isinstance(tasks.prompt, str)
-        else [{"role": message.role, "content": message.content} for message in tasks.prompt]
-    )
-    return REWARD_FUNCTION, {
-        "rewards": rewards,
-        "prompt": messages,
-        "chat_template_kwargs": tasks.chat_template_kwargs,
-    }
+    import msgspec  # an environment's interpreter may lack it
+
+    names = ("reward", "options", "prompt", "chat_template_kwargs")
+    return REWARD_FUNCTION, {name: msgspec.to_builtins(getattr(tasks, name)) for name in names}
 
 
 def resolve(
-    name: str,
-    file: str = "config",
-    *,
-    key: str = KEY,
-    built_in: Mapping[str, str] = BUILT_IN,
-    expected: str = EXPECTED,
+    name: str, file: str = "config", key: str = KEY, built_in: Mapping[str, str] = BUILT_IN, expected: str = EXPECTED
 ) -> Any:
     """The class, or the agent's function, that `tasks.environment` names; description.py checks it.
 
@@ -104,7 +80,7 @@ def resolve(
 def check_arguments(
     found: Callable[..., Any],
     options: Mapping[str, Any],
-    positional: Sequence[str],
+    takes: Sequence[str],
     given: Sequence[str],
     *,
     file: str,
@@ -112,17 +88,17 @@ def check_arguments(
 ) -> None:
     """Raise ConfigError for `key`, with the nearest name, unless `found` takes all of these arguments.
 
-    It is not called. `positional` are what its first arguments are, `given` the keywords that are not options.
+    It is not called. `takes` are its positional arguments, `given` the keywords that are no options.
     """
     signature = inspect.signature(found)
-    known = [name for name in [*signature.parameters][len(positional) :] if name not in given]
+    known = [name for name in [*signature.parameters][len(takes) :] if name not in given]
     try:
-        signature.bind(*positional, **dict.fromkeys(given), **options)
+        signature.bind(*takes, **dict.fromkeys(given), **options)
     except TypeError as error:
         name = getattr(found, "__name__", type(found).__name__)
         unknown = next((o for o in options if o not in known), None)
         lacks = [p for p in known if p not in options and signature.parameters[p].default is inspect.Parameter.empty]
-        hint = f"give the option {lacks[0]!r}" if lacks else f"it is called with {', '.join((*positional, *given))}"
+        hint = f"give the option {lacks[0]!r}" if lacks else f"it is called with {', '.join((*takes, *given))}"
         if unknown is not None:
             near = difflib.get_close_matches(unknown, known, 1, 0.0)
             hint = f"did you mean {near[0]!r}?" if near else f"{name} takes no options"

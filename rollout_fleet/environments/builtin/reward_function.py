@@ -34,9 +34,7 @@ class RewardFailed(Exception):
 class RewardFunction:
     """Single turn. Problem: a row with the columns that prompt and rewards name.
 
-    Options:
-        rewards: of each function the entry that registry.played makes.
-        prompt, chat_template_kwargs: as in TasksConfig.
+    Options: the keys of TasksConfig.
     """
 
     def __init__(
@@ -44,13 +42,14 @@ class RewardFunction:
         problem: dict[str, Any],
         *,
         seed: int,
-        rewards: Sequence[Mapping[str, Any]],
-        prompt: str | Sequence[Mapping[str, str]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        reward: str | Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        prompt: str | Sequence[Mapping[str, str]] | None,
+        chat_template_kwargs: Mapping[str, Any],
     ) -> None:
         self._row = problem
-        self._prompt = Chat(tuple(messages_of(prompt, problem)), tuple((chat_template_kwargs or {}).items()))
-        self._rewards = [_Reward.of(entry) for entry in rewards]
+        self._prompt = Chat(tuple(messages_of(prompt, problem)), tuple(chat_template_kwargs.items()))
+        self._rewards = list(_rewards(reward, options))
 
     async def reset(self) -> Chat:
         return self._prompt
@@ -68,20 +67,31 @@ class RewardFunction:
         return StepResult(reward=total, metrics=metrics)
 
     @staticmethod
-    def needs(rewards: Sequence[Mapping[str, Any]], **_: Any) -> tuple[str, ...]:
-        """The libraries of the functions; raises as `check`."""
-        functions = [_function(entry) for entry in rewards]
-        return tuple(library for function in functions for library in getattr(function, "NEEDS", ()))
+    def needs(reward: str | Sequence[Mapping[str, Any]], options: Mapping[str, Any], file: str) -> tuple[str, ...]:
+        """The libraries of the functions. Raises ConfigError for one that is not there or does not take its options."""
+        libraries: list[str] = []
+        for each in _rewards(reward, options, file):
+            given = ("action",) if each.takes_action else ()
+            key = "tasks.options" if isinstance(reward, str) else each.key.replace(".function", ".options")
+            check_arguments(each.function, each.options, ("completion", "row"), given, file=file, key=key)
+            libraries += getattr(each.function, "NEEDS", ())
+        return tuple(libraries)
 
-    @staticmethod
-    def check(rewards: Sequence[Mapping[str, Any]], file: str, **_: Any) -> None:
-        """Raise ConfigError for a function that is not there, is none, or does not take its options."""
-        for entry in rewards:
-            function = _function(entry, file)
-            given = ("action",) if _takes_action(function) else ()
-            check_arguments(
-                function, entry["options"], ("completion", "row"), given, file=file, key=entry["options_key"]
-            )
+
+def _rewards(
+    reward: str | Sequence[Mapping[str, Any]], options: Mapping[str, Any], file: str = "config"
+) -> Iterator["_Reward"]:
+    """The rewards of `tasks.reward`; raises ConfigError for what is no function."""
+    alone = [{"function": reward, "weight": 1.0, "options": options, "name": None}]
+    for number, entry in enumerate(alone if isinstance(reward, str) else reward):
+        key = KEY if isinstance(reward, str) else f"{KEY}[{number}].function"
+        found = resolve(entry["function"], file, key, BUILT_IN, EXPECTED)
+        if not callable(found) or inspect.isclass(found):
+            reason = f"{entry['function']!r}, which is a {type(found).__name__}"
+            raise ConfigError(file, key, "a function (completion, row)", reason, "tasks.environment takes classes")
+        metric = entry["name"] or entry["function"].rpartition(":")[2]
+        prefix = f"{entry['name']}/" if entry["name"] else ""
+        yield _Reward(found, entry["weight"], entry["options"], metric, prefix, key)
 
 
 @dataclass(frozen=True)
@@ -91,10 +101,11 @@ class _Reward:
     options: Mapping[str, Any]
     metric: str  # name of its only reward
     prefix: str  # before names that the function returns
+    key: str  # of the config
 
-    @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> "_Reward":
-        return cls(_function(entry), *(entry[name] for name in ("weight", "options", "metric", "prefix")))
+    @property
+    def takes_action(self) -> bool:
+        return "action" in inspect.signature(self.function).parameters
 
     def weight_of(self, name: str) -> float:
         """The weight of a metric."""
@@ -102,7 +113,7 @@ class _Reward:
 
     async def judge(self, action: Action, row: Mapping[str, Any]) -> dict[str, float]:
         """Its rewards by metric."""
-        given = {"action": action} if _takes_action(self.function) else {}
+        given = {"action": action} if self.takes_action else {}
         try:
             found = self.function(action.text, copy.deepcopy(row), **self.options, **given)
             found = await found if inspect.isawaitable(found) else found
@@ -129,21 +140,6 @@ class _Reward:
         if inspect.iscoroutine(found):
             found.close()
         raise RewardFailed(f"{name} returned {found!r}"[:SHOWN_CHARS] + ", expected a finite number")
-
-
-def _function(entry: Mapping[str, Any], file: str = "config") -> Callable[..., Any]:
-    """The function of an entry; raises ConfigError."""
-    name: str = entry["function"]
-    found = resolve(name, file, key=entry["key"], built_in=BUILT_IN, expected=EXPECTED)
-    if not callable(found) or inspect.isclass(found):
-        kind = "class" if inspect.isclass(found) else type(found).__name__
-        hint = "a class with reset and step is a tasks.environment" if inspect.isclass(found) else None
-        raise ConfigError(file, entry["key"], "a function (completion, row)", f"{name!r}, which is a {kind}", hint)
-    return found
-
-
-def _takes_action(function: Callable[..., Any]) -> bool:
-    return "action" in inspect.signature(function).parameters
 
 
 # -------------------------------------------------------------------- prompts
