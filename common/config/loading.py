@@ -188,6 +188,8 @@ def _apply_override(document: Document, word: str, schema: type[msgspec.Struct])
         raise ConfigError(OVERRIDE, key, "a YAML value", repr(text), "put quotes around the value") from None
     if isinstance(kind, schema_info.StrType) and not isinstance(value, str):
         value = text  # run.name=2026 means the text
+    if _looks_like_text(value, kind):
+        value = text  # tasks.prompt={question}
     *sections, name = key.split(".")
     target = document
     for section in sections:
@@ -249,6 +251,8 @@ def _rewritten(
         hint = f"did you mean '{near}'?"
     if isinstance(value, int) and abs(value) > MOST_INTEGER:
         hint = f"at most {MOST_INTEGER}"
+    if _looks_like_text(value, info):
+        hint = "put quotes around a text that begins with {"
     return ConfigError(source, key, describe_type(kind), describe_value(value), hint)
 
 
@@ -273,6 +277,12 @@ def _converts(value: object, kind: Any) -> bool:
     except msgspec.ValidationError:
         return False
     return True
+
+
+def _looks_like_text(value: object, kind: schema_info.Type) -> bool:
+    """Whether YAML reads a mapping, as of an unquoted {question}, where the schema has a text but no mapping."""
+    kinds = kind.types if isinstance(kind, schema_info.UnionType) else (kind,)
+    return isinstance(value, dict) and any(isinstance(each, schema_info.StrType) for each in kinds)
 
 
 def _is_section(kind: Any) -> bool:

@@ -5,7 +5,6 @@ The job trains on two CPU cores in about a minute, without a network. Exit codes
 
 import argparse
 import json
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -62,16 +61,15 @@ def write_example(folder: Path) -> None:
     """Write the job into `folder`, all or nothing; raises UsageError unless the folder is new or empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is not an empty folder; name a new one")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        (work / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-        (work / "rewards.py").write_text(REWARDS)
-        (work / "config.yaml").write_text(CONFIG)
-        build_model(PRESETS["tiny"].model, SEED, work / "model")
-        work.chmod(0o755)
-        replace_folder(work, folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as made:
+            work = Path(made) / folder.name
+            work.mkdir()
+            (work / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+            (work / "rewards.py").write_text(REWARDS)
+            (work / "config.yaml").write_text(CONFIG)
+            build_model(PRESETS["tiny"].model, SEED, work / "model")
+            replace_folder(work, folder)
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)

@@ -64,6 +64,22 @@ def test_environment_that_cannot_be_used_is_refused(job, capsys, command, name):
     assert str(job) in err
 
 
+@pytest.mark.parametrize("command", ["up", "rollout"])
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["tasks.reward=exact_mach"], "tasks.reward"),
+        (["tasks.reward=json:loads"], "tasks.options"),
+        (["tasks.reward=exact_match", "tasks.prompt={questoin}"], "tasks.prompt"),
+        (["tasks.reward=exact_match", "tasks.prompt={question}", "tasks.options.column=anwser"], "tasks.reward"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_is_refused_before_anything_starts(job, capsys, command, words, key):
+    said = refusal(capsys, command, str(job), "tasks.environment=null", *words)
+    assert f": {key}: " in said and str(job) in said
+    assert not (job.parent / "run").exists()
+
+
 @pytest.mark.parametrize("command", ["broker", "up"])
 def test_address_in_use_is_refused(job, command):
     with socket.socket() as taken:

@@ -11,13 +11,14 @@ import pytest
 from common.config.schema import Config, ModelConfig, RolloutConfig, RunConfig, TasksConfig
 from common.config.tasks import LimitsConfig
 from common.errors import ConfigError
-from rollout_fleet.driver_factory import build_driver
+from rollout_fleet.driver_factory import build_driver, check_rewards
 from rollout_fleet.environments import description
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.description import check_environment, check_libraries, describe
 from rollout_fleet.environments.registry import BUILT_IN, resolve
+from tests.rigs.configs import job_of
 from tests.rigs.waiting import LIMIT_S
-from tests.unit.rollout_fleet.chat_tokenizers import qwen
+from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, new_host, play, say
 
 SOURCE = """
@@ -151,6 +152,8 @@ class Game:
 
 class Needy(Game):
     NEEDS = ("there_neither",)
+
+def reward(completion, row, *, bonus=0.0): return float(completion == only_there.QUESTION) + bonus
 """
 
 
@@ -192,6 +195,28 @@ def test_an_environment_whose_library_only_the_named_interpreter_has_is_describe
     assert (sample.error, sample.reward) == (None, 3.0)
     left = [child for child in psutil.Process().children() if "other_game" in child.cmdline()]
     assert not left, "closing the driver ends the fork server"
+
+
+def test_a_reward_function_of_the_named_interpreter_is_checked_tried_and_called_there(
+    other_python: str, tmp_path: Path
+) -> None:
+    def job(function: str, **options: float) -> Config:
+        tasks = {"environment": None, "reward": function, "options": options, "limits": {"python": other_python}}
+        return job_of(tmp_path, tasks=tasks, rollout={"max_tokens": 64})
+
+    qwen().save_pretrained(tmp_path / "model")
+    config = job("other_game:reward", bonus=1.0)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "Say it"}\n')
+    check_rewards(config, check_environment(config.tasks), "job.yaml")
+    sample = play(build_driver(config, speaker(qwen(), "How much?"), new_host()), {"prompt": "Say it"})
+    assert (sample.error, sample.reward) == (None, 2.0)
+    for function, options, key in (
+        ("other_game:rewrd", {}, "tasks.reward"),
+        ("other_game:reward", {"bonsu": 1}, "tasks.options"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_environment(job(function, **options).tasks)
+        assert caught.value.key == key
 
 
 def test_an_empty_interpreter_stands_for_the_node_s_own() -> None:
