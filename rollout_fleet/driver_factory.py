@@ -116,7 +116,7 @@ def check_rewards(config: Config, found: Description, file: str) -> None:
         expected = "a template whose columns are in the dataset, or a dataset with the column 'prompt'"
         raise ConfigError(file, "tasks.prompt", expected, f"{where}: {error}") from error
     try:
-        with redirect_stdout(sys.stderr):  # what functions print is no output of the command
+        with redirect_stdout(sys.stderr):  # the command's output is not for functions
             asyncio.run(first_observation(config, found, problem))
     except EpisodeFailed as error:
         expected = "functions that judge any completion of the dataset's rows"

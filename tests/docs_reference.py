@@ -69,10 +69,12 @@ def config_page() -> str:
     sections = {
         field.name: config_rows(field.type, f"{field.name}.") for field in msgspec.structs.fields(schema.Config)
     }
+    listed = [config_rows(tasks.RewardConfig, "tasks.reward[]."), config_rows(tasks.MessageConfig, "tasks.prompt[].")]
+    sections["tasks"] = chain(sections["tasks"], *listed)
     sections["watch"] = config_rows(schema.WatchRule, "watch[].")  # a list of them
     own = [row for row in config_rows(schema.SftLearnerConfig, "learner.") if "sequences_per_step" in row]
-    tasks, held_out = (schema.SftTasksConfig, "tasks."), (schema.SftEvaluationConfig, "evaluation.")
-    sections["slipstream sft"] = chain(config_rows(*tasks), own, config_rows(*held_out))
+    rows, held_out = (schema.SftTasksConfig, "tasks."), (schema.SftEvaluationConfig, "evaluation.")
+    sections["slipstream sft"] = chain(config_rows(*rows), own, config_rows(*held_out))
     return filled(DOCS / "config.md", "key | value | default | means", sections)
 
 

@@ -110,7 +110,7 @@ class EpisodeDriver:
         self.rules = rules
         most = rules.limits.max_concurrent
         self._slots = nullcontext() if most is None else asyncio.Semaphore(most)
-        self._names: frozenset[str] = frozenset()  # of the first sample's metrics
+        self._names: frozenset[str] = frozenset()  # the metrics of the first sample
 
     def at(self, temperature: float) -> Self:
         """The same driver for an evaluation: its slots and its environment, another temperature, and no penalty."""

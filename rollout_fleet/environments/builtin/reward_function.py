@@ -101,7 +101,7 @@ class _Reward:
     options: Mapping[str, Any]
     metric: str  # name of its only reward
     prefix: str  # before names that the function returns
-    key: str  # of the config
+    key: str  # that names it in the config
 
     @property
     def takes_action(self) -> bool:
@@ -132,7 +132,7 @@ class _Reward:
     @staticmethod
     def _number(found: Any, name: str) -> float:
         try:
-            number = found.item() if hasattr(found, "item") else found  # of NumPy or torch
+            number = found.item() if hasattr(found, "item") else found  # a number of NumPy or torch
             if isinstance(number, Real) and math.isfinite(number):
                 return float(number)
         except (ValueError, TypeError, OverflowError, RuntimeError):  # several elements, or too large

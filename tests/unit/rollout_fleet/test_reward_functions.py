@@ -55,7 +55,7 @@ class Called:
 called = Called()
 NUMBER = 3
 """
-BAD = {  # what a function returns or does, and words of the reason
+BAD = {  # a return value or an error, and words of the reason
     "None": "None",
     "'1.0'": "'1.0'",
     "math.nan": "nan",
