@@ -66,8 +66,8 @@ class TasksConfig(RowsConfig, frozen=True, kw_only=True):
     options: dict[str, Scalar] = {}  # Keyword arguments of the environment, or of the reward function.
     limits: LimitsConfig = LimitsConfig()
     max_attempts: Positive = 3  # Failed attempts after which a task is given up; docs/delivery.md.
-    # Use of an answer that the token limit cut: as it was judged, not in the loss, or with DAPO's penalty, which begins
-    # before the limit; docs/rewards.md.
+    # Use of an answer that the token limit cut: as it was judged, not in the loss, or with DAPO's penalty. The penalty
+    # begins before the limit; docs/rewards.md.
     truncated: Literal["counted", "masked", "penalized"] = "counted"
     # Sampled tokens before rollout.max_tokens over which the penalty grows from 0 to 1. Unset, a fifth of that limit.
     overlong_buffer_tokens: Positive | None = None

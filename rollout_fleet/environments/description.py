@@ -129,17 +129,14 @@ def _takes(function: Any, keywords: Sequence[str]) -> bool:
 def check_libraries(name: str, options: Mapping[str, Any], file: str = "config") -> None:
     """Raise ConfigError when this interpreter lacks libraries (`NEEDS`) of the environment, or of its rewards."""
     found = resolve(name, file)
-    of_rewards = name == REWARD_FUNCTION
-    needs: tuple[str, ...] = (
-        found.needs(options["reward"], options["options"], file) if of_rewards else getattr(found, "NEEDS", ())
-    )
+    rewards = name == REWARD_FUNCTION
+    needs = found.needs(options["reward"], options["options"], file) if rewards else getattr(found, "NEEDS", ())
     lacks = [library for library in needs if importlib.util.find_spec(library) is None]
     if lacks:
-        reason = f"{'a function' if of_rewards else repr(name)}, which needs {', '.join(lacks)}"
-        kind = "a function" if of_rewards else "an environment"
+        reason = f"{'a function' if rewards else repr(name)}, which needs {', '.join(lacks)}"
+        expected = "libraries that are installed"
         hint = "pip install 'slipstream-rl[environments]'"
-        key = "tasks.reward" if of_rewards else KEY
-        raise ConfigError(file, key, f"{kind} whose libraries are installed", reason, hint)
+        raise ConfigError(file, "tasks.reward" if rewards else KEY, expected, reason, hint)
 
 
 # -------------------------------------------------------------------- under another interpreter

@@ -130,15 +130,15 @@ def passed(code: str, tests: list[str]) -> float:
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     world = {"__name__": "__main__"}
-    return _runs(code, world) * sum(_runs(test, world) for test in tests) / len(tests)
 
+    def runs(text: str) -> bool:
+        try:
+            exec(compile(text, "<code>", "exec"), world)
+        except BaseException:  # SystemExit too: tests behind it would not run
+            return False
+        return True
 
-def _runs(code: str, world: dict[str, Any]) -> bool:
-    try:
-        exec(compile(code, "<code>", "exec"), world)
-    except BaseException:  # SystemExit too: tests behind it would not run
-        return False
-    return True
+    return runs(code) * sum(map(runs, tests)) / len(tests)
 
 
 def length_penalty(

@@ -59,11 +59,11 @@ class RewardFunction:
         metrics: dict[str, float] = {}
         total = 0.0
         for reward in self._rewards:
-            values = await reward.judge(action, self._row)
+            values, weighted = await reward.judge(action, self._row)
             if twice := metrics.keys() & values.keys():
                 raise RewardFailed(f"two rewards are named {min(twice)!r}; give one of them a `name`")
             metrics |= values
-            total += sum(reward.weight_of(name) * value for name, value in values.items())
+            total += weighted
         return StepResult(reward=total, metrics=metrics)
 
     @staticmethod
@@ -89,57 +89,53 @@ def _rewards(
         if not callable(found) or inspect.isclass(found):
             reason = f"{entry['function']!r}, which is a {type(found).__name__}"
             raise ConfigError(file, key, "a function (completion, row)", reason, "tasks.environment takes classes")
-        metric = entry["name"] or entry["function"].rpartition(":")[2]
-        prefix = f"{entry['name']}/" if entry["name"] else ""
-        yield _Reward(found, entry["weight"], entry["options"], metric, prefix, key)
+        shown = entry["function"].rpartition(":")[2]
+        yield _Reward(found, entry["weight"], entry["options"], name=entry["name"], default=shown, key=key)
 
 
 @dataclass(frozen=True)
 class _Reward:
     function: Callable[..., Any]
-    weight: float | Mapping[str, float]  # a mapping has the function's own names
+    weight: float | Mapping[str, float]  # a mapping has the names that the function returns
     options: Mapping[str, Any]
-    metric: str  # name of its only reward
-    prefix: str  # before names that the function returns
+    name: str | None
+    default: str  # its name in the config
     key: str  # that names it in the config
 
     @property
     def takes_action(self) -> bool:
         return "action" in inspect.signature(self.function).parameters
 
-    def weight_of(self, name: str) -> float:
-        """The weight of a metric."""
-        return self.weight[name.removeprefix(self.prefix)] if isinstance(self.weight, Mapping) else self.weight
-
-    async def judge(self, action: Action, row: Mapping[str, Any]) -> dict[str, float]:
-        """Its rewards by metric."""
+    async def judge(self, action: Action, row: Mapping[str, Any]) -> tuple[dict[str, float], float]:
+        """(its rewards by metric, their weighted sum)."""
+        alone = self.name or self.default
         given = {"action": action} if self.takes_action else {}
         try:
             found = self.function(action.text, copy.deepcopy(row), **self.options, **given)
             found = await found if inspect.isawaitable(found) else found
         except Exception as error:
-            raise RewardFailed(f"{self.metric} raised {type(error).__name__}: {error}") from error
-        if not isinstance(found, Mapping):
-            if isinstance(self.weight, Mapping):
-                raise RewardFailed(f"{self.metric} returned one reward, its weights are for {', '.join(self.weight)}")
-            return {self.metric: self._number(found, self.metric)}
-        expected = self.weight if isinstance(self.weight, Mapping) else found
-        if found.keys() != expected.keys() or not found or not all(isinstance(name, str) for name in found):
-            wanted = f"its weights are for {', '.join(expected)}" if expected is not found else "expected names"
-            raise RewardFailed(f"{self.metric} returned rewards for {list(found)!r}; {wanted}"[:SHOWN_CHARS])
-        return {f"{self.prefix}{name}": self._number(value, f"{self.metric}: {name}") for name, value in found.items()}
+            raise RewardFailed(f"{alone} raised {type(error).__name__}: {error}") from error
+        values = found if isinstance(found, Mapping) else {"": found}
+        weights = self.weight if isinstance(self.weight, Mapping) else dict.fromkeys(values, self.weight)
+        if not values or values.keys() != weights.keys() or not all(isinstance(name, str) for name in values):
+            expected = "a number, or numbers by name" if weights is not self.weight else f"numbers for {[*weights]}"
+            raise RewardFailed(f"{alone} returned {found!r}"[:SHOWN_CHARS] + f", expected {expected}")
+        numbers = {name: _number(value, f"{alone} {name}".rstrip()) for name, value in values.items()}
+        metrics = {"/".join(filter(None, (self.name, key))) or alone: value for key, value in numbers.items()}
+        return metrics, sum(weights[name] * value for name, value in numbers.items())
 
-    @staticmethod
-    def _number(found: Any, name: str) -> float:
-        try:
-            number = found.item() if hasattr(found, "item") else found  # a number of NumPy or torch
-            if isinstance(number, Real) and math.isfinite(number):
-                return float(number)
-        except (ValueError, TypeError, OverflowError, RuntimeError):  # several elements, or too large
-            pass
-        if inspect.iscoroutine(found):
-            found.close()
-        raise RewardFailed(f"{name} returned {found!r}"[:SHOWN_CHARS] + ", expected a finite number")
+
+def _number(found: Any, name: str) -> float:
+    """A number as a finite float; raises RewardFailed, naming the reward, for anything else."""
+    try:
+        number = found.item() if hasattr(found, "item") else found  # a number of NumPy or torch
+        if isinstance(number, Real) and math.isfinite(number):
+            return float(number)
+    except (ValueError, TypeError, OverflowError, RuntimeError):  # several elements, or too large
+        pass
+    if inspect.iscoroutine(found):
+        found.close()
+    raise RewardFailed(f"{name} returned {found!r}"[:SHOWN_CHARS] + ", expected a finite number")
 
 
 # -------------------------------------------------------------------- prompts
