@@ -111,8 +111,9 @@ def test_only_a_source_that_is_known_can_end_the_plane(lead: Lead, stranger: tup
     lead.offer(1, 1)
     connection, incarnation, number = stranger
     lead.sources.hear(connection, PartSealed(number, incarnation, -1, -1, None, "no memory"), None)
-    with pytest.raises(RuntimeError, match="source 1 cannot send weights: no memory"):
+    with pytest.raises(RuntimeError) as failed:
         lead.sources.hear(b"s1", PartSealed(1, 3, -1, -1, None, "no memory"), None)
+    assert "source 1" in str(failed.value) and "no memory" in str(failed.value)
 
 
 def test_sources_hear_which_versions_are_needed_with_every_offering(lead: Lead) -> None:
