@@ -46,6 +46,7 @@ export SLIPSTREAM_VERIFIERS_PYTHON="${SLIPSTREAM_VERIFIERS_PYTHON:-$PWD/.venv-ad
 export SLIPSTREAM_OPENENV_PYTHON="${SLIPSTREAM_OPENENV_PYTHON:-$PWD/.venv-adapters/bin/python}"
 export SLIPSTREAM_SINKS_PYTHON="${SLIPSTREAM_SINKS_PYTHON:-$PWD/.venv-adapters/bin/python}"
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE  # pytest rewrites every assertion again where it may not keep what it compiled
 begun=$SECONDS
 step "ruff check" ruff check .
 step "ruff format" ruff format --check .

@@ -416,6 +416,25 @@ def test_a_part_that_cannot_come_ends_the_fetches_of_the_others(source: PartBuff
             running.result(LIMIT_S / 2)
 
 
+def test_the_parts_that_wait_for_another_source_are_told_by_their_number(
+    source: PartBuffer, sources: list[Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "STALL_S", 2 * LIMIT_S)  # silence is no stall here
+    parts = [new_part(FLAT, at, PIECE, piece=PIECE, origin=NOWHERE, secured=True) for at in (0, PIECE)]
+    publish = Publish(0, 7, 1, "", PIECE, [], "", LIMIT_S, parts=parts, sources=[one.address for one in sources])
+    fetches = PartFetches(publish, "")
+    assert fetches.stalls == {}
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(fetches.run, torch.zeros(2 * PIECE, dtype=torch.uint8), None, lambda share: None)
+        (connection, _), *_ = sources[1].asked(1)
+        sources[1].say(connection, [relay.encode(Gone("withdrawn"))])
+        stalls = until(lambda: fetches.stalls)
+        fetches.close()
+        with pytest.raises(GivenUp):
+            running.result(LIMIT_S)
+    assert stalls == {1: Stall(sources[1].address, 0, stalls[1].reason)} and "withdrawn" in stalls[1].reason
+
+
 # ---------------------------------------------------------------- passwords
 
 

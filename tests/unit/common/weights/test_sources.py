@@ -83,6 +83,19 @@ def test_a_version_that_is_to_be_evaluated_is_not_superseded_before_it_is_whole(
     assert first.whole and second.whole
 
 
+def test_a_version_that_waits_for_parts_for_long_is_told_once(
+    lead: Lead, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sources, "PATIENCE_S", -1.0)
+    lead.add(1)
+    lead.offer(2, 1)
+    assert lead.sources.whole() == lead.sources.whole() == []
+    assert [record.args for record in caplog.records] == [(1, [1])], "version, and the sources that lack"
+    caplog.clear()
+    lead.offer(1, 1)
+    assert lead.sources.whole() and not caplog.records
+
+
 def test_a_part_is_asked_for_until_it_comes_also_over_a_new_connection(
     lead: Lead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
