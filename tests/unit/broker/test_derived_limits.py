@@ -19,8 +19,8 @@ from broker.server.request_guard import RejectionLog, RequestGuard
 from broker.wire import WireError
 from common.config.schema import TelemetryConfig
 from common.errors import UsageError
-from tests.rigs.refusals import refused
 from tests.rigs.brokers import job, new_state, run_info
+from tests.rigs.refusals import refused
 
 
 @pytest.mark.parametrize(("message", "allowed"), [(1 << 20, flood_guard.UNEXPLAINED_BYTES), (1 << 30, 2 << 30)])

