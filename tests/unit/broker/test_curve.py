@@ -86,7 +86,7 @@ def test_a_side_without_a_key_is_not_talked_to_and_the_other_says_what_to_set(ke
         told = refused(UsageError, "broker.credentials")
         with secured(here) as server, connect(access(server, "observer", there)) as observer, told as caught:
             observer.status()
-        assert ("--credentials" in str(caught.value)) == (there is None), "what this side sets"
+        assert ("--credentials" in str(caught.value)) == (there is None)
 
 
 @pytest.mark.parametrize(("mine", "fact"), [(False, "--credentials"), (True, "'observer'")])

@@ -94,7 +94,7 @@ def test_failed_ranks_end_the_round_everywhere_and_the_next_one_waits_for_that()
     machines, (one, two, spare) = started("h1", "h2", "h3")
     one.change(running=False, exit_code=1)
     reason = one.tick(machines, 2.0).reason
-    assert re.findall(r"h?\d", reason) == ["1", "h1", "1", "h2"], "round 1: h1 ended with 1, and h2 may still run"
+    assert re.findall(r"h?\d", reason) == ["1", "h1", "1", "h2"]  # round 1: h1 ended with exit code 1, h2 may still run
     assert spare.tick(machines, 2.0).round == 0
     two.tick(machines, 2.0)
     assert running([one, two, spare]) == []

@@ -10,7 +10,7 @@ from openai.resources.chat.completions import Completions as Chats
 from openai.resources.completions import Completions
 
 from rollout_fleet.agents import api
-from rollout_fleet.agents.api import _HINTS, NEUTRAL, UNKNOWN, BadRequest, ChatRequest, CompletionRequest, read
+from rollout_fleet.agents.api import NEUTRAL, UNKNOWN, BadRequest, ChatRequest, CompletionRequest, read
 from rollout_fleet.agents.conversation import Conversation
 from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.episode.driver import EpisodeFailed, EpisodeRules, Progress, Sampling
@@ -166,14 +166,14 @@ NO_IDS = ([-1], [1, -5], [True], [1.5], [[1]], {"a": 1}, ["a", "b"])
         ({}, "`messages`"),
         ({"messages": []}, "length >= 1"),
         ({"messages": [{"content": "x"}]}, "`role`"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "images"),
         ({"messages": [assistant("", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])]}, "tool_calls"),
         *(({"prompt": prompt}, "token ids") for prompt in NO_IDS),
     ],
 )
 def test_what_could_not_be_recorded_exactly_is_refused_with_the_reason(body: Any, fact: str) -> None:
     name = "prompt" if "prompt" in body else "messages"
-    with refused(BadRequest, fact, _HINTS[name]) as caught:
+    with refused(BadRequest, fact) as caught:
         read(body, CompletionRequest if name == "prompt" else ChatRequest, Sampling())
     assert caught.value.parameter == name
 

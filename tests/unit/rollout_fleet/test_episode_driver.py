@@ -15,6 +15,7 @@ from rollout_fleet.environments.builtin.number_guessing import NumberGuessing
 from rollout_fleet.environments.protocol import Action, Budget, StepResult
 from rollout_fleet.episode.driver import Progress
 from rollout_fleet.episode.sampler_protocol import Generation
+from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S, until_async
 from tests.unit.rollout_fleet.fleet_fakes import (
     EOS,

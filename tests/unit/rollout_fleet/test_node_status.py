@@ -63,9 +63,9 @@ def test_a_node_of_the_pool_waits_for_versions_and_its_tokens_are_no_training_to
     waits = WaitFor(WaitKind.EVALUATED_VERSION)
     for weights, state in ((WeightsState(), "joining"), (HELD, "waiting")):
         assert explain(weights, learner=0, episodes=0, starting=0, leased=False, pool="eval") == (state, waits)
-    refused = WeightsState(refused="the learner refused this key")
+    unlisted = WeightsState(refused="the learner refused this key")
     for pool in ("eval", ""):
-        found = explain(refused, learner=0, episodes=0, starting=0, leased=False, pool=pool)
+        found = explain(unlisted, learner=0, episodes=0, starting=0, leased=False, pool=pool)
         assert found == ("joining", WaitFor(WaitKind.WEIGHTS, cause="the learner refused this key"))
     status = NodeStatusTracker("n", clock, pool="eval")
     clock.now = 9.0

@@ -88,4 +88,4 @@ def test_an_observation_that_cannot_be_rendered_is_refused(observation: Any, why
 def test_a_template_that_refuses_fails_the_sample_and_nothing_else() -> None:
     tokenizer = with_template("{{ raise_exception('roles must alternate') }}", "<eos>")
     sample = asyncio.run(make_driver(ScriptedSampler(lambda _: None), Talks, tokenizer=tokenizer).run({}, 0))  # type: ignore[arg-type,return-value]
-    assert sample.stop_reason == "environment_error" and "roles must alternate" in str(sample.error)
+    assert sample.stop_reason == "environment_error" and "alternate" in str(sample.error)

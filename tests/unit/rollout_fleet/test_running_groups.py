@@ -80,7 +80,7 @@ def test_a_failed_sample_is_counted_by_its_reason_and_leaves_the_reward_mean() -
     assert status.report().samples_failed == {"environment_error": 2}
     sampler = ScriptedSampler(lambda _: ValueError("not in this vocabulary"))
     (none,) = roll(running(make_driver(sampler, Addition)), addition_task(0))
-    assert "environment_error" in str(none.failure) and "not in this vocabulary" in str(none.failure)
+    assert "environment_error" in str(none.failure) and "vocabulary" in str(none.failure)
 
 
 @pytest.mark.parametrize("problem", [b"{", b"[1]", b""])
