@@ -291,7 +291,7 @@ def test_a_shared_fleet_skips_a_version_that_is_no_longer_the_newest(
     world.lead.evaluations.turn = late
     assert world.run() == "done"
     [skipped] = [entry["detail"] for entry in read_jsonl(world.run_dir.events) if entry["kind"] == "evaluation_skipped"]
-    assert (skipped["version"], skipped["reason"]) == (2, "the fleet goes on with a newer version")
+    assert skipped["version"] == 2 and "newer" in skipped["reason"]
     assert {line.policy_version for line in lines(world)} == {0, 4, 6}
 
 
@@ -341,7 +341,8 @@ def test_a_version_that_a_pause_keeps_from_the_fleet_is_skipped_at_once_and_a_po
     assert watching(world_, Pool(world_) if pool else None).run() == "done"
     events = [e["detail"] for e in read_jsonl(world_.run_dir.events) if e["kind"].startswith("evaluation_")]
     skipped = [(e["version"], e["reason"]) for e in events if "reason" in e]
-    assert skipped == ([] if pool else [(2, "publishing is paused"), (4, "publishing is paused")])
+    assert [version for version, _ in skipped] == ([] if pool else [2, 4])
+    assert all("paused" in reason for _, reason in skipped)
     assert {line.policy_version for line in lines(world_)} == ({0, 2, 4} if pool else {0})
 
 

@@ -66,7 +66,6 @@ def test_a_warning_has_value_limit_sentence_groups_and_the_command_that_replays_
     assert (found["rule"], found["step"], found["limit"], found["do"]) == ("watch[0]", 0, 0.0, "warn")
     assert found["value"] == made.lines()[0].length_max == found["groups"][0]["contribution"]
     assert {one["serial"] for one in found["groups"]} == {0, 1}
-    assert found["text"] == f"watch[0]: length_max was {found['value']:g}, above 0 at step 0"
     assert made.lead.reporter.snapshot().alarms == [found["text"]], "as long as the metric is not well"
     assert made.publisher.holds == set()
 
@@ -93,9 +92,7 @@ def test_a_spike_of_the_gradient_norm_names_the_groups_of_its_step_and_the_repla
     made.backend.train_step = spiking
     assert made.run() == "done"
     (found,) = events(made, "watch")
-    assert (
-        found["text"] == "watch[0]: grad_norm was 1000, above 10 (10 times the median of the steps before) at step 12"
-    )
+    assert (found["metric"], found["step"], found["value"], found["limit"]) == ("grad_norm", 12, 1e3, 10.0)
     trained = {entry.serial for entry in made.broker.ledger() if entry.step == 12}
     assert {one["serial"] for one in found["groups"]} <= trained
     contributions = [one["contribution"] for one in found["groups"]]
@@ -168,8 +165,8 @@ def test_a_pause_trains_what_the_window_allows_then_waits_until_it_is_resumed(wa
     assert made.run() == "done"
     assert found["seen"] == 3, "the version that was on its way when the rule acted"
     assert found["steps"] == 5, "with version 3 and staleness.max 1 nodes may generate for steps 3 and 4"
-    text = "watch[0]: policy_version was 3, above 2 at step 2"
-    assert found["report"].paused == text
+    text = events(made, "watch")[0]["text"]
+    assert found["report"].paused == text != ""
     assert made.publisher.seen == 7 and made.lead.reporter.snapshot().paused == ""
     assert [e["reason"] for e in events(made, "publishing_paused", "publishing_resumed")] == [text, ""]
     assert [line.step for line in made.lines()] == list(range(8))
@@ -228,11 +225,10 @@ def test_a_pause_for_an_evaluation_of_the_newest_version_can_be_resumed_and_a_la
 
 def test_a_stop_writes_a_checkpoint_and_only_a_resumed_run_continues(watched, capsys) -> None:
     made = watched(from_step(2, do="stop"), learner={"checkpoint": {"every": 100}})
-    with pytest.raises(HopelessError) as stopped:
-        made.run()
     run = made.run_dir.path
-    reason = f"stopped by watch[0]: policy_version was 3, above 2 at step 2; `slipstream resume {run}`, then the same"
-    assert str(stopped.value).startswith(reason)
+    with refused(HopelessError, "watch[0]", "policy_version", "step 2", f"`slipstream resume {run}`") as stopped:
+        made.run()
+    assert events(made, "watch")[0]["text"] in str(stopped.value)
     assert stopped.value.exit_code == EXIT_HOPELESS, "so that nothing starts it again at once"
     assert list(made.lead.files.checkpoints.steps()) == [3]
     assert made.broker.commits[-1][0] == 2
