@@ -54,7 +54,7 @@ def test_a_job_over_several_run_folders_is_stopped_through_its_address_and_conti
                 assert any(
                     entry["state"] == "committed" for entry in json.loads(slipstream("ledger", *asked, "--json"))
                 )
-                assert "joined job 'end-to-end'" in slipstream("logs", *asked, "far", "--lines", "1000")
+                assert "'end-to-end'" in slipstream("logs", *asked, "far", "--lines", "1000")
                 assert (far / "logs" / "rollout-far.log").exists() and not (
                     run_dir / "logs" / "rollout-far.log"
                 ).exists()
