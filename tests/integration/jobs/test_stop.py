@@ -85,9 +85,8 @@ def test_up_ends_well_and_starts_nothing_again_also_when_the_broker_is_killed_wh
             until("the request", lambda: "stop_requested" in [event["kind"] for event in events(run_dir)], up)
             kill(broker)
             assert (up.wait(), stop.wait()) == (0, 0), up.output() + stop.output()
-            assert "stopped; the same commands continue the job" in stop.output()
-    assert "stopped; the same command continues" in up.output()
     done = len(metrics(run_dir))
+    assert done < 2000
     assert (run_dir / "checkpoints" / f"step-{done:06d}").is_dir()
     assert {e["detail"]["role"] for e in events(run_dir) if e["kind"] == "role_restarted"} <= {"broker"}
     assert_trained_exactly_once(run_dir, done)

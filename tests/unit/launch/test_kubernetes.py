@@ -77,8 +77,9 @@ def test_a_manifest_fits_the_schema_of_the_api(document: dict[str, Any], version
 
 def test_the_schemas_refuse_a_wrong_key() -> None:
     wrong = {**one("PodDisruptionBudget", "fleet"), "spec": {"maxUnavailabel": 1}}
-    with pytest.raises(kubernetes_validate.ValidationError, match="maxUnavailabel"):
+    with pytest.raises(kubernetes_validate.ValidationError) as refused:
         kubernetes_validate.validate(wrong, VERSIONS[0], strict=True)
+    assert "maxUnavailabel" in str(refused.value)
 
 
 def test_the_pages_pod_for_files_fits_the_schema_too() -> None:

@@ -295,7 +295,7 @@ def test_an_address_that_others_cannot_connect_to_is_refused(address: str) -> No
 
 def test_a_number_that_makes_no_sense_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(capsys, "preflight", str(write_job(tmp_path)), "--machines", "-1")
-    assert "found --machines -1" in said
+    assert "--machines -1" in said
 
 
 def test_a_step_of_slurm_says_how_many_machines_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
