@@ -91,7 +91,7 @@ def test_a_node_without_a_job_waits_a_bounded_time_and_says_why(job, capsys):
         (["somewhere"], "tcp://HOST:PORT"),
         (["redis://127.0.0.1:6379/0?run=x"], "broker.store: redis"),
         (["tcp://127.0.0.1:0"], "no port"),
-        (["tcp://127.0.0.1:1", "--credentials", "/no/keys"], "/no/keys"),
+        (["tcp://127.0.0.1:1", "--credentials", "/no/keys"], "not exist"),
     ],
 )
 def test_join_to_nonsense_is_refused(capsys, words, reason):

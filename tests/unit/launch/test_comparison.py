@@ -228,7 +228,7 @@ def test_a_warm_start_beside_an_rl_job_and_a_folder_inside_of_a_run_are_refused(
     assert str(warm.path) in said and str(run.path) in said
     monkeypatch.chdir(other.logs)
     said = refusal(capsys, "report", str(run.path), str(other.path))
-    assert str(other.path) in said and "--out" in said
+    assert str(other.path) in said and "with --out" in said
     (tmp_path / "file").touch()
     said = refusal(capsys, "report", str(run.path), str(other.path), "--out", str(tmp_path / "file" / "folder"))
     assert "--out: expected" in said and str(tmp_path / "file" / "folder") in said

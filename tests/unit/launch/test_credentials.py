@@ -67,9 +67,9 @@ def test_a_nodes_id_begins_with_the_name_of_its_credential(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("credentials", "words"),
     [
-        ("nowhere", ["broker.credentials", "keys DIR", "nowhere"]),
+        ("nowhere", ["broker.credentials", "keys DIR", "not exist"]),
         ("model", ["broker.credentials", "no keys"]),
-        ("train.jsonl", ["broker.credentials", "train.jsonl"]),
+        ("train.jsonl", ["broker.credentials", "train.jsonl", "a credential"]),
     ],
 )
 def test_credentials_that_are_none_are_refused_before_anything_starts(

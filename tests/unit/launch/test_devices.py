@@ -127,7 +127,7 @@ def test_a_restarted_role_keeps_its_devices(tmp_path: Path) -> None:
 
 def test_roles_may_share_the_only_gpu(machine: Path, tmp_path: Path) -> None:
     config, alone = job(tmp_path, "learner.world_size=1", *GLOO), {"CUDA_VISIBLE_DEVICES": "3"}
-    with refusing("--share-gpus"):
+    with refusing("With --share-gpus"):
         assign(config, alone, machine)
     places = assign(config, alone, machine, share=True)
     assert {place.env["CUDA_VISIBLE_DEVICES"] for place in places.values()} == {"3"}

@@ -159,6 +159,6 @@ def test_a_usable_place_is_told_from_one_that_is_not_and_one_of_redis_users_alon
     (empty / "broker.password").write_text("secret")
     assert [use(str(empty)) for use in (check_credentials, curve_credentials)] == [None, None], "no error with Redis"
     assert curve_credentials(None) is None
-    assert "nowhere, which" in str(check_credentials(str(tmp_path / "nowhere")))
+    assert "not exist" in str(check_credentials(str(tmp_path / "nowhere")))
     folder.observer.write_text("nonsense")
     assert "observer.json" in str(check_credentials(str(folder.path)))

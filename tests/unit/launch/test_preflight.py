@@ -309,4 +309,4 @@ def test_a_step_of_slurm_says_how_many_machines_there_are(monkeypatch: pytest.Mo
 def test_a_port_in_use_is_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server((LOCAL, 0)) as job:
         config = write_job(tmp_path, broker={"address": f"tcp://{LOCAL}:{job.getsockname()[1]}"})
-        assert "listens there" in refusal(capsys, "preflight", str(config))
+        assert "preflight?)" in refusal(capsys, "preflight", str(config))

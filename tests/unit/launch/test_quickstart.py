@@ -199,7 +199,7 @@ def test_the_quickstart_asks_before_it_makes_anything_and_what_is_made_later_may
 def test_the_quickstart_takes_the_page_beside_overrides(tmp_path: Path) -> None:
     script = str(ROOT / "launch" / "quickstart.sh")
     refused = subprocess.run([script, "--web", "run.seed=one"], capture_output=True, text=True)
-    assert refused.returncode == EXIT_USAGE and "run.seed: expected" in refused.stderr
+    assert refused.returncode == EXIT_USAGE and "found 'one'" in refused.stderr
     other = subprocess.run([script, "--page"], capture_output=True, text=True)
     assert other.returncode == EXIT_USAGE and "found '--page'" in other.stderr
     told = subprocess.run([script, "--web", "--help"], capture_output=True, text=True).stdout
@@ -245,7 +245,7 @@ def test_with_the_page_the_quickstart_measures_and_reports_and_in_a_terminal_ser
         ("foo=bar", "'foo'"),
         ("rollout.group_size=1", "rollout.group_size: expected"),
         ("weights.publish_every=9", "weights.publish_every: expected"),
-        ("tasks.environment=additon", "'addition'"),
+        ("tasks.environment=additon", "built-in: 'addition'"),
         ("model.path=/nowhere/at/all", "model.path: expected"),
         ("tasks.dataset=/nowhere.jsonl", "tasks.dataset: expected"),
     ],

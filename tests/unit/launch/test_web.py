@@ -187,7 +187,7 @@ def test_a_port_in_use_or_a_place_where_it_cannot_listen_is_refused(recorded, ca
 
 
 def test_an_address_and_no_run_at_all_are_refused(capsys):
-    assert "tcp://127.0.0.1:1: " in refusal(capsys, "web", "tcp://127.0.0.1:1")
+    assert "folder, not" in refusal(capsys, "web", "tcp://127.0.0.1:1")
     with pytest.raises(SystemExit) as ended:
         main(["web"])
     assert ended.value.code == 2
