@@ -115,7 +115,7 @@ def test_without_a_role_the_roles_are_listed_and_the_brokers_log_needs_no_other_
     assert "'brokr'" in (said := refusal(capsys, "logs", served.address, "brokr")) and "nearest: broker" in said
     assert "nearest: silent" in refusal(capsys, "logs", served.address, "silnt")
     assert "nearest: learner" in refusal(capsys, "logs", served.address, "learner-x")
-    assert "'broker' and 0" in refusal(capsys, "logs", served.address, "broker", "--lines", "0")
+    assert "and 0;" in refusal(capsys, "logs", served.address, "broker", "--lines", "0")
 
 
 def test_a_role_that_does_not_answer_is_not_waited_for_for_long(served, capsys, monkeypatch) -> None:
@@ -166,7 +166,7 @@ def test_the_logs_of_a_job_that_has_ended_are_read_from_its_files(run: RunDir, c
         assert main(["logs", str(run.path), role, "--lines", "1"]) == EXIT_DONE
         assert capsys.readouterr().out == f"the end of {name}?[2J\n"
     assert "nearest: node-0" in refusal(capsys, "logs", str(run.path), "node-1")
-    assert "'broker' and 0" in refusal(capsys, "logs", str(run.path), "broker", "--lines", "0")
+    assert "and 0;" in refusal(capsys, "logs", str(run.path), "broker", "--lines", "0")
 
 
 # ---------------------------------------------------------------- stop
