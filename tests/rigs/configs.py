@@ -22,7 +22,7 @@ from broker.server.server import BrokerServer
 from common.config.architecture import Architecture, read_architecture
 from common.config.loading import build_config
 from common.config.schema import Config, ModelConfig, RunConfig, TasksConfig
-from common.errors import EXIT_USAGE, SlipstreamError, UsageError
+from common.errors import EXIT_USAGE
 from common.process.run_dir import RunDir, write_json
 from common.waits import WaitFor, WaitKind
 from launch.cli import main
@@ -148,16 +148,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert len(err.splitlines()) == 1
     assert "Traceback" not in err
     return err
-
-
-@contextmanager
-def refusing(*facts: object, error: type[SlipstreamError] = UsageError) -> Iterator[None]:
-    """The block must raise exactly this class of error, and the error names these facts: keys, values and files."""
-    with pytest.raises(error) as refused:
-        yield
-    assert type(refused.value) is error
-    said = str(refused.value)
-    assert [fact for fact in facts if str(fact) not in said] == [], said
 
 
 def run_cli(*words: str) -> subprocess.CompletedProcess[str]:

@@ -4,11 +4,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 import zmq
 from redis.exceptions import NoPermissionError
 
 from broker.contract import BrokerEvent
+from broker.delivery.logs import RING_EVENTS
 from broker.delivery.task_table import StoredPayload
 from broker.journal import redis_server, redis_store, run_folder
 from broker.journal.file_store import open_file_store
@@ -115,3 +117,13 @@ def test_a_store_that_redis_lost_is_an_event_of_the_broker_that_begins_anew(tmp_
     memory = open_state(job(tmp_path), run_info(), events.append, leading)
     memory.close()
     assert [event.detail for event in events if event.kind == "store_lost"] == [{"reason": lost}] * bool(lost)
+
+
+def test_a_broker_goes_on_with_the_newest_events_of_its_run_folder(tmp_path: Path) -> None:
+    kept = [BrokerEvent(index, 0.0, "join") for index in range(RING_EVENTS + 2)]
+    lines = [msgspec.json.encode(event) for event in kept] + [b'{"kind": "role_started"}', b'{"ind']
+    (tmp_path / "events.jsonl").write_bytes(b"\n".join(lines))
+    leading: Any = SimpleNamespace(open=lambda: open_file_store(tmp_path / "lies elsewhere", "test"), lost="")
+    memory = open_state(job(tmp_path), run_info(), lambda event: None, leading)
+    memory.close()
+    assert list(memory.state.event_log.after(-1)) == kept[-RING_EVENTS:]

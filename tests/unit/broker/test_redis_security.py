@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -79,6 +80,15 @@ def test_beyond_this_machine_the_broker_needs_tls_and_a_password_and_a_certifica
 
 
 # ---------------------------------------------------------------- TLS
+
+
+def test_with_tls_the_server_must_have_a_certificate_of_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "broker.password").write_text("secret")
+    (tmp_path / "ca.crt").write_text("x")
+    pool = open_client("rediss://redis.example:6380/1", str(tmp_path)).connection_pool
+    assert pool.connection_class is redis.SSLConnection
+    options = {"ssl_cert_reqs": "required", "ssl_check_hostname": True, "ssl_ca_certs": str(tmp_path / "ca.crt")}
+    assert pool.connection_kwargs.items() >= options.items()
 
 
 class TlsFront(socketserver.ThreadingTCPServer):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from broker.delivery.learner_rules import LearnerRules
+from broker.journal import leader_election
 from broker.journal.leader_election import LeaderElection
 from broker.journal.recovery import OpenedState, open_state
 from broker.journal.redis_server import check_server, open_client
@@ -100,6 +101,40 @@ def test_a_server_that_goes_away_while_its_settings_are_read_may_come_back(
     monkeypatch.setattr(client, "config_get", killed)
     with refused(StoreUnavailable, server.address):
         check_server(client, server.address, "fsync")
+
+
+def test_a_server_that_is_not_there_yet_is_waited_for_and_told_once(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reasons = iter([StoreUnavailable("it loads its data")] * 2)
+
+    def loads(*_: object) -> None:
+        for reason in reasons:
+            raise reason
+
+    monkeypatch.setattr(leader_election, "check_server", loads)
+    monkeypatch.setattr(leader_election, "PAUSE_S", 0.0)
+    lead(server, tmp_path / "run").await_server()
+    assert [record.name for record in caplog.records] == [leader_election.__name__]
+    assert next(reasons, None) is None
+
+
+def test_a_server_that_was_away_is_left_to_its_former_leader_for_a_term(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, standby, newcomer = leading(server, tmp_path), lead(server, tmp_path), lead(server, tmp_path)
+    assert standby.take(ELSEWHERE) is not None
+
+    def away() -> None:
+        raise StoreUnavailable("it is away")
+
+    for one in (standby, newcomer):
+        with monkeypatch.context() as patched, pytest.raises(StoreUnavailable):
+            patched.setattr(one.term, "about", away)
+            one.take(ELSEWHERE)
+    first.term.resign()
+    assert not takes(standby), "it knows of a leader who may return"
+    assert takes(newcomer)
 
 
 def test_the_acl_line_suffices_for_a_broker_and_keeps_it_to_its_run(server: RedisServer, tmp_path: Path) -> None:

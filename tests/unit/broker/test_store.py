@@ -206,6 +206,11 @@ def test_on_a_full_disk_nothing_is_acknowledged_and_nothing_is_lost(home: Path, 
             copy = copied(home)
         rig.settle()
         until(lambda: not rig.journal.stuck)  # the store's thread says so right after the acknowledgement
+        rig.journal.end_turn()
+        assert [kind for kind in rig.kinds() if kind in ("store_full", "store_writable")] == [
+            "store_full",
+            "store_writable",
+        ]
         known = what_is_known(rig)
     with DurableRig(home) as again:
         assert what_is_known(again) == known
@@ -363,6 +368,20 @@ def test_replaced_processes_stay_refused_and_those_that_do_not_say_who_they_are_
             LearnerRules(again.state).check_learner(1, "a")
         with refused(BrokerError, "incarnation 1", "process 5"):
             LearnerRules(again.state).attach(learner_report(instance="c"))
+
+
+def test_a_log_that_outgrew_its_segment_is_compacted_and_keeps_what_is_known(home: Path) -> None:
+    with DurableRig(home, segment_bytes=1 << 16).begin() as rig:
+        rig.settle()
+        first = newest(home)
+        for step in range(12):
+            rig.step(step, size=4000)
+            rig.settle()
+            LearnerRules(rig.state).commit(step)
+            rig.settle()
+        until(lambda: newest(home) != first, "another segment")
+        known = what_is_known(rig)
+    assert found_in(home) == known
 
 
 def test_events_and_waste_go_on_from_where_they_were(home: Path) -> None:

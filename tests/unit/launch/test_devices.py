@@ -17,9 +17,10 @@ from launch.up.devices import Place, assign, table
 from launch.up.ranks import learner_environment
 from launch.up.supervisor import RoleSpec, Supervisor
 from launch.up.up import role_specs
-from tests.rigs.configs import prepared, refusal, refusing, write_job
+from tests.rigs.configs import prepared, refusal, write_job
 from tests.rigs.device import rank_environment
 from tests.rigs.processes import ROOT
+from tests.rigs.refusals import refused
 from tests.rigs.waiting import until
 
 QWEN = ROOT / "configs" / "qwen3-0.6b-gsm8k.yaml"
@@ -127,12 +128,12 @@ def test_a_restarted_role_keeps_its_devices(tmp_path: Path) -> None:
 
 def test_roles_may_share_the_only_gpu(machine: Path, tmp_path: Path) -> None:
     config, alone = job(tmp_path, "learner.world_size=1", *GLOO), {"CUDA_VISIBLE_DEVICES": "3"}
-    with refusing("With --share-gpus"):
+    with refused(UsageError, "With --share-gpus"):
         assign(config, alone, machine)
     places = assign(config, alone, machine, share=True)
     assert {place.env["CUDA_VISIBLE_DEVICES"] for place in places.values()} == {"3"}
     assert places["learner"].python == str(machine / ".venv-learner/bin/python")
-    with refusing("2 GPUs", "found 1"):
+    with refused(UsageError, "2 GPUs", "found 1"):
         assign(job(tmp_path, "learner.world_size=2", *GLOO), alone, machine, share=True)
 
 

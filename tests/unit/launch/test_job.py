@@ -22,7 +22,8 @@ from launch.cli import main
 from launch.observe.observation import outcome_of
 from launch.up.supervisor import Role, RoleSpec
 from launch.up.up import Job, role_specs
-from tests.rigs.configs import json_of, node_status, prepared, refusing, status_of, write_broker, write_job
+from tests.rigs.configs import json_of, node_status, prepared, status_of, write_broker, write_job
+from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S, until
 
 
@@ -40,7 +41,7 @@ def test_a_failure_is_said_before_the_others_are_stopped_also_with_a_full_disk(
 
     monkeypatch.setattr(job.supervisor, "start", start_failing)
     monkeypatch.setattr(job.supervisor, "stop", lambda names, timeout_s: said.append(capsys.readouterr().out))
-    with refusing("broker", "code 1", "broker-0.log:\n  a line", error=SlipstreamError):
+    with refused(SlipstreamError, "broker", "code 1", "broker-0.log:\n  a line"):
         job.run(plain=True)
     assert "events.jsonl cannot" in said[0]
     assert "broker failed: exit code 1; the end of its log" in said[0] and "broker-0.log; stopping the job" in said[0]

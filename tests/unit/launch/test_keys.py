@@ -18,7 +18,7 @@ from common.security.credentials import (
 )
 from launch.cli import main
 from launch.keys import make, revoke
-from tests.rigs.configs import refusing
+from tests.rigs.refusals import refused
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_list_that_a_crash_kept_from_being_written_is_completed_and_a_lost_ser
     make(folder, ["a", "b"])
     assert load_allowed(folder.path) == listed
     folder.server.unlink()
-    with refusing(f"{folder.server} is", folder.allowed):
+    with refused(UsageError, f"{folder.server} is", folder.allowed):
         make(folder, ["c"])
 
 
@@ -82,13 +82,13 @@ def test_a_revoked_credential_leaves_the_list_and_its_name_may_be_used_again(fol
     assert old not in load_allowed(folder.path)
     make(folder, ["a"])
     assert load_credential(folder.path, "node", "a").public != old
-    with refusing("zzz", "b, a"):
+    with refused(UsageError, "zzz", "b, a"):
         revoke(folder, "zzz")
 
 
 def test_names_that_could_leave_the_folder_are_refused(folder: KeyFolder) -> None:
     for name in ("", "../x", "a/b", ".hidden", "x" * 65, "a\n"):
-        with refusing(f"--node {name!r}"):
+        with refused(UsageError, f"--node {name!r}"):
             make(folder, [name])
 
 
@@ -131,7 +131,7 @@ def damage_key(file: Path, name: str) -> None:
 )
 def test_a_file_that_cannot_be_used_is_named_with_what_was_expected(folder, damage, role, facts) -> None:  # type: ignore[no-untyped-def]
     damage(folder)
-    with refusing("broker.credentials: ", *facts):
+    with refused(UsageError, "broker.credentials: ", *facts):
         load_credential(folder.path, role)
 
 

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 from common.config.schema import Config
+from common.errors import UsageError
 from launch.checks.findings import Finding
 from launch.checks.plan import WIDTH, as_json, command, page
 from launch.checks.review import make_review
 from launch.cli import main
 from launch.plan.job_plan import GIB
 from launch.plan.memory import DEVICES, fits
-from tests.rigs.configs import refusal, refusing, text_of
+from tests.rigs.configs import refusal, text_of
 from tests.rigs.processes import ROOT
+from tests.rigs.refusals import refused
 
 NAMED = {
     "qwen3-0.6b-gsm8k": dict(world=4, tensor=1, pipeline=1, context=1, expert=1),
@@ -200,7 +202,7 @@ def test_a_slower_link_makes_a_publish_longer_on_the_page_in_json_and_in_the_rem
 
 @pytest.mark.parametrize("link", ["0", "-1", "nan", "inf"])
 def test_a_link_that_carries_nothing_is_refused(here: Path, link: str) -> None:
-    with refusing("--link", f"found {link}"):
+    with refused(UsageError, "--link", f"found {link}"):
         ask(link)
 
 

@@ -15,7 +15,7 @@ import zmq
 from msgspec.structs import replace
 
 from broker.sockets import bind_router
-from common.errors import SlipstreamError
+from common.errors import SlipstreamError, UsageError
 from common.process.versions import INSTALL_BRIDGE
 from launch.checks.findings import warning
 from launch.checks.machine import look
@@ -26,7 +26,8 @@ from launch.checks.preflight.preflight import judge, verdict
 from launch.checks.preflight.stages import Exchange, Report, examine, pass_on, rounds
 from launch.cluster.interface import Interface
 from launch.up.ranks import slurm_machines
-from tests.rigs.configs import config_of, living_broker, refusal, refusing, write_job
+from tests.rigs.configs import config_of, living_broker, refusal, write_job
+from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S
 
 LOCAL = "127.0.0.1"
@@ -222,9 +223,9 @@ def test_everybody_gets_all_values_and_a_silent_machine_is_lost() -> None:
         assert [result.result() for result in results] == [{"a": "here", "b": "here"}] * 2
         assert [*a.lost] == [*b.lost] == ["c"]
         assert a.elapsed_s == b.elapsed_s > 0
-        with refusing("c takes", error=SlipstreamError):
+        with refused(SlipstreamError, "c takes"):
             c("late", str, LIMIT_S)
-        with refusing("d takes", "3 machines"):
+        with refused(UsageError, "d takes", "3 machines"):
             Exchange(join("d"))(0, int, LIMIT_S)
 
 
@@ -242,7 +243,7 @@ def test_the_broker_of_a_job_is_told_from_a_preflight(tmp_path: Path) -> None:
         context.socket(zmq.DEALER) as dealer,
     ):
         dealer.connect(server.address)
-        with refusing("job's broker", "--meet"):
+        with refused(UsageError, "job's broker", "--meet"):
             Exchange(dealer)(0, int, LIMIT_S)
 
 
@@ -250,7 +251,7 @@ def test_too_few_machines_are_named_after_the_wait() -> None:
     with meeting(3, wait_s=0.5) as join, ThreadPoolExecutor(2) as pool:
         results = [pool.submit(Exchange(join(name)), 0, int, LIMIT_S) for name in "ab"]
         for result in results:
-            with refusing("2 of 3", "0.5 s: a, b"):
+            with refused(UsageError, "2 of 3", "0.5 s: a, b"):
                 result.result()
 
 
@@ -289,7 +290,7 @@ def test_a_learner_machine_with_the_extra_alone_is_told_to_install_the_bridge(tm
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:5555", "tcp://0.0.0.0:5555", "ipc:///run/socket"])
 def test_an_address_that_others_cannot_connect_to_is_refused(address: str) -> None:
-    with refusing("broker.address: expected", "all of 2", "--meet"):
+    with refused(UsageError, "broker.address: expected", "all of 2", "--meet"):
         preflight.meeting_address(address, 2)
 
 

@@ -13,7 +13,7 @@ from broker.journal.recording import Recording, open_recording, preloaded
 from common.config.loading import load_config
 from common.config.observing import WatchRule
 from common.config.schema import Config
-from common.errors import SlipstreamError
+from common.errors import SlipstreamError, UsageError
 from common.metrics import StepMetrics
 from common.process.run_dir import RunDir
 from common.rollouts import GroupMeta, Task
@@ -21,7 +21,8 @@ from common.waits import WaitFor, WaitKind
 from launch.cli import main
 from launch.results.replay import ReplayedStep, check_progress, compare, line, plan_replay, summary
 from tests.rigs.brokers import MemoryLearner
-from tests.rigs.configs import job_of, refusal, refusing, write_checkpoint
+from tests.rigs.configs import job_of, refusal, write_checkpoint
+from tests.rigs.refusals import refused
 
 RUN_INFO = RunInfo("demo", "/runs/demo", 2, 1, 3, 60.0, 1 << 20)
 
@@ -90,14 +91,14 @@ def test_the_config_computes_the_same_and_serves_nobody(run: RunDir, config: Con
 def test_a_missing_or_a_torn_checkpoint_and_a_folder_in_use_are_refused(
     run: RunDir, config: Config, tmp_path: Path
 ) -> None:
-    with refusing("--from 4: ", "steps 3, 6"):
+    with refused(UsageError, "--from 4: ", "steps 3, 6"):
         plan_replay(run, config, recording(3, 4, 5), 4, None, None, [])
-    with refusing("--from 4: ", "has none"):
+    with refused(UsageError, "--from 4: ", "has none"):
         plan_replay(RunDir(tmp_path / "other"), config, recording(4), 4, None, None, [])
-    with refusing(f"--out {run.path}: expected"):
+    with refused(UsageError, f"--out {run.path}: expected"):
         plan_replay(run, config, recording(0), 0, None, str(run.path), [])
     (run.checkpoints / "step-000003" / "trainer.json").unlink()
-    with refusing("step-000003", "trainer.json", error=SlipstreamError):
+    with refused(SlipstreamError, "step-000003", "trainer.json"):
         plan_replay(run, config, recording(3, 4), 3, None, None, [])
 
 
@@ -109,13 +110,13 @@ def test_a_folder_that_cannot_be_written_is_refused(run: RunDir, config: Config,
 
 def test_steps_that_are_not_retained_are_named_with_those_that_are(run: RunDir, config: Config) -> None:
     kept = recording(*range(5, 21))
-    with refusing("step 0", "steps 5 to 20", "broker.retain_steps: 16", "--from 6"):
+    with refused(UsageError, "step 0", "steps 5 to 20", "broker.retain_steps: 16", "--from 6"):
         plan_replay(run, config, kept, 0, None, None, [])
-    with refusing("step 21", "retained"):
+    with refused(UsageError, "step 21", "retained"):
         plan_replay(run, config, kept, 6, 30, None, [])
-    with refusing("--to 5: expected", "from 6"):
+    with refused(UsageError, "--to 5: expected", "from 6"):
         plan_replay(run, config, kept, 6, 5, None, [])
-    with refusing("step 0", "no step"):
+    with refused(UsageError, "step 0", "no step"):
         plan_replay(run, config, recording(), 0, None, None, [])
 
 
@@ -131,12 +132,12 @@ def test_steps_that_are_not_retained_are_named_with_those_that_are(run: RunDir, 
     ],
 )
 def test_what_the_recording_fixes_cannot_be_overridden(run: RunDir, config: Config, word: str, instead: str) -> None:
-    with refusing(f"override {word.partition('=')[0]}: ", instead):
+    with refused(UsageError, f"override {word.partition('=')[0]}: ", instead):
         plan_replay(run, config, recording(0), 0, None, None, [word])
 
 
 def test_a_run_that_works_or_never_had_a_store_is_not_replayed(run: RunDir, config: Config, capsys) -> None:
-    with refusing(f"{run.store}: expected", "broker.durability"), open_recording(run, config):
+    with refused(UsageError, f"{run.store}: expected", "broker.durability"), open_recording(run, config):
         raise AssertionError("there is nothing to open")
     assert not run.store.exists()
     store = open_file_store(run.store, "demo")
@@ -168,7 +169,7 @@ def test_a_learner_that_waits_for_groups_nobody_makes_is_told_so() -> None:
     report = LearnerReport(1, 0, "waiting", 7, WaitFor(WaitKind.GROUPS, version=7, of=1), 61.0, step=7)
     for fine in (None, msgspec.structs.replace(report, since_s=5.0), msgspec.structs.replace(report, state="training")):
         check_progress(fine)
-    with refusing("step 7 waits"):
+    with refused(UsageError, "step 7 waits"):
         check_progress(report)
 
 

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import UsageError
 from launch.cli import main
 from launch.cluster.slurm.submit import parse_bounds, parse_options, wanted_nodes
 from launch.observe.advisor import Advice
-from tests.rigs.configs import job_of, prepared, refusal, refusing, write_job
+from tests.rigs.configs import job_of, prepared, refusal, write_job
+from tests.rigs.refusals import refused
 
 RELAY = {"weights": {"transport": "relay"}}
 
@@ -63,7 +65,7 @@ def test_options_of_the_command_replace_those_of_the_config(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("word", ["-p gpu", "lerner:time=1", "=1"])
 def test_an_unreadable_option_is_refused(word: str) -> None:
-    with refusing("--sbatch: expected", repr(word)):
+    with refused(UsageError, "--sbatch: expected", repr(word)):
         parse_options([word])
 
 
@@ -112,7 +114,7 @@ def test_without_slurm_nothing_is_written(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("word", ["3", "4..2", "0..3", "1..x"])
 def test_bounds_of_the_fleet_are_checked(word: str) -> None:
-    with refusing("MIN..MAX", repr(word)):
+    with refused(UsageError, "MIN..MAX", repr(word)):
         parse_bounds(word)
 
 

@@ -24,7 +24,8 @@ from launch.resolve_target import config_of
 from launch.web.app import TOKENS, Hub, bounded, make_app
 from launch.web.run_view import PIECES, BrowserCopy, Lanes, RunView, _stall
 from learner.loop.run_files import write_record
-from tests.rigs.configs import LEARNER, living_broker, node_status, refusal, refusing, status_of, write_broker
+from tests.rigs.configs import LEARNER, living_broker, node_status, refusal, status_of, write_broker
+from tests.rigs.refusals import refused
 from tests.rigs.telemetry import Fixture, read_line
 
 TOKEN = "a-token-of-the-test"
@@ -147,7 +148,7 @@ def test_a_link_that_leads_out_of_the_run_is_not_followed(recorded, tmp_path, na
     view = RunView(run)
     view.observe()
     assert f"{name} leads out" in view.state["note"]
-    with refusing(f"{name} leads", error=SlipstreamError):
+    with refused(SlipstreamError, f"{name} leads"):
         view.read()
     assert view.tail.steps == 0 and view.nodes == []
     page = TestClient(make_app([view], None), base_url="http://localhost")

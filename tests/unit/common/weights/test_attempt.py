@@ -85,6 +85,7 @@ def test_an_attempt_that_was_given_up_lets_its_thread_leave_the_place_where_the_
 
 def test_entries_go_to_the_other_members_and_those_of_a_node_into_the_learner_s_store_as_well() -> None:
     attempt, mine, others = attempt_at(SNAPSHOT, "a", "b"), StoreEntries(1, {"rank 1": b"x"}), frozenset([b"b"])
+    assert (attempt.publish.encoding, attempt.publish.base_version) == ("full", -1)
     assert attempt.take_entries(mine, b"a") == others, "before the learner has a store"
     attempt.broadcast.store = store = RelayedStore(LIMIT_S, lambda key, value: None)
     assert attempt.take_entries(mine, b"a") == others

@@ -432,6 +432,8 @@ def test_the_parts_that_wait_for_another_source_are_told_by_their_number(
         fetches.close()
         with pytest.raises(GivenUp):
             running.result(LIMIT_S)
+    with pytest.raises(GivenUp):
+        fetches.run(torch.zeros(2 * PIECE, dtype=torch.uint8), None, lambda share: None)
     assert stalls == {1: Stall(sources[1].address, 0, stalls[1].reason)} and "withdrawn" in stalls[1].reason
 
 
