@@ -46,12 +46,13 @@ export SLIPSTREAM_VERIFIERS_PYTHON="${SLIPSTREAM_VERIFIERS_PYTHON:-$PWD/.venv-ad
 export SLIPSTREAM_OPENENV_PYTHON="${SLIPSTREAM_OPENENV_PYTHON:-$PWD/.venv-adapters/bin/python}"
 export SLIPSTREAM_SINKS_PYTHON="${SLIPSTREAM_SINKS_PYTHON:-$PWD/.venv-adapters/bin/python}"
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE  # pytest rewrites every assertion again where it may not keep what it compiled
 begun=$SECONDS
 step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 
-# On two cores a third worker works while another waits. A file stays on one worker.
-pytest=(python -m pytest -rs --durations=15 -n 3 --dist loadfile --no-loadscope-reorder)
+# On two cores more workers work while others wait. A file stays on one worker.
+pytest=(python -m pytest -rs --durations=15 -n 4 --dist loadfile --no-loadscope-reorder)
 
 checks() {
   step "pyright" pyright
@@ -70,6 +71,14 @@ other_library() {
 other_pins() {
   step "every architecture with the learner's pins" "$SLIPSTREAM_LEARNER_PYTHON" -m pytest -q \
     tests/integration/megatron/test_architectures.py
+}
+
+cluster_and_variants() {  # one after another; the later ones run also when one fails
+  local failed=0
+  (cluster) || failed=1
+  (other_library) || failed=1
+  (other_pins) || failed=1
+  return $failed
 }
 
 meanwhile=() logs=() failed=""
@@ -103,9 +112,7 @@ else
   (step "bare base install" bash tests/check_bare_install.sh) || failed=yes
   # Hosts wait most of the time, for machines that fall silent. Other tests have a lower priority, so that they do not
   # delay the clocks of a cluster.
-  behind cluster
+  behind cluster_and_variants
   (step "all tests but those on a cluster" nice -n 5 "${pytest[@]}" -m "not cluster") || failed=yes
-  behind other_library
-  behind other_pins
 fi
 joined

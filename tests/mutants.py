@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument(
         "--survivors",
         action="store_true",
-        help="of the same modules; tries only the survivors again",
+        help="take the mutants of the former result that are still there, and try only the survivors again",
     )
     options = parser.parse_args()
     folder = options.work or Path(tempfile.mkdtemp(prefix="mutants-"))
@@ -156,8 +156,7 @@ def main() -> None:
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     sys.dont_write_bytecode = True
     last = json.loads(options.out.read_text())["mutants"] if options.out.exists() else []
-    dead = {(m["path"], m["number"]): m for m in last if m["killed_by"] and options.survivors}
-    reasons = {(m["path"], m["function"], m["before"], m["after"]): m.get("equivalent", "") for m in last}
+    reasons = {key_of(m): m.get("equivalent", "") for m in last}
     everything = [
         (name, number)
         for name in sorted(path.relative_to(tree).as_posix() for path in tree.rglob("*.py"))
@@ -165,15 +164,40 @@ def main() -> None:
         for number, _ in enumerate(sites(ast.parse(Path(name).read_text())))
     ]
     random.Random(options.seed).shuffle(everything)
+    again = found_again(last, everything) if options.survivors else {}
+    drawn = [*again, *(place for place in everything if place not in again)]
     mutants: list[dict[str, Any]] = []
-    for name, number in everything[: options.count]:
-        mutant = dead.get((name, number)) or fate(name, number, tests)
-        if reason := reasons.get((name, mutant["function"], mutant["before"], mutant["after"])):
+    for name, number in drawn[: options.count]:
+        known = again.get((name, number), {"killed_by": ""})
+        mutant = known if known["killed_by"] else fate(name, number, tests)
+        if reason := reasons.get(key_of(mutant)):
             mutant["equivalent"] = reason
         mutants.append(mutant)
         print(f"{len(mutants)} {shown(mutant)}: {mutant['killed_by'] or 'SURVIVED'}", flush=True)
         about = {"commit": commit, "seed": options.seed, "possible": len(everything), **summary(mutants)}
         options.out.write_text(json.dumps(about | {"mutants": mutants}, indent=1) + "\n")
+
+
+def key_of(mutant: dict[str, Any]) -> tuple[str, ...]:
+    """What a mutant changes; its line and its number move with other changes."""
+    return mutant["path"], mutant["function"], mutant["before"], mutant["after"]
+
+
+def found_again(last: list[dict[str, Any]], places: list[tuple[str, int]]) -> dict[tuple[str, int], dict[str, Any]]:
+    """Former mutants by where they are now, as they were; of those that read alike, the one at the nearest line."""
+    alike = defaultdict[tuple[str, ...], list[tuple[int, int]]](list)
+    for name, number in places:
+        if any(mutant["path"] == name for mutant in last):
+            about = {"path": name, **mutated(Path(name).read_text(), number)[1]}
+            alike[key_of(about)].append((about["line"], number))
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for mutant in last:
+        key = key_of(mutant)
+        if alike[key]:
+            nearest = min(alike[key], key=lambda place: abs(place[0] - mutant["line"]))
+            alike[key].remove(nearest)
+            found[mutant["path"], nearest[1]] = mutant
+    return found
 
 
 def shown(mutant: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from broker.contract import BrokerEvent, RunInfo
-from broker.delivery.logs import RING_EVENTS, EventLog
+from broker.delivery.logs import EventLog
 from broker.delivery.moves import Accepted
 from broker.delivery.state import DeliveryState
 from broker.delivery.task_table import StoredPayload
@@ -137,14 +137,14 @@ def _recovered(config: Config, run: RunInfo, store: Store, write_event: Callable
 
 
 def _former_events(path: Path) -> list[BrokerEvent]:
-    """The newest broker events of RUN/events.jsonl, oldest first; lines of other writers are skipped."""
+    """The last broker events of RUN/events.jsonl, oldest first; lines of other writers are skipped."""
     if not path.exists():
         return []
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - EVENT_TAIL_BYTES))
         found = list(lines_of(file.read(), BrokerEvent))  # the first may be cut, others are the supervisor's
     ordered = {event.index: event for event in found}
-    return [ordered[index] for index in sorted(ordered)][-RING_EVENTS:]
+    return [ordered[index] for index in sorted(ordered)]
 
 
 def _apply(state: DeliveryState, store: Store, record: StoredRecord) -> None:

@@ -256,7 +256,6 @@ class RedisStore(Store):
         records: list[StoredRecord] = []
         log = f"{self._prefix}log"
         for number, data in enumerate(self._elements(log)):
-            self._bytes += len(data)
             try:
                 batch = _batch.decode(data)
             except msgspec.DecodeError as error:

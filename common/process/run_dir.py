@@ -38,6 +38,14 @@ CHANGEABLE = (
 OF_A_MACHINE = ("learner.machines", "learner.interface", "model.path", "tasks.dataset", "learner.loss.reference")
 
 
+class OtherRun(UsageError):
+    """A folder has another run; `keys` are those in which its config differs, none for a run of another kind."""
+
+    def __init__(self, text: str, keys: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.keys = list(keys)
+
+
 class BrokerFile(msgspec.Struct, frozen=True):
     """RUN/broker.json, written by the broker when its socket is bound."""
 
@@ -103,8 +111,8 @@ class RunDir:
     def prepare(self, config: BaseConfig) -> None:
         """Create the folder and write the resolved config.yaml and run.json.
 
-        Raises UsageError when the folder has a run of a config that does not agree with this one, or cannot be written.
-        Raises SlipstreamError when the disk is full.
+        Raises OtherRun when the folder has a run of a config that does not agree with this one. Raises UsageError when
+        the folder cannot be written, SlipstreamError when the disk is full.
         """
         self.check_agrees(config)
         try:
@@ -119,11 +127,11 @@ class RunDir:
             raise unwritable("run.dir", self.path, error) from error
 
     def check_agrees(self, config: BaseConfig) -> None:
-        """Raise UsageError, naming the keys, when RUN/config.yaml computes something else than `config`."""
+        """Raise OtherRun when RUN/config.yaml computes something else than `config`."""
         _check_same(self.config, config, "run.dir", _changeable(config))
 
     def check_checkpoints(self, config: BaseConfig) -> None:
-        """Raise UsageError when the folder of checkpoints is another run's: learner.checkpoint.dir may name any."""
+        """Raise OtherRun when the folder of checkpoints is another run's: learner.checkpoint.dir may name any."""
         may_differ = (*_changeable(config), *OF_A_MACHINE)
         other = RunDir(self.checkpoints.parent)
         _check_same(self._label, config, "learner.checkpoint.dir", may_differ)
@@ -183,11 +191,14 @@ def _check_same(file: Path, config: BaseConfig, key: str, may_differ: Sequence[s
     except OSError as error:
         raise UsageError(f"{key}: {file} cannot be read: {error}") from error
     if type(before) is not type(config):
-        raise UsageError(f"{file.parent} already has {before.kind}; choose another {key}")
-    differing = [f"{key} was {old!r} and now is {new!r}" for key, old, new in other_values(before, config, may_differ)]
+        raise OtherRun(f"{file.parent} already has {before.kind}; choose another {key}")
+    differing = {
+        key: f"{key} was {old!r} and now is {new!r}" for key, old, new in other_values(before, config, may_differ)
+    }
     if differing:
-        shown = "; ".join(differing[:3]) + ("; ..." if len(differing) > 3 else "")
-        raise UsageError(f"{file.parent} has a run of another config: {shown}; choose another {key} or remove it")
+        shown = "; ".join([*differing.values()][:3]) + ("; ..." if len(differing) > 3 else "")
+        text = f"{file.parent} has a run of another config: {shown}; choose another {key} or remove it"
+        raise OtherRun(text, [*differing])
 
 
 def other_values(old: BaseConfig, new: BaseConfig, may_differ: Sequence[str]) -> Iterator[tuple[str, object, object]]:

@@ -12,7 +12,7 @@ from common.errors import SlipstreamError
 from common.weights.receive.contract import CanaryRead, Flip, Watch
 from common.weights.receive.receiver import StagingStatus
 from common.weights.receive.weight_client import until_staged
-from common.weights.wire.failures import Failure, FailureKind, ProofFailed, StagingFailed
+from common.weights.wire.failures import FailureKind, ProofFailed, StagingFailed
 from rollout_fleet.vllm_patches.engine_process import salt
 from rollout_fleet.weights.weight_proof import Proof
 
@@ -95,7 +95,7 @@ class EngineWeights:
             await self.tell(publish, "")
             return await until_staged(status, watch)
         except SlipstreamError as error:
-            raise StagingFailed(Failure(FailureKind.ENGINE, str(error))) from error
+            raise StagingFailed(str(error), FailureKind.ENGINE) from error
 
     async def flip(self, incarnation: int, version: int, expected_checksum: str) -> Flip:
         """Use the staged version from the next token on, then prove it. Raises ProofFailed.
@@ -117,7 +117,7 @@ class EngineWeights:
                 checksum = await _answered(self._proof(incarnation, version), f"proof of version {version}")
                 if checksum != expected_checksum:
                     differs = f"the engine has checksum {checksum}, published was {expected_checksum}"
-                    raise ProofFailed(FailureKind.PROOF, f"version {version}: {differs}")
+                    raise ProofFailed(f"version {version}: {differs}")
             except BaseException as error:
                 await self.exclude(str(error) or type(error).__name__)
                 raise
@@ -191,7 +191,7 @@ class EngineWeights:
             for proof in proven:
                 if proof.error or (proof.incarnation, proof.version) != (incarnation, version):
                     told = proof.error or f"the engine proved version {proof.version}, not {version}"
-                    raise ProofFailed(FailureKind.PROOF, told)
+                    raise ProofFailed(told)
             if len(proven) == len(proofs):
                 return proven[0].checksum
             await asyncio.sleep(PROOF_POLL_S)
@@ -213,4 +213,4 @@ async def _answered(work: Awaitable[T], what: str) -> T:
             return await work
     except TimeoutError:
         late = f"{what}: the engine did not answer within {ENGINE_TIMEOUT_S:g} s"
-        raise ProofFailed(FailureKind.ENGINE, late) from None
+        raise ProofFailed(late, FailureKind.ENGINE) from None

@@ -9,6 +9,7 @@ from common.evaluation import EvaluationOrder, EvaluationResult
 from common.rollouts import Task
 from tests.contract.backends import LEASE_S, Backend
 from tests.rigs.brokers import node_report
+from tests.rigs.refusals import refused
 
 ORDER = EvaluationOrder(version=1, incarnation=3, temperature=0.0)
 
@@ -172,7 +173,7 @@ def test_a_result_with_another_number_of_episodes_is_refused_and_can_be_failed(b
     begin(backend, 1)
     [lease] = backend.lease(1, "e0", version=1)
     odd = msgspec.structs.replace(result(0), **{column: getattr(result(0), column) * 2})
-    with pytest.raises(BrokerError, match="problem 0 does not have 2 episodes"):
+    with refused(BrokerError, "problem 0", "2 episodes"):
         backend.run(backend.node.complete_evaluation("e0", lease.token, odd))
     backend.run(backend.node.fail("e0", lease.token, "refused"))
     assert [le.attempt for le in backend.lease(1, "e0", version=1)] == [2]

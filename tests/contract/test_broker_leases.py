@@ -12,12 +12,13 @@ from common.errors import BrokerError
 from common.waste import Waste
 from tests.contract.backends import GROUPS_PER_STEP, LEASE_S, META, Backend, tasks
 from tests.rigs.brokers import node_report
+from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S
 
 
 def test_a_node_hears_about_the_run_and_leases_nothing_before_it_has_weights(backend: Backend) -> None:
     backend.learner.offer(tasks(0))
-    with pytest.raises(BrokerError, match="node n0 is not registered"):
+    with refused(BrokerError, "node n0 "):
         backend.lease(1)
     run = backend.run(backend.node.register(node_report(version=-1)))
     assert run.name.startswith("test")
@@ -90,7 +91,8 @@ def test_heartbeats_renew_a_lease_no_longer_than_max_lease_s(make: Callable[...,
             backend.beat(node_report("works"))
             backend.pass_time(0.4 * LEASE_S)
     assert [(le.task.serial, le.attempt) for le in backend.lease(1, "works", wait_s=LIMIT_S)] == [(0, 2)]
-    assert "held the lease for 60 s (broker.max_lease_s)" in backend.learner.ledger()[0].reason
+    reason = backend.learner.ledger()[0].reason
+    assert "60 s" in reason and "broker.max_lease_s" in reason
     assert [e.detail["node"] for e in backend.learner.events(-1) if e.kind == "lease_overdue"] == ["stuck"]
     assert {n.report.node_id: n.alive for n in backend.learner.status().nodes} == {"stuck": True, "works": True}
     assert not backend.complete(lease, "stuck")
@@ -245,6 +247,6 @@ def test_a_new_process_takes_a_nodes_leases_at_once_and_the_former_one_takes_not
     [lease] = backend.lease(1)
     assert (lease.task.serial, lease.attempt) == (0, 2)
     assert not backend.complete(old)
-    with pytest.raises(BrokerError, match="'n0' belongs to process 2 on host now; every node needs an id of its own"):
+    with refused(BrokerError, "'n0'", "process 2 on host"):
         backend.beat(node_report(pid=1))
     assert backend.beat(node_report(pid=2), lease.token).lost == []

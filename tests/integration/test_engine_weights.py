@@ -74,8 +74,9 @@ def test_an_engine_is_spawned_and_asks_nvml_for_devices_whatever_its_platform_fo
 
 
 def test_nothing_is_sampled_before_weights_came(rig: EngineRig) -> None:
-    with pytest.raises(SlipstreamError, match="no weights yet"):
+    with pytest.raises(SlipstreamError) as refused:
         rig.run(rig.engine.generate([5, 6], 4))
+    assert "no weights" in str(refused.value)
 
 
 def test_the_first_version_is_proven_and_its_canary_agrees(rig: EngineRig) -> None:
@@ -90,7 +91,7 @@ def test_the_engine_itself_refuses_a_flip_among_batches_in_flight(rig: EngineRig
         await rig.sampling(1)
         _, in_flight, _ = await rig.engine.told()
         if in_flight:
-            with pytest.raises(Exception, match="batches are in flight: pause generation"):
+            with pytest.raises(Exception, match="in flight"):  # vLLM's own class
                 await rig.engine.llm.engine_core.call_utility_async("slipstream_flip", 0, 2, False)
         return in_flight, await task
 
@@ -312,17 +313,18 @@ def test_a_flip_whose_caller_goes_away_is_finished_and_proven(rig: EngineRig, mo
 
 
 @pytest.mark.parametrize(
-    ("tokens", "says"),
+    ("tokens", "fact"),
     [
-        *(([5, strange, 6], f"token {strange}, the model has 0 to 99") for strange in (100, 127, 1 << 20, 1 << 40, -1)),
+        *(([5, strange, 6], f"token {strange}, ") for strange in (100, 127, 1 << 20, 1 << 40, -1)),
         ([5] * 600, "512"),
     ],
 )
 def test_a_prompt_that_the_model_cannot_take_is_refused_and_the_engine_lives(
-    rig: EngineRig, tokens: list[int], says: str
+    rig: EngineRig, tokens: list[int], fact: str
 ) -> None:
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError) as refused:
         rig.run(rig.engine.generate(tokens, 4))
+    assert fact in str(refused.value)
     assert rig.run(rig.engine.generate([5, 99, 6], 4)).tokens
 
 
@@ -345,7 +347,7 @@ def test_one_element_damaged_on_its_way_is_rejected_sent_again_and_never_flipped
     rig.engine.weights.stage = staged  # type: ignore[method-assign]
     rig.run(damaged())
     rig.engine.weights.stage = stage  # type: ignore[method-assign]
-    assert [error.kind for error in failed] == [FailureKind.DAMAGED] and "bucket 3 of" in str(failed[0])
+    assert [error.kind for error in failed] == [FailureKind.DAMAGED] and "bucket 3 " in str(failed[0])
     rig.samples_with(10)
     assert rig.client.state.excluded is None and rig.publisher.stats().fatal is None
 
@@ -445,8 +447,9 @@ def test_an_engine_that_hangs_in_a_flip_is_given_up_with_a_reason(
         try:
             await weights.flip(0, 99, "")
         finally:
-            with pytest.raises(SlipstreamError, match="excluded: flip to version 99"):
+            with pytest.raises(SlipstreamError) as refused:
                 weights.check_usable()
+            assert "version 99" in str(refused.value)
 
     core.suspend()
     try:

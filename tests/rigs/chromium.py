@@ -125,7 +125,7 @@ def serving(folder: Path, *words: str) -> Iterator[tuple[str, int]]:
         try:
             assert server.stdout is not None
             line = server.stdout.readline()
-            assert "the page is at" in line, (folder / "web.log").read_text()
+            assert "http://" in line, (folder / "web.log").read_text()
             yield line.split()[-1].partition("?")[0], server.pid
         finally:
             server.terminate()

@@ -35,6 +35,10 @@ from tests.rigs.weight_processes import CLOSE, open_any, receive, run_node
 BUCKET = 64 << 10
 
 
+class NoEvent(AssertionError):
+    """A node did not say what was waited for."""
+
+
 class NodeProcess:
     """A node as a child; its events arrive in order."""
 
@@ -65,7 +69,7 @@ class NodeProcess:
             self.events.append(got)
             if got["event"] == event and all(got.get(k) == v for k, v in fields.items()):
                 return got
-        raise AssertionError(f"no {event} {fields} within {limit_s:g} s; saw {self.events}")
+        raise NoEvent(f"no {event} {fields} within {limit_s:g} s; saw {self.events}")
 
     def close(self) -> None:
         self.process.kill()  # also one that stands still

@@ -41,7 +41,7 @@ from common.weights.source.sources import LeadEndpoint, RemoteSource
 from common.weights.transports.groups import BroadcastGroup, RelayedStore, open_group, process_group, receivable
 from common.weights.transports.nccl import DeviceGroup
 from common.weights.wire import flat_buffer, messages
-from common.weights.wire.failures import FailureKind, ProofFailed
+from common.weights.wire.failures import ProofFailed
 from common.weights.wire.messages import Epoch, Publish
 from common.weights.wire.pieces import PartBuffer
 from tests.rigs import device
@@ -256,7 +256,7 @@ class BufferTarget:
         assert self.receiver.layout is not None
         found = flat_buffer.version_checksum(self.weights, self.receiver.layout)
         if found != expected_checksum:
-            raise ProofFailed(FailureKind.PROOF, f"found {found}, published {expected_checksum}")
+            raise ProofFailed(f"found {found}, published {expected_checksum}")
         return Flip(0.0, found)
 
     async def canary(self, tokens: list[int]) -> CanaryRead:

@@ -281,13 +281,13 @@ class WeightClient:
         read = await self._target.canary(canary.tokens)
         if len(read.logprobs) != len(canary.logprobs):
             counts = f"canary of {len(canary.logprobs)} log-probabilities, the engine gave {len(read.logprobs)}"
-            raise ProofFailed(FailureKind.CANARY, counts)
+            raise ProofFailed(counts, FailureKind.CANARY)
         largest = _largest(a - b for a, b in zip(read.logprobs, canary.logprobs, strict=True))
         decoding = _largest(read.decoding_differs)
         for what, difference in (("the learner's", largest), ("itself between decoding and prefill", decoding)):
             if difference > canary.tolerance:
                 text = f"canary differs from {what} by {difference:.4g}, tolerance {canary.tolerance:g}"
-                raise ProofFailed(FailureKind.CANARY, text)
+                raise ProofFailed(text, FailureKind.CANARY)
         return largest
 
     async def _exclude(self, message: messages.LearnerMessage, failure: Failure) -> None:
@@ -361,7 +361,8 @@ async def until_staged(read: Callable[[], Awaitable[StagingStatus]], watch: Watc
         if status.state == "staged":
             return status.receive_s
         if status.state != "receiving":
-            raise StagingFailed(status.failure or Failure(FailureKind.GIVEN_UP, "the transfer was given up"))
+            failure = status.failure or Failure(FailureKind.GIVEN_UP, "the transfer was given up")
+            raise StagingFailed(failure.text, failure.kind)
         pause_s = next_poll_s(time.perf_counter() - started, status.share)
 
 

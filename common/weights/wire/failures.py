@@ -43,9 +43,13 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class WeightsError(RuntimeError):
-    """Something went wrong with weights on their way; `kind` says what."""
+    """Something went wrong with weights on their way; `kind` says what, by default what its class says."""
 
     kind = FailureKind.OTHER
+
+    def __init__(self, text: str = "", kind: FailureKind | None = None) -> None:
+        super().__init__(text)
+        self.kind = kind or self.kind
 
 
 class GivenUp(WeightsError):
@@ -81,14 +85,8 @@ class Mismatch(WeightsError):
 class StagingFailed(WeightsError):
     """A version was not staged."""
 
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.text)
-        self.kind = failure.kind
-
 
 class ProofFailed(WeightsError):
     """The engine must not generate with the weights that it has."""
 
-    def __init__(self, kind: FailureKind, text: str) -> None:
-        super().__init__(text)
-        self.kind = kind
+    kind = FailureKind.PROOF

@@ -92,6 +92,6 @@ def poison_task(rig: FaultRig) -> float:
     assert len(dead) >= 10
     for entry in dead:
         assert entry.attempts == 3 or (entry.attempts > 3 and {"n0", "n1"} == set(entry.nodes))
-        assert "this prompt always fails" in entry.reason
+        assert "always fails" in entry.reason
     times = [line.at_s for line in trained_lines(rig.run_dir)]
     return max(b - a for a, b in itertools.pairwise(times))

@@ -10,7 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
+from broker.contract import BrokerStatus
 from common.process.lifecycle import alive
+from common.waits import WaitKind
 from launch.up.supervisor import RoleSpec, Supervisor
 from tests.rigs.hosts import Host, hosts, missing
 from tests.rigs.jobs import GROUPS, STEPS, Job, assert_delivered_once
@@ -36,6 +38,11 @@ def log_of(job: Job, rank: int) -> str:
     return (job.run.logs / f"learner-{rank}.log").read_text()
 
 
+def assert_waits_for_rank_1(status: BrokerStatus) -> None:
+    wait = status.learner.wait
+    assert wait.kind == WaitKind.RANKS and wait.cause.startswith("rank 1 ")
+
+
 def test_a_stopped_rank_is_named_and_killed_and_the_job_resumes(tmp_path: Path, model: Path) -> None:
     job = Job(tmp_path / "job", model, two_ranks(20), {"every": 1})
     events: list[tuple[str, object]] = []
@@ -53,7 +60,7 @@ def test_a_stopped_rank_is_named_and_killed_and_the_job_resumes(tmp_path: Path, 
             stopped = rank_process(learner.pid, 1)
             stopped.send_signal(signal.SIGSTOP)
             until(lambda: client.status().learner.state == "stalled", "the status to mention the silence")
-            assert client.status().learner.waiting_on.startswith("rank 1 silent for ")
+            assert_waits_for_rank_1(client.status())
             until(lambda: seen(("crashed", 1)), "the end of the learner")
             assert not alive(stopped.pid)
             assert "rank 1 silent for " in log_of(job, 0), (
@@ -92,7 +99,7 @@ def test_ranks_with_a_cut_cable_between_them_end_and_resume(tmp_path: Path, mode
             until_commands("two steps", lambda: len(job.lines()) >= 2, *ranks)
             machines[1].cut()
             until(lambda: client.status().learner.state == "stalled", "the status to mention the silence")
-            assert client.status().learner.waiting_on.startswith("rank 1 silent for ")
+            assert_waits_for_rank_1(client.status())
             assert [rank.wait() for rank in ranks] == [1, 1]
         for rank in range(2):
             assert f"rank {1 - rank} silent for " in log_of(job, rank)

@@ -163,4 +163,4 @@ def test_a_lead_that_cannot_begin_ends_the_ranks_that_wait_for_it(tmp_path: Path
         dataset.write("{not JSON\n")  # only the lead reads beyond the first line
     with job.learner(ranks=2) as learner:  # it ends far sooner than torchrun kills
         assert learner.wait() == 2, learner.output()
-    assert "line 10 is not JSON" in learner.output()
+    assert "line 10" in learner.output()

@@ -83,10 +83,10 @@ def test_model_and_rows_may_come_from_the_hub_and_the_run_keeps_their_names(tmp_
 
 def test_a_row_longer_than_the_bound_ends_with_code_2_and_names_the_key(tmp_path: Path, model: Path) -> None:
     said = WarmStart(tmp_path, model, [{"prompt": "a" * 50, "completion": "b"}], micro_batch_tokens=32).refusal()
-    assert "rows.jsonl line 1 needs 51 tokens" in said
-    assert "learner.micro_batch_tokens is 32" in said
+    for fact in ("rows.jsonl", "line 1 ", "51 tokens", "learner.micro_batch_tokens", " 32"):
+        assert fact in said
 
 
 def test_a_bad_row_ends_with_code_2_and_names_the_line(tmp_path: Path, model: Path) -> None:
     said = WarmStart(tmp_path, model, [{"prompt": "a", "completion": "b"}, {"question": "c"}]).refusal()
-    assert "rows.jsonl line 2" in said
+    assert "rows.jsonl" in said and "line 2" in said

@@ -144,7 +144,8 @@ def test_killed_it_validates_the_same_steps_again_and_validating_changes_no_weig
     assert validated[STEPS - 1] == pytest.approx(held_out_loss(job), rel=1e-5)
     assert validated[4] == max(validated.values()) and read_best(job.run.checkpoints).step == 6
     assert sorted(CheckpointFolder(job.run.checkpoints, 1).steps()) == [6, STEPS]
-    assert "7 rows train, 3 validate" in (job.run.logs / "sft-0.log").read_text()
+    log = (job.run.logs / "sft-0.log").read_text()
+    assert "7 rows" in log and "3 validate" in log
     seldom = WarmStart(tmp_path / "seldom", models / "tied", {"every": 3}, {"every": 1000, "share": 0.3})
     seldom.finish()
     check_equal(seldom, whole)

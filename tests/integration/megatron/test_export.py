@@ -125,5 +125,5 @@ def test_a_checkpoint_of_another_model_is_refused_and_leaves_nothing(folder: Pat
     done = run_cli("export", str(run), str(folder / "wrong"))
     config.write_text(text)
     assert done.returncode == 2, done.stderr[-3000:]
-    assert "written under tensor 2, does not load under one rank with this model" in done.stderr
+    assert "tensor 2" in done.stderr and "one rank" in done.stderr
     assert not list(folder.glob("*wrong*"))

@@ -19,7 +19,7 @@ from common.weights.wire.failures import FailureKind
 from common.weights.wire.messages import Canary
 from launch.keys import make
 from tests.rigs.waiting import LIMIT_S, until
-from tests.rigs.weight_plane import Plane, running, spread, weights
+from tests.rigs.weight_plane import NoEvent, Plane, running, spread, weights
 
 
 def test_versions_reach_every_node_and_a_late_one_at_once(plane: Plane) -> None:
@@ -56,7 +56,7 @@ def test_with_keys_versions_reach_the_nodes_of_the_key_folder_and_no_others(plan
     spread(publisher, 1, *members)
     assert publisher.stats().nodes == 2
     for node in strangers:
-        with pytest.raises(AssertionError, match="no active"):
+        with pytest.raises(NoEvent):
             node.wait("active", limit_s=0.5)
 
 
@@ -175,7 +175,8 @@ def test_a_node_that_decodes_with_other_weights_than_it_prefills_with_stops(plan
     (node,) = plane.following(publisher.start(), "n0", decoding_differs=differs)
     until(lambda: publisher.stats().nodes == 1)
     publisher.publish(1, weights(1), Canary([1, 2], [-0.5], tolerance=10.0))
-    assert "canary differs from itself between decoding and prefill" in str(node.wait("excluded")["reason"])
+    reason = str(node.wait("excluded")["reason"])
+    assert "canary" in reason and "decoding" in reason
 
 
 def test_the_newest_version_wins_when_publishes_outrun_the_transfer(plane: Plane) -> None:

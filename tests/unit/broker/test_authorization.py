@@ -73,7 +73,7 @@ def test_a_role_may_send_its_own_requests_and_no_other(
     credential = folder.nodes / "a.json" if role == "node" else folder.path / f"{role}.json"
     before = server_denials(broker)
     reply = ask_as(server, role, credential, request_)
-    denied = isinstance(reply, wire.Refused) and f"has the role {role}, which may not send" in reply.reason
+    denied = isinstance(reply, wire.Refused) and type(request_).__name__ in reply.reason
     assert denied == (role not in roles), reply
     assert server_denials(broker) - before == denied
 
@@ -99,4 +99,4 @@ def test_a_node_id_belongs_to_the_credential_whose_name_it_begins_with(node_id: 
         for request in (wire.Register(id=0, report=node_report(node_id)), lease):
             why = refusal(sender, request)
             assert (why == "") == (name == of)
-            assert why == "" or f"credential {name!r} may use the node ids {name} and {name}:ANYTHING" in why
+            assert why == "" or (repr(name) in why and repr(node_id) in why)

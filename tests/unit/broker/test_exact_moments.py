@@ -94,6 +94,18 @@ def test_every_lease_of_a_task_has_the_number_of_its_attempt_and_one_that_went_b
     assert attempts == [(0, 1), (0, 1), (0, 2), (0, 2), (0, 3)]
 
 
+def test_a_task_that_two_nodes_failed_is_not_spared_when_the_first_fails_it_once_more(state: DeliveryState) -> None:
+    nodes = NodeRules(state)
+    nodes.register(node_report("n1", pid=2))
+    nodes.register(node_report("n2", pid=3))
+    for node_id in ("n0", "n1", "n0"):
+        (lease,) = nodes.lease(node_id, 0, 1)
+        assert lease.task.serial == 0
+        nodes.fail(node_id, lease.token, "because")
+    assert state.run.max_attempts == 3
+    assert [entry.state for entry in state.ledger()][:2] == ["dead", "pending"]
+
+
 def test_a_node_that_is_not_known_leases_nothing_and_asks_for_no_more_than_it_wants(state: DeliveryState) -> None:
     with pytest.raises(BrokerError):
         NodeRules(state).lease("stranger", 0, 1)

@@ -100,4 +100,5 @@ def test_frames_are_found_anywhere_behind_a_place_and_none_inside_another() -> N
     assert [one.seq for one in find_frames(data, 0, SEED)] == [1, 2, 3]
     assert [one.seq for one in find_frames(memoryview(data), 8, SEED)] == [1, 2, 3]
     assert [one.seq for one in find_frames(data, 9, SEED)] == [2, 3]
+    assert [one.seq for one in find_frames(frame(1) + frame(2), 0, SEED)] == [1, 2]
     assert [one.seq for one in find_frames(data, data.index(inner), SEED)] == [8, 3]

@@ -33,6 +33,7 @@ from common.errors import BrokerError
 from common.rollouts import GroupMeta, Task
 from common.security.credentials import Identity
 from tests.rigs.brokers import new_state, node_report, serving
+from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S
 
 
@@ -52,7 +53,7 @@ def test_a_broker_takes_a_bounded_number_of_nodes_and_says_so() -> None:
     state = new_state()
     for i in range(MOST_NODES):
         NodeRules(state).register(node_report(f"n{i}"))
-    with pytest.raises(BrokerError, match="16384 nodes have joined"):
+    with refused(BrokerError, MOST_NODES):
         NodeRules(state).register(node_report("one more"))
     NodeRules(state).register(node_report("n5", pid=2))
 
@@ -82,7 +83,7 @@ def test_refusals_are_all_counted_but_logged_at_a_bounded_rate(
         assert len(caplog.records) == LOGGED_A_MINUTE
         now += 61
         refusals.note(b"client", Denied("not yours"), b"x", 0)
-    assert caplog.records[-2].message == f"{10_000 - LOGGED_A_MINUTE} more refused messages were not logged one by one"
+    assert caplog.records[-2].message.startswith(f"{10_000 - LOGGED_A_MINUTE} ")
     assert "not yours" in caplog.records[-1].message
     assert (state.rejected.refused, state.rejected.denied) == (10_001, 1)
     events = state.event_log.after(-1)
@@ -135,7 +136,7 @@ BAD = [
 @pytest.mark.parametrize("request_", BAD, ids=lambda r: type(r).__name__)
 def test_numbers_and_texts_beyond_their_limits_do_not_decode_and_the_field_is_named(request_: wire.Request) -> None:
     payloads = 1 if isinstance(request_, wire.Complete) else 0
-    with pytest.raises(WireError, match=r"Expected .* at `\$\.") as caught:
+    with refused(WireError, "`$.") as caught:
         wire.decode_request(wire.encode(request_), payloads)
     assert caught.value.request_id == 1
     without_mean = wire.Complete(id=1, node_id="n", token="t", meta=GroupMeta(-1, -1, float("nan"), 0, 4))

@@ -16,6 +16,7 @@ from common.process.run_dir import BrokerFile
 from common.security.credentials import KeyFolder
 from launch.keys import make
 from tests.rigs.brokers import job, new_state, serving, tasks
+from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S
 from tests.unit.broker.conftest import Running
 
@@ -26,9 +27,9 @@ def test_a_run_directory_tells_where_the_broker_is_and_what_it_saw(tmp_path: Pat
         learner.attach(LearnerReport(7, 1, "starting", 0))
         learner.offer(tasks(1))
         assert learner.status().run.config == b'{"k": 1}'
-        with pytest.raises(UsageError, match="already has a broker"):
+        with refused(UsageError, "run.dir", f"process {os.getpid()}", broker.address):
             main.run_broker(job(tmp_path), b"")
-        with pytest.raises(UsageError, match="is in use"):
+        with refused(UsageError, "broker.address", broker.address):
             main.run_broker(job(tmp_path / "other", address=broker.address), b"")
     assert not (tmp_path / "broker.json").exists()
     ledger = msgspec.json.decode((tmp_path / "ledger.json").read_bytes(), type=list[LedgerEntry])
@@ -71,7 +72,7 @@ def test_a_living_broker_with_other_keys_keeps_a_second_one_out(
     monkeypatch.setattr(main, "ALIVE_CHECK_S", LIMIT_S)  # on a busy machine the refusal may take long
     for name in ("keys", "other"):
         make(KeyFolder(tmp_path / name), ["a"])
-    said = pytest.raises(UsageError, match=r"already has a broker \(process \d+, tcp://.*does not talk to this one")
-    with serving(credentials=str(tmp_path / "keys")) as server, said:
+    with serving(credentials=str(tmp_path / "keys")) as server, refused(UsageError, "run.dir", "broker.json") as caught:
         write_broker_file(tmp_path, os.getpid(), server.address)
         main.refuse_second_broker(tmp_path, str(tmp_path / "other") if mine == "other keys" else None)
+    assert f"process {os.getpid()}, {server.address}" in str(caught.value)

@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-import pytest
-
 from broker.delivery.learner_rules import LearnerRules
 from broker.delivery.task_table import Entry
 from broker.journal.recording import Recording, existing_file_store, open_recording, recorded
 from common.errors import UsageError
 from common.process.run_dir import RunDir
 from tests.rigs.brokers import DurableRig, job, meta
+from tests.rigs.refusals import refused
 
 
 def recording_in(run: Path) -> Recording:
@@ -47,7 +46,7 @@ def test_retained_and_taken_steps_come_back_in_their_order_with_payloads_and_mar
             assert (payload(group), group.nodes[-1], group.meta) == (payloads[group.serial], "n0", meta())
 
     check(recording_in(run))
-    with pytest.raises(UsageError, match="is running: a broker has"), open_recording(RunDir(run), job(run)):
+    with refused(UsageError, RunDir(run).store), open_recording(RunDir(run), job(run)):
         raise AssertionError("a broker has the store")
     rig.close()
     run.rename(moved)

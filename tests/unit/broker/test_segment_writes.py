@@ -171,6 +171,12 @@ def test_a_record_of_the_history_takes_the_place_of_what_lies_behind_the_known_p
     assert path.stat().st_mode & 0o777 == 0o644 & ~_umask()
 
 
+def test_the_history_is_synced_before_its_size_counts(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fdatasync", lambda handle: synced.append(os.fstat(handle).st_size))
+    assert synced == [] and [store._append_history(0, b"one")] == synced
+
+
 def test_a_disk_that_takes_the_history_in_parts_gets_all_of_it(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from broker.client.connection import BrokerClient, LoopSocket
 from common.errors import BrokerUnreachable, UsageError
 from common.security.credentials import Credential
 from tests.rigs.brokers import serving, tasks
+from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S, until
 
 
@@ -34,9 +35,9 @@ def test_calls_under_way_and_later_ones_are_told_that_the_connection_was_closed(
         assert client.status().groups_ready == 0
         until(lambda: taking.running(), "the take to begin")
         client.close()
-        with pytest.raises(BrokerUnreachable, match="was closed"):
+        with refused(BrokerUnreachable, server.address, "closed"):
             taking.result(LIMIT_S)
-        with pytest.raises(BrokerUnreachable, match="was closed"):
+        with refused(BrokerUnreachable, server.address, "closed"):
             client.status()
         client.close()
 
@@ -83,7 +84,7 @@ def test_a_damaged_key_is_an_error_of_every_call_and_close_does_not_wait_for_a_s
     credential = Credential("learner", "learner", damaged, damaged, damaged, damaged)
     with BrokerClient("tcp://127.0.0.1:1", deadline_s=LIMIT_S, credential=credential) as client:
         for _ in range(2):
-            with pytest.raises(UsageError, match="credential 'learner' has a damaged key"):
+            with refused(UsageError, "'learner'"):
                 client.status()
 
 

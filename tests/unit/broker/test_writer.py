@@ -4,6 +4,9 @@ import threading
 from collections.abc import Collection
 from typing import Any
 
+import pytest
+
+from broker.journal import journal
 from broker.journal.journal import Writer
 from broker.journal.store import Compaction, Location, Record, StoreBehind
 from tests.rigs.waiting import LIMIT_S, until
@@ -102,3 +105,19 @@ def test_a_rewrite_is_written_although_it_comes_while_the_thread_takes_from_the_
     assert writer.close(LIMIT_S)
     assert store.written[-1] == 2
     assert writer.acknowledged == 2
+
+
+def test_a_batch_ends_with_the_record_that_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "BATCH_BYTES", 10)
+    batches: list[list[int]] = []
+
+    class Batches(Failover):
+        def append(self, batch: list[Record], **_: Any) -> None:
+            batches.append([record.seq for record in batch])
+
+    writer = Writer(Batches(behind=0), "fsync", lambda: None)  # type: ignore[arg-type]
+    for seq, size in enumerate([6, 4, 0, 30, 1], start=1):
+        writer.put(Record(seq, b"a move", b"x" * size))
+    writer.start(0, 0)
+    assert writer.close(LIMIT_S)
+    assert batches == [[1, 2], [3, 4], [5]]

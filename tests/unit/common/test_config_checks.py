@@ -210,8 +210,9 @@ def test_a_model_folder_that_cannot_be_trained_from_is_refused(folder, damage, w
     damage(folder / "model")
     refused(job(folder), "model.path", word)
     (folder / "job.yaml").write_text(dump_yaml(job(folder)))
-    with pytest.raises(ConfigError, match=r"job\.yaml: model\.path: .*" + word):
+    with pytest.raises(ConfigError) as caught:
         export_main.run(["--config", str(folder / "job.yaml"), "--checkpoint", "none", "--out", "none"])
+    assert caught.value.key == "model.path" and word in str(caught.value)
 
 
 def test_dataset_that_is_no_jsonl_is_refused(folder):
@@ -303,8 +304,10 @@ def test_local_redis_addresses_pass_and_clients_get_all_brokers(folder, address)
 def test_the_former_key_is_refused_with_the_new_ones(folder):
     config = folder / "old.yaml"
     config.write_text(dump_yaml(job(folder)).replace("  store: file\n", "  backend: redis\n"))
-    with pytest.raises(ConfigError, match=r"broker\.backend: .*broker\.store: file or redis .*broker\.redis"):
+    with pytest.raises(ConfigError) as caught:
         load_config(config)
+    assert caught.value.key == "broker.backend"
+    assert {"broker.store:", "broker.redis"} <= set((caught.value.hint or "").split())
 
 
 def test_addresses_are_split_and_only_those_that_say_where_to_connect_to_are_fixed(folder):
@@ -382,15 +385,17 @@ def test_a_role_needs_only_the_files_that_it_reads(folder: Path, reader: Reader,
         if key not in needed:
             config.validate("job.yaml", reader)
             continue
-        with pytest.raises(ConfigError, match=rf"job.yaml: {key}"):
+        with pytest.raises(ConfigError) as caught:
             config.validate("job.yaml", reader)
+        assert caught.value.key == key
 
 
 def test_a_learner_needs_the_held_out_problems_only_if_it_evaluates(folder: Path) -> None:
     told = {"datasets": ["/nowhere/b.jsonl"]}
     job(folder, evaluation=told).validate("job.yaml", "learner")
-    with pytest.raises(ConfigError, match=r"evaluation\.datasets: .*does not exist"):
+    with pytest.raises(ConfigError) as caught:
         job(folder, evaluation=told | {"every": 1}).validate("job.yaml", "learner")
+    assert caught.value.key == "evaluation.datasets" and "/nowhere/b.jsonl" in caught.value.found
 
 
 def test_versions_that_are_evaluated_are_published_and_datasets_differ(folder: Path) -> None:

@@ -189,14 +189,15 @@ def test_watch_rules_can_be_overridden_as_a_whole(write):
     (rule,) = load_config(path, ["watch=[{metric: environment/solved, below: 0.1, do: stop}]"]).watch
     assert (rule.metric, rule.below, rule.do) == ("environment/solved", 0.1, "stop")
     error = error_of(path, "watch=[{metric: los, below: 1}]")
-    assert (error.file, error.key, error.hint) == (OVERRIDE, "watch[0].metric", "did you mean 'loss'?")
-    with pytest.raises(UsageError, match=r"key\.path=value"):
+    assert (error.file, error.key) == (OVERRIDE, "watch[0].metric") and "'loss'" in (error.hint or "")
+    with pytest.raises(UsageError) as refused:
         load_config(path, ["watch[0].metric=loss"])
+    assert "'watch[0].metric=loss'" in str(refused.value)
 
 
 def test_an_entry_of_any_list_is_named(write):
     error = error_of(write(MINIMAL + "telemetry:\n  sinks:\n  - wandb\n  - tensorbord\n"))
-    assert (error.key, error.line, error.hint) == ("telemetry.sinks[1]", 8, "did you mean 'tensorboard'?")
+    assert (error.key, error.line) == ("telemetry.sinks[1]", 8) and "'tensorboard'" in (error.hint or "")
     assert error_of(write(MINIMAL + "broker: {address: [a, 3]}")).key == "broker.address[1]"
     assert "a list of sections" in error_of(write(MINIMAL + "watch: 3")).expected
 
@@ -237,27 +238,33 @@ def test_a_wrong_override_is_blamed_and_not_the_file(write, override, key, expec
 
 def test_override_without_key_and_value_is_a_usage_error(write):
     for word in ("run.steps", "=3", ".a=3", "run..steps=3"):
-        with pytest.raises(UsageError, match=r"key\.path=value"):
+        with pytest.raises(UsageError) as refused:
             load_config(write(MINIMAL), [word])
+        assert repr(word) in str(refused.value), "the words are blamed, and not a key"
 
 
 def test_what_is_no_file_of_text_is_refused_and_a_missing_one_names_the_nearest(write, tmp_path):
     path = write(MINIMAL, "quickstart.yaml")
-    with pytest.raises(UsageError, match=r"does not exist; did you mean .*quickstart\.yaml"):
-        load_config(path.with_name("quikstart.yaml"))
-    with pytest.raises(UsageError, match="is a folder"):
+    wrong = path.with_name("quikstart.yaml")
+    with pytest.raises(UsageError) as refused:
+        load_config(wrong)
+    assert str(wrong) in str(refused.value) and str(path) in str(refused.value)
+    with pytest.raises(UsageError) as refused:
         load_config(tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path} is")
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError) as refused:
         load_config(path)
+    assert str(path) in str(refused.value) and "'utf-8'" in str(refused.value)
 
 
 def test_warm_start_config_is_recognised(write):
     path = write(SFT)
     assert isinstance(load_either(path), SftConfig)
     assert isinstance(load_either(write(MINIMAL, "rl.yaml")), Config)
-    with pytest.raises(UsageError, match="slipstream sft"):
+    with pytest.raises(UsageError) as refused:
         load_config(path)
+    assert str(path) in str(refused.value) and "`slipstream sft`" in str(refused.value)
 
 
 def test_schema_stays_within_its_budget_of_keys():
@@ -268,10 +275,11 @@ def test_schema_stays_within_its_budget_of_keys():
 
 @pytest.mark.parametrize("value", ["2026-13-45", "9" * 5000, "[" * 1000])
 def test_a_value_that_there_is_not_is_bad_yaml_and_no_traceback(write, value):
-    with pytest.raises(ConfigError, match="a YAML value"):
-        load_config(write(MINIMAL), [f"run.name={value}"])
-    with pytest.raises(ConfigError, match=r"YAML, found .*cannot be read"):
-        load_config(write(f"{MINIMAL}\nweights: {{timeout_s: {value}}}\n"))
+    blamed = error_of(write(MINIMAL), f"run.name={value}")
+    assert (blamed.file, blamed.key, blamed.expected) == (OVERRIDE, "run.name", "a YAML value")
+    path = write(f"{MINIMAL}\nweights: {{timeout_s: {value}}}\n")
+    blamed = error_of(path)
+    assert (blamed.file, blamed.expected) == (str(path), "YAML")
 
 
 def test_concurrency_is_a_number_or_follows_the_engine() -> None:
@@ -285,6 +293,6 @@ def test_concurrency_is_a_number_or_follows_the_engine() -> None:
 def test_the_key_of_an_earlier_release_for_held_out_problems_names_the_new_one(write):
     with_key = MINIMAL.replace("dataset:", "eval_dataset: a.jsonl, dataset:", 1)
     for document, overrides in ((MINIMAL, ["tasks.eval_dataset=a.jsonl"]), (with_key, [])):
-        with pytest.raises(ConfigError, match=r"tasks\.eval_dataset.*evaluation\.datasets") as error:
-            load_config(write(document), overrides)
-        assert error.value.exit_code == EXIT_USAGE
+        error = error_of(write(document), *overrides)
+        assert (error.key, error.exit_code) == ("tasks.eval_dataset", EXIT_USAGE)
+        assert "evaluation.datasets" in (error.hint or "")

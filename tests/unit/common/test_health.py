@@ -15,7 +15,7 @@ import pytest
 
 from broker.delivery.learner_rules import LearnerRules
 from broker.main import BrokerSigns
-from common.errors import UsageError
+from common.errors import EXIT_USAGE, UsageError
 from common.process.health import LATE_S, MOST_CLIENTS, LifeSigns, Series, TextServer, serving_health
 from tests.rigs.brokers import learner_report, new_state, serving
 from tests.rigs.configs import write_job
@@ -110,9 +110,9 @@ def test_a_probe_may_come_over_ipv6() -> None:
 
 def test_port_0_serves_nothing_and_a_taken_port_is_a_usage_error() -> None:
     with serving_health(0, LifeSigns()), served(LifeSigns()) as port:
-        refused = pytest.raises(UsageError, match=f"telemetry.health_port: cannot listen on port {port}")
-        with refused, serving_health(port, LifeSigns()):
+        with pytest.raises(UsageError) as refused, serving_health(port, LifeSigns()):
             pass
+        assert "telemetry.health_port" in str(refused.value) and str(port) in str(refused.value)
     with serving_health(port, LifeSigns()):
         assert get(port, "/healthz")[0] == 200
     with pytest.raises(ConnectionError):
@@ -167,10 +167,8 @@ def test_a_broker_process_answers_probes_and_another_one_may_not_have_its_port(t
         until(lambda: "slipstream_nodes_ready 0.0\n" in probed("/metrics")[1])
         other = [*command, f"run.dir={tmp_path / 'other'}"]
         refused = subprocess.run(other, capture_output=True, text=True, timeout=LIMIT_S)
-        assert (refused.returncode, f"telemetry.health_port: cannot listen on port {port}" in refused.stderr) == (
-            2,
-            True,
-        )
+        assert refused.returncode == EXIT_USAGE
+        assert "telemetry.health_port" in refused.stderr and str(port) in refused.stderr
         broker.send_signal(signal.SIGTERM)
         assert broker.wait(LIMIT_S) == 0
     assert probed("/healthz")[0] == 0

@@ -112,7 +112,7 @@ def test_a_killed_download_leaves_no_model_in_use_and_is_continued(hub: StandIn,
     )
     killed.kill()
     killed.communicate()
-    assert "HF_HUB_OFFLINE is set" in said(hub.ask(tmp_path, "model.path", NAME, HF_HUB_OFFLINE="1"), 1)
+    assert "HF_HUB_OFFLINE" in said(hub.ask(tmp_path, "model.path", NAME, HF_HUB_OFFLINE="1"), 1)
     hub.go_on.set()
     folder = Path(said(hub.ask(tmp_path, "model.path", NAME)))
     assert {f.name: f.read_bytes() for f in folder.iterdir()} == MODEL
@@ -125,7 +125,7 @@ def test_files_of_a_dataset_are_those_that_its_pattern_matches(hub: StandIn, tmp
     assert [file.read_bytes() for file in Path(found).parent.glob("*")] == [b"train"]
     assert said(hub.ask(tmp_path, "tasks.dataset", f"{DATA}/main/train-*.parquet", HF_HUB_OFFLINE="1")) == found
     wrong = said(hub.ask(tmp_path, "tasks.dataset", f"{DATA}/main/tests.parquet"), 1)
-    assert "it has ['main/train-00000-of-00001.parquet', 'main/test-0" in wrong and "no main/tests.parquet" in wrong
+    assert all(f"'{file}'" in wrong for file in ROWS) and "main/tests.parquet" in wrong
     hub.repos["datasets/openai/gsm8k"] |= {"data/0.jsonl": b"0", "data/1.jsonl": b"1"}
     numbered = f"{DATA}/data/*.jsonl"
     shutil.rmtree(tmp_path / "hub")
@@ -150,14 +150,14 @@ def test_a_name_that_cannot_be_had_says_why_and_that_no_folder_has_it(
     hub: StandIn, tmp_path: Path, name: str, more: dict[str, str], cause: str
 ) -> None:
     text = said(hub.ask(tmp_path, "model.path", name, **more), 1)
-    assert text.startswith(f"model.path: no folder {name[5:]} exists here, and {name} cannot be used: "), text
-    assert cause in text and ("HF_ENDPOINT" in more) == (f"(HF_ENDPOINT is {NOWHERE}; with HF_HUB_OFFLINE=1" in text)
+    assert text.startswith("model.path: ") and f" {name[5:]} " in text and f" {name} " in text, text
+    assert cause in text and ("HF_ENDPOINT" in more) == (f"HF_ENDPOINT is {NOWHERE};" in text)
 
 
 @pytest.mark.slow
 def test_a_model_without_safetensors_is_refused(hub: StandIn, tmp_path: Path) -> None:
     hub.repos["models/Qwen/Tiny"] = {CONFIG: b"{}", "tokenizer.json": b"[]", "pytorch_model.bin": b"pickle"}
-    assert "lacks config.json, a tokenizer, or some of the safet" in said(hub.ask(tmp_path, "model.path", NAME), 1)
+    assert "lacks config.json" in said(hub.ask(tmp_path, "model.path", NAME), 1)
 
 
 @pytest.mark.slow
@@ -182,4 +182,4 @@ def test_a_plan_downloads_config_json_only_and_says_when_it_cannot(hub: StandIn,
     assert done.returncode == 2 and "Connection refused" in done.stderr and f"(HF_ENDPOINT is {NOWHERE}" in done.stderr
     words[3:] = ["doctor", *words[4:-1]]
     problems = [one["what"] for one in json.loads(plan("two", HF_HUB_OFFLINE="1").stdout) if one["level"] == "problem"]
-    assert any("model.path: found no folder Qwen/Qwen3-0.6B exists here" in what for what in problems), problems
+    assert any("model.path" in what and "Qwen/Qwen3-0.6B" in what for what in problems), problems

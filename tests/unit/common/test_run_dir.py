@@ -1,5 +1,6 @@
 """The run folder: atomic files, and which config may continue which run."""
 
+import errno
 import json
 import os
 import stat
@@ -12,7 +13,7 @@ from common.config.loading import load_config
 from common.config.schema import Config, SftConfig, SftTasksConfig
 from common.errors import UsageError
 from common.process.files import move_aside, replace_folder
-from common.process.run_dir import RunDir, differences, write_atomic, write_json
+from common.process.run_dir import OtherRun, RunDir, differences, write_atomic, write_json
 from tests.rigs.configs import config_of
 from tests.rigs.waiting import read_jsonl
 
@@ -47,8 +48,9 @@ def test_prepare_writes_resolved_config_and_origin(config):
 )
 def test_run_of_another_config_is_refused_with_the_key(config, key, value):
     RunDir(config.run.dir).prepare(config)
-    with pytest.raises(UsageError, match=key.replace("__", r"\.") + " was"):
+    with pytest.raises(OtherRun) as refused:
         RunDir(config.run.dir).prepare(changed(config, **{key: value}))
+    assert refused.value.keys == [key.replace("__", ".")]
     assert load_config(RunDir(config.run.dir).config) == config
 
 
@@ -65,11 +67,14 @@ def test_a_run_may_be_continued_longer_or_with_more_nodes_but_not_as_a_warm_star
         run.prepare(longer)
         assert load_config(run.config) == longer
     warm = SftConfig(run=config.run, model=config.model, tasks=SftTasksConfig(dataset="d"))
-    with pytest.raises(UsageError, match="already has an RL job"):
+    with pytest.raises(OtherRun) as other:
         RunDir(config.run.dir).prepare(warm)
+    assert other.value.keys == []
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"run\.dir: .*file/run cannot be written"):
+    with pytest.raises(UsageError) as refused:
         RunDir(tmp_path / "file" / "run").prepare(config)
+    assert str(refused.value).startswith(f"run.dir: {tmp_path}/file/run ")
+    assert isinstance(refused.value.__cause__, NotADirectoryError)
 
 
 def test_checkpoints_of_another_run_are_refused_with_the_key(config, tmp_path):
@@ -81,16 +86,22 @@ def test_checkpoints_of_another_run_are_refused_with_the_key(config, tmp_path):
     RunDir.of(first).check_checkpoints(changed(first, run__steps=9))
     RunDir.of(first).label_checkpoints(changed(first, model__path="/another/machine"))
     second = changed(first, run__dir=str(tmp_path / "second"), run__name="second")
-    with pytest.raises(UsageError, match=f"{shared} has a run of another config: run.name was 'demo' .*checkpoint.dir"):
+    with pytest.raises(OtherRun) as other:
         RunDir.of(second).label_checkpoints(second)
+    assert other.value.keys == ["run.name"]
+    for fact in (shared, "'demo'", "learner.checkpoint.dir"):
+        assert fact in str(other.value)
     RunDir.of(first).prepare(first)
     run = RunDir(tmp_path / "second", str(RunDir(first.run.dir).checkpoints))
-    with pytest.raises(UsageError, match=r"run\.name was"):  # the folder of a run that keeps them in RUN
+    with pytest.raises(OtherRun) as other:  # the folder of a run that keeps them in RUN
         run.label_checkpoints(second)
+    assert other.value.keys == ["run.name"]
     (tmp_path / "file").write_text("")
     run = RunDir(tmp_path / "run", str(tmp_path / "file"))
-    with pytest.raises(UsageError, match=r"learner\.checkpoint\.dir: .*file cannot be written: .*"):
+    with pytest.raises(UsageError) as refused:
         run.label_checkpoints(first)
+    assert str(refused.value).startswith(f"learner.checkpoint.dir: {tmp_path}/file ")
+    assert isinstance(refused.value.__cause__, OSError)
 
 
 def test_differences_are_found_at_every_depth():
@@ -130,11 +141,12 @@ def test_an_atomic_write_lasts_its_name_is_synced_after_its_content_and_a_failed
     assert synced == []
 
     def fail(*_: object) -> None:
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "disk full")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError) as failed:
         write_atomic(tmp_path / "deep" / "it", b"new")
+    assert failed.value.errno == errno.ENOSPC
     assert ((tmp_path / "deep" / "it").read_bytes(), os.listdir(tmp_path / "deep")) == (b"other", ["it"])
 
 

@@ -1,5 +1,6 @@
 """Folders of JSON lines stay bounded. The caller of their thread never waits, and lost lines are counted."""
 
+import errno
 import io
 import logging
 import shutil
@@ -50,12 +51,13 @@ def test_a_line_that_was_cut_by_a_full_disk_does_not_spoil_the_next(tmp_path, mo
         def write(self, data: Any) -> int:
             with real(segments(tmp_path, "steps")[0], "ab") as file:
                 file.write(data[:4])
-            raise OSError(28, "No space left on device")
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "open", lambda *_: Full())
     for _ in range(2):
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(OSError) as failed:
             writer.write(b'{"a":2}\n')
+        assert failed.value.errno == errno.ENOSPC
     monkeypatch.undo()
     writer.write(b'{"a":3}\n')
     (only,) = segments(tmp_path, "steps")
@@ -93,9 +95,8 @@ def test_lines_are_written_in_order_and_an_odd_item_is_counted_and_logged_once(t
     thread.close(LIMIT_S)
     assert lines(tmp_path) == [b"1", b"2", b"3"]
     assert thread.dropped == 2
-    assert [r.getMessage() for r in caplog.records] == [
-        "transcripts are dropped; later ones are counted and not logged: ValueError('odd')"
-    ]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("transcripts ") and "ValueError('odd')" in record.getMessage()
 
 
 def test_a_full_queue_drops_and_counts_at_once(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_a_full_queue_drops_and_counts_at_once(tmp_path: Path) -> None:
 
 def test_without_a_tokenizer_everything_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def build() -> None:
-        raise OSError("no tokenizer in model")
+        raise OSError("no tokenizer.json")
 
     thread = LineThread("transcripts", SegmentWriter(tmp_path, "a", 1 << 20), build)  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING):
@@ -128,7 +129,7 @@ def test_without_a_tokenizer_everything_is_counted(tmp_path: Path, caplog: pytes
         thread.put(2)
         thread.close(LIMIT_S)
     assert thread.dropped == 2 and not lines(tmp_path)
-    assert "no tokenizer in model" in caplog.text and len(caplog.records) == 1
+    assert "no tokenizer.json" in caplog.text and len(caplog.records) == 1
 
 
 def test_a_disk_that_cannot_be_written_costs_lines_until_it_can(tmp_path: Path) -> None:

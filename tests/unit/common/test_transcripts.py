@@ -234,10 +234,11 @@ def test_an_episode_without_tokens_has_a_transcript_with_its_error() -> None:
 
 @pytest.mark.parametrize("spans", [[(3, 2)], [(0, 4), (3, 5)], [(0, 10_000)], [(-1, 2)]])
 def test_turns_outside_of_the_sample_are_refused(spans: list[tuple[int, int]]) -> None:
-    with pytest.raises(ValueError, match="does not fit"):
+    length = say(*GAME).tokens.entries()
+    with pytest.raises(ValueError, match=f"{length} tokens$"):
         made(say(*GAME, turn_spans=spans))
 
 
 def test_what_is_too_long_without_any_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="without its tokens"):
+    with pytest.raises(ValueError, match="without"):
         made(say(*GAME, metrics={f"{i:05}": 1.0 for i in range(4000)}), 1 << 14)

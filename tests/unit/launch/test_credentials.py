@@ -38,7 +38,7 @@ def test_status_and_ledger_find_the_keys_through_the_runs_config_or_say_that_the
     keys.rename(keys.with_name("elsewhere"))
     write_json(served.status_json, None)
     assert main(["status", str(served.path)]) != 0
-    assert "keys, which does not exist" in capsys.readouterr().err
+    assert f"{keys}," in capsys.readouterr().err
 
 
 def test_joining_needs_the_file_of_a_node_of_this_job_and_no_more_to_get_as_far_as_its_config(
@@ -50,11 +50,11 @@ def test_joining_needs_the_file_of_a_node_of_this_job_and_no_more_to_get_as_far_
     assert "--credentials DIR" in refusal(capsys, *joining, "--join-timeout-s", "3000")
     alone = tmp_path / "far.json"
     (keys / "nodes" / "far.json").rename(alone)
-    assert "has no readable config" in refusal(capsys, *joining, "--credentials", str(alone))
+    assert "readable config" in refusal(capsys, *joining, "--credentials", str(alone))
     make(KeyFolder(tmp_path / "other"), ["x"])
     for patience in ([], ["--join-timeout-s", "2"]):  # the reason is named however short the wait
         said = refusal(capsys, *joining, "--credentials", str(tmp_path / "other"), *patience)
-        assert "refused this key" in said and "are both from one key folder?" in said
+        assert "this key" in said and broker.address in said
 
 
 def test_a_nodes_id_begins_with_the_name_of_its_credential(tmp_path: Path) -> None:
@@ -67,9 +67,9 @@ def test_a_nodes_id_begins_with_the_name_of_its_credential(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("credentials", "words"),
     [
-        ("nowhere", ["broker.credentials", "slipstream keys DIR", "which does not exist"]),
-        ("model", ["broker.credentials", "which has no keys"]),
-        ("train.jsonl", ["broker.credentials", "train.jsonl", "expected a credential"]),
+        ("nowhere", ["broker.credentials", "keys DIR", "not exist"]),
+        ("model", ["broker.credentials", "no keys"]),
+        ("train.jsonl", ["broker.credentials", "train.jsonl", "a credential"]),
     ],
 )
 def test_credentials_that_are_none_are_refused_before_anything_starts(
@@ -86,7 +86,7 @@ def test_an_open_address_is_refused_without_keys_and_allowed_with_them(
     def job(host: str, **broker: str) -> str:
         return str(write_job(tmp_path, broker={"address": f"tcp://{host}:5555", **broker}))
 
-    assert "slipstream keys DIR" in refusal(capsys, "broker", job("0.0.0.0"))
+    assert "keys DIR" in refusal(capsys, "broker", job("0.0.0.0"))
     config, _ = load_job(job("0.0.0.0", credentials=str(keys)))
     assert fixed_address(config) is None  # no client can connect to 0.0.0.0: RUN/broker.json has the address
     monkeypatch.chdir(tmp_path)

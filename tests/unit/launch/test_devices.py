@@ -11,7 +11,7 @@ from common.config.checks import resolve_paths
 from common.config.loading import load_config
 from common.config.schema import Config
 from common.errors import UsageError
-from common.process.versions import versions
+from common.process.versions import INSTALL_BRIDGE, versions
 from launch.up import devices, ranks
 from launch.up.devices import Place, assign, table
 from launch.up.ranks import learner_environment
@@ -20,6 +20,7 @@ from launch.up.up import role_specs
 from tests.rigs.configs import prepared, refusal, write_job
 from tests.rigs.device import rank_environment
 from tests.rigs.processes import ROOT
+from tests.rigs.refusals import refused
 from tests.rigs.waiting import until
 
 QWEN = ROOT / "configs" / "qwen3-0.6b-gsm8k.yaml"
@@ -94,7 +95,7 @@ def test_too_few_devices_are_refused_with_what_is_needed_found_and_to_be_lowered
 def test_up_refuses_before_anything_is_started(machine: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr("launch.up.up.assign", partial(assign, root=machine))
-    assert "needs 2 GPUs, found 1 in CUDA_VISIBLE_DEVICES=3" in refusal(capsys, "up", str(write_job(tmp_path)))
+    assert "CUDA_VISIBLE_DEVICES=3" in refusal(capsys, "up", str(write_job(tmp_path)))
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
@@ -127,12 +128,12 @@ def test_a_restarted_role_keeps_its_devices(tmp_path: Path) -> None:
 
 def test_roles_may_share_the_only_gpu(machine: Path, tmp_path: Path) -> None:
     config, alone = job(tmp_path, "learner.world_size=1", *GLOO), {"CUDA_VISIBLE_DEVICES": "3"}
-    with pytest.raises(UsageError, match="With --share-gpus all roles use the same ones"):
+    with refused(UsageError, "With --share-gpus"):
         assign(config, alone, machine)
     places = assign(config, alone, machine, share=True)
     assert {place.env["CUDA_VISIBLE_DEVICES"] for place in places.values()} == {"3"}
     assert places["learner"].python == str(machine / ".venv-learner/bin/python")
-    with pytest.raises(UsageError, match="the job needs 2 GPUs, found 1"):
+    with refused(UsageError, "2 GPUs", "found 1"):
         assign(job(tmp_path, "learner.world_size=2", *GLOO), alone, machine, share=True)
 
 
@@ -207,7 +208,7 @@ def test_torch_reads_the_size_above_which_pinned_memory_is_not_rounded() -> None
 def test_a_learner_without_the_bridge_says_how_it_is_installed(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(ranks, "versions", lambda: versions() | {"megatron-bridge": ""})
     said = refusal(capsys, "learner", str(write_job(tmp_path)))
-    assert "pip install --no-deps megatron-bridge==0.3.1" in said
+    assert INSTALL_BRIDGE in said
 
 
 def test_ranks_of_tests_share_the_gpus_that_there_are() -> None:

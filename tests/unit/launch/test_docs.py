@@ -71,5 +71,6 @@ def test_the_pages_of_keys_and_metrics_are_what_the_code_declares() -> None:
 
 
 def test_a_section_without_a_heading_in_its_page_is_noticed() -> None:
-    with pytest.raises(ValueError, match="no heading 'new' with a table"):
+    with pytest.raises(ValueError) as refused:
         filled(DOCS / "config.md", "key | means", {"new": []})
+    assert "'new'" in str(refused.value)

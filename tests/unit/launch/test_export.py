@@ -10,6 +10,7 @@ from common.process.run_dir import RunDir, write_json
 from launch.results import export
 from learner.checkpoint.best import BEST_FILE, BestRecord
 from tests.rigs.configs import refusal, write_checkpoint
+from tests.rigs.refusals import refused
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_which_model_is_exported(run, tmp_path: Path, converted: list[str], fini
 def test_the_best_checkpoint_is_exported_also_when_the_run_is_done(run, tmp_path: Path, converted: list[str]) -> None:
     run.model.mkdir()
     (run.model / "config.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"no best checkpoint: .*best.json is not there; learner.checkpoint.keep_"):
+    with refused(UsageError, BEST_FILE, "learner.checkpoint.keep_"):
         export.command(arguments(run, tmp_path / "out", best=True))
     write_json(run.checkpoints / BEST_FILE, BestRecord(40, "reward_mean", 0.5))
     assert export.command(arguments(run, tmp_path / "out", best=True)) == 0
@@ -64,24 +65,22 @@ def test_the_best_checkpoint_is_exported_also_when_the_run_is_done(run, tmp_path
 
 def test_a_metric_that_does_not_exist_is_refused_before_anything_starts(job: Path, capsys) -> None:
     said = refusal(capsys, "broker", str(job), "learner.checkpoint.keep_best=-reward_men")
-    assert (
-        "learner.checkpoint.keep_best: expected a metric of this run" in said and "did you mean '-reward_mean'?" in said
-    )
+    assert "learner.checkpoint.keep_best: expected" in said and "'-reward_mean'" in said
 
 
 def test_what_cannot_be_exported_is_refused_with_the_reason(run: RunDir, tmp_path: Path, converted: list[str]) -> None:
-    with pytest.raises(UsageError, match="no checkpoint of step 60; it has 20, 40, 1000000"):
+    with refused(UsageError, "step 60", "20, 40, 1000000"):
         export.command(arguments(run, tmp_path / "out", step=60))
     (run.checkpoints / "step-000040" / "model" / "weights").unlink()
-    with pytest.raises(SlipstreamError, match=r"step-000040 is not complete: .*No such file .*weights"):
+    with refused(SlipstreamError, "step-000040", "weights"):
         export.command(arguments(run, tmp_path / "out", step=40))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("")
-    with pytest.raises(UsageError, match="is not empty"):
+    with refused(UsageError, tmp_path / "out", "not empty"):
         export.command(arguments(run, tmp_path / "out"))
     empty = RunDir(tmp_path / "empty")
     empty.path.mkdir()
     empty.config.write_text("")
-    with pytest.raises(UsageError, match=r"no model and no checkpoint yet; .* learner\.checkpoint\.every"):
+    with refused(UsageError, empty.path, "learner.checkpoint.every"):
         export.command(arguments(empty, tmp_path / "elsewhere"))
     assert converted == []

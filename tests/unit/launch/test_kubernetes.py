@@ -77,8 +77,9 @@ def test_a_manifest_fits_the_schema_of_the_api(document: dict[str, Any], version
 
 def test_the_schemas_refuse_a_wrong_key() -> None:
     wrong = {**one("PodDisruptionBudget", "fleet"), "spec": {"maxUnavailabel": 1}}
-    with pytest.raises(kubernetes_validate.ValidationError, match="maxUnavailabel"):
+    with pytest.raises(kubernetes_validate.ValidationError) as refused:
         kubernetes_validate.validate(wrong, VERSIONS[0], strict=True)
+    assert "maxUnavailabel" in str(refused.value)
 
 
 def test_the_pages_pod_for_files_fits_the_schema_too() -> None:
@@ -239,8 +240,9 @@ def test_the_image_copies_what_exists_is_pinned_and_runs_slipstream_without_root
     assert packages <= {rest.split()[0] for word, rest in found if word == "COPY"}
     assert last["USER"] == f"{pod('broker')['securityContext']['runAsUser']}:1000"
     assert yaml.safe_load(last["ENTRYPOINT"]) == ["tini", "--", "slipstream"]
-    with pytest.raises(SystemExit, match="0"):
+    with pytest.raises(SystemExit) as ended:
         parse(yaml.safe_load(last["CMD"]))
+    assert ended.value.code == 0
     *_, script = container("learner")["command"]
     assert (ROOT / Path(script).relative_to(last["WORKDIR"])).is_file()
 

@@ -18,6 +18,7 @@ from launch.up import learner_machine as module
 from launch.up.learner_machine import ANSWER_S, REPORT_S, Launcher, SharedFolder
 from learner.loop.run_files import write_record
 from tests.rigs.brokers import job
+from tests.rigs.refusals import refused
 
 TRAIN = RendezvousOrder(1, [Member("m1", "h1", "a", "a:1")], active=True)
 
@@ -94,7 +95,7 @@ def test_a_launcher_that_ends_says_that_its_ranks_have_ended(tmp_path: Path, clo
             raise BrokerError("revoked")
         return TRAIN
 
-    with pytest.raises(UsageError, match="revoked"):
+    with refused(UsageError, "revoked"):
         run(tmp_path, gather)
     assert [(r.running, r.leaving, r.exit_code) for r in reports[1:]] == [(True, False, 0), (False, True, 1)]
 

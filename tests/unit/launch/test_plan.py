@@ -17,6 +17,7 @@ from launch.plan.job_plan import GIB
 from launch.plan.memory import DEVICES, fits
 from tests.rigs.configs import refusal, text_of
 from tests.rigs.processes import ROOT
+from tests.rigs.refusals import refused
 
 NAMED = {
     "qwen3-0.6b-gsm8k": dict(world=4, tensor=1, pipeline=1, context=1, expert=1),
@@ -93,7 +94,7 @@ def test_the_configs_of_one_model_each_have_the_fewest_80_gb_cards_and_nccl_wher
         assert fits(plan.fullest.peak, card)
         assert engine.cache_tokens(card, settings.gpu_memory_utilization) > 100 * settings.max_model_len
         said = " ".join(text_of(page(review), WIDTH).split())
-        assert ("with --share-gpus" in said and "fit one GPU of 80 GB" in said) == (cards == 1)
+        assert ("with --share-gpus" in said and "one GPU of 80 GB" in said) == (cards == 1)
         if cards > 1:
             assert sum(config.device_shares.values()) == cards
             assert config.weights.transport == "nccl"
@@ -113,7 +114,7 @@ def test_a_layout_that_does_not_fit_gets_a_proposal_that_does(
     proposed = before.proposal
     assert set(words) <= set(proposed.overrides), proposed
     said = next(remark.what for remark in before.remarks if remark.code == "too_small")
-    assert f"With {' '.join(proposed.overrides)} it needs {proposed.peak / GIB:.1f} GiB and fits" in said
+    assert " ".join(proposed.overrides) in said and f"{proposed.peak / GIB:.1f} GiB" in said
     after = make_review(f"configs/{name}.yaml", [*given, *proposed.overrides])
     assert after.plan is not None and after.plan.fullest.peak == proposed.peak < before.plan.fullest.peak
     assert fits(proposed.peak, DEVICES[proposed.device])
@@ -132,7 +133,7 @@ def test_versions_in_device_memory_count_on_the_lead_and_offloading_on_the_ranks
     assert device.plan is not None and host.plan is not None and host.plan.rl is not None
     assert device.plan.fullest.peak - host.plan.fullest.peak == 3 * host.plan.rl.publish.bytes
     (host,) = [remark for remark in make_review("configs/qwen3-4b-2gpu.yaml", []).remarks if remark.code == "host"]
-    assert "about 45 GiB of host memory on a node of 1 ranks" in host.what
+    assert "45 GiB" in host.what
 
 
 @pytest.mark.parametrize(
@@ -153,13 +154,13 @@ def test_all_failing_checks_are_listed_and_the_exit_code_is_2(here: Path, capsys
     out = capsys.readouterr().out
     for key in ("tasks.environment", "broker.lease_s", "rollout.group_size", "learner.parallel.virtual_pipeline"):
         assert f"{key}: expected" in out
-    assert "nearest built-in: 'gsm8k'" in out
-    assert "No plan: the layout does not fit the model." in out
+    assert "built-in: 'gsm8k'" in out
+    assert "No plan:" in out
     assert "Process groups" not in out
     # a check that leaves the layout alone still gives the plan
     assert main(["plan", "configs/llama-3.1-70b.yaml", "broker.lease_s=1"]) == 2
     out = capsys.readouterr().out
-    assert "broker.lease_s: expected at least" in out
+    assert "broker.lease_s: expected" in out
     assert "Process groups" in out
 
 
@@ -191,19 +192,18 @@ def test_a_slower_link_makes_a_publish_longer_on_the_page_in_json_and_in_the_rem
     slow = json.loads(capsys.readouterr().out)
     assert slow["plan"]["rl"]["publish"]["publish_s"] == pytest.approx(10 * publish["publish_s"])
     assert slow["plan"]["rl"]["publish"]["send_s"] == pytest.approx(10 * publish["send_s"])
-    assert "over links of 10 Gb/s takes about 382 s, more than weights.timeout_s (300 s)" in str(slow["remarks"])
+    for figure in ("10 Gb/s", "382 s", "weights.timeout_s (300 s)"):
+        assert figure in str(slow["remarks"])
     assert ask("25", json=False) == 0
     flat = " ".join(capsys.readouterr().out.split())
-    assert (
-        "sources 32, the largest sends 15.1 GiB; with links of 25 Gb/s the last node has everything after about" in flat
-    )
+    for figure in ("sources 32", "15.1 GiB", "25 Gb/s"):
+        assert figure in flat
 
 
 @pytest.mark.parametrize("link", ["0", "-1", "nan", "inf"])
 def test_a_link_that_carries_nothing_is_refused(here: Path, link: str) -> None:
-    with pytest.raises(UsageError, match=f"--link: expected .* above 0, found {link}") as refused:
+    with refused(UsageError, "--link", f"found {link}"):
         ask(link)
-    assert refused.value.exit_code == 2
 
 
 def test_missing_files_are_brought_before_launch_but_a_bad_dataset_fails(here: Path) -> None:
@@ -223,7 +223,7 @@ def test_missing_files_are_brought_before_launch_but_a_bad_dataset_fails(here: P
 
 def test_without_a_config_json_that_can_be_counted_there_is_nothing_to_plan_from(here: Path, capsys) -> None:
     said = refusal(capsys, "plan", "configs/mixtral-8x7b.yaml", "model.path=nowhere")
-    assert "a plan needs at least the model's config.json" in said and "launch/quickstart.sh" in said
+    assert "config.json" in said and "launch/quickstart.sh" in said
     file = here / QWEN / "config.json"
     for content, reason in (
         (
@@ -293,7 +293,7 @@ def test_the_page_is_within_its_width_says_everything_that_json_says_and_is_docu
     review = make_review("configs/deepseek-v3.yaml", [])
     text = text_of(page(review), WIDTH)
     assert max(map(len, text.splitlines())) <= WIDTH
-    assert "671.03 B, 37.55 B for one token" in text
+    assert "671.03 B" in text and "37.55 B" in text
     flat = " ".join(text.split())
     said = as_json(review)
     for line in [*said["failed"], *said["before_launch"], *said["remarks"]]:

@@ -27,6 +27,7 @@ from launch.checks.preflight.stages import Exchange, Report, examine, pass_on, r
 from launch.cluster.interface import Interface
 from launch.up.ranks import slurm_machines
 from tests.rigs.configs import config_of, living_broker, refusal, write_job
+from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S
 
 LOCAL = "127.0.0.1"
@@ -105,7 +106,7 @@ def test_a_clock_that_is_off_by_more_than_a_second_is_named(wrong: str) -> None:
     skewed = report()
     skewed.links = [replace(at, ahead_s=ahead[at.target] - ahead[at.source]) for at in skewed.links]
     assert found(skewed, "problem") == ["clock skewed"]
-    assert f"{wrong} is +3.0 s off" in verdict(judge(skewed))
+    assert f"{wrong} is" in verdict(judge(skewed)) and "+3.0 s" in verdict(judge(skewed))
 
 
 SLOW_DISK = warning("fsync", "slow", "70 ms", why="it is slow", fix="another disk")
@@ -222,9 +223,9 @@ def test_everybody_gets_all_values_and_a_silent_machine_is_lost() -> None:
         assert [result.result() for result in results] == [{"a": "here", "b": "here"}] * 2
         assert [*a.lost] == [*b.lost] == ["c"]
         assert a.elapsed_s == b.elapsed_s > 0
-        with pytest.raises(SlipstreamError, match="c takes no part: it ended, or was cut off"):
+        with refused(SlipstreamError, "c takes"):
             c("late", str, LIMIT_S)
-        with pytest.raises(UsageError, match="d takes no part: 3 machines were there already"):
+        with refused(UsageError, "d takes", "3 machines"):
             Exchange(join("d"))(0, int, LIMIT_S)
 
 
@@ -242,7 +243,7 @@ def test_the_broker_of_a_job_is_told_from_a_preflight(tmp_path: Path) -> None:
         context.socket(zmq.DEALER) as dealer,
     ):
         dealer.connect(server.address)
-        with pytest.raises(UsageError, match="a job's broker listens there"):
+        with refused(UsageError, "job's broker", "--meet"):
             Exchange(dealer)(0, int, LIMIT_S)
 
 
@@ -250,7 +251,7 @@ def test_too_few_machines_are_named_after_the_wait() -> None:
     with meeting(3, wait_s=0.5) as join, ThreadPoolExecutor(2) as pool:
         results = [pool.submit(Exchange(join(name)), 0, int, LIMIT_S) for name in "ab"]
         for result in results:
-            with pytest.raises(UsageError, match=r"2 of 3 machines came within 0\.5 s: a, b"):
+            with refused(UsageError, "2 of 3", "0.5 s: a, b"):
                 result.result()
 
 
@@ -289,13 +290,13 @@ def test_a_learner_machine_with_the_extra_alone_is_told_to_install_the_bridge(tm
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:5555", "tcp://0.0.0.0:5555", "ipc:///run/socket"])
 def test_an_address_that_others_cannot_connect_to_is_refused(address: str) -> None:
-    with pytest.raises(UsageError, match=r"broker.address: expected tcp://HOST:PORT that all of 2 .*--meet"):
+    with refused(UsageError, "broker.address: expected", "all of 2", "--meet"):
         preflight.meeting_address(address, 2)
 
 
 def test_a_number_that_makes_no_sense_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(capsys, "preflight", str(write_job(tmp_path)), "--machines", "-1")
-    assert "expected positive numbers, found --machines -1" in said
+    assert "--machines -1" in said
 
 
 def test_a_step_of_slurm_says_how_many_machines_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,6 +310,4 @@ def test_a_step_of_slurm_says_how_many_machines_there_are(monkeypatch: pytest.Mo
 def test_a_port_in_use_is_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server((LOCAL, 0)) as job:
         config = write_job(tmp_path, broker={"address": f"tcp://{LOCAL}:{job.getsockname()[1]}"})
-        assert "stop the process that listens there (another broker, or a preflight?)" in refusal(
-            capsys, "preflight", str(config)
-        )
+        assert "preflight?)" in refusal(capsys, "preflight", str(config))

@@ -22,6 +22,7 @@ from launch.cli import main
 from launch.results.replay import ReplayedStep, check_progress, compare, line, plan_replay, summary
 from tests.rigs.brokers import MemoryLearner
 from tests.rigs.configs import job_of, refusal, write_checkpoint
+from tests.rigs.refusals import refused
 
 RUN_INFO = RunInfo("demo", "/runs/demo", 2, 1, 3, 60.0, 1 << 20)
 
@@ -90,63 +91,61 @@ def test_the_config_computes_the_same_and_serves_nobody(run: RunDir, config: Con
 def test_a_missing_or_a_torn_checkpoint_and_a_folder_in_use_are_refused(
     run: RunDir, config: Config, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match=r"--from 4: .*has no checkpoint of step 4; it has those of steps 3, 6"):
+    with refused(UsageError, "--from 4: ", "steps 3, 6"):
         plan_replay(run, config, recording(3, 4, 5), 4, None, None, [])
-    with pytest.raises(UsageError, match=r"--from 4: .*it has none"):
+    with refused(UsageError, "--from 4: ", "has none"):
         plan_replay(RunDir(tmp_path / "other"), config, recording(4), 4, None, None, [])
-    with pytest.raises(UsageError, match=r"--out .*: expected a new or empty folder"):
+    with refused(UsageError, f"--out {run.path}: expected"):
         plan_replay(run, config, recording(0), 0, None, str(run.path), [])
     (run.checkpoints / "step-000003" / "trainer.json").unlink()
-    with pytest.raises(SlipstreamError, match=r"step-000003 is not complete: .*No such file .*trainer\.json"):
+    with refused(SlipstreamError, "step-000003", "trainer.json"):
         plan_replay(run, config, recording(3, 4), 3, None, None, [])
 
 
 def test_a_folder_that_cannot_be_written_is_refused(run: RunDir, config: Config, monkeypatch, capsys) -> None:
     run.prepare(config)
     monkeypatch.setattr("launch.results.replay.open_recording", lambda *_: nullcontext(recording(0)))
-    assert "cannot be written" in refusal(capsys, "replay", str(run.path), "--out", str(run.config / "out"))
+    assert str(run.config / "out") in refusal(capsys, "replay", str(run.path), "--out", str(run.config / "out"))
 
 
 def test_steps_that_are_not_retained_are_named_with_those_that_are(run: RunDir, config: Config) -> None:
     kept = recording(*range(5, 21))
-    said = r"of step 0 are not retained: .*steps 5 to 20 \(broker.retain_steps: 16 .*; --from 6 begins where both"
-    with pytest.raises(UsageError, match=f"groups {said}"):
+    with refused(UsageError, "step 0", "steps 5 to 20", "broker.retain_steps: 16", "--from 6"):
         plan_replay(run, config, kept, 0, None, None, [])
-    with pytest.raises(UsageError, match=r"groups of step 21 are not retained"):
+    with refused(UsageError, "step 21", "retained"):
         plan_replay(run, config, kept, 6, 30, None, [])
-    with pytest.raises(UsageError, match=r"--to 5: expected a step from 6 on"):
+    with refused(UsageError, "--to 5: expected", "from 6"):
         plan_replay(run, config, kept, 6, 5, None, [])
-    with pytest.raises(UsageError, match=r"the run's store has those of no step"):
+    with refused(UsageError, "step 0", "no step"):
         plan_replay(run, config, recording(), 0, None, None, [])
 
 
 @pytest.mark.parametrize(
-    ("word", "reason"),
+    ("word", "instead"),
     [
-        ("run.steps=3", "use --to STEP"),
-        ("run.dir=x", "use --out DIR"),
-        ("broker.address=tcp://127.0.0.1:1", "a broker of its own"),
-        ("tasks.shuffle=false", "are of these tasks"),
-        ("learner.groups_per_step=4", "have this many groups"),
-        ("rollout.group_size=4", "have this many samples"),
+        ("run.steps=3", "--to STEP"),
+        ("run.dir=x", "--out DIR"),
+        ("broker.address=tcp://127.0.0.1:1", "broker"),
+        ("tasks.shuffle=false", "tasks"),
+        ("learner.groups_per_step=4", "groups"),
+        ("rollout.group_size=4", "samples"),
     ],
 )
-def test_what_the_recording_fixes_cannot_be_overridden(run: RunDir, config: Config, word: str, reason: str) -> None:
-    with pytest.raises(UsageError, match=rf"override {word.partition('=')[0]}: a replay does not take it: .*{reason}"):
+def test_what_the_recording_fixes_cannot_be_overridden(run: RunDir, config: Config, word: str, instead: str) -> None:
+    with refused(UsageError, f"override {word.partition('=')[0]}: ", instead):
         plan_replay(run, config, recording(0), 0, None, None, [word])
 
 
 def test_a_run_that_works_or_never_had_a_store_is_not_replayed(run: RunDir, config: Config, capsys) -> None:
-    said = r"store: expected the store of a run, found none; .*broker.durability is fsync or"
-    with pytest.raises(UsageError, match=said), open_recording(run, config):
+    with refused(UsageError, f"{run.store}: expected", "broker.durability"), open_recording(run, config):
         raise AssertionError("there is nothing to open")
     assert not run.store.exists()
     store = open_file_store(run.store, "demo")
     assert main(["replay", str(run.path)]) == 2
-    assert "is running: a broker has" in capsys.readouterr().err
+    assert "is running:" in capsys.readouterr().err
     store.close()
     assert main(["replay", str(run.path)]) == 2
-    assert "of step 0 are not retained: the run's store has those of no step" in capsys.readouterr().err
+    assert "no step" in capsys.readouterr().err
 
 
 def test_the_preloaded_broker_hands_out_the_recorded_steps_in_their_order() -> None:
@@ -170,7 +169,7 @@ def test_a_learner_that_waits_for_groups_nobody_makes_is_told_so() -> None:
     report = LearnerReport(1, 0, "waiting", 7, WaitFor(WaitKind.GROUPS, version=7, of=1), 61.0, step=7)
     for fine in (None, msgspec.structs.replace(report, since_s=5.0), msgspec.structs.replace(report, state="training")):
         check_progress(fine)
-    with pytest.raises(UsageError, match=r"step 7 waits for groups that its recording does not have \(groups for"):
+    with refused(UsageError, "step 7 waits"):
         check_progress(report)
 
 

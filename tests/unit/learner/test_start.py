@@ -1,5 +1,6 @@
 """How a learner finds its broker, its incarnation and its dataset again."""
 
+import errno
 import os
 import subprocess
 import threading
@@ -22,6 +23,7 @@ from learner.loop.run_files import RunFiles, read_record, write_record
 from learner.loop.status_reporter import StatusReporter
 from learner.main import train
 from tests.rigs.brokers import MemoryBroker, MemoryLearner
+from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S
 
 MakeConfig = Callable[..., Config]
@@ -33,7 +35,7 @@ def test_a_broker_is_found_by_the_config_or_once_it_wrote_its_file(make_config: 
         assert find_broker(make_config(broker={"address": address}), run_dir, 0.0) == address
     config = make_config()
     began = time.monotonic()
-    with pytest.raises(BrokerUnreachable, match=r"no broker wrote .*broker\.json within 0 s"):
+    with refused(BrokerUnreachable, run_dir.broker_json):
         find_broker(config, run_dir, wait_s=0.2)
     assert time.monotonic() - began < 50
     ended = subprocess.Popen(["true"])
@@ -83,7 +85,7 @@ def complete(folder: CheckpointFolder, version: int, dataset_digest: str, incarn
 def test_another_dataset_is_refused_at_resume(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config()
     complete(CheckpointFolder(RunDir(config.run.dir).checkpoints, 2), 2, "other")
-    with pytest.raises(UsageError, match=r"tasks\.dataset: .* changed since .*step-000002"):
+    with refused(UsageError, "tasks.dataset", "step-000002"):
         prepare(config)
 
 
@@ -122,15 +124,16 @@ def test_a_learner_that_cannot_send_weights_takes_no_run_over_and_one_that_canno
     config, process = make_config(weights={"transport": "nccl"}), SimpleNamespace(is_lead=True, stop_requested=str)
     run_dir = RunDir(config.run.dir)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(UsageError, match="nccl needs a CUDA device"):
+    with refused(UsageError, "weights.transport"):
         train(config, config, process, "tcp://127.0.0.1:9")
     assert (read_record(run_dir), memory.learner().status().learner) == (None, None)
     elsewhere = make_config(weights={"address": "192.0.2.1"})
-    with pytest.raises(zmq.ZMQError, match="Cannot assign requested address"):
+    with pytest.raises(zmq.ZMQError) as unbound:
         train(elsewhere, elsewhere, process, "tcp://127.0.0.1:9")
     record, learner = read_record(run_dir), memory.learner().status().learner
     assert (record.state, learner.state) == ("failed", "failed")
-    assert "Cannot assign requested address" in learner.waiting_on
+    assert unbound.value.errno == errno.EADDRNOTAVAIL
+    assert os.strerror(errno.EADDRNOTAVAIL) in learner.waiting_on
 
 
 def test_a_learner_that_still_lives_commits_nothing_that_its_successor_has_not_read(
@@ -157,7 +160,7 @@ def test_a_learner_that_still_lives_commits_nothing_that_its_successor_has_not_r
     second, state = prepare(config)
     assert (state.policy_version, state.incarnation) == (2, 1)
     assert second.reporter.snapshot().policy_version == 2
-    with pytest.raises(BrokerError, match="was replaced by incarnation 1"):
+    with refused(BrokerError, "incarnation 0", "incarnation 1"):
         complete_and_commit(3)
     first.files.events.close()
     second.files.events.close()

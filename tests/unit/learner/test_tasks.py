@@ -1,6 +1,8 @@
 """Tasks: a function of (dataset, seed, serial), refusals of bad files, and which are offered, also after restarts."""
 
+import errno
 import json
+import os
 import sys
 from datetime import date
 from pathlib import Path
@@ -13,6 +15,7 @@ from common.errors import UsageError
 from common.json_lines import dataset_rows
 from learner.checkpoint.folder import StreamState
 from learner.loop.tasks import TaskSource, TaskStream
+from tests.rigs.refusals import refused
 
 ROWS_1_4 = [(1, b'{"a": 1}'), (4, b'{"a": 2}')]
 
@@ -91,31 +94,32 @@ def test_a_parquet_file_that_cannot_be_rows_is_refused(tmp_path: Path, monkeypat
         return str(error.value)
 
     (tmp_path / "text.parquet").write_text('{"a": 1}')
-    assert said(tmp_path / "text.parquet").startswith(f"tasks.dataset: {tmp_path}/text.parquet cannot be read")
+    assert said(tmp_path / "text.parquet").startswith(f"tasks.dataset: {tmp_path}/text.parquet ")
     days = parquet(tmp_path / "days.parquet", [{"day": date(2026, 1, 1)}])
-    assert "cannot be read after row 1: Object of type date is not JSON serializable" in said(days)
-    assert "cannot be read after row 1: " in said(parquet(tmp_path / "nan.parquet", [{"a": float("nan")}]))
-    assert "has no rows" in said(parquet(tmp_path / "none.parquet", []))
-    assert "has no rows" in said(tmp_path / "no-*.parquet")
+    told = said(days)
+    assert "row 1:" in told and "date" in told
+    assert "row 1:" in said(parquet(tmp_path / "nan.parquet", [{"a": float("nan")}]))
+    assert "no rows" in said(parquet(tmp_path / "none.parquet", []))
+    assert "no rows" in said(tmp_path / "no-*.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    assert said(days).endswith("needs pyarrow, which is not installed here; pip install pyarrow")
+    assert str(days) in (told := said(days)) and "pyarrow" in told
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "facts"),
     [
-        ('{"a": 1}\n{"a": \n', "line 2 is not JSON"),
-        ('{"a": 1}\n[1, 2]\n', "line 2: expected a JSON object, found list"),
-        ("\n\n", "has no rows"),
+        ('{"a": 1}\n{"a": \n', ["line 2", "not JSON"]),
+        ('{"a": 1}\n[1, 2]\n', ["line 2", "JSON object", "list"]),
+        ("\n\n", ["no rows"]),
     ],
 )
-def test_a_bad_file_is_refused_with_key_file_and_line(tmp_path: Path, content: str, message: str) -> None:
+def test_a_bad_file_is_refused_with_key_file_and_line(tmp_path: Path, content: str, facts: list[str]) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(content)
-    with pytest.raises(UsageError, match=rf"tasks\.dataset: .*rows\.jsonl.*{message}"):
+    with refused(UsageError, "tasks.dataset", path, *facts):
         TaskSource(path, 0, 4)
     path.unlink()
-    with pytest.raises(UsageError, match=r"tasks\.dataset: cannot read .*rows\.jsonl: No such file"):
+    with refused(UsageError, "tasks.dataset", path, os.strerror(errno.ENOENT)):
         TaskSource(path, 0, 4)
 
 

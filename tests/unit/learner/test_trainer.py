@@ -18,6 +18,7 @@ from common.waste import Waste
 from learner.loop import rollout_source
 from learner.loop.batch_source import Train, decode_command
 from tests.rigs.brokers import MemoryBroker
+from tests.rigs.refusals import refused
 from tests.rigs.telemetry import recorded
 from tests.unit.learner.loop_fakes import Killed, MakeWorld, World, make_group
 
@@ -231,11 +232,11 @@ def test_a_checkpoint_behind_what_the_broker_committed_is_refused_before_anythin
     newest = world.lead.files.checkpoints.steps()[6]
     shutil.rmtree(newest)  # as if RUN/checkpoints had been restored from an older copy
     before = world.lines()
-    with pytest.raises(UsageError, match=r"step 4 next .*is of step 4.* up to 5: the groups of steps 4 to 5"):
+    with refused(UsageError, "step 4", "steps 4 to 5"):
         world.restart()
     assert [line.step for line in before] == list(range(6))
     shutil.rmtree(world.run_dir.checkpoints)
-    with pytest.raises(UsageError, match=r"step 0 next \(it has no checkpoint\).*Put a checkpoint of step 6 back"):
+    with refused(UsageError, "step 0", "steps 0 to 5", "step 6"):
         world.restart()
 
 
@@ -311,22 +312,23 @@ def dying_tasks(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "facts"),
     [
-        (half_groups, r"unusable 3 times: group 0 from node fake: 1 samples, expected 2"),
-        (failing_canary, r"no node may generate .* weights\.canary_tolerance is 0\.5"),
-        (failing_environment, r"every sample of the last 3 steps failed; reasons: no calculator"),
-        (dying_tasks, r"[6-9] tasks died .* 3 failed attempts; .* no calculator"),
+        (half_groups, ["3 times", "group 0", "node fake", "1 samples"]),
+        (failing_canary, ["weights.canary_tolerance is 0.5"]),
+        (failing_environment, ["3 steps", "no calculator"]),
+        (dying_tasks, ["3 failed attempts", "no calculator"]),
     ],
 )
 def test_a_run_that_cannot_go_on_stops_with_the_reason(
-    make_world: MakeWorld, spoil: Callable[[World], None], said: str
+    make_world: MakeWorld, spoil: Callable[[World], None], facts: list[str]
 ) -> None:
     world = make_world(run={"steps": 8})
     spoil(world)
-    with pytest.raises(HopelessError, match=said):
+    with refused(HopelessError, *facts):
         world.run()
     assert world.backend.steps == 0
+    assert world.broker.status().groups_dead in ((6, 7, 8, 9) if spoil is dying_tasks else (0,))
 
 
 def test_a_step_whose_tokens_all_expired_still_counts(make_world: MakeWorld) -> None:
@@ -355,7 +357,7 @@ def test_a_store_that_lost_what_the_checkpoint_was_trained_on_is_refused_before_
 
     world.broker.take = copying
     world.run_killed()
-    with pytest.raises(UsageError, match=r"checkpoint of step 2 was trained on 2 groups .*task 2, ready.*RUN/store"):
+    with refused(UsageError, "step 2", "2 groups", "task 2, ready", "RUN/store"):
         world.restart(before[0])
     again = world.with_new_broker()  # the store was moved away
     assert again.trainer.version == 2

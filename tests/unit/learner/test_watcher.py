@@ -1,6 +1,7 @@
 """Watch rules act on a run: warnings, pauses, stops and commands, also over a restart of the learner."""
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from launch.cli import main, parse
 from learner.backend_protocol import StepResult
 from learner.loop import watcher as module
 from learner.loop.watcher import run_command
+from tests.rigs.refusals import refused
 from tests.rigs.telemetry import read_line
 from tests.rigs.waiting import read_jsonl, until
 from tests.unit.learner.loop_fakes import World, world
@@ -64,7 +66,6 @@ def test_a_warning_has_value_limit_sentence_groups_and_the_command_that_replays_
     assert (found["rule"], found["step"], found["limit"], found["do"]) == ("watch[0]", 0, 0.0, "warn")
     assert found["value"] == made.lines()[0].length_max == found["groups"][0]["contribution"]
     assert {one["serial"] for one in found["groups"]} == {0, 1}
-    assert found["text"] == f"watch[0]: length_max was {found['value']:g}, above 0 at step 0"
     assert made.lead.reporter.snapshot().alarms == [found["text"]], "as long as the metric is not well"
     assert made.publisher.holds == set()
 
@@ -91,9 +92,7 @@ def test_a_spike_of_the_gradient_norm_names_the_groups_of_its_step_and_the_repla
     made.backend.train_step = spiking
     assert made.run() == "done"
     (found,) = events(made, "watch")
-    assert (
-        found["text"] == "watch[0]: grad_norm was 1000, above 10 (10 times the median of the steps before) at step 12"
-    )
+    assert (found["metric"], found["step"], found["value"], found["limit"]) == ("grad_norm", 12, 1e3, 10.0)
     trained = {entry.serial for entry in made.broker.ledger() if entry.step == 12}
     assert {one["serial"] for one in found["groups"]} <= trained
     contributions = [one["contribution"] for one in found["groups"]]
@@ -123,14 +122,14 @@ def test_a_full_disk_takes_the_events_and_not_the_training(watched, caplog) -> N
 
     def full(kind: str, **detail: object) -> None:
         if kind == "watch":
-            raise OSError(28, "No space left on device")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         add(kind, **detail)
 
     made.lead.files.events.add = full
-    with pytest.raises(HopelessError, match=r"stopped by watch\[1\]"):
+    with refused(HopelessError, "watch[1]"):
         made.run()
     assert events(made, "watch") == []
-    assert "No space left on device" in caplog.text
+    assert os.strerror(errno.ENOSPC) in caplog.text
 
 
 # ---------------------------------------------------------------- pause
@@ -166,8 +165,8 @@ def test_a_pause_trains_what_the_window_allows_then_waits_until_it_is_resumed(wa
     assert made.run() == "done"
     assert found["seen"] == 3, "the version that was on its way when the rule acted"
     assert found["steps"] == 5, "with version 3 and staleness.max 1 nodes may generate for steps 3 and 4"
-    text = "watch[0]: policy_version was 3, above 2 at step 2"
-    assert found["report"].paused == text
+    text = events(made, "watch")[0]["text"]
+    assert found["report"].paused == text != ""
     assert made.publisher.seen == 7 and made.lead.reporter.snapshot().paused == ""
     assert [e["reason"] for e in events(made, "publishing_paused", "publishing_resumed")] == [text, ""]
     assert [line.step for line in made.lines()] == list(range(8))
@@ -209,16 +208,16 @@ def test_a_pause_for_an_evaluation_of_the_newest_version_can_be_resumed_and_a_la
     watch, last = made.lead._watch, made.lines()[-1]
     line = held_out(made.trainer.version, 0.25)
     made.lead.files.record(line)
-    assert line.step == last.step + 1 and "mean_reward was 0.25" in watch.paused
+    assert line.step == last.step + 1 and "mean_reward" in watch.paused and "0.25" in watch.paused
     assert main(["resume", str(made.run_dir.path)]) == 0
     watch.turn()
     assert watch.paused == ""
     watch.see(msgspec.structs.replace(last, step=last.step + 1, reward_mean=-2.0))
-    assert "reward_mean was -2" in watch.paused, "that step came after the answer"
+    assert "reward_mean" in watch.paused and "-2" in watch.paused, "that step came after the answer"
     watch.see(msgspec.structs.replace(last, step=last.step + 2))
     for version, reward in ((9, 0.75), (10, 0.25)):
         watch.see(held_out(version, reward))
-    assert "at step 10" in watch.paused
+    assert "step 10" in watch.paused
 
 
 # ---------------------------------------------------------------- stop
@@ -226,20 +225,19 @@ def test_a_pause_for_an_evaluation_of_the_newest_version_can_be_resumed_and_a_la
 
 def test_a_stop_writes_a_checkpoint_and_only_a_resumed_run_continues(watched, capsys) -> None:
     made = watched(from_step(2, do="stop"), learner={"checkpoint": {"every": 100}})
-    with pytest.raises(HopelessError) as stopped:
-        made.run()
     run = made.run_dir.path
-    reason = f"stopped by watch[0]: policy_version was 3, above 2 at step 2; `slipstream resume {run}`, then the same"
-    assert str(stopped.value).startswith(reason)
+    with refused(HopelessError, "watch[0]", "policy_version", "step 2", f"`slipstream resume {run}`") as stopped:
+        made.run()
+    assert events(made, "watch")[0]["text"] in str(stopped.value)
     assert stopped.value.exit_code == EXIT_HOPELESS, "so that nothing starts it again at once"
     assert list(made.lead.files.checkpoints.steps()) == [3]
     assert made.broker.commits[-1][0] == 2
 
-    with pytest.raises(HopelessError, match=r"stopped by watch\[0\]"):
+    with refused(HopelessError, "watch[0]"):
         made.restart().run()
     assert len(made.lines()) == 3, "it refused to train"
     assert main(["resume", str(run)]) == 0
-    assert "up to step 2 no longer pause or stop" in capsys.readouterr().out
+    assert "step 2" in capsys.readouterr().out
     again = made.restart()
     assert again.run() == "done"
     assert [line.step for line in again.lines()] == list(range(8))
@@ -318,9 +316,7 @@ def test_one_command_of_a_rule_runs_at_a_time(watched, tmp_path: Path) -> None:
     for step, reward in enumerate((-1.0, 1.0, -1.0, 1.0)):
         watch.see(msgspec.structs.replace(line, step=step, reward_mean=reward))
     assert [e["step"] for e in events(made, "watch")] == [0, 2]
-    assert events(made, "watch_command_skipped") == [
-        {"rule": "watch[0]", "step": 2, "reason": "the last one still runs"}
-    ]
+    assert [(e["rule"], e["step"]) for e in events(made, "watch_command_skipped")] == [("watch[0]", 2)]
     (tmp_path / "gate").write_text("opened")
     watch.close()
     watch.see(msgspec.structs.replace(line, step=4, reward_mean=-1.0))
@@ -342,7 +338,7 @@ def test_a_command_that_does_not_exist_or_talks_too_much_costs_a_line_of_the_log
     assert "/no/such/command" in (made.run_dir.logs / "watch.log").read_text()
     made.run_dir.logs.rename(tmp_path / "away")
     run_command(made.config.watch[1], made.lead._watch._states[1].firing, made.run_dir)
-    assert "No such file or directory" in caplog.text, "a log that cannot be written raises nothing"
+    assert os.strerror(errno.ENOENT) in caplog.text, "a log that cannot be written raises nothing"
     made.run_dir.logs.mkdir()
     (tmp_path / "away" / "watch.log").rename(made.run_dir.logs / "watch.log")
     assert (made.run_dir.logs / "watch.log").stat().st_size < 70_000

@@ -28,6 +28,7 @@ from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
 from tests.rigs.redis_servers import free_port
+from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S, until
 from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, prompts_of, say
@@ -75,7 +76,7 @@ def test_a_session_of_openenv_is_an_episode_whose_samples_share_a_seed(openenv: 
     assert (sample.stop_reason, sample.metrics) == ("environment_done", {"malformed": 1.0})
     assert prompts[0] == "guess 0-9"
     assert prompts[1].endswith("\n\nhigher\n\n")
-    assert "error: Input should be a valid integer" in prompts[2]
+    assert "valid integer" in prompts[2]
 
 
 def test_whole_actions_and_observations_are_json(openenv: str) -> None:
@@ -136,5 +137,5 @@ def test_a_verifiers_without_load_environment_is_refused_with_the_versions_that_
     newer.__version__ = "0.4.0"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "verifiers", newer)
     played = agent({}, base_url="", api_key="", model="policy", seed=0, env_id="my-env")
-    with pytest.raises(RuntimeError, match=r"verifiers 0\.4\.0 has no load_environment: expected 0\.1 to 0\.3"):
+    with refused(RuntimeError, "verifiers 0.4.0", "load_environment", "0.1 to 0.3"):
         asyncio.run(played)

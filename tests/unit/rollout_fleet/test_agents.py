@@ -23,6 +23,7 @@ from rollout_fleet.environments.isolation.thread_backend import ThreadBackend
 from rollout_fleet.environments.protocol import Budget, Limits
 from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
+from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S, until_async
 from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, new_host
@@ -219,15 +220,15 @@ def test_an_environment_plays_as_many_turns_as_it_likes_unless_the_config_has_a_
 @pytest.mark.parametrize(
     ("budget", "reason", "bound"),
     [
-        (Budget(2, 200, 2000), "turn_limit", "all 2 turns of rollout.max_turns are used up"),
-        (Budget(None, 4, 2000), "length", "all 4 tokens of rollout.max_tokens are sampled"),
-        (Budget(None, 200, 110), "length", "tokens fills rollout.engine.max_model_len (110)"),
+        (Budget(2, 200, 2000), "turn_limit", "rollout.max_turns"),
+        (Budget(None, 4, 2000), "length", "rollout.max_tokens"),
+        (Budget(None, 200, 110), "length", "rollout.engine.max_model_len (110)"),
     ],
 )
 def test_an_agent_that_runs_into_its_budget_keeps_its_sample_and_hears_the_key_of_the_bound(
     budget: Budget, reason: str, bound: str
 ) -> None:
-    refused: list[BadRequestError] = []
+    errors: list[BadRequestError] = []
 
     async def endless(client: AsyncOpenAI, model: str) -> float:
         messages = list(HI)
@@ -235,14 +236,14 @@ def test_an_agent_that_runs_into_its_budget_keeps_its_sample_and_hears_the_key_o
             try:
                 said = await client.chat.completions.create(model=model, messages=messages)
             except BadRequestError as error:
-                refused.append(error)
+                errors.append(error)
                 raise
             messages += [said.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "more"}]
 
     sample = play(with_client(endless), policy("a", "b", "c"), budget=budget)
     assert (sample.error, sample.stop_reason, sample.reward, sample.turns) == (None, reason, 0.0, 2)
-    (error,) = refused
-    assert "the episode is over" in str(error) and bound in str(error)
+    (error,) = errors
+    assert bound in str(error)
     assert error.code == "context_length_exceeded"
 
 
@@ -268,18 +269,18 @@ def test_what_an_agent_does_wrong_fails_its_sample_with_the_reason(how: str, rea
 
 
 def test_a_dead_engine_is_not_the_agent_s_fault() -> None:
-    with pytest.raises(SlipstreamError, match="engine died"):
+    with refused(SlipstreamError, "engine died"):
         play(asks_once, policy(SlipstreamError("engine died")))
 
 
 def test_a_parameter_that_is_not_honoured_reaches_the_agent_by_name_and_samples_nothing() -> None:
     async def bends(client: AsyncOpenAI, model: str) -> float:
-        with pytest.raises(BadRequestError, match="'n' must be 1"):
-            await client.chat.completions.create(model=model, messages=HI, n=2)
-        with pytest.raises(BadRequestError, match="the distribution that is sampled from") as refused:
-            await client.chat.completions.create(model=model, messages=HI, logit_bias={"5": 100})
-        assert (refused.value.param, refused.value.code) == ("logit_bias", "unsupported_value")
-        assert refused.value.type == "invalid_request_error"
+        asked: list[dict[str, Any]] = [{"n": 2}, {"logit_bias": {"5": 100}}]
+        for parameters in asked:
+            with pytest.raises(BadRequestError) as bent:
+                await client.chat.completions.create(model=model, messages=HI, **parameters)
+            assert ([bent.value.param], bent.value.code) == ([*parameters], "unsupported_value")
+            assert bent.value.type == "invalid_request_error"
         with pytest.raises(NotFoundError) as other:
             await client.completions.create(model="judge", prompt="x")
         assert (other.value.param, other.value.code) == ("model", "model_not_found")

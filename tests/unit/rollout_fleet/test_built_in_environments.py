@@ -12,6 +12,7 @@ from rollout_fleet.environments.builtin.gymnasium_text import FrozenLake, Gymnas
 from rollout_fleet.environments.builtin.math_problems import MathProblem, judge
 from rollout_fleet.environments.isolation.process_backend import ProcessBackend, ProcessHost
 from rollout_fleet.environments.protocol import Budget
+from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, prompts_of, say
 
@@ -90,10 +91,10 @@ def test_any_environment_with_discrete_actions_can_be_played() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"id": "Pendulum-v1"}, "expected a discrete space"),
-        ({"id": "FrozenLake-v1", "actions": "up down"}, "has 4 actions"),
+        ({"id": "Pendulum-v1"}, "discrete"),
+        ({"id": "FrozenLake-v1", "actions": "up down"}, "4 actions"),
     ],
 )
 def test_a_game_that_does_not_fit_is_refused_with_the_reason(options: dict[str, str], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
+    with refused(ValueError, why):
         GymnasiumText({}, seed=0, group_seed=0, **options)

@@ -17,6 +17,7 @@ from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.episode.driver import Sampling
 from rollout_fleet.episode.sampler_protocol import Generation
 from rollout_fleet.node import evaluate as module
+from tests.rigs.refusals import refused
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, add, make_driver, new_host, say
 
 PROBLEMS = [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(10)]
@@ -67,18 +68,18 @@ async def test_a_model_that_the_engine_cannot_serve_is_a_usage_error(tmp_path: P
 
     (tmp_path / "config.json").write_text("{}")
     engine = Refusing(structs.replace(config(), model=ModelConfig(path=str(tmp_path))))
-    with pytest.raises(UsageError, match="no model that generates text"):
+    with refused(UsageError, "no model that generates text"):
         await engine.start()
 
 
 def test_evaluation_needs_held_out_problems_and_a_model(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="names no held-out problems"):
+    with refused(UsageError, "evaluation.datasets"):
         module.run_eval(config(), tmp_path)
     (tmp_path / "held_out.jsonl").write_text('{"a": 1}\n[2]\n')
-    with pytest.raises(UsageError, match=r"evaluation\.datasets: .*held_out\.jsonl line 2: expected a JSON object"):
+    with refused(UsageError, "evaluation.datasets", "held_out.jsonl line 2", "JSON object"):
         module.run_eval(config(str(tmp_path / "held_out.jsonl")), tmp_path)
     (tmp_path / "held_out.jsonl").write_text('{"a": 1}\n')
-    with pytest.raises(UsageError, match="is not a model folder"):
+    with refused(UsageError, tmp_path / "absent", "--model DIR"):
         module.run_eval(config(str(tmp_path / "held_out.jsonl")), tmp_path / "absent")
 
 

@@ -90,7 +90,7 @@ def test_a_long_one_is_cut_to_the_limit_and_without_any_sample_there_is_none(cap
     assert transcripts.line(Group(7, [])) == b""
     odd = msgspec.structs.replace(long, turn_spans=[(5, 1)])
     assert transcripts.line(Group(7, [odd])) == transcripts.line(Group(7, [odd])) == b""
-    assert len([r for r in caplog.records if "transcripts of failed groups" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if r.name == "common.transcripts"]) == 1
 
 
 async def test_the_node_sends_it_with_the_report_of_the_failure() -> None:
@@ -105,5 +105,5 @@ async def test_the_node_sends_it_with_the_report_of_the_failure() -> None:
         await until_async(lambda: site.states() == ["dead"])
     assert [(serial, node) for serial, node, _ in came] == [(0, "n0")] * 3
     found = msgspec.json.decode(came[0][2], type=Transcript)
-    assert found.error is not None and "token outside the vocabulary" in found.error
+    assert found.error is not None and "vocabulary" in found.error
     assert [turn.author for turn in found.turns] == ["prompt"]

@@ -24,6 +24,7 @@ from rollout_fleet.node.node import Node
 from rollout_fleet.node.node_status import NodeStatusTracker
 from rollout_fleet.node.running_groups import NodeParts
 from tests.rigs.brokers import MemoryBroker, run_info
+from tests.rigs.refusals import refused
 from tests.rigs.telemetry import recorded
 from tests.rigs.waiting import LIMIT_S, until_async
 from tests.unit.rollout_fleet.fleet_fakes import (
@@ -230,7 +231,7 @@ async def test_the_limit_follows_what_the_kv_cache_carries(monkeypatch: pytest.M
 async def test_a_node_whose_id_was_taken_by_another_process_stops() -> None:
     async with Site() as site:
         await site.broker.node().register(msgspec.structs.replace(site.status.report(), pid=-1))
-        with pytest.raises(BrokerError, match="every node needs an id of its own"):
+        with refused(BrokerError, "'n0'", "process -1"):
             await asyncio.wait_for(site.running, LIMIT_S)
 
 
@@ -293,7 +294,7 @@ async def test_a_group_whose_samples_all_fail_counts_as_an_attempt_with_the_reas
         await until_async(lambda: site.states() == ["dead"])
         entry = site.learner.ledger()[0]
         assert entry.attempts == 3
-        assert "token outside the vocabulary" in entry.reason
+        assert "vocabulary" in entry.reason
         assert site.learner.status().waste["failed"].seconds > 0
 
 
@@ -329,7 +330,7 @@ async def test_a_node_that_cannot_measure_its_status_ends_with_the_reason() -> N
             raise OSError("no such counter")
 
     async with Site(adapt=Broken(2, 8, 2)) as site:
-        with pytest.raises(SlipstreamError, match="no such counter"):
+        with refused(SlipstreamError, "no such counter"):
             await asyncio.wait_for(site.running, LIMIT_S)
 
 
@@ -376,7 +377,7 @@ async def test_an_excluded_node_gives_everything_back_says_why_and_fails(refuses
 async def test_a_dead_engine_ends_the_node_with_its_reason_and_returns_the_leases() -> None:
     async with Site(respond=lambda _: SlipstreamError("the engine died")) as site:
         site.attach(tasks=3)
-        with pytest.raises(SlipstreamError, match="the engine died"):
+        with refused(SlipstreamError, "engine died"):
             await asyncio.wait_for(site.running, LIMIT_S)
         await site.broker.node().leave("n0")
         assert site.states() == ["pending"] * 3
@@ -412,7 +413,7 @@ async def test_a_broker_that_stays_away_ends_the_node_with_the_reason() -> None:
     site.beat.stop = lambda: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
     async with site:
         site.attach(tasks=1)
-        with pytest.raises(BrokerLost, match="has not answered for"):
+        with refused(BrokerLost):
             await asyncio.wait_for(site.running, LIMIT_S)
 
 

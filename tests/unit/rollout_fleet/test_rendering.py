@@ -7,6 +7,7 @@ import pytest
 
 from rollout_fleet.environments.protocol import Action, Chat, StepResult
 from rollout_fleet.episode.rendering import MARK, Renderer
+from tests.rigs.refusals import refused
 from tests.unit.rollout_fleet.chat_tokenizers import LLAMA, QWEN, qwen, speaker, with_template
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, make_driver
 
@@ -76,15 +77,15 @@ def test_options_and_tools_reach_the_template(end_token: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("observation", "why"),
-    [([1, 2.7], r"a token id must be an integer, found 2\.7"), (Chat((("user", MARK),)), "exactly once")],
+    [([1, 2.7], "2.7"), (Chat((("user", MARK),)), "once")],
     ids=["no token id", "the mark that finds the seam"],
 )
 def test_an_observation_that_cannot_be_rendered_is_refused(observation: Any, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
+    with refused(ValueError, why):
         Renderer(qwen()).ids(observation, 1)
 
 
 def test_a_template_that_refuses_fails_the_sample_and_nothing_else() -> None:
     tokenizer = with_template("{{ raise_exception('roles must alternate') }}", "<eos>")
     sample = asyncio.run(make_driver(ScriptedSampler(lambda _: None), Talks, tokenizer=tokenizer).run({}, 0))  # type: ignore[arg-type,return-value]
-    assert sample.stop_reason == "environment_error" and "roles must alternate" in str(sample.error)
+    assert sample.stop_reason == "environment_error" and "alternate" in str(sample.error)

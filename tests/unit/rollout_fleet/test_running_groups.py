@@ -15,6 +15,7 @@ from rollout_fleet.environments.protocol import Action, StepResult
 from rollout_fleet.episode.driver import EpisodeDriver, Progress
 from rollout_fleet.node.node_status import NodeStatusTracker
 from rollout_fleet.node.running_groups import CompletedGroup, RunningGroup, RunningGroups
+from tests.rigs.refusals import refused
 from tests.rigs.waiting import until_async
 from tests.unit.rollout_fleet.fleet_fakes import Base, ScriptedSampler, add, addition_task, make_driver, say
 
@@ -79,7 +80,7 @@ def test_a_failed_sample_is_counted_by_its_reason_and_leaves_the_reward_mean() -
     assert status.report().samples_failed == {"environment_error": 2}
     sampler = ScriptedSampler(lambda _: ValueError("not in this vocabulary"))
     (none,) = roll(running(make_driver(sampler, Addition)), addition_task(0))
-    assert "environment_error" in str(none.failure) and "not in this vocabulary" in str(none.failure)
+    assert "environment_error" in str(none.failure) and "vocabulary" in str(none.failure)
 
 
 @pytest.mark.parametrize("problem", [b"{", b"[1]", b""])
@@ -92,7 +93,7 @@ def test_a_problem_that_is_no_object_fails_the_group(problem: bytes) -> None:
 async def test_a_dead_engine_ends_the_group_and_its_other_episodes() -> None:
     sampler = ScriptedSampler(lambda _: SlipstreamError("engine died"), delay_s=0.01)
     groups = running(make_driver(sampler, Addition))
-    with pytest.raises(SlipstreamError, match="engine died"):
+    with refused(SlipstreamError, "engine died"):
         await groups.roll_out(group(addition_task(0, group_size=4)))
     assert groups.episodes_running == 0
 

@@ -9,6 +9,7 @@ import pytest
 from common.weights.source.attempt import Attempt, Broadcast, Epochs, new_attempt
 from common.weights.transports.groups import RelayedStore
 from common.weights.wire.failures import Failure, FailureKind, GivenUp
+from common.weights.wire.messages import StoreEntries
 from tests.rigs.waiting import LIMIT_S
 from tests.unit.common.weights.node_views import attempt_at, snapshot_of
 
@@ -80,3 +81,15 @@ def test_an_attempt_that_was_given_up_lets_its_thread_leave_the_place_where_the_
     assert reported.wait(LIMIT_S)
     [(group, failure)] = reports
     assert group is None and failure is not None and failure.kind is FailureKind.GIVEN_UP
+
+
+def test_entries_go_to_the_other_members_and_those_of_a_node_into_the_learner_s_store_as_well() -> None:
+    attempt, mine, others = attempt_at(SNAPSHOT, "a", "b"), StoreEntries(1, {"rank 1": b"x"}), frozenset([b"b"])
+    assert (attempt.publish.encoding, attempt.publish.base_version) == ("full", -1)
+    assert attempt.take_entries(mine, b"a") == others, "before the learner has a store"
+    attempt.broadcast.store = store = RelayedStore(LIMIT_S, lambda key, value: None)
+    assert attempt.take_entries(mine, b"a") == others
+    assert store.get("rank 1") == b"x"
+    assert attempt.take_entries(StoreEntries(1, {"rank 0": b"y"}), b"") == attempt.members
+    assert attempt.take_entries(StoreEntries(2, {"rank 1": b"x"}), b"a") == frozenset(), "of another group"
+    assert attempt.take_entries(mine, b"stranger") == frozenset()

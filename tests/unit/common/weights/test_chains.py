@@ -24,6 +24,7 @@ class Server:
 
     def __init__(self, host: str, password: str) -> None:
         self.address = ORIGIN
+        self.closed = False
 
     def offer(self, buffer: PartBuffer) -> None:
         self.offered.append(buffer.part.name)
@@ -32,7 +33,8 @@ class Server:
         for buffer in buffers:
             self.offered.remove(buffer.part.name)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.closed = True
 
 
 class Plane:
@@ -426,3 +428,19 @@ def test_whatever_nodes_do_following_the_sources_ends_where_everything_is(seed: 
                 continue
         plane.chains.tick(now)
         assert all(reaches_the_end(one, p) for one in plane.nodes for p in range(2))
+
+
+def test_the_server_ends_with_the_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers: list[Server] = []
+
+    def started(host: str, password: str) -> Server:
+        servers.append(Server(host, password))
+        return servers[-1]
+
+    monkeypatch.setattr(chains, "RelayServer", started)
+    Chains("127.0.0.1", 0, lambda node, message: None).close()
+    assert servers == [], "none was needed"
+    made = Chains("127.0.0.1", 0, lambda node, message: None)
+    made.origin()
+    made.close()
+    assert [server.closed for server in servers] == [True]

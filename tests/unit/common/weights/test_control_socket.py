@@ -118,7 +118,7 @@ def test_a_weight_client_says_on_what_it_waits_when_its_key_is_refused(
         return refused
 
     with listening(folder.path) as (endpoint, heard):
-        assert "refused this key" in asyncio.run(scenario(endpoint.address))
+        assert "node 'a'" in asyncio.run(scenario(endpoint.address))
         assert heard == []
 
 
@@ -158,7 +158,8 @@ def test_a_node_whose_nccl_differs_from_the_learners_is_refused_for_good_and_say
         return client.state.excluded or ""
 
     try:
-        assert "nccl 2.27.5, and the learner 2.29.7" in asyncio.run(excluded(("nccl", "gloo", "relay")))
+        reason = asyncio.run(excluded(("nccl", "gloo", "relay")))
+        assert all(version in reason for version in ("2.27.5", "2.29.7"))
         assert control.figures.now.nodes == 0
         assert asyncio.run(excluded(("relay",))) == ""  # its weights come over ZeroMQ
     finally:

@@ -112,22 +112,22 @@ def test_a_stream_that_ends_early_or_late_is_refused_and_says_where(cut: int) ->
     new = np.arange(512)
     new[::3] += 1
     stream = delta.encode(flat(np.arange(512)), flat(new), 512)
-    with pytest.raises(WrongDelta, match="block 1: the stream ends at byte"):
+    with pytest.raises(WrongDelta) as short:
         delta.apply(stream[:-cut].clone(), flat(np.arange(512)), 512)
-    with pytest.raises(WrongDelta, match="left over"):
+    with pytest.raises(WrongDelta) as long:
         delta.apply(torch.cat([stream, torch.zeros(cut, dtype=torch.uint8)]), flat(np.arange(512)), 512)
+    assert (short.value.block, long.value.block) == (1, None)
+    assert str(len(stream) - cut) in str(short.value) and str(cut) in str(long.value)
 
 
 def test_sizes_that_do_not_fit_and_unknown_kinds_are_refused() -> None:
     stream = delta.encode(flat(np.arange(64)), flat(np.arange(64)), 128)
     stream[0] = 3
-    with pytest.raises(WrongDelta, match="block 0: kind 3"):
+    with pytest.raises(WrongDelta) as unknown:
         delta.apply(stream, flat(np.arange(64)), 128)
+    assert unknown.value.block == 0 and "kind 3" in str(unknown.value)
     four, six = torch.zeros(4, dtype=torch.uint8), torch.zeros(6, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="from 4 to 6 bytes"):
-        delta.encode(four, six, 4)
-    with pytest.raises(ValueError, match="no whole 16-bit words"):
-        delta.encode(four[:3], four[:3], 4)
-    for block in (0, 3, -2):
-        with pytest.raises(ValueError, match="positive even"):
-            delta.encode(four, four, block)
+    wrong = [(four, six, 4, 6), (four[:3], four[:3], 4, 3), *((four, four, block, block) for block in (0, 3, -2))]
+    for old, new, block, size in wrong:
+        with pytest.raises(ValueError, match=f" {size} bytes"):
+            delta.encode(old, new, block)

@@ -323,7 +323,7 @@ def test_the_versions_of_the_live_nodes_count_and_excluded_ones_tell_why_none_ge
     assert (stats.nodes, stats.version_active, stats.fatal) == (2, 4, None)
     for last in ([EXCLUDED], []):  # the reason stays when the excluded node has left
         figures.describe(last, VersionSchedule())
-        assert (figures.now.fatal, figures.now.version_active) == ("the proof failed", -1)
+        assert (figures.now.fatal, figures.now.version_active) == (PROOF.text, -1)
     figures.describe([newcomer("c")], VersionSchedule())
     assert figures.now.fatal is None
 

@@ -201,13 +201,13 @@ def test_parts_that_cannot_be_sealed_are_the_learners_fatal_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fails(*_: object, **options: object) -> None:
-        raise MemoryError("no room for the digests")
+        raise MemoryError
 
     monkeypatch.setattr("common.weights.source.snapshot.new_part", fails)
     join("second").hear(messages.Welcome)
     until(lambda: control.figures.now.crashed)
-    assert "control thread failed" in str(control.figures.now.fatal)
-    assert "no room for the digests" in caplog.text
+    assert control.figures.now.fatal
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [MemoryError]
 
 
 def test_a_node_that_joins_anew_while_an_attempt_ends_is_no_member_of_its_group(
@@ -237,7 +237,8 @@ def test_a_version_that_cannot_be_encoded_is_the_learners_fatal_error(monkeypatc
         publisher.publish(version, [("a", torch.zeros(4))], None)
     publisher.close()  # after the control thread has described its figures once more
     assert publisher.stats().crashed
-    assert str(publisher.stats().fatal).startswith("version 2 cannot be sent: TypeError")
+    fatal = publisher.stats().fatal or ""
+    assert "version 2" in fatal and "TypeError" in fatal
 
 
 def test_a_hold_keeps_newer_versions_from_every_node_and_the_newest_goes_out_at_its_end(

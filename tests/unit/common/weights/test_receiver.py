@@ -46,9 +46,9 @@ def test_packed_tensors_come_back_in_the_layouts_dtype(dtype: str) -> None:
 
 
 def test_tensors_that_do_not_follow_the_layout_are_refused(layout: Layout) -> None:
-    with pytest.raises(ValueError, match=r"b .* does not follow the layout, which has a"):
+    with pytest.raises(ValueError, match=r"^tensor b .* a$"):
         flat_buffer.pack(NAMED[1:], layout)
-    with pytest.raises(ValueError, match="tensor c of the layout was not given"):
+    with pytest.raises(ValueError, match="tensor c "):
         flat_buffer.pack(NAMED[:2], layout)
 
 
@@ -108,8 +108,9 @@ def test_a_bad_bucket_is_named_after_the_whole_broadcast_was_followed(layout: La
     damaged = flat.clone()
     damaged[ALIGNMENT] ^= 1
     group, shares = Replay(damaged), list[float]()
-    with pytest.raises(Damaged, match="bucket 1 of 3"):
+    with pytest.raises(Damaged) as damage:
         receive_buckets(group, torch.zeros_like(flat), publish_of(flat, layout), shares.append)
+    assert [word for word in str(damage.value).split() if word.isdigit()] == ["1", "3"]
     assert group.timeouts == [bucket_timeout(8.0)] * 3, "leaving early would break the others' broadcast"
     assert shares == pytest.approx([1 / 3, 2 / 3, 1])
 

@@ -13,6 +13,7 @@ from common.weights.receive.receiver import StagingStatus
 from common.weights.receive.weight_client import WeightClient
 from common.weights.transports.relay import Stall
 from common.weights.wire import messages
+from common.weights.wire.failures import FailureKind, ProofFailed
 from common.weights.wire.layout import Layout
 from rollout_fleet.weights.engine_weights import EngineWeights
 from tests.rigs.waiting import until_async
@@ -95,3 +96,31 @@ async def test_a_client_answers_a_welcome_reports_while_a_version_arrives_and_ou
         messages.Staged("node", 0, 7, 0.5, 5),
     ]
     assert target.told == told[:-1] and not target.excluded
+
+
+class WrongWeights(Target):
+    """An engine whose parameters are not the published ones after the flip."""
+
+    async def flip(self, incarnation: int, version: int, checksum: str) -> None:
+        raise ProofFailed(f"version {version} differs")
+
+
+async def test_a_node_whose_weights_are_not_the_published_ones_stops_generating_and_tells_the_learner() -> None:
+    layout, target = Layout.of([("a", "float32", (4,))]), WrongWeights()
+    welcome, epoch = messages.Welcome(0, layout, "127.0.0.1:1"), messages.Epoch(5, 1, 2, 9.0)
+    publish = messages.Publish(0, 7, 5, layout.digest, 64, [], "", 9.0)
+    answers = {messages.Join: [welcome, epoch, publish], messages.Staged: [messages.Activate(0, 7)]}
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        client = WeightClient("node", target)  # type: ignore[arg-type]
+        client.follow(f"tcp://127.0.0.1:{port}", 0)
+        said: messages.NodeMessage | None = None
+        while not isinstance(said, messages.Rejected):
+            await until_async(lambda: router.poll(0), "a message of the node")
+            identity, data = router.recv_multipart()
+            said = messages.decode_from_node(data)
+            for message in answers.get(type(said), ()):
+                router.send_multipart([identity, messages.encode(message)])
+        await client.close()
+    assert (said.version, said.fatal, said.kind) == (7, True, FailureKind.PROOF)
+    assert target.excluded == client.state.excluded == said.reason
