@@ -42,7 +42,7 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     version_runs: list[VersionRun]  # meaningful where loss_mask is 1
     reward: float  # sum of the turn rewards
     # stop | length | turn_limit | environment_done, or of a failed sample environment_error | environment_timeout |
-    # environment_flood | environment_killed | timeout | cancelled
+    # environment_flood | environment_killed | scorer_error | timeout | cancelled
     stop_reason: str
     turns: int = 1  # generate calls made
     turn_rewards: list[float] = []
@@ -53,6 +53,7 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     routed_experts: Array | None = None
     # [first token, token behind the last) of every generate call; [] from nodes of an earlier version
     turn_spans: list[tuple[int, int]] = []
+    notes: dict[str, str] = {}  # short texts by name for the transcript, such as a judge's answer
 
     def token_versions(self) -> np.ndarray:
         """[T] int64 policy version of every token; tokens before the first run get that run's version."""

@@ -59,6 +59,7 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None  # that trained it; None: its whole group failed, or was filtered
     advantage: float | None = None
     metrics: dict[str, float] = {}  # the environment reports them
+    notes: dict[str, str] = {}  # a scorer's model and its answer, by the scorer's name
     sampled_tokens: int = 0
     cut_tokens: int = 0  # left out in the middle, because the transcript was too long
 
@@ -120,6 +121,7 @@ def transcript_line(
         "stop_reason": sample.stop_reason[:REASON_CHARS],
         "error": sample.error and sample.error[:REASON_CHARS],
         "advantage": training and training.advantage,
+        "notes": sample.notes,
         "metrics": {name: value for name, value in sample.metrics.items() if math.isfinite(value)},
         "sampled_tokens": int((sample.loss_mask.numpy() > 0).sum()),
     }

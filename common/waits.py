@@ -22,6 +22,7 @@ class WaitKind(StrEnum):
     EVALUATED_VERSION = "evaluated_version"
     TASKS = "tasks"
     WINDOW = "window"  # with `version` no more tasks may be leased
+    SCORER = "scorer"  # which fails because of `cause`
     RUNNING_GROUPS = "running_groups"
     REPAIR = "repair"  # it may not generate because of `cause`
     # the learner's
@@ -64,6 +65,7 @@ _SENTENCES: dict[str, str] = {
     WaitKind.EVALUATED_VERSION: "the next version that is evaluated",
     WaitKind.TASKS: "tasks: the learner has offered none",
     WaitKind.WINDOW: "the task window: version {version} may lease no more tasks",
+    WaitKind.SCORER: "a scorer's answer",
     WaitKind.RUNNING_GROUPS: "running groups",
     WaitKind.MODEL: "loading the model",
     WaitKind.OTHER_STORE: "another store of the broker",

@@ -72,6 +72,11 @@ def checked(config: C, file: str, environment: bool = True, reader: Reader = "al
             from rollout_fleet.driver_factory import check_rewards
 
             check_rewards(local.rl, found, file)
+        if local.rl is not None and local.rl.scorers:
+            from rollout_fleet.scorers.check import check_scorers
+
+            for sentence in check_scorers(local.rl, file):
+                print(sentence, file=sys.stderr)
     return config, RunDir.of(config)
 
 

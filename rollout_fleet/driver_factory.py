@@ -60,6 +60,10 @@ def build_driver(
         from rollout_fleet.agents.driver import AgentDriver
 
         return AgentDriver(sampler, renderer, backend, rules)
+    if config.scorers:
+        from rollout_fleet.scorers.driver import ScoredDriver
+
+        return ScoredDriver(sampler, renderer, backend, rules, config)
     return EpisodeDriver(sampler, renderer, backend, rules)
 
 

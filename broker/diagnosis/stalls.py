@@ -46,6 +46,7 @@ ADVICE = {
     "starting": "the node's log; the first start of an engine compiles",
     "flipping": "the node's log",
     "environment": "the environment: what does it wait for? rollout.sample_timeout_s bounds an episode",
+    "scorer": "the scorer's server and its log; the reason of the last failure names the request's end",
     "straggler": "a smaller rollout.max_tokens or rollout.max_turns; staleness.expired=mask does not wait for it",
     "broker_away": "the broker's process and its log, or the Redis server",
 }
@@ -258,6 +259,8 @@ def _reason(status: BrokerStatus, node: NodeStatus) -> tuple[str, str, str] | No
         return "node_waits", on or "the learner", "see the learner"
     if report.state == "joining" or report.wait.kind in (WaitKind.WEIGHTS, WaitKind.OTHER_WEIGHTS):
         return "weights", on or "weights", f"version {learner.policy_version} reaches it"
+    if report.wait.kind == WaitKind.SCORER:
+        return "scorer", on, "it answers a request that failed"
     return _window(status, learner, report)
 
 

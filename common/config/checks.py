@@ -128,6 +128,10 @@ def _job_problems(config: Config, read: set[str], model: Architecture | None) ->
     python = config.tasks.limits.python
     if python is not None and "tasks.limits.python" in read and shutil.which(python) is None:
         yield Problem("tasks.limits.python", "a Python interpreter", f"{python}, which cannot be run")
+    for name, scorer in config.scorers.items() if "tasks.limits.python" in read else ():
+        if variable := scorer.problem_of_key:
+            hint = "export it where the node starts"
+            yield Problem(f"scorers.{name}.api_key_env", "a variable that is set", f"{variable}, which is not", hint)
     yield from _losses(config)
     reference = config.learner.loss.reference
     if reference is not None and "learner.loss.reference" in read and not reference.startswith(SCHEME):

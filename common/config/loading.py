@@ -20,6 +20,7 @@ from msgspec import inspect as schema_info
 
 from common.config.observing import WatchRule
 from common.config.schema import BaseConfig, Config, SftConfig
+from common.config.scorers import scorer_problems
 from common.config.tasks import task_problems
 from common.config.types import MOST_FLOAT, MOST_INTEGER
 from common.errors import ConfigError, Problem, UsageError
@@ -95,9 +96,14 @@ def build_config(document: Document, file: str, overrides: Sequence[str] = (), s
     for number, rule in enumerate(config.rl.watch if config.rl else []):
         for problem in rule_problems(f"watch[{number}]", rule):
             raise ConfigError.of(OVERRIDE if "watch" in overridden else file, problem)
-    for problem in task_problems(config.rl.tasks) if config.rl else ():
+    for problem in _reward_problems(config.rl) if config.rl else ():
         raise ConfigError.of(OVERRIDE if problem.key in overridden else file, problem)
     return config
+
+
+def _reward_problems(config: Config) -> Iterator[Problem]:
+    yield from task_problems(config.tasks)
+    yield from scorer_problems(config.scorers, config.tasks, config.rollout.sample_timeout_s)
 
 
 def rule_problems(at: str, rule: WatchRule) -> Iterator[Problem]:
@@ -231,11 +237,12 @@ def _rewritten(
     place = _PLACE.search(text)
     field = _FIELD.match(text)
     key = place[1] if place else ""
-    if key.endswith("[...]"):  # msgspec does not name the entry of a mapping
-        key = key.removesuffix("[...]")
-        entry_type = get_args(_type_of(key, schema))[1]
-        entries = cast("Document", _value_at(document, key))
-        key = _join(key, next(name for name, entry in entries.items() if not _converts(entry, entry_type)))
+    while "[...]" in key:  # msgspec does not name the entry of a mapping
+        mapping, _, below = key.partition("[...]")
+        kind = _type_of(mapping, schema)
+        entry_type = next(get_args(one)[1] for one in (kind, *get_args(kind)) if get_origin(one) is dict)
+        entries = cast("Document", _value_at(document, mapping))
+        key = _join(mapping, next(name for name, entry in entries.items() if not _converts(entry, entry_type))) + below
     section = _type_of(key, schema)
     key = _join(key, field[2]) if field else key
     source = OVERRIDE if any(key == o or key.startswith((f"{o}.", f"{o}[")) for o in overridden) else file

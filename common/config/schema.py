@@ -15,6 +15,7 @@ from common.config.observing import (
     TelemetryConfig,
     WatchRule,
 )
+from common.config.scorers import ScorerConfig
 from common.config.tasks import RowsConfig, SftTasksConfig, TasksConfig
 from common.config.types import (
     AboveOne,
@@ -368,6 +369,7 @@ class Config(BaseConfig, frozen=True, kw_only=True):
     staleness: StalenessConfig = StalenessConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     watch: list[WatchRule] = []  # docs/watch.md
+    scorers: dict[str, ScorerConfig] = {}  # Judges and reward models by name; docs/scorers.md.
 
     @property
     def rl(self) -> "Config":

@@ -27,13 +27,16 @@ class LimitsConfig(Strict, frozen=True, kw_only=True):
 
 
 class RewardConfig(Strict, frozen=True, kw_only=True):
-    """One of several reward functions; docs/rewards.md."""
+    """One of several rewards; docs/rewards.md."""
 
-    function: Text  # 'module:function' or a built-in name; docs/rewards.md lists them.
+    # 'module:function' or a built-in name; docs/rewards.md lists them. An entry has this key or `scorer`.
+    function: Text | None = None
+    scorer: Text | None = None  # Name of one of `scorers`; docs/scorers.md.
     # Factor in the sum; 0 only logs it. For a function that returns several rewards, a mapping of names to factors.
     weight: Number | dict[str, Number] = 1.0
     options: dict[str, Scalar] = {}  # Keyword arguments of the function.
-    name: Text | None = None  # Name of the reward in metrics. Unset, the function's. Before several names, a prefix.
+    # Name of the reward in metrics. Unset, that of the function or scorer. Before several names, a prefix.
+    name: Text | None = None
 
 
 class MessageConfig(Strict, frozen=True, kw_only=True):

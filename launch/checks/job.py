@@ -18,7 +18,7 @@ import psutil
 
 from common.config.network_checks import split_address
 from common.config.schema import BaseConfig, Config
-from common.errors import SlipstreamError, UsageError
+from common.errors import ConfigError, Problem, SlipstreamError, UsageError
 from common.json_lines import dataset_files, dataset_rows
 from common.process.files import sync
 from common.security.credentials import KeyFolder
@@ -52,6 +52,7 @@ def check_config_and_files(review: Review) -> Iterator[Finding]:
     yield from check_dataset("tasks.dataset", Path(config.tasks.dataset), config)
     if config.rl is not None and review.environment is not None and not review.environment.agent:
         yield from check_first_row(config.rl, review.environment)
+        yield from check_scorers(config.rl, review.file)
     if config.broker.credentials is not None:
         yield from check_permissions(Path(config.broker.credentials))
 
@@ -164,6 +165,20 @@ def check_first_row(config: Config, environment: Description) -> Iterator[Findin
         yield problem("environment", "first_row", what, why=why, fix=fix)
     else:
         yield fine("environment", f"{name} begins on the first row of tasks.dataset")
+
+
+def check_scorers(config: Config, file: str) -> Iterator[Finding]:
+    """Each scorer answers, serves its model and has its label; no made-up answer is judged by a rubric."""
+    from rollout_fleet.scorers import check
+
+    why = "each answer needs a score; a sample without one fails"
+    try:
+        for silent in check.check_scorers(config, file):
+            yield warning(
+                "scorers", "silent", silent, why=why, fix="start its server, or correct the key that is named"
+            )
+    except ConfigError as error:
+        yield refusal(Problem(error.key, error.expected, error.found, error.hint), file)
 
 
 def check_permissions(path: Path) -> Iterator[Finding]:

@@ -52,6 +52,7 @@ class StopReason(StrEnum):
     ENVIRONMENT_TIMEOUT = "environment_timeout"  # failed: a reset or a step took longer than its limit
     ENVIRONMENT_FLOOD = "environment_flood"  # failed: an observation larger than its limit
     ENVIRONMENT_KILLED = "environment_killed"  # failed: its process died, of its limits or by itself
+    SCORER_ERROR = "scorer_error"  # failed: a scorer gave no score
     TIMEOUT = "timeout"  # failed: no end within rollout.sample_timeout_s
     CANCELLED = "cancelled"  # failed: the lease was lost or the node drains
 
@@ -86,6 +87,8 @@ class StepResult:
     # numbers to be averaged over a step's samples; those of the last step win. At most 64.
     metrics: dict[str, float] = field(default_factory=dict)
     trained: bool = True  # whether the loss takes what the policy sampled in this turn
+    # short texts by name for the transcript, for example a judge's answer; those of the last step win
+    notes: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 METRICS_MAX = 64
 METRIC_NAME_MAX = 64
+NOTES_MAX = 8
+NOTE_CHARS = 500
 REASON_CHARS = 500  # a longer error message is cut, because it travels with the sample
 
 
@@ -112,6 +114,11 @@ class EpisodeDriver:
         self._slots = nullcontext() if most is None else asyncio.Semaphore(most)
         self._names: frozenset[str] = frozenset()  # the metrics of the first sample
 
+    @property
+    def paused(self) -> str:
+        """Why no episode should begin now; '' when all is well."""
+        return ""
+
     def at(self, temperature: float) -> Self:
         """The same driver for an evaluation: its slots and its environment, another temperature, and no penalty."""
         other = copy.copy(self)
@@ -129,7 +136,11 @@ class EpisodeDriver:
 
     async def begin(self, problem: dict[str, Any], seed: int, group_seed: int, progress: Progress) -> Episode:
         """A new episode, not played yet."""
-        return _EnvironmentEpisode(self, self.backend.environment(problem, seed, group_seed), progress)
+        return self.episode(self.backend.environment(problem, seed, group_seed), progress)
+
+    def episode(self, environment: EnvironmentHandle, progress: Progress) -> Episode:
+        """The policy's turns with an environment."""
+        return _EnvironmentEpisode(self, environment, progress)
 
     async def run(
         self, problem: dict[str, Any], seed: int, progress: Progress | None = None, group_seed: int | None = None
@@ -222,6 +233,7 @@ class _EnvironmentEpisode:
         self._check_names(metrics)
         self.record.turn_rewards.append(reward)
         self.record.metrics = {**self.record.metrics, **metrics}
+        self.record.notes = {**self.record.notes, **checked_notes(result.notes)}
         return result
 
     def _ids(self, observation: Observation, end_token: int | None = None) -> list[int]:
@@ -314,3 +326,9 @@ def checked_metrics(metrics: dict[str, float]) -> dict[str, float]:
     if bad:
         raise EpisodeFailed(f"metric {bad[0]!r} is not finite")
     return found
+
+
+def checked_notes(notes: dict[str, str]) -> dict[str, str]:
+    """The texts for the transcript, which travel with the sample; long ones are cut."""
+    kept = list(notes.items())[:NOTES_MAX]
+    return {str(name)[:METRIC_NAME_MAX]: str(text)[:NOTE_CHARS] for name, text in kept}

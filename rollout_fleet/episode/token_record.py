@@ -20,6 +20,7 @@ class TokenRecord:
     runs: list[VersionRun] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
     turns: int = 0
     sampled: int = 0
     routed: list[np.ndarray] = field(default_factory=list)  # together: of the first `routed_tokens` tokens
@@ -96,6 +97,7 @@ class TokenRecord:
             metrics=self.metrics,
             routed_experts=self._routing(),
             turn_spans=self.spans,
+            notes=self.notes,
         )
 
     def _routing(self) -> Array | None:

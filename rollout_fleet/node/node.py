@@ -122,7 +122,8 @@ class Node:
         size = self._group_size
         weights = self._parts.feed.state
         wanted = (self.groups.slots.limit + LOOKAHEAD_GROUPS * size - self.groups.unfinished) // size
-        if wanted <= 0 or weights.version < 0 or self._learner not in (None, weights.incarnation):
+        unready = weights.version < 0 or self._learner not in (None, weights.incarnation)
+        if wanted <= 0 or unready or self._parts.driver.paused:
             await self._room.wait()
             return
         for lease in await self._lease(min(wanted, LEASE_AT_ONCE)):
@@ -185,12 +186,15 @@ class Node:
     async def _watch(self) -> None:
         """Keep the status current, and wake the loop when the policy changes."""
         before = self._parts.feed.state
+        paused = False
         try:
             while True:
                 state = await self._parts.feed.wait_change(MEASURE_S)
-                if (state.version, state.incarnation) != (before.version, before.incarnation) or state.excluded:
+                other = (state.version, state.incarnation) != (before.version, before.incarnation)
+                if other or state.excluded or bool(self._parts.driver.paused) is not paused:
                     self._wake()
                 before = state
+                paused = bool(self._parts.driver.paused)
                 self._measure()
         except Exception as error:  # heartbeats would go on with figures that stand still, and leases would run out
             logger.exception("the node's status cannot be measured")
@@ -213,6 +217,7 @@ class Node:
                 starting=sum(group.starting for group in groups),
                 leased=self._leased_before,
                 pool=status.pool,
+                paused=self._parts.driver.paused,
             )
             status.show(state, wait)
         status.turned()

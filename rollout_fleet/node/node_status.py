@@ -138,12 +138,20 @@ class NodeStatusTracker:
 
 
 def explain(
-    weights: WeightsState, *, learner: int | None, episodes: int, starting: int, leased: bool, pool: str = ""
+    weights: WeightsState,
+    *,
+    learner: int | None,
+    episodes: int,
+    starting: int,
+    leased: bool,
+    pool: str = "",
+    paused: str = "",
 ) -> tuple[str, WaitFor]:
     """(state, what it waits for) of a node that is neither starting nor leaving.
 
     `learner`: the incarnation of the one that is attached; `leased`: this node has leased a task before.
-    `starting` counts those of the running `episodes` whose environment has not given its first observation.
+    `paused`: why it takes no tasks now. `starting` counts those of the running `episodes` whose environment has not
+    given its first observation.
     """
     if weights.excluded is not None:
         return "excluded", WaitFor(WaitKind.REPAIR, cause=weights.excluded)
@@ -161,6 +169,8 @@ def explain(
         return state, WaitFor(WaitKind.WEIGHTS, cause=weights.refused)
     if weights.incarnation != learner:
         return state, WaitFor(WaitKind.OTHER_WEIGHTS, count=learner, cause=weights.refused)
+    if paused:
+        return state, WaitFor(WaitKind.SCORER, cause=paused)
     if not leased:
         return state, WaitFor(WaitKind.TASKS)
     return state, WaitFor(WaitKind.WINDOW, version=weights.version)

@@ -84,6 +84,8 @@ def _rewards(
     """The rewards of `tasks.reward`; raises ConfigError for what is no function."""
     alone = [{"function": reward, "weight": 1.0, "options": options, "name": None}]
     for number, entry in enumerate(alone if isinstance(reward, str) else reward):
+        if entry["function"] is None:
+            continue  # a scorer's; the node asks it
         key = KEY if isinstance(reward, str) else f"{KEY}[{number}].function"
         found = resolve(entry["function"], file, key, BUILT_IN, EXPECTED)
         if not callable(found) or inspect.isclass(found):

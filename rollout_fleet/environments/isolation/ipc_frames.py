@@ -62,7 +62,7 @@ def observation_of(found: Any) -> Observation:
 
 def result_of(found: Any) -> StepResult:
     """A StepResult from its JSON; the driver checks reward and metrics. Raises as observation_of."""
-    rest = {name: found[name] for name in ("reward", "done", "metrics", "trained")}
+    rest = {name: found[name] for name in ("reward", "done", "metrics", "trained", "notes")}
     return StepResult(observation_of(found["observation"]), **rest)
 
 

@@ -70,7 +70,7 @@ class Site:
         self.parts = NodeParts(
             broker=wrap(self.broker.node()),
             feed=self.feed,
-            driver=SimpleNamespace(run=play) if play else self.driver,  # type: ignore[arg-type]
+            driver=SimpleNamespace(run=play, paused="") if play else self.driver,  # type: ignore[arg-type]
             concurrency=concurrency,
             status=self.status,
             timeout=timeout,

@@ -1,0 +1,141 @@
+"""The section `scorers` of the config: judges and reward models behind an HTTP endpoint; docs/scorers.md."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from common.config.tasks import MessageConfig, TasksConfig
+from common.config.types import Natural, Number, Positive, Seconds, Strict, Text
+from common.errors import Problem
+
+NAME = re.compile(r"[A-Za-z][\w-]*")
+PLACE = "{completion}"
+OWN_FIELDS = ("model", "messages", "input", "temperature", "max_tokens", "n", "stream", "use_activation")
+
+
+class ScorerConfig(Strict, frozen=True, kw_only=True):
+    url: Text  # OpenAI-compatible endpoint, such as http://HOST:8000/v1.
+    model: Text  # Name of the model there.
+    # rubric asks the model and reads a verdict out of its answer. classification takes the raw score of a model for
+    # sequence classification, from vLLM's /classify.
+    kind: Literal["rubric", "classification"] = "rubric"
+    # What the scorer reads: a template with {completion}, {prompt} and {column}, or messages with such templates.
+    prompt: Text | list[MessageConfig]
+    # Regular expression whose one group is the score, or labels and their scores; the last match counts. For rubric.
+    verdict: Text | dict[str, Number] | None = None
+    label: Natural = 0  # Index of the label whose raw score counts. For classification.
+    max_tokens: Positive = 512  # Tokens of the answer. Raise it for a judge that reasons. For rubric.
+    extra: dict[str, Any] = {}  # More fields of the request, such as chat_template_kwargs.
+    api_key_env: Text | None = None  # Variable of the node's environment that has the API key.
+    concurrency: Positive = 16  # Requests at once, of each node.
+    requests_per_minute: Positive | None = None  # Limit of each node. Unset, there is none.
+    timeout_s: Seconds = 30.0  # Longest duration of one request.
+    deadline_s: Seconds = 120.0  # Longest duration of one score, with all waits and retries.
+    retries: Natural = 5  # Further requests after 429, 5xx, a timeout or a lost connection.
+    cache: Natural = 4096  # Scores that a node remembers; 0 turns it off.
+    failures: Positive = 16  # Failed scores in a row after which a node takes no more tasks until the scorer answers.
+
+    @property
+    def templates(self) -> list[tuple[str, str]]:
+        """(role, template) of its messages."""
+        if isinstance(self.prompt, str):
+            return [("user", self.prompt)]
+        return [(message.role, message.content) for message in self.prompt]
+
+    @property
+    def problem_of_key(self) -> str:
+        """The variable of the API key if it is not set here; '' otherwise."""
+        return "" if self.api_key_env is None or os.environ.get(self.api_key_env) else self.api_key_env
+
+
+def scorer_problems(scorers: Mapping[str, ScorerConfig], tasks: TasksConfig, sample_s: float) -> Iterator[Problem]:
+    """Scorers that cannot work, and rewards that name none of them; `sample_s` is rollout.sample_timeout_s."""
+    for name, scorer in scorers.items():
+        at = f"scorers.{name}"
+        if not NAME.fullmatch(name):
+            yield Problem("scorers", "names of letters, digits, - and _", repr(name))
+        yield from _endpoint(at, scorer)
+        if not any(PLACE in template for _, template in scorer.templates):
+            yield Problem(
+                f"{at}.prompt", f"a template with {PLACE}", "none", "the score would not depend on the answer"
+            )
+        yield from _verdict(at, scorer)
+        for field in sorted(scorer.extra.keys() & OWN_FIELDS):
+            yield Problem(f"{at}.extra.{field}", "fields that the fleet does not set itself", field)
+        if scorer.timeout_s > scorer.deadline_s:
+            yield Problem(f"{at}.timeout_s", f"at most deadline_s ({scorer.deadline_s:g})", f"{scorer.timeout_s:g}")
+        if scorer.deadline_s >= sample_s:
+            expected = f"less than rollout.sample_timeout_s ({sample_s:g})"
+            yield Problem(f"{at}.deadline_s", expected, f"{scorer.deadline_s:g}")
+    yield from _named(scorers, tasks)
+
+
+def _endpoint(at: str, scorer: ScorerConfig) -> Iterator[Problem]:
+    expected = "an endpoint such as http://HOST:8000/v1"
+    try:
+        url = urlsplit(scorer.url)
+        good = url.scheme in ("http", "https") and url.hostname and url.port != 0 and not (url.query or url.fragment)
+    except ValueError:  # a port that is no number
+        yield Problem(f"{at}.url", expected, scorer.url)
+        return
+    if url.username is not None or url.password is not None:
+        yield Problem(f"{at}.url", expected, "one with a password", "name a variable with it: api_key_env")
+    elif not good:
+        hint = None if "://" in scorer.url else f"did you mean http://{scorer.url}?"
+        yield Problem(f"{at}.url", expected, scorer.url, hint)
+
+
+def _verdict(at: str, scorer: ScorerConfig) -> Iterator[Problem]:
+    verdict = scorer.verdict
+    key = f"{at}.verdict"
+    expected = "a regular expression with one group, or labels with their scores"
+    if scorer.kind == "classification":
+        if verdict is not None:
+            yield Problem(key, "nothing with kind: classification", "a verdict", "`label` says which raw score counts")
+        return
+    if verdict is None or verdict == {}:
+        yield Problem(key, expected, "none")
+    elif isinstance(verdict, str):
+        try:
+            groups = re.compile(verdict).groups
+        except re.error as error:
+            yield Problem(key, expected, f"{verdict!r}: {error}")
+            return
+        if groups != 1:
+            yield Problem(key, expected, f"{groups} groups in {verdict!r}", "(?:...) is a group that does not count")
+    elif len({label.casefold().strip() for label in verdict} - {""}) < len(verdict):
+        yield Problem(key, "labels that differ by more than their case", ", ".join(map(repr, verdict)))
+
+
+def _named(scorers: Mapping[str, ScorerConfig], tasks: TasksConfig) -> Iterator[Problem]:
+    """Rewards that name no scorer or an unknown one, and scorers that no reward names."""
+    from common.config.loading import nearest  # which knows every section
+
+    used = set[str]()
+    names = set[str]()
+    for number, entry in enumerate(tasks.reward if isinstance(tasks.reward, list) else ()):
+        at = f"tasks.reward[{number}]"
+        if (entry.function is None) == (entry.scorer is None):
+            found = "neither" if entry.function is None else "both"
+            yield Problem(at, "either `function` or `scorer`", found)
+        if entry.scorer is None:
+            continue
+        used.add(entry.scorer)
+        if entry.scorer not in scorers:
+            near = nearest(entry.scorer, scorers)
+            hint = f"did you mean '{near}'?" if near else f"scorers has {', '.join(scorers) or 'none'}"
+            yield Problem(f"{at}.scorer", "the name of one of `scorers`", entry.scorer, hint)
+        if isinstance(entry.weight, dict):
+            yield Problem(f"{at}.weight", "a number with `scorer`", "a mapping")
+        if entry.options:
+            yield Problem(f"{at}.options", "nothing with `scorer`", ", ".join(entry.options))
+        name = entry.name or entry.scorer
+        if name in names:
+            yield Problem(f"{at}.name", "another name for each use of a scorer", name)
+        names.add(name)
+    for name in scorers:
+        if name not in used:
+            hint = f"tasks.reward: [{{scorer: {name}}}]; weight: 0 only logs its score"
+            yield Problem(f"scorers.{name}", "a reward that names it", "none", hint)

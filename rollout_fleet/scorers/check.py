@@ -1,0 +1,88 @@
+"""A launch's look at the scorers: their templates on a row of the dataset, and one or two cheap requests to each."""
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from common.config.loading import nearest
+from common.config.schema import Config
+from common.config.scorers import ScorerConfig
+from common.errors import ConfigError, UsageError
+from common.json_lines import dataset_rows
+from rollout_fleet.environments.builtin.reward_function import messages_of
+from rollout_fleet.environments.registry import played
+from rollout_fleet.scorers.requests import ScorerFailed, address_of, body_of, score_of
+
+LOOK_S = 5.0
+MOST_BYTES = 1 << 20
+MADE_UP = "The answer is 42."
+
+
+def check_scorers(config: Config, file: str) -> Iterator[str]:
+    """Sentences on scorers that do not answer yet, which may come later.
+
+    Raises ConfigError for a template that does not fit the dataset's first row, for a model that is not served there,
+    and for a label that the model lacks.
+    """
+    body = b""
+    row = _first_row(config)
+    for name, scorer in config.scorers.items():
+        if row is not None:
+            where, problem = row
+            try:
+                prompt = "\n\n".join(text for _, text in messages_of(played(config.tasks)[1]["prompt"], problem))
+                body = body_of(scorer, prompt, MADE_UP, problem)
+            except ValueError as error:
+                expected = "templates whose columns are in the dataset"
+                raise ConfigError(file, f"scorers.{name}.prompt", expected, f"{where}: {error}") from error
+        if said := _look(name, scorer, body, file):
+            yield f"scorers.{name}: {scorer.url} {said}; samples fail until it answers"
+
+
+def _first_row(config: Config) -> tuple[str, dict[str, Any]] | None:
+    try:
+        where, row = next(dataset_rows(Path(config.tasks.dataset), "tasks.dataset"))
+    except UsageError:
+        return None  # said by the config's checks, or on another machine
+    return where, msgspec.json.decode(row, type=dict[str, Any])
+
+
+def _look(name: str, scorer: ScorerConfig, body: bytes, file: str) -> str:
+    """Why it does not answer; '' when all is well, or when it does not list its models."""
+    try:
+        listed = json.loads(_request(scorer, f"{scorer.url.rstrip('/')}/models"))
+        served = [str(entry["id"]) for entry in listed["data"]]
+    except urllib.error.HTTPError as error:
+        return f"refuses the key (HTTP {error.code})" if error.code in (401, 403) else ""
+    except OSError as error:
+        return f"does not answer: {getattr(error, 'reason', error)}"
+    except (ValueError, LookupError, TypeError):
+        return ""
+    if served and scorer.model not in served:
+        near = nearest(scorer.model, served)
+        hint = f"did you mean '{near}'?" if near else None
+        expected = f"a model that {scorer.url} serves ({', '.join(served[:8])})"
+        raise ConfigError(file, f"scorers.{name}.model", expected, scorer.model, hint)
+    if scorer.kind == "classification" and body:
+        try:
+            score_of(scorer, _request(scorer, address_of(scorer), body))
+        except OSError as error:
+            return f"does not classify: {error}"
+        except ScorerFailed as error:
+            raise ConfigError(file, f"scorers.{name}.label", "a label with a raw score", str(error)) from error
+    return ""
+
+
+def _request(scorer: ScorerConfig, url: str, body: bytes | None = None) -> bytes:
+    headers = {"Content-Type": "application/json"}
+    if scorer.api_key_env and (key := os.environ.get(scorer.api_key_env)):
+        headers["Authorization"] = f"Bearer {key}"
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the node asks
+    with direct.open(urllib.request.Request(url, body, headers), timeout=LOOK_S) as answer:
+        return answer.read(MOST_BYTES)

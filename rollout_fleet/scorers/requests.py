@@ -1,0 +1,118 @@
+"""A scorer's requests, and the scores in its answers. Standard library and msgspec only: a launch checks them too."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from common.config.scorers import ScorerConfig
+from rollout_fleet.environments.builtin.reward_function import filled
+from rollout_fleet.environments.protocol import StopReason
+from rollout_fleet.episode.driver import EpisodeFailed
+
+SHOWN_CHARS = 200
+
+
+class ScorerFailed(EpisodeFailed):
+    """A scorer gave no score; the sample fails with the message."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, StopReason.SCORER_ERROR)
+
+
+@dataclass(frozen=True)
+class Score:
+    """A scorer's answer."""
+
+    value: float
+    said: str  # the model's name by its server, and what it answered
+    retries: int = 0
+    seconds: float = 0.0  # from the question to the score, with all waits
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+    model: str = ""
+
+
+class _Labels(msgspec.Struct):
+    probs: list[float]
+
+
+class _Classification(msgspec.Struct):
+    data: Annotated[list[_Labels], msgspec.Meta(min_length=1, max_length=1)]
+    model: str = ""
+
+
+def address_of(scorer: ScorerConfig) -> str:
+    """Where its requests go; vLLM's /classify is beside /v1."""
+    base = scorer.url.rstrip("/")
+    return f"{base.removesuffix('/v1')}/classify" if scorer.kind == "classification" else f"{base}/chat/completions"
+
+
+def body_of(scorer: ScorerConfig, prompt: str, completion: str, row: Mapping[str, Any]) -> bytes:
+    """The JSON of the request for a completion. Raises ValueError for a column that the row lacks."""
+    values = {**row, "prompt": prompt, "completion": completion}
+    messages = [{"role": role, "content": filled(template, values)} for role, template in scorer.templates]
+    body: dict[str, Any] = {"model": scorer.model, **scorer.extra}
+    if scorer.kind == "classification":
+        text = isinstance(scorer.prompt, str)
+        body |= {"use_activation": False} | ({"input": messages[0]["content"]} if text else {"messages": messages})
+    else:
+        body |= {"messages": messages, "temperature": 0, "max_tokens": scorer.max_tokens}
+    return json.dumps(body).encode()
+
+
+def score_of(scorer: ScorerConfig, answer: bytes) -> Score:
+    """The score in an answer. Raises ScorerFailed, with a part of the answer, where there is none."""
+    try:
+        return _raw(scorer, answer) if scorer.kind == "classification" else _verdict(scorer, answer)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ScorerFailed(f"{error}: {answer[:SHOWN_CHARS].decode(errors='replace')!r}") from error
+
+
+def _raw(scorer: ScorerConfig, answer: bytes) -> Score:
+    found = msgspec.json.decode(answer, type=_Classification)
+    raw = found.data[0].probs
+    if scorer.label >= len(raw):
+        raise ValueError(f"the model has no label {scorer.label}, it has {len(raw)}")
+    return Score(_finite(raw[scorer.label]), f"{found.model or scorer.model}: {', '.join(map(str, raw))}")
+
+
+def _verdict(scorer: ScorerConfig, answer: bytes) -> Score:
+    found = msgspec.json.decode(answer, type=_Completion)
+    choice = found.choices[0]
+    text = choice.message.content or ""
+    verdict = scorer.verdict or ""
+    labels = {}
+    if isinstance(verdict, str):
+        given = [match[1] for match in re.finditer(verdict, text)]
+    else:
+        labels = {label.strip().casefold(): value for label, value in verdict.items()}
+        # the longest first: 'not correct' before 'correct'
+        words = "|".join(re.escape(label) for label in sorted(labels, key=len, reverse=True))
+        given = [match[1] for match in re.finditer(rf"(?<!\w)({words})(?!\w)", text.casefold())]
+    if not given or given[-1] is None:
+        cut = f"; it was cut at max_tokens ({scorer.max_tokens})" if choice.finish_reason == "length" else ""
+        raise ValueError(f"no verdict in the answer{cut}")
+    value = labels[given[-1]] if labels else float(given[-1])
+    return Score(_finite(value), f"{found.model or scorer.model}: {text}")
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"a score of {value}")
+    return value
