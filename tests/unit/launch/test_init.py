@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,8 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setattr(init, "build_model", lambda shape, seed, folder: model_folder(folder))
     assert main(["init", str(tmp_path / "new" / "first")]) == EXIT_DONE
     monkeypatch.chdir(tmp_path / "new" / "first")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "rewards", raising=False)
     return tmp_path / "new" / "first"
 
 
