@@ -221,8 +221,8 @@ def _type_of(key: str, schema: type[msgspec.Struct]) -> Any:
             if part not in fields:
                 raise _unknown_key(OVERRIDE, ".".join([*done, part]), kind, schema)
             kind = fields[part]
-        elif get_origin(kind) is dict:
-            kind = get_args(kind)[1]
+        elif (mapping := _mapping_in(kind)) is not None:
+            kind = get_args(mapping)[1]
         else:
             expected = f"'{'.'.join(done)}' to be {describe_type(kind)}"
             raise ConfigError(OVERRIDE, key, expected, f"the key '{part}' below it")
@@ -239,8 +239,7 @@ def _rewritten(
     key = place[1] if place else ""
     while "[...]" in key:  # msgspec does not name the entry of a mapping
         mapping, _, below = key.partition("[...]")
-        kind = _type_of(mapping, schema)
-        entry_type = next(get_args(one)[1] for one in (kind, *get_args(kind)) if get_origin(one) is dict)
+        entry_type = get_args(_mapping_in(_type_of(mapping, schema)))[1]
         entries = cast("Document", _value_at(document, mapping))
         key = _join(mapping, next(name for name, entry in entries.items() if not _converts(entry, entry_type))) + below
     section = _type_of(key, schema)
@@ -290,6 +289,11 @@ def _looks_like_text(value: object, kind: schema_info.Type) -> bool:
     """Whether YAML reads a mapping, as of an unquoted {question}, where the schema has a text but no mapping."""
     kinds = kind.types if isinstance(kind, schema_info.UnionType) else (kind,)
     return isinstance(value, dict) and any(isinstance(each, schema_info.StrType) for each in kinds)
+
+
+def _mapping_in(kind: Any) -> Any:
+    """The mapping that a type is, or that is one of its choices; None without one."""
+    return next((one for one in (kind, *get_args(kind)) if get_origin(one) is dict), None)
 
 
 def _is_section(kind: Any) -> bool:

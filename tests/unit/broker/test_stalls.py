@@ -231,6 +231,16 @@ CASES: dict[str, tuple[Any, ...]] = {  # status; kind, who, what for, since, unt
         "the engine (2 of 8 samples on n0; turn 1, 0 tokens before it, 12 s there)", 12.5,
         "they end, or reach rollout.max_tokens or rollout.sample_timeout_s",
     ),
+    "too many scores failed": (
+        status_of(
+            node(
+                state="waiting", since_s=9.0, groups=[], wait=WaitFor(WaitKind.SCORER, cause="judge: HTTP 503"),
+                policy_version=7,
+            ),
+            learner=TRAINING,
+        ),
+        "scorer", "n0", "a scorer's answer (judge: HTTP 503)", 9.5, "it answers a request that failed",
+    ),
     "a late group waits for a slot": (
         status_of(node(groups=[msgspec.structs.replace(WORK, serial=20, state="queued", finished=0)])),
         "straggler", "task 20, which later ones have overtaken", "a free slot in the engine (8 of 8 samples on n0)",

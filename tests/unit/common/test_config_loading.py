@@ -108,7 +108,7 @@ def test_override_is_typed_by_yaml_and_schema(write, override, key, value):
         ("tasks: {dataset: d, reward: r, prompt: {q}}", "tasks.prompt", "text or", "a section", "put quotes around"),
         ("tasks: {dataset: d, reward: 3}", "tasks.reward", "text or", "3", ""),
         ("tasks: {dataset: d, reward: [r]}", "tasks.reward[0]", "a section", "'r'", ""),
-        ("tasks: {dataset: d, reward: [{weight: 1}]}", "tasks.reward[0].function", "text", "nothing", "required"),
+        ("tasks: {dataset: d, reward: [{weight: 1}]}", "tasks.reward[0]", "function", "neither", ""),
         ("tasks: {dataset: d, reward: [{function: r, wieght: 1}]}", "tasks.reward[0].wieght", "known", "", "'weight'"),
         ("tasks: {dataset: d, reward: [{function: r, weight: .nan}]}", "tasks.reward[0].weight", "a number", "nan", ""),
         ("tasks: {dataset: d, reward: [{function: r, weight: .inf}]}", "tasks.reward[0].weight", "a number", "inf", ""),

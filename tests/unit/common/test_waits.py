@@ -14,6 +14,7 @@ CASES = [
     (WaitFor(WaitKind.ENVIRONMENTS, count=8), "the start of 8 environments"),
     (WaitFor(WaitKind.WEIGHTS, cause="it refused this key"), "weights from learner (it refused this key)"),
     (WaitFor(WaitKind.OTHER_WEIGHTS, count=3), "weights from learner, which restarted as incarnation 3"),
+    (WaitFor(WaitKind.SCORER, cause="judge: HTTP 503"), "a scorer's answer (judge: HTTP 503)"),
     (WaitFor(WaitKind.WINDOW, version=12), "the task window: version 12 may lease no more tasks"),
     (WaitFor(WaitKind.REPAIR, cause="canary differs by {3}"), "canary differs by {3}"),
     (WaitFor(WaitKind.OPTIMIZER, version=4), "the optimizer step 4"),

@@ -15,11 +15,8 @@ from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
 from common.wire_types import Array
 from learner.backend_protocol import RoutingShape
 from learner.batch.batch import BadGroup, assemble, cache_ages, decode, expired_groups, length_deciles
-<<<<<<< HEAD
 from learner.loop.step_metrics import Totals
-=======
 from tests.rigs.refusals import refused
->>>>>>> main
 
 
 def sample(

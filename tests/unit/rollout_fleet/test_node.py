@@ -18,6 +18,7 @@ from common.waits import WaitFor, WaitKind
 from common.waste import Waste
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.episode.concurrency import LOOKS, AdaptiveLimit
+from rollout_fleet.episode.driver import EpisodeDriver
 from rollout_fleet.node import node
 from rollout_fleet.node.heartbeat import BrokerLost, BrokerTimeout, Heartbeat
 from rollout_fleet.node.node import Node
@@ -160,6 +161,19 @@ async def test_without_weights_of_this_incarnation_it_leases_nothing_and_says_so
         assert site.states() == ["pending"] * 4
         site.feed.set(version=0, incarnation=3)
         await until_async(lambda: site.states() == ["ready"] * 4)
+
+
+async def test_a_paused_driver_gets_no_tasks_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = ["judge: HTTP 503"]
+    monkeypatch.setattr(EpisodeDriver, "paused", property(lambda _: reason[0]))
+    monkeypatch.setattr(node, "MEASURE_S", 0.01)
+    async with Site() as site:
+        site.attach(tasks=8)
+        await until_async(lambda: site.status.report().wait.kind == WaitKind.SCORER)
+        assert site.status.report().wait.cause == "judge: HTTP 503"
+        assert site.states() == ["pending"] * 8
+        reason[0] = ""
+        await until_async(lambda: site.states() == ["ready"] * 8)
 
 
 async def test_it_leases_ahead_but_no_further_than_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:

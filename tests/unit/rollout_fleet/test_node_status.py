@@ -59,6 +59,16 @@ def test_the_explanation_names_who_unblocks_the_node(
     assert found == (state, wait)
 
 
+def test_a_node_whose_scorer_fails_says_so_when_its_episodes_have_ended() -> None:
+    for weights, episodes, state, wait in (
+        (HELD, 0, "waiting", WaitFor(WaitKind.SCORER, cause="judge: HTTP 503")),
+        (HELD, 5, "generating", NO_WAIT),
+        (WeightsState(), 0, "joining", WaitFor(WaitKind.WEIGHTS)),
+    ):
+        found = explain(weights, learner=0, episodes=episodes, starting=0, leased=True, paused="judge: HTTP 503")
+        assert found == (state, wait)
+
+
 def test_a_node_of_the_pool_waits_for_versions_and_its_tokens_are_no_training_tokens(clock: Clock) -> None:
     waits = WaitFor(WaitKind.EVALUATED_VERSION)
     for weights, state in ((WeightsState(), "joining"), (HELD, "waiting")):

@@ -1,0 +1,202 @@
+"""Episodes whose answers functions and scorers judge, and what a launch says of scorers."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from common.config.schema import Config
+from common.errors import ConfigError
+from common.rollouts import Group, Sample, decode_group, encode_group
+from common.transcripts import FailedTranscripts, Transcript
+from launch.checks.job import check_scorers as doctor_checks
+from rollout_fleet import driver_factory
+from rollout_fleet.driver_factory import build_driver, check_rewards
+from rollout_fleet.environments.description import check_environment
+from rollout_fleet.episode.driver import EpisodeDriver
+from rollout_fleet.scorers import client
+from rollout_fleet.scorers.check import check_scorers
+from tests.rigs.configs import job_of
+from tests.rigs.refusals import refused
+from tests.rigs.waiting import until_async
+from tests.unit.rollout_fleet import judges
+from tests.unit.rollout_fleet.fleet_fakes import CharacterTokenizer, ScriptedSampler, in_turn, new_host, prompts_of, say
+from tests.unit.rollout_fleet.judges import JudgeServer, says, status
+
+ROW = {"question": "1+1=", "answer": "2"}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[JudgeServer]:
+    monkeypatch.setattr(client, "BACKOFF_S", 0.001)
+    monkeypatch.setattr(client, "PROBE_S", 0.001)
+    monkeypatch.setattr(driver_factory, "load_tokenizer", lambda path: CharacterTokenizer())
+    with judges.serving() as found:
+        yield found
+
+
+def job(folder: Path, server: JudgeServer, rewards: list[dict[str, Any]] | None = None, **keys: Any) -> Config:
+    """A job with the scorer `judge`, whose keys `keys` change; `tasks` are further keys of tasks."""
+    tasks = {"environment": None, "prompt": "{question}", "reward": rewards or [{"scorer": "judge"}]}
+    tasks |= keys.pop("tasks", {})
+    judge = {"url": server.url, "model": "judge", "prompt": "{prompt} Answer: {completion}", "verdict": r"Score: (.*)"}
+    scorers = {"judge": {**judge, **keys}}
+    config = job_of(folder, tasks=tasks, rollout={"max_tokens": 20}, scorers=scorers)
+    Path(config.tasks.dataset).write_text(json.dumps(ROW) + "\n")
+    return config
+
+
+def driven(config: Config, *answers: str) -> tuple[EpisodeDriver, ScriptedSampler]:
+    sampler = ScriptedSampler(in_turn(*map(say, answers)))
+    return build_driver(config, sampler, new_host()), sampler
+
+
+def samples(config: Config, *answers: str) -> list[Sample]:
+    driver, sampler = driven(config, *answers)
+
+    async def all_of_them() -> list[Sample]:
+        try:
+            return [await driver.run(ROW, seed=0) for _ in answers]
+        finally:
+            await driver.close()
+
+    found = asyncio.run(all_of_them())
+    assert prompts_of(sampler) == ["1+1="] * len(answers)
+    return found
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_scorers_and_functions_are_summed_also_when_functions_have_processes(
+    tmp_path: Path, server: JudgeServer, process: bool
+) -> None:
+    rewards = [{"function": "exact_match", "weight": 2.0}, {"scorer": "judge", "weight": 0.5, "name": "style"}]
+    limits = {"limits": {"process": process, "memory_mib": 2048}}
+    right, again, wrong = samples(job(tmp_path, server, rewards, tasks=limits), "2", "2", "three")
+    assert [sample.error for sample in (right, again, wrong)] == [None] * 3
+    assert (right.reward, wrong.reward) == (2.0 + 0.5 * 1, 0.5 * 5)
+    assert right.metrics.keys() == {"exact_match", "style", "style/cached", "style/retries", "style/seconds"}
+    facts = ("exact_match", "style", "style/cached", "style/retries")
+    assert [right.metrics[name] for name in facts] == [1.0, 1.0, 0.0, 0.0]
+    assert [again.metrics[name] for name in facts] == [1.0, 1.0, 1.0, 0.0]
+    assert right.metrics["style/seconds"] > 0.0
+    assert len(server.bodies) == 2
+    assert server.bodies[0]["messages"][0]["content"] == "1+1= Answer: 2"
+
+
+def test_the_scorers_model_and_answer_are_in_the_transcript(tmp_path: Path, server: JudgeServer) -> None:
+    server.acts = [says("Because. Score: 4"), says("Score: 1 " + "x" * 100_000)]
+    (good, long) = samples(job(tmp_path, server, verdict=r"Score: (\d+)"), "2", "3")
+    assert good.notes == {"judge": "judge-v2: Because. Score: 4"}
+    assert len(long.notes["judge"]) == 500
+    group = decode_group(encode_group(Group(0, [good])))
+    assert group.samples[0].notes == good.notes
+    line = FailedTranscripts(lambda ids: "".join(map(chr, ids)), "n0").line(group)
+    assert msgspec.json.decode(line, type=Transcript).notes == good.notes
+
+
+def test_a_dead_judge_costs_samples_with_reasons_and_pauses_the_node_until_it_is_back(
+    tmp_path: Path, server: JudgeServer
+) -> None:
+    driver, _ = driven(job(tmp_path, server, retries=1, failures=2), *("2345"))
+    server.act = judges.close
+
+    async def act() -> None:
+        try:
+            failed = [await driver.run(ROW, seed=0) for _ in range(2)]
+            assert [sample.stop_reason for sample in failed] == ["scorer_error"] * 2
+            assert ["judge" in (sample.error or "") for sample in failed] == [True] * 2
+            assert "judge" in driver.paused
+            assert "judge" in driver.at(0.5).paused
+            server.act = judges.by_length
+            await until_async(lambda: not driver.paused)
+            assert (await driver.run(ROW, seed=0)).error is None
+        finally:
+            await driver.close()
+
+    asyncio.run(act())
+
+
+def test_a_function_that_fails_asks_no_scorer(tmp_path: Path, server: JudgeServer) -> None:
+    (tmp_path / "raising_rewards.py").write_text("def bad(completion, row): raise ValueError('x')\n")
+    rewards = [{"function": "raising_rewards:bad"}, {"scorer": "judge"}]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        (sample,) = samples(job(tmp_path, server, rewards), "2")
+        sys.modules.pop("raising_rewards")
+    assert (sample.stop_reason, server.bodies) == ("environment_error", [])
+
+
+def test_a_scorer_may_take_longer_than_a_step_of_the_functions(tmp_path: Path, server: JudgeServer) -> None:
+    server.acts = [judges.hang]
+    limits = {"limits": {"step_s": 0.3}}
+    (sample,) = samples(job(tmp_path, server, timeout_s=0.5, tasks=limits), "2")
+    assert (sample.error, sample.metrics["judge/retries"]) == (None, 1.0)
+
+
+def test_two_rewards_of_one_name_fail_the_sample(tmp_path: Path, server: JudgeServer) -> None:
+    rewards = [{"function": "exact_match"}, {"scorer": "judge", "name": "exact_match"}]
+    (sample,) = samples(job(tmp_path, server, rewards), "2")
+    assert "'exact_match'" in (sample.error or "")
+
+
+# ---------------------------------------------------------------- before a launch
+
+
+def test_a_launch_asks_no_judge_and_is_silent_about_one_that_serves_its_model(
+    tmp_path: Path, server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
+    config = job(tmp_path, server, api_key_env="JUDGE_KEY")
+    check_rewards(config, check_environment(config.tasks), "job.yaml")
+    assert list(check_scorers(config, "job.yaml")) == []
+    assert (server.bodies, server.keys) == ([], ["Bearer sk-secret"])
+
+
+@pytest.mark.parametrize("served", [404, 500, []])
+def test_an_endpoint_that_lists_no_models_is_fine(tmp_path: Path, server: JudgeServer, served: Any) -> None:
+    server.served = served
+    assert list(check_scorers(job(tmp_path, server), "job.yaml")) == []
+
+
+def test_an_endpoint_that_does_not_answer_or_refuses_the_key_is_a_warning(tmp_path: Path, server: JudgeServer) -> None:
+    server.served = 401
+    config = job(tmp_path, server)
+    away = job(tmp_path, server, url="http://127.0.0.1:1/v1")
+    for each, fact in ((config, "401"), (away, "http://127.0.0.1:1/v1")):
+        (sentence,) = check_scorers(each, "job.yaml")
+        assert "scorers.judge" in sentence
+        assert fact in sentence
+        assert [(found.level, found.code) for found in doctor_checks(each, "job.yaml")] == [("warning", "silent")]
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "fact"),
+    [
+        ({"model": "jugde"}, "model", "'judge'"),
+        ({"prompt": "{anwser} {completion}"}, "prompt", "'answer'"),
+        ({"kind": "classification", "verdict": None, "label": 3}, "label", "label 3"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_launch(
+    tmp_path: Path, server: JudgeServer, keys: dict[str, Any], key: str, fact: str
+) -> None:
+    server.act = judges.text('{"data": [{"probs": [0.5, 1.5]}]}')
+    config = job(tmp_path, server, **keys)
+    with refused(ConfigError, "job.yaml", fact) as caught:
+        list(check_scorers(config, "job.yaml"))
+    assert caught.value.key == f"scorers.judge.{key}"
+    assert [found.level for found in doctor_checks(config, "job.yaml")] == ["problem"]
+
+
+def test_a_classification_is_tried_on_the_first_row(tmp_path: Path, server: JudgeServer) -> None:
+    keys = {"kind": "classification", "verdict": None, "label": 1, "prompt": "{prompt}|{completion}"}
+    server.acts = [judges.text('{"data": [{"probs": [0.5, 1.5]}]}'), status(400)]
+    config = job(tmp_path, server, **keys)
+    assert list(check_scorers(config, "job.yaml")) == []
+    assert server.bodies[0]["input"].startswith("1+1=|")
+    assert len(list(check_scorers(config, "job.yaml"))) == 1
