@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from common.config import observing, schema, tasks
+from common.config import observing, schema, scorers, tasks
 from common.config.loading import describe_type
 from common.metrics import EvaluationMetrics, SftMetrics, StepMetrics, declarations
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-SOURCES = (schema.__name__, observing.__name__, tasks.__name__)
+SOURCES = tuple(module.__name__ for module in (schema, observing, tasks, scorers))
 
 
 def comments(kind: type[msgspec.Struct]) -> dict[str, str]:
@@ -67,11 +67,14 @@ def filled(page: Path, head: str, rows: Mapping[str, Iterable[str]]) -> str:
 
 def config_page() -> str:
     sections = {
-        field.name: config_rows(field.type, f"{field.name}.") for field in msgspec.structs.fields(schema.Config)
+        field.name: config_rows(field.type, f"{field.name}.")
+        for field in msgspec.structs.fields(schema.Config)
+        if field.name not in ("watch", "scorers")
     }
     listed = [config_rows(tasks.RewardConfig, "tasks.reward[]."), config_rows(tasks.MessageConfig, "tasks.prompt[].")]
     sections["tasks"] = chain(sections["tasks"], *listed)
     sections["watch"] = config_rows(schema.WatchRule, "watch[].")  # a list of them
+    sections["scorers"] = config_rows(scorers.ScorerConfig, "scorers.NAME.")  # a mapping
     own = [row for row in config_rows(schema.SftLearnerConfig, "learner.") if "sequences_per_step" in row]
     rows, held_out = (schema.SftTasksConfig, "tasks."), (schema.SftEvaluationConfig, "evaluation.")
     sections["slipstream sft"] = chain(config_rows(*rows), own, config_rows(*held_out))

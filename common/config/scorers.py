@@ -18,10 +18,10 @@ OWN_FIELDS = ("model", "messages", "input", "temperature", "max_tokens", "n", "s
 class ScorerConfig(Strict, frozen=True, kw_only=True):
     url: Text  # OpenAI-compatible endpoint, such as http://HOST:8000/v1.
     model: Text  # Name of the model there.
-    # rubric asks the model and reads a verdict out of its answer. classification takes the raw score of a model for
-    # sequence classification, from vLLM's /classify.
+    # rubric asks the model and reads a verdict out of its answer. classification takes the raw score of a reward model
+    # from vLLM's /classify.
     kind: Literal["rubric", "classification"] = "rubric"
-    # What the scorer reads: a template with {completion}, {prompt} and {column}, or messages with such templates.
+    # The request's text: a template with {completion}, {prompt} and {column}, or messages with such templates.
     prompt: Text | list[MessageConfig]
     # Regular expression whose one group is the score, or labels and their scores; the last match counts. For rubric.
     verdict: Text | dict[str, Number] | None = None

@@ -114,6 +114,8 @@ def page(transcript: Transcript, color: str) -> Text:
     out = Text().append(heading(transcript) + "\n", "bold")
     if transcript.error is not None:
         out.append(f"failed: {visible(transcript.error)}\n", "bold red")
+    for name, text in transcript.notes.items():
+        out.append(visible(f"{name}: {text}").replace("\n", " ") + "\n", "italic")
     for turn in transcript.turns:
         if turn.cut_before:
             out.append(f"[{turn.cut_before} tokens are left out]\n", "bold yellow")

@@ -27,8 +27,8 @@ MADE_UP = "The answer is 42."
 def check_scorers(config: Config, file: str) -> Iterator[str]:
     """Sentences on scorers that do not answer yet, which may come later.
 
-    Raises ConfigError for a template that does not fit the dataset's first row, for a model that is not served there,
-    and for a label that the model lacks.
+    Raises ConfigError for a template that does not fit the dataset's first row. It does so, too, for a model that is
+    not served there, and for a label that the model lacks.
     """
     body = b""
     row = _first_row(config)

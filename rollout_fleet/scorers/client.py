@@ -120,7 +120,7 @@ class Scorer:
         return score
 
     def _pause(self, error: ScorerFailed) -> str:
-        self.paused = f"scorer {self._name}: {self._failed_in_a_row} scores failed in a row, the last with {error}"
+        self.paused = f"{self._failed_in_a_row} scores of {self._name} failed in a row, the last with: {error}"
         return self.paused
 
     def _answered(self) -> None:

@@ -1,7 +1,7 @@
 """Episodes of reward functions whose answers scorers judge as well.
 
-The functions run where environments run, on their thread or in a process of their own. The scorers are asked from the
-node's event loop, after the functions: so keys stay in the node, and all episodes share its bounds and its cache.
+The functions run where environments run, on their thread or in a process of their own. After them the node's event
+loop asks the scorers. So keys stay in the node, and all episodes share its bounds and its cache.
 """
 
 import asyncio

@@ -47,7 +47,7 @@ export class TranscriptView {
   draw() {
     const t = this.found;
     for (const button of this.choice.children) button.setAttribute("aria-checked", String(button.dataset.mode === this.mode));
-    const facts = [["sample", t.sample], ["step", t.step ?? "none"], ["node", t.node_id], ["reward", number(t.reward)], ["advantage", number(t.advantage)], ["stop", t.stop_reason], ["kept as", t.why.join(", ")], ...Object.entries(t.metrics).map(([k, v]) => [k, number(v)])];
+    const facts = [["sample", t.sample], ["step", t.step ?? "none"], ["node", t.node_id], ["reward", number(t.reward)], ["advantage", number(t.advantage)], ["stop", t.stop_reason], ["kept as", t.why.join(", ")], ...Object.entries(t.metrics).map(([k, v]) => [k, number(v)]), ...Object.entries(t.notes ?? {})];
     const versions = [...new Set(t.turns.flatMap((turn) => turn.version_runs.map(([, version]) => version)))].sort((a, b) => a - b);
     const keys = { version: versions.map((v, i) => [`v${i % 8}`, `version ${v}`]), ratio: RATIOS.map(([, name, text]) => [name, text]), mask: [["m1", "in the loss"], ["m0", "not in the loss"]] }[this.mode];
     this.body.replaceChildren(

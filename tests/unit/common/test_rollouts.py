@@ -19,6 +19,7 @@ WITHOUT_ROUTING = (
 )
 ROUTING = b"\xaerouted_experts\x82\xa5dtype\xa5int16\xa4data\xc4\x0c\x01\x00\x02\x00\x03\x00\x00\x01\xff\xff\xff\xff"
 SPANS = b"\xaaturn_spans\x91\x92\x01\x03"
+NOTES = b"\xa5notes\x81\xa5judge\xa3bad"
 
 
 def sample(**changes: object) -> Sample:
@@ -37,10 +38,11 @@ def routed(*experts: int) -> Array:
     return Array.of(list(experts), "int16")
 
 
-def test_golden_bytes_of_a_group_with_routing_and_turns_do_not_change() -> None:
-    data = encode_group(Group(3, [sample(routed_experts=routed(1, 2, 3, 256, -1, -1), turn_spans=[(1, 3)])]))
-    golden = WITHOUT_ROUTING.replace(b"\x91\x8a", b"\x91\x8c", 1).replace(
-        b"\xa7metrics\x80", b"\xa7metrics\x80" + ROUTING + SPANS, 1
+def test_golden_bytes_of_a_group_with_routing_turns_and_notes_do_not_change() -> None:
+    given = {"routed_experts": routed(1, 2, 3, 256, -1, -1), "turn_spans": [(1, 3)], "notes": {"judge": "bad"}}
+    data = encode_group(Group(3, [sample(**given)]))
+    golden = WITHOUT_ROUTING.replace(b"\x91\x8a", b"\x91\x8d", 1).replace(
+        b"\xa7metrics\x80", b"\xa7metrics\x80" + ROUTING + SPANS + NOTES, 1
     )
     assert data == golden
     assert decode_group(WITHOUT_ROUTING) == Group(3, [sample()]), "as the release before sent it"

@@ -60,7 +60,7 @@ class JudgeServer:
     def __init__(self) -> None:
         self.act: Act = by_length
         self.acts: list[Act] = []
-        self.served: list[str] | int = ["judge"]  # of /v1/models, or its status
+        self.served: list[str] | int = ["judge"]  # answer of /v1/models, or its status
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.keys: list[str] = []

@@ -38,7 +38,7 @@ def judge(server: JudgeServer, **keys: Any) -> ScorerConfig:
 
 
 def using(config: ScorerConfig, act: Callable[[Scorer], Awaitable[Any]]) -> Any:
-    """What `act` returns of a scorer, which is closed afterwards."""
+    """The value that `act` returns for a scorer, which is closed afterwards."""
 
     async def run() -> Any:
         scorer = Scorer("grader", config)
