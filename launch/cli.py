@@ -32,6 +32,7 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
     "learner": ("up.roles:learner", "[CONFIG] key=value --credentials --join --join-timeout-s",
         "the learner of a job, or one of its machines (starts its ranks under torchrun)"),
     "rollout": ("up.roles:rollout", "[CONFIG] key=value --credentials --join --join-timeout-s", "one rollout node"),
+    "scorer": ("up.roles:scorer", "CONFIG", "vLLM with the model of one of the config's `scorers`, on this machine"),
     "sft": ("up.roles:sft", "CONFIG key=value --credentials --join --join-timeout-s",
         "supervised warm start on the Megatron learner; the result is RUN/model"),
     "plan": ("checks.plan:command", "CONFIG key=value --json",
@@ -69,7 +70,7 @@ GROUPS = {  # by the order of --help
     "train": "init up sft eval replay export resume stop",
     "look": "status top web logs transcripts report ledger trace sinks",
     "check": "plan doctor selftest preflight",
-    "launch": "broker learner rollout slurm scale keys",
+    "launch": "broker learner rollout scorer slurm scale keys",
 }
 RUN = "a run's folder, or the config file that names it"
 EITHER = "a run's folder, or a config file"
@@ -200,6 +201,9 @@ def _add_job_arguments(made: Mapping[str, argparse.ArgumentParser]) -> None:
     up.add_argument("--no-stay", action="store_true", help="end with the job, the page too")
     text = "every role may use every GPU, for example the only one; engines then need rollout.engine.kv_cache_mib"
     up.add_argument("--share-gpus", action="store_true", help=text)
+    scorer = made["scorer"]
+    scorer.add_argument("name", metavar="NAME", help="its name in `scorers`")
+    scorer.add_argument("overrides", metavar="key=value", nargs="*", default=(), help="override one key")
     rollout = made["rollout"]
     rollout.add_argument("--node-id", metavar="ID", help="name of this node, unique in the job (default: host-pid)")
     rollout.add_argument("--pool", choices=("eval",), help="take held-out problems only (docs/evaluation.md)")

@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import multiprocessing.util
+import os
 from functools import cache
 
 from common.process.lifecycle import die_with_parent
@@ -11,12 +12,17 @@ logger = logging.getLogger(__name__)
 
 BACKEND = "slipstream"  # name in vLLM's weight transfer registry
 TESTED = "0.32."  # the versions that the patches were read against
+PLAIN_ENGINE = "SLIPSTREAM_PLAIN_ENGINE"  # variable of a server that is no node: its vLLM is not changed
 ENGINE_PROCESSES = ("EngineCore", "VllmWorker")  # names that vLLM gives to the processes it starts
 
 
 @cache
 def register() -> None:
     """Add our weight transfer engine and the patches of vllm_patches/; in engine processes, die with the parent."""
+    if PLAIN_ENGINE in os.environ:
+        multiprocessing.util.register_after_fork(register, lambda _: _end_with_parent())
+        _end_with_parent()
+        return
     import vllm
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
@@ -38,10 +44,17 @@ def register() -> None:
 
 def _prepare_engine_process() -> None:
     """Nothing in a program that only imports vLLM."""
-    is_child = multiprocessing.parent_process() is not None
-    if is_child and multiprocessing.current_process().name.startswith(ENGINE_PROCESSES):
-        die_with_parent()
+    if _end_with_parent():
         _patch_engine()
+
+
+def _end_with_parent() -> bool:
+    """Whether this is an engine process, which now dies with its parent."""
+    is_child = multiprocessing.parent_process() is not None
+    engine = is_child and multiprocessing.current_process().name.startswith(ENGINE_PROCESSES)
+    if engine:
+        die_with_parent()
+    return engine
 
 
 @cache  # a forked worker inherits the patches of its engine, and must not apply them twice

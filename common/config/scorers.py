@@ -7,7 +7,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from common.config.tasks import MessageConfig, TasksConfig
-from common.config.types import Natural, Number, Positive, Seconds, Strict, Text
+from common.config.types import Natural, Number, Positive, Scalar, Seconds, Strict, Text
 from common.errors import Problem
 
 NAME = re.compile(r"[A-Za-z][\w-]*")
@@ -28,6 +28,8 @@ class ScorerConfig(Strict, frozen=True, kw_only=True):
     label: Natural = 0  # Index of the label whose raw score counts. For classification.
     max_tokens: Positive = 512  # Tokens of the answer. Raise it for a judge that reasons. For rubric.
     extra: dict[str, Any] = {}  # More fields of the request, such as chat_template_kwargs.
+    # Options of `vllm serve` for `slipstream scorer`, such as max_model_len; `model` is the folder if it differs.
+    serve: dict[str, Scalar] = {}
     api_key_env: Text | None = None  # Variable of the node's environment that has the API key.
     concurrency: Positive = 16  # Requests at once, of each node.
     requests_per_minute: Positive | None = None  # Limit of each node. Unset, there is none.

@@ -13,9 +13,9 @@ import msgspec
 from broker.client.connect import ask_status
 from broker.contract import BrokerStatus
 from common.config.checks import downloaded
-from common.config.loading import load_config, load_either
+from common.config.loading import load_config, load_either, nearest
 from common.config.schema import BaseConfig, SftConfig
-from common.errors import BrokerUnreachable, UsageError
+from common.errors import BrokerUnreachable, ConfigError, UsageError
 from common.process.logs import log_path, setup_logging
 from common.process.run_dir import RunDir, find_broker, write_json
 from common.security.credentials import own_node_id
@@ -77,6 +77,23 @@ def rollout(args: argparse.Namespace) -> int:
     from rollout_fleet.main import run_node
 
     return run_node(downloaded(config, "node"), address, node_id, args.pool or "")
+
+
+def scorer(args: argparse.Namespace) -> int:
+    """Serve the model of a scorer until told to stop. Nothing else of the job must be there."""
+    config, run = load_job(args.config, args.overrides, reader="broker")
+    found = config.scorers.get(args.name)
+    if found is None:
+        near = nearest(args.name, config.scorers)
+        hint = f"did you mean '{near}'?" if near else f"the config has {', '.join(config.scorers) or 'none'}"
+        raise UsageError(f"{args.config}: scorers has no '{args.name}'; {hint}")
+    if variable := found.problem_of_key:
+        key = f"scorers.{args.name}.api_key_env"
+        raise ConfigError(args.config, key, "a variable that is set", f"{variable}, which is not")
+    setup_logging("scorer", args.name, run.logs, config.telemetry.log_level)
+    from rollout_fleet.scorers.server import serve
+
+    return serve(args.name, found, args.config, run.logs / f"vllm-{args.name}.log")
 
 
 def answering_broker(args: argparse.Namespace, config: BaseConfig, run: RunDir) -> tuple[str, BrokerStatus]:
