@@ -4,13 +4,13 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from common.config.tasks import MessageConfig, TasksConfig
 from common.config.types import Natural, Number, Positive, Scalar, Seconds, Strict, Text
 from common.errors import Problem
 
 NAME = re.compile(r"[A-Za-z][\w-]*")
+ENDPOINT = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/[^\s?#]*)?")
 PLACE = "{completion}"
 OWN_FIELDS = ("model", "messages", "input", "temperature", "max_tokens", "n", "stream", "use_activation")
 
@@ -76,17 +76,10 @@ def scorer_problems(scorers: Mapping[str, ScorerConfig], tasks: TasksConfig, sam
 
 def _endpoint(at: str, scorer: ScorerConfig) -> Iterator[Problem]:
     expected = "an endpoint such as http://HOST:8000/v1"
-    try:
-        url = urlsplit(scorer.url)
-        good = url.scheme in ("http", "https") and url.hostname and url.port != 0 and not (url.query or url.fragment)
-    except ValueError:  # a port that is no number
-        yield Problem(f"{at}.url", expected, scorer.url)
-        return
-    if url.username is not None or url.password is not None:
+    if "@" in scorer.url:
         yield Problem(f"{at}.url", expected, "one with a password", "name a variable with it: api_key_env")
-    elif not good:
-        hint = None if "://" in scorer.url else f"did you mean http://{scorer.url}?"
-        yield Problem(f"{at}.url", expected, scorer.url, hint)
+    elif not ENDPOINT.fullmatch(scorer.url):
+        yield Problem(f"{at}.url", expected, scorer.url, None if "://" in scorer.url else f"http://{scorer.url}?")
 
 
 def _verdict(at: str, scorer: ScorerConfig) -> Iterator[Problem]:
@@ -96,17 +89,16 @@ def _verdict(at: str, scorer: ScorerConfig) -> Iterator[Problem]:
     if scorer.kind == "classification":
         if verdict is not None:
             yield Problem(key, "nothing with kind: classification", "a verdict", "`label` says which raw score counts")
-        return
-    if verdict is None or verdict == {}:
-        yield Problem(key, expected, "none")
     elif isinstance(verdict, str):
         try:
-            groups = re.compile(verdict).groups
+            if (groups := re.compile(verdict).groups) != 1:
+                yield Problem(
+                    key, expected, f"{groups} groups in {verdict!r}", "(?:...) is a group that does not count"
+                )
         except re.error as error:
             yield Problem(key, expected, f"{verdict!r}: {error}")
-            return
-        if groups != 1:
-            yield Problem(key, expected, f"{groups} groups in {verdict!r}", "(?:...) is a group that does not count")
+    elif not verdict:
+        yield Problem(key, expected, "none")
     elif len({label.casefold().strip() for label in verdict} - {""}) < len(verdict):
         yield Problem(key, "labels that differ by more than their case", ", ".join(map(repr, verdict)))
 

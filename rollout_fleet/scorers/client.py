@@ -61,6 +61,7 @@ class Scorer:
         self._running: set[asyncio.Task[Any]] = set()
         self._failed_in_a_row = 0
         self._failed: deque[bytes] = deque(maxlen=REMEMBERED)
+        self._probing: asyncio.Task[None] | None = None  # while it is paused
 
     async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> tuple[Score, bool]:
         """(the score, whether it was known or already asked for). Raises ScorerFailed."""
@@ -114,7 +115,7 @@ class Scorer:
             self._failed.append(body)
             if self._failed_in_a_row >= self.config.failures and not self.paused:
                 logger.error("%s; the node takes no more tasks until it answers", self._pause(error))
-                self._start(self._probe())
+                self._probing = self._start(self._probe())
             raise
         self._answered()
         return score
@@ -126,6 +127,9 @@ class Scorer:
     def _answered(self) -> None:
         if self.paused:
             logger.warning("scorer %s answers again", self._name)
+        if self._probing is not None and self._probing is not asyncio.current_task():
+            self._probing.cancel()
+        self._probing = None
         self._failed_in_a_row = 0
         self._failed.clear()
         self.paused = ""
@@ -134,8 +138,6 @@ class Scorer:
         """Ask failed requests again until one is answered."""
         for wait_s in _growing(PROBE_S, MOST_PROBE_S):
             await asyncio.sleep(wait_s)
-            if not self.paused:
-                return
             self._failed.rotate(-1)
             try:
                 await self._asked(self._failed[-1])
@@ -197,7 +199,8 @@ class Scorer:
             headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
             if self._key:
                 headers["Authorization"] = f"Bearer {self._key}"
-            self._session = aiohttp.ClientSession(headers=headers)
+            connector = aiohttp.TCPConnector(limit=self.config.concurrency)
+            self._session = aiohttp.ClientSession(headers=headers, connector=connector)
         timeout = aiohttp.ClientTimeout(total=self.config.timeout_s)
         url = address_of(self.config)
         try:

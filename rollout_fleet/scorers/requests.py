@@ -80,7 +80,7 @@ def score_of(scorer: ScorerConfig, answer: bytes) -> Score:
     """The score in an answer. Raises ScorerFailed, with a part of the answer, where there is none."""
     try:
         return _raw(scorer, answer) if scorer.kind == "classification" else _verdict(scorer, answer)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ScorerFailed(f"{error}: {answer[:SHOWN_CHARS].decode(errors='replace')!r}") from error
 
 

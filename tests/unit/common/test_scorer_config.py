@@ -50,7 +50,7 @@ def test_a_scorer_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         ({"url": "ftp://judge/v1"}, "url", "ftp://"),
         ({"url": "http:///v1"}, "url", "http:///v1"),
         ({"url": "http://judge:many/v1"}, "url", "many"),
-        ({"url": "http://judge:99999/v1"}, "url", "99999"),
+        ({"url": "http://judge:999999/v1"}, "url", "999999"),
         ({"url": "http://judge/v1?key=a"}, "url", "?key=a"),
         ({"url": 3}, "url", "3"),
         ({"model": None}, "model", "required"),

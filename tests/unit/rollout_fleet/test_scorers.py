@@ -162,6 +162,7 @@ def test_a_classification_that_is_no_number_fails(server: JudgeServer, answer: s
         (text('{"choices": []}'), "choices"),
         (text('{"choices": [{"message": {"content": ["x"]}}]}'), "content"),
         (text("[" * 100_000), "[["),
+        (text('{"x": ' + "[" * 100_000), "[["),
         (text(" " * (client.ANSWER_BYTES + 1)), str(client.ANSWER_BYTES)),
         (status(400, "too long"), "too long"),
         (status(401), "401"),
@@ -392,6 +393,24 @@ def test_an_answer_of_another_sample_ends_the_pause(server: JudgeServer, monkeyp
         assert scorer.paused
         await scorer.score("P", "b", ROW)
         assert not scorer.paused
+
+    using(judge(server, failures=1), act)
+
+
+def test_an_answer_that_comes_while_a_failed_request_is_asked_again_ends_that(server: JudgeServer) -> None:
+    server.acts = [status(400), hang]
+
+    async def act(scorer: Scorer) -> None:
+        with refused(ScorerFailed, "400"):
+            await scorer.score("P", "a", ROW)
+        await until_async(lambda: len(server.bodies) == 2)  # the same request
+        await scorer.score("P", "b", ROW)
+        assert not scorer.paused
+        await until_async(lambda: server.now == 0)
+        server.acts = [status(400)]
+        with refused(ScorerFailed, "400"):
+            await scorer.score("P", "c", ROW)
+        await until_async(lambda: not scorer.paused)
 
     using(judge(server, failures=1), act)
 
