@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 BACKOFF_S = 0.5  # before the first retry, doubled by each further one
 MOST_BACKOFF_S = 30.0
+MOST_HOLD_S = 3600.0  # by a Retry-After
 PROBE_S = 5.0  # between looks at a scorer that failed, doubled by each further one
 MOST_PROBE_S = 60.0
 ANSWER_BYTES = 1 << 20
@@ -219,7 +220,7 @@ class Scorer:
         said = f"HTTP {response.status}: {answer[:SHOWN_CHARS].decode(errors='replace')}"
         if response.status not in RETRIED and response.status < 500:
             raise ScorerFailed(said)
-        until = time.monotonic() + _wait_of(response.headers.get("Retry-After", ""))
+        until = time.monotonic() + min(_wait_of(response.headers.get("Retry-After", "")), MOST_HOLD_S)
         if until > self._held_until:  # for all requests
             self._held_until = until
             self._held_by = said

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from common.config.schema import Config
 from common.errors import ConfigError
@@ -21,7 +23,9 @@ from rollout_fleet.environments.description import check_environment
 from rollout_fleet.episode.driver import EpisodeDriver
 from rollout_fleet.scorers import client
 from rollout_fleet.scorers.check import check_scorers
+from rollout_fleet.scorers.server import command
 from tests.rigs.configs import job_of
+from tests.rigs.processes import ROOT
 from tests.rigs.refusals import refused
 from tests.rigs.waiting import until_async
 from tests.unit.rollout_fleet import judges
@@ -200,3 +204,13 @@ def test_a_classification_is_tried_on_the_first_row(tmp_path: Path, server: Judg
     assert list(check_scorers(config, "job.yaml")) == []
     assert server.bodies[0]["input"].startswith("1+1=|")
     assert len(list(check_scorers(config, "job.yaml"))) == 1
+
+
+def test_the_example_of_the_page_is_a_config(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "scorers.md").read_text()
+    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    tasks = {"environment": None, **blocks[0]["tasks"]}
+    assert list(job_of(tmp_path, tasks=tasks, scorers=blocks[0]["scorers"]).scorers) == ["grader", "preference"]
+    tasks["reward"] = [{"scorer": "preference"}]
+    config = job_of(tmp_path, tasks=tasks, scorers=blocks[1]["scorers"])
+    assert "--max-model-len" in command(config.scorers["preference"], "127.0.0.1", 8001, True)
