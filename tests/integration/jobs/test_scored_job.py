@@ -7,7 +7,7 @@ import yaml
 from aiohttp import web
 
 from launch.quickstart.init import write_example
-from tests.rigs.jobs import events, metrics, status
+from tests.rigs.jobs import events, ledger, metrics, status
 from tests.rigs.processes import SLIPSTREAM, Process, until
 from tests.rigs.waiting import read_jsonl
 from tests.unit.rollout_fleet.judges import JudgeServer, completion, serving
@@ -34,7 +34,7 @@ def write(folder: Path, server: JudgeServer) -> None:
     document = yaml.safe_load((folder / "config.yaml").read_text())
     document["run"]["steps"] = STEPS
     document["telemetry"] = {"transcripts": 1}
-    document["tasks"] |= {"reward": [{"scorer": "judge"}], "max_attempts": 100}
+    document["tasks"]["reward"] = [{"scorer": "judge"}]
     judge = {"url": server.url, "model": "judge", "prompt": "{kind}|{completion}", "verdict": "Score: (.*)"}
     document["scorers"] = {"judge": {**judge, "retries": 0, "failures": 8}}
     (folder / "config.yaml").write_text(yaml.safe_dump(document))
@@ -73,4 +73,5 @@ def test_a_job_learns_from_a_judge_and_pauses_with_its_reason_while_the_judge_is
     assert good and all(line["notes"]["judge"].startswith("judge-v2: Score: ") for line in good)
     failed = [line["error"] for line in kept if line["stop_reason"] == "scorer_error"]
     assert failed and all("out of memory" in error for error in failed)
+    assert [entry for entry in ledger(run) if entry["state"] == "dead"] == [], "no task was given up"
     assert [event for event in events(run) if event["event"] in ("crashed", "gave_up")] == []
