@@ -29,12 +29,13 @@ class _Judge:
     async def judge(self, prompt: str, completion: str, row: Mapping[str, Any]) -> tuple[dict[str, float], str]:
         """(its metrics, the model and its answer)."""
         score, known = await self.scorer.score(prompt, completion, row)
-        facts = {"cached": float(known), "retries": score.retries, "seconds": score.seconds}
-        if known:
-            facts |= {"retries": 0, "seconds": 0.0}
-        return {self.metric: score.value} | {
-            f"{self.metric}/{name}": value for name, value in facts.items()
-        }, score.said
+        metrics = {
+            self.metric: score.value,
+            f"{self.metric}/cached": float(known),
+            f"{self.metric}/retries": 0.0 if known else float(score.retries),
+            f"{self.metric}/seconds": 0.0 if known else score.seconds,
+        }
+        return metrics, score.said
 
 
 class ScoredDriver(EpisodeDriver):
