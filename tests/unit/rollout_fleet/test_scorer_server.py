@@ -44,7 +44,7 @@ def port() -> int:
 def test_vllm_gets_the_address_the_name_and_the_options() -> None:
     config = scorer(serve={"model": "/models/judge", "max_model_len": 64, "enforce_eager": False})
     words = server.command(config, "127.0.0.1", 8001, False)
-    expected = "serve /models/judge --served-model-name org/judge --host 127.0.0.1 --port 8001 --shutdown-timeout 30"
+    expected = "--model /models/judge --served-model-name org/judge --host 127.0.0.1 --port 8001 --shutdown-timeout 30"
     assert " ".join(words[3:]) == f"{expected} --max-model-len 64 --no-enforce-eager"
     on_cpu = server.command(scorer(kind="classification"), "127.0.0.1", 8001, True)
     assert on_cpu[4] == "org/judge"
