@@ -63,7 +63,7 @@ def build_driver(
     if config.scorers:
         from rollout_fleet.scorers.driver import ScoredDriver
 
-        return ScoredDriver(sampler, renderer, backend, rules, config)
+        return ScoredDriver(sampler, renderer, backend, rules=rules, config=config)
     return EpisodeDriver(sampler, renderer, backend, rules)
 
 

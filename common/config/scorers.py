@@ -12,6 +12,10 @@ from common.errors import Problem
 NAME = re.compile(r"[A-Za-z][\w-]*")
 ENDPOINT = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/[^\s?#]*)?")
 PLACE = "{completion}"
+OPERATION = (  # keys that change no score
+    "url", "api_key_env", "concurrency", "requests_per_minute", "timeout_s", "deadline_s", "retries", "cache",
+    "failures", "serve",
+)  # fmt: skip
 OWN_FIELDS = ("model", "messages", "input", "temperature", "max_tokens", "n", "stream", "use_activation")
 
 

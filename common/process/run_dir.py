@@ -17,6 +17,7 @@ import msgspec
 from common.config.loading import dump_yaml, load_either
 from common.config.network_checks import fixed_address
 from common.config.schema import BaseConfig
+from common.config.scorers import OPERATION
 from common.errors import BrokerUnreachable, SlipstreamError, UsageError
 from common.json_lines import LineFile, decoder_of
 from common.process import files
@@ -176,7 +177,9 @@ def running_broker(run: RunDir) -> str | None:
 
 def _changeable(config: BaseConfig) -> tuple[str, ...]:
     """CHANGEABLE, for this kind of run: the evaluation of a warm start decides which rows are trained."""
-    return tuple(key for key in CHANGEABLE if key != "evaluation" or config.rl is not None)
+    if config.rl is None:
+        return tuple(key for key in CHANGEABLE if key != "evaluation")
+    return (*CHANGEABLE, *(f"scorers.{name}.{key}" for name in config.rl.scorers for key in OPERATION))
 
 
 def unwritable(key: str, folder: Path, error: OSError) -> SlipstreamError:

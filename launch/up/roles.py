@@ -93,7 +93,7 @@ def scorer(args: argparse.Namespace) -> int:
     setup_logging("scorer", args.name, run.logs, config.telemetry.log_level)
     from rollout_fleet.scorers.server import serve
 
-    return serve(args.name, found, args.config, run.logs / f"vllm-{args.name}.log")
+    return serve(args.name, found, file=args.config, log=run.logs / f"vllm-{args.name}.log")
 
 
 def answering_broker(args: argparse.Namespace, config: BaseConfig, run: RunDir) -> tuple[str, BrokerStatus]:

@@ -37,11 +37,11 @@ def check_scorers(config: Config, file: str) -> Iterator[str]:
             where, problem = row
             try:
                 prompt = "\n\n".join(text for _, text in messages_of(played(config.tasks)[1]["prompt"], problem))
-                body = body_of(scorer, prompt, MADE_UP, problem)
+                body = body_of(scorer, problem, prompt=prompt, completion=MADE_UP)
             except ValueError as error:
                 expected = "templates whose columns are in the dataset"
                 raise ConfigError(file, f"scorers.{name}.prompt", expected, f"{where}: {error}") from error
-        if said := _look(name, scorer, body, file):
+        if said := _look(name, scorer, body=body, file=file):
             yield f"scorers.{name}: {scorer.url} {said}; samples fail until it answers"
 
 
@@ -53,7 +53,7 @@ def _first_row(config: Config) -> tuple[str, dict[str, Any]] | None:
     return where, msgspec.json.decode(row, type=dict[str, Any])
 
 
-def _look(name: str, scorer: ScorerConfig, body: bytes, file: str) -> str:
+def _look(name: str, scorer: ScorerConfig, *, body: bytes, file: str) -> str:
     """Why it does not answer; '' when all is well, or when it does not list its models."""
     try:
         listed = json.loads(_request(scorer, f"{scorer.url.rstrip('/')}/models"))

@@ -67,7 +67,7 @@ class Scorer:
     async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> tuple[Score, bool]:
         """(the score, whether it was known or already asked for). Raises ScorerFailed."""
         try:
-            body = body_of(self.config, prompt, completion, row)
+            body = body_of(self.config, row, prompt=prompt, completion=completion)
         except ValueError as error:
             raise ScorerFailed(f"{self._name}: {error}") from error
         digest = hashlib.sha256(body).digest()

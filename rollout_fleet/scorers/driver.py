@@ -42,7 +42,7 @@ class ScoredDriver(EpisodeDriver):
     """Runs episodes of reward functions and scorers. The time of the scorers is no time of the functions."""
 
     def __init__(
-        self, sampler: Sampler, renderer: Renderer, backend: Backend, rules: EpisodeRules, config: Config
+        self, sampler: Sampler, renderer: Renderer, backend: Backend, *, rules: EpisodeRules, config: Config
     ) -> None:
         self.step_s = rules.limits.step_s
         self._scorers = {name: Scorer(name, scorer) for name, scorer in config.scorers.items()}

