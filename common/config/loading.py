@@ -103,7 +103,10 @@ def build_config(document: Document, file: str, overrides: Sequence[str] = (), s
 
 def _reward_problems(config: Config) -> Iterator[Problem]:
     yield from task_problems(config.tasks)
-    yield from scorer_problems(config.scorers, config.tasks, config.rollout.sample_timeout_s)
+    rollout = config.rollout
+    yield from scorer_problems(
+        config.scorers, config.tasks, sample_s=rollout.sample_timeout_s, group_size=rollout.group_size
+    )
 
 
 def rule_problems(at: str, rule: WatchRule) -> Iterator[Problem]:

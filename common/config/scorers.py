@@ -12,6 +12,7 @@ from common.errors import Problem
 NAME = re.compile(r"[A-Za-z][\w-]*")
 ENDPOINT = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/[^\s?#]*)?")
 PLACE = "{completion}"
+OTHER = "{other}"
 OPERATION = (  # keys that change no score
     "url", "api_key_env", "concurrency", "requests_per_minute", "timeout_s", "deadline_s", "retries", "cache",
     "failures", "serve",
@@ -23,12 +24,14 @@ class ScorerConfig(Strict, frozen=True, kw_only=True):
     url: Text  # OpenAI-compatible endpoint, such as http://HOST:8000/v1.
     model: Text  # Name of the model there.
     # rubric asks the model and reads a verdict out of its answer. classification takes the raw score of a reward model
-    # from vLLM's /classify.
-    kind: Literal["rubric", "classification"] = "rubric"
-    # The request's text: a template with {completion}, {prompt} and {column}, or messages with such templates.
+    # from vLLM's /classify. pairwise is a rubric that compares an answer with others of its group.
+    kind: Literal["rubric", "classification", "pairwise"] = "rubric"
+    # The request's text: a template with {completion}, {prompt} and {column}, or messages with such templates. For
+    # pairwise also {other}, the other answer.
     prompt: Text | list[MessageConfig]
     # Regular expression whose one group is the score, or labels and their scores; the last match counts. For rubric.
     verdict: Text | dict[str, Number] | None = None
+    opponents: Positive = 2  # Most other answers of its group that an answer is compared with. For pairwise.
     label: Natural = 0  # Index of the label whose raw score counts. For classification.
     max_tokens: Positive = 512  # Tokens of the answer. Raise it for a judge that reasons. For rubric.
     extra: dict[str, Any] = {}  # More fields of the request, such as chat_template_kwargs.
@@ -56,17 +59,20 @@ class ScorerConfig(Strict, frozen=True, kw_only=True):
         return "" if self.api_key_env is None or os.environ.get(self.api_key_env) else self.api_key_env
 
 
-def scorer_problems(scorers: Mapping[str, ScorerConfig], tasks: TasksConfig, sample_s: float) -> Iterator[Problem]:
+def scorer_problems(
+    scorers: Mapping[str, ScorerConfig], tasks: TasksConfig, *, sample_s: float, group_size: int
+) -> Iterator[Problem]:
     """Scorers that cannot work, and rewards that name none of them; `sample_s` is rollout.sample_timeout_s."""
     for name, scorer in scorers.items():
         at = f"scorers.{name}"
         if not NAME.fullmatch(name):
             yield Problem("scorers", "names of letters, digits, - and _", repr(name))
         yield from _endpoint(at, scorer)
-        if not any(PLACE in template for _, template in scorer.templates):
-            yield Problem(
-                f"{at}.prompt", f"a template with {PLACE}", "none", "the score would not depend on the answer"
-            )
+        for place in (PLACE, OTHER) if scorer.kind == "pairwise" else (PLACE,):
+            if not any(place in template for _, template in scorer.templates):
+                yield Problem(f"{at}.prompt", f"a template with {place}", "none", "the score could not depend on it")
+        if scorer.kind == "pairwise" and group_size == 1:
+            yield Problem(f"{at}.kind", "another one with rollout.group_size: 1", "pairwise")
         yield from _verdict(at, scorer)
         for field in sorted(scorer.extra.keys() & OWN_FIELDS):
             yield Problem(f"{at}.extra.{field}", "fields that the fleet does not set itself", field)

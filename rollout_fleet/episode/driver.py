@@ -177,6 +177,10 @@ class EpisodeDriver:
             finally:
                 await episode.close()
 
+    async def compared(self, samples: list[Sample], problem: dict[str, Any]) -> list[Sample]:
+        """The samples of a group, when all have ended, with the rewards that follow from comparing them."""
+        return samples
+
     async def close(self) -> None:
         """End what the episodes shared."""
         self.backend.close()

@@ -270,6 +270,8 @@ class RunningGroups:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         samples = [t.result() for t in tasks]
+        if order is None:
+            samples = await driver.compared(samples, problem)
         for sample in samples:
             if sample.error is not None:
                 self._parts.status.sample_failed(sample.stop_reason)

@@ -16,8 +16,9 @@ from common.config.scorers import ScorerConfig
 from common.errors import ConfigError, UsageError
 from common.json_lines import dataset_rows
 from rollout_fleet.environments.builtin.reward_function import messages_of
+from rollout_fleet.environments.protocol import Chat
 from rollout_fleet.environments.registry import played
-from rollout_fleet.scorers.requests import ScorerFailed, address_of, body_of, score_of
+from rollout_fleet.scorers.requests import ScorerFailed, address_of, body_of, score_of, text_of_prompt
 
 LOOK_S = 5.0
 MOST_BYTES = 1 << 20
@@ -36,8 +37,8 @@ def check_scorers(config: Config, file: str) -> Iterator[str]:
         if row is not None:
             where, problem = row
             try:
-                prompt = "\n\n".join(text for _, text in messages_of(played(config.tasks)[1]["prompt"], problem))
-                body = body_of(scorer, problem, prompt=prompt, completion=MADE_UP)
+                prompt = text_of_prompt(Chat(tuple(messages_of(played(config.tasks)[1]["prompt"], problem))))
+                body = body_of(scorer, problem, prompt=prompt, completion=MADE_UP, other=MADE_UP)
             except ValueError as error:
                 expected = "templates whose columns are in the dataset"
                 raise ConfigError(file, f"scorers.{name}.prompt", expected, f"{where}: {error}") from error

@@ -64,10 +64,12 @@ class Scorer:
         self._failed: deque[bytes] = deque(maxlen=REMEMBERED)
         self._probing: asyncio.Task[None] | None = None  # while it is paused
 
-    async def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> tuple[Score, bool]:
-        """(the score, whether it was known or already asked for). Raises ScorerFailed."""
+    async def score(
+        self, prompt: str, completion: str, row: Mapping[str, Any], *, other: str = ""
+    ) -> tuple[Score, bool]:
+        """(the score, whether it was known or already asked for); `other` as in body_of. Raises ScorerFailed."""
         try:
-            body = body_of(self.config, row, prompt=prompt, completion=completion)
+            body = body_of(self.config, row, prompt=prompt, completion=completion, other=other)
         except ValueError as error:
             raise ScorerFailed(f"{self._name}: {error}") from error
         digest = hashlib.sha256(body).digest()

@@ -11,7 +11,7 @@ import msgspec
 
 from common.config.scorers import ScorerConfig
 from rollout_fleet.environments.builtin.reward_function import filled
-from rollout_fleet.environments.protocol import StopReason
+from rollout_fleet.environments.protocol import Chat, StopReason
 from rollout_fleet.episode.driver import EpisodeFailed
 
 SHOWN_CHARS = 200
@@ -57,15 +57,25 @@ class _Classification(msgspec.Struct):
     model: str = ""
 
 
+def text_of_prompt(prompt: Chat) -> str:
+    """The text for {prompt}: the contents of its messages."""
+    return "\n\n".join(content for _, content in prompt.messages)
+
+
 def address_of(scorer: ScorerConfig) -> str:
     """Where its requests go; vLLM's /classify is beside /v1."""
     base = scorer.url.rstrip("/")
     return f"{base.removesuffix('/v1')}/classify" if scorer.kind == "classification" else f"{base}/chat/completions"
 
 
-def body_of(scorer: ScorerConfig, row: Mapping[str, Any], *, prompt: str, completion: str) -> bytes:
-    """The JSON of the request for a completion. Raises ValueError for a column that the row lacks."""
+def body_of(scorer: ScorerConfig, row: Mapping[str, Any], *, prompt: str, completion: str, other: str = "") -> bytes:
+    """The JSON of the request for a completion. Raises ValueError for a column that the row lacks.
+
+    `other`: the answer of the group that a pairwise scorer compares it with.
+    """
     values = {**row, "prompt": prompt, "completion": completion}
+    if scorer.kind == "pairwise":
+        values["other"] = other
     messages = [{"role": role, "content": filled(template, values)} for role, template in scorer.templates]
     body: dict[str, Any] = {"model": scorer.model, **scorer.extra}
     if scorer.kind == "classification":

@@ -71,6 +71,10 @@ def test_a_scorer_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         ({"verdict": {"yes": 1, "no": "zero"}}, "verdict.no", "'zero'"),
         ({"kind": "classification"}, "verdict", "label"),
         ({"kind": "classification", "verdict": None, "label": -1}, "label", "-1"),
+        ({"kind": "pairwise"}, "prompt", "{other}"),
+        ({"kind": "pairwise", "prompt": "{other}"}, "prompt", "{completion}"),
+        ({"kind": "pairwise", "prompt": "{other} {completion}", "verdict": None}, "verdict", "none"),
+        ({"kind": "pairwise", "prompt": "{other} {completion}", "opponents": 0}, "opponents", "0"),
         ({"extra": {"temperature": 1}}, "extra.temperature", "temperature"),
         ({"timeout_s": 500}, "timeout_s", "120"),
         ({"deadline_s": 600}, "deadline_s", "600"),
@@ -110,6 +114,14 @@ def test_rewards_and_scorers_that_do_not_fit_are_refused(tmp_path: Path, reward:
     with refused(ConfigError, "job.yaml", fact) as caught:
         built(tmp_path, reward=reward)
     assert caught.value.key == key
+
+
+def test_a_group_of_one_has_nothing_to_compare(tmp_path: Path) -> None:
+    job = document(tmp_path, kind="pairwise", prompt="{completion} {other}")
+    job["rollout"]["group_size"] = 1
+    with refused(ConfigError, "rollout.group_size") as caught:
+        build_config(job, "job.yaml")
+    assert caught.value.key == "scorers.judge.kind"
 
 
 def test_a_scorer_is_named_by_a_word(tmp_path: Path) -> None:

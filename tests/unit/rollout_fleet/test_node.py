@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from common.errors import EXIT_DONE, EXIT_FAILED, BrokerError, BrokerUnreachable, SlipstreamError
-from common.rollouts import decode_group
+from common.rollouts import Sample, decode_group
 from common.spans import Span, SpanBatch
 from common.waits import WaitFor, WaitKind
 from common.waste import Waste
@@ -37,6 +37,10 @@ from tests.unit.rollout_fleet.fleet_fakes import (
     learner_report,
     make_driver,
 )
+
+
+async def _unchanged(samples: list[Sample], problem: dict[str, Any]) -> list[Sample]:
+    return samples
 
 
 class Site:
@@ -71,7 +75,7 @@ class Site:
         self.parts = NodeParts(
             broker=wrap(self.broker.node()),
             feed=self.feed,
-            driver=SimpleNamespace(run=play, paused="") if play else self.driver,  # type: ignore[arg-type]
+            driver=SimpleNamespace(run=play, paused="", compared=_unchanged) if play else self.driver,  # type: ignore[arg-type]
             concurrency=concurrency,
             status=self.status,
             timeout=timeout,
@@ -161,6 +165,19 @@ async def test_without_weights_of_this_incarnation_it_leases_nothing_and_says_so
         assert site.states() == ["pending"] * 4
         site.feed.set(version=0, incarnation=3)
         await until_async(lambda: site.states() == ["ready"] * 4)
+
+
+async def test_a_group_is_handed_in_as_its_comparison_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def halved(driver: EpisodeDriver, samples: list[Sample], problem: dict[str, Any]) -> list[Sample]:
+        return [msgspec.structs.replace(sample, reward=sample.reward / 2) for sample in samples]
+
+    monkeypatch.setattr(EpisodeDriver, "compared", halved)
+    async with Site() as site:
+        site.attach(tasks=1)
+        await until_async(lambda: site.states() == ["ready"])
+        (group,) = site.learner.take(0, 1, 0.0) or []
+        assert group.meta.reward_mean == 0.5
+        assert [sample.reward for sample in decode_group(group.payload).samples] == [0.5, 0.5]
 
 
 async def test_a_paused_driver_gets_no_tasks_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,68 @@ def test_two_rewards_of_one_name_fail_the_sample(tmp_path: Path, server: JudgeSe
     rewards = [{"function": "exact_match"}, {"scorer": "judge", "name": "exact_match"}]
     (sample,) = samples(job(tmp_path, server, rewards), "2")
     assert "'exact_match'" in (sample.error or "")
+
+
+# ---------------------------------------------------------------- pairwise
+
+
+async def longer(server: JudgeServer, body: dict[str, Any]) -> Any:
+    """1 for an answer that is longer than the other one, 0.5 for one that is as long."""
+    one, other = body["messages"][0]["content"].split("|")[1:]
+    if "broken" in one:
+        return judges.completion("I cannot say")
+    return judges.completion(f"Score: {0.5 if len(one) == len(other) else float(len(one) > len(other))}")
+
+
+def group_of(config: Config, *answers: Any) -> list[Sample]:
+    """The samples of a group after they were compared."""
+    sampler = ScriptedSampler(in_turn(*(say(a) if isinstance(a, str) else a for a in answers)))
+    driver = build_driver(config, sampler, new_host())
+
+    async def all_of_them() -> list[Sample]:
+        try:
+            return await driver.compared([await driver.run(ROW, seed=0) for _ in answers], ROW)
+        finally:
+            await driver.close()
+
+    return asyncio.run(all_of_them())
+
+
+def pairwise(folder: Path, server: JudgeServer, **keys: Any) -> Config:
+    server.act = longer
+    rewards = [{"function": "exact_match", "weight": 10.0}, {"scorer": "judge", "weight": 2.0}]
+    return job(folder, server, rewards, kind="pairwise", prompt="{prompt}|{completion}|{other}", **keys)
+
+
+def test_answers_are_compared_with_others_of_their_group(tmp_path: Path, server: JudgeServer) -> None:
+    found = group_of(pairwise(tmp_path, server, opponents=2), "2", "two", say("twenty", ended=False), "too")
+    assert [sample.metrics["judge"] for sample in found] == [0.0, 0.25, 1.0, 0.75]
+    assert [sample.reward for sample in found] == [10.0, 0.5, 2.0, 1.5]
+    assert [sum(sample.turn_rewards) for sample in found] == [10.0, 0.5, 2.0, 1.5]
+    assert found[0].metrics.keys() == {"exact_match", "judge", "judge/cached", "judge/retries", "judge/seconds"}
+    assert found[0].notes == {"judge": "judge-v2: Score: 0.0"}
+    asked = [body["messages"][0]["content"] for body in server.bodies]
+    assert sorted(asked[:2]) == ["1+1=|2|twenty", "1+1=|2|two"]
+    assert len(asked) == 8
+
+
+def test_a_comparison_without_a_verdict_fails_its_sample_alone(tmp_path: Path, server: JudgeServer) -> None:
+    broken, fine = group_of(pairwise(tmp_path, server), "broken", "2")
+    assert (broken.stop_reason, fine.error, fine.metrics["judge"]) == ("scorer_error", None, 0.0)
+    assert "verdict" in (broken.error or "")
+
+
+def test_an_answer_alone_has_nothing_to_be_compared_with(tmp_path: Path, server: JudgeServer) -> None:
+    (alone,) = group_of(pairwise(tmp_path, server), "2")
+    assert (alone.stop_reason, server.bodies) == ("scorer_error", [])
+
+
+def test_failed_samples_are_not_compared(tmp_path: Path, server: JudgeServer) -> None:
+    aborted = replace(say("x"), finish_reason="abort")
+    failed, *good = group_of(pairwise(tmp_path, server, opponents=5), aborted, "2", "two")
+    assert failed.stop_reason == "cancelled"
+    assert [sample.metrics["judge"] for sample in good] == [0.0, 1.0]
+    assert len(server.bodies) == 2
 
 
 # ---------------------------------------------------------------- before a launch
