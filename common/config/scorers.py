@@ -23,8 +23,8 @@ OWN_FIELDS = ("model", "messages", "input", "temperature", "max_tokens", "n", "s
 class ScorerConfig(Strict, frozen=True, kw_only=True):
     url: Text  # OpenAI-compatible endpoint, such as http://HOST:8000/v1.
     model: Text  # Name of the model there.
-    # rubric asks the model and reads a verdict out of its answer. classification takes the raw score of a reward model
-    # from vLLM's /classify. pairwise is a rubric that compares an answer with others of its group.
+    # A rubric asks the model and reads a verdict out of its answer; pairwise compares answers of a group so. A
+    # classification takes the raw score of a reward model from vLLM's /classify.
     kind: Literal["rubric", "classification", "pairwise"] = "rubric"
     # The request's text: a template with {completion}, {prompt} and {column}, or messages with such templates. For
     # pairwise also {other}, the other answer.

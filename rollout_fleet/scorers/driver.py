@@ -99,7 +99,7 @@ class ScoredDriver(EpisodeDriver):
         return self.episode(environment, progress)
 
     async def compared(self, samples: list[Sample], problem: dict[str, Any]) -> list[Sample]:
-        """The samples with the scores of pairwise scorers; one of which a comparison failed has failed."""
+        """The samples with the scores of pairwise scorers; a failed comparison fails its sample."""
         good = [number for number, sample in enumerate(samples) if sample.error is None] if self._comparing else []
         if not good:
             return samples
