@@ -103,7 +103,7 @@ joined() {  # waits for everything behind; ends with an error when a step has fa
 
 if [ -n "$fast" ]; then
   behind checks
-  (step "fast tests" "${pytest[@]}" -m "not slow" tests/unit tests/property tests/contract "$@") || failed=yes
+  (step "fast tests" "${pytest[@]}" -n 3 -m "not slow" tests/unit tests/property tests/contract "$@") || failed=yes
 elif [ $# -gt 0 ]; then
   behind checks
   (step "chosen tests" "${pytest[@]}" "$@") || failed=yes
