@@ -29,7 +29,7 @@ MOST_OF_A_NAME = 150  # characters
 class Entry(msgspec.Struct, frozen=True):
     """A run of a sweep, as DIR/sweep.json has it."""
 
-    name: str  # of its folder in DIR
+    name: str  # DIR/NAME is its folder
     values: dict[str, Any]  # those of its arm, by key, as the config has them
     seed: int
 

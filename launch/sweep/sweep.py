@@ -182,7 +182,7 @@ def sentences(arms: Sequence[Arm], rule: Rule, decision: Decision) -> list[str]:
     lines = [f"{rule.metric} ({rule.better}): {of_a_run} of each finished run, and its mean over the seeds of an arm"]
     for arm in arms:
         mean, least, largest = map(format_figure, (arm.mean, arm.least, arm.largest))
-        lines.append(f"  {arm.name}: {mean} ({least} to {largest} over {len(arm.runs)} seeds)")
+        lines.append(f"  {arm.name}: {mean} ({least} to {largest}; seeds: {len(arm.runs)})")
         lines += [
             f"    {run.name} has no value: {run.state.replace('_', ' ')}" for run in arm.runs if run.value is None
         ]

@@ -24,8 +24,7 @@ LAST_STEPS = 10
 VALIDATION = "validation_loss"
 EVALUATION = "evaluation/"
 State = Literal["finished", "failed", "unfinished", "not_started"]
-# clear: see above. one_seed: ahead, but the winner or the next arm has a single seed. within_spread: the seeds of
-# several arms overlap. tie: equal means. alone: one arm has a value. no_values: no arm has one.
+# docs/sweep.md has their meanings.
 Verdict = Literal["clear", "one_seed", "within_spread", "tie", "alone", "no_values"]
 
 

@@ -20,6 +20,7 @@ from launch.keys import make
 from launch.sweep import sweep
 from launch.sweep.arms import Planned, combined, name_of, plan
 from launch.sweep.winner import Arm, Rule, Score, decide, parse_rule, value_by
+from learner.loop.run_files import write_record
 from tests.rigs.configs import config_of, document_of, job_of, refusal, write_job
 
 LR, SIZE = "learner.optimizer.lr", "rollout.group_size"
@@ -338,7 +339,7 @@ def test_the_sentences_name_the_rule_the_arms_and_the_runs_without_a_value(
     assert f"run 1 of 4, group_size=4,seed=0: starts in {folder}/group_size=4,seed=0" in said
     assert "said by the job" in said
     told = said[said.index("reward_mean (max)") :].splitlines()
-    assert told[1] == "  group_size=4: 0.400 (0.400 to 0.400 over 2 seeds)"
+    assert told[1] == "  group_size=4: 0.400 (0.400 to 0.400; seeds: 2)"
     assert told[3:5] == [f"    group_size=8,seed={seed} has no value: failed" for seed in (0, 1)]
     assert told[5] == "no winner: only group_size=4 has a value"
 
@@ -396,3 +397,37 @@ def test_on_slurm_every_run_is_checked_and_gets_its_own_scripts(
         assert (run / "keys" / "server.json").exists()
     found = json.loads((tmp_path / "s" / "sweep.json").read_text())
     assert [entry["values"] for entry in found["runs"]] == [{SIZE: 4}, {SIZE: 8}]
+
+
+SBATCH = """#!/bin/sh
+case "$*" in *--version*|*--test-only*) exit 0;; esac
+echo "$*" >> {folder}/submitted
+wc -l < {folder}/submitted
+"""
+SQUEUE = """#!/bin/sh
+cat {folder}/queue
+"""
+
+
+def test_on_slurm_the_same_command_submits_only_what_neither_waits_nor_is_finished(
+    tmp_path: Path, played: list[Sequence[str]], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, script in (("sbatch", SBATCH), ("squeue", SQUEUE)):
+        (tmp_path / name).write_text(script.format(folder=tmp_path))
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    (tmp_path / "queue").touch()
+    words = [str(write_job(tmp_path, weights={"transport": "relay"})), f"{SIZE}=2,4,6", "--slurm"]
+    runs = [tmp_path / "run-sweep" / f"group_size={size}" for size in (2, 4, 6)]
+    found = outcome(capfd, EXIT_DONE, *words)
+    submitted = (tmp_path / "submitted").read_text().splitlines()
+    assert [sum(str(run) in line for line in submitted) for run in runs] == [3, 3, 3] and len(submitted) == 9
+    assert [arm["runs"][0]["state"] for arm in found["arms"]] == ["unfinished"] * 3
+    (tmp_path / "queue").write_text("2|RUNNING|N/A\n3_0|PENDING|N/A\n")
+    write_record(RunDir(runs[1]), 0, "done", 5)
+    (runs[1] / "model").mkdir()
+    (runs[1] / "model" / "config.json").touch()
+    found = outcome(capfd, EXIT_DONE, *words)
+    again = (tmp_path / "submitted").read_text().splitlines()[9:]
+    assert len(again) == 3 and all(str(runs[2]) in line for line in again)
+    assert [arm["runs"][0]["state"] for arm in found["arms"]] == ["unfinished", "finished", "unfinished"]
