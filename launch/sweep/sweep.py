@@ -47,17 +47,6 @@ class Sweep(msgspec.Struct):
     failed: dict[str, int] = {}
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """The text of --json."""
-
-    dir: str
-    rule: Rule
-    arms: list[Arm]
-    decision: Decision
-    failed: dict[str, int]
-    report: str | None  # the page; None while there is none
-
-
 def command(args: argparse.Namespace) -> int:
     """Run or submit the runs, or only report. Raises UsageError before anything starts when one of them cannot run."""
     if (args.config is None) == (args.report is None) or (args.report and args.overrides):
@@ -136,10 +125,10 @@ def is_finished(each: Planned) -> bool:
 # ---------------------------------------------------------------- the outcome
 
 
-def summed_up(folder: Path, word: str | None) -> Outcome:
+def summed_up(folder: Path, word: str | None) -> dict[str, object]:
     """Write the report into DIR/report; print it, the arms and the verdict by the sweep's rule, or by that of `word`.
 
-    Raises UsageError when DIR is not the folder of a sweep.
+    Returns the document of --json. Raises UsageError when DIR is not the folder of a sweep.
     """
     try:
         sweep = msgspec.json.decode((folder / "sweep.json").read_bytes(), type=Sweep)
@@ -162,7 +151,8 @@ def summed_up(folder: Path, word: str | None) -> Outcome:
     page = side_by_side([str(runs[name].path) for name in configs], folder / "report")
     decision = decide(found, rule)
     print(*sentences(found, rule, decision), sep="\n", flush=True)
-    return Outcome(str(folder), rule, found, decision, failed=sweep.failed, report=page)
+    document = {"dir": str(folder), "rule": rule, "arms": found, "decision": decision}
+    return {**document, "failed": sweep.failed, "report": page}
 
 
 def side_by_side(runs: Sequence[str], folder: Path) -> str | None:
