@@ -109,7 +109,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_wasted_failed: Annotated[OptInt, metric("failed groups and failed samples", "tokens", "last")] = UNSET
     tokens_wasted_filtered: Annotated[OptInt, metric("groups whose rewards are all equal", "tokens", "last")] = UNSET
     tokens_wasted_regenerated: Annotated[OptInt, metric("groups that a step gave back", "tokens", "last")] = UNSET
-    tokens_wasted_masked: Annotated[OptInt, metric("too old when their group was trained on", "tokens", "last")] = UNSET
+    tokens_wasted_masked: Annotated[OptInt, metric("too old in training, or of cut answers", "tokens", "last")] = UNSET
     tokens_wasted_cancelled: Annotated[OptInt, metric("cancelled groups and requests", "tokens", "last")] = UNSET
     seconds_wasted_lost: Annotated[OptFloat, metric("group-seconds of leases that were lost", "s", "last")] = UNSET
     seconds_wasted_failed: Annotated[OptFloat, metric("group-seconds of failed groups", "s", "last")] = UNSET

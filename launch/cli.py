@@ -11,6 +11,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from common.errors import EXIT_FAILED, EXIT_USAGE, SlipstreamError
@@ -24,6 +25,7 @@ RUN is the folder of a run (run.dir), or the config file that names it. ADDRESS 
 In the repository docs/README.md lists the pages, docs/config.md every key."""
 
 COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text of --help
+    "init": ("quickstart.init:command", "", "a folder with a small job of one's own: data, rewards, config and model"),
     "up": ("up.up:command", "CONFIG key=value --plain",
         "broker, learner and nodes on this machine, one live view, one clean stop"),
     "broker": ("up.roles:broker", "CONFIG key=value", "the broker of a job; with broker.store redis it may stand by"),
@@ -66,7 +68,7 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
     "keys": ("keys:command", "", "CURVE keys for broker.credentials; only ever adds to an existing folder"),
 }  # fmt: skip
 GROUPS = {  # by the order of --help
-    "train": "up sft sweep eval replay export resume stop",
+    "train": "init up sft sweep eval replay export resume stop",
     "look": "status top web logs transcripts report ledger trace sinks",
     "check": "plan doctor selftest preflight",
     "launch": "broker learner rollout slurm scale keys",
@@ -173,6 +175,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_observing_arguments(made)
     _add_slurm_arguments(made)
     _add_sweep_arguments(made["sweep"])
+    made["init"].add_argument("dir", metavar="DIR", type=Path, help="a new or empty folder")
     keys = made["keys"]
     keys.epilog = "docs/security.md says which file belongs where."
     keys.add_argument("dir", metavar="DIR", help="the key folder, made when it is missing")

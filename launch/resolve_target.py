@@ -67,7 +67,11 @@ def checked(config: C, file: str, environment: bool = True, reader: Reader = "al
     if environment and config.rl is not None:
         from rollout_fleet.environments.description import check_environment
 
-        check_environment(config.rl.tasks, file)
+        found = check_environment(config.rl.tasks, file)
+        if local.rl is not None and local.rl.tasks.reward is not None:
+            from rollout_fleet.driver_factory import check_rewards
+
+            check_rewards(local.rl, found, file)
     return config, RunDir.of(config)
 
 

@@ -51,8 +51,8 @@ begun=$SECONDS
 step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 
-# On two cores more workers work while others wait. A file stays on one worker.
-pytest=(python -m pytest -rs --durations=15 -n 4 --dist loadfile --no-loadscope-reorder)
+# On two cores a third worker works while another waits. A file stays on one worker.
+pytest=(python -m pytest -rs --durations=15 -n 3 --dist loadfile --no-loadscope-reorder)
 
 checks() {
   step "pyright" pyright
@@ -103,7 +103,7 @@ joined() {  # waits for everything behind; ends with an error when a step has fa
 
 if [ -n "$fast" ]; then
   behind checks
-  (step "fast tests" "${pytest[@]}" -n 3 -m "not slow" tests/unit tests/property tests/contract "$@") || failed=yes
+  (step "fast tests" "${pytest[@]}" -m "not slow" tests/unit tests/property tests/contract "$@") || failed=yes
 elif [ $# -gt 0 ]; then
   behind checks
   (step "chosen tests" "${pytest[@]}" "$@") || failed=yes

@@ -1,20 +1,37 @@
 """From a config to an episode driver."""
 
+import asyncio
 import sys
-from contextlib import closing
+from contextlib import closing, redirect_stdout
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from common.config.schema import Config
+from common.errors import ConfigError, UsageError
 from common.hub import load_tokenizer
+from common.json_lines import dataset_rows
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.description import Description, check_environment
 from rollout_fleet.environments.isolation.backend import Backend
 from rollout_fleet.environments.isolation.process_backend import ProcessBackend, ProcessHost
 from rollout_fleet.environments.isolation.thread_backend import EnvironmentThread, ThreadBackend
-from rollout_fleet.environments.protocol import Budget, Observation
-from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules, Sampling, bounded
+from rollout_fleet.environments.protocol import Action, Budget, Observation
+from rollout_fleet.episode.driver import (
+    EpisodeDriver,
+    EpisodeFailed,
+    EpisodeRules,
+    Sampling,
+    bounded,
+    checked_metrics,
+    finite,
+)
 from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Sampler
+
+# Reward functions judge these before a launch: a sentence, and the answer of a policy that ends its turn at once.
+MADE_UP = ("The answer is 42.", "")
 
 
 def build_driver(
@@ -29,7 +46,15 @@ def build_driver(
     renderer = Renderer(load_tokenizer(config.model.path))
     budget = Budget(rollout.max_turns, rollout.max_tokens, rollout.engine.max_model_len)
     job = Sampling(rollout.temperature, rollout.top_p)
-    rules = EpisodeRules(budget, sampling or job, rollout.sample_timeout_s, found.limits, job)
+    rules = EpisodeRules(
+        budget,
+        sampling or job,
+        rollout.sample_timeout_s,
+        found.limits,
+        job,
+        penalty_tokens=config.tasks.penalty_tokens(rollout.max_tokens),
+        same_metrics=config.tasks.reward is not None,
+    )
     backend = _backend(config, found, thread)
     if found.agent:
         from rollout_fleet.agents.driver import AgentDriver
@@ -40,9 +65,9 @@ def build_driver(
 
 def _backend(config: Config, found: Description, thread: EnvironmentThread) -> Backend:
     """Runs the config's environments: on `thread`, or in processes."""
-    options = dict(config.tasks.options)
+    name, options = registry.played(config.tasks)
     if not found.limits.process:
-        return ThreadBackend(registry.resolve(config.tasks.environment), options, thread)
+        return ThreadBackend(registry.resolve(name), options, thread)
     processes = ProcessHost(found.modules, found.limits.python or sys.executable)
     timeout_s = config.rollout.sample_timeout_s
     return ProcessBackend(found.path, options, found.limits, timeout_s, processes, found.shares_seed)
@@ -51,12 +76,48 @@ def _backend(config: Config, found: Description, thread: EnvironmentThread) -> B
 async def first_observation(config: Config, found: Description, problem: dict[str, Any]) -> Observation:
     """The first observation of a dataset row, made where an episode would run and within its limits.
 
-    Raises EpisodeFailed with the reason why a sample would fail, BackendFailed when no environment can be started.
+    Reward functions also judge the completions MADE_UP. Raises EpisodeFailed with the reason why a sample would fail,
+    BackendFailed when no environment can be started.
     """
+    names = set[frozenset[str]]()
     with closing(EnvironmentThread()) as thread, closing(_backend(config, found, thread)) as backend:
         environment = backend.environment(problem, config.run.seed, config.run.seed)
         try:
             async with bounded("reset", found.limits.reset_s):
-                return await environment.reset()
+                observation = await environment.reset()
+            for text in MADE_UP if config.tasks.reward is not None else ():
+                async with bounded(f"judging {text!r}", found.limits.step_s):
+                    result = await environment.step(Action(text, tokens=tuple(range(len(text) + 1)), ended=True))
+                finite(result.reward)
+                names.add(frozenset(checked_metrics(result.metrics)))
         finally:
             await environment.close()
+    if len(names) > 1:
+        raise EpisodeFailed(f"names of rewards change from one completion to the next: {[*map(sorted, names)]}")
+    return observation
+
+
+def check_rewards(config: Config, found: Description, file: str) -> None:
+    """Try tasks.prompt and tasks.reward on the first row of the dataset, where that can be read here.
+
+    Raises ConfigError, naming the row, for a template that does not fit, and for functions that do not judge MADE_UP.
+    """
+    from rollout_fleet.environments.builtin.reward_function import messages_of
+
+    try:
+        where, row = next(dataset_rows(Path(config.tasks.dataset), "tasks.dataset"))
+    except UsageError:
+        return  # said by the config's checks, or on another machine
+    problem = msgspec.json.decode(row, type=dict[str, Any])
+    try:
+        prompt: Any = registry.played(config.tasks)[1]["prompt"]
+        list(messages_of(prompt, problem))
+    except ValueError as error:
+        expected = "a template whose columns are in the dataset, or a dataset with the column 'prompt'"
+        raise ConfigError(file, "tasks.prompt", expected, f"{where}: {error}") from error
+    try:
+        with redirect_stdout(sys.stderr):  # the command's output is not for functions
+            asyncio.run(first_observation(config, found, problem))
+    except EpisodeFailed as error:
+        expected = "functions that judge any completion of the dataset's rows"
+        raise ConfigError(file, "tasks.reward", expected, f"{where}: {error}") from error

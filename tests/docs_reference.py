@@ -13,18 +13,19 @@ from pathlib import Path
 
 import msgspec
 
-from common.config import observing, schema
+from common.config import observing, schema, tasks
 from common.config.loading import describe_type
 from common.metrics import EvaluationMetrics, SftMetrics, StepMetrics, declarations
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+SOURCES = (schema.__name__, observing.__name__, tasks.__name__)
 
 
 def comments(kind: type[msgspec.Struct]) -> dict[str, str]:
     """Field name to the comment behind it, or to the comment lines above it."""
     out: dict[str, str] = {}
     above: list[str] = []
-    declared = [part for part in reversed(kind.__mro__) if part.__module__ in (schema.__name__, observing.__name__)]
+    declared = [part for part in reversed(kind.__mro__) if part.__module__ in SOURCES]
     for line in "".join(map(inspect.getsource, declared)).splitlines():
         if field := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
             out[field[1]] = field[2] or " ".join(above)
@@ -68,10 +69,12 @@ def config_page() -> str:
     sections = {
         field.name: config_rows(field.type, f"{field.name}.") for field in msgspec.structs.fields(schema.Config)
     }
+    listed = [config_rows(tasks.RewardConfig, "tasks.reward[]."), config_rows(tasks.MessageConfig, "tasks.prompt[].")]
+    sections["tasks"] = chain(sections["tasks"], *listed)
     sections["watch"] = config_rows(schema.WatchRule, "watch[].")  # a list of them
     own = [row for row in config_rows(schema.SftLearnerConfig, "learner.") if "sequences_per_step" in row]
-    tasks, held_out = (schema.SftTasksConfig, "tasks."), (schema.SftEvaluationConfig, "evaluation.")
-    sections["slipstream sft"] = chain(config_rows(*tasks), own, config_rows(*held_out))
+    rows, held_out = (schema.SftTasksConfig, "tasks."), (schema.SftEvaluationConfig, "evaluation.")
+    sections["slipstream sft"] = chain(config_rows(*rows), own, config_rows(*held_out))
     return filled(DOCS / "config.md", "key | value | default | means", sections)
 
 

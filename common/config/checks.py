@@ -266,6 +266,8 @@ def _rollout(config: Config, model: Architecture | None) -> Iterator[Problem]:
     if rollout.max_tokens >= engine.max_model_len:
         expected = f"less than rollout.engine.max_model_len ({engine.max_model_len}), which includes the prompt"
         yield Problem("rollout.max_tokens", expected)
+    if (config.tasks.overlong_buffer_tokens or 0) > rollout.max_tokens:
+        yield Problem("tasks.overlong_buffer_tokens", f"at most rollout.max_tokens ({rollout.max_tokens})")
     if model is not None and engine.max_model_len > model.positions:
         expected = f"at most the model's max_position_embeddings ({model.positions})"
         yield Problem("rollout.engine.max_model_len", expected)

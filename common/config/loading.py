@@ -20,6 +20,7 @@ from msgspec import inspect as schema_info
 
 from common.config.observing import WatchRule
 from common.config.schema import BaseConfig, Config, SftConfig
+from common.config.tasks import task_problems
 from common.config.types import MOST_FLOAT, MOST_INTEGER
 from common.errors import ConfigError, Problem, UsageError
 from common.metrics import StepMetrics, numbers
@@ -82,7 +83,8 @@ def kind_of(document: Document) -> type[BaseConfig]:
 def build_config(document: Document, file: str, overrides: Sequence[str] = (), schema: type[S] = Config) -> S:
     """A config from what YAML or JSON gave; `file` is named in errors. Arguments and raises as `load_config`."""
     if schema is Config and _looks_like_sft(document):
-        raise UsageError(f"{file} is a config of `slipstream sft`: tasks has no environment and there is no rollout")
+        lacks = "tasks has neither environment nor reward, and there is no rollout"
+        raise UsageError(f"{file} is a config of `slipstream sft`: {lacks}")
     if schema is SftConfig and "rollout" in document:
         raise UsageError(f"{file} is a config of `slipstream up`: a warm start has no rollout")
     overridden = {_apply_override(document, word, schema) for word in overrides}
@@ -93,6 +95,8 @@ def build_config(document: Document, file: str, overrides: Sequence[str] = (), s
     for number, rule in enumerate(config.rl.watch if config.rl else []):
         for problem in rule_problems(f"watch[{number}]", rule):
             raise ConfigError.of(OVERRIDE if "watch" in overridden else file, problem)
+    for problem in task_problems(config.rl.tasks) if config.rl else ():
+        raise ConfigError.of(OVERRIDE if problem.key in overridden else file, problem)
     return config
 
 
@@ -166,7 +170,7 @@ def _read(path: Path) -> str:
 
 def _looks_like_sft(document: Document) -> bool:
     tasks: object = document.get("tasks")
-    has_environment = isinstance(tasks, dict) and "environment" in tasks
+    has_environment = isinstance(tasks, dict) and ("environment" in tasks or "reward" in tasks)
     learner: object = document.get("learner")
     has_sequences = isinstance(learner, dict) and "sequences_per_step" in learner
     return "rollout" not in document and not has_environment and (has_sequences or "tasks" in document)
@@ -184,6 +188,8 @@ def _apply_override(document: Document, word: str, schema: type[msgspec.Struct])
         raise ConfigError(OVERRIDE, key, "a YAML value", repr(text), "put quotes around the value") from None
     if isinstance(kind, schema_info.StrType) and not isinstance(value, str):
         value = text  # run.name=2026 means the text
+    if _looks_like_text(value, kind):
+        value = text  # tasks.prompt={question}
     *sections, name = key.split(".")
     target = document
     for section in sections:
@@ -245,6 +251,8 @@ def _rewritten(
         hint = f"did you mean '{near}'?"
     if isinstance(value, int) and abs(value) > MOST_INTEGER:
         hint = f"at most {MOST_INTEGER}"
+    if _looks_like_text(value, info):
+        hint = "put quotes around a text that begins with {"
     return ConfigError(source, key, describe_type(kind), describe_value(value), hint)
 
 
@@ -269,6 +277,12 @@ def _converts(value: object, kind: Any) -> bool:
     except msgspec.ValidationError:
         return False
     return True
+
+
+def _looks_like_text(value: object, kind: schema_info.Type) -> bool:
+    """Whether YAML reads a mapping, as of an unquoted {question}, where the schema has a text but no mapping."""
+    kinds = kind.types if isinstance(kind, schema_info.UnionType) else (kind,)
+    return isinstance(value, dict) and any(isinstance(each, schema_info.StrType) for each in kinds)
 
 
 def _is_section(kind: Any) -> bool:

@@ -15,16 +15,15 @@ from common.config.observing import (
     TelemetryConfig,
     WatchRule,
 )
+from common.config.tasks import RowsConfig, SftTasksConfig, TasksConfig
 from common.config.types import (
     AboveOne,
-    AddressSpace,
     CollectiveSeconds,
     Fraction,
     Natural,
     NonNegative,
     Positive,
     PositiveFloat,
-    Scalar,
     Seconds,
     Strict,
     Text,
@@ -53,39 +52,6 @@ class ModelConfig(Strict, frozen=True, kw_only=True):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     # Compares Megatron's forward pass with Hugging Face's at start-up. Turn it off to start faster.
     verify: bool = True
-
-
-class LimitsConfig(Strict, frozen=True, kw_only=True):
-    """Limits of an environment. Each one that is unset is what the environment's class says (docs/environments.md)."""
-
-    reset_s: Seconds | None = None  # Seconds to build an environment and to get its first observation.
-    step_s: Seconds | None = None  # Seconds for each later answer of the environment.
-    observation_chars: Positive | None = None  # Characters of one observation; a longer one fails the sample.
-    # Episodes that run at once on a node. Lower it for an environment that needs much memory.
-    max_concurrent: Positive | None = None
-    # Runs every episode in its own process. Turn it on for code that blocks or that is not trusted.
-    process: bool | None = None
-    cpu_s: Positive | None = None  # CPU seconds of that process over the whole episode.
-    memory_mib: AddressSpace | None = None  # Address space of that process.
-    # Interpreter of that process. Set it for libraries that do not fit the node's environment.
-    python: Text | None = None
-
-
-class RowsConfig(Strict, frozen=True, kw_only=True):
-    """The keys that the tasks of an RL job and the rows of a warm start have in common."""
-
-    dataset: Text
-    shuffle: bool = True  # Gives every epoch its own order. False keeps the order of the file.
-
-
-class TasksConfig(RowsConfig, frozen=True, kw_only=True):
-    environment: Text  # Built-in name or 'module:Class'; docs/environments.md lists both.
-    # JSONL or parquet file with one problem per row; * in its name stands for several files. Or a file of the hub:
-    # hf://datasets/OWNER/NAME[@REVISION]/FILE; docs/models.md.
-    dataset: Text
-    options: dict[str, Scalar] = {}  # Keyword arguments of the environment.
-    limits: LimitsConfig = LimitsConfig()
-    max_attempts: Positive = 3  # Failed attempts after which a task is given up; docs/delivery.md.
 
 
 class ParallelConfig(Strict, frozen=True, kw_only=True):
@@ -420,10 +386,6 @@ class Config(BaseConfig, frozen=True, kw_only=True):
         """Devices that each role of `up` needs, in the order in which the roles get them."""
         nodes = {f"node-{i}": self.rollout.engine.devices for i in range(self.rollout.nodes)}
         return {"learner": self.learner.world_size} | nodes
-
-
-class SftTasksConfig(RowsConfig, frozen=True, kw_only=True):
-    dataset: Text  # JSONL: {"prompt", "completion"}, {"segments": [[text, trained 0|1], ...]} or {"messages": [...]}.
 
 
 class SftLearnerConfig(RanksConfig, frozen=True, kw_only=True):

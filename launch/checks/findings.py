@@ -17,7 +17,7 @@ SIGNS: dict[Level, tuple[str, str]] = {  # notes stand in the numbered lists of 
     "fine": ("✓", "green"),
     "skipped": ("-", "yellow"),
 }
-ENVIRONMENT_KEYS = ("tasks.environment", "tasks.options", "tasks.limits.python")
+ENVIRONMENT_KEYS = ("tasks.environment", "tasks.reward", "tasks.options", "tasks.limits.python")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +49,7 @@ def problem(check: str, code: str, what: str, *, why: str, fix: str) -> Finding:
 
 def refusal(wrong: Problem, file: str = "") -> Finding:
     """A value of a config that a launch refuses; its key is the code."""
-    of_environment = wrong.key in ENVIRONMENT_KEYS
+    of_environment = wrong.key.partition("[")[0] in ENVIRONMENT_KEYS
     fix = "install it where the rollout nodes run" if of_environment else f"set {wrong.key} in the config"
     return problem(
         "environment" if of_environment else "config",

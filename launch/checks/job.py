@@ -140,11 +140,11 @@ def check_dataset(key: str, file: Path, config: BaseConfig) -> Iterator[Finding]
 
 
 def check_first_row(config: Config, environment: Description) -> Iterator[Finding]:
-    """The environment of the dataset's first row is built and reset, as in an episode."""
+    """The environment of the dataset's first row is built and reset, as in an episode; rewards judge an answer."""
     from rollout_fleet.driver_factory import first_observation
     from rollout_fleet.episode.driver import EpisodeFailed
 
-    name = config.tasks.environment
+    name = config.tasks.environment or "tasks.reward"
     reason = ""
     try:
         where, row = next(dataset_rows(Path(config.tasks.dataset), "tasks.dataset"))

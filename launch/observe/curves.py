@@ -88,4 +88,10 @@ def number(value: object) -> float:
 
 def columns(lines: Sequence[Metrics], names: Iterable[str]) -> dict[str, Array]:
     """[lines] of each metric, NaN where a line has no number."""
-    return {name: np.array([number(getattr(line, name, None)) for line in lines], dtype=np.float64) for name in names}
+
+    def value(line: Metrics, name: str) -> float:
+        field, _, key = name.partition("/")  # key: of the environment's numbers
+        found = getattr(line, field, None)
+        return number(found.get(key) if isinstance(found, dict) else found)
+
+    return {name: np.array([value(line, name) for line in lines], dtype=np.float64) for name in names}

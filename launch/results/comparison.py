@@ -19,6 +19,7 @@ AXES = {"steps": "optimizer steps", "samples": "samples", "tokens": "trained tok
 POINTS = 512  # most points of a curve; more steps become means of as many successive ones
 TIMES = ("step_s", "learner_idle_s", "train_s", "publish_s", *DERIVED)
 LARGEST = {metric.name for metric in declarations(StepMetrics) if metric.reduction == "max"}
+OWN = "environment/"  # before the names of an environment's own numbers
 Curve = tuple[Array, Array, Array, Array]  # x, mean, least and largest
 
 
@@ -45,8 +46,10 @@ class Compared:
 
         `alone`: with all metrics of the panels, not only the first ones.
         """
-        names = list(dict.fromkeys(name for panel in PANELS for name in (panel.lines if alone else [panel.first])))
         lines: Sequence[StepMetrics | SftMetrics] = tail.lines
+        own = {f"{OWN}{name}" for line in lines if isinstance(line, StepMetrics) for name in line.environment}
+        drawn_names = (name for panel in PANELS for name in (panel.lines if alone else [panel.first]))
+        names = list(dict.fromkeys([*drawn_names, *sorted(own)]))
         steps = np.array([line.step for line in lines])
         totals = columns(lines, ("samples", "tokens_trained", "step_s"))
         if isinstance(config, SftConfig):
@@ -100,7 +103,7 @@ def grouped(runs: Sequence[Compared]) -> list[list[Compared]]:
 
 def curve_of(group: Sequence[Compared], axis: str, name: str) -> Curve | None:
     """The runs of a group as one curve over `axis`; None: no points."""
-    both = [(run.columns[axis], run.columns[name]) for run in group]
+    both = [(run.columns[axis], run.columns[name]) for run in group if name in run.columns]
     parts = [(x[there], y[there]) for x, y in both if (there := np.isfinite(x) & np.isfinite(y)).any()]
     if not parts:
         return None

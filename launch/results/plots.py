@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from common.metrics import PANELS, Panel
-from launch.results.comparison import AXES, Compared, Curve, curve_of, evaluated, grouped
+from launch.results.comparison import AXES, OWN, Compared, Curve, curve_of, evaluated, grouped
 
 INK = "#1f2328"  # text and lines of pictures; the page puts its own colour there
 Rows = Sequence[Sequence[str]]
@@ -90,7 +90,8 @@ def _panels(groups: list[list[Compared]], axis: str) -> Iterator[Draw]:
     alone = len(runs) == 1
     config = runs[0].config
     styles = [_style(n, _label(group)) for n, group in enumerate(groups)]
-    for panel in PANELS:
+    own = sorted({name for run in runs for name in run.columns if name.startswith(OWN)})
+    for panel in (*PANELS, *(Panel(title=_plain(name.removeprefix(OWN)), lines={name: "mean"}) for name in own)):
         first = panel.first
         sources = [(style, group, first) for style, group in zip(styles, groups, strict=True)]
         if alone:

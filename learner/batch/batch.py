@@ -23,6 +23,7 @@ from learner.loss.advantages import ADVANTAGES
 
 ARRAY_DTYPES = {"tokens": "int32", "loss_mask": "uint8", "behavior_logprobs": "float32"}
 TRUNCATED = {"length", "turn_limit"}
+CUT = "length"  # stop reason of an answer that the token limit or the context cut
 
 
 class BadGroup(Exception):
@@ -44,6 +45,7 @@ class BatchStatistics:
     failures: tuple[str, ...] = ()  # distinct reasons, at most three
     samples_truncated: int = 0
     tokens_failed: int = 0  # sampled in failed samples of groups that are trained on
+    tokens_cut: int = 0  # left out of the loss by tasks.truncated: masked, and not expired
     tokens_expired: int = 0
     tokens_expired_by_length_decile: tuple[int, ...] = ()
     tokens_trained: int = 0
@@ -178,7 +180,8 @@ class _Played:  # a sample with an episode, for the statistics
     sampled: int  # tokens
     expired: int
     ages: np.ndarray  # staleness of the tokens in the loss
-    cache_age: float = 0.0  # sum over these tokens
+    cut: int = 0  # tokens that tasks.truncated: masked leaves out
+    cache_age: float = 0.0  # sum over the tokens in the loss
     cache_age_max: int = 0
 
 
@@ -188,13 +191,20 @@ NO_AGES = np.zeros(0, dtype=np.int32)
 def _prepare(
     sample: Sample, step: int, advantage: float, config: Config, routing: RoutingShape | None
 ) -> tuple[_Played, Document]:
-    """The sample for the statistics, and without its expired tokens for the loss."""
+    """The sample for the statistics, and for the loss without its expired tokens, or without any if it was cut.
+
+    A cut answer that leaves the loss stays in its group's baseline, as with TRL's `mask_truncated_completions`.
+    """
     tokens = sample.tokens.numpy()
     versions = sample.token_versions()
     sampled = sample.loss_mask.numpy() > 0
     sampled[:1] = False  # no token predicts it
     too_old = expired(step, versions, config.staleness.max) & sampled
     mask = sampled & ~too_old
+    cut = 0
+    if config.tasks.truncated == "masked" and sample.stop_reason == CUT:
+        cut = int(mask.sum())
+        mask[:] = False
     age = (step - versions).astype(np.int32)
     cache_age = 0.0
     cache_age_max = 0
@@ -214,7 +224,8 @@ def _prepare(
         name=f"a sample of {len(tokens)} tokens",
         routed_experts=experts,
     )
-    return _Played(sample, int(sampled.sum()), int(too_old.sum()), age[mask], cache_age, cache_age_max), document
+    expired_tokens = int(too_old.sum())
+    return _Played(sample, int(sampled.sum()), expired_tokens, age[mask], cut, cache_age, cache_age_max), document
 
 
 def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequence[_Played]) -> BatchStatistics:
@@ -236,6 +247,7 @@ def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequen
         failures=tuple(dict.fromkeys(s.error or s.stop_reason for s in failed))[:3],
         samples_truncated=sum(p.sample.stop_reason in TRUNCATED for p in played),
         tokens_failed=sum(int((mask > 0).sum()) for mask in wasted),
+        tokens_cut=sum(p.cut for p in played),
         tokens_expired=sum(too_old),
         tokens_expired_by_length_decile=length_deciles(lengths, too_old),
         tokens_trained=len(ages),

@@ -52,8 +52,9 @@ class Totals:
 
     def add(self, statistics: BatchStatistics) -> None:
         self.tokens_trained_total += statistics.tokens_trained
-        self.tokens_wasted_total += statistics.tokens_expired + statistics.tokens_failed
-        self.tokens_masked_total += statistics.tokens_expired
+        masked = statistics.tokens_expired + statistics.tokens_cut
+        self.tokens_wasted_total += masked + statistics.tokens_failed
+        self.tokens_masked_total += masked
 
     def waste(self) -> dict[str, Waste]:
         """By reason, as in a LearnerReport."""

@@ -6,7 +6,6 @@ child runs it too: python -m rollout_fleet.environments.description NAME OPTIONS
 """
 
 import contextlib
-import difflib
 import importlib.util
 import inspect
 import json
@@ -22,7 +21,14 @@ from common.errors import ConfigError
 from rollout_fleet.environments.isolation.backend import takes_group_seed
 from rollout_fleet.environments.isolation.process_backend import child_variables
 from rollout_fleet.environments.protocol import Limits
-from rollout_fleet.environments.registry import BUILT_IN, KEY, resolve
+from rollout_fleet.environments.registry import (
+    BUILT_IN,
+    KEY,
+    REWARD_FUNCTION,
+    check_arguments,
+    played,
+    resolve,
+)
 
 if TYPE_CHECKING:
     from common.config.schema import TasksConfig
@@ -31,21 +37,6 @@ CHECK_S = 300.0  # for the other interpreter to import the environment
 PYTHON_KEY = "tasks.limits.python"
 AGENT_KEYWORDS = ("base_url", "api_key", "model", "seed")
 AGENT = f"async def agent(problem, *, {', '.join(AGENT_KEYWORDS)})"
-WRAPPER = """an environment gives the prompt of a dataset row and judges the policy's answer.
-Around a function that only judges, it is this; save it beside {module} and name it here (docs/environments.md):
-
-from {module} import {function}
-from rollout_fleet.environments.protocol import StepResult
-
-class Judged:
-    def __init__(self, problem, *, seed):
-        self.problem = problem  # a row of tasks.dataset
-
-    async def reset(self):
-        return self.problem["prompt"]  # the row's text for the policy
-
-    async def step(self, action):
-        return StepResult(reward=float({call}(action.text, self.problem)))  # with the arguments that it takes"""
 
 
 @dataclass(frozen=True)
@@ -60,7 +51,7 @@ class Description:
 
 
 def check_environment(tasks: "TasksConfig", file: str = "config", libraries: bool = True) -> Description:
-    """Check tasks.environment and tasks.options under the interpreter that will run the episodes.
+    """Check tasks.environment, or tasks.reward, and its options under the interpreter that will run the episodes.
 
     `libraries` is False on a machine that runs no episodes, where this interpreter may lack the environment's `NEEDS`.
     Raises ConfigError for a name or options that do not fit, with the nearest valid name.
@@ -73,23 +64,26 @@ def check_environment(tasks: "TasksConfig", file: str = "config", libraries: boo
 
 def _own_description(tasks: "TasksConfig", file: str, libraries: bool) -> Description:
     """The description without the config's limits."""
-    options = dict(tasks.options)
+    name, options = played(tasks)
     python = tasks.limits.python
     if not python:
-        found = describe(tasks.environment, options, file)
+        found = describe(name, options, file)
         python = found.limits.python if python is None else ""
         if not python:
             if libraries:
-                check_libraries(tasks.environment, file)
+                check_libraries(name, options, file)
             return found
-    return _ask(python, tasks.environment, options, file)
+    return _ask(python, name, options, file)
 
 
 def describe(name: str, options: Mapping[str, Any], file: str = "config") -> Description:
     """Check an environment or agent within this interpreter, but for its libraries; raises as check_environment."""
     found = resolve(name, file)
     _check_shape(found, name, file)
-    _check_options(found, options, file)
+    given = (*(AGENT_KEYWORDS if _is_agent(found) else ("seed",)), *["group_seed"] * takes_group_seed(found))
+    check_arguments(found, options, ("problem",), given, file=file, key="tasks.options")
+    if name == REWARD_FUNCTION:
+        found.needs(options["reward"], options["options"], file)
     path = BUILT_IN.get(name, name)
     return Description(
         path=path,
@@ -112,10 +106,8 @@ def _check_shape(found: object, name: str, file: str) -> None:
         return
     if not inspect.isclass(found):
         reason = f"{name!r}, which is a {type(found).__name__}"
-        module, _, function = name.partition(":")
-        call = f"await {function}" if _is_agent(found) else function
-        wrapper = WRAPPER.format(module=module, function=function, call=call) if callable(found) else None
-        raise ConfigError(file, KEY, f"an environment class, or an agent ({AGENT})", reason, wrapper)
+        hint = f"a function that judges an answer is a `tasks.reward: {name}`; docs/rewards.md" * callable(found)
+        raise ConfigError(file, KEY, f"an environment class, or an agent ({AGENT})", reason, hint or None)
     for method in ("reset", "step"):
         if not inspect.iscoroutinefunction(getattr(found, method, None)):
             raise ConfigError(file, KEY, f"a class with 'async def {method}'", f"{name!r} without it")
@@ -134,34 +126,17 @@ def _takes(function: Any, keywords: Sequence[str]) -> bool:
     return True
 
 
-def _check_options(found: Any, options: Mapping[str, Any], file: str) -> None:
-    """Raise ConfigError unless the constructor takes the options; it is not called."""
-    signature = inspect.signature(found)
-    given = AGENT_KEYWORDS if _is_agent(found) else ("seed",)
-    if takes_group_seed(found):
-        given = (*given, "group_seed")
-    known = [p for p in signature.parameters if p not in ("problem", *given)]
-    try:
-        signature.bind({}, **dict.fromkeys(given), **options)
-    except TypeError as error:
-        unknown = next((o for o in options if o not in known), None)
-        lacks = [p for p in known if p not in options and signature.parameters[p].default is inspect.Parameter.empty]
-        hint = f"give the option {lacks[0]!r}" if lacks else "see its constructor"
-        if unknown is not None:
-            near = difflib.get_close_matches(unknown, known, 1, 0.0)
-            hint = f"did you mean {near[0]!r}?" if near else f"{found.__name__} takes no options"
-        expected = f"options of {found.__name__} ({', '.join(known) or 'none'})"
-        raise ConfigError(file, "tasks.options", expected, f"{dict(options)}: {error}", hint) from error
-
-
-def check_libraries(name: str, file: str = "config") -> None:
-    """Raise ConfigError when this interpreter lacks libraries (`NEEDS`) of the environment."""
-    needs: tuple[str, ...] = getattr(resolve(name, file), "NEEDS", ())
+def check_libraries(name: str, options: Mapping[str, Any], file: str = "config") -> None:
+    """Raise ConfigError when this interpreter lacks libraries (`NEEDS`) of the environment, or of its rewards."""
+    found = resolve(name, file)
+    rewards = name == REWARD_FUNCTION
+    needs = found.needs(options["reward"], options["options"], file) if rewards else getattr(found, "NEEDS", ())
     lacks = [library for library in needs if importlib.util.find_spec(library) is None]
     if lacks:
-        reason = f"{name!r}, which needs {', '.join(lacks)}"
-        expected = "an environment whose libraries are installed"
-        raise ConfigError(file, KEY, expected, reason, "pip install 'slipstream-rl[environments]'")
+        reason = f"{'a function' if rewards else repr(name)}, which needs {', '.join(lacks)}"
+        expected = "libraries that are installed"
+        hint = "pip install 'slipstream-rl[environments]'"
+        raise ConfigError(file, "tasks.reward" if rewards else KEY, expected, reason, hint)
 
 
 # -------------------------------------------------------------------- under another interpreter
@@ -209,7 +184,7 @@ def main(name: str, options: str) -> None:
         os.dup2(2, 1)  # output of the import must not mix with the answer
         try:
             found = describe(name, json.loads(options))
-            check_libraries(name)
+            check_libraries(name, json.loads(options))
             json.dump(asdict(found), answer)
         except ConfigError as error:
             json.dump({"refused": [error.key, error.expected, f"{error.found} ({sys.executable})", error.hint]}, answer)

@@ -29,6 +29,7 @@ from rollout_fleet.environments.isolation.backend import (
     ObservationTooLarge,
 )
 from rollout_fleet.environments.protocol import Action, Budget, Chat, Limits, Observation, StepResult, StopReason
+from rollout_fleet.environments.reward_library import soft_overlong
 from rollout_fleet.episode.rendering import Renderer, parse_turn, tool_format
 from rollout_fleet.episode.sampler_protocol import Generation, Sampler
 from rollout_fleet.episode.token_record import TokenRecord
@@ -57,6 +58,8 @@ class EpisodeRules:
     timeout_s: float = 600.0  # for a whole episode
     limits: Limits = field(default_factory=Limits)  # the environment's
     named: Sampling | None = None  # an agent may name it too (evaluation)
+    penalty_tokens: int = 0  # buffer of tasks.truncated: penalized; 0: no penalty
+    same_metrics: bool = False  # every sample has metrics of the same names, as reward functions must
 
 
 @dataclass
@@ -107,12 +110,22 @@ class EpisodeDriver:
         self.rules = rules
         most = rules.limits.max_concurrent
         self._slots = nullcontext() if most is None else asyncio.Semaphore(most)
+        self._names: frozenset[str] = frozenset()  # the metrics of the first sample
 
     def at(self, temperature: float) -> Self:
-        """The same driver, with its slots and its environment, at another temperature."""
+        """The same driver for an evaluation: its slots and its environment, another temperature, and no penalty."""
         other = copy.copy(self)
-        other.rules = replace(self.rules, sampling=Sampling(temperature, self.rules.sampling.top_p))
+        sampling = Sampling(temperature, self.rules.sampling.top_p)
+        other.rules = replace(self.rules, sampling=sampling, penalty_tokens=0)
         return other
+
+    def check_names(self, metrics: dict[str, float]) -> None:
+        """Raise EpisodeFailed for other names than the first sample's, where they must be the same."""
+        names = frozenset(metrics)
+        self._names = self._names or names
+        if self.rules.same_metrics and names != self._names:
+            known, given = (", ".join(sorted(each)) for each in (self._names, names))
+            raise EpisodeFailed(f"rewards for {given}, earlier samples had {known}")
 
     async def begin(self, problem: dict[str, Any], seed: int, group_seed: int, progress: Progress) -> Episode:
         """A new episode, not played yet."""
@@ -136,7 +149,12 @@ class EpisodeDriver:
             try:
                 async with asyncio.timeout(self.rules.timeout_s):
                     reason = await episode.play()
-                return episode.record.sample(reason)
+                record = episode.record
+                if buffer := self.rules.penalty_tokens:
+                    most = self.rules.budget.max_tokens
+                    cut = reason is StopReason.LENGTH  # perhaps by the context, long before the limit
+                    record.penalize(soft_overlong(most if cut else record.sampled, most, buffer))
+                return record.sample(reason)
             except TimeoutError:
                 late = f"the episode was not done within {self.rules.timeout_s:g} s (turn {episode.record.turns})"
                 return episode.record.sample(StopReason.TIMEOUT, late)
@@ -157,6 +175,7 @@ class _EnvironmentEpisode:
     """The policy and an environment take turns."""
 
     def __init__(self, driver: EpisodeDriver, environment: EnvironmentHandle, progress: Progress) -> None:
+        self._check_names = driver.check_names
         self._sampler = driver.sampler
         self._renderer = driver.renderer
         self._rules = driver.rules
@@ -200,6 +219,7 @@ class _EnvironmentEpisode:
             result = await self._environment.step(action)
             reward = finite(result.reward)
             metrics = checked_metrics(result.metrics)
+        self._check_names(metrics)
         self.record.turn_rewards.append(reward)
         self.record.metrics = {**self.record.metrics, **metrics}
         return result

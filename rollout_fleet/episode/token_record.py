@@ -76,6 +76,11 @@ class TokenRecord:
         self.mask[start:] = [0] * count
         self.logprobs[start:] = [0.0] * count
 
+    def penalize(self, penalty: float) -> None:
+        """Add DAPO's overlong penalty, at most 0, to the reward; it is a metric as well."""
+        self.turn_rewards = [*self.turn_rewards[:-1], sum(self.turn_rewards[-1:]) + penalty]
+        self.metrics = {**self.metrics, "overlong_penalty": penalty}
+
     def sample(self, reason: StopReason, error: str | None = None) -> Sample:
         """The sample for the learner; `error` says why the episode failed."""
         return Sample(

@@ -32,7 +32,8 @@ def run_eval(config: Config, model_path: Path) -> EvalResult:
     if not (model_path / "config.json").is_file():
         raise UsageError(f"{model_path} is not a model folder; has the run finished? --model DIR names another")
     model = msgspec.structs.replace(config.model, path=str(model_path))
-    return asyncio.run(_with_engine(msgspec.structs.replace(config, model=model), problems))
+    tasks = msgspec.structs.replace(config.tasks, truncated="counted")  # a penalty is for training
+    return asyncio.run(_with_engine(msgspec.structs.replace(config, model=model, tasks=tasks), problems))
 
 
 async def _with_engine(config: Config, problems: dict[str, list[dict[str, Any]]]) -> EvalResult:

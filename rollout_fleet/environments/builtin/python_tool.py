@@ -5,11 +5,7 @@ says which faults that contains.
 """
 
 import ast
-import asyncio
-import atexit
 import contextlib
-import functools
-import math
 import os
 import sys
 import tempfile
@@ -17,9 +13,8 @@ import traceback
 from typing import Any
 
 from rollout_fleet.environments.builtin.math_problems import final_number, read_row
-from rollout_fleet.environments.isolation import ipc_frames
-from rollout_fleet.environments.isolation.backend import EnvironmentDied, EnvironmentRaised, ObservationTooLarge
-from rollout_fleet.environments.isolation.process_backend import ProcessHost
+from rollout_fleet.environments.isolation.backend import EnvironmentRaised
+from rollout_fleet.environments.isolation.sandbox import Killed, call_apart
 from rollout_fleet.environments.protocol import Limits
 from rollout_fleet.environments.tools import Tool, ToolEnvironment
 
@@ -63,32 +58,23 @@ class PythonTool(ToolEnvironment):
         return float(final_number(answer) == self.gold)
 
 
-@functools.cache
-def _host() -> ProcessHost:
-    host = ProcessHost((__name__,))
-    atexit.register(host.close)
-    return host
-
-
 async def run_python(code: str, seconds: float = 5.0, memory_mib: int = 512, output_chars: int = 4000) -> str:
     """Runs `code`; returns its stdout and stderr, the value of a last expression, and the traceback if it raises.
 
     `seconds` limits wall time and, rounded up, CPU time; `memory_mib` limits address space. Output beyond
     `output_chars` is cut and says so; far more makes the write fail. It is `killed: ...` when the process was ended.
     """
-    limits = Limits(cpu_s=max(1, math.ceil(seconds)), memory_mib=memory_mib)
-    file_bytes = max(LEAST_FILE_BYTES, 4 * output_chars)
-    channel = await _host().open(limits, seconds + 5.0, network=False, file_bytes=file_bytes)
-    with contextlib.closing(channel):
-        try:
-            async with asyncio.timeout(seconds):
-                limit = output_chars * ipc_frames.CHAR_BYTES + ipc_frames.SMALL_BYTES
-                keywords = {"code": code, "chars": output_chars}
-                return await channel.ask(limit, do="call", path=f"{__name__}:execute", keywords=keywords)
-        except TimeoutError:
-            return f"killed: it took longer than {seconds:g} s"
-        except (EnvironmentDied, EnvironmentRaised, ObservationTooLarge) as error:
-            return f"killed: {error}"
+    try:
+        return await call_apart(
+            f"{__name__}:execute",
+            {"code": code, "chars": output_chars},
+            seconds=seconds,
+            memory_mib=memory_mib,
+            answer_chars=output_chars,
+            file_bytes=max(LEAST_FILE_BYTES, 4 * output_chars),
+        )
+    except (Killed, EnvironmentRaised) as error:
+        return f"killed: {error}"
 
 
 def execute(code: str, chars: int) -> str:

@@ -43,6 +43,7 @@ evaluation: {every: 2} | evaluation.datasets | at least one dataset with evaluat
 evaluation: {temperature: 0.001} | evaluation.temperature | 0 (greedy), or at least 0.01
 rollout: {group_size: 1} | rollout.group_size | every advantage would be zero
 rollout: {max_tokens: 512} | rollout.max_tokens | max_model_len (512)
+tasks: {truncated: penalized, overlong_buffer_tokens: 101} | tasks.overlong_buffer_tokens | rollout.max_tokens (100)
 rollout: {engine: {max_model_len: 4096}} | rollout.engine.max_model_len | 1024
 rollout: {concurrency: 4} | rollout.concurrency | rollout.group_size (8)
 rollout: {temperature: 0.001} | rollout.temperature | at least 0.01

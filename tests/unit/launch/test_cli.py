@@ -64,6 +64,22 @@ def test_environment_that_cannot_be_used_is_refused(job, capsys, command, name):
     assert str(job) in err
 
 
+@pytest.mark.parametrize("command", ["up", "rollout"])
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["tasks.reward=exact_mach"], "tasks.reward"),
+        (["tasks.reward=json:loads"], "tasks.options"),
+        (["tasks.reward=exact_match", "tasks.prompt={questoin}"], "tasks.prompt"),
+        (["tasks.reward=exact_match", "tasks.prompt={question}", "tasks.options.column=anwser"], "tasks.reward"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_is_refused_before_anything_starts(job, capsys, command, words, key):
+    said = refusal(capsys, command, str(job), "tasks.environment=null", *words)
+    assert f": {key}: " in said and str(job) in said
+    assert not (job.parent / "run").exists()
+
+
 @pytest.mark.parametrize("command", ["broker", "up"])
 def test_address_in_use_is_refused(job, command):
     with socket.socket() as taken:
@@ -133,10 +149,10 @@ def test_overrides_stand_before_and_after_options(words, expected):
     assert expected.items() <= vars(parse(words)).items()
 
 
-def test_a_function_in_place_of_an_environment_is_refused_with_the_class_to_write_around_it(job, capsys):
+def test_a_function_in_place_of_an_environment_is_refused_with_the_key_that_takes_it(job, capsys):
     assert main(["up", str(job), "tasks.environment=json:loads"]) == EXIT_USAGE
     err = capsys.readouterr().err
-    assert "'json:loads'" in err and "class Judged:" in err
+    assert "'json:loads'" in err and "tasks.reward: json:loads" in err
 
 
 def test_help_has_every_command_in_a_group_also_without_a_word(capsys):

@@ -83,6 +83,20 @@ def test_metrics_of_an_older_version_have_no_curve_where_they_have_no_number(tmp
     assert curve_of([loaded(run)], "steps", "length_mean") is None
 
 
+def test_an_environment_s_own_numbers_have_curves_in_the_runs_that_know_them(tmp_path: Path, capsys) -> None:
+    runs = [made(tmp_path, name, steps=3) for name in ("a", "b")]
+    lines = [json.loads(each) for each in runs[0].metrics.read_text().splitlines()]
+    for step, each in enumerate(lines):
+        each["environment"] = {"right$": step / 4} if step else {}
+    runs[0].metrics.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    known, unknown = map(loaded, runs)
+    x, y, _, _ = curve_of([known, unknown], "steps", "environment/right$")
+    assert (x.tolist(), y.tolist()) == ([2, 3], [0.25, 0.5])
+    assert curve_of([unknown], "steps", "environment/right$") is None
+    assert main(["report", *(str(run.path) for run in runs), "--out", str(tmp_path / "out")]) == 0
+    assert "right$" in (tmp_path / "out" / "report.html").read_text()
+
+
 def evaluation(version: int, reward: float, **more: Any) -> str:
     known = {
         "kind": "evaluation",

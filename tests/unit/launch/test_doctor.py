@@ -27,7 +27,6 @@ from common.config.schema import (
     Config,
     EngineConfig,
     LearnerConfig,
-    LimitsConfig,
     ModelConfig,
     RolloutConfig,
     SftConfig,
@@ -35,6 +34,7 @@ from common.config.schema import (
     SftTasksConfig,
     TasksConfig,
 )
+from common.config.tasks import LimitsConfig
 from common.errors import EXIT_DONE, EXIT_FAILED
 from common.process.run_dir import RunDir
 from common.security.credentials import KeyFolder
@@ -291,6 +291,21 @@ def test_an_environment_that_fails_on_the_first_row_is_named_with_the_row(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "code"),
+    [
+        ({"reward": "exact_match", "prompt": "{question}"}, ""),
+        ({"reward": "exact_match"}, "first_row"),
+        ({"reward": "exact_match", "prompt": "{question}", "options": {"column": "anwser"}}, "first_row"),
+        ({"reward": "exact_mach"}, "tasks.reward"),
+        ({"reward": "regex"}, "tasks.options"),
+    ],
+)
+def test_rewards_judge_a_made_up_answer_to_the_first_row(config: Config, keys: dict[str, object], code: str) -> None:
+    findings = found(files(own(config, environment=None, **keys)), "problem")
+    assert [(finding.check, finding.code) for finding in findings] == [("environment", code)] * bool(code)
+
+
 def test_the_first_row_is_tried_in_the_interpreter_of_the_environment(config: Config, games: Path) -> None:
     (games / "lib").mkdir()
     (games / "lib" / "only_there.py").touch()

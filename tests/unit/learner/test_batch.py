@@ -15,6 +15,7 @@ from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
 from common.wire_types import Array
 from learner.backend_protocol import RoutingShape
 from learner.batch.batch import BadGroup, assemble, cache_ages, decode, expired_groups, length_deciles
+from learner.loop.step_metrics import Totals
 from tests.rigs.refusals import refused
 
 
@@ -105,6 +106,29 @@ def test_staleness_counts_per_token_and_exactly_those_beyond_the_bound_leave_the
     assert document.loss_mask.tolist() == [0, 0, *mask]
     assert (figures.tokens_expired, figures.tokens_trained) == (mask.count(0), mask.count(1) + 1)
     assert (figures.staleness_max, figures.staleness_mean) == (min(maximum, 2), pytest.approx(mean))
+
+
+@pytest.mark.parametrize("truncated", ["counted", "masked", "penalized"])
+def test_only_masked_takes_a_cut_answer_out_of_the_loss_and_never_out_of_the_baseline(
+    make_config: Callable[..., Config], truncated: str
+) -> None:
+    config = make_config(
+        tasks={"truncated": truncated}, staleness={"max": 1}, learner={"loss": {"advantage": "dr_grpo"}}
+    )
+    cut = sample(2, [(1, 0), (3, 2)], reward=0.0, stop_reason="length")
+    turns = sample(2, [(3, 2)], reward=0.0, stop_reason="turn_limit")
+    batch = assemble([Group(0, [cut, sample(2, [(2, 2)], reward=3.0), turns])], 2, config)
+    masked = truncated == "masked"
+    assert [document.sample for document in batch.documents] == ([1, 2] if masked else [0, 1, 2])
+    advantages = [document.advantage for document in batch.documents]
+    assert advantages[-2:] == [2.0, -1.0], "its reward is in the mean of 1"
+    figures = batch.statistics
+    assert (figures.tokens_cut, figures.tokens_expired) == (3 if masked else 0, 1)
+    assert figures.tokens_trained == 2 + 3 + (0 if masked else 3)
+    assert (figures.samples_truncated, figures.length_max) == (2, 4)
+    totals = Totals()
+    totals.add(figures)
+    assert (totals.tokens_wasted_total, totals.tokens_masked_total) == ((4, 4) if masked else (1, 1))
 
 
 def test_a_sample_without_any_fresh_token_is_not_processed_but_counts_in_the_baseline(

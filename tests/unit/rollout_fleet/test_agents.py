@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError
 
@@ -191,6 +192,19 @@ def test_an_agent_plays_as_many_turns_as_it_likes_unless_the_config_has_a_limit(
     driver = build_driver(job(tmp_path, "talks:agent", **rollout), policy("a", "b", "c"), new_host())
     sample = episode(driver, {})
     assert (sample.error, sample.turns, sample.reward) == (None, turns, float(turns == 3))
+
+
+def test_the_answer_of_an_agent_that_its_budget_cut_is_penalised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "talks.py").write_text(TALKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = job(tmp_path, "talks:agent", max_tokens=4)
+    tasks = msgspec.structs.replace(config.tasks, truncated="penalized")
+    driver = build_driver(msgspec.structs.replace(config, tasks=tasks), policy("a", "b", "c"), new_host())
+    sample = episode(driver, {})
+    assert (sample.error, sample.stop_reason, sample.reward) == (None, "length", -1.0)
+    assert sample.metrics["overlong_penalty"] == -1.0
 
 
 def test_an_environment_plays_as_many_turns_as_it_likes_unless_the_config_has_a_limit(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config.schema import LimitsConfig
+from common.config.tasks import LimitsConfig
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.description import describe
 from rollout_fleet.environments.protocol import Limits, StopReason

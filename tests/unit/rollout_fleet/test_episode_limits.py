@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.config.schema import LimitsConfig, TasksConfig
+from common.config.tasks import LimitsConfig, TasksConfig
 from common.rollouts import Sample
 from rollout_fleet.environments.description import check_environment
 from rollout_fleet.environments.protocol import Action, Chat, Limits, StepResult

@@ -1,6 +1,5 @@
 """Environment names: built-in, by import path, every way to get them wrong, and under another interpreter."""
 
-import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -8,17 +7,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.config.schema import Config, LimitsConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
+from common.config.schema import Config, ModelConfig, RolloutConfig, RunConfig, TasksConfig
+from common.config.tasks import LimitsConfig
 from common.errors import ConfigError
-from rollout_fleet.driver_factory import build_driver
+from rollout_fleet.driver_factory import build_driver, check_rewards
 from rollout_fleet.environments import description
 from rollout_fleet.environments.builtin.addition import Addition
 from rollout_fleet.environments.description import check_environment, check_libraries, describe
 from rollout_fleet.environments.registry import BUILT_IN, resolve
+from tests.rigs.configs import job_of
 from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S
-from tests.unit.rollout_fleet.chat_tokenizers import qwen
-from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, make_driver, new_host, play, say
+from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
+from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, new_host, play, say
 
 SOURCE = """
 class Fine:
@@ -68,12 +69,12 @@ def test_a_class_beside_the_job_is_found_and_built_in_names_resolve_and_find_the
     needed = {"openenv": {"url": "http://127.0.0.1:1"}, "verifiers": {"env_id": "some"}}
     for name in BUILT_IN:
         describe(name, needed.get(name, {}))
-        check_libraries(name)
+        check_libraries(name, needed.get(name, {}))
 
 
 def test_libraries_that_an_environment_needs_and_that_are_missing_are_named(user_folder: Path) -> None:
     with refused(ConfigError, "no_such_library") as caught:
-        check_libraries("my_environments:Needy")
+        check_libraries("my_environments:Needy", {})
     assert caught.value.hint == "pip install 'slipstream-rl[environments]'"
 
 
@@ -118,17 +119,11 @@ def test_options_that_do_not_fit_are_told_the_nearest(
 
 
 @pytest.mark.parametrize("function", ["judges", "judges_later"])
-def test_a_function_that_judges_gets_the_environment_around_it_which_works_as_it_is_told(
-    user_folder: Path, function: str
-) -> None:
-    with refused(ConfigError, f"'my_environments:{function}'", " function") as caught:
+def test_a_function_that_judges_is_refused_with_the_key_that_takes_it(user_folder: Path, function: str) -> None:
+    with refused(ConfigError, f"'my_environments:{function}'") as caught:
         describe(f"my_environments:{function}", {})
-    explained, _, source = (caught.value.hint or "").partition("\n\n")
-    assert (caught.value.key, bool(explained)) == ("tasks.environment", True)
-    (user_folder / f"my_{function}.py").write_text(source)
-    driver = make_driver(ScriptedSampler(lambda _: say("2")), resolve(f"my_{function}:Judged"))
-    rewards = [asyncio.run(driver.run({"prompt": "1+1=", "answer": answer}, 0)).reward for answer in ("2", "3")]
-    assert rewards == [1.0, 0.0]
+    assert caught.value.key == "tasks.environment"
+    assert f"tasks.reward: my_environments:{function}" in (caught.value.hint or "")
 
 
 def test_resolving_imports_neither_torch_nor_vllm() -> None:
@@ -158,6 +153,8 @@ class Game:
 
 class Needy(Game):
     NEEDS = ("there_neither",)
+
+def reward(completion, row, *, bonus=0.0): return float(completion == only_there.QUESTION) + bonus
 """
 
 
@@ -199,6 +196,28 @@ def test_an_environment_whose_library_only_the_named_interpreter_has_is_describe
     assert (sample.error, sample.reward) == (None, 3.0)
     left = [child for child in psutil.Process().children() if "other_game" in child.cmdline()]
     assert not left, "closing the driver ends the fork server"
+
+
+def test_a_reward_function_of_the_named_interpreter_is_checked_tried_and_called_there(
+    other_python: str, tmp_path: Path
+) -> None:
+    def job(function: str, **options: float) -> Config:
+        tasks = {"environment": None, "reward": function, "options": options, "limits": {"python": other_python}}
+        return job_of(tmp_path, tasks=tasks, rollout={"max_tokens": 64})
+
+    qwen().save_pretrained(tmp_path / "model")
+    config = job("other_game:reward", bonus=1.0)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "Say it"}\n')
+    check_rewards(config, check_environment(config.tasks), "job.yaml")
+    sample = play(build_driver(config, speaker(qwen(), "How much?"), new_host()), {"prompt": "Say it"})
+    assert (sample.error, sample.reward) == (None, 2.0)
+    for function, options, key in (
+        ("other_game:rewrd", {}, "tasks.reward"),
+        ("other_game:reward", {"bonsu": 1}, "tasks.options"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_environment(job(function, **options).tasks)
+        assert caught.value.key == key
 
 
 def test_an_empty_interpreter_stands_for_the_node_s_own() -> None:
