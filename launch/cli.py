@@ -35,6 +35,8 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
     "scorer": ("up.roles:scorer", "CONFIG", "vLLM with the model of one of the config's `scorers`, on this machine"),
     "sft": ("up.roles:sft", "CONFIG key=value --credentials --join --join-timeout-s",
         "supervised warm start on the Megatron learner; the result is RUN/model"),
+    "sweep": ("sweep.sweep:command", "[CONFIG] key=value --plain --json",
+        "runs with different values of keys, one after another, side by side, and the best"),
     "plan": ("checks.plan:command", "CONFIG key=value --json",
         "layout, memory per GPU, batches, window and all checks; needs no GPU"),
     "doctor": ("checks.doctor:command", "[CONFIG|RUN] key=value --json",
@@ -67,7 +69,7 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
     "keys": ("keys:command", "", "CURVE keys for broker.credentials; only ever adds to an existing folder"),
 }  # fmt: skip
 GROUPS = {  # by the order of --help
-    "train": "init up sft eval replay export resume stop",
+    "train": "init up sft sweep eval replay export resume stop",
     "look": "status top web logs transcripts report ledger trace sinks",
     "check": "plan doctor selftest preflight",
     "launch": "broker learner rollout scorer slurm scale keys",
@@ -173,6 +175,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_job_arguments(made)
     _add_observing_arguments(made)
     _add_slurm_arguments(made)
+    _add_sweep_arguments(made["sweep"])
     made["init"].add_argument("dir", metavar="DIR", type=Path, help="a new or empty folder")
     keys = made["keys"]
     keys.epilog = "docs/security.md says which file belongs where."
@@ -200,7 +203,8 @@ def _add_job_arguments(made: Mapping[str, argparse.ArgumentParser]) -> None:
     up.add_argument("--web", action="store_true", help=text)
     up.add_argument("--no-stay", action="store_true", help="end with the job, the page too")
     text = "every role may use every GPU, for example the only one; engines then need rollout.engine.kv_cache_mib"
-    up.add_argument("--share-gpus", action="store_true", help=text)
+    for command in (up, made["sweep"]):
+        command.add_argument("--share-gpus", action="store_true", help=text)
     scorer = made["scorer"]
     scorer.add_argument("name", metavar="NAME", help="its name in `scorers`")
     scorer.add_argument("overrides", metavar="key=value", nargs="*", default=(), help="override one key")
@@ -225,12 +229,23 @@ def _add_job_arguments(made: Mapping[str, argparse.ArgumentParser]) -> None:
     made["eval"].add_argument("--model", metavar="DIR", help="Hugging Face folder (default: RUN/model)")
 
 
+def _add_sweep_arguments(sweep: argparse.ArgumentParser) -> None:
+    sweep.epilog = "A word key=a,b,c gives a key several values; docs/sweep.md has the rules."
+    sweep.add_argument("--seeds", type=int, metavar="N", help="so many seeds of each combination, from run.seed on")
+    sweep.add_argument("--dir", metavar="DIR", help="folder of the runs (default: run.dir with -sweep)")
+    text = "how the best is chosen (default: the held-out evaluation, else reward or loss)"
+    sweep.add_argument("--winner", metavar="METRIC[:max|min][:last N]", help=text)
+    sweep.add_argument("--report", metavar="DIR", help="run nothing: the report and the winner of a sweep's folder")
+
+
 def _add_slurm_arguments(made: Mapping[str, argparse.ArgumentParser]) -> None:
     slurm, scale = made["slurm"], made["scale"]
-    slurm.add_argument("--dry-run", action="store_true", help="write and print the scripts, submit nothing")
+    made["sweep"].add_argument("--slurm", action="store_true", help="submit the runs to Slurm instead")
     slurm.add_argument("--cancel", action="store_true", help="drain the run's jobs and end them")
     text = "an option of sbatch for broker, learner or fleet, or for all; empty to leave it out; repeatable"
-    slurm.add_argument("--sbatch", action="append", default=[], metavar="[ROLE:]OPTION[=VALUE]", help=text)
+    for command in (slurm, made["sweep"]):
+        command.add_argument("--sbatch", action="append", default=[], metavar="[ROLE:]OPTION[=VALUE]", help=text)
+        command.add_argument("--dry-run", action="store_true", help="write and print the scripts, submit nothing")
     how = scale.add_mutually_exclusive_group(required=True)
     how.add_argument("--rollouts", type=int, metavar="N", help="so many nodes; the newest ones leave first")
     how.add_argument("--follow-advice", metavar="MIN..MAX", help="as the advisor of `status` says, until the run ends")

@@ -51,8 +51,8 @@ begun=$SECONDS
 step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 
-# On two cores more workers work while others wait. A file stays on one worker.
-pytest=(python -m pytest -rs --durations=15 -n 4 --dist loadfile --no-loadscope-reorder)
+# On two cores a third worker works while another waits. A file stays on one worker.
+pytest=(python -m pytest -rs --durations=15 -n 3 --dist loadfile --no-loadscope-reorder)
 
 checks() {
   step "pyright" pyright

@@ -179,7 +179,7 @@ def main() -> None:
 
 
 def key_of(mutant: dict[str, Any]) -> tuple[str, ...]:
-    """What a mutant changes; its line and its number move with other changes."""
+    """The change itself; a mutant's line and number move with other changes."""
     return mutant["path"], mutant["function"], mutant["before"], mutant["after"]
 
 

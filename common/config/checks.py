@@ -159,15 +159,21 @@ def _job_problems(config: Config, read: set[str], model: Architecture | None) ->
             yield Problem("broker.max_message_bytes", f"more than {needed} for the routing of a group", hint=hint)
 
 
-def _keep_best(config: BaseConfig) -> Iterator[Problem]:
-    key = config.learner.checkpoint.keep_best
-    if key is None:
-        return
+def metric_names(config: BaseConfig) -> list[str]:
+    """The metrics of this run by which versions can be compared, those of its evaluations included."""
     known = numbers(config.step_metrics)
     if config.rl and config.evaluation.every:
         told = config.rl.evaluation
         figures = ["mean_reward", *(f"pass_at/{k}" for k in pass_ks(told.samples))]
         known += [f"evaluation/{name}/{each}" for name in dataset_names(told.datasets) for each in figures]
+    return known
+
+
+def _keep_best(config: BaseConfig) -> Iterator[Problem]:
+    key = config.learner.checkpoint.keep_best
+    if key is None:
+        return
+    known = metric_names(config)
     if (name := key.removeprefix("-")) not in known:
         near = nearest(name, known)
         hint = f"did you mean '{'-' * key.startswith('-')}{near}'?" if near else "docs/metrics.md lists them"

@@ -368,6 +368,17 @@ def load_yaml(text: str) -> object:
         raise yaml.YAMLError(f"a value that cannot be read: {error}") from None
 
 
+def values_of(text: str) -> list[str]:
+    """The texts of 'a,b,c', which are the entries of a YAML list: commas in quotes and brackets do not separate them.
+
+    Raises yaml.YAMLError.
+    """
+    node: Any = cast("Any", yaml.compose(f"[{text}]", Loader=_Loader))  # pyright: ignore[reportUnknownMemberType]
+    if node.end_mark.index != len(text) + 2:
+        raise yaml.YAMLError("a bracket or a quote has no counterpart")
+    return [text[entry.start_mark.index - 1 : entry.end_mark.index - 1] for entry in node.value]
+
+
 def line_of(text: str, key: str) -> int | None:
     """The line, from 1, of a key path in YAML that parses; of the nearest section above it when it is absent."""
     node: Any = cast("Any", yaml.compose(text, Loader=_Loader))  # pyright: ignore[reportUnknownMemberType]

@@ -165,16 +165,23 @@ class Outcome(msgspec.Struct, frozen=True):
         return "".join(f"; {part}" for part in parts)
 
 
+def finished_version(run: RunDir, steps: int) -> int | None:
+    """The version of a run's final model; None while it has not done `steps` and written the model."""
+    record = read_record(run)
+    done = record is not None and record.state == "done" and record.policy_version >= steps
+    return record.policy_version if record and done and (run.model / "config.json").is_file() else None
+
+
 def outcome_of(run: RunDir, config: Config, tail: MetricsTail[StepMetrics]) -> Outcome:
     """The outcome by the run's files, with the metrics that `tail` has read."""
-    record = read_record(run)
+    version = finished_version(run, config.run.steps)
     folder = run.model / "config.json"
     report = run.report / "report.html"
     steps = tail.last.policy_version if tail.last else 0
     reached = Outcome(steps, config.run.steps, ends(tail.series(lambda line: line.reward_mean)))
-    if record is None or record.state != "done" or record.policy_version < config.run.steps or not folder.is_file():
+    if version is None:
         return reached
-    last = [line for line in tail.evaluations if line.policy_version == record.policy_version]
+    last = [line for line in tail.evaluations if line.policy_version == version]
     held_out = {line.dataset: line.mean_reward for line in last if not math.isnan(line.mean_reward)}
     with suppress(OSError, ValueError):
         path = run.path / "eval.json"
@@ -183,7 +190,7 @@ def outcome_of(run: RunDir, config: Config, tail: MetricsTail[StepMetrics]) -> O
             held_out = {"greedy": measured.greedy_accuracy, "sampled": measured.sampled_accuracy}
     return msgspec.structs.replace(
         reached,
-        steps=record.policy_version,
+        steps=version,
         held_out=held_out,
         model=str(run.model),
         report=str(report) if report.is_file() else "",

@@ -48,19 +48,25 @@ Named = tuple[str, RunDir, BaseConfig | None]  # a run, as it was named, too
 
 
 def command(args: argparse.Namespace) -> int:
-    """Write figures, pictures and a page of a finished or running job, or of several side by side.
+    write_report(args.runs, args.out)
+    return 0
 
-    Raises UsageError for warm starts beside jobs.
+
+def write_report(words: Sequence[str], out: str | None) -> None:
+    """Write figures, pictures and a page of a finished or running job, or of several side by side, and print a table.
+
+    `words`: runs as a person names them; `out`: the folder, if it is not the usual one. Raises UsageError for warm
+    starts beside jobs.
     """
-    named = ((word, find_run(word)) for word in args.runs)
+    named = ((word, find_run(word)) for word in words)
     found = {run.path.resolve(): (word, run, any_config_of(run)) for word, run in named}
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("plots need matplotlib, which the extra 'report' brings; launch/setup.sh cpu installs it")
     kinds = {config is not None and config.rl is None: word for word, _, config in found.values()}
     if len(kinds) > 1:
         raise UsageError(f"{kinds[True]} is a warm start and {kinds[False]} an RL job: their metrics are not the same")
-    alone = next(iter(found.values()))[1] if len(args.runs) == 1 else None
-    folder = Path(args.out) if args.out else alone.report if alone else new_folder(found)
+    alone = next(iter(found.values()))[1] if len(words) == 1 else None
+    folder = Path(out) if out else alone.report if alone else new_folder(found)
     runs, summaries, notes = read(list(found.values()), alone is not None)
     differing = [] if alone else difference_rows({each.label: each.config for each in runs})
     rows = summary_rows(summaries)
@@ -82,7 +88,6 @@ def command(args: argparse.Namespace) -> int:
     for row in [*differing, [""], *rows]:
         table.add_row(*map(Text, row))
     Console().print(table, *notes, "written: " + ", ".join(map(str, written)), sep="\n", soft_wrap=True, markup=False)
-    return 0
 
 
 def read(found: list[Named], alone: bool) -> tuple[list[Compared], dict[str, Figures], list[str]]:

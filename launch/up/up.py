@@ -12,8 +12,11 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 from typing import Any
 
+from common.config.checks import C
+from common.config.loading import load_config
 from common.config.schema import Config
 from common.errors import EXIT_DONE, ConfigError, SlipstreamError, UsageError
 from common.json_lines import EventFile
@@ -25,7 +28,7 @@ from common.process.run_dir import RunDir, running_broker
 from common.run_reader import MetricsTail, read_tail
 from launch.observe.job_view import Display, open_display
 from launch.observe.observation import observe, outcome_of
-from launch.resolve_target import Target, load_job, need_broker_library
+from launch.resolve_target import Target, checked, need_broker_library
 from launch.sinks.process import TOLD_S, check_packages
 from launch.up.devices import Place, assign, available_cores, plan_cores, table
 from launch.up.ranks import thread_environment
@@ -45,13 +48,7 @@ ANSWER_S = 1.0
 
 def command(args: argparse.Namespace) -> int:
     """Run the job to its end, or until it is told to stop; the same command continues a stopped one."""
-    config, run = load_job(args.config, args.overrides, environment=True)
-    if config.learner.machines > 1:
-        hint = "`up` starts one machine; docs/machines.md says how to start a learner of several"
-        raise ConfigError(args.config, "learner.machines", "1", str(config.learner.machines), hint)
-    run.check_agrees(config)
-    need_broker_library(config)
-    check_packages(config.telemetry.sinks)
+    config, run = ready(load_config(Path(args.config), args.overrides), args.config)
     with ExitStack() as lock:
         lock.enter_context(only_one(run.path / "up.lock", "runs this job with `slipstream up`"))
         if done := finished(run, config):
@@ -67,6 +64,22 @@ def command(args: argparse.Namespace) -> int:
             print("GPUs of each role:", *table(places), sep="\n", flush=True)
         job = Job(config, run, places, args.web)
         return job.run(args.plain, None if args.no_stay else lock.close)
+
+
+def ready(config: C, file: str) -> tuple[C, RunDir]:
+    """The config of a run of this machine with absolute paths, after all checks, and its folder, which is not made yet.
+
+    Errors name `file`. Raises UsageError.
+    """
+    config, run = checked(config, file)
+    if config.learner.machines > 1:
+        hint = "it would start one machine; docs/machines.md says how to start a learner of several"
+        raise ConfigError(file, "learner.machines", "1", str(config.learner.machines), hint)
+    run.check_agrees(config)
+    if config.rl is not None:
+        need_broker_library(config.rl)
+        check_packages(config.telemetry.sinks)
+    return config, run
 
 
 def finished(run: RunDir, config: Config) -> str:

@@ -21,6 +21,7 @@ BUILT_IN = {
     name: f"{__name__}:{name}"
     for name in ("code", "exact_match", "json_schema", "length_penalty", "math_verify", "regex")
 }
+WALL_PER_CPU = 10  # code may wait, also for a core
 MATH_S = 30.0  # for one comparison of expressions
 MATH_MIB = 2048
 MATH = ("math_verify",)
@@ -111,7 +112,8 @@ async def code(
     """Share of the column's tests that pass after the completion's last fenced block, or all of it, has run.
 
     A test is Python code that raises if something is wrong; the column has one text or a list of them. All of it runs
-    in one process within the limits, without network where the kernel allows it; 0 when that process is ended.
+    in one process, without network where the kernel allows it; 0 when that process is ended. `seconds` limits CPU time.
+    Ten times as much may pass, so that a busy machine changes no reward.
     """
     tests = column_of(row, column)
     tests = [tests] if isinstance(tests, str) else tests
@@ -119,7 +121,9 @@ async def code(
         raise ValueError(f"the column {column!r} must be Python code or a list of it, found {tests!r}"[:200])
     keywords = {"code": _block(completion), "tests": tests}
     try:
-        return await call_apart(f"{__name__}:passed", keywords, seconds=seconds, memory_mib=memory_mib)
+        return await call_apart(
+            f"{__name__}:passed", keywords, seconds=WALL_PER_CPU * seconds, memory_mib=memory_mib, cpu_s=seconds
+        )
     except Killed:
         return 0.0
 

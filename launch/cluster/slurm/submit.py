@@ -56,25 +56,42 @@ def command(args: argparse.Namespace) -> int:
     options = parse_options(args.sbatch)
     if not args.dry_run:
         slurm("sbatch", "--version")
-    config, run = prepared(args.config, args.overrides)
+    submit_run(*prepared(args.config, args.overrides), options, args.dry_run)
+    return EXIT_DONE
+
+
+def submit_run(config: Config, run: RunDir, options: Mapping[str, Options], dry_run: bool) -> None:
+    """Write the scripts of a run and submit them, or print them; of a finished run, say only that.
+
+    Raises UsageError when its jobs have not ended, or when Slurm refuses.
+    """
     reached = outcome_of(run, config, read_tail(run.metrics, StepMetrics))
-    if not args.dry_run and reached.finished:
+    if not dry_run and reached.finished:
         print(f"{run.path} is {reached.sentence()}")
-        return EXIT_DONE
-    if not args.dry_run and (tasks := tasks_of(read_jobs(run).ids)):
+        return
+    if not dry_run and (tasks := tasks_of(read_jobs(run).ids)):
         ids = " ".join(task.id for task in tasks)
         raise UsageError(f"{run.path}: its jobs {ids} have not ended; `slipstream slurm RUN --cancel` ends them")
     for role, text in render(config, run, options).items():
         write_atomic(script(run, role), text.encode(), mode=0o755)
-        print(f"--- {script(run, role)}\n{text}" if args.dry_run else script(run, role))
-    if not args.dry_run:
+        print(f"--- {script(run, role)}\n{text}" if dry_run else script(run, role))
+    if not dry_run:
         jobs = submit(run, config.rollout.nodes)
         print(f"broker {jobs.broker}, learner {jobs.learner}, fleet {' '.join(jobs.fleet) or 'of no nodes'}")
-    return EXIT_DONE
 
 
 def prepared(file: str, overrides: list[str]) -> tuple[Config, RunDir]:
-    """The checked config of a run on many hosts, with keys, written to its run folder; raises UsageError."""
+    """The config of a run on many hosts after all checks, with keys, written to its run folder; raises UsageError."""
+    config, run, keys = reviewed(file, overrides)
+    if keys is not None:
+        make(keys, [NODE_KEY])
+        print(f"made keys in {keys.path}")
+    run.prepare(config)
+    return config, run
+
+
+def reviewed(file: str, overrides: Sequence[str]) -> tuple[Config, RunDir, KeyFolder | None]:
+    """As `prepared`, with nothing written: the third is the folder of the keys, None when they are there."""
     config = resolve_paths(load_config(Path(file), overrides))
     if config.weights.transport != "relay" and config.weights.network != "trusted":
         hint = f"the jobs run on several hosts; {COLLECTIVES_ARE_OPEN}"
@@ -89,11 +106,7 @@ def prepared(file: str, overrides: list[str]) -> tuple[Config, RunDir]:
             raise ConfigError.of(file, problem)
     run = RunDir.of(config)
     run.check_agrees(config)
-    if no_keys:
-        make(keys, [NODE_KEY])
-        print(f"made keys in {keys.path}")
-    run.prepare(config)
-    return config, run
+    return config, run, keys if no_keys else None
 
 
 def submit(run: RunDir, nodes: int) -> Jobs:

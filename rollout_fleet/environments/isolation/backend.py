@@ -18,6 +18,10 @@ class EnvironmentDied(Exception):
     """An environment's process ended without an answer; the message says how."""
 
 
+class EnvironmentLost(EnvironmentDied):
+    """The process ended, and so did the one that watches it; the environment is not to blame."""
+
+
 class EnvironmentRaised(Exception):
     """An environment's own exception, from its process; the message has its type."""
 

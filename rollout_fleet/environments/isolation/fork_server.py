@@ -240,6 +240,8 @@ def _unshare(flags: int) -> bool:
     gid = os.getgid()
     if LIBC.unshare(flags) == 0:  # with CAP_SYS_ADMIN
         return True
+    if uid != os.geteuid():  # a worker that dropped root's rights: its limit would count all processes of root there
+        return False
     if LIBC.unshare(flags | NEW_USER) != 0:
         return False
     with contextlib.suppress(OSError):  # files get an owner that exists outside

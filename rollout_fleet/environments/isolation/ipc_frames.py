@@ -8,7 +8,7 @@ from asyncio import IncompleteReadError, StreamReader
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-from rollout_fleet.environments.isolation.backend import EnvironmentDied, ObservationTooLarge
+from rollout_fleet.environments.isolation.backend import EnvironmentLost, ObservationTooLarge
 from rollout_fleet.environments.protocol import Action, Chat, Observation, StepResult, ToolCall
 
 HEAD_BYTES = 4
@@ -36,7 +36,7 @@ def pack(message: dict[str, Any]) -> bytes:
 async def read(reader: StreamReader, limit_bytes: int) -> dict[str, Any]:
     """The next frame.
 
-    Raises ObservationTooLarge for one larger than `limit_bytes`, which is not read, and EnvironmentDied at the end of
+    Raises ObservationTooLarge for one larger than `limit_bytes`, which is not read, and EnvironmentLost at the end of
     the stream.
     """
     try:
@@ -45,7 +45,7 @@ async def read(reader: StreamReader, limit_bytes: int) -> dict[str, Any]:
             raise ObservationTooLarge(f"an answer of {size} bytes, the limit is {limit_bytes}")
         body = await reader.readexactly(size)
     except (IncompleteReadError, ConnectionError) as error:
-        raise EnvironmentDied("its process ended without an answer") from error
+        raise EnvironmentLost("its process ended without an answer") from error
     message = json.loads(body)
     if not isinstance(message, dict):
         raise ValueError(f"an answer that is no object: {type(message).__name__}")

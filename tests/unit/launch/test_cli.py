@@ -152,7 +152,7 @@ def test_overrides_stand_before_and_after_options(words, expected):
 def test_a_function_in_place_of_an_environment_is_refused_with_the_key_that_takes_it(job, capsys):
     assert main(["up", str(job), "tasks.environment=json:loads"]) == EXIT_USAGE
     err = capsys.readouterr().err
-    assert "'json:loads'" in err and "`tasks.reward: json:loads`" in err
+    assert "'json:loads'" in err and "tasks.reward: json:loads" in err
 
 
 def test_help_has_every_command_in_a_group_also_without_a_word(capsys):

@@ -120,8 +120,10 @@ def test_options_that_do_not_fit_are_told_the_nearest(
 
 @pytest.mark.parametrize("function", ["judges", "judges_later"])
 def test_a_function_that_judges_is_refused_with_the_key_that_takes_it(user_folder: Path, function: str) -> None:
-    with refused(ConfigError, "tasks.environment", f"tasks.reward: my_environments:{function}"):
+    with refused(ConfigError, f"'my_environments:{function}'") as caught:
         describe(f"my_environments:{function}", {})
+    assert caught.value.key == "tasks.environment"
+    assert f"tasks.reward: my_environments:{function}" in (caught.value.hint or "")
 
 
 def test_resolving_imports_neither_torch_nor_vllm() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rollout_fleet.driver_factory import build_driver, check_rewards
 from rollout_fleet.environments import reward_library
 from rollout_fleet.environments.builtin.reward_function import messages_of
 from rollout_fleet.environments.description import check_environment
+from rollout_fleet.environments.isolation.fork_server import MOST_PROCESSES
 from rollout_fleet.environments.protocol import Action, StopReason
 from rollout_fleet.environments.reward_library import column_of, soft_overlong
 from tests.rigs.configs import job_of
@@ -426,8 +428,15 @@ def test_expressions_are_compared_and_code_runs_on_the_thread_and_within_an_epis
     rewards = [{"function": "math_verify"}, {"function": "code"}]
     row = {"prompt": "?", "answer": "\\frac{1}{2}", "tests": "assert True"}
     config = job(folder, rewards, [row], limits={"process": process, "memory_mib": 2048})
-    check_rewards(config, check_environment(config.tasks), "job.yaml")
-    (sample,), _ = samples(config, "0.5", row=row)
+    ended = threading.Event()
+    others = [threading.Thread(target=ended.wait) for _ in range(2 * MOST_PROCESSES)]
+    for thread in others:  # the user has more processes than an episode may have
+        thread.start()
+    try:
+        check_rewards(config, check_environment(config.tasks), "job.yaml")
+        (sample,), _ = samples(config, "0.5", row=row)
+    finally:
+        ended.set()
     assert (sample.error, sample.metrics) == (None, {"math_verify": 1.0, "code": 1.0})
 
 
