@@ -100,7 +100,10 @@ fi
 
 if [ "$role" != adapters ]; then  # there, the node brings the modules that it needs
   say "installing slipstream itself"
+  exec 9<launch/setup.sh
+  flock 9  # another environment may be made at the same time, and this writes into the repository
   pip_install --no-deps --no-build-isolation --editable .
+  exec 9<&-
 fi
 
 say "checking that everything imports"

@@ -35,12 +35,37 @@ fi
 fast=""
 [ "${1:-}" != fast ] || { fast=yes; shift; }
 
-step "environment" bash launch/setup.sh cpu
-if [ -z "${SLIPSTREAM_VERIFIERS_PYTHON:-}" ] || [ -z "${SLIPSTREAM_OPENENV_PYTHON:-}" ] || [ -z "${SLIPSTREAM_SINKS_PYTHON:-}" ]; then
-  step "environment of verifiers, OpenEnv and trackers" bash launch/setup.sh adapters
-fi
+meanwhile=() logs=() failed=""
+trap 'kill 0' INT  # the shell keeps it from what runs in the background
+
+behind() {  # behind FUNCTION: runs it while other steps run; `joined` shows what it wrote
+  logs+=("$(mktemp)")
+  "$1" >"${logs[-1]}" 2>&1 &
+  meanwhile+=($!)
+}
+
+joined() {  # waits for everything behind; ends with an error when a step has failed
+  local i
+  for i in "${!meanwhile[@]}"; do
+    wait "${meanwhile[$i]}" || failed=yes
+    cat "${logs[$i]}"
+    rm "${logs[$i]}"
+  done
+  meanwhile=() logs=()
+  [ -z "$failed" ] || exit 1
+}
+
+other_environments() {
+  if [ -z "${SLIPSTREAM_VERIFIERS_PYTHON:-}" ] || [ -z "${SLIPSTREAM_OPENENV_PYTHON:-}" ] || [ -z "${SLIPSTREAM_SINKS_PYTHON:-}" ]; then
+    step "environment of verifiers, OpenEnv and trackers" bash launch/setup.sh adapters
+  fi
+  [ -n "$fast" ] || step "environment with the learner's pins" bash launch/setup.sh learner --cpu
+}
+
+behind other_environments
+(step "environment" bash launch/setup.sh cpu) || failed=yes
+joined
 [ -n "$fast" ] || step "Chromium" chromium
-[ -n "$fast" ] || step "environment with the learner's pins" bash launch/setup.sh learner --cpu
 export SLIPSTREAM_LEARNER_PYTHON="$PWD/.venv-learner-cpu/bin/python"
 export SLIPSTREAM_VERIFIERS_PYTHON="${SLIPSTREAM_VERIFIERS_PYTHON:-$PWD/.venv-adapters/bin/python}"
 export SLIPSTREAM_OPENENV_PYTHON="${SLIPSTREAM_OPENENV_PYTHON:-$PWD/.venv-adapters/bin/python}"
@@ -81,26 +106,6 @@ cluster_and_variants() {  # one after another; the later ones run also when one 
   return $failed
 }
 
-meanwhile=() logs=() failed=""
-trap 'kill 0' INT  # the shell keeps it from what runs in the background
-
-behind() {  # behind FUNCTION: runs it while other steps run; `joined` shows what it wrote
-  logs+=("$(mktemp)")
-  "$1" >"${logs[-1]}" 2>&1 &
-  meanwhile+=($!)
-}
-
-joined() {  # waits for everything behind; ends with an error when a step has failed
-  local i
-  for i in "${!meanwhile[@]}"; do
-    wait "${meanwhile[$i]}" || failed=yes
-    cat "${logs[$i]}"
-    rm "${logs[$i]}"
-  done
-  [ -z "$failed" ] || exit 1
-  printf '\n== all checks passed in %d s after set-up\n' $((SECONDS - begun))
-}
-
 if [ -n "$fast" ]; then
   behind checks
   (step "fast tests" "${pytest[@]}" -m "not slow" tests/unit tests/property tests/contract "$@") || failed=yes
@@ -116,3 +121,4 @@ else
   (step "all tests but those on a cluster" nice -n 5 "${pytest[@]}" -m "not cluster") || failed=yes
 fi
 joined
+printf '\n== all checks passed in %d s after set-up\n' $((SECONDS - begun))
