@@ -12,7 +12,7 @@ import msgspec
 from common.config.scorers import ScorerConfig
 from rollout_fleet.environments.builtin.reward_function import filled
 from rollout_fleet.environments.protocol import Chat, StopReason
-from rollout_fleet.episode.driver import EpisodeFailed
+from rollout_fleet.episode.driver import NOTE_CHARS, EpisodeFailed
 
 SHOWN_CHARS = 200
 
@@ -29,7 +29,7 @@ class Score:
     """A scorer's answer."""
 
     value: float
-    said: str  # the model's name by its server, and what it answered
+    said: str  # the beginning of the model's name by its server, and of what it answered
     retries: int = 0
     seconds: float = 0.0  # from the question to the score, with all waits
 
@@ -99,7 +99,7 @@ def _raw(scorer: ScorerConfig, answer: bytes) -> Score:
     raw = found.data[0].probs
     if scorer.label >= len(raw):
         raise ValueError(f"the model has no label {scorer.label}, it has {len(raw)}")
-    return Score(_finite(raw[scorer.label]), f"{found.model or scorer.model}: {', '.join(map(str, raw))}")
+    return Score(_finite(raw[scorer.label]), _said(found.model or scorer.model, ", ".join(map(str, raw))))
 
 
 def _verdict(scorer: ScorerConfig, answer: bytes) -> Score:
@@ -119,7 +119,12 @@ def _verdict(scorer: ScorerConfig, answer: bytes) -> Score:
         cut = f"; it was cut at max_tokens ({scorer.max_tokens})" if choice.finish_reason == "length" else ""
         raise ValueError(f"no verdict in the answer{cut}")
     value = labels[given[-1]] if labels else float(given[-1])
-    return Score(_finite(value), f"{found.model or scorer.model}: {text}")
+    return Score(_finite(value), _said(found.model or scorer.model, text))
+
+
+def _said(model: str, answer: str) -> str:
+    """What a transcript keeps; a cache of whole answers could take gigabytes."""
+    return f"{model}: {answer}"[:NOTE_CHARS]
 
 
 def _finite(value: float) -> float:

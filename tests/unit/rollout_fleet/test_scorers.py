@@ -349,6 +349,36 @@ def test_the_key_goes_to_the_server_and_into_no_message(
     assert "wrong key ***" in found
 
 
+@pytest.mark.parametrize("key", ["sk-secret\n", "sk-\0secret"])
+def test_a_key_that_is_no_header_fails_scores_as_any_other_reason(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    if "\0" in key:  # no variable has it
+        monkeypatch.setattr(client.os, "environ", {"JUDGE_KEY": key})
+    else:
+        monkeypatch.setenv("JUDGE_KEY", key)
+
+    async def act(scorer: Scorer) -> str:
+        with refused(ScorerFailed, "grader: ") as caught:
+            await scorer.score("P", "a", ROW)
+        assert scorer.paused
+        return str(caught.value)
+
+    found = using(judge(server, api_key_env="JUDGE_KEY", failures=1), act)
+    assert ("secret" in found, server.bodies) == (False, [])
+
+
+def test_a_host_that_is_no_name_fails_scores(server: JudgeServer) -> None:
+    config = ScorerConfig(url="http://a..b/v1", model="judge", prompt="{completion}", verdict=VERDICT, retries=0)
+    assert reason(config).startswith("grader: ")
+
+
+def test_a_long_answer_is_not_kept_whole(server: JudgeServer) -> None:
+    server.acts = [says("x" * 100_000 + " Score: 1")]
+    ((found, _),) = score(judge(server), "abc")
+    assert (found.value, len(found.said)) == (1.0, 500)
+
+
 # ---------------------------------------------------------------- too many failures
 
 
