@@ -3,7 +3,10 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -15,6 +18,7 @@ from rollout_fleet.environments.protocol import Chat, StopReason
 from rollout_fleet.episode.driver import NOTE_CHARS, EpisodeFailed
 
 SHOWN_CHARS = 200
+VERDICT_S = 2.0  # for the search of a verdict in an answer
 
 
 class ScorerFailed(EpisodeFailed):
@@ -109,7 +113,8 @@ def _verdict(scorer: ScorerConfig, answer: bytes) -> Score:
     verdict = scorer.verdict or ""
     labels = {}
     if isinstance(verdict, str):
-        given = [match[1] for match in re.finditer(verdict, text)]
+        with _in_time(VERDICT_S):
+            given = [match[1] for match in re.finditer(verdict, text)]
     else:
         labels = {label.strip().casefold(): value for label, value in verdict.items()}
         # the longest first: 'not correct' before 'correct'
@@ -125,6 +130,25 @@ def _verdict(scorer: ScorerConfig, answer: bytes) -> Score:
 def _said(model: str, answer: str) -> str:
     """What a transcript keeps; a cache of whole answers could take gigabytes."""
     return f"{model}: {answer}"[:NOTE_CHARS]
+
+
+@contextmanager
+def _in_time(limit_s: float) -> Iterator[None]:
+    """Raises ValueError when a regular expression takes longer; `re` stops for signals, in the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: object) -> None:
+        raise ValueError(f"the search for `verdict` took longer than {limit_s:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
 
 
 def _finite(value: float) -> float:

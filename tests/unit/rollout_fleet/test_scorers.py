@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from collections.abc import Awaitable, Callable, Iterator
 from email.utils import formatdate
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from common.config.scorers import ScorerConfig
 from common.config.tasks import MessageConfig
-from rollout_fleet.scorers import client
+from rollout_fleet.scorers import client, requests
 from rollout_fleet.scorers.client import Scorer
 from rollout_fleet.scorers.requests import ScorerFailed, score_of
 from tests.rigs.refusals import refused
@@ -145,6 +146,16 @@ def test_a_classification_that_is_no_number_fails(server: JudgeServer, answer: s
     server.act = text(answer)
     assert fact in reason(judge(server, kind="classification", verdict=None, label=1))
     assert len(server.bodies) == 1
+
+
+def test_a_verdict_that_takes_too_long_fails_its_sample_alone(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "VERDICT_S", 0.1)
+    server.acts = [says("a" * 28)]  # minutes without a bound
+    slow, fine = score(judge(server, verdict="((?:a+)+)b", concurrency=1), "abc", "other")
+    assert ("took longer" in str(slow), "no verdict" in str(fine)) == (True, True)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
 
 
 # ---------------------------------------------------------------- what fails, and what is tried again
