@@ -55,7 +55,7 @@ class Node:
         self._interrupt = asyncio.Event()  # a waiting lease request is out of date
         self.groups = RunningGroups(parts, self._room.set, self.fail)
         self._working = False
-        self._paused = False  # what the loop saw last of its driver
+        self._paused = False  # as the loop last saw its driver
         self._learner: int | None = None  # incarnation of the attached learner
         self._leased_before = False
         self._group_size = 1  # the newest task's, so that an idle node does not ask as if groups were single episodes

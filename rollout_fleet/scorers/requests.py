@@ -109,6 +109,8 @@ def _raw(scorer: ScorerConfig, answer: bytes) -> Score:
 def _verdict(scorer: ScorerConfig, answer: bytes) -> Score:
     found = msgspec.json.decode(answer, type=_Completion)
     choice = found.choices[0]
+    if choice.finish_reason == "length":  # an early thought, or a number without its end
+        raise ValueError(f"no verdict, the answer was cut at max_tokens ({scorer.max_tokens})")
     text = choice.message.content or ""
     verdict = scorer.verdict or ""
     labels = {}
@@ -121,14 +123,13 @@ def _verdict(scorer: ScorerConfig, answer: bytes) -> Score:
         words = "|".join(re.escape(label) for label in sorted(labels, key=len, reverse=True))
         given = [match[1] for match in re.finditer(rf"(?<!\w)({words})(?!\w)", text.casefold())]
     if not given or given[-1] is None:
-        cut = f"; it was cut at max_tokens ({scorer.max_tokens})" if choice.finish_reason == "length" else ""
-        raise ValueError(f"no verdict in the answer{cut}")
+        raise ValueError("no verdict in the answer")
     value = labels[given[-1]] if labels else float(given[-1])
     return Score(_finite(value), _said(found.model or scorer.model, text))
 
 
 def _said(model: str, answer: str) -> str:
-    """What a transcript keeps; a cache of whole answers could take gigabytes."""
+    """The part that a transcript keeps; a cache of whole answers could take gigabytes."""
     return f"{model}: {answer}"[:NOTE_CHARS]
 
 
