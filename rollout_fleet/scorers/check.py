@@ -84,7 +84,7 @@ def _look(name: str, scorer: ScorerConfig, *, body: bytes, file: str) -> str:
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """As the node: a redirect would take the key to another host."""
 
-    def redirect_request(self, *_: Any) -> None:
+    def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
 
 
