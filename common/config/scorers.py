@@ -69,7 +69,7 @@ def scorer_problems(
             yield Problem("scorers", "names of letters, digits, - and _", repr(name))
         yield from _endpoint(at, scorer)
         for place in (PLACE, OTHER) if scorer.kind == "pairwise" else (PLACE,):
-            if not any(place in template for _, template in scorer.templates):
+            if not any(_has(template, place) for _, template in scorer.templates):
                 yield Problem(f"{at}.prompt", f"a template with {place}", "none", "the score could not depend on it")
         if scorer.kind == "pairwise" and group_size == 1:
             yield Problem(f"{at}.kind", "another one with rollout.group_size: 1", "pairwise")
@@ -82,6 +82,12 @@ def scorer_problems(
             expected = f"less than rollout.sample_timeout_s ({sample_s:g})"
             yield Problem(f"{at}.deadline_s", expected, f"{scorer.deadline_s:g}")
     yield from _named(scorers, tasks)
+
+
+def _has(template: str, place: str) -> bool:
+    """Whether the place is filled; with two braces on each side it stands for itself."""
+    shown = re.escape(place)
+    return re.search(rf"(?<!{{){shown}|{shown}(?!}})", template) is not None
 
 
 def _endpoint(at: str, scorer: ScorerConfig) -> Iterator[Problem]:

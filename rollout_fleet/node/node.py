@@ -55,6 +55,7 @@ class Node:
         self._interrupt = asyncio.Event()  # a waiting lease request is out of date
         self.groups = RunningGroups(parts, self._room.set, self.fail)
         self._working = False
+        self._paused = False  # as the loop last saw its driver
         self._learner: int | None = None  # incarnation of the attached learner
         self._leased_before = False
         self._group_size = 1  # the newest task's, so that an idle node does not ask as if groups were single episodes
@@ -122,8 +123,9 @@ class Node:
         size = self._group_size
         weights = self._parts.feed.state
         wanted = (self.groups.slots.limit + LOOKAHEAD_GROUPS * size - self.groups.unfinished) // size
+        self._paused = bool(self._parts.driver.paused)
         unready = weights.version < 0 or self._learner not in (None, weights.incarnation)
-        if wanted <= 0 or unready or self._parts.driver.paused:
+        if wanted <= 0 or unready or self._paused:
             await self._room.wait()
             return
         for lease in await self._lease(min(wanted, LEASE_AT_ONCE)):
@@ -186,15 +188,13 @@ class Node:
     async def _watch(self) -> None:
         """Keep the status current, and wake the loop when the policy changes."""
         before = self._parts.feed.state
-        paused = False
         try:
             while True:
                 state = await self._parts.feed.wait_change(MEASURE_S)
                 other = (state.version, state.incarnation) != (before.version, before.incarnation)
-                if other or state.excluded or bool(self._parts.driver.paused) is not paused:
+                if other or state.excluded or bool(self._parts.driver.paused) is not self._paused:
                     self._wake()
                 before = state
-                paused = bool(self._parts.driver.paused)
                 self._measure()
         except Exception as error:  # heartbeats would go on with figures that stand still, and leases would run out
             logger.exception("the node's status cannot be measured")

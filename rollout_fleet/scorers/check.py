@@ -1,5 +1,6 @@
 """A launch's look at the scorers: their templates on a row of the dataset, and one or two cheap requests to each."""
 
+import http.client
 import json
 import os
 import urllib.error
@@ -61,9 +62,9 @@ def _look(name: str, scorer: ScorerConfig, *, body: bytes, file: str) -> str:
         served = [str(entry["id"]) for entry in listed["data"]]
     except urllib.error.HTTPError as error:
         return f"refuses the key (HTTP {error.code})" if error.code in (401, 403) else ""
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         return f"does not answer: {getattr(error, 'reason', error)}"
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return ""
     if served and scorer.model not in served:
         near = nearest(scorer.model, served)
@@ -73,17 +74,24 @@ def _look(name: str, scorer: ScorerConfig, *, body: bytes, file: str) -> str:
     if scorer.kind == "classification" and body:
         try:
             score_of(scorer, _request(scorer, address_of(scorer), body))
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             return f"does not classify: {error}"
         except ScorerFailed as error:
             raise ConfigError(file, f"scorers.{name}.label", "a label with a raw score", str(error)) from error
     return ""
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """As the node: a redirect would take the key to another host."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
 def _request(scorer: ScorerConfig, url: str, body: bytes | None = None) -> bytes:
     headers = {"Content-Type": "application/json"}
     if scorer.api_key_env and (key := os.environ.get(scorer.api_key_env)):
         headers["Authorization"] = f"Bearer {key}"
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the node asks
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)  # as the node asks
     with direct.open(urllib.request.Request(url, body, headers), timeout=LOOK_S) as answer:
         return answer.read(MOST_BYTES)

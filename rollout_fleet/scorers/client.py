@@ -174,6 +174,8 @@ class Scorer:
             raise self._named(f"no score within {self.config.deadline_s:g} s; the last request: {last}") from error
         except ScorerFailed as error:
             raise self._named(str(error)) from error
+        except Exception as error:  # such as a key that is no header; nothing else would count it
+            raise self._named(f"{type(error).__name__}: {error}") from None  # its text may have the key
         raise AssertionError("the waits never end")
 
     def _named(self, reason: str) -> ScorerFailed:

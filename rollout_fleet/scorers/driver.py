@@ -26,6 +26,7 @@ from rollout_fleet.episode.driver import (
     bounded,
     checked_metrics,
     checked_notes,
+    finite,
 )
 from rollout_fleet.episode.rendering import Renderer
 from rollout_fleet.episode.sampler_protocol import Sampler
@@ -128,7 +129,7 @@ class ScoredDriver(EpisodeDriver):
             notes |= checked_notes({judge.metric: said})
         rewards = [*sample.turn_rewards[:-1], sample.turn_rewards[-1] + reward]
         return msgspec.structs.replace(
-            sample, reward=sum(rewards), turn_rewards=rewards, metrics=checked_metrics(metrics), notes=notes
+            sample, reward=finite(sum(rewards)), turn_rewards=rewards, metrics=checked_metrics(metrics), notes=notes
         )
 
     def _answer(self, sample: Sample) -> str:

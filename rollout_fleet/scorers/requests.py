@@ -3,7 +3,10 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,9 +15,10 @@ import msgspec
 from common.config.scorers import ScorerConfig
 from rollout_fleet.environments.builtin.reward_function import filled
 from rollout_fleet.environments.protocol import Chat, StopReason
-from rollout_fleet.episode.driver import EpisodeFailed
+from rollout_fleet.episode.driver import NOTE_CHARS, EpisodeFailed
 
 SHOWN_CHARS = 200
+VERDICT_S = 2.0  # for the search of a verdict in an answer
 
 
 class ScorerFailed(EpisodeFailed):
@@ -29,7 +33,7 @@ class Score:
     """A scorer's answer."""
 
     value: float
-    said: str  # the model's name by its server, and what it answered
+    said: str  # the beginning of the model's name by its server, and of what it answered
     retries: int = 0
     seconds: float = 0.0  # from the question to the score, with all waits
 
@@ -99,27 +103,53 @@ def _raw(scorer: ScorerConfig, answer: bytes) -> Score:
     raw = found.data[0].probs
     if scorer.label >= len(raw):
         raise ValueError(f"the model has no label {scorer.label}, it has {len(raw)}")
-    return Score(_finite(raw[scorer.label]), f"{found.model or scorer.model}: {', '.join(map(str, raw))}")
+    return Score(_finite(raw[scorer.label]), _said(found.model or scorer.model, ", ".join(map(str, raw))))
 
 
 def _verdict(scorer: ScorerConfig, answer: bytes) -> Score:
     found = msgspec.json.decode(answer, type=_Completion)
     choice = found.choices[0]
+    if choice.finish_reason == "length":  # an early thought, or a number without its end
+        raise ValueError(f"no verdict, the answer was cut at max_tokens ({scorer.max_tokens})")
     text = choice.message.content or ""
     verdict = scorer.verdict or ""
     labels = {}
     if isinstance(verdict, str):
-        given = [match[1] for match in re.finditer(verdict, text)]
+        with _in_time(VERDICT_S):
+            given = [match[1] for match in re.finditer(verdict, text)]
     else:
         labels = {label.strip().casefold(): value for label, value in verdict.items()}
         # the longest first: 'not correct' before 'correct'
         words = "|".join(re.escape(label) for label in sorted(labels, key=len, reverse=True))
         given = [match[1] for match in re.finditer(rf"(?<!\w)({words})(?!\w)", text.casefold())]
     if not given or given[-1] is None:
-        cut = f"; it was cut at max_tokens ({scorer.max_tokens})" if choice.finish_reason == "length" else ""
-        raise ValueError(f"no verdict in the answer{cut}")
+        raise ValueError("no verdict in the answer")
     value = labels[given[-1]] if labels else float(given[-1])
-    return Score(_finite(value), f"{found.model or scorer.model}: {text}")
+    return Score(_finite(value), _said(found.model or scorer.model, text))
+
+
+def _said(model: str, answer: str) -> str:
+    """The part that a transcript keeps; a cache of whole answers could take gigabytes."""
+    return f"{model}: {answer}"[:NOTE_CHARS]
+
+
+@contextmanager
+def _in_time(limit_s: float) -> Iterator[None]:
+    """Raises ValueError when a regular expression takes longer; `re` stops for signals, in the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: object) -> None:
+        raise ValueError(f"the search for `verdict` took longer than {limit_s:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
 
 
 def _finite(value: float) -> float:

@@ -58,6 +58,7 @@ def test_a_scorer_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         ({"modle": "big"}, "modle", "'model'"),
         ({"kind": "rubrik"}, "kind", "'rubric'"),
         ({"prompt": "{question}"}, "prompt", "{completion}"),
+        ({"prompt": "Rate: {{completion}}"}, "prompt", "{completion}"),
         ({"prompt": None}, "prompt", "required"),
         ({"prompt": [{"role": "user", "content": "{question}"}]}, "prompt", "{completion}"),
         ({"prompt": [{"role": "judge", "content": "{completion}"}]}, "prompt[0].role", "'judge'"),

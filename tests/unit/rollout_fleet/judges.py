@@ -61,6 +61,7 @@ class JudgeServer:
         self.act: Act = by_length
         self.acts: list[Act] = []
         self.served: list[str] | int = ["judge"]  # answer of /v1/models, or its status
+        self.redirect = ""  # where /v1/models sends to
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.keys: list[str] = []
@@ -94,6 +95,8 @@ class JudgeServer:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self.keys.append(request.headers.get("Authorization", ""))
+        if self.redirect:
+            return web.Response(status=302, headers={"Location": self.redirect})
         if isinstance(self.served, int):
             return web.Response(status=self.served)
         return web.json_response({"data": [{"id": name} for name in self.served]})

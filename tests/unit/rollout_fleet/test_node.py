@@ -1,6 +1,7 @@
 """The node loop over the in-memory broker and a scripted sampler."""
 
 import asyncio
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -191,6 +192,24 @@ async def test_a_paused_driver_gets_no_tasks_until_it_goes_on(monkeypatch: pytes
         assert site.states() == ["pending"] * 8
         reason[0] = ""
         await until_async(lambda: site.states() == ["ready"] * 8)
+
+
+async def test_a_pause_that_ends_before_it_is_measured_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+
+    def paused(_: EpisodeDriver) -> str:
+        return waits.pop() if waits and sys._getframe(1).f_code.co_name == "_turn" else ""
+
+    monkeypatch.setattr(EpisodeDriver, "paused", property(paused))
+    monkeypatch.setattr(node, "MEASURE_S", 0.01)
+    async with Site() as site:
+        site.attach(tasks=2)
+        await until_async(lambda: site.states() == ["ready"] * 2)
+        waits.append("judge: HTTP 503")
+        site.node._wake()
+        await until_async(lambda: not waits)
+        site.learner.offer([addition_task(2, 2)])
+        await until_async(lambda: site.states() == ["ready"] * 3)
 
 
 async def test_it_leases_ahead_but_no_further_than_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:

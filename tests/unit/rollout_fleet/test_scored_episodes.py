@@ -3,7 +3,9 @@
 import asyncio
 import json
 import re
+import socket
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -211,7 +213,39 @@ def test_failed_samples_are_not_compared(tmp_path: Path, server: JudgeServer) ->
     assert len(server.bodies) == 2
 
 
+def test_a_sum_that_is_not_finite_fails_its_sample(tmp_path: Path, server: JudgeServer) -> None:
+    config = pairwise(tmp_path, server)
+    server.acts = [says("Score: 1e308")]
+    huge, fine = group_of(config, "2", "two")  # times a weight of 2
+    assert ("not finite" in (huge.error or ""), fine.error) == (True, None)
+
+
 # ---------------------------------------------------------------- before a launch
+
+
+def test_a_launch_takes_the_key_to_no_other_host(
+    tmp_path: Path, server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
+    with judges.serving() as other:
+        server.redirect = f"{other.url}/models"
+        assert list(check_scorers(job(tmp_path, server, api_key_env="JUDGE_KEY"), "job.yaml")) == []
+        assert (server.keys, other.keys) == (["Bearer sk-secret"], [])
+
+
+def test_a_server_of_another_protocol_is_a_warning(tmp_path: Path, server: JudgeServer) -> None:
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(b"SSH-2.0-x\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        config = job(tmp_path, server, url=f"http://127.0.0.1:{listener.getsockname()[1]}/v1")
+        assert len(list(check_scorers(config, "job.yaml"))) == 1
+        thread.join()
 
 
 def test_a_launch_asks_no_judge_and_is_silent_about_one_that_serves_its_model(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from collections.abc import Awaitable, Callable, Iterator
 from email.utils import formatdate
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from common.config.scorers import ScorerConfig
 from common.config.tasks import MessageConfig
-from rollout_fleet.scorers import client
+from rollout_fleet.scorers import client, requests
 from rollout_fleet.scorers.client import Scorer
 from rollout_fleet.scorers.requests import ScorerFailed, score_of
 from tests.rigs.refusals import refused
@@ -111,10 +112,9 @@ def test_labels_are_whole_words_the_last_and_the_longest_counts(answer: str | No
         assert score_of(config, body).value == expected
 
 
-def test_a_verdict_in_an_answer_that_was_cut_counts_and_none_names_the_limit(server: JudgeServer) -> None:
-    server.acts = [says("Score: 3", finish_reason="length"), says("Score", finish_reason="length")]
-    ((found, _),) = score(judge(server), "a")
-    assert found.value == 3.0
+@pytest.mark.parametrize("answer", ["Score: 3", "Is it Score: 1 or Score: 5? It", "Score", None])
+def test_an_answer_that_was_cut_has_no_verdict(server: JudgeServer, answer: str | None) -> None:
+    server.act = says(answer, finish_reason="length")
     assert "max_tokens (512)" in reason(judge(server))
 
 
@@ -145,6 +145,16 @@ def test_a_classification_that_is_no_number_fails(server: JudgeServer, answer: s
     server.act = text(answer)
     assert fact in reason(judge(server, kind="classification", verdict=None, label=1))
     assert len(server.bodies) == 1
+
+
+def test_a_verdict_that_takes_too_long_fails_its_sample_alone(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "VERDICT_S", 0.1)
+    server.acts = [says("a" * 28)]  # minutes without a bound
+    slow, fine = score(judge(server, verdict="((?:a+)+)b", concurrency=1), "abc", "other")
+    assert ("took longer" in str(slow), "no verdict" in str(fine)) == (True, True)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
 
 
 # ---------------------------------------------------------------- what fails, and what is tried again
@@ -347,6 +357,31 @@ def test_the_key_goes_to_the_server_and_into_no_message(
     assert server.keys[0] == "Bearer sk-secret"
     assert "sk-secret" not in found + caplog.text
     assert "wrong key ***" in found
+
+
+@pytest.mark.parametrize("key", ["sk-secret\n", "sk-\0secret"])
+def test_a_key_that_is_no_header_fails_scores_as_any_other_reason(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    if "\0" in key:  # no variable has it
+        monkeypatch.setattr(client.os, "environ", {"JUDGE_KEY": key})
+    else:
+        monkeypatch.setenv("JUDGE_KEY", key)
+
+    async def act(scorer: Scorer) -> str:
+        with refused(ScorerFailed, "grader: ") as caught:
+            await scorer.score("P", "a", ROW)
+        assert scorer.paused
+        return str(caught.value)
+
+    found = using(judge(server, api_key_env="JUDGE_KEY", failures=1), act)
+    assert ("secret" in found, server.bodies) == (False, [])
+
+
+def test_a_long_answer_is_not_kept_whole(server: JudgeServer) -> None:
+    server.acts = [says("x" * 100_000 + " Score: 1")]
+    ((found, _),) = score(judge(server), "abc")
+    assert (found.value, len(found.said)) == (1.0, 500)
 
 
 # ---------------------------------------------------------------- too many failures
