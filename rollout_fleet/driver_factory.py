@@ -24,6 +24,7 @@ from rollout_fleet.episode.driver import (
     EpisodeRules,
     Sampling,
     bounded,
+    check_penalty,
     checked_metrics,
     finite,
 )
@@ -96,6 +97,8 @@ async def first_observation(config: Config, found: Description, problem: dict[st
                 names.add(frozenset(checked_metrics(result.metrics)))
         finally:
             await environment.close()
+    if config.tasks.truncated == "penalized":
+        check_penalty(frozenset().union(*names))
     if len(names) > 1:
         raise EpisodeFailed(f"names of rewards change from one completion to the next: {[*map(sorted, names)]}")
     return observation

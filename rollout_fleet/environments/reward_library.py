@@ -81,11 +81,12 @@ def regex(completion: str, row: Mapping[str, Any], *, pattern: str, column: str 
 
     The match is that of the pattern's first group, or all of it. Syntax: Python's `re`; (?s) lets a dot match newlines.
     """
+    right = text_of(row, column).strip() if column else ""  # a wrong column fails before a launch, without a match too
     found = list(re.finditer(pattern, completion))
     if not found or not column:
         return float(bool(found))
     given = found[-1][1 if found[-1].re.groups else 0]
-    return float((given or "").strip() == text_of(row, column).strip())
+    return float((given or "").strip() == right)
 
 
 def json_schema(completion: str, row: Mapping[str, Any], *, schema: str = "", column: str = "schema") -> float:
@@ -149,6 +150,8 @@ def length_penalty(
     completion: str, row: Mapping[str, Any], *, action: Action, max_tokens: int, buffer_tokens: int
 ) -> float:
     """From 0 to -1 as the answer grows from `max_tokens - buffer_tokens` to `max_tokens` sampled tokens."""
+    if not 0 < buffer_tokens <= max_tokens:
+        raise ValueError(f"buffer_tokens must be from 1 to max_tokens ({max_tokens}), found {buffer_tokens}")
     return soft_overlong(len(action.tokens), max_tokens, buffer_tokens)
 
 

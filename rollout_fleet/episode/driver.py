@@ -13,7 +13,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
@@ -32,7 +32,7 @@ from rollout_fleet.environments.protocol import Action, Budget, Chat, Limits, Ob
 from rollout_fleet.environments.reward_library import soft_overlong
 from rollout_fleet.episode.rendering import Renderer, parse_turn, tool_format
 from rollout_fleet.episode.sampler_protocol import Generation, Sampler
-from rollout_fleet.episode.token_record import TokenRecord
+from rollout_fleet.episode.token_record import PENALTY, TokenRecord
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +162,7 @@ class EpisodeDriver:
                     reason = await episode.play()
                 record = episode.record
                 if buffer := self.rules.penalty_tokens:
+                    check_penalty(record.metrics)
                     most = self.rules.budget.max_tokens
                     cut = reason is StopReason.LENGTH  # perhaps by the context, long before the limit
                     record.penalize(soft_overlong(most if cut else record.sampled, most, buffer))
@@ -326,10 +327,18 @@ def checked_metrics(metrics: dict[str, float]) -> dict[str, float]:
     if len(metrics) > METRICS_MAX:
         raise EpisodeFailed(f"{len(metrics)} metrics, at most {METRICS_MAX} are kept")
     found = {str(name)[:METRIC_NAME_MAX]: float(value) for name, value in metrics.items()}
+    if len(found) < len(metrics):
+        raise EpisodeFailed(f"two metrics have the same first {METRIC_NAME_MAX} characters")
     bad = [name for name, value in found.items() if not math.isfinite(value)]
     if bad:
         raise EpisodeFailed(f"metric {bad[0]!r} is not finite")
     return found
+
+
+def check_penalty(metrics: Iterable[str]) -> None:
+    """Raise EpisodeFailed where the overlong penalty would take the place of a metric of the same name."""
+    if PENALTY in metrics:
+        raise EpisodeFailed(f"{PENALTY!r} is the metric of tasks.truncated: penalized; give this one another name")
 
 
 def checked_notes(notes: dict[str, str]) -> dict[str, str]:

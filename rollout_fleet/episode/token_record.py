@@ -9,6 +9,8 @@ from common.wire_types import Array
 from rollout_fleet.environments.protocol import StopReason
 from rollout_fleet.episode.sampler_protocol import Generation
 
+PENALTY = "overlong_penalty"  # metric of tasks.truncated: penalized
+
 
 @dataclass
 class TokenRecord:
@@ -80,7 +82,7 @@ class TokenRecord:
     def penalize(self, penalty: float) -> None:
         """Add DAPO's overlong penalty, at most 0, to the reward; it is a metric as well."""
         self.turn_rewards = [*self.turn_rewards[:-1], sum(self.turn_rewards[-1:]) + penalty]
-        self.metrics = {**self.metrics, "overlong_penalty": penalty}
+        self.metrics = {**self.metrics, PENALTY: penalty}
 
     def sample(self, reason: StopReason, error: str | None = None) -> Sample:
         """The sample for the learner; `error` says why the episode failed."""

@@ -108,8 +108,20 @@ class _Reward:
     def takes_action(self) -> bool:
         return "action" in inspect.signature(self.function).parameters
 
+    def check_second(self, row: Mapping[str, Any]) -> None:
+        """Raise RewardFailed for a second parameter that is named like a column, as in TRL and verl: it gets the row.
+
+        Compared with text, the row is never equal, so each answer would get 0 without an error.
+        """
+        inner = (column for column in row.values() if isinstance(column, Mapping))
+        second = [*inspect.signature(self.function).parameters][1]
+        if second != "row" and any(second in columns for columns in (row, *inner)):
+            name = self.name or self.default
+            raise RewardFailed(f"{name} calls the row {second!r}, which is a column; take (completion, row)")
+
     async def judge(self, action: Action, row: Mapping[str, Any]) -> tuple[dict[str, float], float]:
         """(its rewards by metric, their weighted sum)."""
+        self.check_second(row)
         alone = self.name or self.default
         given = {"action": action} if self.takes_action else {}
         try:
@@ -154,15 +166,20 @@ def messages_of(prompt: str | Sequence[Mapping[str, str]] | None, row: Mapping[s
         return
     place = _PLACE.fullmatch(f"{{{PROMPT_COLUMN}}}" if prompt is None else prompt)
     found = column_of(row, place[2]) if place and place[2] and _WORD.fullmatch(place[2]) else None
-    if not isinstance(found, list):
+    if place is None or not isinstance(found, list):
         yield "user", text_of(row, PROMPT_COLUMN) if prompt is None else filled(prompt, row)
         return
+    if not found:
+        raise ValueError(f"the column {place[2]!r} has no message")
+    role = None
     for message in found:
         role, content = (message.get(name) if isinstance(message, Mapping) else None for name in ("role", "content"))
         if role not in ROLES or not isinstance(content, str):
             expected = f'a list of {{"role": {"|".join(ROLES)}, "content": text}}'
             raise ValueError(f"expected {expected}, found {message!r}"[:SHOWN_CHARS])
         yield role, content
+    if role == "assistant":
+        raise ValueError("the last message is the assistant's: the policy would read the answer that it is to give")
 
 
 def filled(template: str, row: Mapping[str, Any]) -> str:

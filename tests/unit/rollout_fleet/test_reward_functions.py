@@ -50,6 +50,8 @@ def bad(completion, row, *, how): return eval(how)
 def bad_then(completion, row, *, how): return 1.0 if completion != "x" else eval(how)
 def exits(completion, row): sys.exit(3)
 def one(completion): return 1.0
+def of_trl(completion, answer): return float(completion == answer)
+def of_verl(solution_str, ground_truth): return float(solution_str == ground_truth)
 class Scorer:
     def __init__(self, completion, row): ...
 class Called:
@@ -206,6 +208,8 @@ def test_the_chat_template_renders_the_prompt_with_its_variables(folder: Path, m
         (None, {"prompt": [{"role": "boss", "content": "?"}], "answer": "2"}),
         (None, {"prompt": ["?"], "answer": "2"}),
         ([{"role": "user", "content": "{questoin}"}], {"question": "?", "answer": "2"}),
+        (None, {"prompt": [], "answer": "2"}),
+        ("{messages}", {"messages": [*CHAT, {"role": "assistant", "content": "2"}], "answer": "2"}),
     ],
 )
 def test_a_prompt_that_does_not_fit_the_dataset_is_refused_with_the_row(
@@ -244,6 +248,11 @@ def test_a_missing_column_is_told_with_the_nearest() -> None:
         ([{"function": "regex", "options": {"pattern": "("}}], "tasks.reward", ""),
         ([{"function": "exact_match", "options": {"column": "anwser"}}], "tasks.reward", ""),
         ([{"function": "length_penalty", "options": {"max_tokens": 8, "buffer_tokens": 0}}], "tasks.reward", ""),
+        ([{"function": "length_penalty", "options": {"max_tokens": 8, "buffer_tokens": -4}}], "tasks.reward", ""),
+        ([{"function": "length_penalty", "options": {"max_tokens": 8, "buffer_tokens": 9}}], "tasks.reward", ""),
+        ([{"function": "regex", "options": {"pattern": "#+", "column": "anwser"}}], "tasks.reward", ""),
+        ([{"function": "my_rewards:right", "name": "x" * 64 + each} for each in "ab"], "tasks.reward", ""),
+        ("my_rewards:of_trl", "tasks.reward", ""),
         ([{"function": "json_schema", "options": {"schema": '{"type": "objet"}'}}], "tasks.reward", ""),
     ],
 )
@@ -253,6 +262,21 @@ def test_a_function_that_cannot_be_used_is_refused_before_a_launch(
     error = refused(job(folder, reward))
     assert error.key == key
     assert hint in (error.hint or "")
+
+
+def test_a_function_that_takes_a_value_of_verl_s_rows_is_refused(folder: Path) -> None:
+    row = {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
+    assert refused(job(folder, "my_rewards:of_verl", rows=[row])).key == "tasks.reward"
+
+
+def test_a_reward_named_like_the_penalty_is_refused_with_it_and_fails_its_sample(folder: Path) -> None:
+    reward = [{"function": "my_rewards:right", "name": "overlong_penalty"}]
+    config = job(folder, reward, truncated="penalized")
+    assert refused(config).key == "tasks.reward"
+    (sample,), _ = samples(config, "2")
+    assert sample.stop_reason == StopReason.ENVIRONMENT_ERROR
+    (sample,), _ = samples(job(folder, reward), "2")
+    assert (sample.error, sample.metrics) == (None, {"overlong_penalty": 1.0})
 
 
 @pytest.mark.parametrize("how", BAD)
