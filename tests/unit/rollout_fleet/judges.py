@@ -71,6 +71,7 @@ class JudgeServer:
         self.wanted = 0
         self.request: web.Request | None = None
         self.url = ""
+        self._connections: set[asyncio.BaseTransport] = set()
 
     async def together(self, server: "JudgeServer", body: dict[str, Any]) -> web.StreamResponse:
         """Answer when `wanted` requests are there at once."""
@@ -78,6 +79,7 @@ class JudgeServer:
         return await by_length(server, body)
 
     async def _judge(self, request: web.Request) -> web.StreamResponse:
+        self._note(request)
         body = json.loads(await request.read())
         self.bodies.append(body)
         self.paths.append(request.path)
@@ -93,7 +95,12 @@ class JudgeServer:
         finally:
             self.now -= 1
 
+    def _note(self, request: web.Request) -> None:
+        if request.transport is not None:
+            self._connections.add(request.transport)
+
     async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._note(request)
         self.keys.append(request.headers.get("Authorization", ""))
         if self.redirect:
             return web.Response(status=302, headers={"Location": self.redirect})
@@ -114,6 +121,10 @@ class JudgeServer:
         ready.set()
         await stop.wait()
         await runner.cleanup()
+        for connection in self._connections:
+            connection.abort()  # type: ignore[attr-defined]
+        await asyncio.sleep(0)  # in the next round of the loop their sockets are closed
+        await asyncio.sleep(0)
 
 
 @contextmanager

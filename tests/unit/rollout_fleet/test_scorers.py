@@ -1,6 +1,7 @@
 """A scorer's client against servers that answer well, late, wrongly or not at all."""
 
 import asyncio
+import gc
 import json
 import signal
 from collections.abc import Awaitable, Callable, Iterator
@@ -36,6 +37,20 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[JudgeServer]:
 def judge(server: JudgeServer, **keys: Any) -> ScorerConfig:
     keys = {"prompt": "{question} {prompt} Answer: {completion}", "verdict": VERDICT, **keys}
     return ScorerConfig(url=server.url, model="judge", **keys)
+
+
+# Servers and clients that are broken off on purpose leave sockets to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """No such socket is found in another file's test."""
+    yield
+    gc.collect()
 
 
 def using(config: ScorerConfig, act: Callable[[Scorer], Awaitable[Any]]) -> Any:
