@@ -103,6 +103,14 @@ def dataset_rows(path: Path, key: str) -> Iterator[tuple[str, bytes]]:
         raise UsageError(f"{key}: {path} has no rows")
 
 
+def first_row(dataset: str) -> tuple[str, bytes] | None:
+    """The first row, as `dataset_rows` has it; None where it cannot be read, as on another machine."""
+    try:
+        return next(dataset_rows(Path(dataset), "tasks.dataset"))
+    except UsageError:
+        return None
+
+
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):

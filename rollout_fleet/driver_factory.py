@@ -3,15 +3,14 @@
 import asyncio
 import sys
 from contextlib import closing, redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from common.config.schema import Config
-from common.errors import ConfigError, UsageError
+from common.errors import ConfigError
 from common.hub import load_tokenizer
-from common.json_lines import dataset_rows
+from common.json_lines import first_row
 from rollout_fleet.environments import registry
 from rollout_fleet.environments.description import Description, check_environment
 from rollout_fleet.environments.isolation.backend import Backend
@@ -111,10 +110,9 @@ def check_rewards(config: Config, found: Description, file: str) -> None:
     """
     from rollout_fleet.environments.builtin.reward_function import messages_of
 
-    try:
-        where, row = next(dataset_rows(Path(config.tasks.dataset), "tasks.dataset"))
-    except UsageError:
+    if (first := first_row(config.tasks.dataset)) is None:
         return  # said by the config's checks, or on another machine
+    where, row = first
     problem = msgspec.json.decode(row, type=dict[str, Any])
     try:
         prompt: Any = registry.played(config.tasks)[1]["prompt"]

@@ -19,7 +19,7 @@ import psutil
 from common.config.network_checks import split_address
 from common.config.schema import BaseConfig, Config
 from common.errors import ConfigError, Problem, SlipstreamError, UsageError
-from common.json_lines import dataset_files, dataset_rows
+from common.json_lines import dataset_files, dataset_rows, first_row
 from common.process.files import sync
 from common.security.credentials import KeyFolder
 from launch.checks.findings import Finding, few, fine, problem, refusal, warning
@@ -147,10 +147,9 @@ def check_first_row(config: Config, environment: Description) -> Iterator[Findin
 
     name = config.tasks.environment or "tasks.reward"
     reason = ""
-    try:
-        where, row = next(dataset_rows(Path(config.tasks.dataset), "tasks.dataset"))
-    except UsageError:
+    if (found := first_row(config.tasks.dataset)) is None:
         return  # said by the config's checks, or a name of the hub
+    where, row = found
     try:
         with redirect_stdout(sys.stderr):  # the findings alone go to standard output
             said = asyncio.run(first_observation(config, environment, msgspec.json.decode(row)))

@@ -89,9 +89,9 @@ def number(value: object) -> float:
 def columns(lines: Sequence[Metrics], names: Iterable[str]) -> dict[str, Array]:
     """[lines] of each metric, NaN where a line has no number."""
 
-    def value(line: Metrics, name: str) -> float:
+    def column(name: str) -> Array:
         field, _, key = name.partition("/")  # key: of the environment's numbers
-        found = getattr(line, field, None)
-        return number(found.get(key) if isinstance(found, dict) else found)
+        found = (getattr(line, field, None) for line in lines)
+        return np.array([number(one.get(key) if isinstance(one, dict) else one) for one in found], dtype=np.float64)
 
-    return {name: np.array([value(line, name) for line in lines], dtype=np.float64) for name in names}
+    return {name: column(name) for name in names}

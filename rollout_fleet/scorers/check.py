@@ -6,7 +6,6 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,8 +13,8 @@ import msgspec
 from common.config.loading import nearest
 from common.config.schema import Config
 from common.config.scorers import ScorerConfig
-from common.errors import ConfigError, UsageError
-from common.json_lines import dataset_rows
+from common.errors import ConfigError
+from common.json_lines import first_row
 from rollout_fleet.environments.builtin.reward_function import messages_of
 from rollout_fleet.environments.protocol import Chat
 from rollout_fleet.environments.registry import played
@@ -33,10 +32,11 @@ def check_scorers(config: Config, file: str) -> Iterator[str]:
     not served there, and for a label that the model lacks.
     """
     body = b""
-    row = _first_row(config)
+    row = first_row(config.tasks.dataset)
     for name, scorer in config.scorers.items():
-        if row is not None:
-            where, problem = row
+        if row is not None:  # else it is said by the config's checks, or lies on another machine
+            where, line = row
+            problem = msgspec.json.decode(line, type=dict[str, Any])
             try:
                 prompt = text_of_prompt(Chat(tuple(messages_of(played(config.tasks)[1]["prompt"], problem))))
                 body = body_of(scorer, problem, prompt=prompt, completion=MADE_UP, other=MADE_UP)
@@ -45,14 +45,6 @@ def check_scorers(config: Config, file: str) -> Iterator[str]:
                 raise ConfigError(file, f"scorers.{name}.prompt", expected, f"{where}: {error}") from error
         if said := _look(name, scorer, body=body, file=file):
             yield f"scorers.{name}: {scorer.url} {said}; samples fail until it answers"
-
-
-def _first_row(config: Config) -> tuple[str, dict[str, Any]] | None:
-    try:
-        where, row = next(dataset_rows(Path(config.tasks.dataset), "tasks.dataset"))
-    except UsageError:
-        return None  # said by the config's checks, or on another machine
-    return where, msgspec.json.decode(row, type=dict[str, Any])
 
 
 def _look(name: str, scorer: ScorerConfig, *, body: bytes, file: str) -> str:
