@@ -120,16 +120,14 @@ class ScoredDriver(EpisodeDriver):
 
     def _added(self, sample: Sample, found: Sequence[tuple[dict[str, float], str]]) -> Sample:
         """The sample with the scores that pairwise scorers found."""
-        reward = 0.0
-        metrics = dict(sample.metrics)
-        notes = dict(sample.notes)
-        for judge, (values, said) in zip(self._comparing, found, strict=True):
-            reward += judge.weight * values[judge.metric]
-            metrics |= values
-            notes |= checked_notes({judge.metric: said})
+        reward, metrics, said = _summed(self._comparing, found, sample.metrics)
         rewards = [*sample.turn_rewards[:-1], sample.turn_rewards[-1] + reward]
         return msgspec.structs.replace(
-            sample, reward=finite(sum(rewards)), turn_rewards=rewards, metrics=checked_metrics(metrics), notes=notes
+            sample,
+            reward=finite(sum(rewards)),
+            turn_rewards=rewards,
+            metrics=checked_metrics(metrics),
+            notes=sample.notes | checked_notes(said),
         )
 
     def _answer(self, sample: Sample) -> str:
@@ -141,6 +139,25 @@ class ScoredDriver(EpisodeDriver):
     async def close(self) -> None:
         await asyncio.gather(*(scorer.close() for scorer in self._scorers.values()))
         await super().close()
+
+
+def _summed(
+    judges: Sequence[_Judge], found: Sequence[tuple[dict[str, float], str]], metrics: Mapping[str, float]
+) -> tuple[float, dict[str, float], dict[str, str]]:
+    """(weighted sum of the scores, `metrics` with theirs, what was said by metric).
+
+    Raises EpisodeFailed for two metrics of one name.
+    """
+    reward = 0.0
+    metrics = dict(metrics)
+    notes: dict[str, str] = {}
+    for judge, (values, said) in zip(judges, found, strict=True):
+        if twice := metrics.keys() & values.keys():
+            raise EpisodeFailed(f"two rewards are named {min(twice)!r}; give one of them a `name`")
+        reward += judge.weight * values[judge.metric]
+        metrics |= values
+        notes[judge.metric] = said
+    return reward, metrics, notes
 
 
 class _Scored(EnvironmentHandle):
@@ -163,14 +180,8 @@ class _Scored(EnvironmentHandle):
             result = await self._functions.step(action)
         judges = self._driver.judges
         found = await asyncio.gather(*(judge.judge(self._prompt, action.text, self._row) for judge in judges))
-        metrics, reward = dict(result.metrics), result.reward
-        for judge, (values, _) in zip(judges, found, strict=True):
-            if twice := metrics.keys() & values.keys():
-                raise EpisodeFailed(f"two rewards are named {min(twice)!r}; give one of them a `name`")
-            metrics |= values
-            reward += judge.weight * values[judge.metric]
-        notes = {judge.metric: said for judge, (_, said) in zip(judges, found, strict=True)}
-        return replace(result, reward=reward, metrics=metrics, notes=notes)
+        reward, metrics, notes = _summed(judges, found, result.metrics)
+        return replace(result, reward=result.reward + reward, metrics=metrics, notes=notes)
 
     async def close(self) -> None:
         await self._functions.close()

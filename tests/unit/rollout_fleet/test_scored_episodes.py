@@ -213,6 +213,13 @@ def test_failed_samples_are_not_compared(tmp_path: Path, server: JudgeServer) ->
     assert len(server.bodies) == 2
 
 
+def test_a_comparison_does_not_take_the_place_of_another_reward_s_metric(tmp_path: Path, server: JudgeServer) -> None:
+    rewards = [{"function": "exact_match", "name": "judge"}, {"scorer": "judge"}]
+    server.act = longer
+    config = job(tmp_path, server, rewards, kind="pairwise", prompt="{prompt}|{completion}|{other}")
+    assert ["'judge'" in (sample.error or "") for sample in group_of(config, "2", "two")] == [True, True]
+
+
 def test_a_sum_that_is_not_finite_fails_its_sample(tmp_path: Path, server: JudgeServer) -> None:
     config = pairwise(tmp_path, server)
     server.acts = [says("Score: 1e308")]
