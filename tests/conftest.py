@@ -74,3 +74,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
     asyncio.run(asyncio.wait_for(test(**arguments), LIMIT_S))
     return True
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name a failed test at once: a run that is cut off never reaches pytest's summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        reason = report.longreprtext.strip().splitlines()[-12:]
+        print(f"\n{report.nodeid} failed ({report.when}, {report.duration:.0f} s):", *reason, sep="\n    ", flush=True)

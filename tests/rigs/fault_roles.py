@@ -81,6 +81,8 @@ class FileWeights:
 class SleepingDriver:
     """Episodes that take `think_s` on the average; their tokens name task, process and attempt."""
 
+    paused = ""  # as EpisodeDriver.paused: it never stops taking tasks
+
     def __init__(self, o: NodeOptions, feed: FileWeights) -> None:
         self._o, self._feed = o, feed
         self._random = random.Random(f"{o.seed} {o.name} {os.getpid()}")

@@ -128,8 +128,13 @@ class FaultRig:
         return self._proxy
 
     def warm_up(self, steps: int = 4) -> None:
-        """Wait until that many steps are trained, and a random moment longer."""
-        self.eventually(lambda: len(trained_lines(self.run_dir)) >= steps, "the run does not get going")
+        """Wait until that many steps are trained, and a random moment longer; no node may end meanwhile."""
+
+        def all_run() -> None:
+            ended = [name for name, process in self.nodes.items() if process.poll()]
+            assert not ended, f"{', '.join(ended)} ended:\n{self.log_of('node')[-3000:]}"
+
+        self.eventually(lambda: len(trained_lines(self.run_dir)) >= steps, "the run does not get going", check=all_run)
         self.pause()
 
     @property
@@ -225,9 +230,16 @@ class FaultRig:
         paths = sorted(self.run_dir.glob(f"{role}-*.log"), key=lambda path: path.stat().st_mtime)
         return "\n".join(path.read_text(errors="replace") for path in paths)
 
-    def eventually(self, condition: Callable[[], Any], otherwise: str, seconds: float = LIMIT_S) -> Any:
-        """The first true value of `condition`; AssertionError with the learner's log when there is none."""
-        return until(condition, otherwise, seconds, told=lambda: self.log_of("learner")[-3000:])
+    def eventually(
+        self,
+        condition: Callable[[], Any],
+        otherwise: str,
+        seconds: float = LIMIT_S,
+        *,
+        check: Callable[[], object] = lambda: None,
+    ) -> Any:
+        """As `until`; the text of a failure has the learner's log."""
+        return until(condition, otherwise, seconds, check=check, told=lambda: self.log_of("learner")[-3000:])
 
     # ---------------------------------------------------------------- the end
 
