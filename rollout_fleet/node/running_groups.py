@@ -238,6 +238,9 @@ class RunningGroups:
             if isinstance(error, asyncio.CancelledError):
                 raise
             self._fail(error)
+        except Exception as error:  # a fault of the program's; its lease would be renewed for ever
+            logger.exception("the group of task %d", lease.task.serial)
+            self._fail(SlipstreamError(f"the group of task {lease.task.serial}: {type(error).__name__}: {error}"))
         finally:
             self._work_of.pop(group, None)
             facts = {**group.facts, "attempt": lease.attempt, "accepted": int(accepted)}

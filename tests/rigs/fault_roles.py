@@ -31,7 +31,7 @@ from common.rollouts import Sample, VersionRun, decode_group
 from common.weights.receive.contract import WeightsState
 from common.wire_types import Array
 from learner.loop.tasks import TaskSource, TaskStream
-from rollout_fleet.episode.driver import Progress
+from rollout_fleet.episode.driver import EpisodeDriver, Progress
 from rollout_fleet.episode.sampler_protocol import EngineCounters
 from rollout_fleet.node.heartbeat import BrokerTimeout, Heartbeat
 from rollout_fleet.node.node import Node
@@ -78,10 +78,8 @@ class FileWeights:
         return None
 
 
-class SleepingDriver:
+class SleepingDriver(EpisodeDriver):
     """Episodes that take `think_s` on the average; their tokens name task, process and attempt."""
-
-    paused = ""  # as EpisodeDriver.paused: it never stops taking tasks
 
     def __init__(self, o: NodeOptions, feed: FileWeights) -> None:
         self._o, self._feed = o, feed
@@ -142,7 +140,7 @@ async def node(o: NodeOptions) -> int:
         parts = NodeParts(
             broker=Repeating(client, 2 * run.lease_s) if o.repeats else client,  # type: ignore[arg-type]
             feed=feed,
-            driver=SleepingDriver(o, feed),  # type: ignore[arg-type]
+            driver=SleepingDriver(o, feed),
             concurrency=o.concurrency,
             status=status,
             timeout=timeout,

@@ -433,6 +433,16 @@ async def test_a_dead_engine_ends_the_node_with_its_reason_and_returns_the_lease
         assert site.states() == ["pending"] * 3
 
 
+async def test_a_fault_of_the_program_ends_the_node_and_returns_the_leases() -> None:
+    """Otherwise its heartbeats would renew the lease of a group that nobody plays."""
+    async with Site(respond=lambda _: AttributeError("no such thing")) as site:
+        site.attach(tasks=3)
+        with refused(SlipstreamError, "AttributeError", "no such thing"):
+            await asyncio.wait_for(site.running, LIMIT_S)
+        await site.broker.node().leave("n0")
+        assert site.states() == ["pending"] * 3
+
+
 class Flaky(Around):
     """Every kind of call fails its first `failures` times."""
 
