@@ -97,7 +97,8 @@ class Engine:
         self._workers = [msgspec.msgpack.decode(one, type=shared_files.Worker) for one in found]
         shared_files.record(self._workers)
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
-        await self.weights.attach(self._llm, usable=not self._random)
+        rounded = self._config.rollout.engine.quantization is not None
+        await self.weights.attach(self._llm, usable=not self._random, rounded=rounded)
 
     async def generate(
         self, prompt_ids: list[int], max_tokens: int, temperature: float = 1.0, top_p: float = 1.0

@@ -1,8 +1,8 @@
 """Weights inside the engine's worker: vLLM's weight-transfer interface over the receiver of common/weights.
 
 `slipstream_handle` hands over the learner's messages. A Publish starts a thread that receives while generation
-continues. `update_weights` loads the verified buffer in place, rounded where the engine computes in 8 bits. A second thread then reads the live parameters back as a
-proof. All are called through collective_rpc, between two steps.
+continues. `update_weights` loads the verified buffer in place, rounded where the engine computes in 8 bits. A second
+thread then reads the live parameters back as a proof. All are called through collective_rpc, between two steps.
 """
 
 import threading
