@@ -19,7 +19,15 @@ from common.config.schema import BaseConfig
 from common.process.versions import INSTALL_BRIDGE, versions
 from launch.checks.findings import Finding, fine, problem, refusal, warning
 from launch.plan.job_plan import GIB, MIB, Plan
-from launch.up.devices import ROOT, SMALL_MACHINE_CORES, available_cores, list_gpus, plan_cores, rounding_problems, torch_cuda
+from launch.up.devices import (
+    ROOT,
+    SMALL_MACHINE_CORES,
+    available_cores,
+    list_gpus,
+    plan_cores,
+    rounding_problems,
+    torch_cuda,
+)
 
 CLOCK_UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

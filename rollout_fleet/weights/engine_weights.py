@@ -52,7 +52,7 @@ class EngineWeights:
         return UNLABELLED if self.version < 0 else f"{self.incarnation}:{self.version}"
 
     async def attach(self, llm: Any, usable: bool, rounded: bool = False) -> None:
-        """The engine is up; `usable` when its weights may be sampled from as they are, `rounded` when they are."""
+        """The engine is up; `usable`: its weights may be sampled from as they are; `rounded`: in 8 bits."""
         self._llm = llm
         self._usable = usable
         config = llm.vllm_config
