@@ -4,16 +4,20 @@ One engine serves the file, then one of two workers. The last test of each break
 """
 
 import copy
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 
+from common.config.architecture import read_architecture
 from common.errors import UsageError
 from common.weights.wire.messages import Canary
-from tests.rigs.engines import EngineRig, exported, logprobs, make_model, nudged, prompt
+from launch.plan.job_plan import engine_of
+from tests.rigs.engines import VOCABULARY, EngineRig, exported, logprobs, make_model, nudged, prompt
 from tests.rigs.waiting import until
 
 ROUNDED = 0.3  # mean |difference| of log-probabilities to the weights before rounding; another version's is above 1
@@ -74,6 +78,13 @@ def test_a_version_in_float32_is_rounded_proven_and_sampled_with(rig: EngineRig)
     samples_with(rig, 1)
 
 
+def test_the_plan_counts_the_bytes_of_the_live_parameters(rig: EngineRig) -> None:
+    document = json.loads((Path(rig.config.model.path) / "config.json").read_text())
+    planned = engine_of(rig.config, read_architecture(document)).weight_bytes
+    padding = (128 - VOCABULARY) * document["hidden_size"] * 2  # rows of the embedding in bfloat16
+    assert rig.run(rig.engine.parameter_bytes()) == planned + padding
+
+
 def test_a_small_step_arrives_as_a_delta_and_is_rounded(rig: EngineRig) -> None:
     rig.put(2, model=nudged(rig.models[1]))
     until(lambda: rig.publisher.stats().version_active == 2)
@@ -111,9 +122,7 @@ def test_two_workers_round_as_one_and_a_damaged_scale_is_caught(tmp_path_factory
         rig.close()
 
 
-def test_an_engine_that_rounds_nothing_does_not_start(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_rounds_nothing_does_not_start(tmp_path_factory: pytest.TempPathFactory) -> None:
     """int8_per_channel_weight_only is a kind that vLLM takes and ignores; the config refuses it before."""
     with pytest.raises(UsageError) as refused:
         EngineRig(tmp_path_factory.mktemp("engine"), quantization="int8_per_channel_weight_only")

@@ -36,6 +36,10 @@ class DamagingExtension(WorkerExtension):
 
         worker_process.renew = damaged
 
+    def parameter_bytes(self) -> int:
+        """Size of the live parameters; a tied head counts once."""
+        return sum(parameter.nbytes for parameter in self.model_runner.get_model().parameters())
+
     def spoil_decoding(self) -> None:
         """At the next flip latent attention decodes with other values than prefill computes with."""
         renew = worker_process.renew
