@@ -26,7 +26,7 @@ from common.config.parallel_layout import (
     padded,
     world_problems,
 )
-from common.config.passthrough import passthrough_problems
+from common.config.passthrough import passthrough_problems, quantization_problems
 from common.config.schema import BaseConfig, Config, MoeConfig, Reader
 from common.errors import Problem, UsageError
 from common.evaluation import dataset_names, pass_ks
@@ -293,6 +293,7 @@ def _rollout(config: Config, model: Architecture | None) -> Iterator[Problem]:
     if rollout.top_p < 1:
         hint = "the sampler's log-probabilities would be those of a cut distribution: importance ratios come out biased"
         yield Problem("rollout.top_p", "1 in training", hint=hint)
+    yield from quantization_problems(engine, model)
     if engine.pipeline_parallel > 1 and config.learner.moe.replay_routing:
         hint = "vLLM does not return the experts that later stages chose"
         yield Problem("rollout.engine.pipeline_parallel", "1 with learner.moe.replay_routing", hint=hint)

@@ -1,5 +1,7 @@
 """Options that a config passes on to vLLM and Megatron: rollout.engine.extra and learner.megatron.extra.
 
+And the kinds of rounding that vLLM can do at a node: rollout.engine.quantization.
+
 A name is checked against the library's source, without importing it, which takes seconds. Where the library is not
 installed, the role that needs it checks, in its own environment.
 """
@@ -11,7 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common.config.schema import BaseConfig
+from common.config.architecture import Architecture
+from common.config.schema import BaseConfig, EngineConfig
 from common.errors import Problem
 
 _OURS = ""  # no key sets these, but the code relies on their values
@@ -29,6 +32,7 @@ _ENGINE = {
     "rollout.engine.pipeline_parallel": "pipeline_parallel_size",
     "rollout.engine.expert_parallel": "enable_expert_parallel",
     "rollout.engine.eager": "enforce_eager",
+    "rollout.engine.quantization": "quantization quantization_config",
     _OURS: "load_format skip_tokenizer_init generation_config enable_prefix_caching logprobs_mode disable_log_stats "
     "weight_transfer_config worker_cls worker_extension_cls distributed_executor_backend moe_backend nnodes device_ids "
     "prefill_context_parallel_size enable_elastic_ep enable_eplb",
@@ -55,6 +59,20 @@ TAKEN = {
     package: {name: key for key, names in keys.items() for name in names.split()}
     for package, keys in (("vllm", _ENGINE), ("megatron", _MEGATRON))
 }
+# On a CPU vLLM 0.32 divides the logits of draft tokens by uninitialised memory in place of their temperatures:
+# expand_batch_to_tokens in v1/sample/rejection_sampler.py. On a GPU nobody compared the distributions.
+_SPECULATION = "at temperatures above 0 vLLM 0.32 samples wrongly on a CPU, and its log-probabilities hide it"
+_SPECULATING = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+ROUNDED = "fp8_per_channel"
+_NO_CPU = "vLLM has no kernel of it for a CPU, and its rounding is not proven after a flip"
+_CHECKPOINT = "vLLM only reads checkpoints that were quantised before, and the learner publishes new weights"
+_KINDS = {  # vLLM's other kinds, and why a node cannot have them
+    "int8_per_channel_weight_only": "vLLM silently rounds no linear layer",
+    "compressed-tensors": "vLLM reloads such weights wrongly, without an error",
+    "nvfp4_per_token": "vLLM silently rounds no linear layer",
+    **dict.fromkeys(("fp8_per_tensor", "fp8_per_block", "mxfp8", "mxfp4", "torchao", "online"), _NO_CPU),
+    **dict.fromkeys(("fp8", "awq", "gptq", "modelopt", "quark", "bitsandbytes"), _CHECKPOINT),
+}
 _SOURCES = {  # the options are fields of these classes
     "vllm": {"EngineArgs": "engine/arg_utils.py"},
     "megatron": {
@@ -72,13 +90,32 @@ def passthrough_problems(config: BaseConfig) -> Iterator[Problem]:
         known = known_names(package) if extra else frozenset[str]()
         for name in extra:
             ours = _NODES if package == "vllm" and name.startswith("data_parallel") else TAKEN[package].get(name)
-            if ours is not None:
+            if name in _SPECULATING and package == "vllm":
+                yield Problem(f"{key}.{name}", "an engine without speculative decoding", f"'{name}'", _SPECULATION)
+            elif ours is not None:
                 hint = f"use {ours} instead" if ours else "Slipstream relies on the value that it sets"
                 yield Problem(f"{key}.{name}", f"no option that Slipstream sets for {package}", f"'{name}'", hint)
             elif known and name not in known:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
                 hint = f"did you mean '{near[0]}'?" if near else None
                 yield Problem(f"{key}.{name}", f"an option of {package}", f"unknown name '{name}'", hint)
+
+
+def quantization_problems(engine: EngineConfig, model: Architecture | None) -> Iterator[Problem]:
+    """Why nodes cannot round the published weights as rollout.engine.quantization says."""
+    kind = engine.quantization
+    key = "rollout.engine.quantization"
+    if kind is None:
+        return
+    if kind != ROUNDED:
+        near = difflib.get_close_matches(kind, [ROUNDED, *_KINDS], n=1, cutoff=0.6)
+        hint = f"did you mean '{near[0] if near and near[0] not in _KINDS else ROUNDED}'?"
+        if why := _KINDS.get(kind):
+            hint = f"{why}; {hint}"
+        yield Problem(key, f"{ROUNDED} or null", f"'{kind}'", hint)
+    elif model is not None and model.experts is not None:
+        hint = "vLLM has no kernel of it for a CPU, and their rounding is not proven after a flip"
+        yield Problem(key, "null for a model with experts", f"'{kind}'", hint)
 
 
 def passthrough_warnings(config: BaseConfig) -> Iterator[str]:

@@ -217,11 +217,18 @@ class EngineConfig(Strict, frozen=True, kw_only=True):
     expert_parallel: bool = False  # Gives each of the tensor_parallel devices whole experts instead of parts of all.
     eager: bool = False  # Runs without compilation and CUDA graphs. It starts faster and generates more slowly.
     block_size: Positive | None = None  # Tokens of one block of the KV cache. Unset, vLLM's default applies.
+    # Each node rounds its weights: fp8_per_channel halves their memory and changes log-probabilities.
+    # Use it with a correction; docs/quantization.md.
+    quantization: Text | None = None
     extra: dict[str, Any] = {}  # Keyword arguments of vLLM's EngineArgs that no key here sets; docs/layouts.md.
 
     @property
     def devices(self) -> int:
         return self.tensor_parallel * self.pipeline_parallel
+
+    def dtype(self, published: str) -> str:
+        """That the engine computes in, when `published` is the learner's; 8 bits need bfloat16 beside them."""
+        return published if self.quantization is None else "bfloat16"
 
 
 class RolloutConfig(Strict, frozen=True, kw_only=True):
@@ -304,7 +311,8 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
     kv_cache: Literal["keep", "recompute"] = "keep"
     canary_every: Natural = 10  # Publishes between two comparisons of engine and learner; 0: only at start-up.
     canary_tokens: Positive = 32  # Tokens of the sequence that is compared.
-    canary_tolerance: PositiveFloat = 0.5  # Largest difference of a log-probability that the comparison accepts.
+    # Largest difference of a log-probability that the comparison accepts; the mean one with quantization.
+    canary_tolerance: PositiveFloat = 0.5
 
 
 class StalenessConfig(Strict, frozen=True, kw_only=True):

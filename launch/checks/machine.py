@@ -17,9 +17,17 @@ import psutil
 from common.config.network_checks import is_loopback, split_address
 from common.config.schema import BaseConfig
 from common.process.versions import INSTALL_BRIDGE, versions
-from launch.checks.findings import Finding, fine, problem, warning
+from launch.checks.findings import Finding, fine, problem, refusal, warning
 from launch.plan.job_plan import GIB, MIB, Plan
-from launch.up.devices import ROOT, SMALL_MACHINE_CORES, available_cores, list_gpus, plan_cores, torch_cuda
+from launch.up.devices import (
+    ROOT,
+    SMALL_MACHINE_CORES,
+    available_cores,
+    list_gpus,
+    plan_cores,
+    rounding_problems,
+    torch_cuda,
+)
 
 CLOCK_UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -199,7 +207,8 @@ def check_torch(machine: Machine, config: BaseConfig | None) -> Iterator[Finding
 
 
 def _check_gpus(machine: Machine, config: BaseConfig) -> Iterator[Finding]:
-    """Weights can move between the GPUs, and `up` has one for every rank and engine."""
+    """Weights can move between the GPUs and be rounded there, and `up` has one for every rank and engine."""
+    yield from map(refusal, rounding_problems(config))
     wanted = config.learner.world_size
     if config.rl is not None:
         wanted += config.rollout_nodes * config.rl.rollout.engine.devices

@@ -262,6 +262,10 @@ def _publish(config: Config, rl: RlPart) -> Iterator[Finding]:
 def _engines(config: Config, rl: RlPart) -> Iterator[Finding]:
     engine = rl.engine
     settings = config.rollout.engine
+    loss = config.learner.loss
+    if settings.quantization is not None and (loss.proximal, loss.correction) == ("recompute", "none"):
+        what = "Rounded weights sample from another policy than the learner's"
+        yield note("engines", "uncorrected", f"{what}, and learner.loss.correction: none does not correct for it.")
     for name, size in DEVICES.items():
         tokens = engine.cache_tokens(size, settings.gpu_memory_utilization)
         if tokens < settings.max_model_len:

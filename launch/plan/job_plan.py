@@ -6,7 +6,7 @@ A step, the window, a published version, a checkpoint, the memory of an engine a
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
-from math import inf
+from math import inf, prod
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ GIB, MIB = 1 << 30, 1 << 20
 WIRE_BYTES_PER_TOKEN = 4 + 1 + 4  # token int32, loss mask uint8, log-probability float32 (common.rollouts.Sample)
 ROUTED_BYTES = 2  # int16 per MoE layer and chosen expert
 MAIN_PARAMETER_BYTES = 4  # saved with the optimizer, whatever the model's dtype
+SCALE_BYTES = 4  # of a row of a matrix that an engine rounds to 8 bits
 DEVICE_VERSIONS = 3  # published versions that the lead rank keeps in device memory at most
 
 
@@ -303,9 +304,13 @@ def checkpoint_bytes(model: Architecture, dtype: str) -> int:
 
 
 def engine_of(config: Config, model: Architecture) -> Engine:
-    """The memory of one of the fleet's engines; keys and values have the model's dtype."""
+    """The memory of one of the fleet's engines; keys and values have the dtype that it computes in."""
     settings = config.rollout.engine
-    item = ITEM_BYTES[config.model.dtype]
+    item = ITEM_BYTES[settings.dtype(config.model.dtype)]
+    weights = count(model) * item
+    if settings.quantization is not None:  # projections have a byte an element, and a float32 scale for each row
+        rounded = [shape for name, shape in hf_tensors(model) if name.endswith("_proj.weight")]
+        weights -= sum((item - 1) * prod(shape) - SCALE_BYTES * shape[0] for shape in rounded)
     tensor = settings.tensor_parallel
     a = model.attention
     if isinstance(a, Attention):
@@ -315,7 +320,7 @@ def engine_of(config: Config, model: Architecture) -> Engine:
         per_layer = a.kv_rank + a.rope_dim  # the compressed form, whole on every device
     return Engine(
         devices=settings.devices,
-        weight_bytes=count(model) * item // settings.devices,
+        weight_bytes=weights // settings.devices,
         cache_bytes_per_token=per_layer * -(-model.layers // settings.pipeline_parallel) * item,
         cache_bytes=settings.kv_cache_mib * MIB if settings.kv_cache_mib is not None else inf,
     )

@@ -15,11 +15,12 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
-from common.config.schema import Config
-from common.errors import UsageError
+from common.config.schema import BaseConfig, Config
+from common.errors import Problem, UsageError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 HOST_ID = "NCCL_HOSTID"
+FP8_CAPABILITY = 8.9  # of a GPU that multiplies in FP8
 NVIDIA_SMI_S = 10.0
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_MACHINE_CORES = 16  # with more, the operating system has room to choose
@@ -59,6 +60,16 @@ def compute_capability() -> float:
     with suppress(ValueError):
         return float(next(_nvidia_smi("compute_cap"), "0"))
     return 0.0
+
+
+def rounding_problems(config: BaseConfig) -> Iterator[Problem]:
+    """Whether the GPUs here, if there are any, compute with the weights that rollout.engine.quantization rounds."""
+    kind = config.rl.rollout.engine.quantization if config.rl is not None else None
+    capability = compute_capability() if kind is not None else 0.0
+    if 0 < capability < FP8_CAPABILITY:
+        expected = f"null on a GPU of compute capability {capability}"
+        hint = f"products in FP8 need {FP8_CAPABILITY}: Ada, Hopper or later"
+        yield Problem("rollout.engine.quantization", expected, f"'{kind}'", hint)
 
 
 def _nvidia_smi(fields: str) -> Iterator[str]:

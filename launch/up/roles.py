@@ -20,6 +20,7 @@ from common.process.logs import log_path, setup_logging
 from common.process.run_dir import RunDir, find_broker, write_json
 from common.security.credentials import own_node_id
 from launch.resolve_target import check_same_job, checked, config_file, job_of, load_job, need_broker_library
+from launch.up.devices import rounding_problems
 from launch.up.learner_machine import run_machine
 from launch.up.ranks import become_torchrun, slurm_machines, thread_environment
 
@@ -68,6 +69,8 @@ def run_ranks(args: argparse.Namespace, config: BaseConfig, run: RunDir, address
 def rollout(args: argparse.Namespace) -> int:
     """Run a node until the job is done or it is told to stop."""
     config, run, address = job_of(args, "node")
+    for wrong in rounding_problems(config):
+        raise ConfigError.of(args.config or f"the job at {args.join}", wrong)
     if args.config is not None:
         run.check_agrees(config)
         address, _ = answering_broker(args, config, run)

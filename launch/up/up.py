@@ -30,7 +30,7 @@ from launch.observe.job_view import Display, open_display
 from launch.observe.observation import observe, outcome_of
 from launch.resolve_target import Target, checked, need_broker_library
 from launch.sinks.process import TOLD_S, check_packages
-from launch.up.devices import Place, assign, available_cores, plan_cores, table
+from launch.up.devices import Place, assign, available_cores, plan_cores, rounding_problems, table
 from launch.up.ranks import thread_environment
 from launch.up.roles import role_command
 from launch.up.supervisor import DRAIN_S, Role, RoleSpec, Supervisor, describe_exit, end_error
@@ -75,6 +75,8 @@ def ready(config: C, file: str) -> tuple[C, RunDir]:
     if config.learner.machines > 1:
         hint = "it would start one machine; docs/machines.md says how to start a learner of several"
         raise ConfigError(file, "learner.machines", "1", str(config.learner.machines), hint)
+    for wrong in rounding_problems(config):
+        raise ConfigError.of(file, wrong)
     run.check_agrees(config)
     if config.rl is not None:
         need_broker_library(config.rl)

@@ -83,6 +83,7 @@ class Engine:
         self._creator = ThreadPoolExecutor(1, "vllm-parent")
         try:
             self._llm = await asyncio.get_running_loop().run_in_executor(self._creator, self._create)
+            await self._check_rounding()
             if "generate" not in await self._llm.get_supported_tasks():
                 raise UsageError(f"{self._config.model.path} is no model that generates text; see its config.json")
         except Exception as error:
@@ -96,7 +97,8 @@ class Engine:
         self._workers = [msgspec.msgpack.decode(one, type=shared_files.Worker) for one in found]
         shared_files.record(self._workers)
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
-        await self.weights.attach(self._llm, usable=not self._random)
+        rounded = self._config.rollout.engine.quantization is not None
+        await self.weights.attach(self._llm, usable=not self._random, rounded=rounded)
 
     async def generate(
         self, prompt_ids: list[int], max_tokens: int, temperature: float = 1.0, top_p: float = 1.0
@@ -147,6 +149,15 @@ class Engine:
         if creator is not None:
             await loop.run_in_executor(None, creator.shutdown)
 
+    async def _check_rounding(self) -> None:
+        """Ask the live model: a layer that vLLM silently leaves unrounded is an error."""
+        if self._config.rollout.engine.quantization is None:
+            return
+        for left in await self._llm.collective_rpc("slipstream_unrounded_layers"):
+            if left:
+                few = f"{', '.join(left[:3])}{', ...' if left[3:] else ''}"
+                raise UsageError(f"rollout.engine.quantization: the engine did not round {len(left)} layers ({few})")
+
     async def _request(self, request_id: str, prompt: Any, params: Any) -> Any:
         """The final RequestOutput of one request."""
         from vllm.exceptions import VLLMClientError
@@ -188,7 +199,8 @@ class Engine:
         engine = self._config.rollout.engine
         arguments: dict[str, Any] = {
             "model": self._config.model.path,
-            "dtype": self._config.model.dtype,
+            "dtype": engine.dtype(self._config.model.dtype),
+            "quantization": engine.quantization,
             "load_format": "dummy" if self._random else "auto",
             "skip_tokenizer_init": True,
             "generation_config": "vllm",  # sampling follows the caller, never a default of the folder
@@ -212,7 +224,7 @@ class Engine:
         }
         if on_cpu:
             arguments["distributed_executor_backend"] = "uni" if engine.devices == 1 else "mp"
-            if self._config.model.dtype == "float32":  # vLLM chooses AMX_MLA where the CPU has AMX; it has no float32
+            if arguments["dtype"] == "float32":  # vLLM chooses AMX_MLA where the CPU has AMX; it has no float32
                 arguments["attention_backend"] = "CPU_MLA"  # without latent attention nothing changes
         else:
             arguments["moe_backend"] = "triton"  # others reorder the experts when loaded: no updates in place, no proof

@@ -34,6 +34,7 @@ class EngineWeights:
         self.recompute = recompute
         self._llm: Any = None
         self._pause_first = False
+        self._rounded = False
         self._usable = False
         self._broken: str | None = None
         self._proven = asyncio.Event()
@@ -50,11 +51,12 @@ class EngineWeights:
         """vLLM's label of these weights, which requests are salted with: a KV block is of one version's requests."""
         return UNLABELLED if self.version < 0 else f"{self.incarnation}:{self.version}"
 
-    async def attach(self, llm: Any, usable: bool) -> None:
-        """The engine is up; `usable` when its weights may be sampled from as they are."""
+    async def attach(self, llm: Any, usable: bool, rounded: bool = False) -> None:
+        """The engine is up; `usable`: its weights may be sampled from as they are; `rounded`: in 8 bits."""
         self._llm = llm
         self._usable = usable
         config = llm.vllm_config
+        self._rounded = rounded
         # With batches in flight a label would be one step off: those engines are paused around the flip.
         self._pause_first = config.scheduler_config.async_scheduling or config.max_concurrent_batches > 1
 
@@ -134,7 +136,7 @@ class EngineWeights:
         (known, _), (_, decoded) = await asyncio.gather(self._score(tokens, 1), self._score(beginning, DECODED))
         again, _ = await self._score(beginning + [token for token, _ in decoded], 1)
         pairs = zip((logprob for _, logprob in decoded), again[-DECODED:], strict=True)
-        return CanaryRead(known, [one - other for one, other in pairs])
+        return CanaryRead(known, [one - other for one, other in pairs], self._rounded)
 
     async def _score(self, tokens: list[int], continued: int) -> tuple[list[float], list[tuple[int, float]]]:
         """Log-probabilities of `tokens[1:]` by prefill, and (token, log-probability) of what greedy decoding adds."""

@@ -2,11 +2,14 @@
 
 vLLM fuses projections (qkv_proj, gate_up_proj), stacks experts (w13_weight, w2_weight), ties lm_head and pads
 vocabularies. This undoes all of it and reads only the live parameters, never the loaded buffer.
+
+An engine that rounds its weights has other bytes than were published. Its parameters are compared with the same
+rounding of the published version, computed here.
 """
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -15,6 +18,7 @@ import xxhash
 from common.weights.wire import flat_buffer
 from common.weights.wire.flat_buffer import WordSums
 from common.weights.wire.layout import WORDS, Entry, Layout
+from rollout_fleet.weights.rounding import FP8, per_channel
 
 _ELSEWHERE = torch.empty(0)  # stands for a parameter that another worker has
 _DERIVED = re.compile(r"(.*\.)?W_(UK_T|UV|K|V)\w*")  # computed by vLLM from kv_b_proj; worker_process.py renews them
@@ -30,6 +34,14 @@ class Proof(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+class Live(NamedTuple):
+    """A published tensor among the engine's parameters."""
+
+    entry: Entry
+    held: torch.Tensor  # the parameter, or the part of a fused one
+    scale: torch.Tensor | None = None  # [rows, 1] float32, of rounded weights
+
+
 class Unreadable(Exception):
     """A published tensor has no counterpart among the engine's parameters."""
 
@@ -43,7 +55,7 @@ def checksum(model: Any, layout: Layout) -> str:
     at = 0
     starts = {*layout.starts[1:]}
     sums = WordSums()
-    for entry, found in _live(model, layout):
+    for entry, found, _ in _live(model, layout):
         if found.dim() == len(entry.shape) and found.shape[1:] == entry.shape[1:] and len(found) > entry.shape[0]:
             found = found[: entry.shape[0]]  # padded vocabulary rows
         dtype = str(found.dtype).removeprefix("torch.")
@@ -64,21 +76,33 @@ def checksum(model: Any, layout: Layout) -> str:
     return flat_buffer.combined([digest.hexdigest() for digest in digests])
 
 
-def check_shard(model: Any, layout: Layout, flat: torch.Tensor, rank: int, size: int) -> None:
+def check_shard(
+    model: Any, layout: Layout, flat: torch.Tensor, rank: int, size: int, dtype: torch.dtype | None = None
+) -> None:
     """Compare the live parameters of worker `rank` of `size` with their shards of `flat` [total_bytes] uint8, all bits.
 
-    Other workers compare the layers of their pipeline stages and their experts. Raises Unreadable, naming the tensor,
-    when its shard is another one or cannot be told.
+    Other workers compare the layers of their pipeline stages and their experts. `dtype`: that of an engine which rounds
+    its weights; scales are compared, too. Raises Unreadable, naming the tensor, when its shard is another one or cannot
+    be told.
     """
     published = dict(flat_buffer.view(flat, layout))
-    for entry, live in _live(model, layout):
-        live, expected = _shard(model, entry, live, published[entry.name], rank, size)
-        held = live.contiguous().cpu()
-        if held.dtype != expected.dtype or held.shape != expected.shape:
-            has = f"{held.dtype} {tuple(held.shape)}"
-            raise Unreadable(f"{entry.name} of {entry.shape} on worker {rank} of {size}: the engine has {has}")
-        if not torch.equal(held.view(-1).view(torch.uint8), expected.contiguous().view(-1).view(torch.uint8)):
-            raise Unreadable(f"worker {rank} of {size} has another shard of {entry.name} than was published")
+    for entry, live, scale in _live(model, layout):
+        whole = published[entry.name] if dtype is None else published[entry.name].to(dtype)
+        if scale is not None:
+            whole, expected = per_channel(whole)
+            _compare(model, entry, scale, expected, rank, size)
+        _compare(model, entry, live, whole, rank, size)
+
+
+def _compare(model: Any, entry: Entry, live: torch.Tensor, whole: torch.Tensor, rank: int, size: int) -> None:
+    live, expected = _shard(model, entry, live, whole, rank, size)
+    held = live.contiguous().cpu()
+    expected = expected.contiguous().cpu()
+    if held.dtype != expected.dtype or held.shape != expected.shape:
+        has = f"{held.dtype} {tuple(held.shape)}"
+        raise Unreadable(f"{entry.name} of {entry.shape} on worker {rank} of {size}: the engine has {has}")
+    if not torch.equal(held.view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8)):
+        raise Unreadable(f"worker {rank} of {size} has another shard of {entry.name} than was published")
 
 
 def _shard(
@@ -101,13 +125,14 @@ def _shard(
     return live, whole
 
 
-def _live(model: Any, layout: Layout) -> Iterator[tuple[Entry, torch.Tensor]]:
-    """(entry, the live parameter or part of a fused one) in layout order, cut and padded as the engine does.
+def _live(model: Any, layout: Layout) -> Iterator[Live]:
+    """The published tensors in layout order, cut and padded as the engine does; rounded weights as [out, in].
 
     Raises Unreadable at the end when a parameter of the engine is in none of them: no flip would change it.
     """
     storages: set[int] = set()
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    named = model.named_parameters(remove_duplicate=False)
+    parameters = {name: held.t() if held.dtype == FP8 else held for name, held in named}  # vLLM's are [in, out]
     # vLLM's names of the stand-ins for what another pipeline stage has
     missing = [f"{name}." for name, module in model.named_modules() if type(module).__name__ == "PPMissingLayer"]
     for entry in layout.entries:
@@ -118,8 +143,13 @@ def _live(model: Any, layout: Layout) -> Iterator[tuple[Entry, torch.Tensor]]:
             continue
         if found is None:
             found = _part_of_fused(model, parameters, entry.name)
+        scale = None
+        if found.dtype == FP8:
+            name = f"{entry.name}_scale"
+            scale = parameters[name] if name in parameters else _part_of_fused(model, parameters, name)
+            storages.add(scale.untyped_storage().data_ptr())
         storages.add(found.untyped_storage().data_ptr())
-        yield entry, _narrowed(found.data, getattr(torch, entry.dtype))
+        yield Live(entry, _narrowed(found.data, getattr(torch, entry.dtype)), scale)
     for name, parameter in parameters.items():
         known = parameter.untyped_storage().data_ptr() in storages or _DERIVED.fullmatch(name)
         if parameter.numel() and not known:

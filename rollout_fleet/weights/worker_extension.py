@@ -1,8 +1,8 @@
 """Weights inside the engine's worker: vLLM's weight-transfer interface over the receiver of common/weights.
 
 `slipstream_handle` hands over the learner's messages. A Publish starts a thread that receives while generation
-continues. `update_weights` loads the verified buffer in place. A second thread then reads the live parameters back as a
-proof. All are called through collective_rpc, between two steps.
+continues. `update_weights` loads the verified buffer in place, rounded where the engine computes in 8 bits. A second
+thread then reads the live parameters back as a proof. All are called through collective_rpc, between two steps.
 """
 
 import threading
@@ -19,7 +19,7 @@ from common.weights.wire import flat_buffer, messages
 from common.weights.wire.layout import Layout
 from rollout_fleet.vllm_patches import worker_process
 from rollout_fleet.vllm_patches.shared_files import this_worker
-from rollout_fleet.weights import weight_proof
+from rollout_fleet.weights import rounding, weight_proof
 from rollout_fleet.weights.tensor_parallel import EngineWorkers
 from rollout_fleet.weights.weight_proof import Proof
 
@@ -48,7 +48,8 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
         self.proof: Proof | None = None
         self._proving: threading.Thread | None = None
         self._applied: tuple[int, int] | None = None
-        self._loaded: torch.Tensor | None = None  # a shard's parameters are compared with it
+        self._loaded: torch.Tensor | None = None  # a shard's or rounded parameters are compared with it
+        self._rounds = self.model_config.quantization is not None
 
     def init_transfer_engine(self, init_info: base.WeightTransferInitInfo) -> None:
         """Nothing: the learner's messages come through `slipstream_handle`."""
@@ -70,7 +71,10 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
         try:
             flat = self.workers.take(update_info.incarnation, update_info.version, layout.total_bytes)
             with torch.no_grad():
-                self.model.load_weights(flat_buffer.view(flat, layout))
+                if self._rounds:
+                    rounding.load_and_round(self.model, flat_buffer.view(flat, layout), self.model_config)
+                else:
+                    self.model.load_weights(flat_buffer.view(flat, layout))
                 worker_process.renew(self.model, self.model_config.dtype)
             if torch.cuda.is_available():  # other threads prove the parameters and write the buffer
                 torch.cuda.current_stream().synchronize()
@@ -79,7 +83,7 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
         self.workers.agree(error)
         assert flat is not None
         self._applied = (update_info.incarnation, update_info.version)
-        self._loaded = flat if self.workers.size > 1 else None
+        self._loaded = flat if self.workers.size > 1 or self._rounds else None
         if self.workers.receives:
             self.receiver.give_back(flat)
 
@@ -101,7 +105,8 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
                 found = weight_proof.checksum(self.model, layout)
             else:  # a shard that matches its part of the version proves the whole version's checksum
                 shards = get_tp_group()
-                weight_proof.check_shard(self.model, layout, flat, shards.rank_in_group, shards.world_size)
+                dtype = self.model_config.dtype if self._rounds else None
+                weight_proof.check_shard(self.model, layout, flat, shards.rank_in_group, shards.world_size, dtype)
                 found = flat_buffer.version_checksum(flat, layout) if self.workers.receives else ""
             self.proof = Proof(incarnation, version, found)
         except Exception as error:  # whatever prevents the proof is the reason not to trust these weights
@@ -134,6 +139,10 @@ class WorkerExtension:
         from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
         return sorted(m.layer_id for m in self.model_runner.get_model().modules() if isinstance(m, MoERunner))
+
+    def slipstream_unrounded_layers(self) -> list[str]:
+        """Names of the linear layers that are not in 8 bits."""
+        return rounding.unrounded_layers(self.model_runner.get_model())
 
     def slipstream_shared_files(self) -> bytes:
         """Encoded Worker of shared_files.py: this process and the shared memory files that it maps."""

@@ -22,18 +22,23 @@ EngineCore.slipstream_told = told  # type: ignore[attr-defined]
 
 class DamagingExtension(WorkerExtension):
     def damage_next_load(self, part: str) -> None:
-        """After the next load_weights, one element of the first parameter named like `part` gets another value."""
-        model: Any = self.weight_transfer_engine.model
-        load = model.load_weights
+        """After the next load one element of the first parameter named like `part` gets another value."""
+        renew = worker_process.renew
 
-        def damaged(weights: Any) -> Any:
-            loaded = load(weights)
-            for parameter in [p for name, p in model.named_parameters() if part in name][:1]:  # a stage may have none
-                parameter.data.view(-1)[-1] += 1e-3
-            model.load_weights = load
-            return loaded
+        def damaged(model: Any, dtype: Any) -> None:
+            worker_process.renew = renew
+            renew(model, dtype)
+            for held in [p.data for name, p in model.named_parameters() if part in name][:1]:  # a stage may have none
+                if held.itemsize == 1:  # 8 bits, as [in, out]
+                    held.t().view(torch.uint8).view(-1)[-1] ^= 1
+                else:
+                    held.view(-1)[-1] += 1e-3
 
-        model.load_weights = damaged
+        worker_process.renew = damaged
+
+    def parameter_bytes(self) -> int:
+        """Size of the live parameters; a tied head counts once."""
+        return sum(parameter.nbytes for parameter in self.model_runner.get_model().parameters())
 
     def spoil_decoding(self) -> None:
         """At the next flip latent attention decodes with other values than prefill computes with."""

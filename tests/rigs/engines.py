@@ -140,6 +140,9 @@ class RigEngine(Engine):
     async def damage_next_load(self, part: str) -> None:
         await self._llm.collective_rpc("damage_next_load", args=(part,))
 
+    async def parameter_bytes(self) -> int:
+        return sum(await self._llm.collective_rpc("parameter_bytes"))
+
     async def spoil_decoding(self) -> None:
         await self._llm.collective_rpc("spoil_decoding")
 

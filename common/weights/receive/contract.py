@@ -20,10 +20,14 @@ class Flip(msgspec.Struct, frozen=True):
 
 
 class CanaryRead(msgspec.Struct, frozen=True):
-    """Log-probabilities of the canary's tokens by prefill, and decoding minus prefill of tokens that it decoded."""
+    """Log-probabilities of the canary's tokens by prefill, and decoding minus prefill of tokens that it decoded.
+
+    `rounded`: the engine's weights have 8 bits, so that some tokens differ by much without a fault.
+    """
 
     logprobs: list[float]
     decoding_differs: list[float]
+    rounded: bool = False
 
 
 class WeightTarget(Protocol):

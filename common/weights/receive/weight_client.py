@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
+from statistics import fmean
 from typing import Any, Literal
 
 import zmq
@@ -277,18 +278,22 @@ class WeightClient:
         await self._send(active)
 
     async def _compare(self, canary: Canary) -> float:
-        """Largest |difference| between the learner's and this engine's log-probabilities; raises ProofFailed."""
+        """Largest |difference| between the learner's and this engine's log-probabilities; raises ProofFailed.
+
+        The tolerance bounds the largest difference, or the mean one where the engine's weights are rounded.
+        """
         read = await self._target.canary(canary.tokens)
         if len(read.logprobs) != len(canary.logprobs):
             counts = f"canary of {len(canary.logprobs)} log-probabilities, the engine gave {len(read.logprobs)}"
             raise ProofFailed(counts, FailureKind.CANARY)
-        largest = _largest(a - b for a, b in zip(read.logprobs, canary.logprobs, strict=True))
-        decoding = _largest(read.decoding_differs)
-        for what, difference in (("the learner's", largest), ("itself between decoding and prefill", decoding)):
+        learners = _absolute(a - b for a, b in zip(read.logprobs, canary.logprobs, strict=True))
+        decoding = _absolute(read.decoding_differs)
+        for what, differences in (("the learner's", learners), ("itself between decoding and prefill", decoding)):
+            difference = fmean(differences or [0.0]) if read.rounded else max(differences, default=0.0)
             if difference > canary.tolerance:
                 text = f"canary differs from {what} by {difference:.4g}, tolerance {canary.tolerance:g}"
                 raise ProofFailed(text, FailureKind.CANARY)
-        return largest
+        return max(learners, default=0.0)
 
     async def _exclude(self, message: messages.LearnerMessage, failure: Failure) -> None:
         logger.error("this node stops generating: %s", failure.text)
@@ -312,8 +317,8 @@ class WeightClient:
             self._changed.notify_all()
 
 
-def _largest(differences: Iterable[float]) -> float:
-    return max((math.inf if math.isnan(d) else abs(d) for d in differences), default=0.0)
+def _absolute(differences: Iterable[float]) -> list[float]:
+    return [math.inf if math.isnan(d) else abs(d) for d in differences]
 
 
 class StagingReports:

@@ -190,6 +190,32 @@ def test_the_routing_of_a_group_must_fit_into_a_message(folder):
     refused(job(folder, learner=replaying, broker=small), "broker.max_message_bytes", str(needed))
 
 
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("fp8", "quantised before"),
+        ("awq", "quantised before"),
+        ("mxfp8", "CPU"),
+        ("fp8_per_tensor", "CPU"),
+        ("fp8_per_block", "CPU"),
+        ("torchao", "CPU"),
+        ("compressed-tensors", "wrongly"),
+        ("int8_per_channel_weight_only", "silently"),
+        ("fp8_per_chanel", ""),
+    ],
+)
+def test_kinds_of_rounding_that_vllm_has_for_others_are_refused_with_the_nearest_one(folder, kind, why):
+    rollout = {"engine": {"max_model_len": 512, "quantization": kind}}
+    refused(job(folder, rollout=rollout), "rollout.engine.quantization", f"'{kind}'", why, "'fp8_per_channel'?")
+
+
+def test_experts_are_not_rounded(folder):
+    rollout = {"engine": {"max_model_len": 512, "quantization": "fp8_per_channel"}}
+    passes(folder, rollout=rollout)
+    write_shape(folder / "model", **EXPERTS)
+    refused(job(folder, rollout=rollout), "rollout.engine.quantization", "null for a model with experts")
+
+
 def test_a_missing_model_folder_and_a_file_in_its_place_are_refused(folder):
     refused(job(folder, model={"path": str(folder / "train.jsonl")}), "model.path", "is a file")
     refused(job(folder, model={"path": str(folder / "nothing")}), "model.path", "does not exist", "slipstream sft")

@@ -47,6 +47,10 @@ def test_names_of_the_libraries_pass_with_a_warning(tmp_path: Path) -> None:
         ({"data_parallel_size": 2}, {}, "use rollout.nodes (a node is an engine;"),
         ({"load_format": "auto"}, {}, "Slipstream relies on the value that it sets"),
         ({}, {"overlap_grad_reduce": False}, "use learner.overlap instead"),
+        ({"quantization": "fp8"}, {}, "use rollout.engine.quantization instead"),
+        ({"quantization_config": {"linear": "mxfp8"}}, {}, "use rollout.engine.quantization instead"),
+        ({"speculative_config": {"method": "ngram"}}, {}, "extra.speculative_config: expected an engine without"),
+        ({"spec_method": "ngram"}, {}, "temperatures above 0"),
     ],
 )
 def test_other_names_are_refused_with_what_to_write_instead(tmp_path: Path, engine, megatron, said) -> None:

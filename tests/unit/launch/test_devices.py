@@ -13,7 +13,7 @@ from common.config.schema import Config
 from common.errors import UsageError
 from common.process.versions import INSTALL_BRIDGE, versions
 from launch.up import devices, ranks
-from launch.up.devices import Place, assign, table
+from launch.up.devices import Place, assign, rounding_problems, table
 from launch.up.ranks import learner_environment
 from launch.up.supervisor import RoleSpec, Supervisor
 from launch.up.up import role_specs
@@ -216,3 +216,14 @@ def test_ranks_of_tests_share_the_gpus_that_there_are() -> None:
     assert [one["LOCAL_RANK"] for one in found] == ["0", "1", "0", "1"]
     assert len({one["NCCL_HOSTID"] for one in found}) == 4
     assert "NCCL_HOSTID" not in rank_environment(1, 2, 2) | rank_environment(1, 2, 0)
+
+
+@pytest.mark.parametrize(("capability", "fits"), [("8.0", False), ("8.9", True), ("9.0", True), ("[N/A]", True)])
+def test_a_gpu_that_does_not_multiply_in_8_bits_refuses_rounded_weights(
+    machine: Path, tmp_path: Path, capability: str, fits: bool
+) -> None:
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.write_text(smi.read_text().replace("9.0", capability))
+    rounding = job(tmp_path, "rollout.engine.quantization=fp8_per_channel")
+    assert [wrong.key for wrong in rounding_problems(rounding)] == ([] if fits else ["rollout.engine.quantization"])
+    assert list(rounding_problems(job(tmp_path))) == []

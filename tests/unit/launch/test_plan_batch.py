@@ -187,3 +187,12 @@ def test_a_publish_is_the_weights_in_their_dtype_and_an_engine_has_its_share_of_
     assert bounded.cache_tokens(80e9, 0.9) == int(2**30 / found.cache_bytes_per_token)
     latent = engine_of(job(), architecture("DeepSeek-V3"))
     assert latent.cache_bytes_per_token == (512 + 64) * 61 * 2
+
+
+def test_a_rounded_engine_has_a_byte_an_element_of_its_projections_and_a_scale_for_each_row() -> None:
+    model = architecture("Qwen3-0.6B")
+    plain = job(rollout={"engine": {"max_model_len": 2048}})
+    rounded = job(rollout={"engine": {"max_model_len": 2048, "quantization": "fp8_per_channel"}})
+    rows, elements = 28 * (2048 + 2 * 1024 + 1024 + 2 * 3072 + 1024), 28 * 1024 * (2 * 2048 + 2 * 1024 + 3 * 3072)
+    assert engine_of(rounded, model).weight_bytes == engine_of(plain, model).weight_bytes - elements + 4 * rows
+    assert engine_of(rounded, model).cache_bytes_per_token == engine_of(plain, model).cache_bytes_per_token

@@ -2,13 +2,15 @@
 
 import asyncio
 import logging
+import math
+from typing import Any
 
 import pytest
 import zmq
 
 from common.errors import SlipstreamError
 from common.process.local_address import this_machine
-from common.weights.receive.contract import Watch
+from common.weights.receive.contract import CanaryRead, Flip, Watch
 from common.weights.receive.receiver import StagingStatus
 from common.weights.receive.weight_client import WeightClient
 from common.weights.transports.relay import Stall
@@ -105,22 +107,67 @@ class WrongWeights(Target):
         raise ProofFailed(f"version {version} differs")
 
 
-async def test_a_node_whose_weights_are_not_the_published_ones_stops_generating_and_tells_the_learner() -> None:
-    layout, target = Layout.of([("a", "float32", (4,))]), WrongWeights()
+async def answer_to_an_activation(target: Target, canary: messages.Canary | None = None) -> tuple[WeightClient, Any]:
+    """A client that was told to use a version, and its answer: Active or Rejected."""
+    layout = Layout.of([("a", "float32", (4,))])
     welcome, epoch = messages.Welcome(0, layout, "127.0.0.1:1"), messages.Epoch(5, 1, 2, 9.0)
-    publish = messages.Publish(0, 7, 5, layout.digest, 64, [], "", 9.0)
+    publish = messages.Publish(0, 7, 5, layout.digest, 64, [], "", 9.0, canary=canary)
     answers = {messages.Join: [welcome, epoch, publish], messages.Staged: [messages.Activate(0, 7)]}
     with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.ROUTER) as router:
         port = router.bind_to_random_port("tcp://127.0.0.1")
         client = WeightClient("node", target)  # type: ignore[arg-type]
         client.follow(f"tcp://127.0.0.1:{port}", 0)
         said: messages.NodeMessage | None = None
-        while not isinstance(said, messages.Rejected):
+        while not isinstance(said, messages.Active | messages.Rejected):
             await until_async(lambda: router.poll(0), "a message of the node")
             identity, data = router.recv_multipart()
             said = messages.decode_from_node(data)
             for message in answers.get(type(said), ()):
                 router.send_multipart([identity, messages.encode(message)])
         await client.close()
+    return client, said
+
+
+async def test_a_node_whose_weights_are_not_the_published_ones_stops_generating_and_tells_the_learner() -> None:
+    target = WrongWeights()
+    client, said = await answer_to_an_activation(target)
     assert (said.version, said.fatal, said.kind) == (7, True, FailureKind.PROOF)
     assert target.excluded == client.state.excluded == said.reason
+
+
+class Canaries(Target):
+    """An engine whose canary differs from the learner's and, in decoding, from itself."""
+
+    def __init__(self, learners: list[float], decoding: list[float], rounded: bool) -> None:
+        super().__init__()
+        self.read = CanaryRead(learners, decoding, rounded)
+
+    async def flip(self, incarnation: int, version: int, checksum: str) -> Flip:
+        return Flip(0.0, checksum)
+
+    async def canary(self, tokens: list[int]) -> CanaryRead:
+        return self.read
+
+
+@pytest.mark.parametrize(
+    ("differs", "decoding", "rounded", "agrees"),
+    [
+        ([0.25, -0.75, 0.0], [0.125], False, False),
+        ([0.25, -0.75, 0.0], [0.125], True, True),  # 1 / 3 on average
+        ([0.75, -0.75, 0.5], [0.125], True, False),
+        ([0.25, math.nan, 0.0], [0.125], True, False),
+        ([0.25, 0.0, 0.0], [-0.75, 0.0], True, True),
+        ([0.25, 0.0, 0.0], [-0.75, 0.0], False, False),
+        ([0.25, 0.0, 0.0], [math.nan], True, False),
+    ],
+)
+async def test_a_canary_bounds_the_largest_difference_and_of_rounded_weights_the_mean_one(
+    differs: list[float], decoding: list[float], rounded: bool, agrees: bool
+) -> None:
+    canary = messages.Canary([1, 2, 3, 4], [-1.0, -2.0, -3.0], tolerance=0.5)
+    read = [known + each for known, each in zip(canary.logprobs, differs, strict=True)]
+    client, said = await answer_to_an_activation(Canaries(read, decoding, rounded), canary)
+    if agrees:
+        assert said.canary_max_difference == client.state.canary_max_difference == max(map(abs, differs))
+    else:
+        assert (said.fatal, said.kind) == (True, FailureKind.CANARY)
