@@ -251,7 +251,8 @@ def numbers(kind: type[msgspec.Struct]) -> list[str]:
 
 
 def value_of(line: Metrics, name: str) -> float | None:
-    """A number of a line: reward_mean, environment/KEY, sources/SOURCE/KEY, evaluation/DATASET/mean_reward or evaluation/DATASET/pass_at/K.
+    """A number of a line, by a name as in docs/metrics.md: reward_mean, environment/KEY, sources/SOURCE/KEY,
+    evaluation/DATASET/mean_reward or evaluation/DATASET/pass_at/K.
 
     NaN is a number that was not finite, or an evaluation's bound that is unknown. None: the line lacks it.
     """

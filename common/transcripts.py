@@ -111,8 +111,8 @@ def transcript_line(
 ) -> bytes:
     """The JSON line of a sample's transcript, cut in its middle to at most `limit_bytes`.
 
-    `facts`: serial, sample, node_id, why, step and source of the Transcript. Raises ValueError for a sample that contradicts
-    itself or does not fit, and whatever the tokenizer raises.
+    `facts`: serial, sample, node_id, why, step and source of the Transcript. Raises ValueError for a sample that
+    contradicts itself or does not fit, and whatever the tokenizer raises.
     """
     length = sample.tokens.entries()
     keep = min(length, limit_bytes // LEAST_TOKEN_BYTES)
