@@ -113,7 +113,7 @@ def trained(overrides: list[str], lag: int) -> dict:
     from learner.megatron.backend import MegatronBackend
 
     backend = MegatronBackend.of(config)
-    rows, held_out = problems_of(config.tasks.dataset), problems_of(config.evaluation.datasets[0])
+    rows, held_out = problems_of(config.tasks.dataset), problems_of(config.evaluation.paths[0])
     order = RowOrder(len(rows), config.run.seed, shuffle=True).of_epoch(0)
     loss = policy_loss(config.learner.loss, config.rollout.max_tokens)
     size = config.learner.groups_per_step

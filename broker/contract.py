@@ -36,7 +36,7 @@ from common.rollouts import GroupMeta, Task
 from common.staleness import Window
 from common.waits import NO_WAIT, WaitFor, WaitKind, sentence
 from common.waste import WasteByReason
-from common.wire_types import Finite, Name, Seconds, StepNumber, Tally, Text, Version
+from common.wire_types import Finite, Name, Seconds, StepNumber, Tally, Text, Version, Weight
 
 LOST_AFTER_S = 10.0  # a learner unseen for longer is lost; it reports about once a second
 LEDGER_LINES = 2000  # in one answer; about 10 ms of the broker's time
@@ -59,6 +59,30 @@ class RunInfo(msgspec.Struct, frozen=True):
     trace: bool = False  # whether the broker takes the nodes' spans
 
 
+class WeightRequest(msgspec.Struct, frozen=True):
+    """`slipstream set`: these sources get these weights with the next tasks that the learner offers."""
+
+    id: Name  # random
+    weights: Annotated[dict[Name, Weight], Meta(min_length=1, max_length=1 << 12)]
+    time_s: Finite = 0.0  # Unix time at which the broker got it
+
+
+class WeightChange(msgspec.Struct, frozen=True):
+    """The weights of all sources from one position of the task stream on. The learner makes it, and its list lasts."""
+
+    position: Tally  # of the first task with these weights
+    weights: dict[Name, Weight]
+    factors: dict[Name, Weight] = {}  # those of tasks.curriculum, by which the weights are multiplied; 1 if missing
+    requests: list[Name] = []  # ids of the requests that it carries out
+    step: StepNumber = -1  # that the curriculum followed last
+    time_s: Finite = 0.0
+
+    @property
+    def effective(self) -> dict[str, float]:
+        """The weights in effect."""
+        return {name: weight * self.factors.get(name, 1.0) for name, weight in self.weights.items()}
+
+
 class Lease(msgspec.Struct, frozen=True, gc=False):
     task: Task
     token: str
@@ -77,6 +101,7 @@ class StoredGroup(msgspec.Struct, frozen=True, gc=False):
     node_id: str
     meta: GroupMeta
     payload: bytes = b""
+    source: str = ""  # the task's
 
 
 CountByReason = Annotated[dict[Name, Tally], Meta(max_length=64)]
@@ -170,6 +195,7 @@ class Attached(msgspec.Struct, frozen=True):
     next_serial: int  # one past the highest serial ever offered
     store_id: str = ""  # a changed id means that the broker has lost its state
     committed_step: int = -1  # highest one, -1 for none; the groups of steps up to it are gone
+    weight_changes: list[WeightChange] = []  # all that came with tasks, oldest first
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -349,6 +375,8 @@ class BrokerStatus(msgspec.Struct, frozen=True):
     evaluation_tokens_total: int = 0  # sampled for held-out problems by all nodes that are there
     window: Window | None = None  # None: from a broker of an earlier release
     left: list[NodeStatus] = []  # the newest nodes that have left in good order, oldest first
+    weights: WeightChange | None = None  # in effect; None: no weights came with tasks
+    weight_requests: list[WeightRequest] = []  # not in effect yet, oldest first
 
     @property
     def present(self) -> list[str]:
@@ -378,6 +406,7 @@ class LedgerEntry(msgspec.Struct, frozen=True):
     reward_mean: float | None
     reason: str = ""  # last failure
     filtered: bool = False  # `step` took it, and trained nothing on it
+    source: str = ""  # the task's; '' in a job of one source
 
 
 class BrokerEvent(msgspec.Struct, frozen=True):

@@ -85,6 +85,8 @@ class Attach(LearnerRequest[contract.Attached], frozen=True, kw_only=True, tag="
 class Offer(LearnerRequest[int], frozen=True, kw_only=True, tag="offer"):
     once: ClassVar[bool] = True
     tasks: Tasks
+    changes: list[contract.WeightChange] = []  # of weights, as of these tasks; the first is number `first_change`
+    first_change: Tally = 0
 
 
 class Take(LearnerRequest[list[contract.StoredGroup] | None], frozen=True, kw_only=True, tag="take"):
@@ -146,6 +148,13 @@ class Gather(Request[contract.RendezvousOrder], frozen=True, kw_only=True, tag="
 
 class Stop(Request[contract.BrokerStatus], frozen=True, kw_only=True, tag="stop"):
     """Asks every role to leave; needs the learner's key. A broker that starts anew has forgotten it."""
+
+
+class SetWeights(Request[int], frozen=True, kw_only=True, tag="set_weights"):
+    """Asks the learner for other weights of sources; needs the learner's key. Answered with the next task's serial."""
+
+    durable: ClassVar[bool] = True
+    request: contract.WeightRequest
 
 
 class NodeRequest(Request[R], Generic[R], frozen=True, kw_only=True):
@@ -250,7 +259,7 @@ class AskLog(ObserverRequest[str | None], frozen=True, kw_only=True, tag="log"):
 
 
 LearnerMessage = Attach | Offer | Take | Regenerate | Filter | Commit | Evaluate | Report
-LauncherMessage = Gather | Stop
+LauncherMessage = Gather | Stop | SetWeights
 NodeMessage = Register | AskLease | Cancel | Heartbeat | Complete | CompleteEvaluation | Fail | Release | Leave
 ObserverMessage = AskStatus | AskLedger | AskEvents | AskLog
 AnyRequest = LearnerMessage | LauncherMessage | NodeMessage | ObserverMessage

@@ -1,5 +1,7 @@
 """Errors that a person reads: what is wrong, where, and what to do."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,6 +63,19 @@ class ConfigError(UsageError):
     @classmethod
     def of(cls, file: str, problem: Problem) -> "ConfigError":
         return cls(file, problem.key, problem.expected, problem.found, problem.hint)
+
+
+@contextmanager
+def of_source(name: str) -> Generator[None]:
+    """A ConfigError about a key of `tasks` becomes one about that of the source `name`; '' is the only source."""
+    try:
+        yield
+    except ConfigError as error:
+        section, _, key = error.key.partition(".")
+        if not name or section != "tasks":
+            raise
+        at = ".".join(filter(None, (f"tasks.sources.{name}", key)))
+        raise ConfigError(error.file, at, error.expected, error.found, error.hint, error.line) from error
 
 
 class BrokerError(SlipstreamError):

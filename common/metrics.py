@@ -136,6 +136,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     transcripts_dropped_total: Annotated[
         OptInt, metric("not written: disk or queue full, or no text; since learner and broker started", "", "last")
     ] = UNSET
+    sources: Annotated[dict[str, float], metric("figures of tasks.sources by SOURCE/NAME; docs/mixtures.md")] = {}
 
 
 class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="evaluation"):
@@ -250,7 +251,8 @@ def numbers(kind: type[msgspec.Struct]) -> list[str]:
 
 
 def value_of(line: Metrics, name: str) -> float | None:
-    """A number of a line: reward_mean, environment/KEY, evaluation/DATASET/mean_reward or evaluation/DATASET/pass_at/K.
+    """A number of a line, by a name as in docs/metrics.md: reward_mean, environment/KEY, sources/SOURCE/KEY,
+    evaluation/DATASET/mean_reward or evaluation/DATASET/pass_at/K.
 
     NaN is a number that was not finite, or an evaluation's bound that is unknown. None: the line lacks it.
     """

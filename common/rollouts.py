@@ -5,9 +5,11 @@ Schema rules: structs are keyed, fields are only ever appended and new ones have
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Annotated
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from common.wire_types import Array, Finite, Tally, Version
 
@@ -22,6 +24,7 @@ class Task(msgspec.Struct, frozen=True, gc=False):
     seed: int  # sample i of the group uses `seed + i`
     group_size: int
     epoch: int = 0  # passes over the dataset that came before this task
+    source: Annotated[str, Meta(max_length=256)] = ""  # its name in tasks.sources; '' in a job of one source
 
 
 class VersionRun(msgspec.Struct, frozen=True, gc=False):
@@ -69,6 +72,7 @@ class Group(msgspec.Struct, frozen=True, gc=False):
     serial: int
     samples: list[Sample]
     schema_version: int = SCHEMA_VERSION
+    source: str = ""  # the task's
 
 
 class GroupMeta(msgspec.Struct, frozen=True, gc=False):

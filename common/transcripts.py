@@ -62,6 +62,7 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True):
     notes: dict[str, str] = {}  # a scorer's model and its answer, by the scorer's name
     sampled_tokens: int = 0
     cut_tokens: int = 0  # left out in the middle, because the transcript was too long
+    source: str = ""  # the task's, in a job of several sources
 
 
 class TokenText:
@@ -110,8 +111,8 @@ def transcript_line(
 ) -> bytes:
     """The JSON line of a sample's transcript, cut in its middle to at most `limit_bytes`.
 
-    `facts`: serial, sample, node_id, why and step of the Transcript. Raises ValueError for a sample that contradicts
-    itself or does not fit, and whatever the tokenizer raises.
+    `facts`: serial, sample, node_id, why, step and source of the Transcript. Raises ValueError for a sample that
+    contradicts itself or does not fit, and whatever the tokenizer raises.
     """
     length = sample.tokens.entries()
     keep = min(length, limit_bytes // LEAST_TOKEN_BYTES)
@@ -206,7 +207,8 @@ class FailedTranscripts:
             return b""
         try:
             index, sample = max(enumerate(group.samples), key=lambda pair: pair[1].tokens.entries())
-            facts = {"serial": group.serial, "sample": index, "node_id": self._node_id, "why": ["failed"]}
+            facts = {"serial": group.serial, "sample": index, "node_id": self._node_id}
+            facts |= {"why": ["failed"], "source": group.source}
             return transcript_line(sample, self._text, FAILED_BYTES, **facts)
         except Exception as error:
             if not self._logged:

@@ -18,6 +18,7 @@ StepNumber = Annotated[int, Meta(ge=-1, le=INT32_MAX)]  # -1: none yet
 Version = Annotated[int, Meta(ge=-1, le=INT32_MAX)]  # -1: none yet
 Tally = Annotated[int, Meta(ge=0, le=TALLY_MAX)]  # a sum over nodes stays exact as a float too
 Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]  # NaN fails both
+Weight = Annotated[float, Meta(ge=0, le=1e300)]
 Seconds = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
 Text = Annotated[str, Meta(max_length=1 << 16)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]

@@ -54,6 +54,8 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
     "transcripts": ("observe.transcripts:command", "RUN --json",
         "episodes that were trained on or failed, token by token; without --step and --task the newest ones"),
     "stop": ("up.stop:command", "RUN|ADDRESS --credentials", "every role leaves; the same commands continue the job"),
+    "set": ("up.change:command", "RUN|ADDRESS key=value --credentials",
+        "other weights of tasks.sources, while the job runs"),
     "sinks": ("sinks.process:command", "RUN", "feed telemetry.sinks from the run's files, until the run has ended"),
     "resume": ("up.stop:resume", "RUN", "a job that a watch rule paused or stopped may continue"),
     "report": ("results.report:command", "RUN...",
@@ -69,7 +71,7 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
     "keys": ("keys:command", "", "CURVE keys for broker.credentials; only ever adds to an existing folder"),
 }  # fmt: skip
 GROUPS = {  # by the order of --help
-    "train": "init up sft sweep eval replay export resume stop",
+    "train": "init up sft sweep eval replay export resume set stop",
     "look": "status top web logs transcripts report ledger trace sinks",
     "check": "plan doctor selftest preflight",
     "launch": "broker learner rollout scorer slurm scale keys",

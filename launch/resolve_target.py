@@ -15,7 +15,7 @@ from common.config.checks import C, downloaded, resolve_paths
 from common.config.loading import Document, build_config, kind_of, load_config, load_either
 from common.config.network_checks import fixed_address, is_redis, split_address
 from common.config.schema import BaseConfig, Config, Reader
-from common.errors import UsageError
+from common.errors import UsageError, of_source
 from common.json_lines import EventFile
 from common.process.run_dir import CHANGEABLE, OF_A_MACHINE, RunDir, other_values
 
@@ -65,18 +65,20 @@ def checked(config: C, file: str, environment: bool = True, reader: Reader = "al
     if (local := downloaded(config, reader)) != config:  # the config that is returned keeps the hub's names
         local.validate(file, reader)
     if environment and config.rl is not None:
-        from rollout_fleet.environments.description import check_environment
+        from rollout_fleet.environments.description import check_sources
 
-        found = check_environment(config.rl.tasks, file)
-        if local.rl is not None and local.rl.tasks.reward is not None:
-            from rollout_fleet.driver_factory import check_rewards
+        found = check_sources(config.rl, file)
+        for name, job in local.rl.sources.items() if local.rl is not None else ():
+            if job.tasks.reward is not None:
+                from rollout_fleet.driver_factory import check_rewards
 
-            check_rewards(local.rl, found, file)
-        if local.rl is not None and local.rl.scorers:
-            from rollout_fleet.scorers.check import check_scorers
+                with of_source(name):
+                    check_rewards(job, found[name], file)
+            if job.scorers:
+                from rollout_fleet.scorers.check import check_scorers
 
-            for sentence in check_scorers(local.rl, file):
-                print(sentence, file=sys.stderr)
+                for sentence in check_scorers(job, file):
+                    print(sentence, file=sys.stderr)
     return config, RunDir.of(config)
 
 

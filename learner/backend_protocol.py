@@ -30,6 +30,7 @@ class Microbatch:
     reference_logprobs: Tensor | None = None  # [T] float32 of the frozen reference model
     routed_experts: Tensor | None = None  # [T, MoE layers, experts per token] int16, of the input token; -1: unknown
     numbers: tuple[int, ...] = ()  # indices of the documents in the batch; () for a filler
+    kl_coefficients: Tensor | None = None  # [T] float32 with tasks.sources, in the place of the loss's coefficient
 
 
 @dataclass(frozen=True)

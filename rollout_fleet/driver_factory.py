@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from common.config.schema import Config
-from common.errors import ConfigError
+from common.errors import ConfigError, of_source
 from common.hub import load_tokenizer
 from common.json_lines import first_row
 from rollout_fleet.environments import registry
@@ -34,12 +34,28 @@ from rollout_fleet.episode.sampler_protocol import Sampler
 MADE_UP = ("The answer is 42.", "")
 
 
-def build_driver(
-    config: Config, sampler: Sampler, thread: EnvironmentThread, sampling: Sampling | None = None
-) -> EpisodeDriver:
-    """The driver of the config's environment and budgets, over an engine that may start later.
+def build_drivers(config: Config, sampler: Sampler, thread: EnvironmentThread) -> dict[str, EpisodeDriver]:
+    """The driver of each source; sources that name the same scorer share its client. Raises as `build_driver`."""
+    clients = dict[str, Any]()
+    drivers = dict[str, EpisodeDriver]()
+    for name, job in config.sources.items():
+        with of_source(name):
+            drivers[name] = build_driver(job, sampler, thread, clients=clients)
+    return drivers
 
-    `sampling`: None stands for the config's. Raises UsageError for an unusable environment, option or tokenizer.
+
+def build_driver(
+    config: Config,
+    sampler: Sampler,
+    thread: EnvironmentThread,
+    sampling: Sampling | None = None,
+    *,
+    clients: dict[str, Any] | None = None,
+) -> EpisodeDriver:
+    """The driver of the environment and budgets of a config with one source, over an engine that may start later.
+
+    `sampling`: None stands for the config's. `clients`: scorers' that exist already; new ones are added. Raises
+    UsageError for an unusable environment, option or tokenizer.
     """
     rollout = config.rollout
     found = check_environment(config.tasks)
@@ -63,7 +79,7 @@ def build_driver(
     if config.scorers:
         from rollout_fleet.scorers.driver import ScoredDriver
 
-        return ScoredDriver(sampler, renderer, backend, rules=rules, config=config)
+        return ScoredDriver(sampler, renderer, backend, rules=rules, config=config, clients=clients)
     return EpisodeDriver(sampler, renderer, backend, rules)
 
 

@@ -20,7 +20,7 @@ from common.process.run_dir import RunDir
 from common.security.credentials import curve_credentials, load_credential
 from common.span_buffer import SPANS
 from common.transcripts import FailedTranscripts
-from rollout_fleet.driver_factory import build_driver
+from rollout_fleet.driver_factory import build_drivers
 from rollout_fleet.environments.isolation.thread_backend import EnvironmentThread
 from rollout_fleet.episode.concurrency import AdaptiveLimit
 from rollout_fleet.node.heartbeat import BrokerTimeout, Heartbeat
@@ -60,7 +60,7 @@ async def _serve(config: Config, address: str, status: NodeStatusTracker) -> int
     profiled = config.telemetry.profile_steps and status.node_id in config.telemetry.profile_nodes
     engine = Engine(config, seed=_seed(config, status.node_id), profiles=folder.profiles if profiled else None)
     thread = EnvironmentThread()
-    driver = build_driver(config, engine, thread)  # a config error shows before anything is started
+    drivers = build_drivers(config, engine, thread)  # a config error shows before anything is started
     access = _access(config, address, status.node_id)
     timeout = BrokerTimeout(BROKER_TIMEOUT_S, address)
     log = log_path(folder.logs, "rollout", status.node_id)
@@ -74,16 +74,17 @@ async def _serve(config: Config, address: str, status: NodeStatusTracker) -> int
     async with AsyncExitStack() as stack:
         stack.enter_context(serving_health(config.telemetry.health_port, status.signs))
         stack.callback(thread.close)
-        stack.push_async_callback(driver.close)
+        for driver in drivers.values():
+            stack.push_async_callback(driver.close)
         broker = await stack.enter_async_context(connect_node(access))
         await _register(broker, status, address)
         stack.push_async_callback(_leave, broker, status)
         feed = _weight_client(config, engine, status)
-        transcripts = FailedTranscripts(driver.renderer.text, status.node_id)
+        transcripts = FailedTranscripts(next(iter(drivers.values())).renderer.text, status.node_id)
         parts = NodeParts(
             broker=broker,
             feed=feed,
-            driver=driver,
+            drivers=drivers,
             concurrency=high,
             status=status,
             timeout=timeout,

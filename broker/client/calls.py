@@ -7,7 +7,7 @@ StoreChanged when the broker's store lacks what the learner was told.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, Self, TypeVar
 
@@ -81,10 +81,14 @@ class LearnerBroker(ObserverBroker):
         self._identity = {"incarnation": report.incarnation, "instance": report.instance}
         return attached
 
-    def offer(self, tasks: list[Task]) -> int:
-        """Add tasks; serials already known are ignored. Returns how many were new. Raises BrokerError on a gap."""
+    def offer(self, tasks: list[Task], changes: Sequence[contract.WeightChange] = (), first_change: int = 0) -> int:
+        """Add tasks; serials already known are ignored. Returns how many were new. Raises BrokerError on a gap.
+
+        `changes` of the weights of sources, from number `first_change` on, are recorded before the tasks.
+        """
         parts = [tasks[start : start + OFFER_TASKS] for start in range(0, len(tasks), OFFER_TASKS)]
-        return sum(self.ask(wire.Offer(**self._sender, tasks=part)) for part in parts)
+        told: dict[str, Any] = {**self._sender, "changes": list(changes), "first_change": first_change}
+        return sum(self.ask(wire.Offer(**told, tasks=part)) for part in parts)
 
     def take(self, step: int, count: int, wait_s: float, in_order: bool = False) -> list[contract.StoredGroup] | None:
         """The `count` oldest ready groups for `step`, or what `step` took before; None when not ready in `wait_s`.
@@ -135,6 +139,10 @@ class LearnerBroker(ObserverBroker):
     def stop(self) -> contract.BrokerStatus:
         """Ask every role to leave; the answer says which are still `present`. May be repeated."""
         return self.ask(wire.Stop())
+
+    def set_weights(self, request: contract.WeightRequest) -> int:
+        """Ask for other weights of sources. They are durable when this returns the serial of the next task offered."""
+        return self.ask(wire.SetWeights(request=request))
 
     def gather(
         self, report: contract.MachineReport, log: str | None = None, log_rank: int = -1

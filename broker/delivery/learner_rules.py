@@ -1,6 +1,7 @@
 """The rules for the learner: attaching, offering tasks, taking groups, committing them, evaluating."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -14,6 +15,8 @@ from broker.contract import (
     LogPosition,
     MachineReport,
     RendezvousOrder,
+    WeightChange,
+    WeightRequest,
 )
 from broker.delivery import moves
 from broker.delivery.learner_fencing import lasting
@@ -45,7 +48,8 @@ class LearnerRules:
         if self._tasks.next_serial == 0 and self._state.first_step != report.step:
             self._state.do(moves.StepCursor(report.step, self._state.committed_step))
         self._events.add("learner_attached", incarnation=report.incarnation, pid=report.pid, step=report.step)
-        return Attached(self._tasks.next_serial, self._state.store_id, self._state.committed_step)
+        state = self._state
+        return Attached(self._tasks.next_serial, state.store_id, state.committed_step, list(state.weight_changes))
 
     def report(self, report: LearnerReport, log: str | None = None, log_rank: int = -1) -> HeartbeatReply | None:
         """Keep a report. Raises BrokerError for a replaced learner, or while another of its incarnation is alive."""
@@ -92,13 +96,22 @@ class LearnerRules:
                 f"{position.seq} of the start {position.opening}. It is another store, or an older state of this one"
             )
 
-    def offer(self, tasks: Sequence[Task]) -> int:
-        """Add tasks; known ones are ignored. Returns how many were new; a gap raises BrokerError and adds none."""
+    def offer(self, tasks: Sequence[Task], changes: Sequence[WeightChange] = (), first_change: int = 0) -> int:
+        """Add changes of weights, then tasks; known ones are ignored. Returns how many tasks were new.
+
+        A gap raises BrokerError and adds none.
+        """
+        if first_change > len(self._state.weight_changes):
+            raise BrokerError(f"change {first_change} of the weights comes after {len(self._state.weight_changes)}")
         first = expected = self._tasks.next_serial
         for task in tasks:
             if task.serial > expected or task.serial < 0:
                 raise BrokerError(f"task {task.serial} was offered, the next serial is {expected}; offer without gaps")
             expected = max(expected, task.serial + 1)
+        for change in changes[len(self._state.weight_changes) - first_change :]:
+            self._state.do(moves.WeightsChanged(change))
+            told = {"position": change.position, "step": change.step, "requests": " ".join(change.requests)}
+            self._events.add("weights_changed", **told, weights=_shown(change.effective))
         for task in tasks:
             if task.serial >= self._tasks.next_serial:
                 self._state.do(moves.Offered(task))
@@ -168,6 +181,15 @@ class LearnerRules:
         table.shared = shared
         return table.turn(tasks, stored)
 
+    def set_weights(self, request: WeightRequest) -> int:
+        """Keep a request until the learner carries it out; a known one changes nothing. Returns the next serial."""
+        done = {name for change in self._state.weight_changes for name in change.requests}
+        if request.id not in done | self._state.weight_requests.keys():
+            self._state.do(moves.WeightsRequested(msgspec.structs.replace(request, time_s=time.time())))
+            told = {"request": request.id, "serial": self._tasks.next_serial}
+            self._events.add("weights_requested", **told, weights=_shown(request.weights))
+        return self._tasks.next_serial
+
     def stop(self) -> BrokerStatus:
         """Ask every role to leave; the server ends when they have."""
         if not self._state.stopping:
@@ -178,3 +200,7 @@ class LearnerRules:
     def _waste_group(self, entry: Entry, reason: str) -> None:
         if entry.meta is not None:
             self._state.fleet.waste_of(entry.nodes[-1], reason, entry.meta.sampled_tokens, entry.meta.generation_s)
+
+
+def _shown(weights: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {weight:g}" for name, weight in weights.items())

@@ -9,7 +9,7 @@ O(log n). Structs are keyed and tagged as on the wire: fields are only appended,
 import heapq
 from bisect import bisect_left, insort
 
-from broker.contract import LearnerReport, NodeReport
+from broker.contract import LearnerReport, NodeReport, WeightChange, WeightRequest
 from broker.delivery.nodes import NodeCounts
 from broker.delivery.state import DeliveryState, Move
 from broker.delivery.task_table import COMMITTED, DEAD, LEASED, READY, TAKEN, Entry
@@ -175,6 +175,26 @@ class Committed(Move, frozen=True, tag="committed"):
         tasks.freed_earlier += gone
 
 
+class WeightsRequested(Move, frozen=True, tag="weights_requested"):
+    """Somebody asked for other weights of sources."""
+
+    request: WeightRequest
+
+    def apply(self, state: DeliveryState) -> None:
+        state.weight_requests[self.request.id] = self.request
+
+
+class WeightsChanged(Move, frozen=True, tag="weights_changed"):
+    """Tasks that follow were made with these weights."""
+
+    change: WeightChange
+
+    def apply(self, state: DeliveryState) -> None:
+        state.weight_changes.append(self.change)
+        for name in self.change.requests:
+            state.weight_requests.pop(name, None)
+
+
 class Reported(Move, frozen=True, tag="reported"):
     """The learner attached, ended, or changed something that outlives it."""
 
@@ -256,5 +276,5 @@ class Closed(Move, frozen=True, tag="closed"):
 
 AnyMove = (
     Offered | Leased | HandedBack | Lost | Accepted | Taken | Filtered | GivenUp | Committed
-    | Reported | Joined | Left | StepCursor | Statistics | Closed
+    | WeightsRequested | WeightsChanged | Reported | Joined | Left | StepCursor | Statistics | Closed
 )  # fmt: skip

@@ -15,7 +15,16 @@ from pathlib import Path
 
 import msgspec
 
-from broker.contract import LEARNER_ENDED, BrokerStatus, LedgerEntry, LogPosition, RunInfo, StoreStatus
+from broker.contract import (
+    LEARNER_ENDED,
+    BrokerStatus,
+    LedgerEntry,
+    LogPosition,
+    RunInfo,
+    StoreStatus,
+    WeightChange,
+    WeightRequest,
+)
 from broker.delivery.deadlines import Deadlines
 from broker.delivery.evaluation import EvaluationTable
 from broker.delivery.learner_fencing import LearnerRecord
@@ -101,6 +110,8 @@ class DeliveryState:
         self.lease_deadlines: Deadlines[str] = Deadlines()
         self.first_step = 0  # the step at which task 0 is due
         self.committed_step = -1
+        self.weight_requests: dict[str, WeightRequest] = {}  # that no task was made with yet, oldest first
+        self.weight_changes: list[WeightChange] = []  # that came with tasks, oldest first
         self.lease_expiries = 0
         self.stale_results = 0
         self.wanted = run.groups_per_step  # groups that the learner's next take needs
@@ -228,5 +239,7 @@ class DeliveryState:
             evaluation=self.evaluation.progress,
             window=self.window,
             left=self.fleet.status_of_left(now),
+            weights=self.weight_changes[-1] if self.weight_changes else None,
+            weight_requests=list(self.weight_requests.values()),
             evaluation_tokens_total=sum(node.report.evaluation_tokens for node in self.fleet.nodes.values()),
         )

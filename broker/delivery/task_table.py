@@ -25,7 +25,8 @@ DEAD = "dead"
 _ABSENT, _COMMITTED, _DEAD, _FILTERED = range(4)
 _NAMES = {_COMMITTED: COMMITTED, _DEAD: DEAD, _FILTERED: COMMITTED}
 _NONE = -(1 << 31)
-_ROW = struct.Struct("<Biiiiid")  # state, attempts, step, lowest and highest version, list of nodes, mean reward
+# state, attempts, step, lowest and highest version, list of nodes, source, mean reward
+_ROW = struct.Struct("<Biiiiiid")
 
 
 class Location(msgspec.Struct, frozen=True):
@@ -94,6 +95,7 @@ class Entry(TaskRecord):
             reward_mean=None if meta is None else meta.reward_mean,
             reason=self.reason,
             filtered=self.filtered,
+            source=self.task.source,
         )
 
 
@@ -118,12 +120,13 @@ class LeasedTasks(dict[str, Entry]):
 
 
 class History:
-    """Ledger entries of finished tasks, by serial, in rows of 29 bytes; adding is O(1)."""
+    """Ledger entries of finished tasks, by serial, in rows of 33 bytes; adding is O(1)."""
 
     def __init__(self) -> None:
         self._rows = bytearray()
         self._node_lists: list[tuple[str, ...]] = []  # each once
         self._node_list_ids: dict[tuple[str, ...], int] = {}
+        self._source_ids: dict[str, int] = {}  # each once
         self._reasons: dict[int, str] = {}
         self.committed = 0
         self.dead = 0
@@ -145,7 +148,8 @@ class History:
         state = (_FILTERED if entry.filtered else _COMMITTED) if committed else _DEAD
         optional = (_NONE if value is None else value for value in (entry.step, entry.version_min, entry.version_max))
         reward = float("nan") if entry.reward_mean is None else entry.reward_mean
-        _ROW.pack_into(self._rows, at, state, entry.attempts, *optional, node_list, reward)
+        source = self._source_ids.setdefault(entry.source, len(self._source_ids))
+        _ROW.pack_into(self._rows, at, state, entry.attempts, *optional, node_list, source, reward)
         if entry.reason:
             self._reasons[entry.serial] = entry.reason
 
@@ -153,8 +157,8 @@ class History:
         """The entry of a finished task. Raises KeyError when there is none."""
         if serial not in self:
             raise KeyError(serial)
-        row: tuple[int, int, int, int, int, int, float] = _ROW.unpack_from(self._rows, serial * _ROW.size)
-        state, attempts, step, lowest, highest, node_list, reward = row
+        row: tuple[int, int, int, int, int, int, int, float] = _ROW.unpack_from(self._rows, serial * _ROW.size)
+        state, attempts, step, lowest, highest, node_list, source, reward = row
         return LedgerEntry(
             serial=serial,
             state=_NAMES[state],
@@ -166,6 +170,7 @@ class History:
             reward_mean=None if isnan(reward) else reward,
             reason=self._reasons.get(serial, ""),
             filtered=state == _FILTERED,
+            source=next(islice(self._source_ids, source, None)),
         )
 
     def serials(self) -> Iterator[int]:

@@ -11,7 +11,7 @@ from copy import deepcopy
 
 import msgspec
 
-from broker.contract import LearnerReport, LedgerEntry, NodeReport
+from broker.contract import LearnerReport, LedgerEntry, NodeReport, WeightChange, WeightRequest
 from broker.delivery.moves import AnyMove, Statistics, StepCursor
 from broker.delivery.state import DeliveryState, Move
 from broker.delivery.task_table import COMMITTED, LEASED, PENDING, READY, Entry, Location, StoredPayload, TaskRecord
@@ -73,6 +73,8 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", rename=_RENAMED):
     accepted_bytes: int = 0
     freed_earlier: int = 0
     openings: dict[str, int] = {}
+    weight_requests: dict[str, WeightRequest] = {}
+    weight_changes: list[WeightChange] = []
 
 
 class FinishedTasks(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -136,6 +138,8 @@ class PendingSnapshot(Compaction):
             marks=StepCursor(state.first_step, state.committed_step),
             statistics=Statistics.of(state),
             openings=dict(state.openings),
+            weight_requests=dict(state.weight_requests),
+            weight_changes=list(state.weight_changes),
         )
 
     def finished(self) -> bytes | None:
@@ -180,6 +184,8 @@ def restore(state: DeliveryState, snapshot: Snapshot, read: Callable[[Location],
             tasks.retained[step].append(entry)
     state.accepted.update(snapshot.accepted)
     state.openings = snapshot.openings
+    state.weight_requests = snapshot.weight_requests
+    state.weight_changes = snapshot.weight_changes
     state.learner.report = snapshot.learner
     state.learner.replaced = set(snapshot.replaced_learners)
     state.learner.job_ended = snapshot.job_ended

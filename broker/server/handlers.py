@@ -55,6 +55,8 @@ class Answers:
                 return _answer(request, self.learner.gather(request.report, request.log, request.log_rank))
             case wire.Stop():
                 return _answer(request, self.learner.stop())
+            case wire.SetWeights():
+                return _answer(request, self.learner.set_weights(request.request))
             case wire.AskStatus():
                 return _answer(request, self._state.status())
             case wire.AskLedger():
@@ -83,7 +85,7 @@ class Answers:
             case wire.Report():
                 return _answer(request, rules.report(request.report, request.log, request.log_rank))
             case wire.Offer():
-                return _answer(request, rules.offer(request.tasks))
+                return _answer(request, rules.offer(request.tasks, request.changes, request.first_change))
             case wire.Commit():
                 return _answer(request, rules.commit(request.step))
             case wire.Filter():
@@ -139,7 +141,8 @@ class Answers:
         taken = self.learner.take(request.step, request.count, request.in_order)
         if taken is None:
             raise NotYet
-        return _answer(request, [StoredGroup(e.serial, e.nodes[-1], e.meta) for e in taken if e.meta is not None])
+        groups = [(e, e.meta) for e in taken if e.meta is not None]
+        return _answer(request, [StoredGroup(e.serial, e.nodes[-1], m, source=e.task.source) for e, m in groups])
 
     def _lease(self, request: wire.AskLease, version: int | None) -> wire.Answer[list[Lease]]:
         leases = self.nodes.lease(request.node_id, version, request.max_groups)

@@ -29,7 +29,7 @@ LOGGED_A_MINUTE = 20
 KEPT_MESSAGES = 32  # in RUN/quarantine, by all brokers of the run together
 KEPT_BYTES = 64 << 10  # longer headers are cut
 PERMITTED: dict[str, tuple[type[wire.Request[Any]], ...]] = {
-    "learner": (wire.LearnerRequest, wire.ObserverRequest, wire.Gather, wire.Stop),
+    "learner": (wire.LearnerRequest, wire.ObserverRequest, wire.Gather, wire.Stop, wire.SetWeights),
     "node": (wire.NodeRequest, wire.AskStatus),
     "observer": (wire.ObserverRequest,),
     "broker": (wire.ObserverRequest,),  # another broker process of the run, which asks whether this one is alive

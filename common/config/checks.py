@@ -10,12 +10,12 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from common.config.architecture import Architecture, UnknownArchitecture, read_architecture
-from common.config.loading import describe_value, nearest
+from common.config.loading import Document, describe_value, nearest
 from common.config.loss import loss_problems
 from common.config.network_checks import address_problems, broker_problems, buffers_problems, weights_address_problems
 from common.config.parallel_layout import (
@@ -31,7 +31,7 @@ from common.config.schema import BaseConfig, Config, MoeConfig, Reader
 from common.errors import Problem, UsageError
 from common.evaluation import dataset_names, pass_ks
 from common.hub import SCHEME, TOKENIZER_FILES, absolute, local_copy
-from common.json_lines import dataset_files, dataset_rows
+from common.json_lines import dataset_files, dataset_rows, kept_rows
 from common.metrics import EvaluationMetrics, numbers
 
 LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
@@ -43,13 +43,14 @@ DATASET_HINT = "a file of the hub is hf://datasets/OWNER/NAME/FILE"
 READERS: dict[str, tuple[Reader, ...]] = {  # keys that name files, and who reads them: only there must they exist
     "model.path": ("all", "learner", "node"),
     "tasks.dataset": ("all", "learner"),
+    "tasks.sources.*.dataset": ("all", "learner"),
     "evaluation.datasets": ("all", "learner"),
     "tasks.limits.python": ("all", "node"),
     "learner.loss.reference": ("all", "learner"),
 }
 PATHS = (
-    "run.dir", "model.path", "tasks.dataset", "evaluation.datasets", "learner.loss.reference",
-    "learner.checkpoint.dir", "broker.credentials",
+    "run.dir", "model.path", "tasks.dataset", "tasks.sources.*.dataset", "evaluation.datasets",
+    "learner.loss.reference", "learner.checkpoint.dir", "broker.credentials",
 )  # fmt: skip
 C = TypeVar("C", bound=BaseConfig)
 
@@ -74,12 +75,27 @@ def _with_paths(config: C, keys: Iterable[str], change: Callable[[str, str], str
     document = msgspec.to_builtins(config)
     for key in keys:
         *sections, name = key.split(".")
-        section = reduce(lambda at, part: at.get(part, {}), sections, document)
-        if isinstance(found := section.get(name), list):
-            section[name] = [change(key, path) for path in cast("list[str]", found)]
-        elif found is not None:
-            section[name] = change(key, found)
+        for at, section in _sections(document, sections):
+            if section.get(name):
+                section[name] = _changed(section[name], f"{at}{name}", change)
     return msgspec.convert(document, type(config))
+
+
+def _sections(at: dict[str, Any], names: list[str], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """(key path with its point, section) of every section at `names`, where * stands for each entry of a mapping."""
+    if not names:
+        yield path, at
+    elif (name := names[0]) != "*":
+        yield from _sections(at.get(name, {}), names[1:], f"{path}{name}.")
+    else:
+        for each in at:
+            yield from _sections(at[each], names[1:], f"{path}{each}.")
+
+
+def _changed(found: Any, key: str, change: Callable[[str, str], str]) -> Any:
+    if isinstance(found, dict):
+        return {name: _changed(value, f"{key}.{name}", change) for name, value in cast("Document", found).items()}
+    return [change(key, path) for path in cast("list[str]", found)] if isinstance(found, list) else change(key, found)
 
 
 def problems(config: BaseConfig, reader: Reader = "all") -> Iterator[Problem]:
@@ -110,7 +126,8 @@ def _problems(config: BaseConfig, read: set[str]) -> Iterator[Problem]:
             if model.experts is None and getattr(moe, key) != getattr(MoeConfig(), key):
                 yield Problem(f"learner.moe.{key}", "its default, since the model has no experts")
     if "tasks.dataset" in read:
-        yield from _dataset("tasks.dataset", config.tasks.dataset)
+        for key, path in config.tasks.datasets.items():
+            yield from _dataset(key, path)
     if config.learner.world_size % config.learner.machines:
         expected = f"a divisor of learner.world_size ({config.learner.world_size})"
         yield Problem("learner.machines", expected, hint="every machine runs as many ranks")
@@ -125,9 +142,11 @@ def _problems(config: BaseConfig, read: set[str]) -> Iterator[Problem]:
 
 def _job_problems(config: Config, read: set[str], model: Architecture | None) -> Iterator[Problem]:
     yield from _evaluation(config, read)
-    python = config.tasks.limits.python
-    if python is not None and "tasks.limits.python" in read and shutil.which(python) is None:
-        yield Problem("tasks.limits.python", "a Python interpreter", f"{python}, which cannot be run")
+    yield from _sources(config, read)
+    for at, part in config.tasks.parts.items():
+        python = part.limits.python
+        if python is not None and "tasks.limits.python" in read and shutil.which(python) is None:
+            yield Problem(f"{at}.limits.python", "a Python interpreter", f"{python}, which cannot be run")
     for name, scorer in config.scorers.items() if "tasks.limits.python" in read else ():
         if variable := scorer.problem_of_key:
             hint = "export it where the node starts"
@@ -165,7 +184,7 @@ def metric_names(config: BaseConfig) -> list[str]:
     if config.rl and config.evaluation.every:
         told = config.rl.evaluation
         figures = ["mean_reward", *(f"pass_at/{k}" for k in pass_ks(told.samples))]
-        known += [f"evaluation/{name}/{each}" for name in dataset_names(told.datasets) for each in figures]
+        known += [f"evaluation/{name}/{each}" for name in dataset_names(told.paths) for each in figures]
     return known
 
 
@@ -224,20 +243,48 @@ def _dataset(key: str, path: str) -> Iterator[Problem]:
         yield Problem(key, "a JSON object on every line", str(error).removeprefix(f"{key}: "))
 
 
+def _sources(config: Config, read: set[str]) -> Iterator[Problem]:
+    """Limits of sources, held-out problems of each, and rows that are left out by their success rate."""
+    rollout = config.rollout
+    sources = config.tasks.sources
+    for name, source in sources.items():
+        for key, most in (("max_tokens", rollout.max_tokens), ("max_turns", rollout.max_turns)):
+            found = getattr(source, key)
+            if found is not None and most is not None and found > most:
+                yield Problem(f"tasks.sources.{name}.{key}", f"at most rollout.{key} ({most})", f"{found}")
+    datasets = config.evaluation.datasets
+    if bool(sources) != isinstance(datasets, dict) and datasets:
+        expected = "a mapping of the names in tasks.sources to lists" if sources else "a list, without tasks.sources"
+        yield Problem("evaluation.datasets", expected, describe_value(datasets))
+    for name in datasets if sources and isinstance(datasets, dict) else ():
+        if name not in sources:
+            near = nearest(name, sources)
+            hint = f"did you mean '{near}'?" if near else f"tasks.sources has {', '.join(sources)}"
+            yield Problem(f"evaluation.datasets.{name}", "the name of one of tasks.sources", name, hint)
+    for at, part in config.tasks.parts.items():
+        there = "tasks.dataset" in read and any(map(Path.is_file, dataset_files(Path(part.dataset))))
+        if part.filters and there:
+            try:
+                kept_rows(part, f"{at}.dataset")
+            except UsageError as error:
+                expected = f"rows with a success rate in the column '{part.success_column}', some within the bounds"
+                yield Problem(f"{at}.dataset", expected, str(error).removeprefix(f"{at}.dataset: "))
+
+
 def _evaluation(config: Config, read: set[str]) -> Iterator[Problem]:
     told = config.evaluation
     publish_every = config.weights.publish_every
-    for dataset in told.datasets if "evaluation.datasets" in read else ():
+    for dataset in told.paths if "evaluation.datasets" in read else ():
         yield from _dataset("evaluation.datasets", dataset)
-    if len(set(told.datasets)) < len(told.datasets):
+    if len(set(told.paths)) < len(told.paths):
         yield Problem("evaluation.datasets", "every dataset once")
-    if told.every and not told.datasets:
+    if told.every and not told.paths:
         yield Problem("evaluation.datasets", "at least one dataset with evaluation.every")
     if told.every % publish_every:
         hint = "only a published version reaches the nodes"
         yield Problem("evaluation.every", f"a multiple of weights.publish_every ({publish_every})", hint=hint)
     figures = [*numbers(EvaluationMetrics), "mean_reward_low", "mean_reward_high"]
-    known = [f"evaluation/{name}/{each}" for name in dataset_names(told.datasets) for each in figures]
+    known = [f"evaluation/{name}/{each}" for name in dataset_names(told.paths) for each in figures]
     for number, rule in enumerate(config.watch if told.every else ()):
         if rule.metric.startswith("evaluation/") and rule.metric not in known:
             near = nearest(rule.metric, known)
@@ -249,8 +296,9 @@ def _evaluation(config: Config, read: set[str]) -> Iterator[Problem]:
 
 def _losses(config: Config) -> Iterator[Problem]:
     loss = config.learner.loss
-    yield from loss_problems(loss)
-    if config.learner.dynamic_sampling and loss.advantage == "reinforce_pp":
+    yield from loss_problems(loss, config.measures_kl)
+    estimators = {job.learner.loss.advantage for job in config.sources.values()}
+    if config.learner.dynamic_sampling and "reinforce_pp" in estimators:
         hint = "rewards are compared over the batch, so groups whose rewards are all equal do carry signal"
         yield Problem("learner.dynamic_sampling", "false with learner.loss.advantage: reinforce_pp", hint=hint)
     drops = loss.correction == "mis" or loss.correction_normalize or loss.correction_veto is not None
@@ -263,15 +311,17 @@ def _losses(config: Config) -> Iterator[Problem]:
 def _rollout(config: Config, model: Architecture | None) -> Iterator[Problem]:
     rollout = config.rollout
     engine = config.rollout.engine
-    advantage = config.learner.loss.advantage
-    if rollout.group_size == 1 and advantage != "reinforce_pp":
+    others = {job.learner.loss.advantage for job in config.sources.values()} - {"reinforce_pp"}
+    if rollout.group_size == 1 and others:
         hint = "a group of one has nothing to be compared with: every advantage would be zero"
-        yield Problem("rollout.group_size", f"at least 2 with learner.loss.advantage: {advantage}", hint=hint)
+        yield Problem("rollout.group_size", f"at least 2 with learner.loss.advantage: {min(others)}", hint=hint)
     if rollout.max_tokens >= engine.max_model_len:
         expected = f"less than rollout.engine.max_model_len ({engine.max_model_len}), which includes the prompt"
         yield Problem("rollout.max_tokens", expected)
-    if (config.tasks.overlong_buffer_tokens or 0) > rollout.max_tokens:
-        yield Problem("tasks.overlong_buffer_tokens", f"at most rollout.max_tokens ({rollout.max_tokens})")
+    for at, job in zip(config.tasks.parts, config.sources.values(), strict=True):
+        most = job.rollout.max_tokens
+        if (found := job.tasks.overlong_buffer_tokens or 0) > most:
+            yield Problem(f"{at}.overlong_buffer_tokens", f"at most rollout.max_tokens ({most})", f"{found}")
     if model is not None and engine.max_model_len > model.positions:
         expected = f"at most the model's max_position_embeddings ({model.positions})"
         yield Problem("rollout.engine.max_model_len", expected)

@@ -35,7 +35,7 @@ REPLACED = {
     "rollout.engine.data_parallel": "use rollout.nodes instead: a node is an engine; docs/layouts.md",
 }
 CONDITIONS = ("below", "above", "drops", "spikes")  # a watch rule has one of them
-OTHERS = re.compile(r"environment/.+|evaluation/[^/]+/\w+")  # metrics whose names only the run knows
+OTHERS = re.compile(r"(environment|sources)/.+|evaluation/[^/]+/\w+")  # metrics whose names only the run knows
 S = TypeVar("S", bound=BaseConfig)
 
 # how msgspec names the place of an error, and the field that is unknown or missing there
@@ -179,7 +179,7 @@ def _read(path: Path) -> str:
 
 def _looks_like_sft(document: Document) -> bool:
     tasks: object = document.get("tasks")
-    has_environment = isinstance(tasks, dict) and ("environment" in tasks or "reward" in tasks)
+    has_environment = isinstance(tasks, dict) and not tasks.keys().isdisjoint(("environment", "reward", "sources"))
     learner: object = document.get("learner")
     has_sequences = isinstance(learner, dict) and "sequences_per_step" in learner
     return "rollout" not in document and not has_environment and (has_sequences or "tasks" in document)

@@ -43,8 +43,8 @@ def correction_bounds(config: LossConfig) -> Bounds:
     return low, cap if config.correction_cap is None else config.correction_cap
 
 
-def loss_problems(loss: LossConfig) -> Iterator[Problem]:
-    """Keys of the loss that contradict each other or would be ignored."""
+def loss_problems(loss: LossConfig, measures_kl: bool = False) -> Iterator[Problem]:
+    """Keys of the loss that contradict each other or would be ignored; `measures_kl`: a source has a KL term."""
     key = "learner.loss."
     if loss.clip_dual is not None and loss.objective != "ppo_clip":
         yield Problem(key + "clip_dual", f"unset with objective: {loss.objective}", hint="it bounds ppo_clip only")
@@ -52,7 +52,7 @@ def loss_problems(loss: LossConfig) -> Iterator[Problem]:
         name = "clip_low" if clip_bounds(loss)[0] >= 1 else "clip_high"
         yield Problem(key + name, "less than 1", hint="with dppo_tv it is a difference of probabilities")
     yield from _correction(loss)
-    if loss.reference is not None and not loss.kl_coefficient:
+    if loss.reference is not None and not (loss.kl_coefficient or measures_kl):
         expected = "unset while learner.loss.kl_coefficient is 0"
         yield Problem(key + "reference", expected, hint="nothing would be compared with it")
 

@@ -35,12 +35,25 @@ class EvaluationSchedule(Strict, frozen=True, kw_only=True):
 
 class EvaluationConfig(EvaluationSchedule, frozen=True, kw_only=True):
     every: Natural = 0  # Steps between two evaluations while the job trains; 0: none. docs/evaluation.md.
-    datasets: list[Text] = []  # Held-out problems, named like tasks.dataset; of `slipstream eval`, too.
+    # Held-out problems, named like tasks.dataset; of `slipstream eval`, too. With tasks.sources a mapping of names to
+    # such lists.
+    datasets: list[Text] | dict[str, list[Text]] = []
     samples: Positive = 1  # Episodes per problem. Raise it for pass@k.
     temperature: NonNegative | None = None  # Sampling temperature; 0 is greedy. Unset, rollout.temperature.
     # pool uses only nodes of `slipstream rollout --pool eval`. shared uses the training fleet, which waits meanwhile.
     # Unset, a round uses the pool if one of its nodes is alive, and the training fleet otherwise.
     fleet: Literal["pool", "shared"] | None = None
+
+    @property
+    def held_out(self) -> list[tuple[str, str]]:
+        """(source, dataset) of all held-out problems; the source is '' in a job of one."""
+        named = self.datasets if isinstance(self.datasets, dict) else {"": self.datasets}
+        return [(source, dataset) for source, datasets in named.items() for dataset in datasets]
+
+    @property
+    def paths(self) -> list[str]:
+        """The datasets of `held_out`."""
+        return [dataset for _, dataset in self.held_out]
 
 
 class SftEvaluationConfig(EvaluationSchedule, frozen=True, kw_only=True):

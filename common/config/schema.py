@@ -6,6 +6,7 @@ key are in common/config/checks.py. A fact is stored once; what follows from it 
 
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from msgspec import Meta
 
 from common.config.observing import (
@@ -15,7 +16,7 @@ from common.config.observing import (
     TelemetryConfig,
     WatchRule,
 )
-from common.config.scorers import ScorerConfig
+from common.config.scorers import ScorerConfig, scorers_of
 from common.config.tasks import RowsConfig, SftTasksConfig, TasksConfig
 from common.config.types import (
     AboveOne,
@@ -378,6 +379,30 @@ class Config(BaseConfig, frozen=True, kw_only=True):
     evaluation: EvaluationConfig = EvaluationConfig()
     watch: list[WatchRule] = []  # docs/watch.md
     scorers: dict[str, ScorerConfig] = {}  # Judges and reward models by name; docs/scorers.md.
+
+    @property
+    def sources(self) -> dict[str, "Config"]:
+        """The job of each source by its name, as if it had no other source; {'': this one} without tasks.sources."""
+        return {name: self._only(name) for name in self.tasks.sources} or {"": self}
+
+    def _only(self, name: str) -> "Config":
+        own = self.tasks.sources[name]
+        given = {key: getattr(own, key) for key in ("max_tokens", "max_turns", "advantage", "kl_coefficient")}
+        changed = {key: value for key, value in given.items() if value is not None}
+        loss = {key: value for key, value in changed.items() if key in LossConfig.__struct_fields__}
+        tasks = self.tasks.only(name)
+        return msgspec.structs.replace(
+            self,
+            tasks=tasks,
+            rollout=msgspec.structs.replace(self.rollout, **{k: v for k, v in changed.items() if k not in loss}),
+            learner=msgspec.structs.replace(self.learner, loss=msgspec.structs.replace(self.learner.loss, **loss)),
+            scorers={key: self.scorers[key] for key in sorted(scorers_of(tasks))},
+        )
+
+    @property
+    def measures_kl(self) -> bool:
+        """Whether the loss of any source has a KL term, which takes a reference model."""
+        return any(job.learner.loss.kl_coefficient for job in self.sources.values())
 
     @property
     def rl(self) -> "Config":

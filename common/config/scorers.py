@@ -121,18 +121,34 @@ def _verdict(at: str, scorer: ScorerConfig) -> Iterator[Problem]:
 
 def _named(scorers: Mapping[str, ScorerConfig], tasks: TasksConfig) -> Iterator[Problem]:
     """Rewards that name no scorer or an unknown one, and scorers that no reward names."""
+    used = set[str]()
+    key = "tasks"
+    for key, part in tasks.parts.items():
+        yield from _named_by(key, part, scorers)
+        used |= scorers_of(part)
+    for name in scorers:
+        if name not in used:
+            hint = f"{key}.reward: [{{scorer: {name}}}]; weight: 0 only logs its score"
+            yield Problem(f"scorers.{name}", "a reward that names it", "none", hint)
+
+
+def scorers_of(tasks: TasksConfig) -> set[str]:
+    """The scorers that the rewards of one source name."""
+    rewards = tasks.reward if isinstance(tasks.reward, list) else ()
+    return {entry.scorer for entry in rewards if entry.scorer is not None}
+
+
+def _named_by(key: str, tasks: TasksConfig, scorers: Mapping[str, ScorerConfig]) -> Iterator[Problem]:
     from common.config.loading import nearest  # which knows every section
 
-    used = set[str]()
     names = set[str]()
     for number, entry in enumerate(tasks.reward if isinstance(tasks.reward, list) else ()):
-        at = f"tasks.reward[{number}]"
+        at = f"{key}.reward[{number}]"
         if (entry.function is None) == (entry.scorer is None):
             found = "neither" if entry.function is None else "both"
             yield Problem(at, "either `function` or `scorer`", found)
         if entry.scorer is None:
             continue
-        used.add(entry.scorer)
         if entry.scorer not in scorers:
             near = nearest(entry.scorer, scorers)
             hint = f"did you mean '{near}'?" if near else f"scorers has {', '.join(scorers) or 'none'}"
@@ -145,7 +161,3 @@ def _named(scorers: Mapping[str, ScorerConfig], tasks: TasksConfig) -> Iterator[
         if name in names:
             yield Problem(f"{at}.name", "another name for each use of a scorer", name)
         names.add(name)
-    for name in scorers:
-        if name not in used:
-            hint = f"tasks.reward: [{{scorer: {name}}}]; weight: 0 only logs its score"
-            yield Problem(f"scorers.{name}", "a reward that names it", "none", hint)

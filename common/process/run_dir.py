@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,7 +37,10 @@ CHANGEABLE = (
     "evaluation", "watch",
 )  # fmt: skip
 # May differ between the machines of a job.
-OF_A_MACHINE = ("learner.machines", "learner.interface", "model.path", "tasks.dataset", "learner.loss.reference")
+OF_A_MACHINE = (
+    "learner.machines", "learner.interface", "model.path", "tasks.dataset", "tasks.sources.*.dataset",
+    "learner.loss.reference",
+)  # fmt: skip
 
 
 class OtherRun(UsageError):
@@ -205,9 +209,9 @@ def _check_same(file: Path, config: BaseConfig, key: str, may_differ: Sequence[s
 
 
 def other_values(old: BaseConfig, new: BaseConfig, may_differ: Sequence[str]) -> Iterator[tuple[str, object, object]]:
-    """As `differences`, without the dotted keys of `may_differ` and those in a section of them."""
+    """As `differences`, without the dotted keys of `may_differ` (* is any name) and those in a section of them."""
     for key, before, now in differences(msgspec.to_builtins(old), msgspec.to_builtins(new)):
-        if not any(key == c or key.startswith(c + ".") for c in may_differ):
+        if not any(fnmatchcase(key, c) or key.startswith(c + ".") for c in may_differ):
             yield key, before, now
 
 

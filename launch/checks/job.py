@@ -49,10 +49,13 @@ def check_config_and_files(review: Review) -> Iterator[Finding]:
     if not refused:
         yield fine("config", f"{review.file} passes the checks of a launch")
     yield from check_model(Path(config.model.path))
-    yield from check_dataset("tasks.dataset", Path(config.tasks.dataset), config)
-    if config.rl is not None and review.environment is not None and not review.environment.agent:
-        yield from check_first_row(config.rl, review.environment)
-        yield from check_scorers(config.rl, review.file)
+    for key, path in config.tasks.datasets.items():
+        yield from check_dataset(key, Path(path), config)
+    for name, environment in review.environments.items():
+        if config.rl is not None and not environment.agent:
+            job = config.rl.sources[name]
+            yield from check_first_row(job, environment, f"tasks.sources.{name}" if name else "tasks")
+            yield from check_scorers(job, review.file)
     if config.broker.credentials is not None:
         yield from check_permissions(Path(config.broker.credentials))
 
@@ -140,12 +143,15 @@ def check_dataset(key: str, file: Path, config: BaseConfig) -> Iterator[Finding]
         yield fine("dataset", what)
 
 
-def check_first_row(config: Config, environment: Description) -> Iterator[Finding]:
-    """The environment of the dataset's first row is built and reset, as in an episode; rewards judge an answer."""
+def check_first_row(config: Config, environment: Description, at: str = "tasks") -> Iterator[Finding]:
+    """The environment of the dataset's first row is built and reset, as in an episode; rewards judge an answer.
+
+    `at`: the key path of the config's source.
+    """
     from rollout_fleet.driver_factory import first_observation
     from rollout_fleet.episode.driver import EpisodeFailed
 
-    name = config.tasks.environment or "tasks.reward"
+    name = config.tasks.environment or f"{at}.reward"
     reason = ""
     if (found := first_row(config.tasks.dataset)) is None:
         return  # said by the config's checks, or a name of the hub
@@ -158,12 +164,12 @@ def check_first_row(config: Config, environment: Description) -> Iterator[Findin
     except (EpisodeFailed, SlipstreamError) as error:
         reason = str(error)
     if reason:
-        what = f"{name} fails on the first row of tasks.dataset: {reason}"
+        what = f"{name} fails on the first row of {at}.dataset: {reason}"
         why = f"every sample of such a row would fail; {where}: {row.decode(errors='replace')[:ROW_CHARS]}"
         fix = "a dataset whose rows are as the environment reads them, or an environment that reads these"
         yield problem("environment", "first_row", what, why=why, fix=fix)
     else:
-        yield fine("environment", f"{name} begins on the first row of tasks.dataset")
+        yield fine("environment", f"{name} begins on the first row of {at}.dataset")
 
 
 def check_scorers(config: Config, file: str) -> Iterator[Finding]:

@@ -24,7 +24,7 @@ from common.process.run_dir import other_values
 from launch.checks.findings import Finding, note
 from launch.plan.job_plan import GIB, Plan, RlPart, make_plan, stages_of
 from launch.plan.memory import ADAM_BYTES, DEVICES, GRADIENT_BYTES, HEADROOM, ITEM_BYTES, MAIN_BYTES, fits
-from rollout_fleet.environments.description import PYTHON_KEY, Description, check_environment
+from rollout_fleet.environments.description import PYTHON_KEY, Description, check_sources
 
 # ---------------------------------------------------------------- advice
 # Remarks that no check refuses, and a layout that fits where the given one does not. It is found with the plan's own
@@ -295,7 +295,7 @@ class Review:
     proposal: Proposal | None = None  # where the layout does not fit every GPU
     remarks: list[Finding] = field(default_factory=list)  # no check refuses these
     no_plan: str = ""  # the reason why the model cannot be planned
-    environment: Description | None = None  # None when it is refused, or the config has none
+    environments: dict[str, Description] = field(default_factory=dict[str, Description])  # by source; {}: refused
 
     @property
     def failed(self) -> list[str]:
@@ -348,9 +348,9 @@ def review(
         elif not downloaded:
             made.missing.append(problem)
     made.refused += machine_problems(config, gpus_per_node)
-    if config.rl is not None and PYTHON_KEY not in [problem.key for problem in made.refused]:
+    if config.rl is not None and not any(p.key.endswith(PYTHON_KEY.removeprefix("tasks")) for p in made.refused):
         try:
-            made.environment = check_environment(config.rl.tasks, file, libraries)
+            made.environments = check_sources(config.rl, file, libraries)
         except ConfigError as error:
             made.refused.append(Problem(error.key, error.expected, error.found, error.hint))
     try:

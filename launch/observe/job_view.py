@@ -246,7 +246,19 @@ def processes(seen: Observation) -> RenderableType:
         work = f"{node.leases} leases, {report.tokens_per_s:,.0f} tokens/s"
         detail = f"{report.waiting_on}  ({work})" if report.waiting_on else work
         table.add_row(report.node_id, str(report.pid), _state(state), str(report.policy_version), since, detail)
-    return Group(table, *(Text(alarm, "red") for alarm in (learner.alarms if learner is not None else ())))
+    mixture = [Text(text) for text in [weights_sentence(status)] if text]
+    return Group(table, *mixture, *(Text(alarm, "red") for alarm in (learner.alarms if learner is not None else ())))
+
+
+def weights_sentence(status: BrokerStatus) -> str:
+    """'shares of sources: math 0.75, code 0.25; asked for: code 3'; '' in a job of one source."""
+    if status.weights is None:
+        return ""
+    effective = status.weights.effective
+    total = sum(effective.values())
+    text = "shares of sources: " + ", ".join(f"{name} {weight / total:.2f}" for name, weight in effective.items())
+    asked = [f"{name} {weight:g}" for request in status.weight_requests for name, weight in request.weights.items()]
+    return f"{text}; asked for: {', '.join(asked)}" if asked else text
 
 
 def waste_sentence(status: BrokerStatus) -> str:

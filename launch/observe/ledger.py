@@ -98,7 +98,7 @@ def show(entries: Sequence[LedgerEntry]) -> None:
         reward = "-" if entry.reward_mean is None else f"{entry.reward_mean:.3f}"
         step = "-" if entry.step is None else str(entry.step)
         nodes = ", ".join(entry.nodes) + (f"  ({entry.reason})" if entry.reason else "")
-        state = entry.state + ", filtered" * entry.filtered
+        state = entry.state + ", filtered" * entry.filtered + f", {entry.source}" * bool(entry.source)
         table.add_row(str(entry.serial), state, step, versions, str(entry.attempts), reward, nodes)
     console = Console()
     console.print(table)

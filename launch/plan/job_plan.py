@@ -173,7 +173,7 @@ def stages_of(config: BaseConfig, model: Architecture, version_bytes: int) -> It
     microbatches = batch_of(config, sizes).microbatches
     flowing = activations(model, parallel, memory, learner.micro_batch_tokens, microbatches, ITEM_BYTES[dtype])
     on_device = config.rl is not None and config.rl.weights.buffers == "device"
-    reference = config.rl is not None and config.rl.learner.loss.kl_coefficient > 0
+    reference = config.rl is not None and config.rl.measures_kl
     for i, (r, a) in enumerate(zip(resident(model, parallel, sizes, dtype), flowing, strict=True)):
         parameters = r.parameters if memory.offload_parameters else 0
         gradients = r.gradients if memory.offload_gradients else 0

@@ -28,7 +28,7 @@ from common.config.checks import problems, resolve_paths
 from common.config.loading import load_config
 from common.errors import EXIT_DONE, ConfigError, UsageError
 from common.process.files import replace_folder
-from rollout_fleet.environments.description import check_environment
+from rollout_fleet.environments.description import check_sources
 
 # ---------------------------------------------------------------- problems and demonstrations
 # Addition: `Q: 384+519=? A: 4+9=13, 8+1+1=10, 3+5+1=9 =903`: column sums, least significant first, then the answer.
@@ -283,7 +283,7 @@ def check_overrides(file: str, overrides: Sequence[str]) -> None:
     for problem in problems(config):
         if problem.key in named or problem.key not in MADE_LATER:
             raise ConfigError.of(file, problem)
-    check_environment(config.tasks, file, libraries=False)
+    check_sources(config, file, libraries=False)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -47,7 +47,9 @@ class Compared:
         `alone`: with all metrics of the panels, not only the first ones.
         """
         lines: Sequence[StepMetrics | SftMetrics] = tail.lines
-        own = {f"{OWN}{name}" for line in lines if isinstance(line, StepMetrics) for name in line.environment}
+        steps_of_rl = [line for line in lines if isinstance(line, StepMetrics)]
+        own = {f"{OWN}{name}" for line in steps_of_rl for name in line.environment}
+        own |= {f"sources/{name}" for line in steps_of_rl for name in line.sources}
         drawn_names = (name for panel in PANELS for name in (panel.lines if alone else [panel.first]))
         names = list(dict.fromkeys([*drawn_names, *sorted(own)]))
         steps = np.array([line.step for line in lines])

@@ -73,7 +73,7 @@ def parse_rule(word: str | None, config: BaseConfig) -> Rule:
     match = re.fullmatch(r"(.+?)(?::(max|min))?(?::last ?([1-9]\d*))?", text)
     metric, better, last = match.groups() if match else (text, None, None)
     known = metric_names(config)
-    if metric not in known and not metric.startswith("environment/"):
+    if metric not in known and not metric.startswith(("environment/", "sources/")):
         near = nearest(metric, known)
         hint = f"did you mean '{near}'?" if near else "docs/metrics.md lists them"
         raise ConfigError("slipstream sweep", "--winner", "METRIC[:max|min][:last N]", repr(text), hint)
@@ -87,7 +87,7 @@ def _usual_metric(config: BaseConfig) -> str:
         return VALIDATION if config.evaluation.every else "loss"
     if not config.evaluation.every:
         return "reward_mean"
-    return f"{EVALUATION}{dataset_names(config.rl.evaluation.datasets)[0]}/mean_reward"
+    return f"{EVALUATION}{dataset_names(config.rl.evaluation.paths)[0]}/mean_reward"
 
 
 def value_by(rule: Rule, run: RunDir, config: BaseConfig) -> float | None:

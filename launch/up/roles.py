@@ -114,7 +114,7 @@ def evaluate(args: argparse.Namespace) -> int:
     if load_either(file).rl is None:
         raise UsageError(f"{file} is a warm start's config; eval needs an RL job's, for its environment")
     config, run = load_job(str(file), args.overrides, environment=True)
-    if not config.evaluation.datasets:
+    if not config.evaluation.paths:
         raise UsageError(f"{file}: evaluation.datasets names no held-out problems")
     model = Path(args.model) if args.model else run.model
     setup_logging("eval", "0", run.logs, config.telemetry.log_level)

@@ -7,7 +7,7 @@ Both run on every rank from the same bytes, so every rank has the same batch.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -32,6 +32,17 @@ class BadGroup(Exception):
         self.node_id = node_id
         self.reason = reason
         super().__init__(f"group {serial} from node {node_id}: {reason}")
+
+
+@dataclass(frozen=True)
+class SourceFigures:
+    """Counts of one source's groups, filtered ones included; samples are those that did not fail."""
+
+    groups: int = 0
+    samples: int = 0
+    successes: int = 0  # with tasks.sources.NAME.success or more
+    truncated: int = 0
+    rewards: float = 0.0  # sum
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ class BatchStatistics:
     failed_by_reason: dict[str, int] = field(default_factory=dict)  # stop reason of failed samples to their number
     kv_cache_age_mean: float = 0.0  # see cache_ages, over trained tokens
     kv_cache_age_max: int = 0
+    sources: dict[str, SourceFigures] = field(default_factory=dict[str, SourceFigures])  # {} in a job of one
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,8 @@ def decode(stored: StoredGroup, vocab_size: int, group_size: int, routing: Routi
         group = decode_group(stored.payload)
         if group.serial != stored.serial:
             raise ValueError(f"payload belongs to task {group.serial}")
+        if group.source != stored.source:
+            raise ValueError(f"played as of the source {group.source!r}, the task is of {stored.source!r}")
         if len(group.samples) != group_size:
             raise ValueError(f"{len(group.samples)} samples, expected {group_size}")
         for i, sample in enumerate(group.samples):
@@ -160,18 +174,48 @@ def assemble(groups: Sequence[Group], step: int, config: Config, routing: Routin
         (filtered if dropped else kept).append(group)
     played: list[_Played] = []
     documents: list[Document] = []
-    rewards = [np.array([np.nan if s.error is not None else s.reward for s in group.samples]) for group in kept]
-    estimates = ADVANTAGES[config.learner.loss.advantage](rewards)
-    for group, advantages in zip(kept, estimates, strict=True):
-        for index, (sample, advantage) in enumerate(zip(group.samples, advantages, strict=True)):
+    jobs = config.sources
+    estimates = _advantages(kept, jobs)
+    for group in kept:
+        job = jobs[group.source]
+        kl = job.learner.loss.kl_coefficient if config.tasks.sources else None
+        for index, (sample, advantage) in enumerate(zip(group.samples, estimates[group.serial], strict=True)):
             if sample.error is None:
-                found, document = _prepare(sample, step, float(advantage), config, routing)
+                found, document = _prepare(sample, step, float(advantage), job, routing)
                 played.append(found)
-                documents += [replace(document, serial=group.serial, sample=index)] if len(found.ages) else []
+                placed = replace(document, serial=group.serial, sample=index, kl_coefficient=kl)
+                documents += [placed] if len(found.ages) else []
     for group in filtered:  # trains nothing, but tells how the policy does
         whole = (s for s in group.samples if s.error is None)
         played += [_Played(s, int((s.loss_mask.numpy()[1:] > 0).sum()), 0, NO_AGES) for s in whole]
-    return TrainingBatch(step, documents, _statistics(kept, filtered, played))
+    figures = replace(_statistics(kept, filtered, played), sources=_sources([*kept, *filtered], jobs))
+    return TrainingBatch(step, documents, figures)
+
+
+def _advantages(groups: Sequence[Group], jobs: Mapping[str, Config]) -> dict[int, np.ndarray]:
+    """[samples] of each group by its serial; every source has its estimator, over its own groups."""
+    found = dict[int, np.ndarray]()
+    for name, job in jobs.items():
+        own = [group for group in groups if group.source == name]
+        rewards = [np.array([np.nan if s.error is not None else s.reward for s in group.samples]) for group in own]
+        estimates = ADVANTAGES[job.learner.loss.advantage](rewards) if own else ()
+        found |= {group.serial: estimate for group, estimate in zip(own, estimates, strict=True)}
+    return found
+
+
+def _sources(groups: Sequence[Group], jobs: Mapping[str, Config]) -> dict[str, SourceFigures]:
+    found = dict[str, SourceFigures]()
+    for name, job in jobs.items() if "" not in jobs else ():
+        own = [group for group in groups if group.source == name]
+        good = [sample for group in own for sample in group.samples if sample.error is None]
+        found[name] = SourceFigures(
+            groups=len(own),
+            samples=len(good),
+            successes=sum(sample.reward >= job.tasks.success for sample in good),
+            truncated=sum(sample.stop_reason in TRUNCATED for sample in good),
+            rewards=sum(sample.reward for sample in good),
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -236,8 +280,9 @@ def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequen
     ages = np.concatenate([NO_AGES, *(p.ages for p in played)])
     count = max(len(played), 1)
     environment: dict[str, list[float]] = {}
-    for name, value in (item for p in played for item in p.sample.metrics.items()):
-        environment.setdefault(name, []).append(value)
+    for group in (*kept, *filtered):
+        for name, value in (item for s in group.samples if s.error is None for item in s.metrics.items()):
+            environment.setdefault(f"{group.source}/{name}" if group.source else name, []).append(value)
     wasted = (s.loss_mask.numpy() for group in kept for s in group.samples if s.error is not None)
     return BatchStatistics(
         groups=len(kept),

@@ -36,6 +36,7 @@ class Document:
     serial: int = -1  # its task's
     sample: int = -1  # its index in the task's group
     routed_experts: np.ndarray | None = None  # [L, MoE layers, experts per token] int16, -1 where unknown
+    kl_coefficient: float | None = None  # its source's; None: the one of the loss
 
     @property
     def origin(self) -> tuple[int, int]:
@@ -97,6 +98,8 @@ def _pack(documents: list[Document], numbers: tuple[int, ...]) -> Microbatch:
         return torch.from_numpy(np.concatenate(parts, dtype=dtype))
 
     advantages = np.repeat(np.array([document.advantage for document in documents], dtype=np.float32), lengths)
+    own = [document.kl_coefficient for document in documents]
+    kl = np.repeat(np.array([value or 0.0 for value in own], dtype=np.float32), lengths)
     return Microbatch(
         tokens=torch.from_numpy(np.concatenate([d.tokens[:-1] for d in documents], dtype=np.int64)),
         targets=of_targets("tokens", np.int64),
@@ -108,6 +111,7 @@ def _pack(documents: list[Document], numbers: tuple[int, ...]) -> Microbatch:
         staleness=of_targets("staleness", np.int32),
         routed_experts=_routing(documents),
         numbers=numbers,
+        kl_coefficients=None if all(value is None for value in own) else torch.from_numpy(kl),
     )
 
 

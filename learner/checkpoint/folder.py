@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from broker.contract import WeightChange
 from common.errors import SlipstreamError
 from common.process.files import pretty_json, remove_folder, replace_folder, sync
 from learner.checkpoint.best import BEST_FILE, Best
@@ -32,6 +33,9 @@ class StreamState(msgspec.Struct, kw_only=True):
     renumbered: bool = False  # a broker lost its memory, serials are lower than positions
     store_id: str = ""  # the broker's store to which these serials belong; '' in checkpoints of earlier releases
     former_stores: list[str] = []  # those that it took the place of
+    weight_changes: list[WeightChange] = []  # of tasks.sources, the first one at position 0; empty in a job of one
+    # (successes, samples) of each source since the curriculum's last change
+    successes: dict[str, tuple[int, int]] = {}
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):

@@ -61,10 +61,12 @@ class Evaluations:
         self._seed = config.run.seed
         self._problems: list[bytes] = []
         self._datasets: dict[str, range] = {}  # numbers of the problems
-        for name, path in zip(files.datasets, told.datasets, strict=True):
+        self._sources: list[str] = []  # one for each problem
+        for name, (source, path) in zip(files.datasets, told.held_out, strict=True):
             start = len(self._problems)
             self._problems += [row for _, row in dataset_rows(Path(path), "evaluation.datasets")]
             self._datasets[name] = range(start, len(self._problems))
+            self._sources += [source] * len(self._datasets[name])
         self._temperature = config.rollout.temperature if told.temperature is None else told.temperature
         about = msgspec.msgpack.encode((self._problems, self._samples, self._temperature))
         self._digest = hashlib.sha256(about).hexdigest()[:8]  # results of another config do not count
@@ -211,7 +213,7 @@ class Evaluations:
 
     def _task(self, number: int) -> Task:
         seed = int(np.random.SeedSequence([self._seed, number, 2]).generate_state(1)[0]) >> 1
-        return Task(number, self._problems[number], seed, self._samples)
+        return Task(number, self._problems[number], seed, self._samples, source=self._sources[number])
 
 
 def summary(order: EvaluationOrder, dataset: str, results: list[EvaluationResult], held_s: float) -> EvaluationMetrics:

@@ -153,7 +153,7 @@ class Gathering:
         wanted = size * min(ahead, self._config.run.steps - step)
         missing = wanted - (self._tasks.outstanding - status.groups_dead - self.replaced)
         if missing > 0:
-            self._broker.offer(self._tasks.next(missing))
+            self._tasks.offer(missing, self._broker)
 
     def _usable(self, taken: list[StoredGroup]) -> tuple[list[Group], list[int]]:
         """(usable groups, serials of the others); raises HopelessError for a task that stays unusable."""

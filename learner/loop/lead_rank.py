@@ -5,7 +5,6 @@ Other ranks have none; they learn what to do from the commands that the trainer 
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
@@ -31,7 +30,7 @@ from learner.loop.rollout_source import RolloutSource
 from learner.loop.run_files import RunFiles
 from learner.loop.status_reporter import StatusReporter
 from learner.loop.step_metrics import StallMeter, Step, step_metrics
-from learner.loop.tasks import TaskSource, TaskStream, check_not_behind
+from learner.loop.tasks import TaskStream, check_not_behind, task_source
 from learner.loop.transcripts import Logprobs, items, transcript_thread
 from learner.loop.watcher import Watcher
 
@@ -167,6 +166,8 @@ class LeadRank(RolloutSource):
             self.files.events.add("ejection", step=step.batch.step, nodes=ejected)
         self.reporter.update(waste=step.totals.waste())
         self._watch.trained = step.batch, self._groups
+        played = step.batch.statistics.sources
+        self.tasks.observe(step.batch.step, {name: (own.successes, own.samples) for name, own in played.items()})
         regenerated = self._gathering.regenerated
         self._gathering.regenerated = 0
         return step_metrics(
@@ -175,6 +176,7 @@ class LeadRank(RolloutSource):
             published,
             incarnation=self.files.incarnation,
             groups_regenerated=regenerated,
+            weights=self.tasks.weights,
             generation_stall_s=self._stalls.advance(status),
             transcripts_dropped_total=self._transcripts.dropped + status.transcripts_dropped,
         )
@@ -224,7 +226,7 @@ def prepare_lead(
     when the dataset is not the one that the checkpoint was trained on, or when `weights.transport` cannot work here.
     """
     require(config.weights.transport)
-    source = TaskSource(Path(config.tasks.dataset), config.run.seed, config.rollout.group_size, config.tasks.shuffle)
+    source = task_source(config)
     access = Access(
         address=broker_address or find_broker(config, run_dir, BROKER_WAIT_S),
         role="learner",

@@ -76,7 +76,7 @@ class RolloutSource(BatchSource):
 
     def complete(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """With the reference model's log-probabilities, if the loss asks for them. Collective."""
-        if not self.config.learner.loss.kl_coefficient:
+        if not self.config.measures_kl:
             return microbatches
         found = self.backend.reference_logprobs(microbatches, self.temperature)
         return [replace(batch, reference_logprobs=x) for batch, x in zip(microbatches, found, strict=True)]

@@ -65,7 +65,7 @@ class RunFiles:
         self._run_dir = run_dir
         self.evaluation = run_dir.evaluation
         # Names come from the config: the places of downloaded files say less.
-        self.datasets = dataset_names(config.rl.evaluation.datasets) if config.rl else []
+        self.datasets = dataset_names(config.rl.evaluation.paths) if config.rl else []
         self.evaluated = set[tuple[int, str]]()  # versions and datasets with a metrics line
         self.incarnation = 0  # which start of the learner this is
         self._metrics: MetricsWriter | None = None
@@ -105,8 +105,8 @@ class RunFiles:
         if state is None:
             return TrainerState(policy_version=0, incarnation=-1, tasks=StreamState(), dataset_digest=dataset_digest)
         if state.dataset_digest != dataset_digest:
-            dataset = self._config.tasks.dataset
-            raise UsageError(f"tasks.dataset: {dataset} changed since {path} was written; restore it")
+            told = ", ".join(f"{key}: {dataset}" for key, dataset in self._config.tasks.datasets.items())
+            raise UsageError(f"{told} changed since {path} was written; restore it")
         return state
 
     def open_metrics(self, version: int) -> None:

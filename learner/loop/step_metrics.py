@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypedDict
@@ -14,7 +14,7 @@ from common.span_buffer import SPANS
 from common.waste import WASTE_REASONS, Waste, merged_waste, wasted_tokens
 from common.weights.source.nodes import PublishStats
 from learner.backend_protocol import StepResult
-from learner.batch.batch import BatchStatistics, TrainingBatch
+from learner.batch.batch import BatchStatistics, SourceFigures, TrainingBatch
 from learner.loss.token_diagnostics import ratio_quantile
 
 SHOWN_S = 1e-4  # shorter parts are not in the trace
@@ -166,10 +166,11 @@ def step_metrics(
     *,
     incarnation: int,
     groups_regenerated: int,
+    weights: Mapping[str, float],
     generation_stall_s: float,
     transcripts_dropped_total: int,
 ) -> StepMetrics:
-    """The metrics line of a step, with broker and publisher as they are at its end."""
+    """The metrics line of a step, with broker and publisher as they are at its end; `weights` of sources, too."""
     groups = done.batch.statistics
     result = done.result
     times = done.times
@@ -246,4 +247,20 @@ def step_metrics(
         kv_cache_usage=max((report.kv_cache_usage for report in reports), default=0.0),
         preemptions_total=sum(report.preemptions for report in reports),
         transcripts_dropped_total=transcripts_dropped_total,
+        sources=source_figures(groups.sources, weights),
     )
+
+
+def source_figures(sources: Mapping[str, SourceFigures], weights: Mapping[str, float]) -> dict[str, float]:
+    """SOURCE/NAME of every figure of the sources; one without samples has those that need none."""
+    found = dict[str, float]()
+    total = sum(weights.values())
+    for source, weight in weights.items():
+        own = sources.get(source, SourceFigures())
+        found[f"{source}/weight"] = weight / total
+        found |= {f"{source}/groups": float(own.groups), f"{source}/samples": float(own.samples)}
+        if own.samples:
+            found[f"{source}/reward_mean"] = own.rewards / own.samples
+            found[f"{source}/success"] = own.successes / own.samples
+            found[f"{source}/truncated_fraction"] = own.truncated / own.samples
+    return found

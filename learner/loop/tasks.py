@@ -11,17 +11,23 @@ Then it makes a checkpoint before it offers anything, because the order of these
 import copy
 import functools
 import hashlib
-from collections.abc import Sequence
+import time
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from broker.contract import Attached, LedgerEntry
+from broker.client.calls import LearnerBroker
+from broker.contract import Attached, LedgerEntry, WeightChange, WeightRequest
+from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError
-from common.json_lines import dataset_rows
+from common.json_lines import Rows, dataset_rows, kept_rows
 from common.rollouts import Task
 from learner.checkpoint.folder import StreamState
+from learner.loop.mixture import Mixture, factor
 
 
 class RowOrder:
@@ -48,18 +54,49 @@ class RowOrder:
 class TaskSource:
     """Tasks by position; `digest` lets a resumed job notice another dataset."""
 
-    def __init__(self, dataset: Path, seed: int, group_size: int, shuffle: bool = True) -> None:
-        """Read and check the dataset; raises UsageError on a missing, empty or malformed file."""
-        self._rows = [row for _, row in dataset_rows(dataset, "tasks.dataset")]
+    def __init__(
+        self,
+        dataset: Path,
+        seed: int,
+        group_size: int,
+        shuffle: bool = True,
+        *,
+        within: Rows | None = None,
+        key: str = "tasks.dataset",
+    ) -> None:
+        """Read and check the dataset, which `key` names; raises UsageError on a missing, empty or malformed file.
+
+        `within`: the bounds of the success rate of its rows; None: there are none.
+        """
+        found = [row for _, row in dataset_rows(dataset, key)] if within is None else kept_rows(within, key)
+        self._rows = found
         self._seed = seed
         self._group_size = group_size
         self._order = RowOrder(len(self._rows), seed, shuffle)
         self.digest = hashlib.sha256(b"\n".join(self._rows)).hexdigest()[:16]
 
-    def task(self, position: int) -> Task:
+    def task(self, position: int, changes: Sequence[WeightChange] = ()) -> Task:
+        """The task at a position; `changes` of weights matter to a Mixture only."""
         epoch, row = self._order.row(position)
         seed = int(np.random.SeedSequence([self._seed, position, 1]).generate_state(1)[0]) >> 1
         return Task(position, self._rows[row], seed, self._group_size, epoch)
+
+
+def task_source(config: Config) -> TaskSource | Mixture:
+    """The tasks of a job. Reads and checks its datasets; raises UsageError as TaskSource."""
+    tasks = config.tasks
+    size = config.rollout.group_size
+    seed = config.run.seed
+    if not tasks.sources:
+        return TaskSource(Path(tasks.dataset), seed, size, tasks.shuffle, within=tasks)
+    sources = dict[str, TaskSource]()
+    for name, source in tasks.sources.items():
+        own = int(np.random.SeedSequence([seed, zlib.crc32(name.encode())]).generate_state(1)[0])
+        path = Path(source.dataset)
+        key = f"tasks.sources.{name}.dataset"
+        sources[name] = TaskSource(path, own, size, source.shuffle, within=source, key=key)
+    weights = {name: source.weight for name, source in tasks.sources.items()}
+    return Mixture(sources, weights, seed, tasks.curriculum)
 
 
 def check_not_behind(version: int, committed_step: int) -> None:
@@ -76,9 +113,12 @@ def check_not_behind(version: int, committed_step: int) -> None:
 class TaskStream:
     """Offers tasks in order and keeps count."""
 
-    def __init__(self, source: TaskSource, state: StreamState | None = None) -> None:
+    def __init__(self, source: TaskSource | Mixture, state: StreamState | None = None) -> None:
         self._source = source
         self._state = copy.deepcopy(state or StreamState())
+        self._told = 0  # changes of the weights that the broker has
+        if isinstance(source, Mixture) and not self._state.weight_changes:
+            self._state.weight_changes = [WeightChange(0, source.weights, time_s=time.time())]
 
     @property
     def outstanding(self) -> int:
@@ -106,6 +146,9 @@ class TaskStream:
                 "tasks were offered anew since, so they would be trained on twice. Put the newer store back, or move "
                 "this one away and start again with an empty one"
             )
+        self._told = len(attached.weight_changes)
+        if self._told > len(state.weight_changes):  # tasks behind the checkpoint were made with them
+            state.weight_changes = list(attached.weight_changes)
         if not known:
             state.former_stores.append(state.store_id)
         behind = attached.next_serial < state.next_serial
@@ -141,8 +184,57 @@ class TaskStream:
 
     def next(self, count: int) -> list[Task]:
         """The next `count` tasks to offer, under the broker's serials."""
+        changes = self._state.weight_changes
         offered = [self._advance() for _ in range(count)]
-        return [msgspec.structs.replace(self._source.task(position), serial=serial) for serial, position in offered]
+        return [
+            msgspec.structs.replace(self._source.task(position, changes), serial=serial) for serial, position in offered
+        ]
+
+    def offer(self, count: int, broker: LearnerBroker) -> None:
+        """Offer the next `count` tasks, after the requests for other weights that the broker has."""
+        if self._state.weight_changes:
+            self.change(broker.status().weight_requests)
+        first = self._told
+        self._told = len(self._state.weight_changes)
+        broker.offer(self.next(count), self._state.weight_changes[first:], first)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Those in effect by source; {} in a job of one source."""
+        changes = self._state.weight_changes
+        return changes[-1].effective if changes else {}
+
+    def change(self, requests: Sequence[WeightRequest]) -> None:
+        """Carry out requests with the next position. Unknown names, and a sum of 0, change nothing."""
+        done = {name for change in self._state.weight_changes for name in change.requests} if requests else ()
+        for request in requests:
+            before = self._state.weight_changes[-1].weights
+            known = {name: weight for name, weight in request.weights.items() if name in before}
+            if request.id not in done:
+                weights = before | known
+                self._append(weights=weights if any(weights.values()) else before, requests=[request.id])
+
+    def observe(self, step: int, successes: Mapping[str, tuple[int, int]]) -> None:
+        """A step has trained on samples with so many (successes, samples) of each source; tasks.curriculum follows."""
+        source = self._source
+        if not isinstance(source, Mixture) or source.rule.rule == "none":
+            return
+        state = self._state
+        for name, (won, played) in successes.items():
+            before = state.successes.get(name, (0, 0))
+            state.successes[name] = (before[0] + won, before[1] + played)
+        if (step + 1) % source.rule.every:
+            return
+        last = state.weight_changes[-1]
+        if step > last.step:  # else it is done again, after a crash
+            new = {name: factor(won / played, source.rule) for name, (won, played) in state.successes.items() if played}
+            self._append(factors=last.factors | new, step=step, requests=[])
+        state.successes = {}
+
+    def _append(self, **changed: Any) -> None:
+        last = self._state.weight_changes[-1]
+        change = msgspec.structs.replace(last, position=self._state.cursor, time_s=time.time(), **changed)
+        self._state.weight_changes.append(change)
 
     def consume(self, serials: list[int]) -> None:
         """A step trains on these. Raises SlipstreamError when an earlier one did."""

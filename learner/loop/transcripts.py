@@ -121,6 +121,7 @@ def items(
         document = documents.get(where)
         step = None if filters and not carries_signal(group) else batch.step
         facts = {"serial": serial, "sample": index, "node_id": nodes.get(serial, ""), "why": why, "step": step}
+        facts["source"] = group.source
         yield Item(group.samples[index], document and _training(document, logprobs.get(where)), facts)
 
 

@@ -180,12 +180,13 @@ def _policy_loss(
     counted = (corrected.counted & mask).to(weights.dtype)
     worth = weights if config.correction_normalize else counted
     values = weights * surrogate.values
-    if config.kl_coefficient:
-        if batch.reference_logprobs is None:
-            raise ValueError("kl_coefficient is positive, but the microbatch has no reference_logprobs")
+    coefficient = config.kl_coefficient if batch.kl_coefficients is None else batch.kl_coefficients.to(logprobs.dtype)
+    if config.kl_coefficient and batch.reference_logprobs is None:
+        raise ValueError("kl_coefficient is positive, but the microbatch has no reference_logprobs")
+    if batch.reference_logprobs is not None:
         reference = within(mask, batch.reference_logprobs.to(logprobs.dtype))
         kl = KL_ESTIMATORS[config.kl_estimator](reference - logprobs)
-        values = values - config.kl_coefficient * worth * kl
+        values = values - coefficient * worth * kl
         sums["kl"] = kl.detach().sum()
     if entropy is not None:
         entropy = within(mask, entropy)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from common.errors import ConfigError
+from common.errors import ConfigError, of_source
 from rollout_fleet.environments.isolation.backend import takes_group_seed
 from rollout_fleet.environments.isolation.process_backend import child_variables
 from rollout_fleet.environments.protocol import Limits
@@ -31,7 +31,7 @@ from rollout_fleet.environments.registry import (
 )
 
 if TYPE_CHECKING:
-    from common.config.schema import TasksConfig
+    from common.config.schema import Config, TasksConfig
 
 CHECK_S = 300.0  # for the other interpreter to import the environment
 PYTHON_KEY = "tasks.limits.python"
@@ -60,6 +60,15 @@ def check_environment(tasks: "TasksConfig", file: str = "config", libraries: boo
     said = {f.name: getattr(tasks.limits, f.name) for f in fields(Limits)}
     limits = replace(own.limits, **{key: value for key, value in said.items() if value is not None})
     return replace(own, limits=replace(limits, process=limits.process or bool(limits.python)))
+
+
+def check_sources(config: "Config", file: str = "config", libraries: bool = True) -> dict[str, Description]:
+    """As `check_environment`, for each source of a job; '' names the only one."""
+    found = dict[str, Description]()
+    for name, job in config.sources.items():
+        with of_source(name):
+            found[name] = check_environment(job.tasks, file, libraries)
+    return found
 
 
 def _own_description(tasks: "TasksConfig", file: str, libraries: bool) -> Description:

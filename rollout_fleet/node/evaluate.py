@@ -24,28 +24,39 @@ def run_eval(config: Config, model_path: Path) -> EvalResult:
     Raises UsageError without dataset or model or for an unusable environment, SlipstreamError when the engine failed.
     """
     key = "evaluation.datasets"
-    datasets = config.evaluation.datasets
+    datasets = config.evaluation.paths
     if not datasets:
         raise UsageError(f"{key} names no held-out problems")
     rows = [[msgspec.json.decode(row) for _, row in dataset_rows(Path(path), key)] for path in datasets]
     problems = dict(zip(dataset_names(datasets), rows, strict=True))
+    sources = dict(zip(problems, (source for source, _ in config.evaluation.held_out), strict=True))
     if not (model_path / "config.json").is_file():
         raise UsageError(f"{model_path} is not a model folder; has the run finished? --model DIR names another")
     model = msgspec.structs.replace(config.model, path=str(model_path))
-    tasks = msgspec.structs.replace(config.tasks, truncated="counted")  # a penalty is for training
-    return asyncio.run(_with_engine(msgspec.structs.replace(config, model=model, tasks=tasks), problems))
+    config = msgspec.structs.replace(config, model=model)
+    jobs = {name: _untrained(config.sources[source]) for name, source in sources.items()}
+    return asyncio.run(_with_engine(config, problems, jobs))
 
 
-async def _with_engine(config: Config, problems: dict[str, list[dict[str, Any]]]) -> EvalResult:
+def _untrained(config: Config) -> Config:
+    """The same job without the penalty, which is for training."""
+    return msgspec.structs.replace(config, tasks=msgspec.structs.replace(config.tasks, truncated="counted"))
+
+
+async def _with_engine(
+    config: Config, problems: dict[str, list[dict[str, Any]]], jobs: dict[str, Config]
+) -> EvalResult:
+    """`jobs`: that of the source to which each dataset belongs."""
     from rollout_fleet.engine.engine import Engine
 
     engine = Engine(config, weights="folder")
     thread = EnvironmentThread()
     try:
-        build_driver(config, engine, thread)  # a config error shows before the engine starts
+        for job in jobs.values():
+            build_driver(job, engine, thread)  # a config error shows before the engine starts
         await engine.start()
         found = {
-            name: [await evaluate(engine, config, rows, greedy, thread) for greedy in (True, False)]
+            name: [await evaluate(engine, jobs[name], rows, greedy, thread) for greedy in (True, False)]
             for name, rows in problems.items()
         }
     finally:

@@ -123,7 +123,7 @@ class Node:
         size = self._group_size
         weights = self._parts.feed.state
         wanted = (self.groups.slots.limit + LOOKAHEAD_GROUPS * size - self.groups.unfinished) // size
-        self._paused = bool(self._parts.driver.paused)
+        self._paused = bool(self._parts.paused)
         unready = weights.version < 0 or self._learner not in (None, weights.incarnation)
         if wanted <= 0 or unready or self._paused:
             await self._room.wait()
@@ -192,7 +192,7 @@ class Node:
             while True:
                 state = await self._parts.feed.wait_change(MEASURE_S)
                 other = (state.version, state.incarnation) != (before.version, before.incarnation)
-                if other or state.excluded or bool(self._parts.driver.paused) is not self._paused:
+                if other or state.excluded or bool(self._parts.paused) is not self._paused:
                     self._wake()
                 before = state
                 self._measure()
@@ -217,7 +217,7 @@ class Node:
                 starting=sum(group.starting for group in groups),
                 leased=self._leased_before,
                 pool=status.pool,
-                paused=self._parts.driver.paused,
+                paused=self._parts.paused,
             )
             status.show(state, wait)
         status.turned()

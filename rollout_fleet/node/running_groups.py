@@ -8,7 +8,7 @@ Lease --> RunningGroup: one episode per sample --> CompletedGroup --> complete, 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from broker.client.calls import NodeBroker
 from broker.contract import GroupWork, Lease
 from common.errors import BrokerError, SlipstreamError
 from common.evaluation import EvaluationOrder, EvaluationResult
-from common.rollouts import Group, GroupMeta, Sample, encode_group
+from common.rollouts import Group, GroupMeta, Sample, Task, encode_group
 from common.span_buffer import SPANS
 from rollout_fleet.episode.concurrency import Slots
 from rollout_fleet.episode.driver import EpisodeDriver, Progress
@@ -38,13 +38,18 @@ class NodeParts:
 
     broker: NodeBroker
     feed: WeightFeed
-    driver: EpisodeDriver
+    drivers: Mapping[str, EpisodeDriver]  # of each source; '' names the only one
     concurrency: int  # episodes at once, to begin with
     status: NodeStatusTracker
     timeout: BrokerTimeout
     counters: EngineCounters
     beat_now: Callable[[], None]
     transcribe: Callable[[Group], bytes] | None = None  # a failed group's transcript; None: none are kept
+
+    @property
+    def paused(self) -> str:
+        """Why no episode should begin now; '' when all is well."""
+        return next(filter(None, (driver.paused for driver in self.drivers.values())), "")
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class CompletedGroup:
     failure: str | None = None
 
     @classmethod
-    def of(cls, serial: int, samples: list[Sample], generation_s: float) -> "CompletedGroup":
+    def of(cls, task: Task, samples: list[Sample], generation_s: float) -> "CompletedGroup":
         """The group of `samples`, with the figures for the broker and the ledger."""
         good = [s for s in samples if s.error is None]
         versions = [run.version for sample in samples for run in sample.version_runs]  # each starts at a sampled token
@@ -69,7 +74,7 @@ class CompletedGroup:
             generation_s=generation_s,
         )
         failure = None if good else f"every sample failed, the first with {samples[0].stop_reason}: {samples[0].error}"
-        return cls(Group(serial, samples), meta, failure)
+        return cls(Group(task.serial, samples, source=task.source), meta, failure)
 
     def evaluation_result(self, node_id: str) -> EvaluationResult:
         """The samples of a held-out problem, without their tokens."""
@@ -265,7 +270,11 @@ class RunningGroups:
         except msgspec.DecodeError as error:
             reason = f"task {task.serial}: the problem is not a JSON object: {error}"
             return CompletedGroup(Group(task.serial, []), NO_SAMPLES, reason)
-        driver = self._parts.driver if order is None else self._parts.driver.at(order.temperature)
+        driver = self._parts.drivers.get(task.source)
+        if driver is None:
+            reason = f"task {task.serial} is of the source {task.source!r}, which this node's config lacks"
+            return CompletedGroup(Group(task.serial, []), NO_SAMPLES, reason)
+        driver = driver if order is None else driver.at(order.temperature)
         group.episodes = [Progress(track=f"episodes/{task.serial}.{i}") for i in range(task.group_size)]
         try:
             async with asyncio.TaskGroup() as episodes:
@@ -278,7 +287,7 @@ class RunningGroups:
         for sample in samples:
             if sample.error is not None:
                 self._parts.status.sample_failed(sample.stop_reason)
-        return CompletedGroup.of(task.serial, samples, group.seconds())
+        return CompletedGroup.of(task, samples, group.seconds())
 
     async def _play(self, driver: EpisodeDriver, group: RunningGroup, problem: dict[str, Any], index: int) -> Sample:
         task = group.lease.task

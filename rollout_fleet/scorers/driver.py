@@ -75,10 +75,21 @@ class ScoredDriver(EpisodeDriver):
     """Runs episodes of reward functions and scorers. The time of the scorers is no time of the functions."""
 
     def __init__(
-        self, sampler: Sampler, renderer: Renderer, backend: Backend, *, rules: EpisodeRules, config: Config
+        self,
+        sampler: Sampler,
+        renderer: Renderer,
+        backend: Backend,
+        *,
+        rules: EpisodeRules,
+        config: Config,
+        clients: dict[str, Scorer] | None = None,
     ) -> None:
+        """`clients`: those of other sources, whose bounds and cache are a node's; new ones are added."""
         self.step_s = rules.limits.step_s
-        self._scorers = {name: Scorer(name, scorer) for name, scorer in config.scorers.items()}
+        known = {} if clients is None else clients
+        for name, scorer in config.scorers.items():
+            known[name] = known.get(name) or Scorer(name, scorer)
+        self._scorers = {name: known[name] for name in config.scorers}
         longest = max(scorer.deadline_s for scorer in config.scorers.values())
         limits = replace(rules.limits, step_s=self.step_s + longest + 1.0)
         super().__init__(sampler, renderer, backend, replace(rules, limits=limits))

@@ -140,7 +140,7 @@ async def node(o: NodeOptions) -> int:
         parts = NodeParts(
             broker=Repeating(client, 2 * run.lease_s) if o.repeats else client,  # type: ignore[arg-type]
             feed=feed,
-            driver=SleepingDriver(o, feed),
+            drivers={"": SleepingDriver(o, feed)},
             concurrency=o.concurrency,
             status=status,
             timeout=timeout,

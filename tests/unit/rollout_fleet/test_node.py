@@ -76,7 +76,7 @@ class Site:
         self.parts = NodeParts(
             broker=wrap(self.broker.node()),
             feed=self.feed,
-            driver=SimpleNamespace(run=play, paused="", compared=_unchanged) if play else self.driver,  # type: ignore[arg-type]
+            drivers={"": SimpleNamespace(run=play, paused="", compared=_unchanged) if play else self.driver},  # type: ignore[dict-item]
             concurrency=concurrency,
             status=self.status,
             timeout=timeout,

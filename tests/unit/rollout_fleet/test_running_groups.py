@@ -22,7 +22,7 @@ from tests.unit.rollout_fleet.fleet_fakes import Base, ScriptedSampler, add, add
 
 def running(driver: EpisodeDriver, concurrency: int = 8, status: NodeStatusTracker | None = None) -> RunningGroups:
     """Groups of a node that plays and hands nothing in."""
-    parts: Any = SimpleNamespace(driver=driver, concurrency=concurrency, status=status or NodeStatusTracker("n"))
+    parts: Any = SimpleNamespace(drivers={"": driver}, concurrency=concurrency, status=status or NodeStatusTracker("n"))
     return RunningGroups(parts, lambda: None, lambda error: None)
 
 
