@@ -61,6 +61,10 @@ async def _serve(config: Config, address: str, status: NodeStatusTracker) -> int
     engine = Engine(config, seed=_seed(config, status.node_id), profiles=folder.profiles if profiled else None)
     thread = EnvironmentThread()
     driver = build_driver(config, engine, thread)  # a config error shows before anything is started
+    if config.learner.loss.distillation is not None:
+        from rollout_fleet.scorers.teacher import Teacher
+
+        driver.teacher = Teacher.of(config, config.learner.loss.distillation)
     access = _access(config, address, status.node_id)
     timeout = BrokerTimeout(BROKER_TIMEOUT_S, address)
     log = log_path(folder.logs, "rollout", status.node_id)

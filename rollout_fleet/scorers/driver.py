@@ -78,8 +78,9 @@ class ScoredDriver(EpisodeDriver):
         self, sampler: Sampler, renderer: Renderer, backend: Backend, *, rules: EpisodeRules, config: Config
     ) -> None:
         self.step_s = rules.limits.step_s
-        self._scorers = {name: Scorer(name, scorer) for name, scorer in config.scorers.items()}
-        longest = max(scorer.deadline_s for scorer in config.scorers.values())
+        judging = {name: scorer for name, scorer in config.scorers.items() if scorer.kind != "teacher"}
+        self._scorers = {name: Scorer(name, scorer) for name, scorer in judging.items()}
+        longest = max(scorer.deadline_s for scorer in judging.values())
         limits = replace(rules.limits, step_s=self.step_s + longest + 1.0)
         super().__init__(sampler, renderer, backend, replace(rules, limits=limits))
         self._prompt = registry.played(config.tasks)[1]["prompt"]
@@ -93,7 +94,7 @@ class ScoredDriver(EpisodeDriver):
 
     @property
     def paused(self) -> str:
-        return next((scorer.paused for scorer in self._scorers.values() if scorer.paused), "")
+        return next((scorer.paused for scorer in self._scorers.values() if scorer.paused), super().paused)
 
     async def begin(self, problem: dict[str, Any], seed: int, group_seed: int, progress: Progress) -> Episode:
         environment = _Scored(self.backend.environment(problem, seed, group_seed), problem, self)
