@@ -137,6 +137,9 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
         OptInt, metric("not written: disk or queue full, or no text; since learner and broker started", "", "last")
     ] = UNSET
     sources: Annotated[dict[str, float], metric("figures of tasks.sources by SOURCE/NAME; docs/mixtures.md")] = {}
+    teacher_kl_mean: Annotated[OptFloat, metric("learner's - teacher's log-probability; 0 if none", "nat")] = UNSET
+    teacher_tail_mean: Annotated[OptFloat, metric("teacher's probability beyond its top_k; 0 if none")] = UNSET
+    teacher_s: Annotated[OptFloat, metric("from a sample's end to its teacher's answer; 0 if none", "s")] = UNSET
 
 
 class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="evaluation"):
@@ -229,6 +232,7 @@ PANELS = (
     Panel(title="Drift of log-probabilities", unit="nat", lines={"drift_abs_mean": "all trained tokens"},
           logarithmic=True, live=False),
     Panel(title="Divergence from the reference", unit="nat", lines={"kl_mean": "divergence"}, live=False),
+    Panel(title="Divergence from the teacher", unit="nat", lines={"teacher_kl_mean": "divergence"}, live=False),
     Panel(title="Tokens per second", live=False, lines=dict(zip(DERIVED, ("trained", "generated"), strict=True))),
     Panel(title="Samples of several versions", unit="share", lines={"mixed_version_fraction": "share"}, live=False),
     Panel(title="Learning rate", lines={"lr": "rate"}, live=False),

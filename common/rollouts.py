@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from common.wire_types import Array, Finite, Tally, Version
+from common.wire_types import Array, Finite, Seconds, Tally, Version
 
 SCHEMA_VERSION = 1
 
@@ -57,6 +57,13 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     # [first token, token behind the last) of every generate call; [] from nodes of an earlier version
     turn_spans: list[tuple[int, int]] = []
     notes: dict[str, str] = {}  # short texts by name for the transcript, such as a judge's answer
+    # [T] float32, the teacher's log-probabilities of the tokens; 0 where loss_mask is 0. None: nobody asked a teacher
+    teacher_logprobs: Array | None = None
+    # [N x k] of the N tokens with loss_mask 1: the teacher's most probable tokens in their places, int32, and their
+    # log-probabilities, float32
+    teacher_top_ids: Array | None = None
+    teacher_top_logprobs: Array | None = None
+    teacher_s: Seconds = 0.0  # from the question to the teacher to its answer, with all waits
 
     def token_versions(self) -> np.ndarray:
         """[T] int64 policy version of every token; tokens before the first run get that run's version."""
@@ -112,6 +119,8 @@ def _wrong(sample: Sample) -> str:
     end = n or 1
     if sample.routed_experts is not None and sample.routed_experts.entries() % end:
         return f"{sample.routed_experts.entries()} routed experts do not divide by {n} tokens"
+    if sample.teacher_logprobs is not None and (wrong := _wrong_teacher(sample, n)):
+        return wrong
     starts = [run.start for run in sample.version_runs]
     if any(before >= after for before, after in pairwise((-1, *starts, end))):
         return f"version runs {starts} are not increasing within {n} tokens"
@@ -121,3 +130,15 @@ def _wrong(sample: Sample) -> str:
     else:
         sampled = mask.numpy()[:unversioned].any()
     return "sampled tokens without a policy version" if sampled else ""
+
+
+def _wrong_teacher(sample: Sample, n: int) -> str:
+    """The mismatch in the teacher's columns of a sample of `n` tokens, '' when there is none."""
+    assert sample.teacher_logprobs is not None
+    if (found := sample.teacher_logprobs.entries()) != n:
+        return f"teacher_logprobs has {found} entries for {n} tokens"
+    ids, logprobs = (0 if x is None else x.entries() for x in (sample.teacher_top_ids, sample.teacher_top_logprobs))
+    trained = int((sample.loss_mask.numpy() > 0).sum())
+    if ids != logprobs or ids % (trained or ids + 1):
+        return f"{ids} tokens of the teacher with {logprobs} log-probabilities for {trained} sampled tokens"
+    return ""

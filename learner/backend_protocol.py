@@ -29,6 +29,11 @@ class Microbatch:
     staleness: Tensor | None = None  # [T] int32, step - version that sampled the target
     reference_logprobs: Tensor | None = None  # [T] float32 of the frozen reference model
     routed_experts: Tensor | None = None  # [T, MoE layers, experts per token] int16, of the input token; -1: unknown
+    teacher_logprobs: Tensor | None = None  # [T] float32, of the targets by the teacher
+    teacher_top_ids: Tensor | None = None  # [T, k] int64, the teacher's most probable tokens in the targets' places
+    teacher_top_logprobs: Tensor | None = None  # [T, k] float32, their log-probabilities by the teacher
+    # [T, k] of the same tokens by the policy in training, differentiable; `train_step` adds it for the loss
+    top_logprobs: Tensor | None = None
     numbers: tuple[int, ...] = ()  # indices of the documents in the batch; () for a filler
     kl_coefficients: Tensor | None = None  # [T] float32 with tasks.sources, in the place of the loss's coefficient
 

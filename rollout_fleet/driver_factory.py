@@ -76,7 +76,7 @@ def build_driver(
         from rollout_fleet.agents.driver import AgentDriver
 
         return AgentDriver(sampler, renderer, backend, rules)
-    if config.scorers:
+    if any(scorer.kind != "teacher" for scorer in config.scorers.values()):
         from rollout_fleet.scorers.driver import ScoredDriver
 
         return ScoredDriver(sampler, renderer, backend, rules=rules, config=config, clients=clients)

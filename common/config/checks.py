@@ -301,6 +301,13 @@ def _losses(config: Config) -> Iterator[Problem]:
     if config.learner.dynamic_sampling and "reinforce_pp" in estimators:
         hint = "rewards are compared over the batch, so groups whose rewards are all equal do carry signal"
         yield Problem("learner.dynamic_sampling", "false with learner.loss.advantage: reinforce_pp", hint=hint)
+    if loss.distillation is not None:
+        if config.learner.dynamic_sampling:
+            hint = "groups whose rewards are all equal carry the teacher's signal"
+            yield Problem("learner.dynamic_sampling", "false with learner.loss.distillation", hint=hint)
+        if config.rollout.temperature != 1:
+            hint = "a teacher's log-probabilities know no temperature"
+            yield Problem("rollout.temperature", "1 with learner.loss.distillation", hint=hint)
     drops = loss.correction == "mis" or loss.correction_normalize or loss.correction_veto is not None
     if config.learner.moe.balance == "aux_loss" and drops:
         expected = "bias or none with correction mis, correction_normalize or correction_veto"
@@ -312,7 +319,7 @@ def _rollout(config: Config, model: Architecture | None) -> Iterator[Problem]:
     rollout = config.rollout
     engine = config.rollout.engine
     others = {job.learner.loss.advantage for job in config.sources.values()} - {"reinforce_pp"}
-    if rollout.group_size == 1 and others:
+    if rollout.group_size == 1 and others and config.learner.loss.trains_on_rewards:
         hint = "a group of one has nothing to be compared with: every advantage would be zero"
         yield Problem("rollout.group_size", f"at least 2 with learner.loss.advantage: {min(others)}", hint=hint)
     if rollout.max_tokens >= engine.max_model_len:

@@ -20,7 +20,7 @@ from msgspec import inspect as schema_info
 
 from common.config.observing import WatchRule
 from common.config.schema import BaseConfig, Config, SftConfig
-from common.config.scorers import scorer_problems
+from common.config.scorers import scorer_problems, teacher_problems
 from common.config.tasks import task_problems
 from common.config.types import MOST_FLOAT, MOST_INTEGER
 from common.errors import ConfigError, Problem, UsageError
@@ -107,6 +107,7 @@ def _reward_problems(config: Config) -> Iterator[Problem]:
     yield from scorer_problems(
         config.scorers, config.tasks, sample_s=rollout.sample_timeout_s, group_size=rollout.group_size
     )
+    yield from teacher_problems(config.scorers, config.learner.loss.distillation)
 
 
 def rule_problems(at: str, rule: WatchRule) -> Iterator[Problem]:

@@ -33,6 +33,7 @@ from common.config.types import (
 from common.errors import ConfigError
 from common.metrics import SftMetrics, StepMetrics
 
+DEFAULT_TOP_K = 20  # most that vLLM returns unless its max_logprobs is raised
 AUTO_FACTOR = 2  # rollout.concurrency: auto goes up to this many times rollout.engine.max_num_seqs
 Recompute = Literal["none", "selective", "full"]
 Reader = Literal["all", "broker", "learner", "node"]  # the role that is about to start
@@ -93,6 +94,23 @@ class OptimizerConfig(Strict, frozen=True, kw_only=True):
     min_lr_fraction: Fraction = 0.0  # Fraction of lr that is left where the schedule ends.
 
 
+class DistillationConfig(Strict, frozen=True, kw_only=True):
+    """Learning from a teacher's log-probabilities of what the policy sampled; docs/distillation.md."""
+
+    teacher: Text  # Name of one of `scorers`, of kind: teacher.
+    # reverse_kl and advantage need the teacher's log-probabilities of sampled tokens only. forward_kl learns from the
+    # teacher's top_k tokens at every place, which is more to learn from and more to send.
+    objective: Literal["reverse_kl", "forward_kl", "advantage"] = "reverse_kl"
+    coefficient: PositiveFloat = 1.0  # Weight of the divergence from the teacher.
+    top_k: Positive | None = None  # Tokens of the teacher at each place, for forward_kl. Unset, 20.
+    rewards: bool = True  # False trains on the teacher alone. Rewards are still measured.
+
+    @property
+    def wanted(self) -> int:
+        """Tokens of the teacher that each place needs, besides the sampled one."""
+        return (self.top_k or DEFAULT_TOP_K) if self.objective == "forward_kl" else 0
+
+
 class LossConfig(Strict, frozen=True, kw_only=True):
     """Bounds that are None take their default from common/config/loss.py; see docs/algorithms.md."""
 
@@ -123,6 +141,11 @@ class LossConfig(Strict, frozen=True, kw_only=True):
     entropy_coefficient: NonNegative = 0.0  # Weight of the entropy bonus.
     # How the loss of tokens is averaged; docs/algorithms.md.
     reduction: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
+    distillation: DistillationConfig | None = None  # Learns from a teacher as well; docs/distillation.md.
+
+    @property
+    def trains_on_rewards(self) -> bool:
+        return self.distillation is None or self.distillation.rewards
 
 
 class MemoryConfig(Strict, frozen=True, kw_only=True):
@@ -378,7 +401,7 @@ class Config(BaseConfig, frozen=True, kw_only=True):
     staleness: StalenessConfig = StalenessConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     watch: list[WatchRule] = []  # docs/watch.md
-    scorers: dict[str, ScorerConfig] = {}  # Judges and reward models by name; docs/scorers.md.
+    scorers: dict[str, ScorerConfig] = {}  # Judges, reward models and teachers by name; docs/scorers.md.
 
     @property
     def sources(self) -> dict[str, "Config"]:

@@ -1,13 +1,16 @@
-"""The section `scorers` of the config: judges and reward models behind an HTTP endpoint; docs/scorers.md."""
+"""The section `scorers` of the config: judges, reward models and teachers behind an HTTP endpoint; docs/scorers.md."""
 
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from common.config.tasks import MessageConfig, TasksConfig
 from common.config.types import Natural, Number, Positive, Scalar, Seconds, Strict, Text
 from common.errors import Problem
+
+if TYPE_CHECKING:
+    from common.config.schema import DistillationConfig
 
 NAME = re.compile(r"[A-Za-z][\w-]*")
 ENDPOINT = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/[^\s?#]*)?")
@@ -15,20 +18,25 @@ PLACE = "{completion}"
 OTHER = "{other}"
 OPERATION = (  # keys that change no score
     "url", "api_key_env", "concurrency", "requests_per_minute", "timeout_s", "deadline_s", "retries", "cache",
-    "failures", "serve",
+    "failures", "serve", "tokenizer",
 )  # fmt: skip
-OWN_FIELDS = ("model", "messages", "input", "temperature", "max_tokens", "n", "stream", "use_activation")
+OWN_FIELDS = (
+    "model", "messages", "input", "temperature", "max_tokens", "n", "stream", "use_activation", "prompt",
+    "prompt_logprobs", "echo",
+)  # fmt: skip
+TEACHER_LIMIT = 20  # vLLM's max_logprobs
 
 
 class ScorerConfig(Strict, frozen=True, kw_only=True):
     url: Text  # OpenAI-compatible endpoint, such as http://HOST:8000/v1.
     model: Text  # Name of the model there.
     # A rubric asks the model and reads a verdict out of its answer; pairwise compares answers of a group so. A
-    # classification takes the raw score of a reward model from vLLM's /classify.
-    kind: Literal["rubric", "classification", "pairwise"] = "rubric"
+    # classification takes the raw score of a reward model from vLLM's /classify. A teacher gives no score but
+    # log-probabilities of the policy's tokens; docs/distillation.md.
+    kind: Literal["rubric", "classification", "pairwise", "teacher"] = "rubric"
     # The request's text: a template with {completion}, {prompt} and {column}, or messages with such templates. For
-    # pairwise also {other}, the other answer.
-    prompt: Text | list[MessageConfig]
+    # pairwise also {other}, the other answer. A teacher has none.
+    prompt: Text | list[MessageConfig] | None = None
     # Regular expression whose one group is the score, or labels and their scores; the last match counts. For rubric.
     verdict: Text | dict[str, Number] | None = None
     opponents: Positive = 2  # Most other answers of its group that an answer is compared with. For pairwise.
@@ -37,6 +45,9 @@ class ScorerConfig(Strict, frozen=True, kw_only=True):
     extra: dict[str, Any] = {}  # More fields of the request, such as chat_template_kwargs.
     # Options of `vllm serve` for `slipstream scorer`, such as max_model_len; `model` is the folder if it differs.
     serve: dict[str, Scalar] = {}
+    # Folder with a teacher's tokenizer, to compare it with the policy's. Unset, the folder that `slipstream scorer`
+    # serves, if it is here.
+    tokenizer: Text | None = None
     api_key_env: Text | None = None  # Variable of the node's environment that has the API key.
     concurrency: Positive = 16  # Requests at once, of each node.
     requests_per_minute: Positive | None = None  # Limit of each node. Unset, there is none.
@@ -51,7 +62,7 @@ class ScorerConfig(Strict, frozen=True, kw_only=True):
         """(role, template) of its messages."""
         if isinstance(self.prompt, str):
             return [("user", self.prompt)]
-        return [(message.role, message.content) for message in self.prompt]
+        return [(message.role, message.content) for message in self.prompt or ()]
 
     @property
     def problem_of_key(self) -> str:
@@ -68,8 +79,11 @@ def scorer_problems(
         if not NAME.fullmatch(name):
             yield Problem("scorers", "names of letters, digits, - and _", repr(name))
         yield from _endpoint(at, scorer)
-        for place in (PLACE, OTHER) if scorer.kind == "pairwise" else (PLACE,):
-            if not any(_has(template, place) for _, template in scorer.templates):
+        places = {"pairwise": (PLACE, OTHER), "teacher": ()}
+        for place in places.get(scorer.kind, (PLACE,)):
+            if scorer.prompt is None:
+                yield Problem(f"{at}.prompt", f"a template with {place}, which is required", "none")
+            elif not any(_has(template, place) for _, template in scorer.templates):
                 yield Problem(f"{at}.prompt", f"a template with {place}", "none", "the score could not depend on it")
         if scorer.kind == "pairwise" and group_size == 1:
             yield Problem(f"{at}.kind", "another one with rollout.group_size: 1", "pairwise")
@@ -102,9 +116,10 @@ def _verdict(at: str, scorer: ScorerConfig) -> Iterator[Problem]:
     verdict = scorer.verdict
     key = f"{at}.verdict"
     expected = "a regular expression with one group, or labels with their scores"
-    if scorer.kind == "classification":
+    if scorer.kind in ("classification", "teacher"):
         if verdict is not None:
-            yield Problem(key, "nothing with kind: classification", "a verdict", "`label` says which raw score counts")
+            hint = "`label` says which raw score counts" if scorer.kind == "classification" else None
+            yield Problem(key, f"nothing with kind: {scorer.kind}", "a verdict", hint)
     elif isinstance(verdict, str):
         try:
             if (groups := re.compile(verdict).groups) != 1:
@@ -119,6 +134,40 @@ def _verdict(at: str, scorer: ScorerConfig) -> Iterator[Problem]:
         yield Problem(key, "labels that differ by more than their case", ", ".join(map(repr, verdict)))
 
 
+def teacher_problems(scorers: Mapping[str, ScorerConfig], told: "DistillationConfig | None") -> Iterator[Problem]:
+    """A teacher that is unknown or cannot do what the loss asks, and teachers that the loss does not name."""
+    for name, scorer in scorers.items():
+        if scorer.kind == "teacher":
+            if scorer.prompt is not None:
+                yield Problem(f"scorers.{name}.prompt", "nothing with kind: teacher", "a prompt")
+            if told is None or told.teacher != name:
+                yield Problem(f"scorers.{name}", "learner.loss.distillation.teacher that names it", "none")
+        elif scorer.tokenizer is not None:
+            yield Problem(f"scorers.{name}.tokenizer", f"nothing with kind: {scorer.kind}", scorer.tokenizer)
+    if told is None:
+        return
+    key = "learner.loss.distillation"
+    found = scorers.get(told.teacher)
+    if found is None:
+        yield Problem(f"{key}.teacher", "the name of one of `scorers`", told.teacher, _nearest(told.teacher, scorers))
+    elif found.kind != "teacher":
+        yield Problem(f"{key}.teacher", "a scorer of kind: teacher", f"{told.teacher}, of kind: {found.kind}")
+    elif found.serve:
+        limit = found.serve.get("max_logprobs", TEACHER_LIMIT)
+        if isinstance(limit, int) and -1 < limit < told.wanted:
+            hint = f"scorers.{told.teacher}.serve.max_logprobs raises it"
+            yield Problem(f"{key}.top_k", f"at most {limit}, the teacher's limit", str(told.wanted), hint)
+    if told.top_k is not None and not told.wanted:
+        yield Problem(f"{key}.top_k", f"unset with objective: {told.objective}", str(told.top_k))
+
+
+def _nearest(name: str, scorers: Mapping[str, ScorerConfig]) -> str:
+    from common.config.loading import nearest  # which knows every section
+
+    near = nearest(name, scorers)
+    return f"did you mean '{near}'?" if near else f"scorers has {', '.join(scorers) or 'none'}"
+
+
 def _named(scorers: Mapping[str, ScorerConfig], tasks: TasksConfig) -> Iterator[Problem]:
     """Rewards that name no scorer or an unknown one, and scorers that no reward names."""
     used = set[str]()
@@ -126,8 +175,8 @@ def _named(scorers: Mapping[str, ScorerConfig], tasks: TasksConfig) -> Iterator[
     for key, part in tasks.parts.items():
         yield from _named_by(key, part, scorers)
         used |= scorers_of(part)
-    for name in scorers:
-        if name not in used:
+    for name, scorer in scorers.items():
+        if name not in used and scorer.kind != "teacher":
             hint = f"{key}.reward: [{{scorer: {name}}}]; weight: 0 only logs its score"
             yield Problem(f"scorers.{name}", "a reward that names it", "none", hint)
 
@@ -139,8 +188,6 @@ def scorers_of(tasks: TasksConfig) -> set[str]:
 
 
 def _named_by(key: str, tasks: TasksConfig, scorers: Mapping[str, ScorerConfig]) -> Iterator[Problem]:
-    from common.config.loading import nearest  # which knows every section
-
     names = set[str]()
     for number, entry in enumerate(tasks.reward if isinstance(tasks.reward, list) else ()):
         at = f"{key}.reward[{number}]"
@@ -150,9 +197,11 @@ def _named_by(key: str, tasks: TasksConfig, scorers: Mapping[str, ScorerConfig])
         if entry.scorer is None:
             continue
         if entry.scorer not in scorers:
-            near = nearest(entry.scorer, scorers)
-            hint = f"did you mean '{near}'?" if near else f"scorers has {', '.join(scorers) or 'none'}"
+            hint = _nearest(entry.scorer, scorers)
             yield Problem(f"{at}.scorer", "the name of one of `scorers`", entry.scorer, hint)
+        elif scorers[entry.scorer].kind == "teacher":
+            hint = "learner.loss.distillation learns from it"
+            yield Problem(f"{at}.scorer", "a scorer that gives scores", f"{entry.scorer}, a teacher", hint)
         if isinstance(entry.weight, dict):
             yield Problem(f"{at}.weight", "a number with `scorer`", "a mapping")
         if entry.options:

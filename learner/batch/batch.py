@@ -9,13 +9,15 @@ Both run on every rank from the same bytes, so every rank has the same batch.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from broker.contract import StoredGroup
-from common.config.schema import Config
+from common.config.schema import Config, DistillationConfig
 from common.rollouts import Group, Sample, decode_group
 from common.staleness import expired
+from common.wire_types import Array
 from learner.backend_protocol import RoutingShape
 from learner.batch.dynamic_sampling import carries_signal
 from learner.batch.packing import Document
@@ -74,6 +76,7 @@ class BatchStatistics:
     failed_by_reason: dict[str, int] = field(default_factory=dict)  # stop reason of failed samples to their number
     kv_cache_age_mean: float = 0.0  # see cache_ages, over trained tokens
     kv_cache_age_max: int = 0
+    teacher_s: float = 0.0  # mean over samples
     sources: dict[str, SourceFigures] = field(default_factory=dict[str, SourceFigures])  # {} in a job of one
 
 
@@ -84,12 +87,18 @@ class TrainingBatch:
     statistics: BatchStatistics  # figures of all groups, failed and expired ones included
 
 
-def decode(stored: StoredGroup, vocab_size: int, group_size: int, routing: RoutingShape | None = None) -> Group:
+def decode(
+    stored: StoredGroup,
+    vocab_size: int,
+    group_size: int,
+    routing: RoutingShape | None = None,
+    distillation: DistillationConfig | None = None,
+) -> Group:
     """Decode one group; raises BadGroup on everything that would crash or poison training.
 
     It is refused when it does not decode, belongs to another task or has another number of samples than `group_size`.
     A sample must not have token ids outside the vocabulary, numbers that are not finite, or, unless `routing` is None,
-    the routing of another model.
+    the routing of another model. With `distillation` it has what the loss reads of the teacher.
     """
     try:
         group = decode_group(stored.payload)
@@ -104,6 +113,8 @@ def decode(stored: StoredGroup, vocab_size: int, group_size: int, routing: Routi
                 _check_sample(sample, i, vocab_size)
                 if routing is not None:
                     _check_routing(sample, i, routing)
+                if distillation is not None and (wrong := _untaught(sample, vocab_size, distillation.wanted)):
+                    raise ValueError(f"sample {i}: {wrong}")
     except ValueError as error:
         raise BadGroup(stored.serial, stored.node_id, str(error)) from None
     return group
@@ -122,6 +133,26 @@ def _check_sample(sample: Sample, index: int, vocab_size: int) -> None:
         raise ValueError(f"sample {index}: behavior_logprobs of sampled tokens are not finite")
     if not np.isfinite(sample.reward):
         raise ValueError(f"sample {index}: reward {sample.reward}")
+
+
+def _untaught(sample: Sample, vocab_size: int, top_k: int) -> str:
+    """What a sample lacks of its teacher, whose columns have the right lengths; '' when all is well."""
+    columns = {"teacher_logprobs": "float32"}
+    columns |= {"teacher_top_ids": "int32", "teacher_top_logprobs": "float32"} if top_k else {}
+    for name, dtype in columns.items():
+        column: Array | None = getattr(sample, name)
+        if column is None or column.dtype != dtype:
+            return f"{name} is {column and column.dtype}, expected {dtype}"
+        if not np.isfinite(column.numpy()).all():
+            return f"{name} is not finite"
+    if not top_k or sample.teacher_top_ids is None:
+        return ""
+    ids = sample.teacher_top_ids.numpy()
+    expected = top_k * int((sample.loss_mask.numpy() > 0).sum())
+    if len(ids) != expected:
+        return f"{len(ids)} tokens of the teacher, expected {expected}"
+    known = not len(ids) or 0 <= int(ids.min()) <= int(ids.max()) < vocab_size
+    return "" if known else f"teacher_top_ids outside 0..{vocab_size - 1}"
 
 
 def _check_routing(sample: Sample, index: int, shape: RoutingShape) -> None:
@@ -198,7 +229,9 @@ def _advantages(groups: Sequence[Group], jobs: Mapping[str, Config]) -> dict[int
     for name, job in jobs.items():
         own = [group for group in groups if group.source == name]
         rewards = [np.array([np.nan if s.error is not None else s.reward for s in group.samples]) for group in own]
-        estimates = ADVANTAGES[job.learner.loss.advantage](rewards) if own else ()
+        estimates = ADVANTAGES[job.learner.loss.advantage](rewards) if own else []
+        if not job.learner.loss.trains_on_rewards:
+            estimates = [np.zeros(len(estimate)) for estimate in estimates]
         found |= {group.serial: estimate for group, estimate in zip(own, estimates, strict=True)}
     return found
 
@@ -267,9 +300,23 @@ def _prepare(
         advantage=advantage,
         name=f"a sample of {len(tokens)} tokens",
         routed_experts=experts,
+        **_taught(sample, config.learner.loss.distillation),
     )
     expired_tokens = int(too_old.sum())
     return _Played(sample, int(sampled.sum()), expired_tokens, age[mask], cut, cache_age, cache_age_max), document
+
+
+def _taught(sample: Sample, distillation: DistillationConfig | None) -> dict[str, Any]:
+    """The document's fields that the teacher gave, [L] or [L, k]; zeros where it was not asked."""
+    if distillation is None or sample.teacher_logprobs is None:
+        return {}
+    found = {"teacher_logprobs": sample.teacher_logprobs.numpy()}
+    sampled = sample.loss_mask.numpy() > 0
+    for name in ("teacher_top_ids", "teacher_top_logprobs") if distillation.wanted else ():
+        rows = getattr(sample, name).numpy().reshape(-1, distillation.wanted)
+        found[name] = np.zeros((len(sampled), distillation.wanted), rows.dtype)
+        found[name][sampled] = rows
+    return found
 
 
 def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequence[_Played]) -> BatchStatistics:
@@ -310,6 +357,7 @@ def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequen
         failed_by_reason=dict(sorted(Counter(s.stop_reason for s in failed).items())),
         kv_cache_age_mean=sum(p.cache_age for p in played) / max(len(ages), 1),
         kv_cache_age_max=max((p.cache_age_max for p in played), default=0),
+        teacher_s=sum(p.sample.teacher_s for p in played) / count,
     )
 
 

@@ -37,6 +37,9 @@ class Document:
     sample: int = -1  # its index in the task's group
     routed_experts: np.ndarray | None = None  # [L, MoE layers, experts per token] int16, -1 where unknown
     kl_coefficient: float | None = None  # its source's; None: the one of the loss
+    teacher_logprobs: np.ndarray | None = None  # [L] float32
+    teacher_top_ids: np.ndarray | None = None  # [L, k] int32
+    teacher_top_logprobs: np.ndarray | None = None  # [L, k] float32
 
     @property
     def origin(self) -> tuple[int, int]:
@@ -110,9 +113,20 @@ def _pack(documents: list[Document], numbers: tuple[int, ...]) -> Microbatch:
         behavior_logprobs=of_targets("behavior_logprobs", np.float32),
         staleness=of_targets("staleness", np.int32),
         routed_experts=_routing(documents),
+        teacher_logprobs=_taught(documents, "teacher_logprobs", np.float32),
+        teacher_top_ids=_taught(documents, "teacher_top_ids", np.int64),
+        teacher_top_logprobs=_taught(documents, "teacher_top_logprobs", np.float32),
         numbers=numbers,
         kl_coefficients=None if all(value is None for value in own) else torch.from_numpy(kl),
     )
+
+
+def _taught(documents: list[Document], name: str, dtype: type) -> torch.Tensor | None:
+    """[T, ...] values of the targets; None when no document has any."""
+    rows = [getattr(document, name) for document in documents]
+    if all(row is None for row in rows):
+        return None
+    return torch.from_numpy(np.concatenate([row[1:] for row in rows], dtype=dtype))
 
 
 def _routing(documents: list[Document]) -> torch.Tensor | None:

@@ -54,7 +54,8 @@ class RolloutSource(BatchSource):
     def attach(self, backend: Backend, version: int) -> None:
         self.backend = backend
         shape = {"vocab_size": backend.vocab_size, "routing": backend.routing_shape}
-        self.decode = partial(decode, group_size=self.config.rollout.group_size, **shape)
+        told = self.config.learner.loss.distillation
+        self.decode = partial(decode, group_size=self.config.rollout.group_size, distillation=told, **shape)
         # Until the first real sample: drawn from run.seed, the same on every rank.
         draw = np.random.Generator(np.random.PCG64(self.config.run.seed))
         count = max(2, self.config.weights.canary_tokens)

@@ -85,6 +85,8 @@ class LossFigures(TypedDict):
     tokens_by_age: list[int]
     kl_mean: float
     routing_mismatch_fraction: float
+    teacher_kl_mean: float
+    teacher_tail_mean: float
 
 
 def loss_figures(result: StepResult) -> LossFigures:
@@ -118,6 +120,8 @@ def loss_figures(result: StepResult) -> LossFigures:
         "mismatch_by_age": mismatch,
         "tokens_by_age": [round(count) for count in by_age],
         "kl_mean": mean("kl"),
+        "teacher_kl_mean": mean("teacher_kl"),
+        "teacher_tail_mean": mean("teacher_tail"),
         "routing_mismatch_fraction": sums.get("routing_changed", 0.0) / max(sums.get("routing_replayed", 0.0), 1.0),
     }
 
@@ -247,6 +251,7 @@ def step_metrics(
         kv_cache_usage=max((report.kv_cache_usage for report in reports), default=0.0),
         preemptions_total=sum(report.preemptions for report in reports),
         transcripts_dropped_total=transcripts_dropped_total,
+        teacher_s=groups.teacher_s,
         sources=source_figures(groups.sources, weights),
     )
 

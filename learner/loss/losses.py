@@ -3,7 +3,7 @@
     r    = exp(logprobs - proximal_logprobs)
     w    = stop_gradient(exp(proximal_logprobs - behavior_logprobs))
     loss = -mean over loss tokens of
-           correction(w) * objective(r, A) + entropy_coefficient * entropy - kl_coefficient * kl
+           correction(w) * objective(r, A) + entropy_coefficient * entropy - kl_coefficient * kl - distillation
 
 This is decoupled PPO (Hilton et al., Batch size-invariance for policy optimization, arXiv 2110.00641, section 3).
 AReaL (arXiv 2505.24298, section 5.2) uses it for asynchronous RL on language models. The trust region is around the
@@ -24,6 +24,7 @@ from torch import Tensor
 from common.config.schema import LossConfig
 from learner.backend_protocol import LossFunction, LossOutput, Microbatch
 from learner.loss.corrections import CORRECTIONS, veto
+from learner.loss.distillation import Teaching
 from learner.loss.objectives import OBJECTIVES, PolicyTokens
 from learner.loss.ratios import Documents, bounded_exp, within
 from learner.loss.token_diagnostics import token_counts, token_sums
@@ -173,13 +174,20 @@ def _policy_loss(
     corrected = CORRECTIONS[config.correction](proximal - behavior, documents, config)
     if config.correction_veto is not None:
         corrected, vetoed = veto(corrected, proximal - behavior, documents, config.correction_veto)
-    tokens = PolicyTokens(logprobs, proximal, batch.advantages.to(logprobs.dtype), documents)
+    advantages = batch.advantages.to(logprobs.dtype)
+    teaching = None if config.distillation is None else Teaching(config.distillation, batch, current, mask)
+    if teaching is not None:
+        advantages = teaching.advantages(advantages)
+    tokens = PolicyTokens(logprobs, proximal, advantages, documents)
     surrogate = OBJECTIVES[config.objective](tokens, config)
     sums = token_sums(mask, drift, corrected, vetoed, surrogate.clipped) | token_counts(mask, drift, batch.staleness)
     weights = within(mask, corrected.weights)
     counted = (corrected.counted & mask).to(weights.dtype)
     worth = weights if config.correction_normalize else counted
     values = weights * surrogate.values
+    if teaching is not None:
+        values = values - teaching.cost(logprobs - proximal, weights=weights, worth=worth)
+        sums |= teaching.sums
     coefficient = config.kl_coefficient if batch.kl_coefficients is None else batch.kl_coefficients.to(logprobs.dtype)
     if config.kl_coefficient and batch.reference_logprobs is None:
         raise ValueError("kl_coefficient is positive, but the microbatch has no reference_logprobs")

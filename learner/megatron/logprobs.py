@@ -5,7 +5,7 @@ With hidden states h [T, H], a temperature t, and output weights W [V, H] split 
     z = h W^T / t
 
     log Z = log sum_v exp(z_v)      logprob = z_target - log Z      entropy = log Z - sum_v p_v z_v
-    d logprob / d z_v = 1[v = target] - p_v
+    d logprob / d z_v = 1[v = target] - p_v             the same for any other token of a row
     d entropy / d z_v = -p_v (log p_v + entropy)
     dh = dz W / t (this rank's part)      dW = dz^T h / t
 
@@ -52,13 +52,30 @@ def logprobs_and_entropy(
         ([T], [T]) float32, or float64 for float64 inputs; the same on every rank of the group. The gradient of
         `hidden` is this rank's part of the sum over the group.
     """
+    logprobs, entropy = tokens_and_entropy(
+        hidden, weight, targets[:, None], temperature, group, chunk_elements, kept_elements, with_entropy
+    )
+    return logprobs.squeeze(1), entropy
+
+
+def tokens_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+    chunk_elements: int | None = None,
+    kept_elements: int | None = None,
+    with_entropy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """As `logprobs_and_entropy`, of several tokens in each place: `ids` [T, n] int64 give [T, n] log-probabilities."""
     elements = chunk_elements or (CUDA_CHUNK_ELEMENTS if hidden.is_cuda else CHUNK_ELEMENTS)
     rows = max(1, elements // weight.size(0))
     chunks = [slice(a, a + rows) for a in range(0, hidden.size(0), rows)]
     if kept_elements is None:
         kept_elements = CUDA_KEPT_ELEMENTS if hidden.is_cuda else KEPT_ELEMENTS
     budget = kept_elements if torch.is_grad_enabled() else 0  # inside a function of autograd it is always off
-    return _LogProbs.apply(hidden, weight, targets, float(temperature), group, chunks, with_entropy, budget)
+    return _LogProbs.apply(hidden, weight, ids, float(temperature), group, chunks, with_entropy, budget)
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
@@ -72,7 +89,7 @@ class _LogProbs(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        targets: Tensor,
+        ids: Tensor,
         temperature: float,
         group: dist.ProcessGroup | None,
         chunks: list[slice],
@@ -81,21 +98,21 @@ class _LogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         width = weight.size(0)
-        index = targets - (group.rank() if group is not None else 0) * width
+        index = ids - (group.rank() if group is not None else 0) * width
         index, mine = index.clamp(0, width - 1), (index >= 0) & (index < width)
         highest = torch.empty(hidden.size(0), dtype=dtype, device=hidden.device)
-        # rows: sum of exp(z - highest), z of the target, sum of exp(z - highest) * (z - highest)
-        sums = torch.zeros(3, hidden.size(0), dtype=dtype, device=hidden.device)
+        # rows: sum of exp(z - highest), sum of exp(z - highest) * (z - highest), z of each token asked for
+        sums = torch.zeros(2 + ids.size(1), hidden.size(0), dtype=dtype, device=hidden.device)
         kept: list[Tensor | None] = []  # exp(z - highest of this slice), by chunk
         for rows in chunks:
             z = _logits(hidden[rows], weight, temperature, dtype)
-            sums[1, rows] = z.gather(1, index[rows, None]).squeeze(1)
+            sums[2:, rows] = z.gather(1, index[rows]).t()
             highest[rows] = top = z.amax(1)
             z.sub_(top[:, None])
             p = z.exp() if with_entropy else z.exp_()
             sums[0, rows] = p.sum(1)
             if with_entropy:
-                sums[2, rows] = z.mul_(p).sum(1)
+                sums[1, rows] = z.mul_(p).sum(1)
             budget -= p.numel()
             kept.append(p if budget >= 0 else None)
             del z, p
@@ -104,7 +121,7 @@ class _LogProbs(torch.autograd.Function):
             highest = _share(sums, local, mine, group)
         # log Z = highest + log_sum; kept apart, since large logits would swallow the small part
         log_sum = sums[0].log()
-        entropy = log_sum - sums[2] / sums[0] if with_entropy else torch.zeros_like(log_sum)
+        entropy = log_sum - sums[1] / sums[0] if with_entropy else torch.zeros_like(log_sum)
         ctx.save_for_backward(hidden, weight, index, mine, highest, log_sum, entropy, local)
         ctx.temperature = temperature
         ctx.chunks = chunks
@@ -112,7 +129,7 @@ class _LogProbs(torch.autograd.Function):
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)
-        return (sums[1] - highest) - log_sum, entropy
+        return ((sums[2:] - highest) - log_sum).t(), entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -121,13 +138,14 @@ class _LogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, index, mine, highest, log_sum, entropy, local = ctx.saved_tensors
         if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(log_sum)
+            grad_logprobs = torch.zeros_like(index, dtype=log_sum.dtype)
+        total = grad_logprobs.sum(1)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=log_sum.dtype) if ctx.needs_input_grad[1] else None
         for i, rows in enumerate(ctx.chunks):
             p = ctx.kept[i]  # used up: a second backward pass computes it again
             ctx.kept[i] = None
-            scale = (-grad_logprobs[rows] / ctx.temperature)[:, None]
+            scale = (-total[rows] / ctx.temperature)[:, None]
             if grad_entropy is not None:  # needs log p, which p that has underflowed cannot give
                 p = _logits(hidden[rows], weight, ctx.temperature, log_sum.dtype)
                 p.sub_(highest[rows, None]).sub_(log_sum[rows, None])
@@ -139,7 +157,7 @@ class _LogProbs(torch.autograd.Function):
             else:
                 p = _logits(hidden[rows], weight, ctx.temperature, log_sum.dtype)
                 p.sub_(highest[rows, None]).sub_(log_sum[rows, None]).exp_().mul_(scale)
-            p.scatter_add_(1, index[rows, None], torch.where(mine[rows, None], -scale, 0))
+            p.scatter_add_(1, index[rows], torch.where(mine[rows], grad_logprobs[rows] / ctx.temperature, 0))
             dz = p.to(hidden.dtype)
             del p
             if grad_hidden is not None:
@@ -161,8 +179,8 @@ def _share(sums: Tensor, local: Tensor, mine: Tensor, group: dist.ProcessGroup) 
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     shift = local - highest
     scale = shift.exp()
-    sums[2] = scale * (sums[2] + shift * sums[0])
+    sums[1] = scale * (sums[1] + shift * sums[0])
     sums[0] *= scale
-    sums[1] *= mine
+    sums[2:] *= mine.t()
     dist.all_reduce(sums, group=group)
     return highest

@@ -234,7 +234,8 @@ class Experts:
         for batch in microbatches:
             if loss_tokens := float(batch.loss_mask.sum()):
                 zeros = torch.zeros(len(batch.targets))
-                denominator = loss(zeros, zeros, replace(batch, behavior_logprobs=zeros)).denominator
+                blank = replace(batch, behavior_logprobs=zeros, top_logprobs=batch.teacher_top_logprobs)
+                denominator = loss(zeros, zeros, blank).denominator
                 counted = loss_tokens if denominator is None else float(denominator)
                 totals += torch.tensor([counted, float(len(batch.tokens))])
         group = mpu.get_data_parallel_group()

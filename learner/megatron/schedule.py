@@ -19,7 +19,7 @@ from common.config.schema import ParallelConfig
 from common.span_buffer import SPANS
 from learner.backend_protocol import NOTHING_TRAINED, LossFunction, LossOutput, Microbatch, StepResult
 from learner.megatron import parallel
-from learner.megatron.logprobs import logprobs_and_entropy
+from learner.megatron.logprobs import tokens_and_entropy
 from learner.megatron.moe import Experts
 from learner.megatron.pack_layout import PackPart
 from learner.megatron.parallel import mpu
@@ -80,9 +80,11 @@ class Head:
             self._model.output_layer.forward = lambda hidden, weight=None, runtime_gather_output=None: (hidden, None)
 
     def logprobs(
-        self, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool = False
+        self, hidden: Tensor, ids: Tensor, temperature: float, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """[T] log-probabilities of the targets, and [T] entropies or None. Collective over the tensor-parallel ranks.
+        """[T, n] log-probabilities of the tokens `ids` [T, n], and [T] entropies or None.
+
+        Collective over the tensor-parallel ranks.
 
         `hidden`: [1, T / (tensor ranks under sequence parallelism), H], as the last stage returns it.
         """
@@ -95,8 +97,8 @@ class Head:
             weight = self._model.shared_embedding_or_output_weight()
         else:
             weight = self._model.output_layer.weight
-        logprobs, entropies = logprobs_and_entropy(
-            rows, weight, targets, temperature=temperature, group=self._group, with_entropy=entropy
+        logprobs, entropies = tokens_and_entropy(
+            rows, weight, ids, temperature=temperature, group=self._group, with_entropy=entropy
         )
         return logprobs, entropies if entropy else None
 
@@ -128,10 +130,15 @@ class Schedule:
         """
 
         def loss_of(hidden: Tensor, item: _Packed) -> tuple[Tensor, LossOutput]:
-            logprobs, entropies = self._head.logprobs(hidden, item.targets, temperature, entropy)
+            asked = item.batch.teacher_top_ids
+            top = [] if asked is None else [item.part.local(asked)]
+            ids = torch.cat([item.targets[:, None], *top], 1)
+            logprobs, entropies = self._head.logprobs(hidden, ids, temperature, entropy)
             # Gathered one by one, because one of them may have no gradient.
             whole = None if entropies is None else self._whole(entropies, item)
-            output = loss(self._whole(logprobs, item), whole, item.batch)
+            found = self._whole(logprobs, item)
+            batch = item.batch if asked is None else replace(item.batch, top_logprobs=found[:, 1:])
+            output = loss(found[:, 0], whole, batch)
             # detached: a pipelined schedule takes the loss's own storage away after the forward pass
             return output.loss_sum, replace(output, loss_sum=output.loss_sum.detach())
 
@@ -154,8 +161,8 @@ class Schedule:
         """[T] float32 log-probabilities of each microbatch's targets, on every stage. Collective."""
 
         def loss_of(hidden: Tensor, item: _Packed) -> tuple[Tensor, Tensor]:
-            logprobs, _ = self._head.logprobs(hidden, item.targets, temperature)
-            return logprobs.new_zeros(()), self._whole(logprobs, item)
+            logprobs, _ = self._head.logprobs(hidden, item.targets[:, None], temperature)
+            return logprobs.new_zeros(()), self._whole(logprobs.squeeze(1), item)
 
         self.experts.start()
         outputs = self._forward_backward(microbatches, loss_of, forward_only=True)

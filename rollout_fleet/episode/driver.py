@@ -102,8 +102,21 @@ class Episode(Protocol):
     async def close(self) -> None: ...
 
 
+class SampleTeacher(Protocol):
+    """What a teacher says of samples; rollout_fleet/scorers/teacher.py."""
+
+    @property
+    def paused(self) -> str: ...
+
+    async def teach(self, sample: Sample) -> Sample: ...
+
+    async def close(self) -> None: ...
+
+
 class EpisodeDriver:
     """Runs episodes of one environment class against a sampler; safe to call concurrently."""
+
+    teacher: SampleTeacher | None = None  # asked about every sample of a training, when its episode has ended
 
     def __init__(self, sampler: Sampler, renderer: Renderer, backend: Backend, rules: EpisodeRules) -> None:
         self.sampler = sampler
@@ -117,11 +130,12 @@ class EpisodeDriver:
     @property
     def paused(self) -> str:
         """Why no episode should begin now; '' when all is well."""
-        return ""
+        return "" if self.teacher is None else self.teacher.paused
 
     def at(self, temperature: float) -> Self:
         """The same driver for an evaluation: its slots and its environment, another temperature, and no penalty."""
         other = copy.copy(self)
+        other.teacher = None
         sampling = Sampling(temperature, self.rules.sampling.top_p)
         other.rules = replace(self.rules, sampling=sampling, penalty_tokens=0)
         return other
@@ -154,9 +168,12 @@ class EpisodeDriver:
             progress: stays correct when the episode is cancelled later.
             group_seed: the seed that all samples of the group share; None: `seed`.
         """
+        sample = await self._played(problem, seed, progress or Progress(), seed if group_seed is None else group_seed)
+        return sample if self.teacher is None else await self.teacher.teach(sample)
+
+    async def _played(self, problem: dict[str, Any], seed: int, progress: Progress, group_seed: int) -> Sample:
         async with self._slots:
-            shared_seed = seed if group_seed is None else group_seed
-            episode = await self.begin(problem, seed, shared_seed, progress or Progress())
+            episode = await self.begin(problem, seed, group_seed, progress)
             try:
                 async with asyncio.timeout(self.rules.timeout_s):
                     reason = await episode.play()
@@ -184,6 +201,8 @@ class EpisodeDriver:
 
     async def close(self) -> None:
         """End what the episodes shared."""
+        if self.teacher is not None:
+            await self.teacher.close()
         self.backend.close()
 
 

@@ -1,4 +1,4 @@
-"""A launch's look at the scorers: their templates on a row of the dataset, and one or two cheap requests to each."""
+"""A launch's look at the scorers: their templates on a row of the dataset, and a few cheap requests to each."""
 
 import http.client
 import json
@@ -34,6 +34,12 @@ def check_scorers(config: Config, file: str) -> Iterator[str]:
     body = b""
     row = first_row(config.tasks.dataset)
     for name, scorer in config.scorers.items():
+        if scorer.kind == "teacher":
+            from rollout_fleet.scorers.teacher_check import check_teacher  # which asks as this module does
+
+            if said := check_teacher(config, name, file):
+                yield f"scorers.{name}: {scorer.url} {said}; samples fail until it answers"
+            continue
         if row is not None:  # else it is said by the config's checks, or lies on another machine
             where, line = row
             problem = msgspec.json.decode(line, type=dict[str, Any])
@@ -43,15 +49,18 @@ def check_scorers(config: Config, file: str) -> Iterator[str]:
             except ValueError as error:
                 expected = "templates whose columns are in the dataset"
                 raise ConfigError(file, f"scorers.{name}.prompt", expected, f"{where}: {error}") from error
-        if said := _look(name, scorer, body=body, file=file):
+        if said := look(name, scorer, body=body, file=file):
             yield f"scorers.{name}: {scorer.url} {said}; samples fail until it answers"
 
 
-def _look(name: str, scorer: ScorerConfig, *, body: bytes, file: str) -> str:
-    """Why it does not answer; '' when all is well, or when it does not list its models."""
+def look(name: str, scorer: ScorerConfig, *, body: bytes, file: str, longest: int = 0) -> str:
+    """Why it does not answer; '' when all is well, or when it does not list its models.
+
+    `longest`: tokens of the longest request, with the token that is sampled.
+    """
     try:
-        listed = json.loads(_request(scorer, f"{scorer.url.rstrip('/')}/models"))
-        served = [str(entry["id"]) for entry in listed["data"]]
+        listed = json.loads(request(scorer, f"{scorer.url.rstrip('/')}/models"))
+        served = {str(entry["id"]): entry.get("max_model_len") for entry in listed["data"]}
     except urllib.error.HTTPError as error:
         return f"refuses the key (HTTP {error.code})" if error.code in (401, 403) else ""
     except (OSError, http.client.HTTPException) as error:
@@ -61,11 +70,14 @@ def _look(name: str, scorer: ScorerConfig, *, body: bytes, file: str) -> str:
     if served and scorer.model not in served:
         near = nearest(scorer.model, served)
         hint = f"did you mean '{near}'?" if near else None
-        expected = f"a model that {scorer.url} serves ({', '.join(served[:8])})"
+        expected = f"a model that {scorer.url} serves ({', '.join([*served][:8])})"
         raise ConfigError(file, f"scorers.{name}.model", expected, scorer.model, hint)
+    if isinstance(room := served.get(scorer.model), int) and room < longest:
+        expected = f"a context of rollout.engine.max_model_len + 1 ({longest})"
+        raise ConfigError(file, f"scorers.{name}.model", expected, f"{scorer.model} with {room}")
     if scorer.kind == "classification" and body:
         try:
-            score_of(scorer, _request(scorer, address_of(scorer), body))
+            score_of(scorer, request(scorer, address_of(scorer), body))
         except (OSError, http.client.HTTPException) as error:
             return f"does not classify: {error}"
         except ScorerFailed as error:
@@ -80,7 +92,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _request(scorer: ScorerConfig, url: str, body: bytes | None = None) -> bytes:
+def request(scorer: ScorerConfig, url: str, body: bytes | None = None) -> bytes:
+    """The answer to a GET, or to a POST of `body`, within LOOK_S. Raises OSError or HTTPException."""
     headers = {"Content-Type": "application/json"}
     if scorer.api_key_env and (key := os.environ.get(scorer.api_key_env)):
         headers["Authorization"] = f"Bearer {key}"

@@ -17,16 +17,16 @@ import os
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import aiohttp
 
 from common.config.scorers import ScorerConfig
-from rollout_fleet.scorers.requests import SHOWN_CHARS, Score, ScorerFailed, address_of, body_of, score_of
+from rollout_fleet.scorers.requests import SHOWN_CHARS, Answer, Score, ScorerFailed, address_of, body_of, score_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,16 @@ RETRIED = (408, 425, 429)  # and every 5xx
 
 class _TryAgain(Exception):
     """A request that may do better a little later."""
+
+
+A = TypeVar("A", bound=Answer)
+
+
+@dataclass(frozen=True)
+class _Question(Generic[A]):
+    body: bytes  # JSON
+    read: Callable[[bytes], A]  # raises ScorerFailed for an answer that says nothing
+    room: int  # bytes of the longest answer
 
 
 class Scorer:
@@ -61,7 +71,7 @@ class Scorer:
         self._known: OrderedDict[bytes, asyncio.Task[Score]] = OrderedDict()
         self._running: set[asyncio.Task[Any]] = set()
         self._failed_in_a_row = 0
-        self._failed: deque[bytes] = deque(maxlen=REMEMBERED)
+        self._failed: deque[_Question[Any]] = deque(maxlen=REMEMBERED)
         self._probing: asyncio.Task[None] | None = None  # while it is paused
 
     async def score(
@@ -76,7 +86,7 @@ class Scorer:
         asking = self._known.get(digest)
         known = asking is not None
         if asking is None:
-            asking = self._start(self._counted(body))
+            asking = self._start(self._counted(_Question(body, partial(score_of, self.config), ANSWER_BYTES)))
             if self.config.cache:
                 self._known[digest] = asking
                 asking.add_done_callback(partial(self._forget_failed, digest))
@@ -85,6 +95,10 @@ class Scorer:
             while len(self._known) > self.config.cache:
                 self._known.popitem(last=False)
         return await asyncio.shield(asking), known  # others may wait for the same score
+
+    async def ask(self, body: bytes, read: Callable[[bytes], A], room: int) -> A:
+        """What `read` makes of the answer to `body`, at most `room` bytes longer than a score. Raises ScorerFailed."""
+        return await self._start(self._counted(_Question(body, read, ANSWER_BYTES + room)))
 
     async def close(self) -> None:
         for task in self._running:
@@ -110,18 +124,18 @@ class Scorer:
 
     # ---------------------------------------------------------------- failures in a row
 
-    async def _counted(self, body: bytes) -> Score:
+    async def _counted(self, question: _Question[A]) -> A:
         try:
-            score = await self._asked(body)
+            answer = await self._asked(question)
         except ScorerFailed as error:
             self._failed_in_a_row += 1
-            self._failed.append(body)
+            self._failed.append(question)
             if self._failed_in_a_row >= self.config.failures and not self.paused:
                 logger.error("%s; the node takes no more tasks until it answers", self._pause(error))
                 self._probing = self._start(self._probe())
             raise
         self._answered()
-        return score
+        return answer
 
     def _pause(self, error: ScorerFailed) -> str:
         self.paused = f"{self._failed_in_a_row} scores of {self._name} failed in a row, the last with: {error}"
@@ -152,8 +166,8 @@ class Scorer:
 
     # ---------------------------------------------------------------- one score
 
-    async def _asked(self, body: bytes) -> Score:
-        """The score by as many requests as it takes. Raises ScorerFailed."""
+    async def _asked(self, question: _Question[A]) -> A:
+        """The answer by as many requests as it takes. Raises ScorerFailed."""
         started = time.monotonic()
         last = "none was made"
         try:
@@ -162,9 +176,8 @@ class Scorer:
                     try:
                         async with self._slots:
                             await self._paced(started + self.config.deadline_s)
-                            answer = await self._post(body)
-                        score = score_of(self.config, answer)
-                        return replace(score, retries=retries, seconds=time.monotonic() - started)
+                            answer = await self._post(question)
+                        return replace(question.read(answer), retries=retries, seconds=time.monotonic() - started)
                     except _TryAgain as error:
                         last = str(error)
                         if retries == self.config.retries:
@@ -198,7 +211,7 @@ class Scorer:
             if per_minute is not None:
                 self._next_at = time.monotonic() + 60 / per_minute
 
-    async def _post(self, body: bytes) -> bytes:
+    async def _post(self, question: _Question[Any]) -> bytes:
         """The body of a good answer. Raises _TryAgain or ScorerFailed."""
         if self._session is None:
             headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -209,12 +222,12 @@ class Scorer:
         timeout = aiohttp.ClientTimeout(total=self.config.timeout_s)
         url = address_of(self.config)
         try:
-            async with self._session.post(url, data=body, timeout=timeout, allow_redirects=False) as response:
+            async with self._session.post(url, data=question.body, timeout=timeout, allow_redirects=False) as response:
                 answer = bytearray()
                 async for chunk in response.content.iter_any():
                     answer += chunk
-                    if len(answer) > ANSWER_BYTES:
-                        raise ScorerFailed(f"an answer of more than {ANSWER_BYTES} bytes")
+                    if len(answer) > question.room:
+                        raise ScorerFailed(f"an answer of more than {question.room} bytes")
         except TimeoutError as error:
             raise _TryAgain(f"no answer within {self.config.timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:

@@ -87,10 +87,11 @@ class ScoredDriver(EpisodeDriver):
         """`clients`: those of other sources, whose bounds and cache are a node's; new ones are added."""
         self.step_s = rules.limits.step_s
         known = {} if clients is None else clients
-        for name, scorer in config.scorers.items():
+        judging = {name: scorer for name, scorer in config.scorers.items() if scorer.kind != "teacher"}
+        for name, scorer in judging.items():
             known[name] = known.get(name) or Scorer(name, scorer)
-        self._scorers = {name: known[name] for name in config.scorers}
-        longest = max(scorer.deadline_s for scorer in config.scorers.values())
+        self._scorers = {name: known[name] for name in judging}
+        longest = max(scorer.deadline_s for scorer in judging.values())
         limits = replace(rules.limits, step_s=self.step_s + longest + 1.0)
         super().__init__(sampler, renderer, backend, replace(rules, limits=limits))
         self._prompt = registry.played(config.tasks)[1]["prompt"]
@@ -104,7 +105,7 @@ class ScoredDriver(EpisodeDriver):
 
     @property
     def paused(self) -> str:
-        return next((scorer.paused for scorer in self._scorers.values() if scorer.paused), "")
+        return next((scorer.paused for scorer in self._scorers.values() if scorer.paused), super().paused)
 
     async def begin(self, problem: dict[str, Any], seed: int, group_seed: int, progress: Progress) -> Episode:
         environment = _Scored(self.backend.environment(problem, seed, group_seed), problem, self)

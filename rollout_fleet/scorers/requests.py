@@ -28,14 +28,20 @@ class ScorerFailed(EpisodeFailed):
         super().__init__(message, StopReason.SCORER_ERROR)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a scorer's answer says, and what it took to get it."""
+
+    retries: int = 0
+    seconds: float = 0.0  # from the question to the answer, with all waits
+
+
 @dataclass(frozen=True)
-class Score:
-    """A scorer's answer."""
+class Score(Answer):
+    """A judge's or a reward model's answer."""
 
     value: float
     said: str  # the beginning of the model's name by its server, and of what it answered
-    retries: int = 0
-    seconds: float = 0.0  # from the question to the score, with all waits
 
 
 class _Message(msgspec.Struct):
@@ -69,7 +75,9 @@ def text_of_prompt(prompt: Chat) -> str:
 def address_of(scorer: ScorerConfig) -> str:
     """Where its requests go; vLLM's /classify is beside /v1."""
     base = scorer.url.rstrip("/")
-    return f"{base.removesuffix('/v1')}/classify" if scorer.kind == "classification" else f"{base}/chat/completions"
+    if scorer.kind == "classification":
+        return f"{base.removesuffix('/v1')}/classify"
+    return f"{base}/completions" if scorer.kind == "teacher" else f"{base}/chat/completions"
 
 
 def body_of(scorer: ScorerConfig, row: Mapping[str, Any], *, prompt: str, completion: str, other: str = "") -> bytes:
