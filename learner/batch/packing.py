@@ -36,6 +36,7 @@ class Document:
     serial: int = -1  # its task's
     sample: int = -1  # its index in the task's group
     routed_experts: np.ndarray | None = None  # [L, MoE layers, experts per token] int16, -1 where unknown
+    path: int = 0  # 0: the sample's own, n: its n-th branch
 
     @property
     def origin(self) -> tuple[int, int]:
