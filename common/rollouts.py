@@ -34,8 +34,8 @@ class VersionRun(msgspec.Struct, frozen=True, gc=False):
     version: int
 
 
-class Sample(msgspec.Struct, frozen=True, gc=False):
-    """One episode, token by token."""
+class Path(msgspec.Struct, frozen=True, gc=False):
+    """One conversation of an episode, token by token."""
 
     tokens: Array  # [T] int32, prompt, sampled tokens and environment text in the order that the model saw
     loss_mask: Array  # [T] uint8, 1 where the policy sampled the token, 0 for prompt and environment text
@@ -43,6 +43,34 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     # loss_mask is 0
     behavior_logprobs: Array
     version_runs: list[VersionRun]  # meaningful where loss_mask is 1
+
+    def token_versions(self) -> np.ndarray:
+        """[T] int64 policy version of every token; tokens before the first run get that run's version."""
+        out = np.zeros(len(self.tokens.data) // 4, dtype=np.int64)
+        for i, run in enumerate(self.version_runs):
+            out[(0 if i == 0 else run.start) :] = run.version
+        return out
+
+    @property
+    def sampled(self) -> int:
+        """Tokens with loss_mask 1."""
+        return int((self.loss_mask.numpy() > 0).sum())
+
+
+class Branch(Path, frozen=True, gc=False):
+    """A further path of an agent's turns. Tokens that an earlier path counts have loss_mask 0 here."""
+
+    turn_spans: list[tuple[int, int]] = []  # this and the next fields: as in Sample
+    routed_experts: Array | None = None
+    name: str = ""
+    teacher_logprobs: Array | None = None
+    teacher_top_ids: Array | None = None
+    teacher_top_logprobs: Array | None = None
+
+
+class Sample(Path, frozen=True, gc=False):
+    """One episode, or of an agent's episode the longest of its conversations; the others are `branches`."""
+
     reward: float  # sum of the turn rewards
     # stop | length | turn_limit | environment_done, or of a failed sample environment_error | environment_timeout |
     # environment_flood | environment_killed | scorer_error | timeout | cancelled
@@ -64,13 +92,18 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     teacher_top_ids: Array | None = None
     teacher_top_logprobs: Array | None = None
     teacher_s: Seconds = 0.0  # from the question to the teacher to its answer, with all waits
+    branches: list[Branch] = []  # they share the sample's reward and advantage
+    name: str = ""  # the sub-agent's that had this conversation; '' for the agent itself
 
-    def token_versions(self) -> np.ndarray:
-        """[T] int64 policy version of every token; tokens before the first run get that run's version."""
-        out = np.zeros(len(self.tokens.data) // 4, dtype=np.int64)
-        for i, run in enumerate(self.version_runs):
-            out[(0 if i == 0 else run.start) :] = run.version
-        return out
+    @property
+    def paths(self) -> "list[Sample | Branch]":
+        """The sample's own path and its branches; every sampled token has loss_mask 1 in at most one of them."""
+        return [self, *self.branches]
+
+    @property
+    def sampled_all(self) -> int:
+        """Tokens with loss_mask 1 over all paths."""
+        return sum(path.sampled for path in self.paths)
 
 
 class Group(msgspec.Struct, frozen=True, gc=False):
@@ -103,13 +136,15 @@ def decode_group(data: bytes | memoryview) -> Group:
     if group.schema_version != SCHEMA_VERSION:
         raise ValueError(f"group schema {group.schema_version}, this learner reads {SCHEMA_VERSION}")
     for i, sample in enumerate(group.samples):
-        if wrong := _wrong(sample):
-            raise ValueError(f"group {group.serial} sample {i}: {wrong}")
+        for number, path in enumerate(sample.paths):
+            if wrong := _wrong(path):
+                where = f"branch {number}: " if number else ""
+                raise ValueError(f"group {group.serial} sample {i}: {where}{wrong}")
     return group
 
 
-def _wrong(sample: Sample) -> str:
-    """The mismatch in a sample, '' when there is none; looks at sizes and makes no arrays, for speed."""
+def _wrong(sample: Sample | Branch) -> str:
+    """The mismatch in a path, '' when there is none; looks at sizes and makes no arrays, for speed."""
     n = sample.tokens.entries()
     mask, logprobs = sample.loss_mask, sample.behavior_logprobs
     if mask.entries() != n:
@@ -132,7 +167,7 @@ def _wrong(sample: Sample) -> str:
     return "sampled tokens without a policy version" if sampled else ""
 
 
-def _wrong_teacher(sample: Sample, n: int) -> str:
+def _wrong_teacher(sample: Sample | Branch, n: int) -> str:
     """The mismatch in the teacher's columns of a sample of `n` tokens, '' when there is none."""
     assert sample.teacher_logprobs is not None
     if (found := sample.teacher_logprobs.entries()) != n:

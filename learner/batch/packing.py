@@ -40,6 +40,7 @@ class Document:
     teacher_logprobs: np.ndarray | None = None  # [L] float32
     teacher_top_ids: np.ndarray | None = None  # [L, k] int32
     teacher_top_logprobs: np.ndarray | None = None  # [L, k] float32
+    path: int = 0  # 0: the sample's own, n: its n-th branch
 
     @property
     def origin(self) -> tuple[int, int]:

@@ -31,6 +31,7 @@ class Turn:
     length: int  # this and the next two: the record's counts when this turn was its last
     turns: int
     sampled: int
+    before: "Turn | None"  # the turn that this one continues
 
     def path(self) -> TokenRecord:
         """The record up to and with this turn; a copy only when another turn has continued it."""
@@ -68,9 +69,10 @@ class Conversation:
                 raise self._refused(StopReason.TURN_LIMIT, used_up)
             try:
                 chat = isinstance(request, api.ChatRequest)
-                record, new, words = self._chat(request) if chat else self._completion(request.prompt)
+                before, new, words = self._chat(request) if chat else self._completion(request.prompt)
             except Exception as error:  # jinja has errors of its own
                 raise api.BadRequest(f"the chat template fails: {type(error).__name__}: {error}") from error
+            record = TokenRecord() if before is None else before.path()
             prompt = record.tokens + new
             room = min(budget.max_tokens - self.sampled, budget.max_context - len(prompt))
             if room <= 0:
@@ -80,7 +82,7 @@ class Conversation:
                 raise self._refused(StopReason.LENGTH, bound if sampled_all else full)
             room = min(room, request.max_tokens or room)
             generation = await self._sample(record, new, room)
-            return self._kept(request, record, words, prompt, generation)
+            return self._kept(request, record, words, prompt=prompt, generation=generation, before=before)
 
     async def _sample(self, record: TokenRecord, new: list[int], room: int) -> Generation:
         """Continue `record` by `new` and the policy's answer; a failure leaves the record unchanged."""
@@ -101,12 +103,35 @@ class Conversation:
         """The path with the most sampled tokens, of several the one that came last; None before the first turn."""
         return max(reversed(self.turns), key=lambda turn: turn.sampled, default=None)
 
+    def whole(self) -> TokenRecord:
+        """The longest path, with all others as its branches; each sampled token is in the loss of one of them."""
+        main = self.longest()
+        continued = {turn.before for turn in self.turns}
+        ends = [turn for turn in self.turns if turn not in continued and turn is not main]
+        counted = set[Turn]()
+        found: list[TokenRecord] = []
+        for end in [main, *ends] if main is not None else []:
+            record = end.record.prefix(end.length, end.turns, end.sampled)
+            chain: Turn | None = end
+            for start, stop in reversed(record.spans):
+                assert chain is not None
+                if chain in counted:
+                    record.untrain(start, stop)
+                    record.sampled -= stop - start
+                counted.add(chain)
+                chain = chain.before
+            found.append(record)
+        if not found:
+            return TokenRecord()
+        found[0].branches = found[1:]
+        return found[0]
+
     def _refused(self, reason: StopReason, message: str) -> api.BadRequest:
         self.exhausted = reason
         return api.BadRequest(f"the episode is over: {message}", code="context_length_exceeded")
 
-    def _chat(self, request: api.ChatRequest) -> tuple[TokenRecord, list[int], Words]:
-        """The record to continue, the tokens of the new text, and the identities of the request's messages."""
+    def _chat(self, request: api.ChatRequest) -> tuple[Turn | None, list[int], Words]:
+        """The turn to continue, the tokens of the new text, and the identities of the request's messages."""
         messages = request.messages
         words = tuple(map(api.identity, messages))
         fits = [  # turns whose messages the request repeats, and which only others have answered since
@@ -120,24 +145,29 @@ class Conversation:
         ]
         before = max(fits, key=lambda turn: len(turn.words), default=None)
         if before is None:
-            return TokenRecord(), self._renderer.encode(self._renderer.conversation(messages, request.tools)), words
+            return None, self._renderer.encode(self._renderer.conversation(messages, request.tools)), words
         new = messages[len(before.words) :]
         end = before.record.tokens[before.length - 1] if before.ended else None
-        return before.path(), self._renderer.encode(self._renderer.continuation(new, end, request.tools)), words
+        return before, self._renderer.encode(self._renderer.continuation(new, end, request.tools)), words
 
-    def _completion(self, prompt: str | list[int]) -> tuple[TokenRecord, list[int], Words]:
+    def _completion(self, prompt: str | list[int]) -> tuple[Turn | None, list[int], Words]:
         def known(turn: Turn) -> str | list[int]:
             return turn.text or "" if isinstance(prompt, str) else turn.record.tokens[: turn.length]
 
         fits = [turn for turn in self.turns if turn.text is not None and prompt[: len(known(turn))] == known(turn)]
         found = max(fits, key=lambda turn: turn.sampled, default=None)
-        record = found.path() if found is not None else TokenRecord()
-        if isinstance(prompt, str):
-            return record, self._renderer.encode(prompt[len(found.text or "") if found is not None else 0 :]), ()
-        return record, list(prompt[len(record.tokens) :]), ()
+        start = 0 if found is None else len(known(found))
+        return found, self._renderer.encode(prompt[start:]) if isinstance(prompt, str) else list(prompt[start:]), ()
 
     def _kept(
-        self, request: api.AnyRequest, record: TokenRecord, words: Words, prompt: list[int], generation: Generation
+        self,
+        request: api.AnyRequest,
+        record: TokenRecord,
+        words: Words,
+        *,
+        prompt: list[int],
+        generation: Generation,
+        before: Turn | None,
     ) -> api.Answer:
         ended = generation.finish_reason == "stop"
         text = self._renderer.text(generation.tokens[:-1] if ended else generation.tokens)
@@ -168,6 +198,7 @@ class Conversation:
             length=len(record.tokens),
             turns=record.turns,
             sampled=record.sampled,
+            before=before,
         )
         self.turns.append(turn)
         return answer

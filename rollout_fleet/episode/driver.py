@@ -182,7 +182,8 @@ class EpisodeDriver:
                     check_penalty(record.metrics)
                     most = self.rules.budget.max_tokens
                     cut = reason is StopReason.LENGTH  # perhaps by the context, long before the limit
-                    record.penalize(soft_overlong(most if cut else record.sampled, most, buffer))
+                    sampled = record.sampled + sum(branch.sampled for branch in record.branches)
+                    record.penalize(soft_overlong(most if cut else sampled, most, buffer))
                 return record.sample(reason)
             except TimeoutError:
                 late = f"the episode was not done within {self.rules.timeout_s:g} s (turn {episode.record.turns})"
@@ -237,7 +238,7 @@ class _EnvironmentEpisode:
             ended = generation.finish_reason == "stop"
             result = await self._step(self._action(generation, ended, kind))
             if not result.trained:
-                record.untrain(len(generation.tokens))
+                record.untrain(*record.spans[-1])
             if not ended:
                 return StopReason.LENGTH
             if result.done:

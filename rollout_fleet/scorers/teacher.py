@@ -49,19 +49,33 @@ class Teacher:
 
     async def teach(self, sample: Sample) -> Sample:
         """The sample with the teacher's columns, or failed with the reason why it has none."""
-        sampled = sample.loss_mask.numpy() > 0
-        if sample.error is not None or not sampled.any():
+        if sample.error is not None:
             return sample
+        columns: list[dict[str, Array | None]] = []
+        said = ""
+        seconds = 0.0
         try:
-            found = await self.ask(sample.tokens.numpy().tolist())
+            for path in sample.paths:
+                columns.append({})
+                if path.sampled:
+                    found = await self.ask(path.tokens.numpy().tolist())
+                    columns[-1] = self._columns(path.loss_mask.numpy() > 0, found)
+                    said = said or found.said
+                    seconds += found.seconds
         except ScorerFailed as failed:
             logger.warning("%s: %s", failed.reason.value, failed)
             return msgspec.structs.replace(sample, stop_reason=failed.reason.value, error=str(failed))
-        return msgspec.structs.replace(
-            sample,
-            teacher_logprobs=Array.of(np.where(sampled, found.logprobs, 0), "float32"),
-            teacher_top_ids=Array.of(found.top_ids[sampled].ravel(), "int32") if self._top_k else None,
-            teacher_top_logprobs=Array.of(found.top_logprobs[sampled].ravel(), "float32") if self._top_k else None,
-            teacher_s=found.seconds,
-            notes=sample.notes | checked_notes({self._name: found.said}),
-        )
+        replace = msgspec.structs.replace
+        branches = [replace(b, **own) for b, own in zip(sample.branches, columns[1:], strict=True)]
+        notes = sample.notes | (checked_notes({self._name: said}) if said else {})
+        return replace(sample, branches=branches, teacher_s=seconds, notes=notes, **columns[0])
+
+    def _columns(self, sampled: np.ndarray, found: Taught) -> dict[str, Array | None]:
+        """What a path of T tokens gets; `sampled`: [T] bool."""
+        columns: dict[str, Array | None] = {
+            "teacher_logprobs": Array.of(np.where(sampled, found.logprobs, 0), "float32")
+        }
+        if self._top_k:
+            columns["teacher_top_ids"] = Array.of(found.top_ids[sampled].ravel(), "int32")
+            columns["teacher_top_logprobs"] = Array.of(found.top_logprobs[sampled].ravel(), "float32")
+        return columns

@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai.resources.chat.completions import Completions as Chats
 from openai.resources.completions import Completions
 
@@ -89,6 +91,41 @@ def test_a_continued_conversation_is_kept_once_and_a_branch_shares_its_root_and_
     assert [prompt[: len(root)] for prompt in talk.prompts()[1:]] == [root, root]
     assert [turn.turns for turn in talk.talk.turns] == [1, 2, 2] and talk.talk.sampled == 4 + 4 + 6
     assert [run.version for run in branch.path().runs] == [0, 2]
+
+
+@settings(deadline=None, max_examples=60)
+@given(choices=st.lists(st.integers(0, 9), min_size=1, max_size=8))
+def test_in_a_random_tree_every_sampled_token_trains_once_and_every_path_is_what_the_engine_saw(
+    choices: list[int],
+) -> None:
+    """Each choice continues an earlier turn, or begins a conversation; answers are unlike each other."""
+    talk = Talk(*(f"answer {n} " + "x" * (n % 4) for n in range(len(choices))))
+    known: list[list[dict[str, Any]]] = [[]]
+    answers: list[api.Answer] = []
+    for number, choice in enumerate(choices):
+        asked = [*known[choice % len(known)], user(f"question {number}")]
+        answers.append(talk.say(asked))
+        known.append([*asked, assistant(answers[-1].text)])
+    whole = talk.talk.whole()
+    records = [whole, *whole.branches]
+    seen = [call.prompt + answer.tokens for call, answer in zip(talk.sampler.calls, answers, strict=True)]
+    ends = [tokens for tokens in seen if not any(other[: len(tokens)] == tokens for other in seen if other != tokens)]
+    assert sorted(record.tokens for record in records) == sorted(ends), "all leaves, each token as the engine saw it"
+    trained: dict[tuple[int, ...], int] = {}
+    for record in records:
+        assert all(record.mask[i] == 0 for i in range(len(record.tokens)) if not _within(record.spans, i))
+        for start, end in record.spans:
+            assert len(set(record.mask[start:end])) == 1
+            key = tuple(record.tokens[:end])
+            trained[key] = trained.get(key, 0) + record.mask[start]
+        kept = [value for value, mask in zip(record.logprobs, record.mask, strict=True) if mask]
+        assert 0.0 not in kept and len(kept) == record.sampled
+    assert trained == {tuple(tokens): 1 for tokens in seen}
+    assert sum(record.sampled for record in records) == sum(len(answer.tokens) for answer in answers)
+
+
+def _within(spans: list[tuple[int, int]], index: int) -> bool:
+    return any(start <= index < end for start, end in spans)
 
 
 def test_a_request_that_the_engine_refuses_leaves_the_conversation_as_it_was() -> None:
