@@ -21,7 +21,6 @@ from rollout_fleet.environments.builtin.reward_function import RewardFunction
 from rollout_fleet.environments.protocol import Action, Chat, Limits
 from rollout_fleet.environments.tools import Tool, ToolEnvironment, ToolServerFailed
 
-CONNECTION_CODES = (-32000, -32001)  # of the client itself: connection closed, request timed out
 CLOSE_S = 8.0
 
 
@@ -111,17 +110,18 @@ class McpTools(ToolEnvironment):
 
     async def _call(self, tool: str, /, **arguments: Any) -> str:
         from mcp import MCPError  # pyright: ignore[reportMissingImports]
+        from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT  # pyright: ignore[reportMissingImports]
 
         with _blamed(self._command[0]):
             async with asyncio.timeout(self._call_s):
                 try:
                     result = await self._client.call_tool(tool, arguments)
                 except MCPError as error:
-                    if error.error.code in CONNECTION_CODES:
+                    if error.code in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
                         raise
                     result = error
         if isinstance(result, MCPError):
-            raise ToolFailed(str(result))
+            raise ToolFailed(result.message)
         blocks = [getattr(block, "text", f"({block.type})") for block in result.content]
         if result.is_error:
             raise ToolFailed("\n".join(blocks))

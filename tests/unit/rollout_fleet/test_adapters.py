@@ -68,9 +68,9 @@ def openenv() -> Iterator[str]:
         yield url
 
 
-def play(url: str, said: list[str], **options: str) -> tuple[Sample, list[str]]:
+def play(url: str, said: list[str], turns: int = 8, **options: str) -> tuple[Sample, list[str]]:
     sampler = ScriptedSampler(in_turn(*map(say, said)))
-    driver = make_driver(sampler, OpenEnv, {"url": url, "action": "guess", "observation": "hint", **options})
+    driver = make_driver(sampler, OpenEnv, {"url": url, "action": "guess", "observation": "hint", **options}, Budget(turns, 100, 1000))
     return episode(driver, {}, 12, 7), prompts_of(sampler)
 
 
@@ -106,7 +106,7 @@ def test_the_environment_that_the_package_itself_makes_is_played(tmp_path: Path)
     port = free_port()
     command = [python, "-m", "echo_env.server.app", "--host", "127.0.0.1", "--port", str(port)]
     with served(command, port, tmp_path) as url:
-        sample, prompts = play(url, ["hello", "you"], action="message", observation="echoed_message")
+        sample, prompts = play(url, ["hello", "you"], 2, action="message", observation="echoed_message")
     assert "ready" in prompts[0]
     assert prompts[1].endswith("\n\nhello\n\n")
     assert (sample.error, sample.turns, sample.turn_rewards) == (None, 2, [pytest.approx(0.5), pytest.approx(0.3)])
