@@ -4,12 +4,13 @@
 #   learner  Megatron with Transformer Engine for CUDA machines; .venv-learner. With --cpu the same versions, but torch's CPU
 #            build and nothing that needs CUDA, so that tests can run them; .venv-learner-cpu
 #   rollout  vLLM for CUDA machines; .venv-rollout
-#   adapters verifiers, OpenEnv and the trackers of `slipstream sinks`; .venv-adapters, named by tasks.limits.python
+#   adapters verifiers, reasoning-gym, OpenEnv, clients of agents and the trackers of `slipstream sinks`; .venv-adapters,
+#            named by tasks.limits.python
 # Running it again is free: it does nothing while requirements and sources of the package list are unchanged.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-usage() { sed -n '2,8s/^# \{0,1\}//p' launch/setup.sh; }
+usage() { sed -n '2,9s/^# \{0,1\}//p' launch/setup.sh; }
 fail() { echo "setup: $*" >&2; exit 1; }
 say() { printf 'setup: [%3ds] %s\n' "$SECONDS" "$*"; }
 
@@ -34,7 +35,8 @@ case "$kind" in
   rollout) need_gib=25; modules="torch vllm transformers zmq msgspec" ;;
   adapters)
     need_gib=2
-    modules="verifiers verifiers.clients.openai_chat_completions_client openenv.core.env_server.http_server uvicorn"
+    modules="verifiers.v1 reasoning_gym openenv.core.env_server.http_server uvicorn mcp"
+    modules="$modules agents pydantic_ai.models.openai smolagents langgraph.prebuilt langchain_openai anthropic"
     modules="$modules tensorboard.summary.writer.event_file_writer wandb mlflow sqlalchemy trackio prometheus_client msgspec" ;;
 esac
 [ -n "$venv" ] || { [ "$kind" = cpu ] && venv=.venv || venv=".venv-$kind"; }

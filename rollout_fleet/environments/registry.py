@@ -22,9 +22,11 @@ BUILT_IN = {
     "gsm8k": "rollout_fleet.environments.builtin.math_problems:Gsm8k",
     "gymnasium": "rollout_fleet.environments.builtin.gymnasium_text:GymnasiumText",
     "math": "rollout_fleet.environments.builtin.math_problems:MathProblem",
+    "mcp": "rollout_fleet.environments.builtin.mcp_tools:McpTools",
     "number_guessing": "rollout_fleet.environments.builtin.number_guessing:NumberGuessing",
     "openenv": "rollout_fleet.environments.builtin.openenv:OpenEnv",
     "python_tool": "rollout_fleet.environments.builtin.python_tool:PythonTool",
+    "reasoning_gym": "rollout_fleet.environments.builtin.reasoning_gym:ReasoningGym",
     "verifiers": "rollout_fleet.agents.verifiers_agent:agent",
 }
 REWARD_FUNCTION = "rollout_fleet.environments.builtin.reward_function:RewardFunction"

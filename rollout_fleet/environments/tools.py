@@ -11,11 +11,16 @@ from rollout_fleet.environments.protocol import Action, Chat, StepResult, ToolCa
 OUTPUT_CHARS = 8000  # a longer answer of a call is cut
 
 
+class ToolServerFailed(Exception):
+    """The place where tools run is broken, which the policy cannot mend: raised by a tool, it fails the sample."""
+
+
 @dataclass(frozen=True)
 class Tool:
     """Something that the policy can call.
 
-    `run` gets the arguments as keywords; what it returns is shown as text, what it raises as an error.
+    `run` gets the arguments as keywords; what it returns is shown as text, what it raises as an error (but
+    ToolServerFailed).
     """
 
     name: str
@@ -63,6 +68,8 @@ class ToolEnvironment:
             arguments = json.loads(call.arguments)
             inspect.signature(tool.run).bind(**arguments)
             text = str(await tool.run(**arguments))
+        except ToolServerFailed:
+            raise
         except Exception as error:
             self._errors += 1
             text = f"error: {type(error).__name__}: {error}"

@@ -3,17 +3,15 @@
 Both libraries need packages that do not fit vLLM's; launch/test.sh builds an interpreter with both (setup.sh adapters).
 """
 
-import asyncio
 import contextlib
 import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -28,7 +26,6 @@ from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.episode.driver import EpisodeRules
 from rollout_fleet.episode.rendering import Renderer
 from tests.rigs.redis_servers import free_port
-from tests.rigs.refusals import refused
 from tests.rigs.waiting import LIMIT_S, until
 from tests.unit.rollout_fleet.chat_tokenizers import qwen, speaker
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, prompts_of, say
@@ -44,12 +41,10 @@ def interpreter(variable: str, library: str) -> str:
     return found
 
 
-@pytest.fixture(scope="module")
-def openenv() -> Iterator[str]:
-    """The address of a real OpenEnv server with the game of openenv_game.py."""
-    python = interpreter("SLIPSTREAM_OPENENV_PYTHON", "openenv-core")
-    port = free_port()
-    server = subprocess.Popen([python, str(HERE / "openenv_game.py"), str(port)])
+@contextlib.contextmanager
+def served(command: list[str], port: int, folder: Path = HERE) -> Iterator[str]:
+    """The address of an OpenEnv server while it runs."""
+    server = subprocess.Popen(command, cwd=folder)
 
     def listens() -> bool:
         assert server.poll() is None, "the OpenEnv server ended"
@@ -64,9 +59,18 @@ def openenv() -> Iterator[str]:
         server.wait()
 
 
-def play(url: str, said: list[str], **options: str) -> tuple[Sample, list[str]]:
+@pytest.fixture(scope="module")
+def openenv() -> Iterator[str]:
+    """The address of a real OpenEnv server with the game of openenv_game.py."""
+    python = interpreter("SLIPSTREAM_OPENENV_PYTHON", "openenv")
+    port = free_port()
+    with served([python, str(HERE / "openenv_game.py"), str(port)], port) as url:
+        yield url
+
+
+def play(url: str, said: list[str], turns: int = 8, **options: str) -> tuple[Sample, list[str]]:
     sampler = ScriptedSampler(in_turn(*map(say, said)))
-    driver = make_driver(sampler, OpenEnv, {"url": url, "action": "guess", "observation": "hint", **options})
+    driver = make_driver(sampler, OpenEnv, {"url": url, "action": "guess", "observation": "hint", **options}, Budget(turns, 100, 1000))
     return episode(driver, {}, 12, 7), prompts_of(sampler)
 
 
@@ -95,47 +99,67 @@ def test_a_server_that_is_not_there_fails_the_sample() -> None:
     assert sample.stop_reason == "environment_error" and "127.0.0.1" in str(sample.error)
 
 
+def test_the_environment_that_the_package_itself_makes_is_played(tmp_path: Path) -> None:
+    python = interpreter("SLIPSTREAM_OPENENV_PYTHON", "openenv")
+    made = [python, "-m", "openenv.cli", "init", "echo_env", "--output-dir", str(tmp_path)]
+    subprocess.run(made, check=True, stdout=subprocess.DEVNULL)
+    port = free_port()
+    command = [python, "-m", "echo_env.server.app", "--host", "127.0.0.1", "--port", str(port)]
+    with served(command, port, tmp_path) as url:
+        sample, prompts = play(url, ["hello", "you"], 2, action="message", observation="echoed_message")
+    assert "ready" in prompts[0]
+    assert prompts[1].endswith("\n\nhello\n\n")
+    assert (sample.error, sample.turns, sample.turn_rewards) == (None, 2, [pytest.approx(0.5), pytest.approx(0.3)])
+
+
 # ---------------------------------------------------------------- verifiers
 
 
 def test_verifiers_is_named_like_an_environment_and_brings_its_own_limits() -> None:
     found = check_environment(TasksConfig(environment="verifiers", dataset="-", options={"env_id": "verifiers-game"}))
     assert found.agent and found.limits.process
-    assert found.modules == ("rollout_fleet.agents.verifiers_agent", "verifiers")
+    assert found.modules == ("rollout_fleet.agents.verifiers_agent", "verifiers.v1")
 
 
-def test_an_environment_of_verifiers_is_played_through_the_endpoint_and_judged_by_its_rubric(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def played(tmp_path: Path, env_id: str, said: list[str], **options: str) -> tuple[Sample, list[list[int]], Any]:
+    """(sample, prompts, tokenizer) of the first row that `env_id` exports, played under the adapters' interpreter."""
     python = interpreter("SLIPSTREAM_VERIFIERS_PYTHON", "verifiers")
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
     rows = tmp_path / "rows.jsonl"
     imports = "from pathlib import Path; from rollout_fleet.agents.verifiers_agent import export_rows"
-    export = f"{imports}; export_rows('verifiers-game', Path({str(rows)!r}))"
+    export = f"{imports}; export_rows({env_id!r}, Path({str(rows)!r}))"
     root = HERE.parents[2]
     subprocess.run([python, "-c", export], check=True, env={**os.environ, "PYTHONPATH": f"{root}:{HERE}"})
-    problem = json.loads(rows.read_text().splitlines()[0])
     tokenizer = qwen()
-    sampler, path = speaker(tokenizer, "3", "7"), "rollout_fleet.agents.verifiers_agent"
+    sampler = speaker(tokenizer, *said)
+    path = "rollout_fleet.agents.verifiers_agent"
     limits = replace(agent.LIMITS, reset_s=LIMIT_S, step_s=LIMIT_S)  # type: ignore[attr-defined]
-    options = {"env_id": "verifiers-game", "arguments": '{"bonus": 0.5}'}
-    with contextlib.closing(ProcessHost((path, "verifiers"), python)) as processes:
-        backend = ProcessBackend(f"{path}:agent", options, limits, LIMIT_S, processes, False)
-        rules = EpisodeRules(Budget(4, 200, 2000), timeout_s=LIMIT_S, limits=limits)
+    with contextlib.closing(ProcessHost((path, "verifiers.v1"), python)) as processes:
+        backend = ProcessBackend(f"{path}:agent", {"env_id": env_id, **options}, limits, LIMIT_S, processes, False)
+        rules = EpisodeRules(Budget(4, 400, 8000), timeout_s=LIMIT_S, limits=limits)
+        problem = json.loads(rows.read_text().splitlines()[0])
         sample = episode(AgentDriver(sampler, Renderer(tokenizer), backend, rules), problem)
+    return sample, [call.prompt for call in sampler.calls], tokenizer
+
+
+def test_an_environment_of_verifiers_with_several_turns_is_played_through_the_endpoint_and_judged_by_its_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    arguments = '{"taskset": {"bonus": 0.5}}'
+    sample, (first, second), tokenizer = played(tmp_path, "verifiers-game", ["3", "7"], arguments=arguments)
     assert (sample.error, sample.reward, sample.turns) == (None, 1.5, 2)
-    assert sample.metrics["right"] == 1.5
-    first, second = (call.prompt for call in sampler.calls)
+    assert (sample.metrics["right"], sample.metrics["bonus"]) == (1.0, 0.5)
     assert second[: len(first) + 2] == [*first, *tokenizer.encode("3"), tokenizer.eos_token_id]
     assert "wrong, again" in tokenizer.decode(second)
 
 
-def test_a_verifiers_without_load_environment_is_refused_with_the_versions_that_have_it(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_taskset_of_verifiers_with_a_tool_server_answers_the_policy_s_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    newer = ModuleType("verifiers")  # the root of 0.4.0 has nothing but its version
-    newer.__version__ = "0.4.0"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "verifiers", newer)
-    played = agent({}, base_url="", api_key="", model="policy", seed=0, env_id="my-env")
-    with refused(RuntimeError, "verifiers 0.4.0", "load_environment", "0.1 to 0.3"):
-        asyncio.run(played)
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    call = '<tool_call>{"name": "adder_add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    sample, (first, second), tokenizer = played(tmp_path, "verifiers-tools", [call, "1003"])
+    assert (sample.error, sample.reward, sample.turns) == (None, 1.0, 2)
+    assert sample.metrics["called"] == 1.0
+    assert second[: len(first)] == first and "1003" in tokenizer.decode(second[len(first) :])
+    assert "adder_add" in tokenizer.decode(first)

@@ -1,23 +1,39 @@
-"""An environment of the verifiers library, as people write them; runs under an interpreter that has it."""
+"""A taskset of the verifiers library with an environment of several turns; runs under an interpreter that has it."""
 
-from typing import Any
+import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
+
+__all__ = ["GuessEnv", "GuessTaskset"]
 
 
-def load_environment(bonus: float = 0.0) -> Any:
-    import verifiers as vf
-    from datasets import Dataset
+class Row(vf.TaskData):
+    answer: str = ""
 
-    def right(completion: Any, answer: str) -> float:
-        return float(completion[-1]["content"].strip() == answer) + bonus
 
-    class Guess(vf.MultiTurnEnv):
-        @vf.stop
-        async def found(self, state: Any) -> bool:
-            said = [m for m in state["trajectory"][-1]["completion"]] if state["trajectory"] else []
-            return bool(said) and said[-1]["content"].strip() == state["answer"]
+class Guess(vf.Task[Row]):
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply.strip() == self.data.answer)
 
-        async def env_response(self, messages: Any, state: Any, **_: Any) -> Any:
-            return [{"role": "user", "content": "wrong, again"}]
 
-    rows = [{"question": "a number?", "answer": "7"}]
-    return Guess(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]), max_turns=3)
+class GuessConfig(vf.TasksetConfig):
+    bonus: float = 0.0
+
+
+class GuessTaskset(vf.Taskset[Guess, GuessConfig]):
+    def load(self):  # type: ignore[no-untyped-def]
+        yield Guess(Row(prompt=None, answer="7"), self.config.task)
+
+
+class GuessEnvConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+
+class GuessEnv(vf.Env[GuessEnvConfig]):
+    """Asks until the number is right."""
+
+    async def run(self, task: Guess, agents: vf.Agents) -> None:
+        async with agents.player.interaction(task) as talk:
+            said = await talk.turn("a number?")
+            while not said.terminated and said.last_reply.strip() != task.data.answer:
+                said = await talk.turn("wrong, again")
+        talk.trace.record_reward("bonus", self.config.taskset.bonus)
