@@ -114,8 +114,9 @@ def transcript_line(
 ) -> bytes:
     """The JSON line of a sample's transcript, cut in its middle to at most `limit_bytes`.
 
-    `training`: by path, of those that trained. `facts`: serial, sample, node_id, why, step and source of the Transcript.
-    Raises ValueError for a sample that contradicts itself or does not fit, and whatever the tokenizer raises.
+    `training`: by path, of those that trained. `facts`: serial, sample, node_id, why, step and source of the
+    Transcript. Raises ValueError for a sample that contradicts itself or does not fit, and whatever the tokenizer
+    raises.
     """
     training = training or {}
     parts = list(_stretches(sample))
