@@ -4,7 +4,6 @@ import http.client
 import json
 import os
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,10 +17,8 @@ from common.json_lines import first_row
 from rollout_fleet.environments.builtin.reward_function import messages_of
 from rollout_fleet.environments.protocol import Chat
 from rollout_fleet.environments.registry import played
-from rollout_fleet.scorers.requests import ScorerFailed, address_of, body_of, score_of, text_of_prompt
+from rollout_fleet.scorers.requests import ScorerFailed, address_of, asked, body_of, score_of, text_of_prompt
 
-LOOK_S = 5.0
-MOST_BYTES = 1 << 20
 MADE_UP = "The answer is 42."
 
 
@@ -49,8 +46,9 @@ def check_scorers(config: Config, file: str) -> Iterator[str]:
 
 def _look(name: str, scorer: ScorerConfig, *, body: bytes, file: str) -> str:
     """Why it does not answer; '' when all is well, or when it does not list its models."""
+    key = os.environ.get(scorer.api_key_env, "") if scorer.api_key_env else ""
     try:
-        listed = json.loads(_request(scorer, f"{scorer.url.rstrip('/')}/models"))
+        listed = json.loads(asked(f"{scorer.url.rstrip('/')}/models", key=key))
         served = [str(entry["id"]) for entry in listed["data"]]
     except urllib.error.HTTPError as error:
         return f"refuses the key (HTTP {error.code})" if error.code in (401, 403) else ""
@@ -65,25 +63,9 @@ def _look(name: str, scorer: ScorerConfig, *, body: bytes, file: str) -> str:
         raise ConfigError(file, f"scorers.{name}.model", expected, scorer.model, hint)
     if scorer.kind == "classification" and body:
         try:
-            score_of(scorer, _request(scorer, address_of(scorer), body))
+            score_of(scorer, asked(address_of(scorer), body, key=key))
         except (OSError, http.client.HTTPException) as error:
             return f"does not classify: {error}"
         except ScorerFailed as error:
             raise ConfigError(file, f"scorers.{name}.label", "a label with a raw score", str(error)) from error
     return ""
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """As the node: a redirect would take the key to another host."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None
-
-
-def _request(scorer: ScorerConfig, url: str, body: bytes | None = None) -> bytes:
-    headers = {"Content-Type": "application/json"}
-    if scorer.api_key_env and (key := os.environ.get(scorer.api_key_env)):
-        headers["Authorization"] = f"Bearer {key}"
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)  # as the node asks
-    with direct.open(urllib.request.Request(url, body, headers), timeout=LOOK_S) as answer:
-        return answer.read(MOST_BYTES)

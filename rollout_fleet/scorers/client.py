@@ -28,7 +28,7 @@ from typing import Any
 import aiohttp
 
 from common.config.scorers import ScorerConfig
-from rollout_fleet.scorers.requests import SHOWN_CHARS, Score, ScorerFailed, address_of, body_of, score_of
+from rollout_fleet.scorers.requests import ANSWER_BYTES, SHOWN_CHARS, Score, ScorerFailed, address_of, body_of, score_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,6 @@ MOST_BACKOFF_S = 30.0
 MOST_HOLD_S = 3600.0  # by a Retry-After
 PROBE_S = 5.0  # between looks at a scorer that failed, doubled by each further one
 MOST_PROBE_S = 60.0
-ANSWER_BYTES = 1 << 20
 REMEMBERED = 4  # failed requests that are asked again before the first score
 RETRIED = (408, 425, 429)  # and every 5xx
 

@@ -27,9 +27,9 @@ def per_channel(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def load_and_round(model: Any, weights: Iterable[tuple[str, torch.Tensor]], config: Any) -> None:
     """Load `weights` into a live model of vLLM's that computes with rounded ones; `config`: vLLM's ModelConfig.
 
-    Each layer takes the form that it had before it was rounded, is loaded and rounded. The result goes into the old
-    memory, because CUDA graphs have its addresses. vLLM warns of layers without weights of their own, as a tied head.
-    The proof finds a layer that lacks some.
+    Each layer takes the form that it had before it was rounded, is loaded and rounded. CUDA graphs have the addresses
+    of the old memory, so the result goes there. Layers without weights of their own, as a tied head, make vLLM warn;
+    the proof finds a layer that lacks some.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
