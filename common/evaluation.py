@@ -13,6 +13,7 @@ from common.wire_types import Finite, Seconds, Tally, Text, Version
 
 Z = 1.959963984540054  # the normal quantile of a 95 % interval
 MOST_SAMPLES = 1 << 16
+UNSCORED = "scorer_error"  # the stop reason of a sample that no scorer could judge: it says nothing about the policy
 
 Interval = tuple[float, float]
 
@@ -29,7 +30,9 @@ class EvaluationResult(msgspec.Struct, frozen=True, gc=False):
     """The samples of one problem; the lists have one entry per sample. RUN/evaluation has one line for each problem."""
 
     problem: Tally  # counted over all datasets
-    rewards: Annotated[list[Finite], Meta(max_length=MOST_SAMPLES)]  # 0 for a sample that failed
+    rewards: Annotated[
+        list[Finite], Meta(max_length=MOST_SAMPLES)
+    ]  # 0 for a sample that failed; those of UNSCORED count nowhere
     lengths: Annotated[list[Tally], Meta(max_length=MOST_SAMPLES)]  # sampled tokens
     stop_reasons: Annotated[list[Text], Meta(max_length=MOST_SAMPLES)]
     errors: Annotated[list[Text], Meta(max_length=MOST_SAMPLES)]  # '' for a sample that did not fail
@@ -39,6 +42,11 @@ class EvaluationResult(msgspec.Struct, frozen=True, gc=False):
     started_s: Finite = 0.0  # Unix time of the node
     seconds: Seconds = 0.0
 
+    @property
+    def scored(self) -> list[float]:
+        """The rewards without those of samples that no scorer could judge."""
+        return [r for r, stopped in zip(self.rewards, self.stop_reasons, strict=True) if stopped != UNSCORED]
+
 
 class EvalResult(msgspec.Struct, frozen=True):
     """RUN/eval.json. Mean reward per problem: the accuracy, where rewards are 0 or 1."""
@@ -46,7 +54,7 @@ class EvalResult(msgspec.Struct, frozen=True):
     greedy_accuracy: float
     sampled_accuracy: float  # one sample per problem at rollout.temperature and rollout.top_p
     problems: int
-    failed: int = 0  # episodes, of both kinds, that failed; they count as reward 0
+    failed: int = 0  # episodes, of both kinds, that failed; they count as reward 0, or are left out if UNSCORED
     datasets: dict[str, "EvalResult"] = {}  # each one, where there are several
 
 

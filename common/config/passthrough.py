@@ -60,7 +60,7 @@ TAKEN = {
     for package, keys in (("vllm", _ENGINE), ("megatron", _MEGATRON))
 }
 # On a CPU vLLM 0.32 divides the logits of draft tokens by uninitialised memory in place of their temperatures:
-# expand_batch_to_tokens in v1/sample/rejection_sampler.py. On a GPU nobody compared the distributions.
+# expand_batch_to_tokens in v1/sample/rejection_sampler.py. No test has compared the distributions on a GPU.
 _SPECULATION = "at temperatures above 0 vLLM 0.32 samples wrongly on a CPU, and its log-probabilities hide it"
 _SPECULATING = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 ROUNDED = "fp8_per_channel"

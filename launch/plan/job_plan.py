@@ -24,7 +24,7 @@ GIB, MIB = 1 << 30, 1 << 20
 WIRE_BYTES_PER_TOKEN = 4 + 1 + 4  # token int32, loss mask uint8, log-probability float32 (common.rollouts.Sample)
 ROUTED_BYTES = 2  # int16 per MoE layer and chosen expert
 MAIN_PARAMETER_BYTES = 4  # saved with the optimizer, whatever the model's dtype
-SCALE_BYTES = 4  # of a row of a matrix that an engine rounds to 8 bits
+SCALE_BYTES = 4  # float32, one for each row of a rounded matrix
 DEVICE_VERSIONS = 3  # published versions that the lead rank keeps in device memory at most
 
 

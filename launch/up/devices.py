@@ -20,7 +20,7 @@ from common.errors import Problem, UsageError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 HOST_ID = "NCCL_HOSTID"
-FP8_CAPABILITY = 8.9  # of a GPU that multiplies in FP8
+FP8_CAPABILITY = 8.9  # GPUs below it have no products in FP8
 NVIDIA_SMI_S = 10.0
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_MACHINE_CORES = 16  # with more, the operating system has room to choose

@@ -217,12 +217,14 @@ class Evaluations:
 
 
 def summary(order: EvaluationOrder, dataset: str, results: list[EvaluationResult], held_s: float) -> EvaluationMetrics:
-    """The metrics line of a dataset, from the results of all its problems."""
+    """The metrics line of a dataset, from the results of all its problems. Raises ValueError without any score."""
     samples = len(results[0].rewards)
     episodes = len(results) * len(results[0].rewards)
-    mean, bounds = mean_interval([sum(result.rewards) / samples for result in results])
-    correct = [sum(reward >= 1.0 for reward in result.rewards) for result in results]
-    passes = {str(k): mean_interval([pass_at(samples, c, k) for c in correct]) for k in pass_ks(samples)}
+    scored = [rewards for result in results if (rewards := result.scored)]
+    if not scored:
+        raise ValueError(f"no sample of {dataset} has a score")
+    mean, bounds = mean_interval([sum(rewards) / len(rewards) for rewards in scored])
+    passes = {str(k): mean_interval(found) for k in pass_ks(samples) if (found := _passes(scored, k))}
     started = [result.started_s for result in results if result.started_s]
     ended = [result.started_s + result.seconds for result in results]
     tokens = sum(sum(result.lengths) for result in results)
@@ -248,3 +250,9 @@ def summary(order: EvaluationOrder, dataset: str, results: list[EvaluationResult
         seconds=max(ended) - min(started) if started else 0.0,
         held_s=held_s,
     )
+
+
+def _passes(scored: list[list[float]], k: int) -> list[float]:
+    """pass@k of every problem with as many scored samples."""
+    correct = ((len(rewards), sum(reward >= 1.0 for reward in rewards)) for rewards in scored)
+    return [pass_at(samples, right, k) for samples, right in correct if samples >= k]

@@ -88,16 +88,18 @@ def _own_description(tasks: "TasksConfig", file: str, libraries: bool) -> Descri
 def describe(name: str, options: Mapping[str, Any], file: str = "config") -> Description:
     """Check an environment or agent within this interpreter, but for its libraries; raises as check_environment."""
     found = resolve(name, file)
+    agent = inspect.iscoroutinefunction(found)  # an agent's: rollout_fleet/agents/driver.py
     _check_shape(found, name, file)
-    given = (*(AGENT_KEYWORDS if _is_agent(found) else ("seed",)), *["group_seed"] * takes_group_seed(found))
+    shares_seed = takes_group_seed(found)
+    given = (*(AGENT_KEYWORDS if agent else ("seed",)), *["group_seed"] * shares_seed)
     check_arguments(found, options, ("problem",), given, file=file, key="tasks.options")
     if name == REWARD_FUNCTION:
         found.needs(options["reward"], options["options"], file)
     path = BUILT_IN.get(name, name)
     return Description(
         path=path,
-        agent=_is_agent(found),
-        shares_seed=takes_group_seed(found),
+        agent=agent,
+        shares_seed=shares_seed,
         limits=getattr(found, "LIMITS", Limits()),
         modules=(path.partition(":")[0], *getattr(found, "PRELOAD", ())),
     )
@@ -111,7 +113,7 @@ def _check_shape(found: object, name: str, file: str) -> None:
         raise ConfigError(file, KEY, "Limits(...) as LIMITS", f"{name!r} with {limits!r}"[:200])
     if not isinstance(modules, tuple | list) or not all(isinstance(module, str) for module in modules):
         raise ConfigError(file, KEY, "names of modules as PRELOAD", f"{name!r} with {modules!r}"[:200])
-    if _is_agent(found) and _takes(found, AGENT_KEYWORDS):
+    if inspect.iscoroutinefunction(found) and _takes(found, AGENT_KEYWORDS):
         return
     if not inspect.isclass(found):
         reason = f"{name!r}, which is a {type(found).__name__}"
@@ -120,11 +122,6 @@ def _check_shape(found: object, name: str, file: str) -> None:
     for method in ("reset", "step"):
         if not inspect.iscoroutinefunction(getattr(found, method, None)):
             raise ConfigError(file, KEY, f"a class with 'async def {method}'", f"{name!r} without it")
-
-
-def _is_agent(found: object) -> bool:
-    """Whether it is an agent's coroutine function and no environment class; see rollout_fleet/agents/driver.py."""
-    return inspect.iscoroutinefunction(found)
 
 
 def _takes(function: Any, keywords: Sequence[str]) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from common.config.schema import Config
-from common.errors import UsageError
-from common.evaluation import EvalResult, dataset_names
+from common.errors import SlipstreamError, UsageError
+from common.evaluation import UNSCORED, EvalResult, dataset_names
 from common.json_lines import dataset_rows
 from common.rollouts import Sample
 from rollout_fleet.driver_factory import build_driver
@@ -21,7 +21,8 @@ from rollout_fleet.episode.sampler_protocol import Sampler
 def run_eval(config: Config, model_path: Path) -> EvalResult:
     """Evaluate a Hugging Face folder with its tokenizer on evaluation.datasets, all together and each.
 
-    Raises UsageError without dataset or model or for an unusable environment, SlipstreamError when the engine failed.
+    Raises UsageError without dataset or model or for an unusable environment, SlipstreamError when the engine failed or
+    no sample has a score.
     """
     key = "evaluation.datasets"
     datasets = config.evaluation.paths
@@ -90,5 +91,11 @@ async def evaluate(
 
 
 def accuracy(samples: list[Sample]) -> float:
-    """Mean reward, failed samples counting 0; NaN of none."""
-    return sum(s.reward for s in samples if s.error is None) / len(samples) if samples else float("nan")
+    """Mean reward. Failed samples count 0, those that no scorer could judge are left out.
+
+    Raises SlipstreamError when none is left.
+    """
+    scored = [s.reward if s.error is None else 0.0 for s in samples if s.stop_reason != UNSCORED]
+    if not scored:
+        raise SlipstreamError(f"none of {len(samples)} samples has a score")
+    return sum(scored) / len(scored)

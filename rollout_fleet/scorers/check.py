@@ -4,7 +4,6 @@ import http.client
 import json
 import os
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,10 +17,8 @@ from common.json_lines import first_row
 from rollout_fleet.environments.builtin.reward_function import messages_of
 from rollout_fleet.environments.protocol import Chat
 from rollout_fleet.environments.registry import played
-from rollout_fleet.scorers.requests import ScorerFailed, address_of, body_of, score_of, text_of_prompt
+from rollout_fleet.scorers.requests import ScorerFailed, address_of, asked, body_of, score_of, text_of_prompt
 
-LOOK_S = 5.0
-MOST_BYTES = 1 << 20
 MADE_UP = "The answer is 42."
 
 
@@ -85,18 +82,6 @@ def look(name: str, scorer: ScorerConfig, *, body: bytes, file: str, longest: in
     return ""
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """As the node: a redirect would take the key to another host."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None
-
-
 def request(scorer: ScorerConfig, url: str, body: bytes | None = None) -> bytes:
-    """The answer to a GET, or to a POST of `body`, within LOOK_S. Raises OSError or HTTPException."""
-    headers = {"Content-Type": "application/json"}
-    if scorer.api_key_env and (key := os.environ.get(scorer.api_key_env)):
-        headers["Authorization"] = f"Bearer {key}"
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)  # as the node asks
-    with direct.open(urllib.request.Request(url, body, headers), timeout=LOOK_S) as answer:
-        return answer.read(MOST_BYTES)
+    """The answer to a GET, or to a POST of `body`, with the scorer's key; raises as urlopen."""
+    return asked(url, body, key=os.environ.get(scorer.api_key_env, "") if scorer.api_key_env else "")

@@ -5,7 +5,9 @@
                           +----- backoff after 429, 5xx, a timeout or a lost connection <---+
 
 Whatever the endpoint does fails single samples, with a reason. After `failures` failed scores in a row the node takes
-no more tasks (`paused`). Then failed requests are asked again, one by one, until one is answered.
+no more tasks (`paused`). Then it asks the newest request that had a score again, until it has one once more. A sample
+that no server could judge may be the cause of a pause, but cannot prolong it. Before the first score it asks failed
+requests again, in turn.
 """
 
 import asyncio
@@ -26,7 +28,16 @@ from typing import Any, Generic, TypeVar
 import aiohttp
 
 from common.config.scorers import ScorerConfig
-from rollout_fleet.scorers.requests import SHOWN_CHARS, Answer, Score, ScorerFailed, address_of, body_of, score_of
+from rollout_fleet.scorers.requests import (
+    ANSWER_BYTES,
+    SHOWN_CHARS,
+    Answer,
+    Score,
+    ScorerFailed,
+    address_of,
+    body_of,
+    score_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +46,7 @@ MOST_BACKOFF_S = 30.0
 MOST_HOLD_S = 3600.0  # by a Retry-After
 PROBE_S = 5.0  # between looks at a scorer that failed, doubled by each further one
 MOST_PROBE_S = 60.0
-ANSWER_BYTES = 1 << 20
-REMEMBERED = 4  # failed requests that are asked again
+REMEMBERED = 4  # failed requests that are asked again before the first score
 RETRIED = (408, 425, 429)  # and every 5xx
 
 
@@ -72,6 +82,7 @@ class Scorer:
         self._running: set[asyncio.Task[Any]] = set()
         self._failed_in_a_row = 0
         self._failed: deque[_Question[Any]] = deque(maxlen=REMEMBERED)
+        self._good: _Question[Any] | None = None  # the newest that had an answer
         self._probing: asyncio.Task[None] | None = None  # while it is paused
 
     async def score(
@@ -134,6 +145,7 @@ class Scorer:
                 logger.error("%s; the node takes no more tasks until it answers", self._pause(error))
                 self._probing = self._start(self._probe())
             raise
+        self._good = question
         self._answered()
         return answer
 
@@ -152,12 +164,12 @@ class Scorer:
         self.paused = ""
 
     async def _probe(self) -> None:
-        """Ask failed requests again until one is answered."""
+        """Ask a request again, as above, until it has a score."""
         for wait_s in _growing(PROBE_S, MOST_PROBE_S):
             await asyncio.sleep(wait_s)
             self._failed.rotate(-1)
             try:
-                await self._asked(self._failed[-1])
+                await self._asked(self._good or self._failed[-1])
             except ScorerFailed as error:
                 self._pause(error)
             else:

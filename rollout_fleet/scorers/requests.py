@@ -5,6 +5,7 @@ import math
 import re
 import signal
 import threading
+import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from rollout_fleet.environments.protocol import Chat, StopReason
 from rollout_fleet.episode.driver import NOTE_CHARS, EpisodeFailed
 
 SHOWN_CHARS = 200
+ANSWER_BYTES = 1 << 20
 VERDICT_S = 2.0  # for the search of a verdict in an answer
 
 
@@ -78,6 +80,21 @@ def address_of(scorer: ScorerConfig) -> str:
     if scorer.kind == "classification":
         return f"{base.removesuffix('/v1')}/classify"
     return f"{base}/completions" if scorer.kind == "teacher" else f"{base}/chat/completions"
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect would take the key to another host."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def asked(url: str, body: bytes | None = None, *, key: str = "", timeout_s: float = 5.0) -> bytes:
+    """The first ANSWER_BYTES of what `url` answers, without proxies, as the node's client asks; raises as urlopen."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+    with direct.open(urllib.request.Request(url, body, headers), timeout=timeout_s) as answer:
+        return answer.read(ANSWER_BYTES)
 
 
 def body_of(scorer: ScorerConfig, row: Mapping[str, Any], *, prompt: str, completion: str, other: str = "") -> bytes:

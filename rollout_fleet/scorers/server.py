@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from common.config.scorers import ScorerConfig
 from common.errors import EXIT_DONE, ConfigError, SlipstreamError
 from common.process.lifecycle import DrainFlag, die_with_parent
 from common.process.logs import last_lines
+from rollout_fleet.scorers.requests import asked
 from rollout_fleet.vllm_plugin import PLAIN_ENGINE
 
 logger = logging.getLogger(__name__)
@@ -116,13 +116,12 @@ def on_cpu() -> bool:
 
 
 def _healthy(host: str, port: int) -> bool:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     shown = f"[{host}]" if ":" in host else host
     try:
-        with direct.open(f"http://{shown}:{port}/health", timeout=5.0):
-            return True
+        asked(f"http://{shown}:{port}/health")
     except OSError:
         return False
+    return True
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

@@ -9,7 +9,7 @@ import torch
 from rollout_fleet.vllm_patches.engine_process import require
 
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of FP8
+LARGEST = 448.0  # value of FP8
 LEAST_SCALE = 1 / (LARGEST * 512)
 
 
@@ -25,11 +25,11 @@ def per_channel(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def load_and_round(model: Any, weights: Iterable[tuple[str, torch.Tensor]], config: Any) -> None:
-    """Load `weights` into a live model of vLLM's that holds rounded ones; `config`: vLLM's ModelConfig.
+    """Load `weights` into a live model of vLLM's that computes with rounded ones; `config`: vLLM's ModelConfig.
 
-    Each layer takes the form that it had before it was rounded, is loaded and rounded. The result is copied into the
-    old memory, whose addresses CUDA graphs have. vLLM warns of every layer without weights of its own, as a tied head;
-    the proof finds a layer that should have got some.
+    Each layer takes the form that it had before it was rounded, is loaded and rounded. CUDA graphs have the addresses
+    of the old memory, so the result goes there. Layers without weights of their own, as a tied head, make vLLM warn;
+    the proof finds a layer that lacks some.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 

@@ -20,7 +20,7 @@ from launch.plan.job_plan import engine_of
 from tests.rigs.engines import VOCABULARY, EngineRig, exported, logprobs, make_model, nudged, prompt
 from tests.rigs.waiting import until
 
-ROUNDED = 0.3  # mean |difference| of log-probabilities to the weights before rounding; another version's is above 1
+ROUNDED = 0.3  # nats; mean |difference| to the weights before rounding
 CLOSER = 0.75  # times as far is Hugging Face with the same rounding; the rest is bfloat16 in another order
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 

@@ -13,7 +13,7 @@ from broker.contract import Lease
 from common.config.observing import WatchRule
 from common.config.schema import Config
 from common.errors import HopelessError, SlipstreamError
-from common.evaluation import EvaluationResult, dataset_names
+from common.evaluation import UNSCORED, EvaluationOrder, EvaluationResult, dataset_names
 from common.json_lines import lines_of
 from common.metrics import EvaluationMetrics, StepMetrics
 from common.run_reader import read_tail
@@ -21,7 +21,7 @@ from common.waits import NO_WAIT
 from launch.cli import main
 from learner.loop import evaluation as module
 from learner.loop.batch_source import Wait
-from learner.loop.evaluation import Evaluations
+from learner.loop.evaluation import Evaluations, summary
 from tests.rigs.brokers import MemoryBroker, node_report
 from tests.rigs.refusals import refused
 from tests.rigs.waiting import read_jsonl
@@ -427,6 +427,20 @@ def test_rewards_that_no_mean_can_take_end_the_round_and_not_the_training(
     [gone] = [entry["detail"] for entry in read_jsonl(world.run_dir.events) if entry["kind"] == "evaluation_abandoned"]
     assert (gone["version"], gone["finished"]) == (0, 5) and "OverflowError" in gone["reason"]
     assert {line.policy_version for line in lines(world)} == {2}, "the next round is not spoiled"
+
+
+def test_samples_that_no_scorer_could_judge_count_as_failed_and_in_no_mean() -> None:
+    def played(problem: int, rewards: list[float], reasons: list[str]) -> EvaluationResult:
+        errors = ["" if reason == "stop" else "why" for reason in reasons]
+        return EvaluationResult(problem, rewards, [3] * 4, reasons, errors, "node", 2, 2, 1.0, 1.0)
+
+    right, unscored = played(0, [1.0, 0.0, 1.0, 0.0], ["stop", UNSCORED, "stop", UNSCORED]), [UNSCORED] * 4
+    wrong = played(1, [0.0, 0.0, 1.0, 1.0], ["environment_error", "stop", "stop", "stop"])
+    found = summary(EvaluationOrder(2, 0, 1.0), "d", [right, wrong, played(2, [0.0] * 4, unscored)], 0.0)
+    assert (found.mean_reward, found.failed, found.problems) == (0.75, 7, 3)
+    assert found.pass_at == {"1": 0.75, "2": pytest.approx((1 + 5 / 6) / 2), "4": 1.0}  # k = 4 of the second alone
+    with refused(ValueError, "d"):
+        summary(EvaluationOrder(2, 0, 1.0), "d", [played(2, [0.0] * 4, unscored)], 0.0)
 
 
 def test_a_run_without_evaluation_waits_for_none(make_world: MakeWorld) -> None:

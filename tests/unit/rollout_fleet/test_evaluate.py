@@ -10,10 +10,13 @@ from msgspec import structs
 
 from common.config.observing import EvaluationConfig
 from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
-from common.errors import UsageError
+from common.errors import SlipstreamError, UsageError
+from common.evaluation import UNSCORED
 from common.rollouts import Sample
+from common.wire_types import Array
 from rollout_fleet.engine.engine import Engine
 from rollout_fleet.environments.builtin.addition import Addition
+from rollout_fleet.environments.protocol import StopReason
 from rollout_fleet.episode.driver import Sampling
 from rollout_fleet.episode.sampler_protocol import Generation
 from rollout_fleet.node import evaluate as module
@@ -54,6 +57,19 @@ def test_each_problem_is_played_once_in_order_and_bounded_and_a_failed_one_count
     samples, _ = evaluated(monkeypatch, sampler, greedy=False)
     assert [s.reward for s in samples] == [1.0] * 3 + [0.0] + [1.0] * 3 + [0.0] + [1.0] * 2
     assert (module.accuracy(samples), sampler.most_at_once) == (0.8, 3)
+
+
+def test_a_sample_that_no_scorer_could_judge_is_left_out() -> None:
+    nothing = Array.of([], "int32")
+
+    def ended(reward: float, error: str | None = None, reason: str = "stop") -> Sample:
+        return Sample(nothing, nothing, nothing, [], reward, reason, error=error)
+
+    assert UNSCORED == StopReason.SCORER_ERROR
+    unscored, broken = ended(0.0, "no verdict", UNSCORED), ended(0.0, "raised", "environment_error")
+    assert module.accuracy([ended(1.0), unscored, ended(0.5), broken]) == 0.5
+    with refused(SlipstreamError, 2):
+        module.accuracy([unscored, unscored])
 
 
 def test_greedy_is_temperature_zero_and_sampling_is_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -402,8 +402,9 @@ def test_a_long_answer_is_not_kept_whole(server: JudgeServer) -> None:
 # ---------------------------------------------------------------- too many failures
 
 
-def test_failures_in_a_row_pause_the_node_until_a_failed_request_is_answered(
-    server: JudgeServer, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("scored", "asked"), [(True, {"fine"}), (False, {"b", "c"})])
+def test_failures_in_a_row_pause_the_node_until_a_request_that_had_a_score_or_else_a_failed_one_has_one(
+    server: JudgeServer, caplog: pytest.LogCaptureFixture, scored: bool, asked: set[str]
 ) -> None:
     server.act = status(400, "broken")
 
@@ -412,10 +413,11 @@ def test_failures_in_a_row_pause_the_node_until_a_failed_request_is_answered(
             with refused(ScorerFailed, "broken"):
                 await scorer.score("P", name, ROW)
 
-        await failed("a")
-        assert scorer.paused == ""
-        server.acts = [says("Score: 1")]
-        await scorer.score("P", "fine", ROW)  # the row is broken
+        if scored:
+            await failed("a")
+            assert scorer.paused == ""
+            server.acts = [says("Score: 1")]
+            await scorer.score("P", "fine", ROW)  # the row is broken
         await failed("b")
         await failed("c")
         assert "broken" in scorer.paused
@@ -425,11 +427,29 @@ def test_failures_in_a_row_pause_the_node_until_a_failed_request_is_answered(
         assert scorer.paused
         server.act = judges.by_length
         await until_async(lambda: not scorer.paused)
-        asked = {body["messages"][0]["content"][-1] for body in server.bodies[seen:]}
-        assert asked == {"b", "c"}
+        assert {body["messages"][0]["content"].split()[-1] for body in server.bodies[seen:]} == asked
 
     using(judge(server, failures=2), act)
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+
+
+async def _refuses_poison(server: JudgeServer, body: dict[str, Any]) -> Any:
+    act = status(400) if body["messages"][0]["content"].endswith("poison") else judges.by_length
+    return await act(server, body)
+
+
+def test_samples_that_no_server_could_judge_do_not_prolong_a_pause(server: JudgeServer) -> None:
+    server.act = _refuses_poison
+
+    async def act(scorer: Scorer) -> None:
+        await scorer.score("P", "fine", ROW)
+        for number in range(8):
+            with refused(ScorerFailed, "400"):
+                await scorer.score("P", f"{number} poison", ROW)
+        assert scorer.paused
+        await until_async(lambda: not scorer.paused)
+
+    using(judge(server, failures=8), act)
 
 
 def test_an_answer_of_another_sample_ends_the_pause(server: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
