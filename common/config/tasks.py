@@ -92,7 +92,7 @@ class EpisodesConfig(RowsConfig, frozen=True, kw_only=True):
 
 
 class SourceConfig(EpisodesConfig, frozen=True, kw_only=True):
-    """One of `tasks.sources`. What is unset comes from `tasks`, `rollout` or `learner.loss`."""
+    """One of `tasks.sources`. An unset key has its value in `tasks`, `rollout` or `learner.loss`."""
 
     limits: LimitsConfig = LimitsConfig()  # As tasks.limits; each limit by itself.
     truncated: Literal["counted", "masked", "penalized"] | None = None  # As tasks.truncated.

@@ -1,5 +1,6 @@
 """A job of two real sources whose weights change while it runs; its learner is killed before that has an effect."""
 
+import json
 import os
 import signal
 from collections import Counter
@@ -41,6 +42,7 @@ def mixture(folder: Path, assets: Path) -> Path:
         },
     }  # fmt: skip
     document["learner"]["checkpoint"]["every"] = 4
+    document["broker"]["retain_steps"] = STEPS
     config.write_text(yaml.safe_dump(document))
     return config
 
@@ -109,4 +111,8 @@ def test_weights_change_while_a_job_runs_and_a_learner_killed_before_their_effec
         assert len(turns) <= (2 if transcript.source == "guessing" else 1)
         assert transcript.source == "guessing" or transcript.sampled_tokens <= 12
     assert "sums" in slipstream("ledger", str(run_dir))
-    assert "equal the run's" in slipstream("replay", str(run_dir), "--from", "4", "--to", "6")
+    slipstream("replay", str(run_dir), "--from", "16")
+    (told,) = (run_dir / "replays").glob("*/replay.json")
+    steps = json.loads(told.read_text())["steps"]
+    assert [step["step"] for step in steps] == [16, 17]
+    assert all(step["original"] == step["replayed"] for step in steps)
