@@ -86,8 +86,8 @@ class Mixture:
 def factor(success: float, rule: CurriculumConfig) -> float:
     """The factor of a source's weight at a success rate: 1 at the target, `floor` at the end that is farther from it.
 
-    1 - ((p - target) / max(target, 1 - target))^2, at least `floor`. With a target of 0.5 that is 4 p (1 - p), the variance of the success. Where
-    it is 0, all samples of a group have the same reward.
+    1 - ((p - target) / max(target, 1 - target))^2, at least `floor`. With a target of 0.5 that is 4 p (1 - p),
+    the variance of the success. Where it is 0, all samples of a group have the same reward.
     """
     farthest = max(rule.target, 1 - rule.target)
     return max(rule.floor, 1 - ((success - rule.target) / farthest) ** 2)

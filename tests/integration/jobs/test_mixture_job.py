@@ -20,7 +20,7 @@ from tests.rigs.configs import run_cli
 from tests.rigs.jobs import assert_trained_exactly_once, events, ledger, metrics, slipstream, status, write_config
 from tests.rigs.processes import Command, kill, until
 
-STEPS = 18
+STEPS = 30
 GUESSING = "tasks.sources.guessing.weight"
 
 
@@ -33,7 +33,7 @@ def mixture(folder: Path, assets: Path) -> Path:
             "sums": {
                 "environment": "tests.rigs.environments:EvenDigits",
                 "dataset": str(assets / "addition" / "train.jsonl"),
-                "weight": 3, "kl_coefficient": 0.05, "max_tokens": 12,
+                "options": {"pause_s": 0.25}, "weight": 3, "kl_coefficient": 0.05, "max_tokens": 12,
             },
             "guessing": {
                 "environment": "number_guessing", "dataset": str(assets / "number_guessing" / "train.jsonl"),
@@ -65,13 +65,13 @@ def test_weights_change_while_a_job_runs_and_a_learner_killed_before_their_effec
     config = mixture(tmp_path, assets)
     with Command(tmp_path, "up", "up", str(config)) as up:
         until("some steps", lambda: len(metrics(run_dir)) >= 6, up)
-        refused = run_cli("set", str(run_dir), "tasks.sources.guesing.weight=1")
-        assert refused.returncode == 2 and GUESSING in refused.stderr
         learner = status(run_dir)["learner"]["pid"]
         os.kill(learner, signal.SIGSTOP)  # it offers nothing more
+        refused = run_cli("set", str(run_dir), "tasks.sources.guesing.weight=1")
+        assert refused.returncode == 2 and GUESSING in refused.stderr
         slipstream("set", str(run_dir), f"{GUESSING}=9")
         (asked,) = of("weights_requested", run_dir)
-        assert [request["id"] for request in status(run_dir)["weight_requests"]] == [asked["request"]]
+        assert [request["id"] for request in status(run_dir)["broker"]["weight_requests"]] == [asked["request"]]
         kill(learner)
         (change,) = until("the effect", lambda: of("weights_changed", run_dir)[1:], up)
         assert (change["position"], change["requests"]) == (asked["serial"], asked["request"]), (
@@ -111,8 +111,8 @@ def test_weights_change_while_a_job_runs_and_a_learner_killed_before_their_effec
         assert len(turns) <= (2 if transcript.source == "guessing" else 1)
         assert transcript.source == "guessing" or transcript.sampled_tokens <= 12
     assert "sums" in slipstream("ledger", str(run_dir))
-    slipstream("replay", str(run_dir), "--from", "16")
+    slipstream("replay", str(run_dir), "--from", "28")
     (told,) = (run_dir / "replays").glob("*/replay.json")
     steps = json.loads(told.read_text())["steps"]
-    assert [step["step"] for step in steps] == [16, 17]
+    assert [step["step"] for step in steps] == [28, 29]
     assert all(step["original"] == step["replayed"] for step in steps)
