@@ -70,7 +70,7 @@ class WeightRequest(msgspec.Struct, frozen=True):
 class WeightChange(msgspec.Struct, frozen=True):
     """The weights of all sources from one position of the task stream on. The learner makes it, and its list lasts."""
 
-    position: Tally  # of the first task with these weights
+    position: Tally  # the first task with these weights
     weights: dict[Name, Weight]
     factors: dict[Name, Weight] = {}  # those of tasks.curriculum, by which the weights are multiplied; 1 if missing
     requests: list[Name] = []  # ids of the requests that it carries out

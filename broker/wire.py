@@ -85,7 +85,7 @@ class Attach(LearnerRequest[contract.Attached], frozen=True, kw_only=True, tag="
 class Offer(LearnerRequest[int], frozen=True, kw_only=True, tag="offer"):
     once: ClassVar[bool] = True
     tasks: Tasks
-    changes: list[contract.WeightChange] = []  # of weights, as of these tasks; the first is number `first_change`
+    changes: list[contract.WeightChange] = []  # weights as these tasks have them; the first is number `first_change`
     first_change: Tally = 0
 
 

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -101,40 +101,6 @@ def dataset_rows(path: Path, key: str) -> Iterator[tuple[str, bytes]]:
             raise UsageError(f"{key}: cannot read {file}: {error.strerror or error}") from None
     if not found:
         raise UsageError(f"{key}: {path} has no rows")
-
-
-class Rows(Protocol):
-    """The keys of a source that say which rows of its dataset are played; EpisodesConfig has them."""
-
-    @property
-    def dataset(self) -> str: ...
-    @property
-    def success_column(self) -> str: ...
-    @property
-    def min_success(self) -> float | None: ...
-    @property
-    def max_success(self) -> float | None: ...
-
-
-def kept_rows(rows: Rows, key: str) -> list[bytes]:
-    """The rows of a dataset whose success rate is within the bounds, if there are any.
-
-    Raises as `dataset_rows`, also for a row without a success rate, and when no row is left.
-    """
-    low, high = rows.min_success, rows.max_success
-    found = dataset_rows(Path(rows.dataset), key)
-    if low is None and high is None:
-        return [row for _, row in found]
-    kept: list[bytes] = []
-    for where, row in found:
-        rate = msgspec.json.decode(row).get(rows.success_column)
-        if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate <= 1:
-            raise UsageError(f"{key}: {where} has {rate!r} in the column '{rows.success_column}', expected 0 to 1")
-        if (0.0 if low is None else low) <= rate <= (1.0 if high is None else high):
-            kept.append(row)
-    if not kept:
-        raise UsageError(f"{key}: {rows.dataset} has no row whose '{rows.success_column}' is within the bounds")
-    return kept
 
 
 def first_row(dataset: str) -> tuple[str, bytes] | None:

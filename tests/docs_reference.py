@@ -37,7 +37,7 @@ def default_of(field: msgspec.structs.FieldInfo) -> str:
     if field.required:
         return "needed"
     value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()  # type: ignore[misc]
-    if value is None:
+    if value in (None, ""):
         return "unset"
     return f"`{msgspec.json.encode(value).decode()}`".replace('"', "")
 
@@ -72,7 +72,10 @@ def config_page() -> str:
         if field.name not in ("watch", "scorers")
     }
     listed = [config_rows(tasks.RewardConfig, "tasks.reward[]."), config_rows(tasks.MessageConfig, "tasks.prompt[].")]
-    sections["tasks"] = chain(sections["tasks"], *listed)
+    shared = [f"`tasks.sources.NAME.{name}`" for name in (*tasks.EpisodesConfig.__struct_fields__, "limits")]
+    of_sources = config_rows(tasks.SourceConfig, "tasks.sources.NAME.")
+    own_of_sources = (row for row in of_sources if not any(row.startswith(f"| {name[:-1]}") for name in shared))
+    sections["tasks"] = chain(sections["tasks"], *listed, own_of_sources)
     sections["watch"] = config_rows(schema.WatchRule, "watch[].")  # a list of them
     sections["scorers"] = config_rows(scorers.ScorerConfig, "scorers.NAME.")  # a mapping
     own = [row for row in config_rows(schema.SftLearnerConfig, "learner.") if "sequences_per_step" in row]

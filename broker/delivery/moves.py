@@ -176,7 +176,7 @@ class Committed(Move, frozen=True, tag="committed"):
 
 
 class WeightsRequested(Move, frozen=True, tag="weights_requested"):
-    """Somebody asked for other weights of sources."""
+    """A command asked for other weights of sources."""
 
     request: WeightRequest
 

@@ -25,8 +25,7 @@ DEAD = "dead"
 _ABSENT, _COMMITTED, _DEAD, _FILTERED = range(4)
 _NAMES = {_COMMITTED: COMMITTED, _DEAD: DEAD, _FILTERED: COMMITTED}
 _NONE = -(1 << 31)
-# state, attempts, step, lowest and highest version, list of nodes, source, mean reward
-_ROW = struct.Struct("<Biiiiiid")
+_ROW = struct.Struct("<Biiiiid")  # state, attempts, step, lowest and highest version, list of nodes, mean reward
 
 
 class Location(msgspec.Struct, frozen=True):
@@ -120,13 +119,12 @@ class LeasedTasks(dict[str, Entry]):
 
 
 class History:
-    """Ledger entries of finished tasks, by serial, in rows of 33 bytes; adding is O(1)."""
+    """Ledger entries of finished tasks, by serial, in rows of 29 bytes; adding is O(1)."""
 
     def __init__(self) -> None:
         self._rows = bytearray()
-        self._node_lists: list[tuple[str, ...]] = []  # each once
+        self._node_lists: list[tuple[str, ...]] = []  # a source and nodes, each such list once
         self._node_list_ids: dict[tuple[str, ...], int] = {}
-        self._source_ids: dict[str, int] = {}  # each once
         self._reasons: dict[int, str] = {}
         self.committed = 0
         self.dead = 0
@@ -137,7 +135,7 @@ class History:
     def add(self, entry: LedgerEntry) -> None:
         committed = entry.state == COMMITTED
         at = entry.serial * _ROW.size
-        nodes = tuple(entry.nodes)
+        nodes = (entry.source, *entry.nodes)
         self.committed += committed
         self.dead += not committed
         if at >= len(self._rows):
@@ -148,8 +146,7 @@ class History:
         state = (_FILTERED if entry.filtered else _COMMITTED) if committed else _DEAD
         optional = (_NONE if value is None else value for value in (entry.step, entry.version_min, entry.version_max))
         reward = float("nan") if entry.reward_mean is None else entry.reward_mean
-        source = self._source_ids.setdefault(entry.source, len(self._source_ids))
-        _ROW.pack_into(self._rows, at, state, entry.attempts, *optional, node_list, source, reward)
+        _ROW.pack_into(self._rows, at, state, entry.attempts, *optional, node_list, reward)
         if entry.reason:
             self._reasons[entry.serial] = entry.reason
 
@@ -157,20 +154,21 @@ class History:
         """The entry of a finished task. Raises KeyError when there is none."""
         if serial not in self:
             raise KeyError(serial)
-        row: tuple[int, int, int, int, int, int, int, float] = _ROW.unpack_from(self._rows, serial * _ROW.size)
-        state, attempts, step, lowest, highest, node_list, source, reward = row
+        row: tuple[int, int, int, int, int, int, float] = _ROW.unpack_from(self._rows, serial * _ROW.size)
+        state, attempts, step, lowest, highest, node_list, reward = row
+        source, *nodes = self._node_lists[node_list]
         return LedgerEntry(
             serial=serial,
             state=_NAMES[state],
             attempts=attempts,
-            nodes=list(self._node_lists[node_list]),
+            nodes=nodes,
             step=None if step == _NONE else step,
             version_min=None if lowest == _NONE else lowest,
             version_max=None if highest == _NONE else highest,
             reward_mean=None if isnan(reward) else reward,
             reason=self._reasons.get(serial, ""),
             filtered=state == _FILTERED,
-            source=next(islice(self._source_ids, source, None)),
+            source=source,
         )
 
     def serials(self) -> Iterator[int]:

@@ -28,10 +28,11 @@ from common.config.parallel_layout import (
 )
 from common.config.passthrough import passthrough_problems, quantization_problems
 from common.config.schema import BaseConfig, Config, MoeConfig, Reader
+from common.config.tasks import kept_rows
 from common.errors import Problem, UsageError
 from common.evaluation import dataset_names, pass_ks
 from common.hub import SCHEME, TOKENIZER_FILES, absolute, local_copy
-from common.json_lines import dataset_files, dataset_rows, kept_rows
+from common.json_lines import dataset_files, dataset_rows
 from common.metrics import EvaluationMetrics, numbers
 
 LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled

@@ -5,13 +5,15 @@ A job has one source of tasks, whose keys are in `tasks` itself, or several in `
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from common.config.types import AddressSpace, Fraction, NonNegative, Number, Positive, Scalar, Seconds, Strict, Text
-from common.errors import Problem
+from common.errors import Problem, UsageError
+from common.json_lines import dataset_rows
 
 Role = Literal["system", "user", "assistant", "tool"]
 SOURCE_NAME = re.compile(r"[A-Za-z][\w-]*")
@@ -92,7 +94,7 @@ class EpisodesConfig(RowsConfig, frozen=True, kw_only=True):
 
 
 class SourceConfig(EpisodesConfig, frozen=True, kw_only=True):
-    """One of `tasks.sources`. What is unset comes from `tasks`, `rollout` or `learner.loss`."""
+    """One of `tasks.sources`. An unset key has its value in `tasks`, `rollout` or `learner.loss`."""
 
     limits: LimitsConfig = LimitsConfig()  # As tasks.limits; each limit by itself.
     truncated: Literal["counted", "masked", "penalized"] | None = None  # As tasks.truncated.
@@ -216,3 +218,24 @@ def _source_problems(at: str, tasks: TasksConfig) -> Iterator[Problem]:
 
 def _weighs(reward: RewardConfig) -> bool:
     return any(reward.weight.values()) if isinstance(reward.weight, dict) else reward.weight != 0
+
+
+def kept_rows(source: EpisodesConfig, key: str) -> list[bytes]:
+    """The rows of a dataset whose success rate is within the bounds, if there are any.
+
+    Raises as `dataset_rows`, also for a row without a success rate, and when no row is left.
+    """
+    low, high = source.min_success, source.max_success
+    found = dataset_rows(Path(source.dataset), key)
+    if low is None and high is None:
+        return [row for _, row in found]
+    kept: list[bytes] = []
+    for where, row in found:
+        rate = msgspec.json.decode(row).get(source.success_column)
+        if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate <= 1:
+            raise UsageError(f"{key}: {where} has {rate!r} in the column '{source.success_column}', expected 0 to 1")
+        if (0.0 if low is None else low) <= rate <= (1.0 if high is None else high):
+            kept.append(row)
+    if not kept:
+        raise UsageError(f"{key}: {source.dataset} has no row whose '{source.success_column}' is within the bounds")
+    return kept

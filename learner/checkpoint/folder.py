@@ -33,7 +33,7 @@ class StreamState(msgspec.Struct, kw_only=True):
     renumbered: bool = False  # a broker lost its memory, serials are lower than positions
     store_id: str = ""  # the broker's store to which these serials belong; '' in checkpoints of earlier releases
     former_stores: list[str] = []  # those that it took the place of
-    weight_changes: list[WeightChange] = []  # of tasks.sources, the first one at position 0; empty in a job of one
+    weight_changes: list[WeightChange] = []  # all of tasks.sources, the first one at position 0; empty in a job of one
     # (successes, samples) of each source since the curriculum's last change
     successes: dict[str, tuple[int, int]] = {}
 

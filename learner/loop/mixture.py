@@ -1,9 +1,9 @@
 """Which of several sources each position of the task stream belongs to, and how their weights change; docs/mixtures.md.
 
 Position n draws u(n), the fraction of n times the golden ratio plus a start that follows from run.seed. Source i owns
-the stretch of [0, 1) whose length is its share of the weights in effect at n. Such draws are spread so evenly that a
-source's part of any stretch of positions is close to its share (Weyl's sequence; Knuth, TAOCP 3, section 6.4). A task's
-row is the next one of its source, which has its own order and epochs. So everything follows from the seed and the list
+the stretch of [0, 1) whose length is its share of the weights in effect at n. Such draws are spread evenly (Weyl's
+sequence; Knuth, TAOCP 3, section 6.4): a source's part of any stretch of positions is close to its share. A task's row
+is the next one of its source, which has its own order and epochs. So everything follows from the seed and the list
 of changes of the weights, which lies in the checkpoint and with the broker.
 """
 
@@ -86,8 +86,8 @@ class Mixture:
 def factor(success: float, rule: CurriculumConfig) -> float:
     """The factor of a source's weight at a success rate: 1 at the target, `floor` at the end that is farther from it.
 
-    1 - ((p - target) / max(target, 1 - target))^2, at least `floor`. With a target of 0.5 that is 4 p (1 - p), the
-    variance of the success: where it is 0, all samples of a group have the same reward.
+    1 - ((p - target) / max(target, 1 - target))^2, at least `floor`. With a target of 0.5 that is 4 p (1 - p),
+    the variance of the success. Where it is 0, all samples of a group have the same reward.
     """
     farthest = max(rule.target, 1 - rule.target)
     return max(rule.floor, 1 - ((success - rule.target) / farthest) ** 2)

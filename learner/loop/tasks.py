@@ -23,8 +23,9 @@ import numpy as np
 from broker.client.calls import LearnerBroker
 from broker.contract import Attached, LedgerEntry, WeightChange, WeightRequest
 from common.config.schema import Config
+from common.config.tasks import EpisodesConfig, kept_rows
 from common.errors import SlipstreamError, UsageError
-from common.json_lines import Rows, dataset_rows, kept_rows
+from common.json_lines import dataset_rows
 from common.rollouts import Task
 from learner.checkpoint.folder import StreamState
 from learner.loop.mixture import Mixture, factor
@@ -61,7 +62,7 @@ class TaskSource:
         group_size: int,
         shuffle: bool = True,
         *,
-        within: Rows | None = None,
+        within: EpisodesConfig | None = None,
         key: str = "tasks.dataset",
     ) -> None:
         """Read and check the dataset, which `key` names; raises UsageError on a missing, empty or malformed file.

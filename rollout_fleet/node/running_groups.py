@@ -38,7 +38,7 @@ class NodeParts:
 
     broker: NodeBroker
     feed: WeightFeed
-    drivers: Mapping[str, EpisodeDriver]  # of each source; '' names the only one
+    drivers: Mapping[str, EpisodeDriver]  # one for each source; '' names the only one
     concurrency: int  # episodes at once, to begin with
     status: NodeStatusTracker
     timeout: BrokerTimeout

@@ -55,7 +55,7 @@ class Moves(Recorder):
 
 
 class Job:
-    """A learner's stream and its broker; each may be killed, and goes on from its checkpoint or its store."""
+    """A learner's stream and its broker; each may be killed, and continues from its checkpoint or its store."""
 
     def __init__(self, folder: Path, given: Any) -> None:
         self._make = lambda: mixture(folder, given, RULE)

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from broker import wire
-from broker.contract import LearnerReport, MachineReport
+from broker.contract import LearnerReport, MachineReport, WeightRequest
 from broker.delivery.node_rules import NodeRules
 from broker.server.request_guard import PERMITTED, refusal
 from broker.server.server import BrokerServer
@@ -33,6 +33,7 @@ REQUESTS: list[tuple[wire.Request[Any], set[str]]] = [
     (wire.Report(id=7, report=REPORT, **AS_LEARNER), LEARNER),
     (wire.Gather(id=22, report=MachineReport("m", "h", "a", "a:1", {})), LEARNER),
     (wire.Stop(id=19), LEARNER),
+    (wire.SetWeights(id=23, request=WeightRequest("r", {"a": 1.0})), LEARNER),
     (wire.Register(id=8, report=node_report("a")), NODE),
     (wire.AskLease(id=9, node_id="a", version=0, max_groups=1, wait_s=0), NODE),
     (wire.Cancel(id=10, target=9), NODE),

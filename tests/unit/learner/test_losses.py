@@ -255,3 +255,30 @@ def test_the_loss_of_single_precision_is_that_of_double() -> None:
 def test_cross_entropy_sums_over_loss_tokens_only() -> None:
     batch = Case((3,), [1, 0, 1], [0.0] * 3, [0.0] * 3, [0] * 3, [0.0] * 3, [0.0] * 3, [0.0] * 3).microbatch()
     assert cross_entropy(double([-1.0, -5.0, -2.0]), None, batch).loss_sum.item() == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "fixed_length"])
+def test_documents_of_sources_with_and_without_a_kl_term_give_the_sum_written_out(reduction: str) -> None:
+    """Documents 1, 3, 5 have the coefficient 0.1, the others none; their gradient is that of the loss without it."""
+    own = [0.1 if number % 2 else 0.0 for number in range(len(CASE.lengths))]
+    column = double([value for value, length in zip(own, CASE.lengths, strict=True) for _ in range(length)])
+    logprobs = double(CASE.logprobs).requires_grad_()
+    config = LossConfig(kl_estimator="k2", reduction=reduction)  # type: ignore[arg-type]
+    plain = policy_loss(config, MAX_TOKENS)(logprobs, None, CASE.microbatch())
+    out = policy_loss(config, MAX_TOKENS)(
+        logprobs, None, dataclasses.replace(CASE.microbatch(), kl_coefficients=column)
+    )
+    documents = CASE.documents()
+    expected = 0.0
+    for value, places in zip(own, documents, strict=True):
+        terms = [(CASE.reference[t] - CASE.logprobs[t]) ** 2 / 2 for t in places]
+        share = len(places) if reduction == "sequence_mean" else 1
+        expected += value * math.fsum(terms) / max(share, 1)
+    assert (out.loss_sum - plain.loss_sum).item() == pytest.approx(expected, rel=1e-12)
+    assert out.denominator == plain.denominator
+    both, without = (torch.autograd.grad(x.loss_sum, logprobs, retain_graph=True)[0] for x in (out, plain))
+    for value, places in zip(own, documents, strict=True):
+        for t in places:
+            share = len(places) if reduction == "sequence_mean" else 1
+            added = value * (CASE.logprobs[t] - CASE.reference[t]) / share
+            assert (both[t] - without[t]).item() == pytest.approx(added, rel=1e-9, abs=1e-15)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from broker.contract import Lease
@@ -28,6 +29,9 @@ def running(driver: EpisodeDriver, concurrency: int = 8, status: NodeStatusTrack
 
 def group(task: Task, leased_at: float = 0.0, episodes: Sequence[Progress] = ()) -> RunningGroup:
     return RunningGroup(Lease(task, "token", 1, 0.0), leased_at, episodes=list(episodes))
+
+
+SAID = (("a", " =1"), ("b", " =5"))  # the answers of two policies; the first one is right
 
 
 def roll(groups: RunningGroups, *tasks: Task) -> list[CompletedGroup]:
@@ -135,3 +139,13 @@ def test_the_episode_that_waits_for_longest_is_told_about() -> None:
     found = working(7, 100.0, *(Progress(since=100.0) for _ in range(3))).report(110.0)
     assert (found.state, found.state_s, found.finished, found.turns) == ("queued", 10.0, 0, 0)
     assert working(7, 100.0).report(110.0).state == "queued"
+
+
+def test_a_task_is_played_by_its_sources_driver_and_one_of_an_unknown_source_fails_as_a_whole() -> None:
+    drivers = {name: make_driver(ScriptedSampler(lambda _, text=text: say(text)), Addition) for name, text in SAID}
+    parts: Any = SimpleNamespace(drivers=drivers, concurrency=8, status=NodeStatusTracker("n"))
+    groups = RunningGroups(parts, lambda: None, lambda error: None)
+    played = [msgspec.structs.replace(addition_task(i), source=name) for i, name in enumerate("ab?")]
+    first, second, third = roll(groups, *played)
+    assert {done.group.source: done.meta.reward_mean for done in (first, second)} == {"a": 1.0, "b": 0.0}
+    assert third.failure is not None and not third.group.samples
