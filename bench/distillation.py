@@ -30,8 +30,8 @@ MARGIN = 0.02
 PORT = 18431
 WAYS: dict[str, dict[str, Any] | None] = {  # learner.loss.distillation
     "rewards": None,
-    "reverse_kl": {"teacher": "teacher", "rewards": False},
-    "forward_kl": {"teacher": "teacher", "objective": "forward_kl", "top_k": TOP_K, "rewards": False},
+    "reverse_kl": {"teacher": "teacher", "alone": True},
+    "forward_kl": {"teacher": "teacher", "objective": "forward_kl", "top_k": TOP_K, "alone": True},
 }
 RUNS = harness.ROOT / "runs"
 STUDENT = RUNS / "quickstart-sft"

@@ -102,7 +102,7 @@ class DistillationConfig(Strict, frozen=True, kw_only=True):
     objective: Literal["reverse_kl", "forward_kl", "advantage"] = "reverse_kl"
     coefficient: PositiveFloat = 1.0  # Weight of the divergence from the teacher.
     top_k: Positive | None = None  # Tokens of the teacher at each place, for forward_kl. Unset, 20.
-    rewards: bool = True  # False trains on the teacher alone. Rewards are still measured.
+    alone: bool = False  # Trains on the teacher alone. Rewards are still measured.
 
     @property
     def wanted(self) -> int:
@@ -144,7 +144,7 @@ class LossConfig(Strict, frozen=True, kw_only=True):
 
     @property
     def trains_on_rewards(self) -> bool:
-        return self.distillation is None or self.distillation.rewards
+        return self.distillation is None or not self.distillation.alone
 
 
 class MemoryConfig(Strict, frozen=True, kw_only=True):

@@ -38,7 +38,7 @@ LOSSES = {
         **dict(correction_normalize=True, entropy_coefficient=0.01, kl_coefficient=0.1, kl_estimator="k2"),
     ),
     "reverse_kl": LossConfig(
-        proximal="loglinear", distillation=DistillationConfig(teacher="t", coefficient=0.3, rewards=False)
+        proximal="loglinear", distillation=DistillationConfig(teacher="t", coefficient=0.3, alone=True)
     ),
     "forward_kl": LossConfig(
         **dict(reduction="sequence_mean", correction_normalize=True, entropy_coefficient=0.02),
