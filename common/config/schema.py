@@ -97,8 +97,8 @@ class DistillationConfig(Strict, frozen=True, kw_only=True):
     """Learning from a teacher's log-probabilities of what the policy sampled; docs/distillation.md."""
 
     teacher: Text  # Name of one of `scorers`, of kind: teacher.
-    # reverse_kl and advantage need the teacher's log-probabilities of sampled tokens only. forward_kl learns from the
-    # teacher's top_k tokens at every place, which is more to learn from and more to send.
+    # Divergence that is minimised. reverse_kl and advantage learn from sampled tokens, forward_kl from the teacher's
+    # top_k tokens at every place.
     objective: Literal["reverse_kl", "forward_kl", "advantage"] = "reverse_kl"
     coefficient: PositiveFloat = 1.0  # Weight of the divergence from the teacher.
     top_k: Positive | None = None  # Tokens of the teacher at each place, for forward_kl. Unset, 20.

@@ -58,7 +58,7 @@ def every_token(logits: Tensor, teacher: Tensor, told: LossConfig, behavior: Ten
 def test_the_mean_gradient_over_sampled_tokens_is_that_of_the_divergence_from_the_teacher(
     objective: str, proximal: str, stale: bool
 ) -> None:
-    """Of the policy in training, also when an older one sampled the tokens."""
+    """This is the policy in training, also when an older one sampled the tokens."""
     logits, teacher = distributions()
     log_p = logits.log_softmax(1)
     wanted = torch.autograd.grad((log_p.exp() * (log_p - teacher)).sum(), logits)[0]

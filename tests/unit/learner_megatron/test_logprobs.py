@@ -10,7 +10,7 @@ import torch
 from torch import distributed as dist
 
 from common.process.lifecycle import leave
-from learner.megatron.logprobs import logprobs_and_entropy, tokens_and_entropy
+from learner.megatron.logprobs import logprobs_and_entropy
 from tests.rigs import processes
 from tests.rigs.waiting import LIMIT_S
 
@@ -72,7 +72,7 @@ def test_several_tokens_in_a_place_have_their_log_probabilities_and_gradients(ch
     ids = torch.stack([targets, targets.roll(1), (targets + 3) % 11, targets], 1)
     inputs = hidden.requires_grad_(), weight.requires_grad_()
     wanted = (hidden @ weight.t() / 0.6).log_softmax(-1).gather(1, ids)
-    found, entropy = tokens_and_entropy(*inputs, ids, 0.6, None, chunk, kept)
+    found, entropy = logprobs_and_entropy(*inputs, ids, 0.6, None, chunk, kept)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     factors = torch.linspace(-1, 2, ids.numel(), dtype=torch.float64).reshape(ids.shape)
     gradients = [torch.autograd.grad((x * factors).sum(), inputs) for x in (found, wanted)]
@@ -81,7 +81,7 @@ def test_several_tokens_in_a_place_have_their_log_probabilities_and_gradients(ch
     plain = [x.detach().clone().requires_grad_() for x in inputs]
     other = logprobs_and_entropy(*plain, targets, 0.6, None, chunk, kept)
     assert torch.equal(other[0], found[:, 0]) and torch.equal(other[1], entropy)
-    both = tokens_and_entropy(*inputs, ids, 0.6, None, chunk, kept)
+    both = logprobs_and_entropy(*inputs, ids, 0.6, None, chunk, kept)
     log_p = (inputs[0] @ inputs[1].t() / 0.6).log_softmax(-1)
     exact = (log_p.gather(1, ids) * factors).sum() - 0.3 * (log_p.exp() * log_p).sum()
     mixed = torch.autograd.grad((both[0] * factors).sum() + 0.3 * both[1].sum(), inputs)
@@ -185,7 +185,7 @@ def share_the_vocabulary(rank: int, folder: str, pipe: Connection) -> None:
         log_p = (whole[0] @ whole[1].t() / 0.6).log_softmax(-1).gather(1, ids)
         (log_p * weights[0][:, None]).sum().backward()
         mine = [x.detach().clone().requires_grad_() for x in (hidden, weight[part])]
-        several = tokens_and_entropy(*mine, ids, 0.6, dist.group.WORLD, chunk)[0]
+        several = logprobs_and_entropy(*mine, ids, 0.6, dist.group.WORLD, chunk)[0]
         (several * weights[0][:, None]).sum().backward()
         torch.testing.assert_close(several, log_p, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(mine[1].grad, whole[1].grad[part], rtol=1e-11, atol=1e-12)

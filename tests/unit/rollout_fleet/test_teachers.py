@@ -45,7 +45,7 @@ def logprob(token: int, place: int) -> float:
 
 
 def rows_of(body: dict[str, Any]) -> Rows:
-    """What vLLM answers: nothing of the first token, then the sampled token and the most probable ones."""
+    """The answer of vLLM: nothing of the first token, then the sampled token and the most probable ones."""
     rows: Rows = [None]
     for place, token in enumerate(body["prompt"][1:], 1):
         known = {each: logprob(each, place) for each in range(VOCABULARY)}
