@@ -1,17 +1,19 @@
-"""A student with a teacher and with rewards alone: samples until it is as good as the teacher, over seeds.
+"""A student with a teacher and with rewards alone: samples until it is about as good as the teacher, over seeds.
 
-The student is the quickstart's warm start, whose last demonstrations are sloppy. The teacher is another model, which
-saw the clean demonstrations only; `slipstream scorer` serves it with vLLM, as the node's engine is vLLM. Each way
-trains the student by `slipstream up` with the quickstart's config and one change. A way has reached the teacher at the
-first step where the mean reward of `WINDOW` steps is at most `MARGIN` below the teacher's accuracy on held-out
-problems, sampled at temperature 1 like the rewards. Models that are in runs/ already are not made again.
+The student is the quickstart's warm start, made sloppier: it guesses at once in nearly all answers, and forgets
+carries. So rewards are sparse at first. The teacher is another model, which saw clean demonstrations only.
+`slipstream scorer` serves it with vLLM, as the node's engine is vLLM. Each way trains the student by `slipstream up`
+with the quickstart's config and one change. A way has reached the teacher when the mean reward of WINDOW steps is at
+most MARGIN below the teacher's accuracy. That accuracy is on held-out problems, sampled at temperature 1 like the
+rewards. Models in runs/ and finished runs in --folder are not made again.
 
-    python bench/distillation.py [--seeds 1 2 3] [--steps 60]
+    python bench/distillation.py --folder runs/distillation [--seeds 1 2 3] [--steps 36]
 """
 
 import contextlib
 import json
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -24,28 +26,37 @@ from typing import Any
 import harness
 import yaml
 
-TOP_K = 8
+from launch.quickstart.assets import AdditionPlan, addition_demonstrations, addition_pairs
+
 WINDOW = 3
-MARGIN = 0.02
+MARGIN = 0.05
+SLOPPIER = AdditionPlan(clean=0, sloppy=1920, blurted=0.97, forgotten=0.9)
 PORT = 18431
 WAYS: dict[str, dict[str, Any] | None] = {  # learner.loss.distillation
     "rewards": None,
-    "reverse_kl": {"teacher": "teacher", "rewards": False},
-    "forward_kl": {"teacher": "teacher", "objective": "forward_kl", "top_k": TOP_K, "rewards": False},
+    "teacher": {"teacher": "teacher", "objective": "reverse_kl", "alone": True},
 }
 RUNS = harness.ROOT / "runs"
-STUDENT = RUNS / "quickstart-sft"
+WARM = RUNS / "quickstart-sft"
+STUDENT = RUNS / "student-sft"
 TEACHER = RUNS / "teacher-sft"
 QUICKSTART = "configs/quickstart.yaml"
 
 
 def make_models() -> None:
-    """The quickstart's problems and warm start, and a teacher from another initialisation."""
+    """The quickstart's problems and warm start, a sloppier student, and a teacher from another initialisation."""
     cli = ("-m", "launch.cli", "sft", "configs/quickstart-sft.yaml")
     for seed, folder in ((1, RUNS / "assets"), (2, RUNS / "assets-seed2")):
         harness.python("-m", "launch.quickstart.assets", "--out", folder, "--seed", seed)
+    if not (WARM / "model" / "config.json").exists():
+        harness.python(*cli, f"run.dir={WARM}")
     if not (STUDENT / "model" / "config.json").exists():
-        harness.python(*cli, f"run.dir={STUDENT}")
+        rng = random.Random("distillation")
+        rows = RUNS / "assets" / "sloppier.jsonl"
+        demonstrations = addition_demonstrations(SLOPPIER, addition_pairs(SLOPPIER, rng)[2], rng)
+        rows.write_text("".join(json.dumps(row) + "\n" for row in demonstrations))
+        words = (f"model.path={WARM / 'model'}", f"tasks.dataset={rows}", "run.steps=60", "learner.optimizer.lr=1e-3")
+        harness.python(*cli, f"run.dir={STUDENT}", *words)
     if not (TEACHER / "model" / "config.json").exists():
         model = f"model.path={RUNS / 'assets-seed2' / 'model'}"
         harness.python(*cli, f"run.dir={TEACHER}", "run.seed=2", model, "run.steps=600")  # before the sloppy ones
@@ -54,6 +65,7 @@ def make_models() -> None:
 def config_of(way: str, folder: Path) -> Path:
     """The quickstart's config with the way's one change."""
     document = yaml.safe_load((harness.ROOT / QUICKSTART).read_text())
+    document["model"]["path"] = str(STUDENT / "model")
     told = WAYS[way]
     if told is not None:
         document["learner"]["loss"]["distillation"] = told
@@ -91,25 +103,36 @@ def reached(rewards: list[float], level: float) -> int | None:
     return next((end for end, mean in enumerate(means, WINDOW) if mean >= level), None)
 
 
-def trained(config: Path, way: str, run_dir: Path, *, seed: int, steps: int, level: float) -> dict[str, Any]:
-    """One job's figures."""
-    job = harness.run(config, run_dir, f"run.seed={seed}", f"run.steps={steps}")
-    needed = reached(job.rewards, level)
-    lines = job.lines
-    return {
-        "way": way,
-        "seed": seed,
-        "steps_to_teacher": needed,
-        "samples_to_teacher": None if needed is None else sum(line["samples"] for line in lines[:needed]),
-        "reward_first_3": job.reward(slice(WINDOW)),
-        "reward_last_10": job.reward(slice(-10, None)),
-        "teacher_kl_first_3": round(statistics.mean(line["teacher_kl_mean"] for line in lines[:WINDOW]), 4),
-        "teacher_kl_last_10": round(statistics.mean(line["teacher_kl_mean"] for line in lines[-10:]), 4),
-        "teacher_s": round(job.mean("teacher_s"), 4),
-        "samples_failed": job.total("samples_failed"),
-        "wall_s": round(job.wall_s, 1),
-        "rewards": [round(reward, 4) for reward in job.rewards],
-    }
+def trained(config: Path, way: str, folder: Path, *, seed: int, steps: int) -> dict[str, Any]:
+    """One job's figures, which are kept in `folder`."""
+    kept = folder / f"{way}-{seed}.json"
+    if not kept.exists():
+        job = harness.run(config, folder / f"{way}-{seed}", f"run.seed={seed}", f"run.steps={steps}")
+        found = {
+            "way": way,
+            "seed": seed,
+            "reward_first_3": job.reward(slice(WINDOW)),
+            "reward_last_10": job.reward(slice(-10, None)),
+            "teacher_kl_first_3": round(statistics.mean(line["teacher_kl_mean"] for line in job.lines[:WINDOW]), 4),
+            "teacher_kl_last_10": round(statistics.mean(line["teacher_kl_mean"] for line in job.lines[-10:]), 4),
+            "teacher_s": round(job.mean("teacher_s"), 4),
+            "samples_failed": job.total("samples_failed"),
+            "wall_s": round(job.wall_s, 1),
+            "samples": [line["samples"] for line in job.lines],
+            "rewards": [round(reward, 4) for reward in job.rewards],
+        }
+        kept.write_text(json.dumps(found))
+        print(way, seed, found["rewards"], found["wall_s"], flush=True)
+    return json.loads(kept.read_text())
+
+
+def teacher_accuracy(config: Path, folder: Path) -> float:
+    """The teacher's on held-out problems, sampled."""
+    kept = folder / "teacher" / "eval.json"
+    if not kept.exists():
+        words = ("--model", TEACHER / "model", f"run.dir={folder / 'teacher'}")
+        harness.python("-m", "launch.cli", "eval", config, *words)
+    return json.loads(kept.read_text())["sampled_accuracy"]
 
 
 def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -117,31 +140,28 @@ def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for way in WAYS:
         own = [run for run in runs if run["way"] == way]
-        samples = [run["samples_to_teacher"] for run in own]
-        rows.append({
-            "way": way,
-            "samples": ", ".join("never" if each is None else f"{each:,}" for each in samples),
-            "reward_last_10": round(statistics.mean(run["reward_last_10"] for run in own), 3),
-            "teacher_s": round(statistics.mean(run["teacher_s"] for run in own), 3),
-        })  # fmt: skip
+        samples = ["never" if run["steps_to_teacher"] is None else f"{run['samples_to_teacher']:,}" for run in own]
+        means = {name: statistics.mean(run[name] for run in own) for name in ("reward_first_3", "reward_last_10")}
+        rows.append({"way": way, "samples": ", ".join(samples), **means})
     return rows
 
 
-@harness.script(seeds=[1, 2, 3], steps=60)
+@harness.script(folder=Path, seeds=[1, 2, 3], steps=36)
 def main(options: harness.Options) -> harness.Figures:
-    make_models()
-    folder = harness.scratch()
+    folder = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    make_models()
     configs = {way: config_of(way, folder) for way in WAYS}
-    model = ("--model", TEACHER / "model")
-    harness.python("-m", "launch.cli", "eval", configs["rewards"], *model, f"run.dir={folder / 'teacher'}")
-    accuracy = json.loads((folder / "teacher" / "eval.json").read_text())["sampled_accuracy"]
+    accuracy = teacher_accuracy(configs["rewards"], folder)
     runs: list[dict[str, Any]] = []
-    with served(configs["reverse_kl"], folder):
-        for seed in options.seeds:
-            for way, config in configs.items():
-                told = {"seed": seed, "steps": options.steps, "level": accuracy - MARGIN}
-                runs.append(trained(config, way, folder / f"{way}-{seed}", **told))
-                print(way, seed, runs[-1]["samples_to_teacher"], runs[-1]["wall_s"], flush=True)
-    level = {"teacher_accuracy": accuracy, "margin": MARGIN}
+    wanted = [(way, seed) for seed in options.seeds for way in WAYS]
+    done = all((folder / f"{way}-{seed}.json").exists() for way, seed in wanted)
+    with contextlib.nullcontext() if done else served(configs["teacher"], folder):
+        for way, seed in wanted:
+            run = trained(configs[way], way, folder, seed=seed, steps=options.steps)
+            needed = reached(run["rewards"], accuracy - MARGIN)
+            samples = None if needed is None else sum(run["samples"][:needed])
+            runs.append(run | {"steps_to_teacher": needed, "samples_to_teacher": samples})
+    level = {"teacher_accuracy": accuracy, "margin": MARGIN, "window": WINDOW, "steps": options.steps}
     return {"rounds": len(options.seeds), **level, "ways": table(runs), "runs": runs}

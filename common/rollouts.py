@@ -85,7 +85,7 @@ class Sample(Path, frozen=True, gc=False):
     # [first token, token behind the last) of every generate call; [] from nodes of an earlier version
     turn_spans: list[tuple[int, int]] = []
     notes: dict[str, str] = {}  # short texts by name for the transcript, such as a judge's answer
-    # [T] float32, the teacher's log-probabilities of the tokens; 0 where loss_mask is 0. None: nobody asked a teacher
+    # [T] float32, the teacher's log-probabilities of the tokens; 0 where loss_mask is 0. None: the node has no teacher
     teacher_logprobs: Array | None = None
     # [N x k] of the N tokens with loss_mask 1: the teacher's most probable tokens in their places, int32, and their
     # log-probabilities, float32

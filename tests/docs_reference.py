@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from common.config import observing, schema, scorers, tasks
-from common.config.loading import describe_type
+from common.config.loading import describe_type, section_in
 from common.metrics import EvaluationMetrics, SftMetrics, StepMetrics, declarations
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -46,8 +46,11 @@ def config_rows(kind: type[msgspec.Struct], prefix: str) -> Iterator[str]:
     said = comments(kind)
     for field in msgspec.structs.fields(kind):
         name = f"{prefix}{field.name}"
-        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            yield from config_rows(field.type, f"{name}.")
+        section = section_in(field.type)
+        if section is not None and not field.required and field.default is None:
+            yield f"| `{name}` | a section | unset | {_cell(said[field.name])} |"
+        if section is not None:
+            yield from config_rows(section, f"{name}.")
         else:
             values = describe_type(field.type).removesuffix(" or null")
             yield f"| `{name}` | {values} | {default_of(field)} | {_cell(said[field.name])} |"

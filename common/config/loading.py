@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from pathlib import Path
+from types import UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin
 
 import msgspec
@@ -144,8 +145,8 @@ def key_paths(schema: type[msgspec.Struct], at: str = "") -> list[str]:
     for field in msgspec.structs.fields(schema):
         path = _join(at, field.name)
         out.append(path)
-        if _is_section(field.type):
-            out.extend(key_paths(field.type, path))
+        if (section := section_in(field.type)) is not None:
+            out.extend(key_paths(section, path))
     return out
 
 
@@ -220,10 +221,10 @@ def _type_of(key: str, schema: type[msgspec.Struct]) -> Any:
             kind = next(get_args(one)[0] for one in (kind, *get_args(kind)) if get_origin(one) is list)
             done[-1] += f"[{part}]"
             continue
-        if _is_section(kind):
-            fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+        if (section := section_in(kind)) is not None:
+            fields = {field.name: field.type for field in msgspec.structs.fields(section)}
             if part not in fields:
-                raise _unknown_key(OVERRIDE, ".".join([*done, part]), kind, schema)
+                raise _unknown_key(OVERRIDE, ".".join([*done, part]), section, schema)
             kind = fields[part]
         elif (mapping := _mapping_in(kind)) is not None:
             kind = get_args(mapping)[1]
@@ -246,7 +247,7 @@ def _rewritten(
         entry_type = get_args(_mapping_in(_type_of(mapping, schema)))[1]
         entries = cast("Document", _value_at(document, mapping))
         key = _join(mapping, next(name for name, entry in entries.items() if not _converts(entry, entry_type))) + below
-    section = _type_of(key, schema)
+    section = section_in(_type_of(key, schema))
     key = _join(key, field[2]) if field else key
     source = OVERRIDE if any(key == o or key.startswith((f"{o}.", f"{o}[")) for o in overridden) else file
     if field and field[1]:
@@ -300,14 +301,16 @@ def _mapping_in(kind: Any) -> Any:
     return next((one for one in (kind, *get_args(kind)) if get_origin(one) is dict), None)
 
 
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+def section_in(kind: Any) -> type[msgspec.Struct] | None:
+    """The section that a type is, or that may be left out; None without one."""
+    choices = get_args(kind) if get_origin(kind) is UnionType else (kind,)
+    return next((one for one in choices if isinstance(one, type) and issubclass(one, msgspec.Struct)), None)
 
 
 def describe_type(kind: Any) -> str:
     """A type in words, for example 'an integer >= 1' or 'one of keep, recompute'."""
-    if _is_section(kind):
-        return f"a section with the keys {', '.join(field.name for field in msgspec.structs.fields(kind))}"
+    if (section := section_in(kind)) is not None:
+        return f"a section with the keys {', '.join(field.name for field in msgspec.structs.fields(section))}"
     return _in_words(schema_info.type_info(kind))
 
 

@@ -98,12 +98,12 @@ class DistillationConfig(Strict, frozen=True, kw_only=True):
     """Learning from a teacher's log-probabilities of what the policy sampled; docs/distillation.md."""
 
     teacher: Text  # Name of one of `scorers`, of kind: teacher.
-    # reverse_kl and advantage need the teacher's log-probabilities of sampled tokens only. forward_kl learns from the
-    # teacher's top_k tokens at every place, which is more to learn from and more to send.
+    # Divergence that is minimised. reverse_kl and advantage learn from sampled tokens, forward_kl from the teacher's
+    # top_k tokens at every place.
     objective: Literal["reverse_kl", "forward_kl", "advantage"] = "reverse_kl"
     coefficient: PositiveFloat = 1.0  # Weight of the divergence from the teacher.
     top_k: Positive | None = None  # Tokens of the teacher at each place, for forward_kl. Unset, 20.
-    rewards: bool = True  # False trains on the teacher alone. Rewards are still measured.
+    alone: bool = False  # Trains on the teacher alone. Rewards are still measured.
 
     @property
     def wanted(self) -> int:
@@ -145,7 +145,7 @@ class LossConfig(Strict, frozen=True, kw_only=True):
 
     @property
     def trains_on_rewards(self) -> bool:
-        return self.distillation is None or self.distillation.rewards
+        return self.distillation is None or not self.distillation.alone
 
 
 class MemoryConfig(Strict, frozen=True, kw_only=True):

@@ -136,6 +136,8 @@ def _verdict(at: str, scorer: ScorerConfig) -> Iterator[Problem]:
 
 def teacher_problems(scorers: Mapping[str, ScorerConfig], told: "DistillationConfig | None") -> Iterator[Problem]:
     """A teacher that is unknown or cannot do what the loss asks, and teachers that the loss does not name."""
+    if told is not None:
+        yield from _told(scorers, told)
     for name, scorer in scorers.items():
         if scorer.kind == "teacher":
             if scorer.prompt is not None:
@@ -144,8 +146,9 @@ def teacher_problems(scorers: Mapping[str, ScorerConfig], told: "DistillationCon
                 yield Problem(f"scorers.{name}", "learner.loss.distillation.teacher that names it", "none")
         elif scorer.tokenizer is not None:
             yield Problem(f"scorers.{name}.tokenizer", f"nothing with kind: {scorer.kind}", scorer.tokenizer)
-    if told is None:
-        return
+
+
+def _told(scorers: Mapping[str, ScorerConfig], told: "DistillationConfig") -> Iterator[Problem]:
     key = "learner.loss.distillation"
     found = scorers.get(told.teacher)
     if found is None:

@@ -136,7 +136,7 @@ def _check_path(sample: Sample | Branch, index: int, vocab_size: int) -> None:
 
 
 def _untaught(path: Sample | Branch, vocab_size: int, top_k: int) -> str:
-    """What a path lacks of its teacher, whose columns have the right lengths; '' when all is well."""
+    """The fault of a path's columns from its teacher, whose lengths are right; '' when there is none."""
     columns = {"teacher_logprobs": "float32"}
     columns |= {"teacher_top_ids": "int32", "teacher_top_logprobs": "float32"} if top_k else {}
     for name, dtype in columns.items():

@@ -3,7 +3,7 @@
     gap = stop_gradient(logprobs - teacher_logprobs), of sampled tokens: its mean estimates KL(policy || teacher)
 
 The policy's side is the learner's own log-probability and not the sampler's. The importance weight leads every token
-to the policy in training, so the gradient is that of this policy's divergence, however old the sample is.
+to the policy in training. So the gradient is that of this policy's divergence, also for stale samples.
 docs/distillation.md compares the objectives.
 """
 

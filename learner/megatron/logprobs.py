@@ -42,40 +42,25 @@ def logprobs_and_entropy(
     Args:
         hidden: [T, H], the same on every rank of the group; any floating dtype.
         weight: [V / ranks, H] this rank's slice of the output layer, in rank order; the dtype of `hidden`.
-        targets: [T] int64, over the whole vocabulary.
+        targets: [T] int64, over the whole vocabulary, or [T, n] for several tokens in each place.
         temperature: logits are divided by it.
         group: the ranks that share the vocabulary; None for one.
         chunk_elements, kept_elements: sizes of a chunk of logits and of what is kept; None: as suits the device.
         with_entropy: False saves the cost of the entropies, and returns zeros for them.
 
     Returns:
-        ([T], [T]) float32, or float64 for float64 inputs; the same on every rank of the group. The gradient of
+        (as `targets`, [T]) float32, or float64 for float64 inputs; the same on every rank of the group. The gradient of
         `hidden` is this rank's part of the sum over the group.
     """
-    logprobs, entropy = tokens_and_entropy(
-        hidden, weight, targets[:, None], temperature, group, chunk_elements, kept_elements, with_entropy
-    )
-    return logprobs.squeeze(1), entropy
-
-
-def tokens_and_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    temperature: float = 1.0,
-    group: dist.ProcessGroup | None = None,
-    chunk_elements: int | None = None,
-    kept_elements: int | None = None,
-    with_entropy: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """As `logprobs_and_entropy`, of several tokens in each place: `ids` [T, n] int64 give [T, n] log-probabilities."""
     elements = chunk_elements or (CUDA_CHUNK_ELEMENTS if hidden.is_cuda else CHUNK_ELEMENTS)
     rows = max(1, elements // weight.size(0))
     chunks = [slice(a, a + rows) for a in range(0, hidden.size(0), rows)]
     if kept_elements is None:
         kept_elements = CUDA_KEPT_ELEMENTS if hidden.is_cuda else KEPT_ELEMENTS
     budget = kept_elements if torch.is_grad_enabled() else 0  # inside a function of autograd it is always off
-    return _LogProbs.apply(hidden, weight, ids, float(temperature), group, chunks, with_entropy, budget)
+    ids = targets if targets.dim() == 2 else targets[:, None]
+    logprobs, entropy = _LogProbs.apply(hidden, weight, ids, float(temperature), group, chunks, with_entropy, budget)
+    return logprobs.view(targets.shape), entropy
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:

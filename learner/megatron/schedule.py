@@ -19,7 +19,7 @@ from common.config.schema import ParallelConfig
 from common.span_buffer import SPANS
 from learner.backend_protocol import NOTHING_TRAINED, LossFunction, LossOutput, Microbatch, StepResult
 from learner.megatron import parallel
-from learner.megatron.logprobs import tokens_and_entropy
+from learner.megatron.logprobs import logprobs_and_entropy
 from learner.megatron.moe import Experts
 from learner.megatron.pack_layout import PackPart
 from learner.megatron.parallel import mpu
@@ -97,7 +97,7 @@ class Head:
             weight = self._model.shared_embedding_or_output_weight()
         else:
             weight = self._model.output_layer.weight
-        logprobs, entropies = tokens_and_entropy(
+        logprobs, entropies = logprobs_and_entropy(
             rows, weight, ids, temperature=temperature, group=self._group, with_entropy=entropy
         )
         return logprobs, entropies if entropy else None

@@ -103,7 +103,7 @@ class Episode(Protocol):
 
 
 class SampleTeacher(Protocol):
-    """What a teacher says of samples; rollout_fleet/scorers/teacher.py."""
+    """Adds a teacher's columns to samples; rollout_fleet/scorers/teacher.py."""
 
     @property
     def paused(self) -> str: ...

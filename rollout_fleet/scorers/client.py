@@ -108,7 +108,7 @@ class Scorer:
         return await asyncio.shield(asking), known  # others may wait for the same score
 
     async def ask(self, body: bytes, read: Callable[[bytes], A], room: int) -> A:
-        """What `read` makes of the answer to `body`, at most `room` bytes longer than a score. Raises ScorerFailed."""
+        """`read` of the answer to `body`, which is at most `room` bytes longer than a score. Raises ScorerFailed."""
         return await self._start(self._counted(_Question(body, read, ANSWER_BYTES + room)))
 
     async def close(self) -> None:

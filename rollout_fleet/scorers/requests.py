@@ -32,7 +32,7 @@ class ScorerFailed(EpisodeFailed):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a scorer's answer says, and what it took to get it."""
+    """The content of a scorer's answer, and its cost."""
 
     retries: int = 0
     seconds: float = 0.0  # from the question to the answer, with all waits

@@ -42,7 +42,7 @@ class Teacher:
         return self._scorer.paused
 
     async def ask(self, tokens: Sequence[int]) -> Taught:
-        """What the teacher says of T tokens. Raises ScorerFailed."""
+        """The teacher's log-probabilities of T tokens. Raises ScorerFailed."""
         read = partial(taught, tokens=tokens, top_k=self._top_k, vocabulary=self._vocabulary)
         body = question(self._scorer.config, tokens, self._top_k)
         return await self._scorer.ask(body, read, room=len(tokens) * (self._top_k + 1) * TOKEN_BYTES)

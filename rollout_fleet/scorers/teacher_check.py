@@ -26,8 +26,8 @@ TALK = [{"role": "user", "content": PROBE}]
 def check_teacher(config: Config, name: str, file: str) -> str:
     """Why the teacher does not answer; '' when all is well.
 
-    Raises ConfigError for another tokenizer, end of sequence or chat template than the policy's, for a model that is
-    not served there or whose context is too short, and for more tokens than the teacher gives.
+    Raises ConfigError for another tokenizer, end of sequence or chat template than the policy's. It does so, too, for a
+    model that is not served there, a context that is too short, and more tokens than the teacher gives.
     """
     scorer = config.scorers[name]
     told = config.learner.loss.distillation
@@ -53,7 +53,7 @@ def _other(file: str, name: str, what: str, where: str) -> ConfigError:
 
 
 def _differences(policy: Path, teacher: Path) -> Iterator[str]:
-    """What a teacher's folder has otherwise than the policy's."""
+    """The parts of a teacher's folder that are not the policy's."""
     ours = load_tokenizer(policy)
     theirs = load_tokenizer(teacher)
     if ours.get_vocab() != theirs.get_vocab():
@@ -94,16 +94,17 @@ def _asked(scorer: ScorerConfig, told: DistillationConfig, *, config: Config, na
         if theirs is not None and theirs != ids:
             raise _other(file, name, "chat template" if "messages" in body else "tokenizer", scorer.url)
     tokens = list(ours[0])
-    for top_k in dict.fromkeys((0, told.wanted)):
+    vocabulary = vocabulary_of(config.model.path)
+    for top_k in dict.fromkeys((0, told.wanted)):  # a server that refuses only the second one has a lower limit
         try:
             answer = check.request(scorer, address_of(scorer), question(scorer, tokens, top_k))
-            taught(answer, tokens=tokens, top_k=top_k, vocabulary=vocabulary_of(config.model.path))
+            taught(answer, tokens=tokens, top_k=top_k, vocabulary=vocabulary)
         except urllib.error.HTTPError as error:
             if not top_k or error.code != 400:
                 raise
-            hint = "vLLM's --max-logprobs raises it"
             key = "learner.loss.distillation.top_k"
-            raise ConfigError(file, key, f"at most the limit of {scorer.url}", str(top_k), hint) from error
+            expected = f"at most the limit of {scorer.url}, which vLLM's --max-logprobs raises"
+            raise ConfigError(file, key, expected, str(top_k)) from error
         except ScorerFailed as error:
             return f"gives no log-probabilities: {error}"
     return ""

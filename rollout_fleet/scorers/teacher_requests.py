@@ -24,7 +24,7 @@ ROUNDING = 1e-3  # by which a log-probability, or a sum of probabilities, may be
 
 @dataclass(frozen=True)
 class Taught(Answer):
-    """What a teacher said of T tokens; entry 0 of each array is 0, because nothing comes before the first token."""
+    """A teacher's answer about T tokens; entry 0 of each array is 0, because nothing comes before the first token."""
 
     logprobs: np.ndarray  # [T] float32
     top_ids: np.ndarray  # [T, k] int32
@@ -53,7 +53,7 @@ def question(scorer: ScorerConfig, tokens: Sequence[int], top_k: int) -> bytes:
 
 
 def taught(answer: bytes, *, tokens: Sequence[int], top_k: int, vocabulary: int) -> Taught:
-    """What an answer says of `tokens`. Raises ScorerFailed for one that cannot be true."""
+    """The log-probabilities of `tokens` in an answer. Raises ScorerFailed for one that cannot be true."""
     try:
         found = msgspec.json.decode(answer, type=_Completion)
         (choice,) = found.choices

@@ -188,9 +188,14 @@ def hugging_face(model: Any, batch: Microbatch) -> tuple[Tensor, Tensor]:
 
     They are computed one document at a time, so nothing about packing or padding can go wrong.
     """
-    documents = batch.tokens.split(batch.document_lengths)
-    log_p = torch.cat([model(d[None]).logits[0].float() / TEMPERATURE for d in documents]).log_softmax(-1)
+    log_p = distributions(model, batch)
     return log_p.gather(1, batch.targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+def distributions(model: Any, batch: Microbatch) -> Tensor:
+    """[T, vocabulary] log-probabilities, one document at a time."""
+    documents = batch.tokens.split(batch.document_lengths)
+    return torch.cat([model(d[None]).logits[0].float() / TEMPERATURE for d in documents]).log_softmax(-1)
 
 
 def reference(model: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:

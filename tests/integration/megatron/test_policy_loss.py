@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.config.schema import LossConfig
+from common.config.schema import DistillationConfig, LossConfig
 from learner.backend_protocol import Microbatch
 from learner.loss.losses import policy_loss
 from tests.rigs import forked_ranks, tiny_models
@@ -20,6 +20,7 @@ from tests.rigs.forked_ranks import Outcome, group, worst
 from tests.rigs.tiny_models import TEMPERATURE, microbatches, share
 
 MAX_TOKENS = 30
+TOP_K = 5
 LOSSES = {
     "gspo": LossConfig(
         **dict(objective="gspo", proximal="loglinear", reduction="sequence_mean"),
@@ -35,6 +36,13 @@ LOSSES = {
     "dppo_tv": LossConfig(
         **dict(objective="dppo_tv", clip_low=5e-4, clip_high=5e-4, proximal="loglinear", reduction="sequence_mean"),
         **dict(correction_normalize=True, entropy_coefficient=0.01, kl_coefficient=0.1, kl_estimator="k2"),
+    ),
+    "reverse_kl": LossConfig(
+        proximal="loglinear", distillation=DistillationConfig(teacher="t", coefficient=0.3, alone=True)
+    ),
+    "forward_kl": LossConfig(
+        **dict(reduction="sequence_mean", correction_normalize=True, entropy_coefficient=0.02),
+        distillation=DistillationConfig(teacher="t", objective="forward_kl", top_k=TOP_K, coefficient=0.7),
     ),
 }
 
@@ -54,6 +62,7 @@ def job_reference(folder: Path, spec: dict[str, Any]) -> None:
     """transformers, one document after the other, and all of them in one microbatch: nothing is divided."""
     model = tiny_models.save(tiny_models.new_model("tied"), folder / "models" / "tied")
     packs = microbatches(0)
+    log_p = torch.cat([tiny_models.distributions(model, pack) for pack in packs])
     rows = [tiny_models.hugging_face(model, pack) for pack in packs]
     logprobs, entropy = torch.cat([x for x, _ in rows]), torch.cat([h for _, h in rows])
     random = torch.Generator().manual_seed(5)
@@ -62,8 +71,13 @@ def job_reference(folder: Path, spec: dict[str, Any]) -> None:
     data["staleness"] = torch.randint(0, 12, (len(logprobs),), generator=random, dtype=torch.int32)
     lengths = [n for pack in packs for n in pack.document_lengths]
     data["advantages"] = torch.randn(len(lengths), generator=random).repeat_interleave(torch.tensor(lengths))
+    teacher = (log_p.detach() + 0.5 * torch.randn(log_p.shape, generator=random)).log_softmax(-1)
+    top, ids = teacher.topk(TOP_K, -1)
+    targets = torch.cat([pack.targets for pack in packs])
+    data["teacher_logprobs"] = teacher.gather(1, targets[:, None])[:, 0]
+    data |= {"teacher_top_ids": ids, "teacher_top_logprobs": top}
     save_file(data, folder / "data.safetensors")
-    batch = whole(given(packs, data))
+    batch = replace(whole(given(packs, data)), top_logprobs=log_p.gather(1, ids))
     for name, config in LOSSES.items():
         out = policy_loss(config, MAX_TOKENS)(logprobs, entropy, batch)
         loss = out.loss_sum / out.denominator
@@ -107,7 +121,8 @@ def given(packs: list[Microbatch], data: dict[str, Tensor]) -> list[Microbatch]:
 
 def whole(packs: list[Microbatch]) -> Microbatch:
     names = ("tokens", "targets", "positions", "loss_mask", "advantages", "behavior_logprobs", "staleness")
-    tensors = {name: torch.cat([getattr(pack, name) for pack in packs]) for name in (*names, "reference_logprobs")}
+    names += ("reference_logprobs", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
+    tensors = {name: torch.cat([getattr(pack, name) for pack in packs]) for name in names}
     return Microbatch(document_lengths=sum((pack.document_lengths for pack in packs), ()), **tensors)
 
 
@@ -155,6 +170,8 @@ def test_the_losses_make_use_of_their_masks_and_bounds(folder: Path) -> None:
     assert 0 < sums["ppo_clip"]["vetoed"] < tokens
     assert 0 < sums["dppo_tv"]["objective_clipped"] < tokens
     assert sums["dppo_tv"]["weight"] != pytest.approx(tokens, rel=1e-3)
+    assert 0 < sums["forward_kl"]["teacher_tail"] < tokens
+    assert sums["forward_kl"]["teacher_kl"] != 0
 
 
 def test_a_step_whose_log_probabilities_are_gone_says_so(folder: Path) -> None:

@@ -159,3 +159,101 @@ def test_a_run_continues_with_a_scorer_elsewhere_but_not_with_another_question(t
     run.prepare(built(tmp_path, url="http://other/v1", failures=3))
     with refused(OtherRun, "scorers.judge.prompt"):
         run.prepare(built(tmp_path, prompt="{completion}"))
+
+
+# ---------------------------------------------------------------- teachers
+
+TEACHER: dict[str, Any] = {"url": "http://teacher:8000/v1", "model": "big", "kind": "teacher"}
+
+
+def distilled(folder: Path, told: dict[str, Any] | None, scorers: dict[str, Any], **sections: Any) -> Config:
+    loss = {} if told is None else {"learner": {"loss": {"distillation": told}, **sections.pop("learner", {})}}
+    return build_config({**document_of(folder, **loss, **sections), "scorers": scorers}, "job.yaml")
+
+
+def test_a_teacher_is_a_scorer_that_the_loss_names(tmp_path: Path) -> None:
+    told = {"teacher": "t", "objective": "forward_kl", "coefficient": 0.5, "alone": True}
+    config = distilled(tmp_path, told, {"t": {**TEACHER, "serve": {"max_model_len": 600}}})
+    assert list(problems(config)) == []
+    assert config.learner.loss.distillation is not None and config.learner.loss.distillation.wanted == 20
+    (tmp_path / "again.yaml").write_text(dump_yaml(config))
+    assert load_config(tmp_path / "again.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("told", "changes", "key", "fact"),
+    [
+        ({"teacher": "tutor"}, {}, "learner.loss.distillation.teacher", "scorers has t"),
+        ({"teacher": "t"}, {"kind": "rubric", "prompt": "{completion}", "verdict": "(.)"}, "scorers.t", "none"),
+        (None, {}, "scorers.t", "none"),
+        ({"teacher": "t"}, {"prompt": "{completion}"}, "scorers.t.prompt", "teacher"),
+        ({"teacher": "t"}, {"verdict": "(.)"}, "scorers.t.verdict", "teacher"),
+        ({"teacher": "t"}, {"extra": {"prompt_logprobs": 1}}, "scorers.t.extra.prompt_logprobs", "prompt_logprobs"),
+        ({"teacher": "t", "top_k": 5}, {}, "learner.loss.distillation.top_k", "reverse_kl"),
+        ({"teacher": "t", "objective": "forwards"}, {}, "learner.loss.distillation.objective", "forward_kl"),
+        ({"teacher": "t", "coefficient": 0}, {}, "learner.loss.distillation.coefficient", "0"),
+        (
+            {"teacher": "t", "objective": "forward_kl", "top_k": 21},
+            {"serve": {"dtype": "float32"}},
+            "learner.loss.distillation.top_k",
+            "max_logprobs",
+        ),
+        (
+            {"teacher": "t", "objective": "forward_kl"},
+            {"serve": {"max_logprobs": 8}},
+            "learner.loss.distillation.top_k",
+            "8",
+        ),
+    ],
+)
+def test_a_teacher_that_cannot_work_is_refused_with_its_key(
+    tmp_path: Path, told: dict[str, Any] | None, changes: dict[str, Any], key: str, fact: str
+) -> None:
+    with refused(ConfigError, "job.yaml", fact) as caught:
+        distilled(tmp_path, told, {"t": {**TEACHER, **changes}})
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize("limit", [-1, 32])
+def test_a_teacher_may_be_served_with_a_higher_limit(tmp_path: Path, limit: int) -> None:
+    told = {"teacher": "t", "objective": "forward_kl", "top_k": 32}
+    distilled(tmp_path, told, {"t": {**TEACHER, "serve": {"max_logprobs": limit}}})
+
+
+def test_a_teacher_gives_no_rewards_and_a_judge_has_no_tokenizer(tmp_path: Path) -> None:
+    tasks = {"environment": None, "reward": [{"scorer": "t"}]}
+    with refused(ConfigError, "teacher") as caught:
+        distilled(tmp_path, {"teacher": "t"}, {"t": TEACHER}, tasks=tasks)
+    assert caught.value.key == "tasks.reward[0].scorer"
+    with refused(ConfigError, "rubric") as caught:
+        built(tmp_path, tokenizer="somewhere")
+    assert caught.value.key == "scorers.judge.tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"rollout": {"temperature": 0.9}}, "rollout.temperature"),
+        ({"rollout": {"top_p": 0.9}}, "rollout.top_p"),
+        ({"learner": {"dynamic_sampling": True}}, "learner.dynamic_sampling"),
+        ({"rollout": {"group_size": 1}}, "rollout.group_size"),
+    ],
+)
+def test_what_a_teacher_cannot_go_with_is_refused(tmp_path: Path, sections: dict[str, Any], key: str) -> None:
+    config = distilled(tmp_path, {"teacher": "t"}, {"t": TEACHER}, **sections)
+    assert [problem.key for problem in problems(config)] == [key]
+
+
+def test_a_group_of_one_learns_from_its_teacher_alone(tmp_path: Path) -> None:
+    told = {"teacher": "t", "alone": True}
+    assert list(problems(distilled(tmp_path, told, {"t": TEACHER}, rollout={"group_size": 1}))) == []
+
+
+def test_a_run_continues_with_a_teacher_elsewhere_but_not_with_another_one(tmp_path: Path) -> None:
+    run = RunDir(str(tmp_path / "run"))
+    run.prepare(distilled(tmp_path, {"teacher": "t"}, {"t": TEACHER}))
+    moved = TEACHER | {"url": "http://other/v1", "tokenizer": "elsewhere"}
+    run.prepare(distilled(tmp_path, {"teacher": "t"}, {"t": moved}))
+    for told, scorer in (({"teacher": "t", "coefficient": 2.0}, TEACHER), ({"teacher": "t"}, TEACHER | {"model": "b"})):
+        with refused(OtherRun):
+            run.prepare(distilled(tmp_path, told, {"t": scorer}))

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.contract import StoredGroup
-from common.config.schema import Config
+from common.config.schema import Config, DistillationConfig
 from common.rollouts import Branch, Group, GroupMeta, Sample, VersionRun, encode_group
 from common.wire_types import Array
 from learner.backend_protocol import RoutingShape
 from learner.batch.batch import BadGroup, assemble, cache_ages, decode, expired_groups, length_deciles
+from learner.batch.packing import FILLER, build
 from learner.loop.step_metrics import Totals
 from tests.rigs.refusals import refused
 
@@ -391,3 +392,78 @@ def test_only_a_call_in_flight_has_an_old_cache(
 ) -> None:
     found = cache_ages(*episode(turns))
     assert (found[0].tolist(), found[1].tolist()) == (pytest.approx(mean), largest)
+
+
+# ---------------------------------------------------------------- a teacher's columns
+
+TEACHER = {"scorers": {"t": {"url": "http://t/v1", "model": "t", "kind": "teacher"}}}
+
+
+def taught(top_k: int = 2, **changes: object) -> Sample:
+    """Two tokens of prompt and three sampled ones."""
+    ids = np.arange(3 * top_k) % 10
+    columns = {
+        "teacher_logprobs": Array.of([0, 0, -0.5, -1.0, -1.5], "float32"),
+        "teacher_top_ids": Array.of(ids, "int32"),
+        "teacher_top_logprobs": Array.of(-1.0 - ids, "float32"),
+    }
+    return sample(**{**columns, **changes})
+
+
+def distillation(**keys: object) -> DistillationConfig:
+    return DistillationConfig(**{"teacher": "t", "objective": "forward_kl", "top_k": 2, **keys})
+
+
+def test_what_the_loss_does_not_read_of_a_teacher_may_be_missing() -> None:
+    told = distillation(objective="reverse_kl", top_k=None)
+    plain = taught(teacher_top_ids=None, teacher_top_logprobs=None)
+    for group in (Group(5, [plain]), Group(5, [taught()]), Group(5, [sample(error="no teacher")])):
+        assert decode(stored(group), 10, 1, distillation=told) == group
+    assert decode(stored(Group(5, [taught()])), 10, 1, distillation=distillation()).samples == [taught()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({"teacher_logprobs": None}, "teacher_logprobs"),
+        ({"teacher_logprobs": Array.of([0, 0, -1], "float32")}, "3 entries"),
+        ({"teacher_logprobs": Array.of([0, 0, -1, -1, -1], "int32")}, "int32"),
+        ({"teacher_logprobs": Array.of([0, 0, -1, math.nan, -1], "float32")}, "finite"),
+        ({"teacher_top_ids": None}, "0 tokens"),
+        ({"teacher_top_ids": Array.of([1] * 5, "int32")}, "5 tokens"),
+        ({"teacher_top_ids": Array.of([1] * 6, "int64")}, "int64"),
+        ({"teacher_top_ids": Array.of([1, 1, 1, 1, 1, 10], "int32")}, "0..9"),
+        ({"teacher_top_ids": Array.of([1, 1, -1, 1, 1, 1], "int32")}, "0..9"),
+        ({"teacher_top_logprobs": Array.of([-math.inf] * 6, "float32")}, "finite"),
+        ({"teacher_top_logprobs": Array.of([-1.0] * 3, "float32")}, "3 log-probabilities"),
+    ],
+)
+def test_what_is_wrong_with_a_teachers_columns_is_refused_with_the_reason(
+    changes: dict[str, object], fact: str
+) -> None:
+    with refused(BadGroup, "sample 0", fact):
+        decode(stored(Group(5, [taught(**changes)])), 10, 1, distillation=distillation())
+
+
+def test_another_number_of_the_teachers_tokens_is_refused() -> None:
+    with refused(BadGroup, "9 tokens", "6"):
+        decode(stored(Group(5, [taught(top_k=3)])), 10, 1, distillation=distillation())
+
+
+@pytest.mark.parametrize("rewards", [True, False])
+def test_a_document_carries_its_teacher_and_rewards_train_only_where_they_should(
+    make_config: Callable[..., Config], rewards: bool
+) -> None:
+    told = {"teacher": "t", "objective": "forward_kl", "top_k": 2, "alone": not rewards}
+    config = make_config(learner={"loss": {"distillation": told}}, **TEACHER)
+    group = Group(0, [taught(reward=1.0, teacher_s=2.0), taught(reward=0.0, teacher_s=4.0)])
+    batch = assemble([group], 0, config)
+    assert [document.advantage != 0 for document in batch.documents] == [rewards] * 2
+    assert (batch.statistics.reward_mean, batch.statistics.teacher_s) == (0.5, 3.0)
+    (packed,) = build(batch.documents, [[0, 1]])
+    assert packed.teacher_logprobs is not None and packed.teacher_top_ids is not None
+    assert packed.teacher_logprobs.tolist() == [0, -0.5, -1.0, -1.5] * 2
+    assert packed.teacher_top_ids.tolist() == [[0, 0], [0, 1], [2, 3], [4, 5]] * 2
+    assert packed.teacher_top_logprobs is not None
+    assert packed.teacher_top_logprobs.tolist() == [[0, 0], [-1, -2], [-3, -4], [-5, -6]] * 2
+    assert build([FILLER], [[0]])[0].teacher_logprobs is None

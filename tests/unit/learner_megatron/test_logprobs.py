@@ -64,6 +64,31 @@ def test_gradients_pass_gradcheck(chunk: int, kept: int) -> None:
     assert check(lambda h, w: logprobs_of(h, w, *options))
 
 
+@pytest.mark.parametrize("kept", [0, 60, 1 << 20])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_several_tokens_in_a_place_have_their_log_probabilities_and_gradients(chunk: int, kept: int) -> None:
+    """Also a token that is asked for twice, as a teacher's may be the sampled one."""
+    hidden, weight, targets = example()
+    ids = torch.stack([targets, targets.roll(1), (targets + 3) % 11, targets], 1)
+    inputs = hidden.requires_grad_(), weight.requires_grad_()
+    wanted = (hidden @ weight.t() / 0.6).log_softmax(-1).gather(1, ids)
+    found, entropy = logprobs_and_entropy(*inputs, ids, 0.6, None, chunk, kept)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    factors = torch.linspace(-1, 2, ids.numel(), dtype=torch.float64).reshape(ids.shape)
+    gradients = [torch.autograd.grad((x * factors).sum(), inputs) for x in (found, wanted)]
+    for mine, autograd in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, autograd, rtol=1e-11, atol=1e-12)
+    plain = [x.detach().clone().requires_grad_() for x in inputs]
+    other = logprobs_and_entropy(*plain, targets, 0.6, None, chunk, kept)
+    assert torch.equal(other[0], found[:, 0]) and torch.equal(other[1], entropy)
+    both = logprobs_and_entropy(*inputs, ids, 0.6, None, chunk, kept)
+    log_p = (inputs[0] @ inputs[1].t() / 0.6).log_softmax(-1)
+    exact = (log_p.gather(1, ids) * factors).sum() - 0.3 * (log_p.exp() * log_p).sum()
+    mixed = torch.autograd.grad((both[0] * factors).sum() + 0.3 * both[1].sum(), inputs)
+    for mine, autograd in zip(mixed, torch.autograd.grad(exact, inputs), strict=True):
+        torch.testing.assert_close(mine, autograd, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_what_is_kept_for_the_backward_pass_changes_nothing(chunk: int) -> None:
     found = []
@@ -155,6 +180,17 @@ def share_the_vocabulary(rank: int, folder: str, pipe: Connection) -> None:
         torch.testing.assert_close(mine[1].grad, gradients[1][part], rtol=1e-11, atol=1e-12)
         dist.all_reduce(mine[0].grad)
         torch.testing.assert_close(mine[0].grad, gradients[0], rtol=1e-11, atol=1e-12)
+        ids = torch.stack([targets, (targets + 1) % 14, (targets * 5) % 14], 1)
+        whole = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+        log_p = (whole[0] @ whole[1].t() / 0.6).log_softmax(-1).gather(1, ids)
+        (log_p * weights[0][:, None]).sum().backward()
+        mine = [x.detach().clone().requires_grad_() for x in (hidden, weight[part])]
+        several = logprobs_and_entropy(*mine, ids, 0.6, dist.group.WORLD, chunk)[0]
+        (several * weights[0][:, None]).sum().backward()
+        torch.testing.assert_close(several, log_p, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(mine[1].grad, whole[1].grad[part], rtol=1e-11, atol=1e-12)
+        dist.all_reduce(mine[0].grad)
+        torch.testing.assert_close(mine[0].grad, whole[0].grad, rtol=1e-11, atol=1e-12)
         with torch.no_grad():
             alone = logprobs_of(*mine, targets, 0.6, dist.group.WORLD, chunk)
         torch.testing.assert_close(alone, wanted[0], rtol=1e-12, atol=1e-12)

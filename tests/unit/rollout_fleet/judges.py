@@ -61,6 +61,7 @@ class JudgeServer:
         self.act: Act = by_length
         self.acts: list[Act] = []
         self.served: list[str] | int = ["judge"]  # answer of /v1/models, or its status
+        self.facts: dict[str, Any] = {}  # more fields of each model in it
         self.redirect = ""  # where /v1/models sends to
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
@@ -106,12 +107,12 @@ class JudgeServer:
             return web.Response(status=302, headers={"Location": self.redirect})
         if isinstance(self.served, int):
             return web.Response(status=self.served)
-        return web.json_response({"data": [{"id": name} for name in self.served]})
+        return web.json_response({"data": [{"id": name, **self.facts} for name in self.served]})
 
     async def run(self, ready: threading.Event, stop: asyncio.Event) -> None:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
-        for path in ("/v1/chat/completions", "/classify"):
+        for path in ("/v1/chat/completions", "/classify", "/v1/completions", "/tokenize"):
             app.router.add_post(path, self._judge)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.0)
         await runner.setup()
