@@ -5,6 +5,7 @@ Schema rules: structs are keyed, fields are only ever appended and new ones have
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -29,6 +30,13 @@ class VersionRun(msgspec.Struct, frozen=True, gc=False):
 
     start: int
     version: int
+
+
+class TemperatureRun(msgspec.Struct, frozen=True, gc=False):
+    """Tokens from index `start` up to the next run were sampled at `temperature`."""
+
+    start: int
+    temperature: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
 class Path(msgspec.Struct, frozen=True, gc=False):
@@ -60,6 +68,7 @@ class Branch(Path, frozen=True, gc=False):
     turn_spans: list[tuple[int, int]] = []  # this and the next fields: as in Sample
     routed_experts: Array | None = None
     name: str = ""
+    temperature_runs: list[TemperatureRun] = []
 
 
 class Sample(Path, frozen=True, gc=False):
@@ -81,6 +90,8 @@ class Sample(Path, frozen=True, gc=False):
     notes: dict[str, str] = {}  # short texts by name for the transcript, such as a judge's answer
     branches: list[Branch] = []  # they share the sample's reward and advantage
     name: str = ""  # the sub-agent's that had this conversation; '' for the agent itself
+    # Other temperatures than rollout.temperature, which an agent asked for. Tokens before the first run are at the job's.
+    temperature_runs: list[TemperatureRun] = []
 
     @property
     def paths(self) -> "list[Sample | Branch]":
@@ -140,6 +151,11 @@ def _wrong(sample: Sample | Branch) -> str:
     end = n or 1
     if sample.routed_experts is not None and sample.routed_experts.entries() % end:
         return f"{sample.routed_experts.entries()} routed experts do not divide by {n} tokens"
+    for before, after in pairwise(sample.temperature_runs):
+        if before.start >= after.start:
+            return f"temperature runs begin at {before.start} and then at {after.start}"
+    if sample.temperature_runs and not 0 <= sample.temperature_runs[0].start <= sample.temperature_runs[-1].start < end:
+        return f"temperature runs are not within {n} tokens"
     starts = [run.start for run in sample.version_runs]
     if any(before >= after for before, after in pairwise((-1, *starts, end))):
         return f"version runs {starts} are not increasing within {n} tokens"
