@@ -34,6 +34,13 @@ class VersionRun(msgspec.Struct, frozen=True, gc=False):
     version: int
 
 
+class TemperatureRun(msgspec.Struct, frozen=True, gc=False):
+    """Tokens from index `start` up to the next run were sampled at `temperature`."""
+
+    start: int
+    temperature: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+
+
 class Path(msgspec.Struct, frozen=True, gc=False):
     """One conversation of an episode, token by token."""
 
@@ -66,6 +73,7 @@ class Branch(Path, frozen=True, gc=False):
     teacher_logprobs: Array | None = None
     teacher_top_ids: Array | None = None
     teacher_top_logprobs: Array | None = None
+    temperature_runs: list[TemperatureRun] = []
 
 
 class Sample(Path, frozen=True, gc=False):
@@ -94,6 +102,8 @@ class Sample(Path, frozen=True, gc=False):
     teacher_s: Seconds = 0.0  # from the question to the teacher to its answer, with all waits
     branches: list[Branch] = []  # they share the sample's reward and advantage
     name: str = ""  # the sub-agent's that had this conversation; '' for the agent itself
+    # Temperatures that an agent asked for; tokens before the first run were sampled at rollout.temperature.
+    temperature_runs: list[TemperatureRun] = []
 
     @property
     def paths(self) -> "list[Sample | Branch]":
@@ -156,6 +166,11 @@ def _wrong(sample: Sample | Branch) -> str:
         return f"{sample.routed_experts.entries()} routed experts do not divide by {n} tokens"
     if sample.teacher_logprobs is not None and (wrong := _wrong_teacher(sample, n)):
         return wrong
+    for before, after in pairwise(sample.temperature_runs):
+        if before.start >= after.start:
+            return f"temperature runs begin at {before.start} and then at {after.start}"
+    if sample.temperature_runs and not 0 <= sample.temperature_runs[0].start <= sample.temperature_runs[-1].start < end:
+        return f"temperature runs are not within {n} tokens"
     starts = [run.start for run in sample.version_runs]
     if any(before >= after for before, after in pairwise((-1, *starts, end))):
         return f"version runs {starts} are not increasing within {n} tokens"

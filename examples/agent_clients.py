@@ -1,9 +1,9 @@
 """Agents of well-known libraries, each with one tool; docs/clients.md says what each library needs.
 
-    tasks:
-      environment: "examples.agent_clients:openai_agents"    # or another function of this file
-      dataset: questions.jsonl                               # {"question": "...", "answer": "..."}
-      limits: {python: .venv-adapters/bin/python}
+tasks:
+  environment: "examples.agent_clients:openai_agents"    # or another function of this file
+  dataset: questions.jsonl                               # {"question": "...", "answer": "..."}
+  limits: {python: .venv-adapters/bin/python}
 """
 
 import asyncio

@@ -34,6 +34,7 @@ class Microbatch:
     teacher_top_logprobs: Tensor | None = None  # [T, k] float32, their log-probabilities by the teacher
     # [T, k] of the same tokens by the policy in training, differentiable; `train_step` adds it for the loss
     top_logprobs: Tensor | None = None
+    temperatures: Tensor | None = None  # [T] float32 at which the targets were sampled, 0: the step's
     numbers: tuple[int, ...] = ()  # indices of the documents in the batch; () for a filler
     kl_coefficients: Tensor | None = None  # [T] float32 with tasks.sources, in the place of the loss's coefficient
 
@@ -95,9 +96,9 @@ class Backend(Protocol):
     ) -> StepResult:
         """Forward, backward, clip, optimizer step over this data-parallel rank's microbatches. Collective.
 
-        Every data-parallel rank passes the same number of microbatches. Logits are divided by
-        `temperature` before the log-softmax. Gradients are those of (sum of loss_sum over all
-        microbatches of all ranks) / (sum of denominator over the same).
+        Every data-parallel rank passes the same number of microbatches. Logits are divided by `temperature`, or by
+        Microbatch.temperatures, before the log-softmax. Gradients are those of (sum of loss_sum over all microbatches
+        of all ranks) / (sum of denominator over the same).
         """
         ...
 

@@ -15,6 +15,7 @@ from common.config.types import AddressSpace, Fraction, NonNegative, Number, Pos
 from common.errors import Problem, UsageError
 from common.json_lines import dataset_rows
 
+AGENT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 Role = Literal["system", "user", "assistant", "tool"]
 SOURCE_NAME = re.compile(r"[A-Za-z][\w-]*")
 DEFAULT_BUFFER_SHARE = 5  # overlong_buffer_tokens is this part of rollout.max_tokens, as in DAPO
@@ -56,6 +57,13 @@ class MessageConfig(Strict, frozen=True, kw_only=True):
     content: Text  # Template with {column}.
 
 
+class AgentConfig(Strict, frozen=True, kw_only=True):
+    """A sub-agent of an agent; docs/agents.md."""
+
+    # False serves the policy's answers to it and trains none of them.
+    trained: bool = True
+
+
 class RowsConfig(Strict, frozen=True, kw_only=True):
     """The keys that the tasks of an RL job and the rows of a warm start have in common."""
 
@@ -81,6 +89,8 @@ class EpisodesConfig(RowsConfig, frozen=True, kw_only=True):
     # Variables of the chat template, for `reward`; enable_thinking of Qwen3 is one.
     chat_template_kwargs: dict[str, Scalar] = {}
     options: dict[str, Scalar] = {}  # Keyword arguments of the environment, or of the reward function.
+    # Sub-agents by name, which an agent asks as the model policy/NAME. Unset, it may use any name, and all train.
+    agents: dict[str, AgentConfig] = {}
     # Column with the success rate of a row, which some datasets have, for min_success and max_success.
     success_column: Text = "pass_rate"
     min_success: Fraction | None = None  # Rows with a lower success rate are left out.
@@ -201,6 +211,11 @@ def _source_problems(at: str, tasks: TasksConfig) -> Iterator[Problem]:
         for key in ("reward", "prompt", "chat_template_kwargs"):
             if getattr(tasks, key):
                 yield Problem(f"{at}.{key}", f"nothing beside {at}.environment", "both", "an environment has its own")
+    if tasks.environment is None and tasks.agents:
+        yield Problem(f"{at}.agents", "an agent as tasks.environment with it", "a reward", "docs/agents.md")
+    for name in tasks.agents:
+        if not AGENT_NAME.fullmatch(name):
+            yield Problem(f"{at}.agents.{name}", "a name of at most 64 of a-z, A-Z, 0-9, _, . and -", f"{name!r}")
     for key in ("reward", "prompt"):
         if getattr(tasks, key) == []:
             yield Problem(f"{at}.{key}", "at least one entry", "none")

@@ -262,7 +262,7 @@ class _Played:  # a sample with an episode, over its paths or of one of them, fo
     cut: int = 0  # tokens that tasks.truncated: masked leaves out
     cache_age: float = 0.0  # sum over the tokens in the loss
     cache_age_max: int = 0
-    places: int = 0  # of its documents
+    places: int = 0  # its documents have so many
 
 
 NO_AGES = np.zeros(0, dtype=np.int32)
@@ -323,6 +323,9 @@ def _prepare_path(
         cache_age_max = int(largest[mask].max())
     if routing is not None and path.routed_experts is not None:
         experts = path.routed_experts.numpy().reshape(len(tokens), routing.layers, routing.chosen)
+    temperatures = np.zeros(len(tokens), dtype=np.float32)
+    for run in path.temperature_runs:
+        temperatures[run.start :] = run.temperature
     document = Document(
         tokens=tokens,
         loss_mask=mask.astype(np.uint8),
@@ -333,6 +336,7 @@ def _prepare_path(
         routed_experts=experts,
         path=number,
         **_taught(path, config.learner.loss.distillation),
+        temperatures=temperatures if path.temperature_runs else None,
     )
     expired_tokens = int(too_old.sum())
     return _Played(sample, int(sampled.sum()), expired_tokens, age[mask], cut, cache_age, cache_age_max), document

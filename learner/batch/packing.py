@@ -41,6 +41,7 @@ class Document:
     teacher_top_ids: np.ndarray | None = None  # [L, k] int32
     teacher_top_logprobs: np.ndarray | None = None  # [L, k] float32
     path: int = 0  # 0: the sample's own, n: its n-th branch
+    temperatures: np.ndarray | None = None  # [L] float32, 0: the step's; None: the step's everywhere
 
     @property
     def origin(self) -> tuple[int, int]:
@@ -114,20 +115,26 @@ def _pack(documents: list[Document], numbers: tuple[int, ...]) -> Microbatch:
         behavior_logprobs=of_targets("behavior_logprobs", np.float32),
         staleness=of_targets("staleness", np.int32),
         routed_experts=_routing(documents),
-        teacher_logprobs=_taught(documents, "teacher_logprobs", np.float32),
-        teacher_top_ids=_taught(documents, "teacher_top_ids", np.int64),
-        teacher_top_logprobs=_taught(documents, "teacher_top_logprobs", np.float32),
+        teacher_logprobs=_given(documents, "teacher_logprobs", np.float32),
+        teacher_top_ids=_given(documents, "teacher_top_ids", np.int64),
+        teacher_top_logprobs=_given(documents, "teacher_top_logprobs", np.float32),
+        temperatures=_given(documents, "temperatures", np.float32),
         numbers=numbers,
         kl_coefficients=None if all(value is None for value in own) else torch.from_numpy(kl),
     )
 
 
-def _taught(documents: list[Document], name: str, dtype: type) -> torch.Tensor | None:
-    """[T, ...] values of the targets; None when no document has any."""
+def _given(documents: list[Document], name: str, dtype: type) -> torch.Tensor | None:
+    """[T, ...] values of the targets, zeros in documents without them; None when no document has any."""
     rows = [getattr(document, name) for document in documents]
-    if all(row is None for row in rows):
+    shape = next((row.shape[1:] for row in rows if row is not None), None)
+    if shape is None:
         return None
-    return torch.from_numpy(np.concatenate([row[1:] for row in rows], dtype=dtype))
+    parts = [
+        np.zeros((document.places, *shape), dtype) if row is None else row[1:]
+        for row, document in zip(rows, documents, strict=True)
+    ]
+    return torch.from_numpy(np.concatenate(parts, dtype=dtype))
 
 
 def _routing(documents: list[Document]) -> torch.Tensor | None:

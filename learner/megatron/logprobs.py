@@ -9,6 +9,8 @@ With hidden states h [T, H], a temperature t, and output weights W [V, H] split 
     d entropy / d z_v = -p_v (log p_v + entropy)
     dh = dz W / t (this rank's part)      dW = dz^T h / t
 
+Every row may have a temperature of its own.
+
 Logits exist for a chunk of rows at a time. The exponentials of the first chunks, up to a fixed budget, are kept for the
 backward pass. So the working set is bounded, and a batch that fits the budget costs no second matrix product.
 """
@@ -29,7 +31,7 @@ def logprobs_and_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     group: dist.ProcessGroup | None = None,
     chunk_elements: int | None = None,
     kept_elements: int | None = None,
@@ -43,7 +45,7 @@ def logprobs_and_entropy(
         hidden: [T, H], the same on every rank of the group; any floating dtype.
         weight: [V / ranks, H] this rank's slice of the output layer, in rank order; the dtype of `hidden`.
         targets: [T] int64, over the whole vocabulary, or [T, n] for several tokens in each place.
-        temperature: logits are divided by it.
+        temperature: logits are divided by it; one for all, or [T] float of each token's own.
         group: the ranks that share the vocabulary; None for one.
         chunk_elements, kept_elements: sizes of a chunk of logits and of what is kept; None: as suits the device.
         with_entropy: False saves the cost of the entropies, and returns zeros for them.
@@ -59,13 +61,19 @@ def logprobs_and_entropy(
         kept_elements = CUDA_KEPT_ELEMENTS if hidden.is_cuda else KEPT_ELEMENTS
     budget = kept_elements if torch.is_grad_enabled() else 0  # inside a function of autograd it is always off
     ids = targets if targets.dim() == 2 else targets[:, None]
-    logprobs, entropy = _LogProbs.apply(hidden, weight, ids, float(temperature), group, chunks, with_entropy, budget)
+    logprobs, entropy = _LogProbs.apply(hidden, weight, ids, temperature, group, chunks, with_entropy, budget)
     return logprobs.view(targets.shape), entropy
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, temperature: float | Tensor, dtype: torch.dtype) -> Tensor:
     z = torch.mm(hidden, weight.t()).to(dtype)
+    if isinstance(temperature, Tensor):
+        return z.div_(temperature[:, None])
     return z.div_(temperature) if temperature != 1.0 else z
+
+
+def _of(rows: slice, temperature: float | Tensor) -> float | Tensor:
+    return temperature[rows] if isinstance(temperature, Tensor) else temperature
 
 
 class _LogProbs(torch.autograd.Function):
@@ -75,7 +83,7 @@ class _LogProbs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         ids: Tensor,
-        temperature: float,
+        temperature: float | Tensor,
         group: dist.ProcessGroup | None,
         chunks: list[slice],
         with_entropy: bool,
@@ -90,7 +98,7 @@ class _LogProbs(torch.autograd.Function):
         sums = torch.zeros(2 + ids.size(1), hidden.size(0), dtype=dtype, device=hidden.device)
         kept: list[Tensor | None] = []  # exp(z - highest of this slice), by chunk
         for rows in chunks:
-            z = _logits(hidden[rows], weight, temperature, dtype)
+            z = _logits(hidden[rows], weight, _of(rows, temperature), dtype)
             sums[2:, rows] = z.gather(1, index[rows]).t()
             highest[rows] = top = z.amax(1)
             z.sub_(top[:, None])
@@ -130,19 +138,20 @@ class _LogProbs(torch.autograd.Function):
         for i, rows in enumerate(ctx.chunks):
             p = ctx.kept[i]  # used up: a second backward pass computes it again
             ctx.kept[i] = None
-            scale = (-total[rows] / ctx.temperature)[:, None]
+            temperature = _of(rows, ctx.temperature)
+            scale = (-total[rows] / temperature)[:, None]
             if grad_entropy is not None:  # needs log p, which p that has underflowed cannot give
-                p = _logits(hidden[rows], weight, ctx.temperature, log_sum.dtype)
+                p = _logits(hidden[rows], weight, temperature, log_sum.dtype)
                 p.sub_(highest[rows, None]).sub_(log_sum[rows, None])
-                inner = p.add(entropy[rows, None]).mul_((-grad_entropy[rows] / ctx.temperature)[:, None])
+                inner = p.add(entropy[rows, None]).mul_((-grad_entropy[rows] / temperature)[:, None])
                 p.exp_().mul_(inner.add_(scale))
                 del inner
             elif p is not None:
                 p.mul_(scale * (local - highest - log_sum)[rows].exp_()[:, None])
             else:
-                p = _logits(hidden[rows], weight, ctx.temperature, log_sum.dtype)
+                p = _logits(hidden[rows], weight, temperature, log_sum.dtype)
                 p.sub_(highest[rows, None]).sub_(log_sum[rows, None]).exp_().mul_(scale)
-            p.scatter_add_(1, index[rows], torch.where(mine[rows], grad_logprobs[rows] / ctx.temperature, 0))
+            p.scatter_add_(1, index[rows], torch.where(mine[rows], (grad_logprobs[rows].t() / temperature).t(), 0))
             dz = p.to(hidden.dtype)
             del p
             if grad_hidden is not None:

@@ -68,7 +68,9 @@ class _AgentEpisode:
         record = self._final = self._talk.whole()
         record.turn_rewards = [0.0] * (record.turns - 1) + [reward]
         record.metrics = {**metrics, "branches": float(len(record.branches))}
-        if self._talk.exhausted is not None or not turn.ended:
+        if self._talk.terms.agents:
+            record.metrics["tokens_frozen"] = float(self._talk.frozen)
+        if self._talk.exhausted is not None or turn.cut:
             return self._talk.exhausted or StopReason.LENGTH
         return StopReason.STOP if record.turns == 1 else StopReason.ENVIRONMENT_DONE
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.rollouts import Branch, Sample, VersionRun
+from common.rollouts import Branch, Sample, TemperatureRun, VersionRun
 from common.wire_types import Array
 from rollout_fleet.environments.protocol import StopReason
 from rollout_fleet.episode.sampler_protocol import Generation
@@ -29,6 +29,7 @@ class TokenRecord:
     routed_tokens: int = 0
     spans: list[tuple[int, int]] = field(default_factory=list)  # where each turn is in `tokens`
     name: str = ""  # the sub-agent's
+    temperatures: list[TemperatureRun] = field(default_factory=list)  # empty: all at the job's
     branches: "list[TokenRecord]" = field(default_factory=list)  # other conversations of the episode
 
     def observe(self, ids: list[int]) -> None:
@@ -74,7 +75,14 @@ class TokenRecord:
             routed_tokens=len(routed[0]) if routed else 0,
             spans=self.spans[:turns],
             name=self.name,
+            temperatures=[run for run in self.temperatures if run.start < length],
         )
+
+    def sampled_at(self, temperature: float, job: float) -> None:
+        """The last turn was sampled at `temperature`; turns before the first run are at the job's."""
+        before = self.temperatures[-1].temperature if self.temperatures else job
+        if temperature != before:
+            self.temperatures.append(TemperatureRun(self.spans[-1][0], temperature))
 
     def untrain(self, start: int, end: int) -> None:
         """Take the tokens from `start` up to `end` out of the loss."""
@@ -104,6 +112,7 @@ class TokenRecord:
             notes=self.notes,
             branches=[branch._branch() for branch in self.branches],
             name=self.name,
+            temperature_runs=self.temperatures,
         )
 
     def _branch(self) -> Branch:
@@ -115,6 +124,7 @@ class TokenRecord:
             turn_spans=self.spans,
             routed_experts=self._routing(),
             name=self.name,
+            temperature_runs=self.temperatures,
         )
 
     def _routing(self) -> Array | None:

@@ -193,9 +193,11 @@ def hugging_face(model: Any, batch: Microbatch) -> tuple[Tensor, Tensor]:
 
 
 def distributions(model: Any, batch: Microbatch) -> Tensor:
-    """[T, vocabulary] log-probabilities, one document at a time."""
+    """[T, vocabulary] log-probabilities, one document at a time, at each target's own temperature."""
     documents = batch.tokens.split(batch.document_lengths)
-    return torch.cat([model(d[None]).logits[0].float() / TEMPERATURE for d in documents]).log_softmax(-1)
+    logits = torch.cat([model(d[None]).logits[0].float() for d in documents])
+    named = torch.zeros(len(logits)) if batch.temperatures is None else batch.temperatures  # 0: the step's
+    return (logits / torch.where(named > 0, named, TEMPERATURE)[:, None]).log_softmax(-1)
 
 
 def reference(model: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from broker.contract import StoredGroup
 from common.config.schema import Config, DistillationConfig
-from common.rollouts import Branch, Group, GroupMeta, Sample, VersionRun, encode_group
+from common.rollouts import Branch, Group, GroupMeta, Sample, TemperatureRun, VersionRun, encode_group
 from common.wire_types import Array
 from learner.backend_protocol import RoutingShape
 from learner.batch.batch import BadGroup, assemble, cache_ages, decode, expired_groups, length_deciles
@@ -185,6 +185,18 @@ def test_every_path_of_a_sample_is_a_document_with_its_advantage_and_all_counts_
     fresh = msgspec.structs.replace(agent, branches=branches[:1])
     groups = [Group(1, [agent]), Group(2, [fresh]), Group(3, [failed])]
     assert expired_groups(groups, step=6, max_staleness=1) == [1]
+
+
+def test_the_learner_computes_at_the_temperature_of_each_token(make_config: Callable[..., Config]) -> None:
+    """0 stands for rollout.temperature; the first token of a document is no target."""
+    hot = branch(1, [(2, 0)], temperature_runs=[TemperatureRun(1, 2.0)])
+    agent = sample(2, [(3, 0)], temperature_runs=[TemperatureRun(3, 0.5), TemperatureRun(4, 1.25)], branches=[hot])
+    batch = assemble([Group(0, [agent, sample(1, [(1, 0)])])], 0, make_config())
+    (packed,) = build(batch.documents, [[0, 2, 1]])
+    assert packed.temperatures is not None
+    assert packed.temperatures.tolist() == [0, 0, 0.5, 1.25, 0, 2, 2]
+    (plain,) = build(batch.documents, [[2]])
+    assert plain.temperatures is None
 
 
 def test_a_branch_that_would_poison_training_is_refused() -> None:
