@@ -5,6 +5,7 @@ Schema rules: structs are keyed, fields are only ever appended and new ones have
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -31,8 +32,15 @@ class VersionRun(msgspec.Struct, frozen=True, gc=False):
     version: int
 
 
-class Sample(msgspec.Struct, frozen=True, gc=False):
-    """One episode, token by token."""
+class TemperatureRun(msgspec.Struct, frozen=True, gc=False):
+    """Tokens from index `start` up to the next run were sampled at `temperature`."""
+
+    start: int
+    temperature: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+
+
+class Path(msgspec.Struct, frozen=True, gc=False):
+    """One conversation of an episode, token by token."""
 
     tokens: Array  # [T] int32, prompt, sampled tokens and environment text in the order that the model saw
     loss_mask: Array  # [T] uint8, 1 where the policy sampled the token, 0 for prompt and environment text
@@ -40,6 +48,32 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     # loss_mask is 0
     behavior_logprobs: Array
     version_runs: list[VersionRun]  # meaningful where loss_mask is 1
+
+    def token_versions(self) -> np.ndarray:
+        """[T] int64 policy version of every token; tokens before the first run get that run's version."""
+        out = np.zeros(len(self.tokens.data) // 4, dtype=np.int64)
+        for i, run in enumerate(self.version_runs):
+            out[(0 if i == 0 else run.start) :] = run.version
+        return out
+
+    @property
+    def sampled(self) -> int:
+        """Tokens with loss_mask 1."""
+        return int((self.loss_mask.numpy() > 0).sum())
+
+
+class Branch(Path, frozen=True, gc=False):
+    """A further path of an agent's turns. Tokens that an earlier path counts have loss_mask 0 here."""
+
+    turn_spans: list[tuple[int, int]] = []  # this and the next fields: as in Sample
+    routed_experts: Array | None = None
+    name: str = ""
+    temperature_runs: list[TemperatureRun] = []
+
+
+class Sample(Path, frozen=True, gc=False):
+    """One episode, or of an agent's episode the longest of its conversations; the others are `branches`."""
+
     reward: float  # sum of the turn rewards
     # stop | length | turn_limit | environment_done, or of a failed sample environment_error | environment_timeout |
     # environment_flood | environment_killed | scorer_error | timeout | cancelled
@@ -54,13 +88,20 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     # [first token, token behind the last) of every generate call; [] from nodes of an earlier version
     turn_spans: list[tuple[int, int]] = []
     notes: dict[str, str] = {}  # short texts by name for the transcript, such as a judge's answer
+    branches: list[Branch] = []  # they share the sample's reward and advantage
+    name: str = ""  # the sub-agent's that had this conversation; '' for the agent itself
+    # Other temperatures than rollout.temperature, which an agent asked for. Tokens before the first run are at the job's.
+    temperature_runs: list[TemperatureRun] = []
 
-    def token_versions(self) -> np.ndarray:
-        """[T] int64 policy version of every token; tokens before the first run get that run's version."""
-        out = np.zeros(len(self.tokens.data) // 4, dtype=np.int64)
-        for i, run in enumerate(self.version_runs):
-            out[(0 if i == 0 else run.start) :] = run.version
-        return out
+    @property
+    def paths(self) -> "list[Sample | Branch]":
+        """The sample's own path and its branches; every sampled token has loss_mask 1 in at most one of them."""
+        return [self, *self.branches]
+
+    @property
+    def sampled_all(self) -> int:
+        """Tokens with loss_mask 1 over all paths."""
+        return sum(path.sampled for path in self.paths)
 
 
 class Group(msgspec.Struct, frozen=True, gc=False):
@@ -92,13 +133,15 @@ def decode_group(data: bytes | memoryview) -> Group:
     if group.schema_version != SCHEMA_VERSION:
         raise ValueError(f"group schema {group.schema_version}, this learner reads {SCHEMA_VERSION}")
     for i, sample in enumerate(group.samples):
-        if wrong := _wrong(sample):
-            raise ValueError(f"group {group.serial} sample {i}: {wrong}")
+        for number, path in enumerate(sample.paths):
+            if wrong := _wrong(path):
+                where = f"branch {number}: " if number else ""
+                raise ValueError(f"group {group.serial} sample {i}: {where}{wrong}")
     return group
 
 
-def _wrong(sample: Sample) -> str:
-    """The mismatch in a sample, '' when there is none; looks at sizes and makes no arrays, for speed."""
+def _wrong(sample: Sample | Branch) -> str:
+    """The mismatch in a path, '' when there is none; looks at sizes and makes no arrays, for speed."""
     n = sample.tokens.entries()
     mask, logprobs = sample.loss_mask, sample.behavior_logprobs
     if mask.entries() != n:
@@ -108,6 +151,11 @@ def _wrong(sample: Sample) -> str:
     end = n or 1
     if sample.routed_experts is not None and sample.routed_experts.entries() % end:
         return f"{sample.routed_experts.entries()} routed experts do not divide by {n} tokens"
+    for before, after in pairwise(sample.temperature_runs):
+        if before.start >= after.start:
+            return f"temperature runs begin at {before.start} and then at {after.start}"
+    if sample.temperature_runs and not 0 <= sample.temperature_runs[0].start <= sample.temperature_runs[-1].start < end:
+        return f"temperature runs are not within {n} tokens"
     starts = [run.start for run in sample.version_runs]
     if any(before >= after for before, after in pairwise((-1, *starts, end))):
         return f"version runs {starts} are not increasing within {n} tokens"

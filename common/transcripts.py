@@ -6,7 +6,7 @@ The learner makes those of its steps, and nodes those of groups that failed.
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from common.rollouts import Group, Sample
+from common.rollouts import Branch, Group, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     version_runs: list[tuple[int, int]] = []  # (index in this turn, policy version from there on)
     reward: float | None = None  # the environment gave it for a policy's turn
     cut_before: int = 0  # tokens left out just before this turn, which may be the second part of one
+    path: int = 0  # 0: the sample's own conversation; n: its n-th branch, from where it leaves an earlier one
+    name: str = ""  # the sub-agent's
 
 
 class Transcript(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +93,7 @@ class TokenText:
 
 @dataclass(frozen=True)
 class Training:
-    """A step's figures of a sample of T tokens."""
+    """A step's figures of a path of T tokens."""
 
     trained: np.ndarray  # [T] uint8, 1 where the token was in the loss
     advantage: float
@@ -103,30 +105,33 @@ class _Stretch(NamedTuple):  # tokens [start, end) of one author
     start: int
     end: int
     reward: float | None = None
+    path: int = 0
 
 
 def transcript_line(
-    sample: Sample, text: TokenText, limit_bytes: int, training: Training | None = None, /, **facts: Any
+    sample: Sample, text: TokenText, limit_bytes: int, training: Mapping[int, Training] | None = None, /, **facts: Any
 ) -> bytes:
     """The JSON line of a sample's transcript, cut in its middle to at most `limit_bytes`.
 
-    `facts`: serial, sample, node_id, why and step of the Transcript. Raises ValueError for a sample that contradicts
-    itself or does not fit, and whatever the tokenizer raises.
+    `training`: by path, of those that trained. `facts`: serial, sample, node_id, why and step of the Transcript. Raises
+    ValueError for a sample that contradicts itself or does not fit, and whatever the tokenizer raises.
     """
-    length = sample.tokens.entries()
+    training = training or {}
+    parts = list(_stretches(sample))
+    length = sum(part.end - part.start for part in parts)
     keep = min(length, limit_bytes // LEAST_TOKEN_BYTES)
     facts |= {
         "time_s": time.time(),
         "reward": sample.reward if math.isfinite(sample.reward) else 0.0,
         "stop_reason": sample.stop_reason[:REASON_CHARS],
         "error": sample.error and sample.error[:REASON_CHARS],
-        "advantage": training and training.advantage,
+        "advantage": next((one.advantage for one in training.values()), None),
         "notes": sample.notes,
         "metrics": {name: value for name, value in sample.metrics.items() if math.isfinite(value)},
-        "sampled_tokens": int((sample.loss_mask.numpy() > 0).sum()),
+        "sampled_tokens": sample.sampled_all,
     }
     while True:
-        turns = list(_turns(sample, keep, text, training))
+        turns = list(_turns(sample, parts, keep, text=text, training=training))
         line = msgspec.json.encode(Transcript(turns=turns, cut_tokens=length - keep, **facts)) + b"\n"
         if len(line) <= limit_bytes:
             return line
@@ -135,10 +140,28 @@ def transcript_line(
         keep = keep * limit_bytes * 9 // (len(line) * 10)
 
 
-def _stretches(sample: Sample, length: int) -> Iterator[_Stretch]:
-    """The authors of a sample's tokens. Without spans, neighbouring turns are one, and untrained ones unseen."""
+def _stretches(sample: Sample) -> Iterator[_Stretch]:
+    """The authors of a sample's tokens, path by path; a branch from where it leaves an earlier path."""
+    paths = sample.paths
+    for number, path in enumerate(paths):
+        shared = max((_shared(path, other) for other in paths[:number]), default=0)
+        for part in _authors(path, dict(enumerate(sample.turn_rewards)) if number == 0 else {}):
+            if part.end > shared:
+                yield part._replace(start=max(part.start, shared), path=number)
+
+
+def _shared(path: Sample | Branch, other: Sample | Branch) -> int:
+    """The tokens that both begin with, before the last turn."""
+    mine = path.tokens.numpy()[: path.turn_spans[-1][0] if path.turn_spans else None]
+    theirs = other.tokens.numpy()[: len(mine)]
+    differs = np.flatnonzero(mine[: len(theirs)] != theirs)
+    return int(differs[0]) if len(differs) else len(theirs)
+
+
+def _authors(sample: Sample | Branch, rewards: dict[int, float]) -> Iterator[_Stretch]:
+    """The authors of a path's tokens. Without spans, neighbouring turns are one, and untrained ones unseen."""
     spans = sample.turn_spans
-    rewards = dict(enumerate(sample.turn_rewards))
+    length = sample.tokens.entries()
     if not spans:
         edges = np.flatnonzero(np.diff(sample.loss_mask.numpy() > 0, prepend=False, append=False)).tolist()
         spans = list(zip(edges[::2], edges[1::2], strict=True))
@@ -152,33 +175,39 @@ def _stretches(sample: Sample, length: int) -> Iterator[_Stretch]:
         done = end
 
 
-def _turns(sample: Sample, keep: int, text: TokenText, training: Training | None) -> Iterator[Turn]:
+def _turns(
+    sample: Sample, parts: list[_Stretch], keep: int, *, text: TokenText, training: Mapping[int, Training]
+) -> Iterator[Turn]:
     """Only the first and the last tokens, `keep` together; a turn that is cut has its reward in the last part."""
-    length = sample.tokens.entries()
+    length = sum(part.end - part.start for part in parts)
     left, right = (keep // 2, length - keep + keep // 2) if keep < length else (0, 0)
-    for part in _stretches(sample, length):
+    before = 0  # tokens of the parts before
+    for part in parts:
+        shift = part.start - before
+        before += part.end - part.start
         for low, high in ((0, left), (right, length)):
-            start, end = max(part.start, low), min(part.end, high)
+            start, end = max(part.start, low + shift), min(part.end, high + shift)
             if start < end:
-                cut = right - left if start == right else 0
-                reward = part.reward if end == part.end else None
-                yield _turn(sample, _Stretch(part.author, start, end, reward), cut, text, training)
+                cut = right - left if start == right + shift else 0
+                shown = part._replace(start=start, end=end, reward=part.reward if end == part.end else None)
+                yield _turn(sample.paths[part.path], shown, cut, text, training.get(part.path))
 
 
-def _turn(sample: Sample, part: _Stretch, cut_before: int, text: TokenText, training: Training | None) -> Turn:
+def _turn(path: Sample | Branch, part: _Stretch, cut_before: int, text: TokenText, training: Training | None) -> Turn:
     where = slice(part.start, part.end)
-    tokens = sample.tokens.numpy()[where].tolist()
+    tokens = path.tokens.numpy()[where].tolist()
     pieces = text.pieces(tokens)
-    turn = Turn(author=part.author, text="".join(pieces), tokens=tokens, pieces=pieces, cut_before=cut_before)
+    place = {"cut_before": cut_before, "path": part.path, "name": path.name}
+    turn = Turn(author=part.author, text="".join(pieces), tokens=tokens, pieces=pieces, **place)
     if part.author != "policy":
         return turn
-    versions = sample.token_versions()[where]
-    starts: list[int] = np.flatnonzero(np.diff(versions, prepend=-2)).tolist() if sample.version_runs else []
-    scored = bool((sample.loss_mask.numpy()[where] > 0).any())  # the environment may have taken the turn out
+    versions = path.token_versions()[where]
+    starts: list[int] = np.flatnonzero(np.diff(versions, prepend=-2)).tolist() if path.version_runs else []
+    scored = bool((path.loss_mask.numpy()[where] > 0).any())  # the environment may have taken the turn out
     ratios = training.ratios if training is not None and scored else None
     return msgspec.structs.replace(
         turn,
-        logprobs=_rounded(sample.behavior_logprobs.numpy()[where]) if scored else [],
+        logprobs=_rounded(path.behavior_logprobs.numpy()[where]) if scored else [],
         ratios=[] if ratios is None else _rounded(ratios[where]),
         trained=[0] * len(tokens) if training is None else training.trained[where].tolist(),
         version_runs=[(at, int(versions[at])) for at in starts],

@@ -29,6 +29,7 @@ class Microbatch:
     staleness: Tensor | None = None  # [T] int32, step - version that sampled the target
     reference_logprobs: Tensor | None = None  # [T] float32 of the frozen reference model
     routed_experts: Tensor | None = None  # [T, MoE layers, experts per token] int16, of the input token; -1: unknown
+    temperatures: Tensor | None = None  # [T] float32 at which the targets were sampled, 0: the step's
     numbers: tuple[int, ...] = ()  # indices of the documents in the batch; () for a filler
 
 
@@ -89,9 +90,9 @@ class Backend(Protocol):
     ) -> StepResult:
         """Forward, backward, clip, optimizer step over this data-parallel rank's microbatches. Collective.
 
-        Every data-parallel rank passes the same number of microbatches. Logits are divided by
-        `temperature` before the log-softmax. Gradients are those of (sum of loss_sum over all
-        microbatches of all ranks) / (sum of denominator over the same).
+        Every data-parallel rank passes the same number of microbatches. Logits are divided by `temperature`, or by
+        Microbatch.temperatures, before the log-softmax. Gradients are those of (sum of loss_sum over all microbatches
+        of all ranks) / (sum of denominator over the same).
         """
         ...
 

@@ -1,11 +1,14 @@
 """The section `tasks` of the config: the rows of the dataset, and the environment or the rewards that judge them."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from common.config.types import AddressSpace, Number, Positive, Scalar, Seconds, Strict, Text
 from common.errors import Problem
 
+Name = Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
 Role = Literal["system", "user", "assistant", "tool"]
 DEFAULT_BUFFER_SHARE = 5  # overlong_buffer_tokens is this part of rollout.max_tokens, as in DAPO
 
@@ -46,6 +49,13 @@ class MessageConfig(Strict, frozen=True, kw_only=True):
     content: Text  # Template with {column}.
 
 
+class AgentConfig(Strict, frozen=True, kw_only=True):
+    """A sub-agent of an agent; docs/agents.md."""
+
+    # False serves the policy's answers to it and trains none of them.
+    trained: bool = True
+
+
 class RowsConfig(Strict, frozen=True, kw_only=True):
     """The keys that the tasks of an RL job and the rows of a warm start have in common."""
 
@@ -67,6 +77,8 @@ class TasksConfig(RowsConfig, frozen=True, kw_only=True):
     # hf://datasets/OWNER/NAME[@REVISION]/FILE; docs/models.md.
     dataset: Text
     options: dict[str, Scalar] = {}  # Keyword arguments of the environment, or of the reward function.
+    # Sub-agents by name, which an agent asks as the model policy/NAME. Unset, it may use any name, and all train.
+    agents: dict[Name, AgentConfig] = {}
     limits: LimitsConfig = LimitsConfig()
     max_attempts: Positive = 3  # Failed attempts after which a task is given up; docs/delivery.md.
     # Use of an answer that the token limit cut: as it was judged, not in the loss, or with DAPO's penalty. The penalty
@@ -93,6 +105,8 @@ def task_problems(tasks: TasksConfig) -> Iterator[Problem]:
         for key in ("reward", "prompt", "chat_template_kwargs"):
             if getattr(tasks, key):
                 yield Problem(f"tasks.{key}", "nothing beside tasks.environment", "both", "an environment has its own")
+    if tasks.environment is None and tasks.agents:
+        yield Problem("tasks.agents", "an agent as tasks.environment with it", "a reward", "docs/agents.md")
     for key in ("reward", "prompt"):
         if getattr(tasks, key) == []:
             yield Problem(f"tasks.{key}", "at least one entry", "none")

@@ -145,7 +145,8 @@ def _token_styles(turn: Turn, color: str) -> list[str]:
 
 
 def _turn_heading(turn: Turn) -> str:
-    words = [turn.author, f"{len(turn.tokens)} tokens"]
+    words = [f"branch {turn.path}"] * (turn.path > 0) + [visible(turn.name)] * bool(turn.name)
+    words += [turn.author, f"{len(turn.tokens)} tokens"]
     if turn.version_runs:
         words.append("version " + ", ".join(dict.fromkeys(str(version) for _, version in turn.version_runs)))
     words += [f"reward {turn.reward:g}"] if turn.reward is not None else []

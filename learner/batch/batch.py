@@ -7,14 +7,14 @@ Both run on every rank from the same bytes, so every rank has the same batch.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from broker.contract import StoredGroup
 from common.config.schema import Config
-from common.rollouts import Group, Sample, decode_group
+from common.rollouts import Branch, Group, Sample, decode_group
 from common.staleness import expired
 from learner.backend_protocol import RoutingShape
 from learner.batch.dynamic_sampling import carries_signal
@@ -68,7 +68,7 @@ class BatchStatistics:
 @dataclass(frozen=True)
 class TrainingBatch:
     step: int
-    documents: list[Document]  # samples with at least one loss token, in order of serial and sample
+    documents: list[Document]  # paths with at least one loss token, in order of serial, sample and path
     statistics: BatchStatistics  # figures of all groups, failed and expired ones included
 
 
@@ -86,16 +86,18 @@ def decode(stored: StoredGroup, vocab_size: int, group_size: int, routing: Routi
         if len(group.samples) != group_size:
             raise ValueError(f"{len(group.samples)} samples, expected {group_size}")
         for i, sample in enumerate(group.samples):
-            if sample.error is None:
-                _check_sample(sample, i, vocab_size)
+            if sample.error is None and not np.isfinite(sample.reward):
+                raise ValueError(f"sample {i}: reward {sample.reward}")
+            for path in sample.paths if sample.error is None else ():
+                _check_path(path, i, vocab_size)
                 if routing is not None:
-                    _check_routing(sample, i, routing)
+                    _check_routing(path, i, routing)
     except ValueError as error:
         raise BadGroup(stored.serial, stored.node_id, str(error)) from None
     return group
 
 
-def _check_sample(sample: Sample, index: int, vocab_size: int) -> None:
+def _check_path(sample: Sample | Branch, index: int, vocab_size: int) -> None:
     """Raise ValueError on what decode_group does not see."""
     for name, dtype in ARRAY_DTYPES.items():
         if (found := getattr(sample, name).dtype) != dtype:
@@ -106,11 +108,9 @@ def _check_sample(sample: Sample, index: int, vocab_size: int) -> None:
         raise ValueError(f"sample {index}: token ids outside 0..{vocab_size - 1}")
     if not np.isfinite(sample.behavior_logprobs.numpy()[mask]).all():
         raise ValueError(f"sample {index}: behavior_logprobs of sampled tokens are not finite")
-    if not np.isfinite(sample.reward):
-        raise ValueError(f"sample {index}: reward {sample.reward}")
 
 
-def _check_routing(sample: Sample, index: int, shape: RoutingShape) -> None:
+def _check_routing(sample: Sample | Branch, index: int, shape: RoutingShape) -> None:
     """Raise ValueError when the experts that the engine used cannot be those of this model."""
     if sample.routed_experts is None:
         raise ValueError(f"sample {index}: no routed experts, which learner.moe.replay_routing needs of every node")
@@ -141,11 +141,14 @@ def _check_routing(sample: Sample, index: int, shape: RoutingShape) -> None:
 def expired_groups(groups: Sequence[Group], step: int, max_staleness: int) -> list[int]:
     """Serials of the groups with any sampled token older than `max_staleness` at `step`."""
 
-    def stale(sample: Sample) -> bool:
-        too_old = expired(step, sample.token_versions(), max_staleness)
-        return bool((too_old & (sample.loss_mask.numpy() > 0)).any())
+    def stale(path: Sample | Branch) -> bool:
+        too_old = expired(step, path.token_versions(), max_staleness)
+        return bool((too_old & (path.loss_mask.numpy() > 0)).any())
 
-    return [group.serial for group in groups if any(stale(s) for s in group.samples if s.error is None)]
+    def paths(group: Group) -> Iterator[Sample | Branch]:
+        return (path for sample in group.samples if sample.error is None for path in sample.paths)
+
+    return [group.serial for group in groups if any(map(stale, paths(group)))]
 
 
 def assemble(groups: Sequence[Group], step: int, config: Config, routing: RoutingShape | None = None) -> TrainingBatch:
@@ -165,17 +168,17 @@ def assemble(groups: Sequence[Group], step: int, config: Config, routing: Routin
     for group, advantages in zip(kept, estimates, strict=True):
         for index, (sample, advantage) in enumerate(zip(group.samples, advantages, strict=True)):
             if sample.error is None:
-                found, document = _prepare(sample, step, float(advantage), config, routing)
+                found, made = _prepare(sample, step, float(advantage), config, routing)
                 played.append(found)
-                documents += [replace(document, serial=group.serial, sample=index)] if len(found.ages) else []
+                documents += [replace(document, serial=group.serial, sample=index) for document in made]
     for group in filtered:  # trains nothing, but tells how the policy does
         whole = (s for s in group.samples if s.error is None)
-        played += [_Played(s, int((s.loss_mask.numpy()[1:] > 0).sum()), 0, NO_AGES) for s in whole]
+        played += [_Played(s, sum(int(_sampled(path).sum()) for path in s.paths), 0, NO_AGES) for s in whole]
     return TrainingBatch(step, documents, _statistics(kept, filtered, played))
 
 
 @dataclass(frozen=True)
-class _Played:  # a sample with an episode, for the statistics
+class _Played:  # a sample with an episode, over its paths or of one of them, for the statistics
     sample: Sample
     sampled: int  # tokens
     expired: int
@@ -183,6 +186,7 @@ class _Played:  # a sample with an episode, for the statistics
     cut: int = 0  # tokens that tasks.truncated: masked leaves out
     cache_age: float = 0.0  # sum over the tokens in the loss
     cache_age_max: int = 0
+    places: int = 0  # its documents have so many
 
 
 NO_AGES = np.zeros(0, dtype=np.int32)
@@ -190,15 +194,43 @@ NO_AGES = np.zeros(0, dtype=np.int32)
 
 def _prepare(
     sample: Sample, step: int, advantage: float, config: Config, routing: RoutingShape | None
+) -> tuple[_Played, list[Document]]:
+    """The sample for the statistics, and one document for each path that has tokens in the loss."""
+    about = {"advantage": advantage, "config": config, "routing": routing}
+    paths = [_prepare_path(sample, number, step, **about) for number in range(len(sample.paths))]
+    parts = [part for part, _ in paths]
+    documents = [document for part, document in paths if len(part.ages)]
+    whole = _Played(
+        sample=sample,
+        sampled=sum(part.sampled for part in parts),
+        expired=sum(part.expired for part in parts),
+        ages=np.concatenate([part.ages for part in parts]),
+        cut=sum(part.cut for part in parts),
+        cache_age=sum(part.cache_age for part in parts),
+        cache_age_max=max(part.cache_age_max for part in parts),
+        places=sum(document.places for document in documents),
+    )
+    return whole, documents
+
+
+def _sampled(path: Sample | Branch) -> np.ndarray:
+    """[T] bool, the sampled tokens that can be in the loss: no token predicts the first one."""
+    sampled = path.loss_mask.numpy() > 0
+    sampled[:1] = False
+    return sampled
+
+
+def _prepare_path(
+    sample: Sample, number: int, step: int, *, advantage: float, config: Config, routing: RoutingShape | None
 ) -> tuple[_Played, Document]:
-    """The sample for the statistics, and for the loss without its expired tokens, or without any if it was cut.
+    """A path without its expired tokens, or without any if the sample was cut.
 
     A cut answer that leaves the loss stays in its group's baseline, as with TRL's `mask_truncated_completions`.
     """
-    tokens = sample.tokens.numpy()
-    versions = sample.token_versions()
-    sampled = sample.loss_mask.numpy() > 0
-    sampled[:1] = False  # no token predicts it
+    path = sample.paths[number]
+    tokens = path.tokens.numpy()
+    versions = path.token_versions()
+    sampled = _sampled(path)
     too_old = expired(step, versions, config.staleness.max) & sampled
     mask = sampled & ~too_old
     cut = 0
@@ -209,20 +241,25 @@ def _prepare(
     cache_age = 0.0
     cache_age_max = 0
     experts = None
-    if config.weights.kv_cache == "keep" and len(sample.version_runs) > 1 and mask.any():
+    if config.weights.kv_cache == "keep" and len(path.version_runs) > 1 and mask.any():
         mean, largest = cache_ages(versions, sampled)
         cache_age = float(mean @ mask)
         cache_age_max = int(largest[mask].max())
-    if routing is not None and sample.routed_experts is not None:
-        experts = sample.routed_experts.numpy().reshape(len(tokens), routing.layers, routing.chosen)
+    if routing is not None and path.routed_experts is not None:
+        experts = path.routed_experts.numpy().reshape(len(tokens), routing.layers, routing.chosen)
+    temperatures = np.zeros(len(tokens), dtype=np.float32)
+    for run in path.temperature_runs:
+        temperatures[run.start :] = run.temperature
     document = Document(
         tokens=tokens,
         loss_mask=mask.astype(np.uint8),
-        behavior_logprobs=sample.behavior_logprobs.numpy(),
+        behavior_logprobs=path.behavior_logprobs.numpy(),
         staleness=age,
         advantage=advantage,
         name=f"a sample of {len(tokens)} tokens",
         routed_experts=experts,
+        path=number,
+        temperatures=temperatures if path.temperature_runs else None,
     )
     expired_tokens = int(too_old.sum())
     return _Played(sample, int(sampled.sum()), expired_tokens, age[mask], cut, cache_age, cache_age_max), document
@@ -238,7 +275,6 @@ def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequen
     environment: dict[str, list[float]] = {}
     for name, value in (item for p in played for item in p.sample.metrics.items()):
         environment.setdefault(name, []).append(value)
-    wasted = (s.loss_mask.numpy() for group in kept for s in group.samples if s.error is not None)
     return BatchStatistics(
         groups=len(kept),
         groups_without_signal=sum(not carries_signal(group) for group in (*kept, *filtered)),
@@ -246,12 +282,12 @@ def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequen
         samples_failed=len(failed),
         failures=tuple(dict.fromkeys(s.error or s.stop_reason for s in failed))[:3],
         samples_truncated=sum(p.sample.stop_reason in TRUNCATED for p in played),
-        tokens_failed=sum(int((mask > 0).sum()) for mask in wasted),
+        tokens_failed=sum(s.sampled_all for group in kept for s in group.samples if s.error is not None),
         tokens_cut=sum(p.cut for p in played),
         tokens_expired=sum(too_old),
         tokens_expired_by_length_decile=length_deciles(lengths, too_old),
         tokens_trained=len(ages),
-        sequence_tokens=sum(len(p.sample.tokens.numpy()) - 1 for p in played if len(p.ages)),
+        sequence_tokens=sum(p.places for p in played),
         reward_mean=float(rewards.mean()) if len(rewards) else 0.0,
         reward_std=float(rewards.std()) if len(rewards) else 0.0,
         staleness_mean=float(ages.mean()) if len(ages) else 0.0,
@@ -261,7 +297,7 @@ def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequen
         turns_mean=sum(p.sample.turns for p in played) / count,
         environment={name: float(np.mean(values)) for name, values in sorted(environment.items())},
         groups_filtered=len(filtered),
-        samples_mixed=sum(len({run.version for run in p.sample.version_runs}) > 1 for p in played),
+        samples_mixed=sum(len({r.version for path in p.sample.paths for r in path.version_runs}) > 1 for p in played),
         failed_by_reason=dict(sorted(Counter(s.stop_reason for s in failed).items())),
         kv_cache_age_mean=sum(p.cache_age for p in played) / max(len(ages), 1),
         kv_cache_age_max=max((p.cache_age_max for p in played), default=0),

@@ -36,6 +36,8 @@ class Document:
     serial: int = -1  # its task's
     sample: int = -1  # its index in the task's group
     routed_experts: np.ndarray | None = None  # [L, MoE layers, experts per token] int16, -1 where unknown
+    path: int = 0  # 0: the sample's own, n: its n-th branch
+    temperatures: np.ndarray | None = None  # [L] float32, 0: the step's; None: the step's everywhere
 
     @property
     def origin(self) -> tuple[int, int]:
@@ -107,6 +109,9 @@ def _pack(documents: list[Document], numbers: tuple[int, ...]) -> Microbatch:
         behavior_logprobs=of_targets("behavior_logprobs", np.float32),
         staleness=of_targets("staleness", np.int32),
         routed_experts=_routing(documents),
+        temperatures=of_targets("temperatures", np.float32)
+        if any(d.temperatures is not None for d in documents)
+        else None,
         numbers=numbers,
     )
 

@@ -29,7 +29,7 @@ WORST_LOG_RATIO = 20.0  # beyond, ratios are cut, so that they stay numbers in J
 
 Place = tuple[int, int]  # (serial, sample)
 Chosen = dict[Place, list[Why]]
-Logprobs = dict[Place, np.ndarray]  # [L - 1] float32
+Logprobs = dict[tuple[int, int, int], np.ndarray]  # [L - 1] float32 by serial, sample and path
 
 
 def choose(groups: Sequence[Group], share: float | Literal["none"], seed: int) -> Chosen:
@@ -46,7 +46,7 @@ def choose(groups: Sequence[Group], share: float | Literal["none"], seed: int) -
         if xxhash.xxh3_64_intdigest(f"{seed} {where[0]} {where[1]}".encode()) / 2**64 < share
     }
 
-    tokens = {where: sample.tokens.entries() for where, sample in samples.items()}
+    tokens = {where: sum(path.tokens.entries() for path in sample.paths) for where, sample in samples.items()}
     rewards = {where: sample.reward for where, sample in samples.items() if sample.error is None}
     failed = tokens.keys() - rewards.keys()
     picked: list[tuple[Why, Place]] = [("best", max(rewards, key=rewards.__getitem__))] if rewards else []
@@ -99,12 +99,12 @@ class RecordingLoss:
         parts = [found.get(n, torch.full((d.places,), -torch.inf)).float().cpu() for n, d in wanted.items()]
         largest = backend.largest(torch.cat(parts)).split([len(part) for part in parts])
         pairs = zip(wanted.values(), largest, strict=True)
-        return {document.origin: part.numpy() for document, part in pairs if bool(part.isfinite().all())}
+        return {(*d.origin, d.path): part.numpy() for d, part in pairs if bool(part.isfinite().all())}
 
 
 class Item(NamedTuple):
     sample: Sample
-    training: Training | None  # None: it trained nothing
+    training: dict[int, Training]  # by path; those that trained nothing are left out
     facts: dict[str, Any]  # see transcript_line
 
 
@@ -112,16 +112,18 @@ def items(
     batch: TrainingBatch, groups: Sequence[Group], nodes: Mapping[int, str], chosen: Chosen, logprobs: Logprobs
 ) -> Iterator[Item]:
     """The chosen samples of a step's groups; `nodes`: who sampled each group, by serial."""
-    documents = {document.origin: document for document in batch.documents}
+    documents = dict[Place, list[Document]]()
+    for document in batch.documents:
+        documents.setdefault(document.origin, []).append(document)
     by_serial = {group.serial: group for group in groups}
     filters = batch.statistics.groups_filtered > 0
     for where, why in chosen.items():
         serial, index = where
         group = by_serial[serial]
-        document = documents.get(where)
+        training = {d.path: _training(d, logprobs.get((*where, d.path))) for d in documents.get(where, ())}
         step = None if filters and not carries_signal(group) else batch.step
         facts = {"serial": serial, "sample": index, "node_id": nodes.get(serial, ""), "why": why, "step": step}
-        yield Item(group.samples[index], document and _training(document, logprobs.get(where)), facts)
+        yield Item(group.samples[index], training, facts)
 
 
 def _training(document: Document, logprobs: np.ndarray | None) -> Training:

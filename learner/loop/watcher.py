@@ -56,7 +56,7 @@ OF_SAMPLES: dict[str, Callable[[Sample], float]] = {
     "truncated_fraction": lambda sample: sample.stop_reason in TRUNCATED,
     "samples_failed": lambda sample: sample.error is not None,
     "reward_mean": lambda sample: sample.reward if sample.error is None else 0.0,
-    "length_mean": lambda sample: (sample.loss_mask.numpy() > 0).sum(),
+    "length_mean": lambda sample: sample.sampled_all,
 }
 LIKE = {
     **{"loss": "grad_norm", "veto_fraction": "ratio_max", "length_max": "length_mean"},

@@ -1,6 +1,7 @@
 """Vocabulary-parallel log-probabilities and entropy from hidden states; no [tokens, vocabulary] tensor ever exists.
 
-With hidden states h [T, H], a temperature t, and output weights W [V, H] split along V over a group's ranks:
+With hidden states h [T, H] and output weights W [V, H] split along V over a group's ranks, and t one temperature or
+each row's own:
 
     z = h W^T / t
 
@@ -29,7 +30,7 @@ def logprobs_and_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     group: dist.ProcessGroup | None = None,
     chunk_elements: int | None = None,
     kept_elements: int | None = None,
@@ -43,7 +44,7 @@ def logprobs_and_entropy(
         hidden: [T, H], the same on every rank of the group; any floating dtype.
         weight: [V / ranks, H] this rank's slice of the output layer, in rank order; the dtype of `hidden`.
         targets: [T] int64, over the whole vocabulary.
-        temperature: logits are divided by it.
+        temperature: logits are divided by it; one for all, or [T] float of each token's own.
         group: the ranks that share the vocabulary; None for one.
         chunk_elements, kept_elements: sizes of a chunk of logits and of what is kept; None: as suits the device.
         with_entropy: False saves the cost of the entropies, and returns zeros for them.
@@ -58,12 +59,18 @@ def logprobs_and_entropy(
     if kept_elements is None:
         kept_elements = CUDA_KEPT_ELEMENTS if hidden.is_cuda else KEPT_ELEMENTS
     budget = kept_elements if torch.is_grad_enabled() else 0  # inside a function of autograd it is always off
-    return _LogProbs.apply(hidden, weight, targets, float(temperature), group, chunks, with_entropy, budget)
+    return _LogProbs.apply(hidden, weight, targets, temperature, group, chunks, with_entropy, budget)
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, temperature: float | Tensor, dtype: torch.dtype) -> Tensor:
     z = torch.mm(hidden, weight.t()).to(dtype)
+    if isinstance(temperature, Tensor):
+        return z.div_(temperature[:, None])
     return z.div_(temperature) if temperature != 1.0 else z
+
+
+def _of(rows: slice, temperature: float | Tensor) -> float | Tensor:
+    return temperature[rows] if isinstance(temperature, Tensor) else temperature
 
 
 class _LogProbs(torch.autograd.Function):
@@ -73,7 +80,7 @@ class _LogProbs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        temperature: float,
+        temperature: float | Tensor,
         group: dist.ProcessGroup | None,
         chunks: list[slice],
         with_entropy: bool,
@@ -88,7 +95,7 @@ class _LogProbs(torch.autograd.Function):
         sums = torch.zeros(3, hidden.size(0), dtype=dtype, device=hidden.device)
         kept: list[Tensor | None] = []  # exp(z - highest of this slice), by chunk
         for rows in chunks:
-            z = _logits(hidden[rows], weight, temperature, dtype)
+            z = _logits(hidden[rows], weight, _of(rows, temperature), dtype)
             sums[1, rows] = z.gather(1, index[rows, None]).squeeze(1)
             highest[rows] = top = z.amax(1)
             z.sub_(top[:, None])
@@ -127,17 +134,18 @@ class _LogProbs(torch.autograd.Function):
         for i, rows in enumerate(ctx.chunks):
             p = ctx.kept[i]  # used up: a second backward pass computes it again
             ctx.kept[i] = None
-            scale = (-grad_logprobs[rows] / ctx.temperature)[:, None]
+            temperature = _of(rows, ctx.temperature)
+            scale = (-grad_logprobs[rows] / temperature)[:, None]
             if grad_entropy is not None:  # needs log p, which p that has underflowed cannot give
-                p = _logits(hidden[rows], weight, ctx.temperature, log_sum.dtype)
+                p = _logits(hidden[rows], weight, temperature, log_sum.dtype)
                 p.sub_(highest[rows, None]).sub_(log_sum[rows, None])
-                inner = p.add(entropy[rows, None]).mul_((-grad_entropy[rows] / ctx.temperature)[:, None])
+                inner = p.add(entropy[rows, None]).mul_((-grad_entropy[rows] / temperature)[:, None])
                 p.exp_().mul_(inner.add_(scale))
                 del inner
             elif p is not None:
                 p.mul_(scale * (local - highest - log_sum)[rows].exp_()[:, None])
             else:
-                p = _logits(hidden[rows], weight, ctx.temperature, log_sum.dtype)
+                p = _logits(hidden[rows], weight, temperature, log_sum.dtype)
                 p.sub_(highest[rows, None]).sub_(log_sum[rows, None]).exp_().mul_(scale)
             p.scatter_add_(1, index[rows, None], torch.where(mine[rows, None], -scale, 0))
             dz = p.to(hidden.dtype)

@@ -34,6 +34,13 @@ class _Packed:
     targets: Tensor
     params: PackedSeqParams
 
+    def temperatures(self, step: float) -> float | Tensor:
+        """[T padded / context] float32 of this rank's targets where they differ, else `step` for all."""
+        if self.batch.temperatures is None:
+            return step
+        own = self.part.local(self.batch.temperatures)
+        return torch.where(own > 0, own, step)
+
 
 def _pack(batch: Microbatch, parallel: ParallelConfig, rank: int, device: torch.device) -> _Packed:
     """`batch`, and the part of it that context rank `rank` computes."""
@@ -80,7 +87,7 @@ class Head:
             self._model.output_layer.forward = lambda hidden, weight=None, runtime_gather_output=None: (hidden, None)
 
     def logprobs(
-        self, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool = False
+        self, hidden: Tensor, targets: Tensor, temperature: float | Tensor, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """[T] log-probabilities of the targets, and [T] entropies or None. Collective over the tensor-parallel ranks.
 
@@ -128,7 +135,7 @@ class Schedule:
         """
 
         def loss_of(hidden: Tensor, item: _Packed) -> tuple[Tensor, LossOutput]:
-            logprobs, entropies = self._head.logprobs(hidden, item.targets, temperature, entropy)
+            logprobs, entropies = self._head.logprobs(hidden, item.targets, item.temperatures(temperature), entropy)
             # Gathered one by one, because one of them may have no gradient.
             whole = None if entropies is None else self._whole(entropies, item)
             output = loss(self._whole(logprobs, item), whole, item.batch)
@@ -154,7 +161,7 @@ class Schedule:
         """[T] float32 log-probabilities of each microbatch's targets, on every stage. Collective."""
 
         def loss_of(hidden: Tensor, item: _Packed) -> tuple[Tensor, Tensor]:
-            logprobs, _ = self._head.logprobs(hidden, item.targets, temperature)
+            logprobs, _ = self._head.logprobs(hidden, item.targets, item.temperatures(temperature))
             return logprobs.new_zeros(()), self._whole(logprobs, item)
 
         self.experts.start()

@@ -1,25 +1,29 @@
 """The part of OpenAI's API that agents use: requests checked, answers built. Plain JSON, no client library.
 
 Every parameter of a request is honoured or refused by name, never silently dropped. The learner recomputes
-log-probabilities of the unmodified distribution at the job's temperature. Penalties, biases, masks, grammars and other
-temperatures change the sampling distribution, which would bias every importance ratio. So a request that asks for one
-gets an error. null stands for the default.
+log-probabilities of the unmodified distribution at each token's temperature. Penalties, biases, masks and grammars
+change that distribution, which would bias every importance ratio. So a request that asks for one gets an error. null
+stands for the default.
 """
 
 import difflib
 import json
+import re
 import time
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
+from common.config.checks import LOWEST_TEMPERATURE
 from rollout_fleet.environments.protocol import ToolCall
 from rollout_fleet.episode.driver import Sampling
 from rollout_fleet.episode.rendering import Message
 
-MODEL = "policy"  # the only one that is served
+MODEL = "policy"  # its sub-agents ask for policy/NAME
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HINTS = {
     "messages": "at least one message; contents are text: images, audio and files are not served",
     "prompt": "one text or one list of token ids",
@@ -31,7 +35,7 @@ UNKNOWN = "this endpoint does not know it, and it might change what is sampled"
 
 # bookkeeping: neither tokens nor answer depend on it
 WITHOUT_EFFECT = {
-    "cache_salt", "include_stop_str_in_output", "metadata", "moderation", "priority", "prompt_cache_key",
+    "cache_salt", "metadata", "moderation", "priority", "prompt_cache_key",
     "prompt_cache_options", "prompt_cache_retention", "request_id", "safety_identifier", "service_tier",
     "session_id", "store", "stream_interval", "user",
 }  # fmt: skip
@@ -55,17 +59,25 @@ _NEUTRAL_BY_REASON: dict[str, dict[str, tuple[Any, ...]]] = {
     "one conversation is one sample": {"best_of": (1,), "n": (1,)},
     "the answer is all that the policy said": {"include_reasoning": (True,), "skip_special_tokens": (False,)},
     "log-probabilities are recorded of the sampled tokens only": {"prompt_logprobs": (), "top_logprobs": (0,)},
-    "what the policy sampled is trained on as it is; end at its end token": {"stop": ([], ""), "stop_token_ids": ([],)},
     "the answer is what the policy said": {"echo": (False,)},
     "name functions in 'tools'": {"functions": ([],)},
     "what the policy says is not guessed in advance": {"prediction": ()},
     "ask for 'return_token_ids'": {"return_tokens_as_token_ids": (False,)},
-    "draws are the engine's own, different for every sample": {"seed": ()},
+    "the answer is what came before the stop": {"include_stop_str_in_output": (False,)},
     "completions continue their prompt": {"suffix": ("",)},
     "prompts are continued as they were recorded": {"truncate_prompt_tokens": ()},
     "there is no web here; name a tool of your own": {"web_search_options": ()},
 }  # fmt: skip
 NEUTRAL = {name: (values, why) for why, found in _NEUTRAL_BY_REASON.items() for name, values in found.items()}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The limits of a job for its agents' requests."""
+
+    job: Sampling  # the distribution that a request may name; an evaluation may sample from another one
+    greedy: bool = False  # temperature 0 is what the evaluation samples at
+    agents: Mapping[str, bool] = field(default_factory=dict)  # names to whether they train; empty: all names do
 
 
 class BadRequest(Exception):
@@ -89,6 +101,7 @@ class Answer:
     tokens: list[int]
     pieces: list[str]  # the text of every sampled token
     logprobs: list[float]
+    stop: str | None = None  # the request's stop text that ended it
 
 
 class _Part(msgspec.Struct, tag_field="type", tag="text"):
@@ -128,6 +141,9 @@ class _ChatMessage(msgspec.Struct, omit_defaults=True):
         self.tool_calls = self.tool_calls or None
 
 
+_TokenId = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
 
@@ -140,6 +156,20 @@ class Request(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     return_token_ids: bool | None = None
+    temperature: float | None = None
+    stop: str | Annotated[list[str], msgspec.Meta(max_length=16)] | None = None
+    stop_token_ids: list[_TokenId] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None = None
+
+    @property
+    def agent(self) -> str:
+        """The sub-agent's name; '' for the agent itself."""
+        return (self.model or MODEL).partition("/")[2]
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts at which the answer ends."""
+        return tuple(filter(None, [self.stop] if isinstance(self.stop, str) else self.stop or ()))
 
 
 class ChatRequest(Request, kw_only=True):
@@ -170,7 +200,7 @@ class ChatRequest(Request, kw_only=True):
 class CompletionRequest(Request, kw_only=True):
     """The body of a completion; the prompt is text or token ids."""
 
-    prompt: str | list[Annotated[int, msgspec.Meta(ge=0)]]
+    prompt: str | list[_TokenId]
     logprobs: Literal[0] | None = None
     tools: ClassVar[str] = ""
 
@@ -181,39 +211,100 @@ class CompletionRequest(Request, kw_only=True):
 
 AnyRequest = ChatRequest | CompletionRequest
 R = TypeVar("R", bound=Request)
+S = TypeVar("S", bound=msgspec.Struct)
 
 
-def read(body: Any, kind: type[R], job: Sampling) -> R:
-    """A request's body, which may name the sampling distribution `job`; raises BadRequest if it is not served."""
+def read(body: Any, kind: type[R], terms: Terms, shown: Mapping[str, str] = MappingProxyType({})) -> R:
+    """A request's body; raises BadRequest if it is not served. `shown`: other names of parameters in the sentence."""
+    try:
+        return _read(body, kind, terms)
+    except BadRequest as error:
+        if error.parameter not in shown:
+            raise
+        name = shown[error.parameter]
+        message = str(error).replace(f"'{error.parameter}'", f"'{name}'")
+        raise BadRequest(message, name, error.code, error.status) from error
+
+
+def _read(body: Any, kind: type[R], terms: Terms) -> R:
     if not isinstance(body, dict):
         raise BadRequest(f"the body must be a JSON object, found {type(body).__name__}")
-    _check_parameters(body, job, kind.__struct_encode_fields__)
+    _check_parameters(body, terms.job, kind.__struct_encode_fields__)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
         body = {**body, "prompt": prompt[0]}
+    found = convert(body, kind)
+    _check_model(found.model or MODEL, terms)
+    low = found.temperature is not None and found.temperature < LOWEST_TEMPERATURE
+    if low and found.temperature != terms.job.temperature and not (terms.greedy and found.temperature == 0):
+        why = "below it sampling is greedy, and the log-probabilities say nothing that could be trained"
+        message = f"'temperature' must be at least {LOWEST_TEMPERATURE}, found {found.temperature}: {why}"
+        raise BadRequest(message, "temperature", "unsupported_value")
+    return found
+
+
+def _check_model(model: str, terms: Terms) -> None:
+    """Raise BadRequest for anything but the policy and the names of its sub-agents."""
+    first, slash, name = model.partition("/")
+    known = name in terms.agents if terms.agents else _NAME.fullmatch(name)
+    if first != MODEL or (slash and not known):
+        names = ", ".join(f"'{MODEL}/{each}'" for each in terms.agents or ["NAME"])
+        message = f"'model' must be '{MODEL}', or for a sub-agent {names}, found {model[:80]!r}"
+        raise BadRequest(message, "model", "model_not_found", 404)
+
+
+def convert(body: Any, kind: type[S]) -> S:
+    """The parameters that `kind` declares; raises BadRequest with the name of the first that cannot be read."""
     try:
-        found = msgspec.convert(body, kind)
+        return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
         name = _unreadable(body, kind)
         hint = _HINTS.get(name)
         raise BadRequest(f"'{name}' cannot be read: {error}" + (f" ({hint})" if hint else ""), name) from error
-    if found.model not in (None, MODEL):
-        message = f"'model' must be '{MODEL}', found {found.model[:80]!r}: the policy answers, and no other model"
-        raise BadRequest(message, "model", "model_not_found", 404)
-    return found
 
 
-def _unreadable(body: dict[str, Any], kind: type[Request]) -> str:
+def without_neutral(body: Any, neutral: Mapping[str, tuple[tuple[Any, ...], str]]) -> dict[str, Any]:
+    """The body without the parameters in `neutral`; raises BadRequest for values that are not listed there."""
+    if not isinstance(body, dict):
+        raise BadRequest(f"the body must be a JSON object, found {type(body).__name__}")
+    for name in body.keys() & neutral.keys():
+        found = body[name]
+        if isinstance(found, dict):
+            found = {key: value for key, value in found.items() if value is not None}
+        if found is not None:
+            _check_value(name, found, *neutral[name])
+    return {name: value for name, value in body.items() if name not in neutral and value is not None}
+
+
+def functions(tools: Iterable[tuple[str, str | None, dict[str, Any] | None]]) -> list[dict[str, Any]]:
+    """(name, description, parameters' schema) of each tool, as chats have them."""
+    named = ({"name": name, "description": text, "parameters": schema} for name, text, schema in tools)
+    return [{"type": "function", "function": {k: v for k, v in each.items() if v is not None}} for each in named]
+
+
+def assistant(answer: Answer) -> Message:
+    """The policy's answer as a message."""
+    calls = [{"name": call.name, "arguments": json.loads(call.arguments)} for _, call in answer.calls]
+    return {"role": "assistant", "content": answer.text, "tool_calls": [{"function": call} for call in calls]}
+
+
+def error_body(message: str, code: str, status: int, parameter: str = "") -> dict[str, Any]:
+    """An error as OpenAI's API has it."""
+    kind = code if status in (401, 500) else CODE
+    return {"error": {"message": message, "type": kind, "param": parameter or None, "code": code}}
+
+
+def _unreadable(body: dict[str, Any], kind: type[msgspec.Struct]) -> str:
     """The first parameter that cannot be read as what `kind` declares; '' for none."""
-    for field in msgspec.structs.fields(kind):
-        if field.encode_name not in body:
-            if field.required:
-                return field.encode_name
+    for each in msgspec.structs.fields(kind):
+        if each.encode_name not in body:
+            if each.required:
+                return each.encode_name
             continue
         try:
-            msgspec.convert(body[field.encode_name], field.type)
+            msgspec.convert(body[each.encode_name], each.type)
         except msgspec.ValidationError:
-            return field.encode_name
+            return each.encode_name
     return ""
 
 
@@ -223,8 +314,8 @@ def _check_parameters(body: dict[str, Any], job: Sampling, served: Collection[st
     for name, found in body.items():
         if found is None or name in WITHOUT_EFFECT:
             continue
-        if name in ("temperature", "top_p"):
-            expected = (getattr(job, name),)
+        if name == "top_p":
+            expected = (job.top_p,)
             why = f"the job's, or absent: {BENT}"
         elif name in NEUTRAL:
             expected, why = NEUTRAL[name]
@@ -234,11 +325,15 @@ def _check_parameters(body: dict[str, Any], job: Sampling, served: Collection[st
             near = difflib.get_close_matches(name, [*served, *NEUTRAL], 1)
             expected = ()
             why = UNKNOWN + (f"; did you mean '{near[0]}'?" if near else "")
-        if not expected:
-            raise BadRequest(f"'{name}' is not served: {why}", name, "unsupported_parameter")
-        if not any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in expected):
-            wanted = " or ".join(map(repr, expected))
-            raise BadRequest(f"'{name}' must be {wanted}, found {str(found)[:80]!r}: {why}", name, "unsupported_value")
+        _check_value(name, found, expected, why)
+
+
+def _check_value(name: str, found: Any, expected: tuple[Any, ...], why: str) -> None:
+    if not expected:
+        raise BadRequest(f"'{name}' is not served: {why}", name, "unsupported_parameter")
+    if not any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in expected):
+        wanted = " or ".join(map(repr, expected))
+        raise BadRequest(f"'{name}' must be {wanted}, found {str(found)[:80]!r}: {why}", name, "unsupported_value")
 
 
 def identity(message: Message) -> tuple[str, str, str]:
@@ -272,7 +367,7 @@ def answer_body(answer: Answer, request: AnyRequest, name: str) -> dict[str, Any
         "id": name,
         "object": "chat.completion" if isinstance(request, ChatRequest) else "text_completion",
         "created": int(time.time()),
-        "model": MODEL,
+        "model": request.model or MODEL,
         "choices": [choice],
         "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
     }

@@ -24,11 +24,7 @@ from rollout_fleet.episode.token_record import TokenRecord
 
 
 class AgentDriver(EpisodeDriver):
-    """Runs episodes of one agent.
-
-    If it opens several conversations, the one with the most sampled tokens becomes the sample. The others are only
-    counted (`tokens_left_out`).
-    """
+    """Runs episodes of one agent. All its conversations train: the longest is the sample, the others its branches."""
 
     def __init__(self, sampler: Sampler, renderer: Renderer, backend: Backend, rules: EpisodeRules) -> None:
         super().__init__(sampler, renderer, backend, rules)
@@ -56,8 +52,7 @@ class _AgentEpisode:
 
     @property
     def record(self) -> TokenRecord:
-        turn = self._talk.longest()
-        return self._final or (TokenRecord() if turn is None else turn.path())
+        return self._final or self._talk.whole()
 
     async def play(self) -> StopReason:
         said = await self._returned()
@@ -70,10 +65,12 @@ class _AgentEpisode:
         turn = self._talk.longest()
         if turn is None:
             raise EpisodeFailed("the agent ended without a call of the model")
-        record = self._final = turn.path()
+        record = self._final = self._talk.whole()
         record.turn_rewards = [0.0] * (record.turns - 1) + [reward]
-        record.metrics = {**metrics, "tokens_left_out": float(self._talk.sampled - record.sampled)}
-        if self._talk.exhausted is not None or not turn.ended:
+        record.metrics = {**metrics, "branches": float(len(record.branches))}
+        if self._talk.terms.agents:
+            record.metrics["tokens_frozen"] = float(self._talk.frozen)
+        if self._talk.exhausted is not None or turn.cut:
             return self._talk.exhausted or StopReason.LENGTH
         return StopReason.STOP if record.turns == 1 else StopReason.ENVIRONMENT_DONE
 

@@ -2,27 +2,67 @@
 
     agent --HTTP, messages--> endpoint --tokens--> engine        Conversation keeps what was sampled, exactly
 
-Served: POST /v1/chat/completions (tools, streams), POST /v1/completions, GET /v1/models. The sampling distribution is
-the job's: what a request asks for and would not get is refused by name (api.py).
+Served: POST /v1/chat/completions (tools, streams), /v1/completions, /v1/responses, Anthropic's /v1/messages, and GET
+/v1/models. A request for anything that it would not get is refused by name (api.py).
 """
 
 import asyncio
 import json
 import logging
 import secrets
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 
 from common.errors import SlipstreamError
 from rollout_fleet.agents import api
 from rollout_fleet.agents.conversation import Conversation
+from rollout_fleet.agents.messages import Messages
+from rollout_fleet.agents.responses import Responses
 from rollout_fleet.episode.driver import EpisodeFailed
+from rollout_fleet.episode.rendering import Message
 
 logger = logging.getLogger(__name__)
 
 BODY_BYTES = 32 << 20
+
+
+class Dialect(Protocol):
+    """One request in the words of an API, and its answer."""
+
+    def read(self, body: Any, terms: api.Terms) -> api.AnyRequest: ...
+
+    def body(self, answer: api.Answer, request: Any, number: int) -> dict[str, Any]: ...
+
+    def events(self, body: dict[str, Any], request: Any) -> Iterable[tuple[str, dict[str, Any]]]: ...
+
+    def error(self, message: str, code: str, status: int, parameter: str = "") -> dict[str, Any]: ...
+
+
+class _Chats:
+    """Chat completions."""
+
+    kind: type[api.AnyRequest] = api.ChatRequest
+
+    def __init__(self, said: dict[str, list[Message]]) -> None:
+        """`said` is of no use here, because every request repeats its conversation."""
+
+    def read(self, body: Any, terms: api.Terms) -> api.AnyRequest:
+        return api.read(body, self.kind, terms)
+
+    def body(self, answer: api.Answer, request: api.AnyRequest, number: int) -> dict[str, Any]:
+        return api.answer_body(answer, request, f"turn-{number}")
+
+    def events(self, body: dict[str, Any], request: api.AnyRequest) -> Iterable[tuple[str, dict[str, Any]]]:
+        return (("", chunk) for chunk in api.chunks(body, request))
+
+    error = staticmethod(api.error_body)
+
+
+class _Completions(_Chats):
+    kind = api.CompletionRequest
 
 
 class Session:
@@ -34,6 +74,7 @@ class Session:
         self.base_url = endpoint.base_url
         self.api_key = secrets.token_urlsafe(32)
         self.broken: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()  # the engine's failure
+        self.said: dict[str, list[Message]] = {}  # conversations by the id of the response that ended them
         self._asking: set[asyncio.Task[api.Answer]] = set()
         self._sessions[self.api_key] = self
 
@@ -73,8 +114,11 @@ class Endpoint:
 
     async def _start(self) -> None:
         app = web.Application(client_max_size=BODY_BYTES)
-        app.router.add_post("/v1/chat/completions", partial(self._serve, kind=api.ChatRequest))
-        app.router.add_post("/v1/completions", partial(self._serve, kind=api.CompletionRequest))
+        app.router.add_post("/v1/chat/completions", partial(self._serve, kind=_Chats))
+        app.router.add_post("/v1/completions", partial(self._serve, kind=_Completions))
+        app.router.add_post("/v1/responses", partial(self._serve, kind=Responses))
+        for path in ("/v1/messages", "/v1/v1/messages"):  # Anthropic's client adds /v1 to the base_url
+            app.router.add_post(path, partial(self._serve, kind=Messages))
         app.router.add_get("/v1/models", self._models)
         # a request is cancelled when its agent disconnects or its episode ends
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
@@ -84,55 +128,61 @@ class Endpoint:
         logger.info("agents find the policy at %s", self.base_url)
 
     async def _models(self, request: web.Request) -> web.Response:
-        if self._session(request) is None:
-            return _denied()
-        return web.json_response({"object": "list", "data": [{"id": api.MODEL, "object": "model", "owned_by": "job"}]})
+        session = self._session(request)
+        if session is None:
+            return _denied(_Chats({}))
+        names = [api.MODEL, *(f"{api.MODEL}/{name}" for name in session.conversation.terms.agents)]
+        data = [{"id": name, "object": "model", "owned_by": "job"} for name in names]
+        return web.json_response({"object": "list", "data": data})
 
     async def _serve(self, request: web.Request, kind: type[Any]) -> web.StreamResponse:
         session = self._session(request)
+        dialect: Dialect = kind({} if session is None else session.said)
         if session is None:
-            return _denied()
+            return _denied(dialect)
         try:
-            asked = api.read(json.loads(await request.read()), kind, session.conversation.job)
+            asked = dialect.read(json.loads(await request.read()), session.conversation.terms)
             if self._session(request) is None:  # the episode has ended meanwhile
-                return _denied()
+                return _denied(dialect)
             answer = await session.answer(asked)
         except asyncio.CancelledError:
             if self._session(request) is None:
-                return _denied()
+                return _denied(dialect)
             raise
         except api.BadRequest as error:
-            return _error(str(error), error.code, error.status, error.parameter)
+            return _error(dialect, str(error), error.code, error.status, error.parameter)
         except (ValueError, RecursionError) as error:
-            return _error(f"the body is not JSON: {error}", "invalid_request_error", 400)
+            return _error(dialect, f"the body is not JSON: {error}", api.CODE, 400)
         except (EpisodeFailed, SlipstreamError) as error:
             if not session.broken.done():
                 session.broken.set_result(error)
-            return _error(str(error), "server_error", 500)
-        body = api.answer_body(answer, asked, f"turn-{len(session.conversation.turns)}")
+            return _error(dialect, str(error), "server_error", 500)
+        body = dialect.body(answer, asked, len(session.conversation.turns))
         if not asked.stream:
             return web.json_response(body)
-        return await _streamed(request, api.chunks(body, asked))
+        return await _streamed(request, dialect.events(body, asked))
 
     def _session(self, request: web.Request) -> Session | None:
-        return self.sessions.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        return self.sessions.get(given or request.headers.get("x-api-key", ""))
 
 
-async def _streamed(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:
+async def _streamed(request: web.Request, events: Iterable[tuple[str, dict[str, Any]]]) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    for chunk in chunks:
-        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-    await response.write(b"data: [DONE]\n\n")
+    name = ""
+    for name, data in events:
+        head = f"event: {name}\n" if name else ""
+        await response.write(f"{head}data: {json.dumps(data)}\n\n".encode())
+    if not name:  # events without names have a last word
+        await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
 
 
-def _error(message: str, code: str, status: int, parameter: str = "") -> web.Response:
-    kind = code if status in (401, 500) else api.CODE
-    error = {"message": message, "type": kind, "param": parameter or None, "code": code}
-    return web.json_response({"error": error}, status=status)
+def _error(dialect: Dialect, message: str, code: str, status: int, parameter: str = "") -> web.Response:
+    return web.json_response(dialect.error(message, code, status, parameter), status=status)
 
 
-def _denied() -> web.Response:
-    return _error("no episode has this key; it is void when the episode ends", "invalid_api_key", 401)
+def _denied(dialect: Dialect) -> web.Response:
+    return _error(dialect, "no episode has this key; it is void when the episode ends", "invalid_api_key", 401)

@@ -99,7 +99,12 @@ class Engine:
         await self.weights.attach(self._llm, usable=not self._random)
 
     async def generate(
-        self, prompt_ids: list[int], max_tokens: int, temperature: float = 1.0, top_p: float = 1.0
+        self,
+        prompt_ids: list[int],
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
     ) -> Generation:
         """As Sampler.generate; SlipstreamError also when there are no weights yet or they are excluded."""
         self.weights.check_usable()
@@ -108,7 +113,7 @@ class Engine:
                 raise ValueError(f"token {token}, the model has 0 to {self._vocabulary - 1}")
         request_id = str(next(self._numbers))
         prompt = {"type": "token", "prompt_token_ids": prompt_ids, "cache_salt": salt(self.weights.label)}
-        params = _sampling_params(max_tokens, temperature, top_p, tuple(self.stop_token_ids))
+        params = _sampling_params(max_tokens, temperature, top_p, seed=seed, stop_token_ids=tuple(self.stop_token_ids))
         output = await self._request(request_id, prompt, params)
         generation = to_generation(output, self._moe_layers)
         await self.weights.wait_proven(run.version for run in generation.version_runs)
@@ -250,7 +255,9 @@ def _prepare_environment(config: Config) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _sampling_params(max_tokens: int, temperature: float, top_p: float, stop_token_ids: tuple[int, ...]) -> Any:
+def _sampling_params(
+    max_tokens: int, temperature: float, top_p: float, *, seed: int | None, stop_token_ids: tuple[int, ...]
+) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -258,6 +265,7 @@ def _sampling_params(max_tokens: int, temperature: float, top_p: float, stop_tok
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
+        seed=seed,
         ignore_eos=True,  # the end tokens are ours to say, whatever the folder has
         stop_token_ids=list(stop_token_ids),
         logprobs=0,

@@ -57,6 +57,8 @@ def check_environment(tasks: "TasksConfig", file: str = "config", libraries: boo
     Raises ConfigError for a name or options that do not fit, with the nearest valid name.
     """
     own = _own_description(tasks, file, libraries)
+    if tasks.agents and not own.agent:
+        raise ConfigError(file, "tasks.agents", f"an agent as {KEY} ({AGENT})", f"{tasks.environment!r}, which is none")
     said = {f.name: getattr(tasks.limits, f.name) for f in fields(Limits)}
     limits = replace(own.limits, **{key: value for key, value in said.items() if value is not None})
     return replace(own, limits=replace(limits, process=limits.process or bool(limits.python)))

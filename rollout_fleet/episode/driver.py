@@ -13,7 +13,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
@@ -49,6 +49,7 @@ class Sampling:
 
     temperature: float = 1.0
     top_p: float = 1.0
+    seed: int | None = None  # makes one request's draws repeatable
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class EpisodeRules:
     named: Sampling | None = None  # an agent may name it too (evaluation)
     penalty_tokens: int = 0  # buffer of tasks.truncated: penalized; 0: no penalty
     same_metrics: bool = False  # every sample has metrics of the same names, as reward functions must
+    agents: Mapping[str, bool] = field(default_factory=dict)  # tasks.agents: names of sub-agents to whether they train
 
 
 @dataclass
@@ -165,7 +167,8 @@ class EpisodeDriver:
                     check_penalty(record.metrics)
                     most = self.rules.budget.max_tokens
                     cut = reason is StopReason.LENGTH  # perhaps by the context, long before the limit
-                    record.penalize(soft_overlong(most if cut else record.sampled, most, buffer))
+                    sampled = record.sampled + sum(branch.sampled for branch in record.branches)
+                    record.penalize(soft_overlong(most if cut else sampled, most, buffer))
                 return record.sample(reason)
             except TimeoutError:
                 late = f"the episode was not done within {self.rules.timeout_s:g} s (turn {episode.record.turns})"
@@ -218,7 +221,7 @@ class _EnvironmentEpisode:
             ended = generation.finish_reason == "stop"
             result = await self._step(self._action(generation, ended, kind))
             if not result.trained:
-                record.untrain(len(generation.tokens))
+                record.untrain(*record.spans[-1])
             if not ended:
                 return StopReason.LENGTH
             if result.done:
@@ -277,7 +280,9 @@ async def generate(
     progress.turns += 1
     progress.at("engine")
     try:
-        generation = await sampler.generate(list(record.tokens), room, sampling.temperature, sampling.top_p)
+        generation = await sampler.generate(
+            list(record.tokens), room, sampling.temperature, sampling.top_p, sampling.seed
+        )
     except ValueError as error:
         raise EpisodeFailed(f"the engine refused what the environment said: {error}") from error
     progress.at("environment")

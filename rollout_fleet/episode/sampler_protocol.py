@@ -29,9 +29,16 @@ class Sampler(Protocol):
     """Tokens in, tokens out. Calls run concurrently; a cancelled call aborts its request in the engine."""
 
     async def generate(
-        self, prompt_ids: list[int], max_tokens: int, temperature: float = 1.0, top_p: float = 1.0
+        self,
+        prompt_ids: list[int],
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
     ) -> Generation:
         """Continue `prompt_ids` by at most `max_tokens` tokens, also across flips; temperature 0 is greedy.
+
+        `seed`: of the request's own draws; None: they are the engine's, different every time.
 
         Raises SlipstreamError when the engine is dead, ValueError when this request cannot be served.
         """

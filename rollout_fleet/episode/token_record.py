@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.rollouts import Sample, VersionRun
+from common.rollouts import Branch, Sample, TemperatureRun, VersionRun
 from common.wire_types import Array
 from rollout_fleet.environments.protocol import StopReason
 from rollout_fleet.episode.sampler_protocol import Generation
@@ -28,6 +28,9 @@ class TokenRecord:
     routed: list[np.ndarray] = field(default_factory=list)  # together: of the first `routed_tokens` tokens
     routed_tokens: int = 0
     spans: list[tuple[int, int]] = field(default_factory=list)  # where each turn is in `tokens`
+    name: str = ""  # the sub-agent's
+    temperatures: list[TemperatureRun] = field(default_factory=list)  # empty: all at the job's
+    branches: "list[TokenRecord]" = field(default_factory=list)  # other conversations of the episode
 
     def observe(self, ids: list[int]) -> None:
         """Append tokens that the policy reads."""
@@ -71,13 +74,20 @@ class TokenRecord:
             routed=routed,
             routed_tokens=len(routed[0]) if routed else 0,
             spans=self.spans[:turns],
+            name=self.name,
+            temperatures=[run for run in self.temperatures if run.start < length],
         )
 
-    def untrain(self, count: int) -> None:
-        """Take the last `count` sampled tokens out of the loss."""
-        start = len(self.tokens) - count
-        self.mask[start:] = [0] * count
-        self.logprobs[start:] = [0.0] * count
+    def sampled_at(self, temperature: float, job: float) -> None:
+        """The last turn was sampled at `temperature`; turns before the first run are at the job's."""
+        before = self.temperatures[-1].temperature if self.temperatures else job
+        if temperature != before:
+            self.temperatures.append(TemperatureRun(self.spans[-1][0], temperature))
+
+    def untrain(self, start: int, end: int) -> None:
+        """Take the tokens from `start` up to `end` out of the loss."""
+        self.mask[start:end] = [0] * (end - start)
+        self.logprobs[start:end] = [0.0] * (end - start)
 
     def penalize(self, penalty: float) -> None:
         """Add DAPO's overlong penalty, at most 0, to the reward; it is a metric as well."""
@@ -100,6 +110,21 @@ class TokenRecord:
             routed_experts=self._routing(),
             turn_spans=self.spans,
             notes=self.notes,
+            branches=[branch._branch() for branch in self.branches],
+            name=self.name,
+            temperature_runs=self.temperatures,
+        )
+
+    def _branch(self) -> Branch:
+        return Branch(
+            tokens=Array.of(self.tokens, "int32"),
+            loss_mask=Array.of(self.mask, "uint8"),
+            behavior_logprobs=Array.of(self.logprobs, "float32"),
+            version_runs=self.runs,
+            turn_spans=self.spans,
+            routed_experts=self._routing(),
+            name=self.name,
+            temperature_runs=self.temperatures,
         )
 
     def _routing(self) -> Array | None:

@@ -59,12 +59,13 @@ class CompletedGroup:
     def of(cls, serial: int, samples: list[Sample], generation_s: float) -> "CompletedGroup":
         """The group of `samples`, with the figures for the broker and the ledger."""
         good = [s for s in samples if s.error is None]
-        versions = [run.version for sample in samples for run in sample.version_runs]  # each starts at a sampled token
+        # each run starts at a sampled token
+        versions = [run.version for sample in samples for path in sample.paths for run in path.version_runs]
         meta = GroupMeta(
             version_min=min(versions, default=-1),
             version_max=max(versions, default=-1),
             reward_mean=sum(s.reward for s in good) / len(good) if good else 0.0,
-            sampled_tokens=sum(int(s.loss_mask.numpy().sum()) for s in samples),
+            sampled_tokens=sum(s.sampled_all for s in samples),
             failed_samples=len(samples) - len(good),
             generation_s=generation_s,
         )
@@ -77,7 +78,7 @@ class CompletedGroup:
         return EvaluationResult(
             problem=self.group.serial,
             rewards=[0.0 if s.error is not None else s.reward for s in samples],
-            lengths=[int(s.loss_mask.numpy().sum()) for s in samples],
+            lengths=[s.sampled_all for s in samples],
             stop_reasons=[s.stop_reason for s in samples],
             errors=[s.error or "" for s in samples],
             node_id=node_id,

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -367,35 +368,48 @@ def test_a_small_step_arrives_as_a_delta_and_a_damaged_one_comes_again_whole(rig
 
 
 def test_an_agent_s_tokens_and_log_probabilities_are_those_of_the_engine_version_by_version(rig: EngineRig) -> None:
+    """At each turn's temperature, over all conversations, with seeds and stops, against Hugging Face."""
     from openai import AsyncOpenAI
 
-    temperature, published = 0.8, (13, 14, 15)
+    job = 0.8
+    turns = {13: None, 14: 0.5, 15: 1.3}  # version to the temperature that the agent asks for
     tokenizer: Any = build_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}[assistant]"  # `<eos>` is one token
     )
     heard: list[list[float]] = []
+    stops = list(range(20, 60))
 
     async def agent(problem: Any, *, base_url: str, api_key: str, model: str, seed: int) -> float:
         messages: Any = [{"role": "user", "content": problem["say"]}]
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-            for version in published:
+
+            async def ask(found: Any, **more: Any) -> Any:
+                common = {"model": model, "logprobs": True, "extra_body": {"return_token_ids": True}}
+                said = (await client.chat.completions.create(messages=found, **(common | more))).choices[0]
+                assert said.logprobs is not None and said.logprobs.content is not None
+                heard.append([entry.logprob for entry in said.logprobs.content])
+                return said
+
+            for version, temperature in turns.items():
                 await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(rig.put_async(version), rig.loop))
-                said = await client.chat.completions.create(
-                    model=model, messages=messages, logprobs=True, max_tokens=12, temperature=temperature
-                )
-                logged = said.choices[0].logprobs
-                assert logged is not None and logged.content is not None
-                heard.append([entry.logprob for entry in logged.content])
-                messages += [said.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and?"}]
+                said = await ask(messages, max_tokens=12, temperature=temperature)
+                messages += [said.message.model_dump(exclude_none=True), {"role": "user", "content": "and?"}]
+            extra = {"return_token_ids": True, "stop_token_ids": stops}
+            once = await ask(messages[:1], seed=7, max_tokens=40, temperature=1.1, extra_body=extra)
+            assert once.finish_reason == "stop" and once.token_ids[-1] in stops
+            assert not set(once.token_ids[:-1]) & set(stops)
+            again = [await ask(messages[:1], seed=each, max_tokens=40, temperature=1.1) for each in (7, 7, 8)]
+            assert again[0].token_ids == again[1].token_ids != again[2].token_ids
+            assert again[0].token_ids[: min(32, len(once.token_ids))] == once.token_ids[:32]
         return 1.0
 
     host = EnvironmentThread()
 
     async def once() -> Any:
         backend = ThreadBackend(agent, {}, host)
-        budget = Budget(8, 100, 400)
-        rules = EpisodeRules(budget, Sampling(temperature))
+        budget = Budget(8, 400, 400)
+        rules = EpisodeRules(budget, Sampling(job))
         driver = AgentDriver(rig.engine, Renderer(tokenizer), backend, rules)
         try:
             return await driver.run({"say": "hello there"}, 0)
@@ -406,15 +420,22 @@ def test_an_agent_s_tokens_and_log_probabilities_are_those_of_the_engine_version
         sample = rig.run(once())
     finally:
         host.close()
-    assert (sample.error, sample.reward, sample.turns) == (None, 1.0, 3)
-    tokens, mask = sample.tokens.numpy().tolist(), sample.loss_mask.numpy()
-    versions, recorded = sample.token_versions(), sample.behavior_logprobs.numpy()
-    assert sorted(set(versions[mask == 1].tolist())) == [*published]
-    assert recorded[mask == 1].tolist() == pytest.approx([value for turn in heard for value in turn], abs=1e-6)
-    for version in published:
-        expected = [0.0, *logprobs(rig.models[version], tokens, temperature)]
-        own = [i for i in range(len(tokens)) if mask[i] and versions[i] == version]
-        assert own and max(abs(expected[i] - recorded[i]) for i in own) < 2e-4
+    assert (sample.error, sample.reward, len(sample.branches)) == (None, 1.0, 4)
+    trained = [path.behavior_logprobs.numpy()[path.loss_mask.numpy() == 1].tolist() for path in sample.paths]
+    told = sorted(value for turn in heard for value in turn)
+    assert sorted(value for part in trained for value in part) == pytest.approx(told, abs=1e-6)
+    seen = set()
+    for path in sample.paths:
+        tokens, mask, versions = path.tokens.numpy().tolist(), path.loss_mask.numpy(), path.token_versions()
+        heat = np.full(len(tokens), job)
+        for run in path.temperature_runs:
+            heat[run.start :] = run.temperature
+        for version, temperature in {(int(v), float(t)) for v, t, m in zip(versions, heat, mask, strict=True) if m}:
+            expected = [0.0, *logprobs(rig.models[version], tokens, temperature)]
+            own = [i for i in range(len(tokens)) if mask[i] and versions[i] == version and heat[i] == temperature]
+            assert max(abs(expected[i] - path.behavior_logprobs.numpy()[i]) for i in own) < 2e-4
+            seen.add((version, temperature))
+    assert seen == {(13, job), (14, 0.5), (15, 1.3), (15, 1.1)}
 
 
 def test_one_damaged_element_is_caught_by_the_proof_and_stops_the_engine(rig: EngineRig) -> None:

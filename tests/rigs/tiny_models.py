@@ -189,7 +189,9 @@ def hugging_face(model: Any, batch: Microbatch) -> tuple[Tensor, Tensor]:
     They are computed one document at a time, so nothing about packing or padding can go wrong.
     """
     documents = batch.tokens.split(batch.document_lengths)
-    log_p = torch.cat([model(d[None]).logits[0].float() / TEMPERATURE for d in documents]).log_softmax(-1)
+    logits = torch.cat([model(d[None]).logits[0].float() for d in documents])
+    named = torch.zeros(len(logits)) if batch.temperatures is None else batch.temperatures  # 0: the step's
+    log_p = (logits / torch.where(named > 0, named, TEMPERATURE)[:, None]).log_softmax(-1)
     return log_p.gather(1, batch.targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
 

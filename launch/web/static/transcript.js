@@ -76,6 +76,6 @@ export class TranscriptView {
     const reward = turn.reward === null || turn.reward === undefined ? "" : `, reward ${number(turn.reward)}`;
     return h("article", { class: `turn ${turn.author}` },
       turn.cut_before ? h("p", { class: "quiet" }, `${number(turn.cut_before)} tokens were left out here.`) : "",
-      h("h3", {}, `${turn.author}, ${number(turn.tokens.length || tokens.length)} tokens${reward}`), h("pre", {}, tokens.length ? tokens : turn.text));
+      h("h3", {}, `${turn.path ? `branch ${turn.path}, ` : ""}${turn.name ? `${turn.name}, ` : ""}${turn.author}, ${number(turn.tokens.length || tokens.length)} tokens${reward}`), h("pre", {}, tokens.length ? tokens : turn.text));
   }
 }

@@ -1,6 +1,7 @@
 """The policy losses through real Megatron, under several layouts, against transformers and one microbatch of all.
 
-Sequence ratios, masks, denominators that are not loss tokens and histograms must not depend on who computed what.
+Sequence ratios, masks, temperatures of tokens, denominators that are not loss tokens and histograms must not depend on
+who computed what.
 """
 
 from dataclasses import replace
@@ -53,12 +54,15 @@ SPECS: list[dict[str, Any]] = [
 def job_reference(folder: Path, spec: dict[str, Any]) -> None:
     """transformers, one document after the other, and all of them in one microbatch: nothing is divided."""
     model = tiny_models.save(tiny_models.new_model("tied"), folder / "models" / "tied")
+    random = torch.Generator().manual_seed(5)
     packs = microbatches(0)
+    count = sum(len(pack.tokens) for pack in packs)
+    heat = {"temperatures": torch.tensor([0.0, 0.5, 1.3])[torch.randint(0, 3, (count,), generator=random)]}
+    packs = given(packs, heat)
     rows = [tiny_models.hugging_face(model, pack) for pack in packs]
     logprobs, entropy = torch.cat([x for x, _ in rows]), torch.cat([h for _, h in rows])
-    random = torch.Generator().manual_seed(5)
     names = ("behavior_logprobs", "reference_logprobs")
-    data = {name: logprobs.detach() + 0.3 * torch.randn(len(logprobs), generator=random) for name in names}
+    data = heat | {name: logprobs.detach() + 0.3 * torch.randn(len(logprobs), generator=random) for name in names}
     data["staleness"] = torch.randint(0, 12, (len(logprobs),), generator=random, dtype=torch.int32)
     lengths = [n for pack in packs for n in pack.document_lengths]
     data["advantages"] = torch.randn(len(lengths), generator=random).repeat_interleave(torch.tensor(lengths))
@@ -106,7 +110,16 @@ def given(packs: list[Microbatch], data: dict[str, Tensor]) -> list[Microbatch]:
 
 
 def whole(packs: list[Microbatch]) -> Microbatch:
-    names = ("tokens", "targets", "positions", "loss_mask", "advantages", "behavior_logprobs", "staleness")
+    names = (
+        "tokens",
+        "targets",
+        "positions",
+        "loss_mask",
+        "advantages",
+        "behavior_logprobs",
+        "staleness",
+        "temperatures",
+    )
     tensors = {name: torch.cat([getattr(pack, name) for pack in packs]) for name in (*names, "reference_logprobs")}
     return Microbatch(document_lengths=sum((pack.document_lengths for pack in packs), ()), **tensors)
 

@@ -54,7 +54,7 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
     loss.watch(documents(), CHOSEN)
     backend.train_step(packed, loss, TEMPERATURE, True)
     kept = loss.collect(backend)
-    found = {f"kept.{serial}.{sample}": torch.from_numpy(x) for (serial, sample), x in kept.items()}
+    found = {f"kept.{serial}.{sample}": torch.from_numpy(x) for (serial, sample, _), x in kept.items()}
     for numbers, batch, row in zip(mine, packed, before, strict=True):
         for number, part in zip(numbers, row.split(batch.document_lengths), strict=False):
             found[f"before.{number // 5}.{number % 5}"] = part

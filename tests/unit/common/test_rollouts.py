@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from common.rollouts import Group, Sample, VersionRun, decode_group, encode_group
+from common.rollouts import Branch, Group, Sample, TemperatureRun, VersionRun, decode_group, encode_group
 from common.wire_types import DTYPES, Array
 
 # A group as the release before `routed_experts` sent it.
@@ -19,6 +19,7 @@ WITHOUT_ROUTING = (
 )
 ROUTING = b"\xaerouted_experts\x82\xa5dtype\xa5int16\xa4data\xc4\x0c\x01\x00\x02\x00\x03\x00\x00\x01\xff\xff\xff\xff"
 SPANS = b"\xaaturn_spans\x91\x92\x01\x03"
+BRANCHES = b"\xa8branches\x90\xa4name\xa0\xb0temperature_runs\x90"
 NOTES = b"\xa5notes\x81\xa5judge\xa3bad"
 
 
@@ -41,11 +42,34 @@ def routed(*experts: int) -> Array:
 def test_golden_bytes_of_a_group_with_routing_turns_and_notes_do_not_change() -> None:
     given = {"routed_experts": routed(1, 2, 3, 256, -1, -1), "turn_spans": [(1, 3)], "notes": {"judge": "bad"}}
     data = encode_group(Group(3, [sample(**given)]))
-    golden = WITHOUT_ROUTING.replace(b"\x91\x8a", b"\x91\x8d", 1).replace(
-        b"\xa7metrics\x80", b"\xa7metrics\x80" + ROUTING + SPANS + NOTES, 1
+    golden = WITHOUT_ROUTING.replace(b"\x91\x8a", b"\x91\xde\x00\x10", 1).replace(
+        b"\xa7metrics\x80", b"\xa7metrics\x80" + ROUTING + SPANS + NOTES + BRANCHES, 1
     )
     assert data == golden
     assert decode_group(WITHOUT_ROUTING) == Group(3, [sample()]), "as the release before sent it"
+
+
+def test_branches_come_back_as_they_were_sent_and_are_checked_as_samples_are() -> None:
+    def branch(mask: list[int], starts: list[int]) -> Branch:
+        runs = [VersionRun(start, 4) for start in starts]
+        arrays = Array.of([5, 6, 8, 9], "int32"), Array.of(mask, "uint8"), Array.of([0, 0, 0, -1.5], "float32")
+        return Branch(*arrays, runs, [(1, 2), (3, 4)], name="searcher")
+
+    group = Group(3, [sample(branches=[branch([0, 0, 0, 1], [1])])])
+    assert decode_group(encode_group(group)) == group
+    assert (group.samples[0].sampled, group.samples[0].sampled_all) == (2, 3)
+    assert [path.token_versions().tolist() for path in group.samples[0].paths] == [[9, 9, 9], [4, 4, 4, 4]]
+    for wrong, fact in ((branch([0, 0, 1], [1]), "loss_mask"), (branch([0, 0, 0, 1], []), "policy version")):
+        with pytest.raises(ValueError, match=f"sample 0: branch 1: .*{fact}"):
+            decode_group(encode_group(Group(3, [sample(branches=[wrong])])))
+
+
+@pytest.mark.parametrize("runs", [[(3, 1.0)], [(-1, 1.0)], [(1, 1.0), (1, 2.0)], [(1, 0.0)], [(0, float("nan"))]])
+def test_temperatures_that_do_not_fit_are_refused(runs: list[tuple[int, float]]) -> None:
+    kept = sample(temperature_runs=[TemperatureRun(1, 0.5), TemperatureRun(2, 1.5)])
+    assert decode_group(encode_group(Group(3, [kept]))).samples == [kept]
+    with pytest.raises((ValueError, msgspec.ValidationError)):
+        decode_group(encode_group(Group(3, [sample(temperature_runs=[TemperatureRun(*run) for run in runs])])))
 
 
 def test_routing_comes_back_as_it_was_sent_unless_it_does_not_divide_by_the_tokens() -> None:

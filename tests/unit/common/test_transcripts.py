@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from common.rollouts import Sample, VersionRun
+from common.rollouts import Branch, Sample, VersionRun
 from common.transcripts import TokenText, Training, Transcript, transcript_line
 from common.wire_types import Array
 from launch.quickstart.assets import build_tokenizer
@@ -143,9 +143,10 @@ def say(*parts: tuple[str, str], core: Tokenizer | None = None, **changes: Any) 
     return msgspec.structs.replace(made, **changes)
 
 
-def made(sample: Sample, limit: int = 1 << 20, training: Training | None = None, **facts: Any) -> Transcript:
+def made(sample: Sample, limit: int = 1 << 20, *training: Training, **facts: Any) -> Transcript:
+    """`training` of the paths, the sample's own first."""
     facts = {"serial": 7, "sample": 1, "node_id": "n0", "why": ["share"]} | facts
-    line = transcript_line(sample, text_of(byte_level()), limit, training, **facts)
+    line = transcript_line(sample, text_of(byte_level()), limit, dict(enumerate(training)), **facts)
     assert line.endswith(b"\n") and line.count(b"\n") == 1 and len(line) <= limit
     return msgspec.json.decode(line, type=Transcript)
 
@@ -181,15 +182,42 @@ def test_what_the_step_made_of_it_is_there_token_by_token() -> None:
     ratios = np.arange(length, dtype=np.float32) / 8
     mask = sample.loss_mask.numpy().copy()
     mask[sample.turn_spans[2][0] :] = 0  # the last turn was too old
-    found = made(sample, training=Training(mask, -0.5, ratios))
+    found = made(sample, 1 << 20, Training(mask, -0.5, ratios))
     start, end = sample.turn_spans[0]
     assert found.advantage == -0.5
     assert found.turns[1].ratios == ratios[start:end].tolist()
     assert found.turns[1].trained == [1] * (end - start)
     assert found.turns[4].trained == [0] * len(found.turns[4].tokens)
     assert found.turns[4].ratios and not found.turns[3].ratios
-    lost = made(sample, training=Training(mask, -0.5, ratios * np.nan))
+    lost = made(sample, 1 << 20, Training(mask, -0.5, ratios * np.nan))
     assert lost.turns[1].ratios == []
+
+
+def branch_of(sample: Sample, name: str = "") -> Branch:
+    fields = ("tokens", "loss_mask", "behavior_logprobs", "version_runs", "turn_spans")
+    return Branch(**{field: getattr(sample, field) for field in fields}, name=name)
+
+
+def test_a_branch_shows_from_where_it_leaves_an_earlier_path_with_its_name_and_its_own_mask() -> None:
+    sample = say(*GAME)
+    other = say(*GAME[:3], ("policy", "6"))
+    alone = say(("prompt", "search"), ("policy", "found it"))
+    sample = msgspec.structs.replace(sample, branches=[branch_of(other), branch_of(alone, "searcher")])
+    masks = [path.loss_mask.numpy() for path in sample.paths]
+    found = made(sample, 1 << 20, *(Training(mask, 0.5) for mask in masks))
+    assert [(turn.path, turn.name, turn.author, turn.text) for turn in found.turns[5:]] == [
+        (1, "", "policy", "6"),
+        (2, "searcher", "prompt", "search"),
+        (2, "searcher", "policy", "found it"),
+    ]
+    assert found.turns[5].trained == [1] and found.turns[7].trained == [1] * len(found.turns[7].tokens)
+    assert found.sampled_tokens == sum(int(mask.sum()) for mask in masks)
+    whole = len(msgspec.json.encode(found))
+    short = made(sample, whole * 2 // 3, *(Training(mask, 0.5) for mask in masks))
+    shown = sum(len(turn.tokens) for turn in short.turns)
+    assert short.cut_tokens > 0 and shown + short.cut_tokens == sum(len(turn.tokens) for turn in found.turns)
+    assert short.cut_tokens == sum(turn.cut_before for turn in short.turns)
+    assert (short.turns[0].path, short.turns[-1].path) == (0, 2)
 
 
 def test_a_turn_of_several_versions_says_where_each_begins() -> None:

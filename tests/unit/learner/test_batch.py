@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from broker.contract import StoredGroup
 from common.config.schema import Config
-from common.rollouts import Group, GroupMeta, Sample, VersionRun, encode_group
+from common.rollouts import Branch, Group, GroupMeta, Sample, TemperatureRun, VersionRun, encode_group
 from common.wire_types import Array
 from learner.backend_protocol import RoutingShape
 from learner.batch.batch import BadGroup, assemble, cache_ages, decode, expired_groups, length_deciles
+from learner.batch.packing import build
 from learner.loop.step_metrics import Totals
 from tests.rigs.refusals import refused
 
@@ -139,6 +140,69 @@ def test_a_sample_without_any_fresh_token_is_not_processed_but_counts_in_the_bas
     assert len(batch.documents) == 1
     assert batch.documents[0].advantage == -0.5
     assert batch.statistics.tokens_expired == 2
+
+
+def branch(prompt: int, runs: list[tuple[int, int]], masked: int = 0, **changes: object) -> Branch:
+    """As `sample`; the first `masked` sampled tokens count in an earlier path."""
+    made = sample(prompt, runs)
+    mask = made.loss_mask.numpy().copy()
+    mask[prompt : prompt + masked] = 0
+    made = Branch(made.tokens, Array.of(mask, "uint8"), Array.of(mask * -2.0, "float32"), made.version_runs)
+    return msgspec.structs.replace(made, **changes)
+
+
+def test_every_path_of_a_sample_is_a_document_with_its_advantage_and_all_counts_are_over_paths(
+    make_config: Callable[..., Config],
+) -> None:
+    """By hand: at step 6 with a bound of 1, version 4 is expired."""
+    config = make_config(staleness={"max": 1}, learner={"loss": {"advantage": "dr_grpo"}})
+    branches = [
+        branch(2, [(2, 5), (4, 6)], masked=2),
+        branch(3, [(1, 4), (2, 6)], name="searcher"),
+        branch(2, [(2, 4)]),
+    ]
+    agent = sample(2, [(2, 5), (3, 6)], reward=2.0, branches=branches)
+    failed = sample(2, [(1, 6)], error="timeout", branches=[branch(1, [(5, 6)])])
+    batch = assemble([Group(0, [agent, sample(2, [(1, 6)], reward=0.0), failed])], 6, config)
+    assert [(d.sample, d.path, d.advantage) for d in batch.documents] == [
+        (0, 0, 1.0), (0, 1, 1.0), (0, 2, 1.0), (1, 0, -1.0),
+    ]  # fmt: skip
+    assert [d.loss_mask.tolist() for d in batch.documents] == [
+        [0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1], [0, 0, 1],
+    ]  # fmt: skip
+    assert batch.documents[1].behavior_logprobs is not None
+    assert batch.documents[1].behavior_logprobs.tolist() == [0, 0, 0, 0, -2, -2, -2, -2]
+    figures = batch.statistics
+    assert (figures.samples, figures.samples_failed, figures.samples_mixed) == (3, 1, 1)
+    assert (figures.tokens_trained, figures.tokens_expired, figures.tokens_failed) == (5 + 4 + 2 + 1, 1 + 2, 6)
+    assert figures.sequence_tokens == 6 + 7 + 5 + 2
+    assert (figures.length_max, figures.length_mean) == (5 + 4 + 3 + 2, (14 + 1) / 2)
+    assert figures.staleness_mean == pytest.approx(2 / 12)
+    masked = make_config(staleness={"max": 1}, tasks={"truncated": "masked"})
+    cut = msgspec.structs.replace(agent, stop_reason="length")
+    batch = assemble([Group(0, [cut, sample(2, [(1, 6)]), failed])], 6, masked)
+    assert (batch.statistics.tokens_cut, [d.sample for d in batch.documents]) == (5 + 4 + 2, [1])
+    fresh = msgspec.structs.replace(agent, branches=branches[:1])
+    groups = [Group(1, [agent]), Group(2, [fresh]), Group(3, [failed])]
+    assert expired_groups(groups, step=6, max_staleness=1) == [1]
+
+
+def test_the_learner_computes_at_the_temperature_of_each_token(make_config: Callable[..., Config]) -> None:
+    """0 stands for rollout.temperature; the first token of a document is no target."""
+    hot = branch(1, [(2, 0)], temperature_runs=[TemperatureRun(1, 2.0)])
+    agent = sample(2, [(3, 0)], temperature_runs=[TemperatureRun(3, 0.5), TemperatureRun(4, 1.25)], branches=[hot])
+    batch = assemble([Group(0, [agent, sample(1, [(1, 0)])])], 0, make_config())
+    (packed,) = build(batch.documents, [[0, 2, 1]])
+    assert packed.temperatures is not None
+    assert packed.temperatures.tolist() == [0, 0, 0.5, 1.25, 0, 2, 2]
+    (plain,) = build(batch.documents, [[2]])
+    assert plain.temperatures is None
+
+
+def test_a_branch_that_would_poison_training_is_refused() -> None:
+    outside = branch(2, [(1, 0)], tokens=Array.of([0, 1, 99], "int32"))
+    with refused(BadGroup, "0..9"):
+        decode(stored(Group(5, [sample(branches=[outside])])), vocab_size=10, group_size=1)
 
 
 def test_groups_with_expired_tokens_are_found(make_config: Callable[..., Config]) -> None:

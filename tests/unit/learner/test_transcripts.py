@@ -83,7 +83,7 @@ def test_a_step_collects_no_more_than_there_is_room_for_and_nothing_if_nothing_w
     loss.watch(documents, {(0, 0), (1, 0), (2, 0)})
     (batch,) = build(documents, [[0, 1, 2]])
     loss(torch.zeros(len(batch.targets)), None, batch)
-    assert loss.collect(backend).keys() == {(0, 0), (1, 0)}
+    assert loss.collect(backend).keys() == {(0, 0, 0), (1, 0, 0)}
     asked: list[Any] = []
     backend.largest = lambda values: asked.append(values) or values  # type: ignore[method-assign]
     loss.watch(documents, {})

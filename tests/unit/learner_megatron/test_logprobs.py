@@ -23,9 +23,10 @@ def logprobs_of(*inputs: Any, **options: Any) -> torch.Tensor:
 
 
 def expected(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    log_p = (hidden @ weight.t() / temperature).log_softmax(-1)
+    rows = torch.as_tensor(temperature, dtype=hidden.dtype).expand(len(hidden))
+    log_p = (hidden @ weight.t() / rows[:, None]).log_softmax(-1)
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
 
@@ -45,6 +46,22 @@ def test_values_equal_log_softmax(chunk: int, temperature: float) -> None:
     torch.testing.assert_close(found[0], logprobs, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found[1], entropy, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(logprobs_of(hidden, weight, targets, temperature, chunk_elements=chunk), logprobs)
+
+
+@pytest.mark.parametrize("kept", [0, 60, 1 << 20])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_every_token_has_its_own_temperature_in_values_and_gradients(chunk: int, kept: int) -> None:
+    hidden, weight, targets = example()
+    heat = torch.tensor([0.5, 1.0, 2.0, 0.7, 1.3, 1.0, 0.6], dtype=torch.float64)
+    inputs = hidden.requires_grad_(), weight.requires_grad_()
+    weights = torch.linspace(-1, 1, 14, dtype=torch.float64).reshape(2, 7)
+    for with_entropy in (True, False):
+        found = logprobs_and_entropy(*inputs, targets, heat, None, chunk, kept, with_entropy)[: 1 + with_entropy]
+        wanted = expected(*inputs, targets, heat)[: 1 + with_entropy]
+        torch.testing.assert_close(torch.stack(found), torch.stack(wanted), rtol=1e-12, atol=1e-12)
+        sums = [(torch.stack(each) * weights[: 1 + with_entropy]).sum() for each in (found, wanted)]
+        for mine, reference in zip(*(torch.autograd.grad(each, inputs) for each in sums), strict=True):
+            torch.testing.assert_close(mine, reference, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("kept", [0, 60, 1 << 20])

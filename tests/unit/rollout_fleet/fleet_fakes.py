@@ -52,6 +52,7 @@ class Call:
     max_tokens: int
     temperature: float
     top_p: float
+    seed: int | None = None
 
 
 class ScriptedSampler:
@@ -68,9 +69,14 @@ class ScriptedSampler:
         self.counters = EngineCounters()
 
     async def generate(
-        self, prompt_ids: list[int], max_tokens: int, temperature: float = 1.0, top_p: float = 1.0
+        self,
+        prompt_ids: list[int],
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
     ) -> Generation:
-        self.calls.append(Call(list(prompt_ids), max_tokens, temperature, top_p))
+        self.calls.append(Call(list(prompt_ids), max_tokens, temperature, top_p, seed))
         self.now += 1
         self.most_at_once = max(self.most_at_once, self.now)
         try:

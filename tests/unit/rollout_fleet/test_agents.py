@@ -130,8 +130,10 @@ def test_completions_models_tools_and_token_ids_are_served_to_the_real_client() 
     sampler = policy("3", said, said)
     sample = play(with_client(uses_all), sampler)
     assert (sample.error, sample.reward) == (None, 1.0)
-    left_out = 2 + len(said) + 1  # the completion and one of the chats: conversations of their own
-    assert sample.metrics["tokens_left_out"] == left_out
+    # the completion and one of the chats are conversations of their own
+    assert sorted(branch.sampled for branch in sample.branches) == [2, len(said) + 1]
+    assert sample.metrics["branches"] == 2
+    assert sample.sampled_all == 2 + 2 * (len(said) + 1)
 
 
 async def status(url: str, key: str, body: bytes | None = None) -> int:

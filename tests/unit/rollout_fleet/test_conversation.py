@@ -5,18 +5,25 @@ import inspect
 import json
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai.resources.chat.completions import Completions as Chats
 from openai.resources.completions import Completions
 
+from common.rollouts import VersionRun
 from rollout_fleet.agents import api
-from rollout_fleet.agents.api import NEUTRAL, UNKNOWN, BadRequest, ChatRequest, CompletionRequest, read
+from rollout_fleet.agents.api import NEUTRAL, UNKNOWN, BadRequest, ChatRequest, CompletionRequest, Terms, read
 from rollout_fleet.agents.conversation import Conversation
-from rollout_fleet.environments.protocol import Budget
+from rollout_fleet.agents.stops import StopSampler
+from rollout_fleet.environments.protocol import Budget, StopReason
 from rollout_fleet.episode.driver import EpisodeFailed, EpisodeRules, Progress, Sampling
 from rollout_fleet.episode.rendering import Renderer
+from rollout_fleet.episode.sampler_protocol import Generation
 from tests.rigs.refusals import refused
 from tests.unit.rollout_fleet.chat_tokenizers import QWEN, speaker, with_template
+from tests.unit.rollout_fleet.fleet_fakes import CharacterTokenizer
 
 ADD = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
@@ -31,10 +38,10 @@ class Talk:
         self.talk = Conversation(self.sampler, Renderer(self.tokenizer), rules, Progress())
 
     def say(self, messages: list[dict[str, Any]], **more: Any) -> api.Answer:
-        return asyncio.run(self.talk.answer(read({"messages": messages, **more}, ChatRequest, Sampling())))
+        return asyncio.run(self.talk.answer(read({"messages": messages, **more}, ChatRequest, self.talk.terms)))
 
     def complete(self, prompt: Any, **more: Any) -> api.Answer:
-        return asyncio.run(self.talk.answer(read({"prompt": prompt, **more}, CompletionRequest, Sampling())))
+        return asyncio.run(self.talk.answer(read({"prompt": prompt, **more}, CompletionRequest, self.talk.terms)))
 
     def prompts(self) -> list[list[int]]:
         return [call.prompt for call in self.sampler.calls]
@@ -91,6 +98,41 @@ def test_a_continued_conversation_is_kept_once_and_a_branch_shares_its_root_and_
     assert [run.version for run in branch.path().runs] == [0, 2]
 
 
+@settings(deadline=None, max_examples=60)
+@given(choices=st.lists(st.integers(0, 9), min_size=1, max_size=8))
+def test_in_a_random_tree_every_sampled_token_trains_once_and_every_path_is_what_the_engine_saw(
+    choices: list[int],
+) -> None:
+    """Each choice continues an earlier turn, or begins a conversation; answers are unlike each other."""
+    talk = Talk(*(f"answer {n} " + "x" * (n % 4) for n in range(len(choices))))
+    known: list[list[dict[str, Any]]] = [[]]
+    answers: list[api.Answer] = []
+    for number, choice in enumerate(choices):
+        asked = [*known[choice % len(known)], user(f"question {number}")]
+        answers.append(talk.say(asked))
+        known.append([*asked, assistant(answers[-1].text)])
+    whole = talk.talk.whole()
+    records = [whole, *whole.branches]
+    seen = [call.prompt + answer.tokens for call, answer in zip(talk.sampler.calls, answers, strict=True)]
+    ends = [tokens for tokens in seen if not any(other[: len(tokens)] == tokens for other in seen if other != tokens)]
+    assert sorted(record.tokens for record in records) == sorted(ends), "all leaves, each token as the engine saw it"
+    trained: dict[tuple[int, ...], int] = {}
+    for record in records:
+        assert all(record.mask[i] == 0 for i in range(len(record.tokens)) if not _within(record.spans, i))
+        for start, end in record.spans:
+            assert len(set(record.mask[start:end])) == 1
+            key = tuple(record.tokens[:end])
+            trained[key] = trained.get(key, 0) + record.mask[start]
+        kept = [value for value, mask in zip(record.logprobs, record.mask, strict=True) if mask]
+        assert 0.0 not in kept and len(kept) == record.sampled
+    assert trained == {tuple(tokens): 1 for tokens in seen}
+    assert sum(record.sampled for record in records) == sum(len(answer.tokens) for answer in answers)
+
+
+def _within(spans: list[tuple[int, int]], index: int) -> bool:
+    return any(start <= index < end for start, end in spans)
+
+
 def test_a_request_that_the_engine_refuses_leaves_the_conversation_as_it_was() -> None:
     talk = Talk("one", "two")
     first = talk.say([user("hi")])
@@ -124,7 +166,7 @@ def test_tool_calls_come_out_as_calls_and_their_answers_go_back_in() -> None:
 def test_a_template_sees_no_empty_list_of_calls_and_a_repeated_call_needs_no_id() -> None:
     made = {"id": None, "type": "function", "function": {"name": "add", "arguments": "{}"}}
     messages = [user("hi"), assistant(None, tool_calls=[], name="", tool_call_id=""), assistant("", tool_calls=[made])]
-    *plain, said = read({"messages": messages}, ChatRequest, Sampling()).messages
+    *plain, said = read({"messages": messages}, ChatRequest, Terms(Sampling())).messages
     assert plain == [user("hi"), assistant("")]
     assert said["tool_calls"][0]["function"] == {"name": "add", "arguments": {}}
 
@@ -174,7 +216,7 @@ NO_IDS = ([-1], [1, -5], [True], [1.5], [[1]], {"a": 1}, ["a", "b"])
 def test_what_could_not_be_recorded_exactly_is_refused_with_the_reason(body: Any, fact: str) -> None:
     name = "prompt" if "prompt" in body else "messages"
     with refused(BadRequest, fact) as caught:
-        read(body, CompletionRequest if name == "prompt" else ChatRequest, Sampling())
+        read(body, CompletionRequest if name == "prompt" else ChatRequest, Terms(Sampling()))
     assert caught.value.parameter == name
 
 
@@ -183,10 +225,136 @@ def test_a_template_that_refuses_is_a_bad_request() -> None:
         Talk("x", template="{{ raise_exception('roles must alternate') }}").say([user("hi")])
 
 
+# ---------------------------------------------------------------- names, temperatures, stops
+
+
+def test_a_sub_agent_has_conversations_of_its_own_and_a_frozen_one_is_served_and_not_trained() -> None:
+    talk = Talk("plan", "a long judgement", "search", "done")
+    talk.talk.terms = Terms(Sampling(), agents={"searcher": True, "judge": False})
+    talk.say([user("hi")])
+    judged = talk.say([user("good?")], model="policy/judge")
+    talk.say([user("hi")], model="policy/searcher")
+    talk.say([user("hi"), assistant("plan"), user("more")], model="policy/searcher")  # the agent said it, not this one
+    whole = talk.talk.whole()
+    assert [(record.name, record.turns) for record in (whole, *whole.branches)] == [
+        ("", 1), ("judge", 1), ("searcher", 1), ("searcher", 1),
+    ]  # fmt: skip
+    judge = whole.branches[0]
+    assert judge.tokens[-len(judged.tokens) :] == judged.tokens and judge.spans
+    assert (sum(judge.mask), judge.runs, judge.sampled) == (0, [], 0) and set(judge.logprobs) == {0.0}
+    assert talk.talk.frozen == len(judged.tokens)
+    assert talk.talk.sampled == talk.talk.frozen + sum(r.sampled for r in (whole, *whole.branches))
+    with refused(BadRequest, "'policy/judge'", "'policy/searcher'") as caught:
+        talk.say([user("hi")], model="policy/sercher")
+    assert (caught.value.parameter, caught.value.code, caught.value.status) == ("model", "model_not_found", 404)
+
+
+@pytest.mark.parametrize("name", ["other", "policy/", "policy/a b", "policy/" + "x" * 65, "policy/a/b"])
+def test_a_model_that_is_no_name_is_not_found(name: str) -> None:
+    with refused(BadRequest, "'policy'") as caught:
+        read({"messages": HI, "model": name}, ChatRequest, JOB)
+    assert (caught.value.parameter, caught.value.status) == ("model", 404)
+    assert read({"messages": HI, "model": "policy/a.B-1"}, ChatRequest, JOB).agent == "a.B-1"
+
+
+def test_each_turn_is_sampled_at_the_temperature_that_its_request_names_and_it_is_recorded() -> None:
+    talk = Talk("one", "two", "three", "four")
+    history: list[dict[str, Any]] = [user("hi")]
+    for temperature in (None, 0.5, 0.5, 1.0):
+        history += [assistant(talk.say(history, temperature=temperature).text), user("more")]
+    assert [call.temperature for call in talk.sampler.calls] == [1.0, 0.5, 0.5, 1.0]
+    record = talk.talk.whole()
+    starts = [start for start, _ in record.spans]
+    assert [(run.start, run.temperature) for run in record.temperatures] == [(starts[1], 0.5), (starts[3], 1.0)]
+    sample = record.sample(StopReason.STOP)
+    assert sample.temperature_runs == record.temperatures
+    assert talk.talk.turns[0].path().temperatures == []
+
+
+def test_an_evaluation_s_temperature_stands_for_the_job_s_and_another_that_is_named_is_honoured() -> None:
+    talk = Talk("one", "two", "three")
+    rules = EpisodeRules(Budget(8, 1000, 5000), Sampling(0.0), named=Sampling(0.7))
+    talk.talk = Conversation(talk.sampler, Renderer(talk.tokenizer), rules, Progress())
+    for temperature in (0.7, 0, 0.9):
+        asked = read({"messages": HI, "temperature": temperature}, ChatRequest, talk.talk.terms)
+        asyncio.run(talk.talk.answer(asked))
+    assert [call.temperature for call in talk.sampler.calls] == [0.0, 0.0, 0.9]
+
+
+def test_a_stop_ends_the_answer_keeps_its_tokens_as_sampled_and_shows_only_what_came_before() -> None:
+    talk = Talk("one STOP two", "plain", " xSTOPy", "abc")
+    first = talk.say([user("hi")], stop=["STOP", "two"], seed=3)
+    encode = talk.tokenizer.encode
+    assert (first.text, first.finish_reason, first.stop) == ("one ", "stop", "STOP")
+    assert first.tokens == encode("one STOP") and talk.sampler.calls[0].seed == 3
+    second = talk.say([user("hi"), assistant("one"), user("more")], stop="STOP")
+    assert second.text == "plain" and second.tokens[-1] == talk.tokenizer.eos_token_id and second.stop is None
+    prompts = talk.prompts()
+    assert prompts[1][: len(prompts[0]) + len(first.tokens)] == prompts[0] + first.tokens
+    assert talk.tokenizer.decode(prompts[1][len(prompts[0]) + len(first.tokens) :]).startswith(
+        "<eos>\n<|im_start|>user"
+    )
+    third = talk.complete("Say", stop="STOP")
+    assert (third.text, third.tokens) == (" x", encode(" xSTOP"))
+    fourth = talk.complete("Say xSTOP again", stop_token_ids=encode("b"))
+    assert fourth.prompt_tokens == encode("Say") + third.tokens + encode(" again")
+    assert (fourth.text, fourth.tokens, fourth.finish_reason) == ("a", encode("ab"), "stop")
+    assert [turn.cut for turn in talk.talk.turns] == [False] * 4
+
+
+class Stepwise:
+    """Continues a prompt of token 7 by 100, 101, ... and obeys its limit; each call is a new version's."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.calls: list[tuple[int, int, int | None]] = []
+
+    async def generate(
+        self, prompt_ids: list[int], max_tokens: int, temperature: float, top_p: float, seed: int | None
+    ) -> Generation:
+        done = len(prompt_ids) - 1
+        self.calls.append((done, max_tokens, seed))
+        tokens = list(range(100 + done, 100 + min(done + max_tokens, self.length)))
+        ended = done + len(tokens) == self.length and len(tokens) < max_tokens
+        experts = np.arange(len(prompt_ids) + len(tokens) - 1, dtype=np.int16).reshape(-1, 1, 1) + 1000 * len(
+            self.calls
+        )
+        runs = [VersionRun(0, len(self.calls) // 2)]
+        logprobs = [-float(token) for token in tokens]
+        return Generation(tokens, logprobs, runs, "stop" if ended else "length", experts)
+
+
+def stopped_at(token: int, length: int, room: int) -> tuple[Generation, Stepwise, StopSampler]:
+    steps = Stepwise(length)
+    sampler = StopSampler(steps, Renderer(CharacterTokenizer()), (chr(token),), frozenset())
+    return asyncio.run(sampler.generate([7], room, 1.0, 1.0, 5)), steps, sampler
+
+
+def test_an_answer_with_a_stop_is_sampled_in_pieces_that_join_to_one() -> None:
+    found, steps, sampler = stopped_at(100 + 70, length=500, room=400)
+    assert found.tokens == list(range(100, 171)) and found.logprobs == [-float(t) for t in found.tokens]
+    assert found.finish_reason == "stop" and sampler.text == "".join(map(chr, range(100, 170)))
+    assert [(done, room) for done, room, _ in steps.calls] == [(0, 32), (32, 32), (64, 32)]
+    assert steps.calls[0][2] == 5 and len({seed for *_, seed in steps.calls}) == 3, "no draws repeat"
+    assert found.version_runs == [VersionRun(0, 0), VersionRun(32, 1)]
+    assert found.routed_experts is not None
+    assert found.routed_experts[:, 0, 0].tolist() == [
+        *(1000 + i for i in range(32)), *(2000 + i for i in range(32, 64)), *(3000 + i for i in range(64, 71)),
+    ]  # fmt: skip
+
+
+def test_without_its_stop_an_answer_ends_by_its_end_token_or_at_its_limit() -> None:
+    ended, _, sampler = stopped_at(7, length=40, room=400)
+    assert (len(ended.tokens), ended.finish_reason, sampler.text) == (40, "stop", None)
+    cut, steps, sampler = stopped_at(7, length=500, room=40)
+    assert (len(cut.tokens), cut.finish_reason, sampler.text) == (40, "length", None)
+    assert [room for _, room, _ in steps.calls] == [32, 8]
+
+
 # ---------------------------------------------------------------- parameters
 
 
-JOB = Sampling(temperature=0.7)
+JOB = Terms(Sampling(temperature=0.7))
 HI = [{"role": "user", "content": "hi"}]
 NAMED = {"type": "function", "function": {"name": "add"}}
 
@@ -194,9 +362,11 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 REFUSED: dict[str, list[Any]] = {
     "logit_bias": [{"50256": -100}], "best_of": [4], "n": [2], "tool_choice": ["required", NAMED],
     "parallel_tool_calls": [False], "function_call": [{"name": "add"}], "functions": [[{"name": "add"}]],
-    "frequency_penalty": [0.1], "presence_penalty": [-0.1], "repetition_penalty": [1.1], "temperature": [1.0, 0],
-    "top_p": [0.95], "top_k": [20], "min_p": [0.05], "min_tokens": [8], "ignore_eos": [True], "seed": [1],
-    "stop": ["\n"], "stop_token_ids": [[2]], "bad_words": [["no"]], "allowed_token_ids": [[1, 2]],
+    "frequency_penalty": [0.1], "presence_penalty": [-0.1], "repetition_penalty": [1.1],
+    "temperature": [0, -1, True, "1"], "top_p": [0.95], "top_k": [20], "min_p": [0.05], "min_tokens": [8],
+    "ignore_eos": [True], "seed": [-1, 1.5],
+    "stop": [[1]], "stop_token_ids": [[-2]], "include_stop_str_in_output": [True],
+    "bad_words": [["no"]], "allowed_token_ids": [[1, 2]],
     "response_format": [{"type": "json_object"}], "structured_outputs": [{"regex": "a+"}],
     "chat_template_kwargs": [{"enable_thinking": False}], "reasoning_effort": ["low"], "top_logprobs": [5],
     "logprobs": [3, "true"], "max_tokens": [0, -1], "max_completion_tokens": [True],
@@ -222,7 +392,7 @@ def test_log_probabilities_of_a_completion_are_those_of_the_sampled_tokens() -> 
 
 def test_values_that_ask_for_nothing_are_taken() -> None:
     asked = {name: values[0] for name, (values, _) in NEUTRAL.items() if values}
-    asked |= {"messages": HI, "temperature": 0.7, "top_p": 1, "logprobs": True, "max_tokens": 5}
+    asked |= {"messages": HI, "temperature": 0.7, "top_p": 1, "logprobs": True, "max_tokens": 5, "stop": []}
     found = read(asked, ChatRequest, JOB)
     assert (found.max_tokens, found.logprobs) == (5, True)
     read({**dict.fromkeys([*NEUTRAL, "tools", "stream", "max_tokens", "anything"]), "messages": HI}, ChatRequest, JOB)
