@@ -74,11 +74,11 @@ def checked(config: C, file: str, environment: bool = True, reader: Reader = "al
 
                 with of_source(name):
                     check_rewards(job, found[name], file)
-            if job.scorers:
-                from rollout_fleet.scorers.check import check_scorers
+        if local.rl is not None and local.rl.scorers:
+            from rollout_fleet.scorers.check import check_scorers
 
-                for sentence in check_scorers(job, file):
-                    print(sentence, file=sys.stderr)
+            for sentence in check_scorers(local.rl, file):
+                print(sentence, file=sys.stderr)
     return config, RunDir.of(config)
 
 

@@ -70,6 +70,7 @@ def build_driver(
         job,
         penalty_tokens=config.tasks.penalty_tokens(rollout.max_tokens),
         same_metrics=config.tasks.reward is not None,
+        taught=config.learner.loss.distillation is not None,
         agents={name: agent.trained for name, agent in config.tasks.agents.items()},
     )
     backend = _backend(config, found, thread)

@@ -55,7 +55,8 @@ def check_config_and_files(review: Review) -> Iterator[Finding]:
         if config.rl is not None and not environment.agent:
             job = config.rl.sources[name]
             yield from check_first_row(job, environment, f"tasks.sources.{name}" if name else "tasks")
-            yield from check_scorers(job, review.file)
+    if config.rl is not None and config.rl.scorers and review.environments:
+        yield from check_scorers(config.rl, review.file)
     if config.broker.credentials is not None:
         yield from check_permissions(Path(config.broker.credentials))
 

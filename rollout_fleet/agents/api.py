@@ -76,6 +76,7 @@ class Terms:
 
     job: Sampling  # the distribution that a request may name; an evaluation may sample from another one
     greedy: bool = False  # temperature 0 is what the evaluation samples at
+    taught: bool = False  # by a teacher, whose log-probabilities know no temperature but the job's
     agents: Mapping[str, bool] = field(default_factory=dict)  # names to whether they train; empty: all names do
 
 
@@ -234,6 +235,9 @@ def _read(body: Any, kind: type[R], terms: Terms) -> R:
         body = {**body, "prompt": prompt[0]}
     found = convert(body, kind)
     _check_model(found.model or MODEL, terms)
+    if terms.taught and found.temperature not in (None, terms.job.temperature):
+        message = f"'temperature' must be {terms.job.temperature}, found {found.temperature}: a teacher knows no other"
+        raise BadRequest(message, "temperature", "unsupported_value")
     low = found.temperature is not None and found.temperature < LOWEST_TEMPERATURE
     if low and found.temperature != terms.job.temperature and not (terms.greedy and found.temperature == 0):
         why = "below it sampling is greedy, and the log-probabilities say nothing that could be trained"

@@ -52,7 +52,7 @@ class Conversation:
         self._budget = rules.budget
         self._sampling = rules.sampling
         greedy = rules.sampling.temperature == 0
-        self.terms = api.Terms(rules.named or rules.sampling, greedy, rules.agents)
+        self.terms = api.Terms(rules.named or rules.sampling, greedy, rules.taught, rules.agents)
         self._format = tool_format(renderer.template)
         self._lock = asyncio.Lock()
         self.turns: list[Turn] = []

@@ -63,6 +63,7 @@ class EpisodeRules:
     named: Sampling | None = None  # an agent may name it too (evaluation)
     penalty_tokens: int = 0  # buffer of tasks.truncated: penalized; 0: no penalty
     same_metrics: bool = False  # every sample has metrics of the same names, as reward functions must
+    taught: bool = False  # a teacher gives log-probabilities, so agents may ask for no other temperature
     agents: Mapping[str, bool] = field(default_factory=dict)  # tasks.agents: names of sub-agents to whether they train
 
 

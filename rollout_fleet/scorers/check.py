@@ -28,26 +28,33 @@ def check_scorers(config: Config, file: str) -> Iterator[str]:
     Raises ConfigError for a template that does not fit the dataset's first row. It does so, too, for a model that is
     not served there, and for a label that the model lacks.
     """
-    body = b""
-    row = first_row(config.tasks.dataset)
     for name, scorer in config.scorers.items():
         if scorer.kind == "teacher":
             from rollout_fleet.scorers.teacher_check import check_teacher  # which asks as this module does
 
-            if said := check_teacher(config, name, file):
-                yield f"scorers.{name}: {scorer.url} {said}; samples fail until it answers"
-            continue
-        if row is not None:  # else it is said by the config's checks, or lies on another machine
-            where, line = row
-            problem = msgspec.json.decode(line, type=dict[str, Any])
-            try:
-                prompt = text_of_prompt(Chat(tuple(messages_of(played(config.tasks)[1]["prompt"], problem))))
-                body = body_of(scorer, problem, prompt=prompt, completion=MADE_UP, other=MADE_UP)
-            except ValueError as error:
-                expected = "templates whose columns are in the dataset"
-                raise ConfigError(file, f"scorers.{name}.prompt", expected, f"{where}: {error}") from error
-        if said := look(name, scorer, body=body, file=file):
+            said = check_teacher(config, name, file)
+        else:
+            said = look(name, scorer, body=_body(config, name, file), file=file)
+        if said:
             yield f"scorers.{name}: {scorer.url} {said}; samples fail until it answers"
+
+
+def _body(config: Config, name: str, file: str) -> bytes:
+    """A request of the scorer by the first row of a source that uses it; all of them are tried. b'' without rows."""
+    body = b""
+    for job in config.sources.values():
+        row = first_row(job.tasks.dataset) if name in job.scorers else None
+        if row is None:  # said by the config's checks, or on another machine
+            continue
+        where, line = row
+        problem = msgspec.json.decode(line, type=dict[str, Any])
+        try:
+            prompt = text_of_prompt(Chat(tuple(messages_of(played(job.tasks)[1]["prompt"], problem))))
+            body = body_of(job.scorers[name], problem, prompt=prompt, completion=MADE_UP, other=MADE_UP)
+        except ValueError as error:
+            expected = "templates whose columns are in the dataset"
+            raise ConfigError(file, f"scorers.{name}.prompt", expected, f"{where}: {error}") from error
+    return body
 
 
 def look(name: str, scorer: ScorerConfig, *, body: bytes, file: str, longest: int = 0) -> str:
