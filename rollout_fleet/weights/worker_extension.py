@@ -49,7 +49,11 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
         self._proving: threading.Thread | None = None
         self._applied: tuple[int, int] | None = None
         self._loaded: torch.Tensor | None = None  # a shard's or rounded parameters are compared with it
-        self._rounds = self.model_config.quantization is not None
+
+    @property
+    def _rounds(self) -> bool:
+        """Whether the parameters are roundings of what was published."""
+        return self.model_config.quantization is not None
 
     def init_transfer_engine(self, init_info: base.WeightTransferInitInfo) -> None:
         """Nothing: the learner's messages come through `slipstream_handle`."""

@@ -53,7 +53,7 @@ def test_on_a_gpu_a_flip_ends_when_the_device_has_the_weights(monkeypatch: pytes
     agree = lambda error: asked.append(f"agree {error}")  # noqa: E731
     engine.workers = SimpleNamespace(take=lambda *version: flat, agree=agree, size=1, receives=False)
     engine.receiver = SimpleNamespace(layout=layout)
-    engine.model_config = SimpleNamespace(dtype=torch.float32)
+    engine.model_config = SimpleNamespace(dtype=torch.float32, quantization=None)
     engine.model = SimpleNamespace(load_weights=lambda tensors: asked.append(", ".join(n for n, _ in tensors)))
     stream = SimpleNamespace(synchronize=lambda: asked.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
