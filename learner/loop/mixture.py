@@ -34,9 +34,9 @@ class Mixture:
         self.weights = dict(weights)  # to begin with
         self.rule = rule
         self._sources = dict(sources)
-        self._names = list(sources)
+        self._names = sorted(sources)  # whatever the order in the file
         self._start = np.random.SeedSequence([seed, 3]).generate_state(1, np.uint64)[0]
-        told = [f"{name} {source.digest}" for name, source in sources.items()]
+        told = [f"{name} {sources[name].digest}" for name in self._names]
         self.digest = hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
         self._changes: list[WeightChange] = []  # under which these were found:
         self._owners = np.zeros(0, np.uint16)  # [n] number of the source of each position

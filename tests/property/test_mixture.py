@@ -154,6 +154,15 @@ def test_every_source_has_epochs_and_an_order_of_its_own_across_changes(folder: 
     assert tasks[:40] == [made.task(n, changes[:1]) for n in range(40)], "what came before a change stays"
 
 
+def test_the_order_of_sources_in_the_file_changes_nothing(folder: Path) -> None:
+    sources = {name: TaskSource(folder / name, 1, 2) for name in NAMES}
+    one = Mixture(sources, {name: 1.0 for name in NAMES}, 3, NO_RULE)
+    other = Mixture({name: sources[name] for name in reversed(NAMES)}, one.weights, 3, NO_RULE)
+    changes = [WeightChange(0, one.weights)]
+    assert one.digest == other.digest
+    assert [one.where(n, changes) for n in range(50)] == [other.where(n, changes) for n in range(50)]
+
+
 def test_a_broker_that_lost_its_memory_gets_the_same_positions_with_their_old_sources(folder: Path) -> None:
     job = Job(folder, [1, 1, 1])
     job.do("offer", 6)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from learner.checkpoint.folder import MODEL_FOLDER, CheckpointFolder
 from learner.loop.lead_rank import LeadRank
 from learner.loop.run_files import RunFiles
 from learner.loop.status_reporter import StatusReporter
-from learner.loop.tasks import TaskSource, TaskStream
+from learner.loop.tasks import TaskStream, task_source
 from learner.loop.trainer import Trainer
 from tests.rigs.brokers import MemoryBroker, MemoryLearner
 from tests.rigs.waiting import read_jsonl
@@ -220,6 +221,7 @@ class Fleet:
             if not self.hold_back(lease.task.serial, self.turn):
                 self.held.remove((lease, version))
                 group = make_group(lease.task.serial, version, self.group_size)
+                group = msgspec.structs.replace(group, source=lease.task.source)
                 sampled = sum(int(s.loss_mask.numpy().sum()) for s in group.samples)
                 meta = GroupMeta(version, version, float(np.mean([s.reward for s in group.samples])), sampled)
                 await self.node.complete("fake", lease.token, meta, self.spoil(group))
@@ -340,7 +342,7 @@ def world(config: Config, memory: MemoryBroker | None = None, lag: int = 0) -> W
     publisher, backend, stop = RecordingPublisher(), BigramBackend(), []
     fleet = Fleet(memory, publisher, config.rollout.group_size, lag)
     broker = FedBroker(memory, fleet, files.checkpoints)
-    source = TaskSource(Path(config.tasks.dataset), config.run.seed, config.rollout.group_size, config.tasks.shuffle)
+    source = task_source(config)
     reporter = StatusReporter(NoSink, Path())
     state = files.start(source.digest, reporter.take_over)
     if state.policy_version:

@@ -116,6 +116,23 @@ def test_every_second_version_and_the_last_one_are_evaluated_once(make_world: Ma
     assert world.memory.state.evaluation.order is None
 
 
+def test_held_out_problems_are_played_as_their_source_is(make_world: MakeWorld, told: dict[str, Any]) -> None:
+    source = {"environment": "addition", "dataset": make_world().config.tasks.dataset}
+    easy, hard = told["datasets"]
+    tasks = {"sources": {"a": source, "b": source}, "environment": None, "dataset": ""}
+    world = make_world(run={"steps": 2}, tasks=tasks, evaluation=told | {"datasets": {"b": [easy], "a": [hard]}})
+    sources: dict[int, str] = {}
+
+    class Named(Pool):
+        def result(self, lease: Lease, version: int) -> EvaluationResult:
+            sources[lease.task.serial] = lease.task.source
+            return super().result(lease, version)
+
+    assert watching(world, Named(world)).run() == "done"
+    assert sources == {0: "b", 1: "b", 2: "b", 3: "a", 4: "a"}
+    assert [line.dataset.split("-")[-1] for line in lines(world)] == [*COUNTS] * 2
+
+
 def test_the_first_unfinished_round_keeps_its_version_and_the_next_one_waits(
     make_world: MakeWorld, told: dict[str, Any]
 ) -> None:

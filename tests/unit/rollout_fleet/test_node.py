@@ -197,10 +197,10 @@ async def test_a_paused_driver_gets_no_tasks_until_it_goes_on(monkeypatch: pytes
 async def test_a_pause_that_ends_before_it_is_measured_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[str] = []
 
-    def paused(_: EpisodeDriver) -> str:
+    def paused(_: NodeParts) -> str:
         return waits.pop() if waits and sys._getframe(1).f_code.co_name == "_turn" else ""
 
-    monkeypatch.setattr(EpisodeDriver, "paused", property(paused))
+    monkeypatch.setattr(NodeParts, "paused", property(paused))
     monkeypatch.setattr(node, "MEASURE_S", 0.01)
     async with Site() as site:
         site.attach(tasks=2)
