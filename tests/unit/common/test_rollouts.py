@@ -20,6 +20,8 @@ WITHOUT_ROUTING = (
 ROUTING = b"\xaerouted_experts\x82\xa5dtype\xa5int16\xa4data\xc4\x0c\x01\x00\x02\x00\x03\x00\x00\x01\xff\xff\xff\xff"
 SPANS = b"\xaaturn_spans\x91\x92\x01\x03"
 NOTES = b"\xa5notes\x81\xa5judge\xa3bad"
+TEACHER = b"\xb0teacher_logprobs\x82\xa5dtype\xa7float32\xa4data\xc4\x0c" + np.array([0, -0.5, -1], "<f4").tobytes()
+TEACHER += b"\xafteacher_top_ids\xc0\xb4teacher_top_logprobs\xc0\xa9teacher_s\xcb\x3f\xe0" + bytes(6)
 
 
 def sample(**changes: object) -> Sample:
@@ -38,11 +40,12 @@ def routed(*experts: int) -> Array:
     return Array.of(list(experts), "int16")
 
 
-def test_golden_bytes_of_a_group_with_routing_turns_and_notes_do_not_change() -> None:
+def test_golden_bytes_of_a_group_with_routing_turns_notes_and_a_teacher_do_not_change() -> None:
     given = {"routed_experts": routed(1, 2, 3, 256, -1, -1), "turn_spans": [(1, 3)], "notes": {"judge": "bad"}}
+    given |= {"teacher_logprobs": Array.of([0.0, -0.5, -1.0], "float32"), "teacher_s": 0.5}
     data = encode_group(Group(3, [sample(**given)]))
-    golden = WITHOUT_ROUTING.replace(b"\x91\x8a", b"\x91\x8d", 1).replace(
-        b"\xa7metrics\x80", b"\xa7metrics\x80" + ROUTING + SPANS + NOTES, 1
+    golden = WITHOUT_ROUTING.replace(b"\x91\x8a", b"\x91\xde\x00\x11", 1).replace(
+        b"\xa7metrics\x80", b"\xa7metrics\x80" + ROUTING + SPANS + NOTES + TEACHER, 1
     )
     assert data == golden
     assert decode_group(WITHOUT_ROUTING) == Group(3, [sample()]), "as the release before sent it"
