@@ -1,11 +1,11 @@
-"""A student with a teacher and with rewards alone: samples until it is about as good as the teacher, over seeds.
+"""A student with a teacher and with rewards alone: samples until it comes near the teacher, over seeds.
 
 The student is the quickstart's warm start, made sloppier: it guesses at once in nearly all answers, and forgets
 carries. So rewards are sparse at first. The teacher is another model, which saw clean demonstrations only.
 `slipstream scorer` serves it with vLLM, as the node's engine is vLLM. Each way trains the student by `slipstream up`
-with the quickstart's config and one change. A way has reached the teacher when the mean reward of WINDOW steps is at
-most MARGIN below the teacher's accuracy. That accuracy is on held-out problems, sampled at temperature 1 like the
-rewards. Models in runs/ and finished runs in --folder are not made again.
+with the quickstart's config and one change. The script counts samples until the mean reward of WINDOW steps is --share
+of the teacher's accuracy. That accuracy is on held-out problems, sampled at temperature 1 like the rewards. Models in
+runs/ and finished runs in --folder are not made again.
 
     python bench/distillation.py --folder runs/distillation [--seeds 1 2 3] [--steps 36]
 """
@@ -29,7 +29,6 @@ import yaml
 from launch.quickstart.assets import AdditionPlan, addition_demonstrations, addition_pairs
 
 WINDOW = 3
-MARGIN = 0.05
 SLOPPIER = AdditionPlan(clean=0, sloppy=1920, blurted=0.97, forgotten=0.9)
 PORT = 18431
 WAYS: dict[str, dict[str, Any] | None] = {  # learner.loss.distillation
@@ -146,7 +145,7 @@ def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-@harness.script(folder=Path, seeds=[1, 2, 3], steps=36)
+@harness.script(folder=Path, seeds=[1, 2, 3], steps=36, share=0.5, name="distillation")
 def main(options: harness.Options) -> harness.Figures:
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -160,8 +159,8 @@ def main(options: harness.Options) -> harness.Figures:
     with contextlib.nullcontext() if done else served(configs["teacher"], folder):
         for way, seed in wanted:
             run = trained(configs[way], way, folder, seed=seed, steps=options.steps)
-            needed = reached(run["rewards"], accuracy - MARGIN)
+            needed = reached(run["rewards"], options.share * accuracy)
             samples = None if needed is None else sum(run["samples"][:needed])
             runs.append(run | {"steps_to_teacher": needed, "samples_to_teacher": samples})
-    level = {"teacher_accuracy": accuracy, "margin": MARGIN, "window": WINDOW, "steps": options.steps}
+    level = {"teacher_accuracy": accuracy, "share": options.share, "window": WINDOW, "steps": options.steps}
     return {"rounds": len(options.seeds), **level, "ways": table(runs), "runs": runs}

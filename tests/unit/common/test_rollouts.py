@@ -21,6 +21,8 @@ ROUTING = b"\xaerouted_experts\x82\xa5dtype\xa5int16\xa4data\xc4\x0c\x01\x00\x02
 SPANS = b"\xaaturn_spans\x91\x92\x01\x03"
 BRANCHES = b"\xa8branches\x90\xa4name\xa0\xb0temperature_runs\x90"
 NOTES = b"\xa5notes\x81\xa5judge\xa3bad"
+TEACHER = b"\xb0teacher_logprobs\x82\xa5dtype\xa7float32\xa4data\xc4\x0c" + np.array([0, -0.5, -1], "<f4").tobytes()
+TEACHER += b"\xafteacher_top_ids\xc0\xb4teacher_top_logprobs\xc0\xa9teacher_s\xcb\x3f\xe0" + bytes(6)
 
 
 def sample(**changes: object) -> Sample:
@@ -39,11 +41,12 @@ def routed(*experts: int) -> Array:
     return Array.of(list(experts), "int16")
 
 
-def test_golden_bytes_of_a_group_with_routing_turns_and_notes_do_not_change() -> None:
+def test_golden_bytes_of_a_group_with_routing_turns_notes_and_a_teacher_do_not_change() -> None:
     given = {"routed_experts": routed(1, 2, 3, 256, -1, -1), "turn_spans": [(1, 3)], "notes": {"judge": "bad"}}
+    given |= {"teacher_logprobs": Array.of([0.0, -0.5, -1.0], "float32"), "teacher_s": 0.5}
     data = encode_group(Group(3, [sample(**given)]))
-    golden = WITHOUT_ROUTING.replace(b"\x91\x8a", b"\x91\xde\x00\x10", 1).replace(
-        b"\xa7metrics\x80", b"\xa7metrics\x80" + ROUTING + SPANS + NOTES + BRANCHES, 1
+    golden = WITHOUT_ROUTING.replace(b"\x91\x8a", b"\x91\xde\x00\x14", 1).replace(
+        b"\xa7metrics\x80", b"\xa7metrics\x80" + ROUTING + SPANS + NOTES + TEACHER + BRANCHES, 1
     )
     assert data == golden.replace(b"\x83", b"\x84", 1) + b"\xa6source\xa0"
     assert decode_group(WITHOUT_ROUTING) == Group(3, [sample()]), "as the release before sent it"

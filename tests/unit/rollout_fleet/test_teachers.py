@@ -160,6 +160,27 @@ def test_other_objectives_ask_for_the_sampled_tokens_alone_and_an_evaluation_for
     assert evaluated.error is None and evaluated.teacher_logprobs is None
 
 
+def test_a_failed_episode_asks_no_teacher(tmp_path: Path, server: JudgeServer) -> None:
+    config = job(tmp_path, server)
+
+    def refuse(prompt: str) -> Any:
+        return ValueError("too long")
+
+    driver = build_driver(config, ScriptedSampler(refuse), new_host())
+    told = config.learner.loss.distillation
+    assert told is not None
+    driver.teacher = Teacher.of(config, told)
+
+    async def run() -> Sample:
+        try:
+            return await driver.run(ROW, seed=0)
+        finally:
+            await driver.close()
+
+    assert asyncio.run(run()).error is not None
+    assert server.bodies == []
+
+
 def set_row(place: int, row: Any) -> Callable[[Rows], None]:
     def change(rows: Rows) -> None:
         rows[place] = row(rows[place]) if callable(row) else row
