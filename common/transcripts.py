@@ -199,8 +199,15 @@ def _turn(path: Sample | Branch, part: _Stretch, cut_before: int, text: TokenTex
     where = slice(part.start, part.end)
     tokens = path.tokens.numpy()[where].tolist()
     pieces = text.pieces(tokens)
-    place = {"cut_before": cut_before, "path": part.path, "name": path.name}
-    turn = Turn(author=part.author, text="".join(pieces), tokens=tokens, pieces=pieces, **place)
+    turn = Turn(
+        author=part.author,
+        text="".join(pieces),
+        tokens=tokens,
+        pieces=pieces,
+        cut_before=cut_before,
+        path=part.path,
+        name=path.name,
+    )
     if part.author != "policy":
         return turn
     versions = path.token_versions()[where]

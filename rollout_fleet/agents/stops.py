@@ -53,12 +53,14 @@ class StopSampler:
 
     def _end(self, tokens: list[int], start: int) -> int | None:
         """How many tokens are kept; None without a stop. The first `start` ones contain none."""
+        whole = self._renderer.text(tokens) if self._texts else ""
+        texts = [stop for stop in self._texts if stop in whole]
         for count in range(start + 1, len(tokens) + 1):
             if tokens[count - 1] in self._tokens:
                 self.text = self._renderer.text(tokens[: count - 1])
                 return count
-            text = self._renderer.text(tokens[:count]) if self._texts else ""
-            found = [(text.index(stop), stop) for stop in self._texts if stop in text]
+            text = self._renderer.text(tokens[:count]) if texts else ""
+            found = [(text.index(stop), stop) for stop in texts if stop in text]
             if found:
                 place, self.stop = min(found)
                 self.text = text[:place]

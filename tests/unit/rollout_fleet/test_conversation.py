@@ -98,7 +98,7 @@ def test_a_continued_conversation_is_kept_once_and_a_branch_shares_its_root_and_
     assert [run.version for run in branch.path().runs] == [0, 2]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(choices=st.lists(st.integers(0, 9), min_size=1, max_size=8))
 def test_in_a_random_tree_every_sampled_token_trains_once_and_every_path_is_what_the_engine_saw(
     choices: list[int],
