@@ -90,7 +90,7 @@ class Sample(Path, frozen=True, gc=False):
     notes: dict[str, str] = {}  # short texts by name for the transcript, such as a judge's answer
     branches: list[Branch] = []  # they share the sample's reward and advantage
     name: str = ""  # the sub-agent's that had this conversation; '' for the agent itself
-    # Other temperatures than rollout.temperature, which an agent asked for. Tokens before the first run are at the job's.
+    # Temperatures that an agent asked for; tokens before the first run were sampled at rollout.temperature.
     temperature_runs: list[TemperatureRun] = []
 
     @property

@@ -70,7 +70,9 @@ def openenv() -> Iterator[str]:
 
 def play(url: str, said: list[str], turns: int = 8, **options: str) -> tuple[Sample, list[str]]:
     sampler = ScriptedSampler(in_turn(*map(say, said)))
-    driver = make_driver(sampler, OpenEnv, {"url": url, "action": "guess", "observation": "hint", **options}, Budget(turns, 100, 1000))
+    driver = make_driver(
+        sampler, OpenEnv, {"url": url, "action": "guess", "observation": "hint", **options}, Budget(turns, 100, 1000)
+    )
     return episode(driver, {}, 12, 7), prompts_of(sampler)
 
 
