@@ -1,14 +1,13 @@
 """The section `tasks` of the config: the rows of the dataset, and the environment or the rewards that judge them."""
 
+import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
-
-from msgspec import Meta
+from typing import Literal
 
 from common.config.types import AddressSpace, Number, Positive, Scalar, Seconds, Strict, Text
 from common.errors import Problem
 
-Name = Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+AGENT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 Role = Literal["system", "user", "assistant", "tool"]
 DEFAULT_BUFFER_SHARE = 5  # overlong_buffer_tokens is this part of rollout.max_tokens, as in DAPO
 
@@ -78,7 +77,7 @@ class TasksConfig(RowsConfig, frozen=True, kw_only=True):
     dataset: Text
     options: dict[str, Scalar] = {}  # Keyword arguments of the environment, or of the reward function.
     # Sub-agents by name, which an agent asks as the model policy/NAME. Unset, it may use any name, and all train.
-    agents: dict[Name, AgentConfig] = {}
+    agents: dict[str, AgentConfig] = {}
     limits: LimitsConfig = LimitsConfig()
     max_attempts: Positive = 3  # Failed attempts after which a task is given up; docs/delivery.md.
     # Use of an answer that the token limit cut: as it was judged, not in the loss, or with DAPO's penalty. The penalty
@@ -107,6 +106,9 @@ def task_problems(tasks: TasksConfig) -> Iterator[Problem]:
                 yield Problem(f"tasks.{key}", "nothing beside tasks.environment", "both", "an environment has its own")
     if tasks.environment is None and tasks.agents:
         yield Problem("tasks.agents", "an agent as tasks.environment with it", "a reward", "docs/agents.md")
+    for name in tasks.agents:
+        if not AGENT_NAME.fullmatch(name):
+            yield Problem(f"tasks.agents.{name}", "a name of at most 64 of a-z, A-Z, 0-9, _, . and -", f"{name!r}")
     for key in ("reward", "prompt"):
         if getattr(tasks, key) == []:
             yield Problem(f"tasks.{key}", "at least one entry", "none")

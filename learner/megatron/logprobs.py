@@ -1,7 +1,6 @@
 """Vocabulary-parallel log-probabilities and entropy from hidden states; no [tokens, vocabulary] tensor ever exists.
 
-With hidden states h [T, H] and output weights W [V, H] split along V over a group's ranks, and t one temperature or
-each row's own:
+With hidden states h [T, H], a temperature t, and output weights W [V, H] split along V over a group's ranks:
 
     z = h W^T / t
 
@@ -9,6 +8,8 @@ each row's own:
     d logprob / d z_v = 1[v = target] - p_v
     d entropy / d z_v = -p_v (log p_v + entropy)
     dh = dz W / t (this rank's part)      dW = dz^T h / t
+
+Every row may have a temperature of its own.
 
 Logits exist for a chunk of rows at a time. The exponentials of the first chunks, up to a fixed budget, are kept for the
 backward pass. So the working set is bounded, and a batch that fits the budget costs no second matrix product.

@@ -8,7 +8,6 @@ stands for the default.
 
 import difflib
 import json
-import re
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,12 +17,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 
 from common.config.checks import LOWEST_TEMPERATURE
+from common.config.tasks import AGENT_NAME
 from rollout_fleet.environments.protocol import ToolCall
 from rollout_fleet.episode.driver import Sampling
 from rollout_fleet.episode.rendering import Message
 
 MODEL = "policy"  # its sub-agents ask for policy/NAME
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HINTS = {
     "messages": "at least one message; contents are text: images, audio and files are not served",
     "prompt": "one text or one list of token ids",
@@ -246,7 +245,7 @@ def _read(body: Any, kind: type[R], terms: Terms) -> R:
 def _check_model(model: str, terms: Terms) -> None:
     """Raise BadRequest for anything but the policy and the names of its sub-agents."""
     first, slash, name = model.partition("/")
-    known = name in terms.agents if terms.agents else _NAME.fullmatch(name)
+    known = name in terms.agents if terms.agents else AGENT_NAME.fullmatch(name)
     if first != MODEL or (slash and not known):
         names = ", ".join(f"'{MODEL}/{each}'" for each in terms.agents or ["NAME"])
         message = f"'model' must be '{MODEL}', or for a sub-agent {names}, found {model[:80]!r}"

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from common.config.schema import Config, ModelConfig, RolloutConfig, RunConfig, TasksConfig
-from common.config.tasks import LimitsConfig
+from common.config.tasks import AgentConfig, LimitsConfig
 from common.errors import ConfigError
 from rollout_fleet.driver_factory import build_driver, check_rewards
 from rollout_fleet.environments import description
@@ -105,6 +105,13 @@ def test_a_wrong_name_says_what_was_found_and_what_is_near(user_folder: Path, na
         describe(name, {}, "job.yaml")
     assert (caught.value.file, caught.value.key) == ("job.yaml", "tasks.environment")
     assert hint in (caught.value.hint or "")
+
+
+def test_sub_agents_of_an_environment_that_is_no_agent_are_refused() -> None:
+    tasks = TasksConfig(environment="number_guessing", dataset="-", agents={"judge": AgentConfig(trained=False)})
+    with refused(ConfigError, "number_guessing") as caught:
+        check_environment(tasks, "job.yaml")
+    assert (caught.value.file, caught.value.key) == ("job.yaml", "tasks.agents")
 
 
 @pytest.mark.parametrize(
