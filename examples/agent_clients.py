@@ -29,13 +29,23 @@ def judged(problem: dict[str, Any], answer: object) -> float:
     return float(str(answer).strip() == problem["answer"])
 
 
-async def openai_agents(problem: dict[str, Any], *, base_url: str, api_key: str, model: str, seed: int) -> float:
-    from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+async def openai_agents(
+    problem: dict[str, Any], *, base_url: str, api_key: str, model: str, seed: int, api: str = "responses"
+) -> float:
+    from agents import (
+        Agent,
+        OpenAIChatCompletionsModel,
+        OpenAIResponsesModel,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
     from openai import AsyncOpenAI
 
     set_tracing_disabled(True)  # it would send every run to OpenAI
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        agent = Agent("adder", tools=[function_tool(add)], model=OpenAIChatCompletionsModel(model, client))
+        kind = OpenAIResponsesModel if api == "responses" else OpenAIChatCompletionsModel
+        agent = Agent("adder", tools=[function_tool(add)], model=kind(model, client))
         result = await Runner.run(agent, problem["question"], max_turns=TURNS)
     return judged(problem, result.final_output)
 
@@ -87,7 +97,7 @@ async def anthropic(problem: dict[str, Any], *, base_url: str, api_key: str, mod
     schema = {"type": "object", "properties": {"a": number, "b": number}, "required": ["a", "b"]}
     tools = [{"name": "add", "description": str(add.__doc__), "input_schema": schema}]
     messages: list[Any] = [{"role": "user", "content": problem["question"]}]
-    async with AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0) as client:
+    async with AsyncAnthropic(base_url=base_url, api_key=api_key, max_retries=0) as client:
         while True:
             said = await client.messages.create(model=model, max_tokens=1024, messages=messages, tools=tools)
             calls = [block for block in said.content if block.type == "tool_use"]

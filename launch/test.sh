@@ -57,7 +57,7 @@ joined() {  # waits for everything behind; ends with an error when a step has fa
 
 other_environments() {
   if [ -z "${SLIPSTREAM_VERIFIERS_PYTHON:-}" ] || [ -z "${SLIPSTREAM_OPENENV_PYTHON:-}" ] || [ -z "${SLIPSTREAM_SINKS_PYTHON:-}" ]; then
-    step "environment of verifiers, OpenEnv and trackers" bash launch/setup.sh adapters
+    step "environment of verifiers, OpenEnv, clients and trackers" bash launch/setup.sh adapters
   fi
   [ -n "$fast" ] || step "environment with the learner's pins" bash launch/setup.sh learner --cpu
 }

@@ -143,7 +143,7 @@ def check_libraries(name: str, options: Mapping[str, Any], file: str = "config")
     if lacks:
         reason = f"{'a function' if rewards else repr(name)}, which needs {', '.join(lacks)}"
         expected = "libraries that are installed"
-        hint = "pip install 'slipstream-rl[environments]'"
+        hint = f"pip install 'slipstream-rl[environments]', or name an interpreter that has them in {PYTHON_KEY}"
         raise ConfigError(file, "tasks.reward" if rewards else KEY, expected, reason, hint)
 
 

@@ -12,7 +12,7 @@ OUTPUT_CHARS = 8000  # a longer answer of a call is cut
 
 
 class ToolServerFailed(Exception):
-    """The place where tools run is broken, which the policy cannot mend: raised by a tool, it fails the sample."""
+    """The place where tools run is broken, which the policy cannot repair; raised by a tool, it fails the sample."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class McpTools(ToolEnvironment):
     """Multi turn. Problem: a row with the columns that prompt and reward name.
 
     Options:
-        command: starts the server, as in a shell but without one; the job's folder is on PYTHONPATH, not the current one.
+        command: starts the server, without a shell. The job's folder is on PYTHONPATH and not the current one.
         prompt: template of the question, with {column}.
         reward: of the final answer, as `tasks.reward`: a built-in name or module:function.
         reward_options: its keyword arguments, as a JSON object.
@@ -130,7 +130,7 @@ class McpTools(ToolEnvironment):
 
 @contextlib.contextmanager
 def _blamed(name: str) -> Any:
-    """What is raised within is the server's fault."""
+    """Raise ToolServerFailed for every exception within."""
     try:
         yield
     except TimeoutError as error:

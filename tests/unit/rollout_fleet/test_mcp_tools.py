@@ -1,4 +1,4 @@
-"""Tools of an MCP server that a command starts: schemas to the template, calls to the server, its faults to the sample."""
+"""Tools of an MCP server that a command starts: schemas to the template, calls to it, faults to the sample."""
 
 import contextlib
 import sys

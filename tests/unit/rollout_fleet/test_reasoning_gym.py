@@ -13,10 +13,10 @@ import pytest
 from common.rollouts import Sample
 from rollout_fleet.environments.builtin.reasoning_gym import ReasoningGym
 from rollout_fleet.environments.isolation.process_backend import ProcessBackend, ProcessHost
+from rollout_fleet.environments.protocol import Budget
 from tests.rigs.waiting import LIMIT_S
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, in_turn, make_driver, prompts_of, say
 from tests.unit.rollout_fleet.fleet_fakes import play as episode
-from rollout_fleet.environments.protocol import Budget
 
 ROOT = Path(__file__).parents[3]
 MODULE = ReasoningGym.__module__
@@ -34,7 +34,8 @@ def python() -> str:
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     given = ", ".join(f"{name}={value!r}" for name, value in OPTIONS.items())
-    code = f"from pathlib import Path; from {MODULE} import export_rows; export_rows(path=Path({str(path)!r}), rows=3, {given})"
+    imports = f"from pathlib import Path; from {MODULE} import export_rows"
+    code = f"{imports}; export_rows(path=Path({str(path)!r}), rows=3, {given})"
     subprocess.run([python(), "-W", "ignore", "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     return [json.loads(line) for line in path.read_text().splitlines()]
 

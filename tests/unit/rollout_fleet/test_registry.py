@@ -13,7 +13,7 @@ from common.errors import ConfigError
 from rollout_fleet.driver_factory import build_driver, check_rewards
 from rollout_fleet.environments import description
 from rollout_fleet.environments.builtin.addition import Addition
-from rollout_fleet.environments.description import check_environment, check_libraries, describe
+from rollout_fleet.environments.description import PYTHON_KEY, check_environment, check_libraries, describe
 from rollout_fleet.environments.registry import BUILT_IN, resolve
 from tests.rigs.configs import job_of
 from tests.rigs.refusals import refused
@@ -66,16 +66,22 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_class_beside_the_job_is_found_and_built_in_names_resolve_and_find_their_libraries(user_folder: Path) -> None:
     assert describe("my_environments:Fine", {"level": 3}).path == "my_environments:Fine"
     assert resolve("addition") is Addition
-    needed = {"openenv": {"url": "http://127.0.0.1:1"}, "verifiers": {"env_id": "some"}}
+    needed = {
+        "mcp": {"command": "some"},
+        "openenv": {"url": "http://127.0.0.1:1"},
+        "reasoning_gym": {"name": "some"},
+        "verifiers": {"env_id": "some"},
+    }
     for name in BUILT_IN:
         describe(name, needed.get(name, {}))
-        check_libraries(name, needed.get(name, {}))
+        if name != "reasoning_gym":  # its library is in the adapters' environment
+            check_libraries(name, needed.get(name, {}))
 
 
 def test_libraries_that_an_environment_needs_and_that_are_missing_are_named(user_folder: Path) -> None:
     with refused(ConfigError, "no_such_library") as caught:
         check_libraries("my_environments:Needy", {})
-    assert caught.value.hint == "pip install 'slipstream-rl[environments]'"
+    assert "slipstream-rl[environments]" in str(caught.value.hint) and PYTHON_KEY in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
