@@ -114,7 +114,7 @@ class JudgeServer:
         app.router.add_get("/v1/models", self._models)
         for path in ("/v1/chat/completions", "/classify", "/v1/completions", "/tokenize"):
             app.router.add_post(path, self._judge)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.0)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)  # 0 is no limit
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
