@@ -220,7 +220,8 @@ def test_retries_come_to_an_end(server: JudgeServer, act: judges.Act) -> None:
 def test_a_request_that_hangs_is_made_again(server: JudgeServer) -> None:
     server.acts = [hang]
     ((found, _),) = score(judge(server, timeout_s=0.2), "abc")
-    assert (found.value, found.retries) == (3.0, 1)
+    assert found.value == 3.0
+    assert found.retries >= 1  # more on a busy machine
     assert found.seconds >= 0.2
 
 
