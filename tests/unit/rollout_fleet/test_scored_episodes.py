@@ -140,9 +140,10 @@ def test_a_function_that_fails_asks_no_scorer(tmp_path: Path, server: JudgeServe
 
 def test_a_scorer_may_take_longer_than_a_step_of_the_functions(tmp_path: Path, server: JudgeServer) -> None:
     server.acts = [judges.hang]
-    limits = {"limits": {"step_s": 0.3}}
-    (sample,) = samples(job(tmp_path, server, timeout_s=0.5, tasks=limits), "2")
-    assert (sample.error, sample.metrics["judge/retries"]) == (None, 1.0)
+    limits = {"limits": {"step_s": 1.0}}
+    (sample,) = samples(job(tmp_path, server, timeout_s=1.5, tasks=limits), "2")
+    assert sample.error is None
+    assert sample.metrics["judge/retries"] >= 1.0
 
 
 def test_two_rewards_of_one_name_fail_the_sample(tmp_path: Path, server: JudgeServer) -> None:
