@@ -246,6 +246,9 @@ PANELS = (
 )  # fmt: skip
 
 
+SOURCE_FIGURES = ("weight", "groups", "samples", "reward_mean", "success", "truncated_fraction")  # of each source
+
+
 def declarations(kind: type[msgspec.Struct]) -> list[Declaration]:
     """Declarations of a metrics struct, in order of its fields."""
     out: list[Declaration] = []

@@ -9,6 +9,7 @@ import torch
 from msgspec import UNSET
 
 from common.errors import SlipstreamError
+from common.metrics import SOURCE_FIGURES
 from common.weights.source.nodes import PublishStats
 from learner.backend_protocol import StepResult
 from learner.batch.batch import BatchStatistics, SourceFigures, TrainingBatch
@@ -169,3 +170,4 @@ def test_figures_of_sources_are_means_of_their_samples_and_one_that_has_none_kee
         "a/weight": 0.25, "a/groups": 2, "a/samples": 8, "a/reward_mean": 0.625, "a/success": 0.75,
         "a/truncated_fraction": 0.5, "b/weight": 0.75, "b/groups": 0, "b/samples": 0,
     }  # fmt: skip
+    assert [name for name in found if name.startswith("a/")] == [f"a/{name}" for name in SOURCE_FIGURES]
