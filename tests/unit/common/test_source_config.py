@@ -91,6 +91,7 @@ def test_what_no_job_can_have_is_refused_by_its_key(tmp_path: Path, word: str, k
     ("sources", "key"),
     [
         ({"a b": SUMS | {"dataset": "x"}}, "tasks.sources"),
+        ({"a" * 65: SUMS | {"dataset": "x"}}, "tasks.sources"),
         ({"texts": TEXTS | {"dataset": "x", "reward": [{"scorer": "jduge"}]}}, "tasks.sources.texts.reward[0].scorer"),
         ({"texts": TEXTS | {"dataset": "x", "reward": "exact_match"}}, "scorers.judge"),
     ],
