@@ -26,7 +26,7 @@ States of a task: pending -> leased(node, deadline) -> ready -> taken(step) -> c
 """
 
 from itertools import pairwise
-from math import fsum
+from math import frexp, fsum, ldexp
 from typing import Annotated
 
 import msgspec
@@ -86,8 +86,8 @@ class WeightChange(msgspec.Struct, frozen=True):
     @property
     def shares(self) -> dict[str, float]:
         """The weights in effect, divided by their sum: 1 together, however small the weights are."""
-        most = max(self.weights.values())
-        parts = {name: weight / most * self.factors.get(name, 1.0) for name, weight in self.weights.items()}
+        scale = 1 - frexp(max(self.weights.values()))[1]  # to 1 or more, by a power of two, which rounds nothing
+        parts = {name: ldexp(weight, scale) * self.factors.get(name, 1.0) for name, weight in self.weights.items()}
         total = fsum(parts.values())
         return {name: part / total for name, part in parts.items()}
 
