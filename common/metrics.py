@@ -246,7 +246,8 @@ PANELS = (
 )  # fmt: skip
 
 
-SOURCE_FIGURES = ("weight", "groups", "samples", "reward_mean", "success", "truncated_fraction")  # of each source
+# Each source has these numbers on a step's line.
+SOURCE_FIGURES = ("weight", "groups", "samples", "reward_mean", "success", "truncated_fraction")
 
 
 def declarations(kind: type[msgspec.Struct]) -> list[Declaration]:

@@ -122,7 +122,7 @@ def broken_weights(file: Path) -> str:
 
 
 def check_dataset(key: str, file: Path, config: BaseConfig, share: float = 1.0) -> Iterator[Finding]:
-    """Every line is a JSON object, and a step, of which `share` comes from here, finds enough of them."""
+    """Every line is a JSON object, and a step finds enough of them for its `share` from here."""
     if not any(map(Path.is_file, dataset_files(file))):
         return  # said by the config's checks, or a name of the hub
     rows = read = 0
