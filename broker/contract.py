@@ -26,6 +26,7 @@ States of a task: pending -> leased(node, deadline) -> ready -> taken(step) -> c
 """
 
 from itertools import pairwise
+from math import frexp, fsum, ldexp
 from typing import Annotated
 
 import msgspec
@@ -81,6 +82,14 @@ class WeightChange(msgspec.Struct, frozen=True):
     def effective(self) -> dict[str, float]:
         """The weights in effect."""
         return {name: weight * self.factors.get(name, 1.0) for name, weight in self.weights.items()}
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The weights in effect, divided by their sum: 1 together, however small the weights are."""
+        scale = 1 - frexp(max(self.weights.values()))[1]  # to 1 or more, by a power of two, which rounds nothing
+        parts = {name: ldexp(weight, scale) * self.factors.get(name, 1.0) for name, weight in self.weights.items()}
+        total = fsum(parts.values())
+        return {name: part / total for name, part in parts.items()}
 
 
 class Lease(msgspec.Struct, frozen=True, gc=False):

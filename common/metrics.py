@@ -246,6 +246,10 @@ PANELS = (
 )  # fmt: skip
 
 
+# Each source has these numbers on a step's line.
+SOURCE_FIGURES = ("weight", "groups", "samples", "reward_mean", "success", "truncated_fraction")
+
+
 def declarations(kind: type[msgspec.Struct]) -> list[Declaration]:
     """Declarations of a metrics struct, in order of its fields."""
     out: list[Declaration] = []

@@ -33,7 +33,7 @@ from common.errors import Problem, UsageError
 from common.evaluation import dataset_names, pass_ks
 from common.hub import SCHEME, TOKENIZER_FILES, absolute, local_copy
 from common.json_lines import dataset_files, dataset_rows
-from common.metrics import EvaluationMetrics, numbers
+from common.metrics import SOURCE_FIGURES, EvaluationMetrics, numbers
 
 LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
 MODEL_HINT = (
@@ -189,6 +189,12 @@ def metric_names(config: BaseConfig) -> list[str]:
     return known
 
 
+def source_metrics(config: BaseConfig) -> list[str]:
+    """The metrics of each of tasks.sources; docs/mixtures.md."""
+    sources = config.rl.tasks.sources if config.rl else ()
+    return [f"sources/{name}/{each}" for name in sources for each in SOURCE_FIGURES]
+
+
 def _keep_best(config: BaseConfig) -> Iterator[Problem]:
     key = config.learner.checkpoint.keep_best
     if key is None:
@@ -262,6 +268,12 @@ def _sources(config: Config, read: set[str]) -> Iterator[Problem]:
             near = nearest(name, sources)
             hint = f"did you mean '{near}'?" if near else f"tasks.sources has {', '.join(sources)}"
             yield Problem(f"evaluation.datasets.{name}", "the name of one of tasks.sources", name, hint)
+    known = source_metrics(config)
+    for number, rule in enumerate(config.watch):
+        if rule.metric.startswith("sources/") and rule.metric not in known:
+            near = nearest(rule.metric, known)
+            hint = f"did you mean '{near}'?" if near else "docs/mixtures.md lists them"
+            yield Problem(f"watch[{number}].metric", "a metric of one of tasks.sources", rule.metric, hint)
     for at, part in config.tasks.parts.items():
         there = "tasks.dataset" in read and any(map(Path.is_file, dataset_files(Path(part.dataset))))
         if part.filters and there:

@@ -17,7 +17,7 @@ from common.json_lines import dataset_rows
 
 AGENT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 Role = Literal["system", "user", "assistant", "tool"]
-SOURCE_NAME = re.compile(r"[A-Za-z][\w-]*")
+SOURCE_NAME = re.compile(r"[A-Za-z][\w-]{0,63}")  # the wire has room for 256
 DEFAULT_BUFFER_SHARE = 5  # overlong_buffer_tokens is this part of rollout.max_tokens, as in DAPO
 
 
@@ -193,7 +193,7 @@ def _mixture_problems(tasks: TasksConfig) -> Iterator[Problem]:
     by_case = dict[str, str]()
     for name in tasks.sources:
         if not SOURCE_NAME.fullmatch(name):
-            yield Problem("tasks.sources", "names of letters, digits, - and _", repr(name))
+            yield Problem("tasks.sources", "names of at most 64 letters, digits, - and _", repr(name))
         if (other := by_case.setdefault(name.casefold(), name)) != name:
             yield Problem(f"tasks.sources.{name}", "a name that differs by more than its case", f"{other} and {name}")
     if not any(source.weight for source in tasks.sources.values()):

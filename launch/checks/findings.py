@@ -1,5 +1,6 @@
 """A finding: what `plan`, `doctor`, `preflight` and `selftest` say of one thing, and how a terminal shows it."""
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -49,7 +50,8 @@ def problem(check: str, code: str, what: str, *, why: str, fix: str) -> Finding:
 
 def refusal(wrong: Problem, file: str = "") -> Finding:
     """A value of a config that a launch refuses; its key is the code."""
-    of_environment = wrong.key.partition("[")[0] in ENVIRONMENT_KEYS
+    key = re.sub(r"^tasks\.sources\.[^.]+", "tasks", wrong.key)  # as of a job of one source
+    of_environment = key.partition("[")[0] in ENVIRONMENT_KEYS
     fix = "install it where the rollout nodes run" if of_environment else f"set {wrong.key} in the config"
     return problem(
         "environment" if of_environment else "config",

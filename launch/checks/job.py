@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+import math
 import os
 import shutil
 import socket
@@ -49,8 +50,9 @@ def check_config_and_files(review: Review) -> Iterator[Finding]:
     if not refused:
         yield fine("config", f"{review.file} passes the checks of a launch")
     yield from check_model(Path(config.model.path))
-    for key, path in config.tasks.datasets.items():
-        yield from check_dataset(key, Path(path), config)
+    weights = [source.weight for source in config.rl.tasks.sources.values()] if config.rl is not None else []
+    for (key, path), weight in zip(config.tasks.datasets.items(), weights or [1.0], strict=True):
+        yield from check_dataset(key, Path(path), config, share=weight / (sum(weights) or 1.0))
     for name, environment in review.environments.items():
         if config.rl is not None and not environment.agent:
             job = config.rl.sources[name]
@@ -119,8 +121,8 @@ def broken_weights(file: Path) -> str:
     return "" if size == expected else f"{size:,} bytes, {expected:,} expected"
 
 
-def check_dataset(key: str, file: Path, config: BaseConfig) -> Iterator[Finding]:
-    """Every line is a JSON object, and a step finds enough of them."""
+def check_dataset(key: str, file: Path, config: BaseConfig, share: float = 1.0) -> Iterator[Finding]:
+    """Every line is a JSON object, and a step finds enough of them for its `share` from here."""
     if not any(map(Path.is_file, dataset_files(file))):
         return  # said by the config's checks, or a name of the hub
     rows = read = 0
@@ -134,7 +136,7 @@ def check_dataset(key: str, file: Path, config: BaseConfig) -> Iterator[Finding]
         why = "a task is one JSON object on a line of its own, or a row of a parquet file"
         yield problem("dataset", "bad_line", str(error), why=why, fix="make the file readable; fix or remove the line")
         return
-    wanted = config.learner.rows_per_step
+    wanted = math.ceil(config.learner.rows_per_step * share)
     whole = read <= READ_BYTES
     what = f"{key}: {rows:,} rows" + ("" if whole else f" in the first {READ_BYTES >> 20} MiB")
     if rows < wanted and whole:

@@ -254,9 +254,7 @@ def weights_sentence(status: BrokerStatus) -> str:
     """'shares of sources: math 0.75, code 0.25; asked for: code 3'; '' in a job of one source."""
     if status.weights is None:
         return ""
-    effective = status.weights.effective
-    total = sum(effective.values())
-    text = "shares of sources: " + ", ".join(f"{name} {weight / total:.2f}" for name, weight in effective.items())
+    text = "shares of sources: " + ", ".join(f"{name} {share:.2f}" for name, share in status.weights.shares.items())
     asked = [f"{name} {weight:g}" for request in status.weight_requests for name, weight in request.weights.items()]
     return f"{text}; asked for: {', '.join(asked)}" if asked else text
 

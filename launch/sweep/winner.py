@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from common.config.checks import metric_names
+from common.config.checks import metric_names, source_metrics
 from common.config.loading import nearest
 from common.config.schema import BaseConfig
 from common.errors import ConfigError
@@ -72,8 +72,8 @@ def parse_rule(word: str | None, config: BaseConfig) -> Rule:
     text = word or _usual_metric(config)
     match = re.fullmatch(r"(.+?)(?::(max|min))?(?::last ?([1-9]\d*))?", text)
     metric, better, last = match.groups() if match else (text, None, None)
-    known = metric_names(config)
-    if metric not in known and not metric.startswith(("environment/", "sources/")):
+    known = metric_names(config) + source_metrics(config)
+    if metric not in known and not metric.startswith("environment/"):
         near = nearest(metric, known)
         hint = f"did you mean '{near}'?" if near else "docs/metrics.md lists them"
         raise ConfigError("slipstream sweep", "--winner", "METRIC[:max|min][:last N]", repr(text), hint)

@@ -68,7 +68,8 @@ class Evaluations:
             self._datasets[name] = range(start, len(self._problems))
             self._sources += [source] * len(self._datasets[name])
         self._temperature = config.rollout.temperature if told.temperature is None else told.temperature
-        about = msgspec.msgpack.encode((self._problems, self._samples, self._temperature))
+        sources = self._sources if config.tasks.sources else ()  # as each problem is played
+        about = msgspec.msgpack.encode((self._problems, self._samples, self._temperature, *sources))
         self._digest = hashlib.sha256(about).hexdigest()[:8]  # results of another config do not count
         self._fleet = told.fleet  # the config's
         self._shared = False  # whether the training fleet plays the round

@@ -176,7 +176,7 @@ class LeadRank(RolloutSource):
             published,
             incarnation=self.files.incarnation,
             groups_regenerated=regenerated,
-            weights=self.tasks.weights,
+            shares=self.tasks.shares,
             generation_stall_s=self._stalls.advance(status),
             transcripts_dropped_total=self._transcripts.dropped + status.transcripts_dropped,
         )

@@ -8,6 +8,7 @@ of changes of the weights, which lies in the checkpoint and with the broker.
 """
 
 import hashlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -57,8 +58,8 @@ class Mixture:
 
     def _follow(self, changes: list[WeightChange]) -> None:
         """Forget the positions whose weights are others under these changes."""
-        pairs = zip(changes, self._changes, strict=False)
-        same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(changes), len(self._changes)))
+        pairs = enumerate(zip(changes, self._changes, strict=False))
+        same = next((i for i, (a, b) in pairs if a is not b and a != b), min(len(changes), len(self._changes)))
         others = [*changes[same : same + 1], *self._changes[same : same + 1]]
         keep = min((change.position for change in others), default=len(self._owners))
         self._owners = self._owners[:keep]
@@ -69,12 +70,16 @@ class Mixture:
         start = len(self._owners)
         draws = ((np.arange(start, end, dtype=np.uint64) * GOLDEN + self._start) >> np.uint64(11)) * 2.0**-53
         owners = np.zeros(end - start, np.uint16)
-        for change in self._changes:  # a later one overwrites what follows its position
-            shares = np.array([change.effective.get(name, 0.0) for name in self._names])
-            edges = np.cumsum(shares / shares.max())
-            at = slice(max(0, change.position - start), None)
-            found = np.searchsorted(edges / edges[-1], draws[at], side="right")
-            owners[at] = np.minimum(found, np.flatnonzero(shares)[-1])
+        begins = [change.position for change in self._changes]  # ascending
+        first = max(0, bisect_right(begins, start) - 1)  # earlier ones have no position here
+        for number in range(first, bisect_left(begins, end)):
+            found = self._changes[number].shares
+            shares = np.array([found.get(name, 0.0) for name in self._names])
+            edges = np.cumsum(shares)
+            until = begins[number + 1] if number + 1 < len(begins) else end
+            at = slice(max(0, begins[number] - start), until - start)
+            drawn = np.searchsorted(edges / edges[-1], draws[at], side="right")
+            owners[at] = np.minimum(drawn, np.flatnonzero(shares)[-1])
         places = np.zeros(end - start, np.int64)
         for number in range(len(self._names)):
             mine = owners == number

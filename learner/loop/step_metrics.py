@@ -170,11 +170,11 @@ def step_metrics(
     *,
     incarnation: int,
     groups_regenerated: int,
-    weights: Mapping[str, float],
+    shares: Mapping[str, float],
     generation_stall_s: float,
     transcripts_dropped_total: int,
 ) -> StepMetrics:
-    """The metrics line of a step, with broker and publisher as they are at its end; `weights` of sources, too."""
+    """The metrics line of a step, with broker and publisher as they are at its end, and the `shares` of sources."""
     groups = done.batch.statistics
     result = done.result
     times = done.times
@@ -252,17 +252,16 @@ def step_metrics(
         preemptions_total=sum(report.preemptions for report in reports),
         transcripts_dropped_total=transcripts_dropped_total,
         teacher_s=groups.teacher_s,
-        sources=source_figures(groups.sources, weights),
+        sources=source_figures(groups.sources, shares),
     )
 
 
-def source_figures(sources: Mapping[str, SourceFigures], weights: Mapping[str, float]) -> dict[str, float]:
+def source_figures(sources: Mapping[str, SourceFigures], shares: Mapping[str, float]) -> dict[str, float]:
     """SOURCE/NAME of every figure of the sources; one without samples has those that need none."""
     found = dict[str, float]()
-    total = sum(weights.values())
-    for source, weight in weights.items():
+    for source, share in shares.items():
         own = sources.get(source, SourceFigures())
-        found[f"{source}/weight"] = weight / total
+        found[f"{source}/weight"] = share
         found |= {f"{source}/groups": float(own.groups), f"{source}/samples": float(own.samples)}
         if own.samples:
             found[f"{source}/reward_mean"] = own.rewards / own.samples

@@ -116,7 +116,7 @@ class TaskStream:
 
     def __init__(self, source: TaskSource | Mixture, state: StreamState | None = None) -> None:
         self._source = source
-        self._state = copy.deepcopy(state or StreamState())
+        self._state = _copy(state or StreamState())
         self._told = 0  # changes of the weights that the broker has
         if isinstance(source, Mixture) and not self._state.weight_changes:
             self._state.weight_changes = [WeightChange(0, source.weights, time_s=time.time())]
@@ -200,10 +200,10 @@ class TaskStream:
         broker.offer(self.next(count), self._state.weight_changes[first:], first)
 
     @property
-    def weights(self) -> dict[str, float]:
-        """Those in effect by source; {} in a job of one source."""
+    def shares(self) -> dict[str, float]:
+        """Those of the sources for the next task; {} in a job of one source."""
         changes = self._state.weight_changes
-        return changes[-1].effective if changes else {}
+        return changes[-1].shares if changes else {}
 
     def change(self, requests: Sequence[WeightRequest]) -> None:
         """Carry out requests with the next position. Unknown names, and a sum of 0, change nothing."""
@@ -262,7 +262,7 @@ class TaskStream:
             )
 
     def state(self) -> StreamState:
-        return copy.deepcopy(self._state)
+        return _copy(self._state)
 
     def _advance(self) -> tuple[int, int]:
         """(serial, position) of the next task, counted as offered."""
@@ -276,3 +276,8 @@ class TaskStream:
         state.next_serial += 1
         state.outstanding[serial] = position
         return serial, position
+
+
+def _copy(state: StreamState) -> StreamState:
+    """Shares no list and no mapping that a stream changes; their entries never change."""
+    return StreamState(**{name: copy.copy(getattr(state, name)) for name in StreamState.__struct_fields__})

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from broker.contract import WeightChange, WeightRequest
 from broker.delivery.state import Recorder
 from common.config.tasks import CurriculumConfig
 from common.rollouts import Task
-from learner.loop.mixture import Mixture, factor
+from learner.loop.mixture import BLOCK, Mixture, factor
 from learner.loop.tasks import TaskSource, TaskStream
 from tests.rigs.brokers import MemoryBroker, learner_report, new_state, run_info
 
@@ -117,7 +118,7 @@ def test_killed_at_any_moment_the_stream_offers_the_tasks_of_one_that_was_not(
         if kind in ("offer", "set", "step"):
             whole.do(kind, value)
     assert killed.tasks() == whole.tasks()
-    assert killed.stream.weights == whole.stream.weights
+    assert killed.stream.shares == whole.stream.shares
     changes = [(c.position, c.weights, c.factors, c.requests, c.step) for c in killed.stream.state().weight_changes]
     assert changes == [
         (c.position, c.weights, c.factors, c.requests, c.step) for c in whole.stream.state().weight_changes
@@ -178,6 +179,32 @@ def test_a_broker_that_lost_its_memory_gets_the_same_positions_with_their_old_so
     assert {(t.source, t.problem, t.seed) for t in job.tasks()} == before
     told = client.status().weights
     assert told is not None and (told.position, told.weights["a"]) == (6, 0.0), "the new store has the history, too"
+
+
+def test_however_many_changes_there_were_a_position_is_drawn_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = list[int]()
+    search = np.searchsorted
+    monkeypatch.setattr(np, "searchsorted", lambda *args, **kw: (drawn.append(len(args[1])), search(*args, **kw))[1])
+    weights = [{"a": 1.0, "b": i % 3 * 1.0, "c": i % 5 * 1.0} for i in range(500)]
+    changes = [WeightChange(8 * i, found) for i, found in enumerate(weights)]
+    made = mixture(folder, [1, 0, 0])
+    found = [made.where(n, changes)[0] for n in range(8 * len(changes))]
+    assert sum(drawn) == BLOCK
+    assert {weights[n // 8][name] > 0 for n, name in enumerate(found)} == {True}
+    drawn.clear()
+    more = [*changes, WeightChange(8 * len(changes), weights[1])]
+    made.where(8 * len(changes), more)
+    assert len(drawn) == 1, "only the change that is new"
+
+
+@pytest.mark.parametrize("least", [1e-300, 5e-324])
+def test_weights_and_factors_too_small_for_a_product_still_have_shares(folder: Path, least: float) -> None:
+    change = WeightChange(0, {"a": least, "b": 0.0, "c": least}, factors={"a": least, "c": least})
+    assert change.shares == {"a": 0.5, "b": 0.0, "c": 0.5}
+    made = mixture(folder, [1, 1, 1])
+    assert Counter(made.where(n, [change])[0] for n in range(100)).keys() == {"a", "c"}
 
 
 @pytest.mark.parametrize("target", [0.3, 0.5, 0.8])

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from broker.contract import LEARNER_ENDED, BrokerStatus, Delivery
+from broker.contract import LEARNER_ENDED, BrokerStatus, Delivery, WeightChange, WeightRequest
 from broker.delivery.learner_rules import LearnerRules
 from broker.delivery.node_rules import NodeRules
 from broker.journal.file_store import lock_store
@@ -382,6 +382,27 @@ def test_a_log_that_outgrew_its_segment_is_compacted_and_keeps_what_is_known(hom
         until(lambda: newest(home) != first, "another segment")
         known = what_is_known(rig)
     assert found_in(home) == known
+
+
+def test_weights_of_sources_and_requests_for_others_outlive_compaction(home: Path) -> None:
+    changes = [WeightChange(0, {"a": 1.0, "b": 2.0}), WeightChange(1, {"a": 0.0, "b": 2.0}, requests=["one"])]
+    with DurableRig(home, segment_bytes=1 << 16).begin() as rig:
+        rules = LearnerRules(rig.state)
+        rules.offer([], changes[:1])
+        for name in ("one", "two"):
+            rules.set_weights(WeightRequest(name, {"a": 0.0}))
+        rules.offer([], changes[1:], 1)
+        rig.settle()
+        first = newest(home)
+        for step in range(12):
+            rig.step(step, size=4000)
+            rig.settle()
+            rules.commit(step)
+            rig.settle()
+        until(lambda: newest(home) != first, "another segment")
+    with DurableRig(home) as again:
+        assert LearnerRules(again.state).attach(learner_report(incarnation=9)).weight_changes == changes
+        assert [request.id for request in again.state.status().weight_requests] == ["two"]
 
 
 def test_events_and_waste_go_on_from_where_they_were(home: Path) -> None:

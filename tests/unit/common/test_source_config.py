@@ -10,6 +10,7 @@ from common.config.checks import downloaded, problems, resolve_paths
 from common.config.loading import build_config, dump_yaml, load_config
 from common.config.schema import Config
 from common.errors import ConfigError, Problem
+from launch.sweep.winner import parse_rule
 
 SUMS = {"environment": "addition", "max_tokens": 8, "weight": 2}
 TEXTS = {"reward": [{"function": "exact_match"}, {"scorer": "judge"}], "advantage": "rloo", "kl_coefficient": 0.1}
@@ -90,6 +91,7 @@ def test_what_no_job_can_have_is_refused_by_its_key(tmp_path: Path, word: str, k
     ("sources", "key"),
     [
         ({"a b": SUMS | {"dataset": "x"}}, "tasks.sources"),
+        ({"a" * 65: SUMS | {"dataset": "x"}}, "tasks.sources"),
         ({"texts": TEXTS | {"dataset": "x", "reward": [{"scorer": "jduge"}]}}, "tasks.sources.texts.reward[0].scorer"),
         ({"texts": TEXTS | {"dataset": "x", "reward": "exact_match"}}, "scorers.judge"),
     ],
@@ -129,6 +131,8 @@ def test_weights_whose_sum_is_0_unknown_keys_and_a_curriculum_of_one_source_are_
         (["evaluation.datasets={smus: [rows.jsonl]}"], "evaluation.datasets.smus"),
         (["learner.dynamic_sampling=true", "tasks.sources.sums.advantage=reinforce_pp"], "learner.dynamic_sampling"),
         (["rollout.group_size=1", "tasks.sources.texts.advantage=reinforce_pp"], "rollout.group_size"),
+        (["watch=[{metric: sources/smus/success, below: 0.1}]"], "watch[0].metric"),
+        (["watch=[{metric: sources/sums/succes, below: 0.1}]"], "watch[0].metric"),
         (["learner.loss.reference=x", "tasks.sources.texts.kl_coefficient=0"], "learner.loss.reference"),
     ],
 )
@@ -137,6 +141,15 @@ def test_what_does_not_fit_the_job_or_its_files_is_refused_by_its_key(
 ) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     assert key in [problem.key for problem in found(tmp_path, monkeypatch, *words)]
+
+
+def test_a_rule_and_a_sweep_may_name_the_metrics_of_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    word = "watch=[{metric: sources/sums/success, below: 0.1}, {metric: sources/texts/weight, above: 0.9}]"
+    assert found(tmp_path, monkeypatch, word) == []
+    assert parse_rule("sources/sums/success", built(tmp_path)).metric == "sources/sums/success"
+    with pytest.raises(ConfigError) as caught:
+        parse_rule("sources/smus/success", built(tmp_path))
+    assert (caught.value.key, "sources/sums/success" in (caught.value.hint or "")) == ("--winner", True)
 
 
 def test_held_out_problems_belong_to_their_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ from launch.checks import doctor, job
 from launch.checks import machine as checks
 from launch.checks.findings import Finding
 from launch.checks.machine import Machine
-from launch.checks.review import review
+from launch.checks.review import Review, review
 from launch.cli import main
 from launch.keys import make
 from learner.loop.run_files import write_record
@@ -396,6 +396,18 @@ def test_a_bad_line_in_the_middle_of_a_dataset_is_found(config: Config) -> None:
     assert bad.code == "bad_line" and "line 21" in bad.what
     file.write_text('{"a": 1}\n\n' * 3)
     assert only(job.check_dataset("tasks.dataset", file, config), "warning").code == "few_rows"
+
+
+def test_a_source_needs_the_rows_of_its_share_of_a_step(config: Config) -> None:
+    rows = config.learner.rows_per_step
+    file = Path(config.tasks.dataset)
+    file.write_text('{"a": 1}\n' * (rows - 1))
+    taken = {"environment": "addition", "dataset": str(file)}
+    sources = {"most": taken | {"weight": 2 * rows}, "least": taken, "idle": taken | {"weight": 0}}
+    mixed = msgspec.convert(msgspec.to_builtins(config) | {"tasks": {"sources": sources}}, Config)
+    seen = job.check_config_and_files(Review(config=mixed, file="job.yaml"))
+    few = [finding.what.partition(":")[0] for finding in seen if finding.code == "few_rows"]
+    assert few == ["tasks.sources.most.dataset"]
 
 
 def test_keys_that_others_may_read_are_named(tmp_path: Path) -> None:

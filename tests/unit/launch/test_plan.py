@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from common.config.schema import Config
-from common.errors import UsageError
+from common.errors import Problem, UsageError
 from launch.checks.findings import Finding
+from launch.checks.findings import refusal as finding_of
 from launch.checks.plan import WIDTH, as_json, command, page
 from launch.checks.review import make_review
 from launch.cli import main
@@ -302,3 +303,11 @@ def test_the_page_is_within_its_width_says_everything_that_json_says_and_is_docu
     lines = [line.rstrip() for line in text_of(page(make_review("configs/mixtral-8x7b.yaml", [])), WIDTH).splitlines()]
     _, _, shown = documented.partition("<!-- example -->\n```\n")
     assert shown.partition("\n```\n")[0].split("\n") == lines  # else paste the command's output there
+
+
+@pytest.mark.parametrize("at", ["tasks", "tasks.sources.math"])
+@pytest.mark.parametrize("key", ["environment", "reward[1].function", "options", "limits.python"])
+def test_what_is_wrong_with_an_environment_is_said_of_it_whatever_source_has_it(at: str, key: str) -> None:
+    found = finding_of(Problem(f"{at}.{key}", "another", "this"))
+    assert (found.check, found.code) == ("environment", f"{at}.{key}")
+    assert finding_of(Problem(f"{at}.dataset", "another", "this")).check == "config"

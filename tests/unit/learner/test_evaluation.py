@@ -269,6 +269,26 @@ def test_results_of_other_datasets_samples_or_temperatures_do_not_count(
     assert {line.policy_version for line in lines(world)} == {0, 2, 4}
 
 
+def test_results_of_a_dataset_that_another_source_played_do_not_count(
+    make_world: MakeWorld, told: dict[str, Any]
+) -> None:
+    """evaluation.datasets may change when a job continues, and a source has its own limits and rewards."""
+    source = {"environment": "addition", "dataset": make_world().config.tasks.dataset}
+    easy, hard = told["datasets"]
+    tasks = {"sources": {"a": source, "b": source}, "environment": None, "dataset": ""}
+    world = make_world(run={"steps": 2}, tasks=tasks, evaluation=told | {"datasets": {"a": [easy, hard]}})
+    watching(world, Pool(world)).run()
+    [done] = world.run_dir.evaluation.glob("000002-*")
+    done.rename(done.with_name(done.name.replace("000002", "000004")))
+    world.lead.files.open_metrics(4)
+    for datasets, missing in (({"a": [easy], "b": [hard]}, True), ({"a": [easy, hard]}, False)):
+        told_now = msgspec.structs.replace(world.config.evaluation, datasets=datasets)
+        config = msgspec.structs.replace(world.config, evaluation=told_now)
+        evaluations = Evaluations(config, world.broker, world.publisher, world.lead.files)  # type: ignore[arg-type]
+        evaluations.published(4)
+        assert bool(evaluations.turn()) == missing
+
+
 def test_without_a_node_the_last_round_is_given_up_after_a_bounded_wait(
     make_world: MakeWorld, told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 from msgspec import UNSET
 
 from common.errors import SlipstreamError
+from common.metrics import SOURCE_FIGURES
 from common.weights.source.nodes import PublishStats
 from learner.backend_protocol import StepResult
 from learner.batch.batch import BatchStatistics, SourceFigures, TrainingBatch
@@ -96,7 +97,7 @@ def test_engines_of_living_nodes_are_summed_up() -> None:
     ]
     step = Step(TrainingBatch(0, [], BatchStatistics()), result(), 1, Times(), Totals(), 1.0)
     others = {"incarnation": 0, "groups_regenerated": 0, "generation_stall_s": 0.0, "transcripts_dropped_total": 0}
-    others["weights"] = {}
+    others["shares"] = {}
     found, alone = (step_metrics(step, status_of(*n), PublishStats(), **others) for n in (nodes, []))
     assert (found.nodes_live, found.concurrency, found.episodes_running, found.preemptions_total) == (2, 16, 10, 4)
     assert UNSET not in msgspec.structs.astuple(found), "every metric is written"
@@ -164,8 +165,9 @@ def test_log_probabilities_that_are_gone_break_no_count(lost: float) -> None:
 
 
 def test_figures_of_sources_are_means_of_their_samples_and_one_that_has_none_keeps_its_weight() -> None:
-    found = source_figures({"a": SourceFigures(2, 8, 6, 4, rewards=5.0)}, {"a": 1.0, "b": 3.0})
+    found = source_figures({"a": SourceFigures(2, 8, 6, 4, rewards=5.0)}, {"a": 0.25, "b": 0.75})
     assert found == {
         "a/weight": 0.25, "a/groups": 2, "a/samples": 8, "a/reward_mean": 0.625, "a/success": 0.75,
         "a/truncated_fraction": 0.5, "b/weight": 0.75, "b/groups": 0, "b/samples": 0,
     }  # fmt: skip
+    assert [name for name in found if name.startswith("a/")] == [f"a/{name}" for name in SOURCE_FIGURES]
