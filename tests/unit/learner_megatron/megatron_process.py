@@ -19,13 +19,16 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from transformers import Qwen3Config
 
-from common.config.schema import LearnerConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from common.config.schema import LearnerConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from common.errors import SlipstreamError, UsageError
+from learner.backend_protocol import Microbatch
+from learner.loss.losses import policy_loss
 from learner.megatron import checkpoint, memory, parallel
 from learner.megatron.backend import MegatronBackend
 from learner.megatron.conversion import bridge_fixes, model, verify
 from learner.megatron.cpu.layers import SDPACoreAttention
 from learner.megatron.optimizer import learning_rate
+from learner.megatron.schedule import filler
 from tests.rigs.refusals import refused
 
 LENGTHS = (5, 40, 1, 17, 16, 33, 2)
@@ -209,3 +212,17 @@ def test_with_cuda_the_forward_check_allows_for_tf32(cuda: list[str], monkeypatc
     same = SimpleNamespace(config=SimpleNamespace(vocab_size=8))
     monkeypatch.setattr(verify, "_logprobs", lambda model, batch: torch.zeros(4))
     assert verify._expected(same, torch.float32).limit == verify.FLOOR_CUDA
+
+
+@pytest.mark.parametrize("reference", [None, torch.zeros(3)])
+def test_a_filler_of_the_last_round_has_the_same_sums_as_the_other_microbatches(reference: torch.Tensor | None) -> None:
+    """They are added up entry by entry."""
+    ids, zeros = torch.ones(3, dtype=torch.int64), torch.zeros(3)
+    real = Microbatch(ids, ids, torch.arange(3), (3,), torch.ones(3), zeros, zeros, zeros.int(), reference)
+    outputs = [
+        policy_loss(LossConfig(), 8)(zeros[: len(batch.targets)], None, batch) for batch in (real, filler(real))
+    ]
+    first, last = ({name: value.shape for name, value in (out.sums | out.maxima).items()} for out in outputs)
+    assert list(first.items()) == list(last.items())
+    assert ("kl" in first) == (reference is not None)
+    assert outputs[1].loss_sum == 0
