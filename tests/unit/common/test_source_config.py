@@ -13,6 +13,7 @@ from common.errors import ConfigError, Problem
 
 SUMS = {"environment": "addition", "max_tokens": 8, "weight": 2}
 TEXTS = {"reward": [{"function": "exact_match"}, {"scorer": "judge"}], "advantage": "rloo", "kl_coefficient": 0.1}
+NO_KL = ["tasks.sources.sums.kl_coefficient=0", "tasks.sources.texts.kl_coefficient=0"]
 JUDGE = {"url": "http://h:1/v1", "model": "m", "prompt": "{completion}", "verdict": "(\\d)"}
 
 
@@ -130,6 +131,7 @@ def test_weights_whose_sum_is_0_unknown_keys_and_a_curriculum_of_one_source_are_
         (["learner.dynamic_sampling=true", "tasks.sources.sums.advantage=reinforce_pp"], "learner.dynamic_sampling"),
         (["rollout.group_size=1", "tasks.sources.texts.advantage=reinforce_pp"], "rollout.group_size"),
         (["learner.loss.reference=x", "tasks.sources.texts.kl_coefficient=0"], "learner.loss.reference"),
+        (["learner.loss.kl_coefficient=0.1", *NO_KL], "learner.loss.kl_coefficient"),
     ],
 )
 def test_what_does_not_fit_the_job_or_its_files_is_refused_by_its_key(
