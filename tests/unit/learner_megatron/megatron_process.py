@@ -219,9 +219,7 @@ def test_a_filler_of_the_last_round_has_the_same_sums_as_the_other_microbatches(
     """They are added up entry by entry."""
     ids, zeros = torch.ones(3, dtype=torch.int64), torch.zeros(3)
     real = Microbatch(ids, ids, torch.arange(3), (3,), torch.ones(3), zeros, zeros, zeros.int(), reference)
-    outputs = [
-        policy_loss(LossConfig(), 8)(zeros[: len(batch.targets)], None, batch) for batch in (real, filler(real))
-    ]
+    outputs = [policy_loss(LossConfig(), 8)(zeros[: len(batch.targets)], None, batch) for batch in (real, filler(real))]
     first, last = ({name: value.shape for name, value in (out.sums | out.maxima).items()} for out in outputs)
     assert list(first.items()) == list(last.items())
     assert ("kl" in first) == (reference is not None)
