@@ -51,7 +51,7 @@ READERS: dict[str, tuple[Reader, ...]] = {  # keys that name files, and who read
 }
 PATHS = (
     "run.dir", "model.path", "tasks.dataset", "tasks.sources.*.dataset", "evaluation.datasets",
-    "learner.loss.reference", "learner.checkpoint.dir", "broker.credentials",
+    "learner.loss.reference", "learner.checkpoint.dir", "broker.credentials", "scorers.*.tokenizer",
 )  # fmt: skip
 C = TypeVar("C", bound=BaseConfig)
 
