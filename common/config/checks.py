@@ -51,7 +51,7 @@ READERS: dict[str, tuple[Reader, ...]] = {  # keys that name files, and who read
 }
 PATHS = (
     "run.dir", "model.path", "tasks.dataset", "tasks.sources.*.dataset", "evaluation.datasets",
-    "learner.loss.reference", "learner.checkpoint.dir", "broker.credentials",
+    "learner.loss.reference", "learner.checkpoint.dir", "broker.credentials", "scorers.*.tokenizer",
 )  # fmt: skip
 C = TypeVar("C", bound=BaseConfig)
 
@@ -310,6 +310,9 @@ def _evaluation(config: Config, read: set[str]) -> Iterator[Problem]:
 def _losses(config: Config) -> Iterator[Problem]:
     loss = config.learner.loss
     yield from loss_problems(loss, config.measures_kl)
+    if loss.kl_coefficient and not config.measures_kl:
+        expected = "0, since every one of tasks.sources has 0"
+        yield Problem("learner.loss.kl_coefficient", expected, hint="no reference is loaded, so none can be compared")
     estimators = {job.learner.loss.advantage for job in config.sources.values()}
     if config.learner.dynamic_sampling and "reinforce_pp" in estimators:
         hint = "rewards are compared over the batch, so groups whose rewards are all equal do carry signal"

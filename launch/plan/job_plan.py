@@ -22,6 +22,8 @@ from rollout_fleet.node.node import LOOKAHEAD_GROUPS
 
 GIB, MIB = 1 << 30, 1 << 20
 WIRE_BYTES_PER_TOKEN = 4 + 1 + 4  # token int32, loss mask uint8, log-probability float32 (common.rollouts.Sample)
+TAUGHT_BYTES = 4  # float32 by the teacher
+TOP_BYTES = 4 + 4  # int32 and float32 for each of the teacher's top_k tokens in the place of a sampled one
 ROUTED_BYTES = 2  # int16 per MoE layer and chosen expert
 MAIN_PARAMETER_BYTES = 4  # saved with the optimizer, whatever the model's dtype
 SCALE_BYTES = 4  # float32, one for each row of a rounded matrix
@@ -240,7 +242,11 @@ def window_of(config: Config, model: Architecture) -> Window:
     per_token = WIRE_BYTES_PER_TOKEN
     if config.learner.moe.replay_routing and model.experts is not None:
         per_token += sum(model.moe_layers) * model.experts.per_token * ROUTED_BYTES
+    if (told := config.learner.loss.distillation) is not None:
+        per_token += TAUGHT_BYTES
     group_bytes = size * longest * per_token
+    if told is not None:
+        group_bytes += size * min(config.rollout.max_tokens, longest) * told.wanted * TOP_BYTES
     node_groups = min(groups, config.rollout.concurrency_bounds[1] // size + LOOKAHEAD_GROUPS)
     return Window(
         groups=groups,

@@ -136,7 +136,12 @@ def _check_path(sample: Sample | Branch, index: int, vocab_size: int) -> None:
 
 
 def _untaught(path: Sample | Branch, vocab_size: int, top_k: int) -> str:
-    """The fault of a path's columns from its teacher, whose lengths are right; '' when there is none."""
+    """The fault of a path's columns from its teacher, whose lengths are right; '' when there is none.
+
+    A teacher is not asked about a path without sampled tokens, such as a frozen sub-agent's.
+    """
+    if path.teacher_logprobs is None and not path.sampled:
+        return ""
     columns = {"teacher_logprobs": "float32"}
     columns |= {"teacher_top_ids": "int32", "teacher_top_logprobs": "float32"} if top_k else {}
     for name, dtype in columns.items():

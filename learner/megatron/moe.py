@@ -228,13 +228,13 @@ class Experts:
         """Global denominator over global real tokens: per token of a microbatch, before the division to come.
 
         The loss gives its denominator before the forward pass, with zeros for log-probabilities. So tokens that a
-        correction will exclude later still count here.
+        correction will exclude later still count here. Without the documents' numbers no transcript keeps the zeros.
         """
         totals = torch.zeros(2, dtype=torch.float64)
         for batch in microbatches:
             if loss_tokens := float(batch.loss_mask.sum()):
                 zeros = torch.zeros(len(batch.targets))
-                blank = replace(batch, behavior_logprobs=zeros, top_logprobs=batch.teacher_top_logprobs)
+                blank = replace(batch, behavior_logprobs=zeros, top_logprobs=batch.teacher_top_logprobs, numbers=())
                 denominator = loss(zeros, zeros, blank).denominator
                 counted = loss_tokens if denominator is None else float(denominator)
                 totals += torch.tensor([counted, float(len(batch.tokens))])

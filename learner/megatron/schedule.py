@@ -66,11 +66,15 @@ def _pack(batch: Microbatch, parallel: ParallelConfig, rank: int, device: torch.
     )
 
 
-def _filler() -> Microbatch:
-    """A document of one token that trains nothing; it fills the rounds of ranks with fewer microbatches."""
+def filler(like: Microbatch) -> Microbatch:
+    """A document of one token that trains nothing; it fills the rounds of ranks with fewer microbatches.
+
+    The loss has the same sums of it as of `like`, so that both can be added: a reference makes one more.
+    """
     one = torch.ones(1, dtype=torch.int64)
     zero = torch.zeros(1)
-    return Microbatch(one, one, one - 1, (1,), zero, zero, zero, zero.int(), zero)
+    reference = None if like.reference_logprobs is None else zero
+    return Microbatch(one, one, one - 1, (1,), zero, zero, zero, zero.int(), reference)
 
 
 class Head:
@@ -204,7 +208,7 @@ class Schedule:
         # The interleaved schedule refuses a last round with fewer microbatches than stages.
         fill = -len(microbatches) % stages if len(self.chunks) > 1 else 0
         context_rank = self._context_group.rank()
-        filled = [*microbatches, *[_filler()] * fill]
+        filled = [*microbatches, *(filler(microbatches[0]) for _ in range(fill))]
         packed = [_pack(batch, self._parallel, context_rank, self.device) for batch in filled]
         begins = list[float]()
 

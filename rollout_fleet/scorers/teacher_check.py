@@ -13,7 +13,7 @@ from typing import Any
 
 from common.config.schema import Config, DistillationConfig
 from common.config.scorers import ScorerConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, UsageError
 from common.hub import load_tokenizer
 from rollout_fleet.scorers import check
 from rollout_fleet.scorers.requests import ScorerFailed, address_of
@@ -36,7 +36,12 @@ def check_teacher(config: Config, name: str, file: str) -> str:
     if scorer.tokenizer is not None and not Path(folder).is_dir():
         raise ConfigError(file, f"scorers.{name}.tokenizer", "a folder with a tokenizer", folder)
     if Path(folder).is_dir():
-        for what in _differences(Path(config.model.path), Path(folder)):
+        try:
+            theirs = load_tokenizer(folder)
+        except UsageError as error:  # which names the policy's key
+            key = f"scorers.{name}.{'serve' if scorer.tokenizer is None else 'tokenizer'}"
+            raise ConfigError(file, key, "a folder with a tokenizer", folder) from error
+        for what in _differences(Path(config.model.path), Path(folder), theirs):
             raise _other(file, name, what, folder)
     longest = config.rollout.engine.max_model_len + 1
     if said := check.look(name, scorer, body=b"", file=file, longest=longest):
@@ -52,10 +57,9 @@ def _other(file: str, name: str, what: str, where: str) -> ConfigError:
     return ConfigError(file, f"scorers.{name}", f"a teacher with the policy's {what}", f"another one: {where}", hint)
 
 
-def _differences(policy: Path, teacher: Path) -> Iterator[str]:
-    """The parts of a teacher's folder that are not the policy's."""
+def _differences(policy: Path, teacher: Path, theirs: Any) -> Iterator[str]:
+    """The parts of a teacher's folder, whose tokenizer is `theirs`, that are not the policy's."""
     ours = load_tokenizer(policy)
-    theirs = load_tokenizer(teacher)
     if ours.get_vocab() != theirs.get_vocab():
         yield "vocabulary"
     if ours.eos_token_id != theirs.eos_token_id or _ends(policy) != _ends(teacher):

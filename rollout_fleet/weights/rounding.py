@@ -17,10 +17,11 @@ def per_channel(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`weight` [out, in] as vLLM's fp8_per_channel has it: [out, in] FP8, and scales [out, 1] float32.
 
     vLLM 0.32, online/fp8.py. A row's scale maps its largest value to LARGEST. Under tensor parallelism vLLM takes the
-    largest value of the whole row, so shards of this rounding are the roundings of shards.
+    largest value of the whole row, so shards of this rounding are the roundings of shards. The divisor is a tensor,
+    because CUDA multiplies by the rounded reciprocal of a number, and some scales would differ by their last bit.
     """
     weight = weight.float()
-    scale = (weight.abs().amax(1, keepdim=True) / LARGEST).clamp(min=LEAST_SCALE)
+    scale = (weight.abs().amax(1, keepdim=True) / weight.new_tensor(LARGEST)).clamp(min=LEAST_SCALE)
     return (weight / scale).clamp(-LARGEST, LARGEST).to(FP8), scale
 
 

@@ -74,6 +74,11 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
             raise ValueError("no layout was announced")
         try:
             flat = self.workers.take(update_info.incarnation, update_info.version, layout.total_bytes)
+        except Exception as failure:
+            error = failure
+        self.workers.agree(error)  # rounding is collective in vLLM: it would wait for a rank without the buffer
+        assert flat is not None
+        try:
             with torch.no_grad():
                 if self._rounds:
                     rounding.load_and_round(self.model, flat_buffer.view(flat, layout), self.model_config)
@@ -85,7 +90,6 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
         except Exception as failure:  # without it the other ranks would wait for this one for ever
             error = failure
         self.workers.agree(error)
-        assert flat is not None
         self._applied = (update_info.incarnation, update_info.version)
         self._loaded = flat if self.workers.size > 1 or self._rounds else None
         if self.workers.receives:

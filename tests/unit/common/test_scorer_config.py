@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from common.config.checks import problems
+from common.config.checks import problems, resolve_paths
 from common.config.loading import build_config, dump_yaml, load_config
 from common.config.schema import Config
 from common.errors import ConfigError
@@ -257,3 +257,10 @@ def test_a_run_continues_with_a_teacher_elsewhere_but_not_with_another_one(tmp_p
     for told, scorer in (({"teacher": "t", "coefficient": 2.0}, TEACHER), ({"teacher": "t"}, TEACHER | {"model": "b"})):
         with refused(OtherRun):
             run.prepare(distilled(tmp_path, told, {"t": scorer}))
+
+
+def test_a_teachers_tokenizer_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    scorers = {"t": TEACHER | {"tokenizer": "teacher"}}
+    found = resolve_paths(distilled(tmp_path, {"teacher": "t"}, scorers)).scorers["t"]
+    assert (found.tokenizer, found.model) == (str(tmp_path / "teacher"), TEACHER["model"])

@@ -14,6 +14,7 @@ from launch.sweep.winner import parse_rule
 
 SUMS = {"environment": "addition", "max_tokens": 8, "weight": 2}
 TEXTS = {"reward": [{"function": "exact_match"}, {"scorer": "judge"}], "advantage": "rloo", "kl_coefficient": 0.1}
+NO_KL = ["tasks.sources.sums.kl_coefficient=0", "tasks.sources.texts.kl_coefficient=0"]
 JUDGE = {"url": "http://h:1/v1", "model": "m", "prompt": "{completion}", "verdict": "(\\d)"}
 
 
@@ -134,6 +135,7 @@ def test_weights_whose_sum_is_0_unknown_keys_and_a_curriculum_of_one_source_are_
         (["watch=[{metric: sources/smus/success, below: 0.1}]"], "watch[0].metric"),
         (["watch=[{metric: sources/sums/succes, below: 0.1}]"], "watch[0].metric"),
         (["learner.loss.reference=x", "tasks.sources.texts.kl_coefficient=0"], "learner.loss.reference"),
+        (["learner.loss.kl_coefficient=0.1", *NO_KL], "learner.loss.kl_coefficient"),
     ],
 )
 def test_what_does_not_fit_the_job_or_its_files_is_refused_by_its_key(

@@ -86,6 +86,20 @@ def test_the_window_is_that_of_the_staleness_rule_with_groups_as_large_as_on_the
         stop_reason="stop",
     )
     assert found.group_bytes == pytest.approx(len(encode_group(Group(0, [sample] * 4))), rel=0.05)
+    told = {"teacher": "t", "objective": "forward_kl", "top_k": 5}
+    taught = msgspec.structs.replace(
+        sample,
+        loss_mask=Array.of([1] * n, "uint8"),
+        teacher_logprobs=Array.of([0] * n, "float32"),
+        teacher_top_ids=Array.of([0] * (5 * n), "int32"),
+        teacher_top_logprobs=Array.of([0] * (5 * n), "float32"),
+    )
+    scorers = {"t": {"url": "http://t/v1", "model": "t", "kind": "teacher"}}
+    distilled = job(learner={"loss": {"distillation": told}}, scorers=scorers)
+    all_sampled = msgspec.structs.replace(distilled.rollout, max_tokens=2 * n)
+    distilled = msgspec.structs.replace(distilled, rollout=all_sampled)
+    bytes_of_group = window_of(distilled, architecture("Qwen3-0.6B")).group_bytes
+    assert bytes_of_group == pytest.approx(len(encode_group(Group(0, [taught] * 4))), rel=0.05)
     replayed = window_of(job(learner={"moe": {"replay_routing": True}}), architecture("Mixtral-8x7B-v0.1"))
     routing = 4 * n * 32 * 2 * 2  # two bytes for each of 32 layers and 2 experts
     assert replayed.group_bytes - found.group_bytes == routing

@@ -462,6 +462,18 @@ def test_another_number_of_the_teachers_tokens_is_refused() -> None:
         decode(stored(Group(5, [taught(top_k=3)])), 10, 1, distillation=distillation())
 
 
+def test_a_path_without_sampled_tokens_needs_no_teacher(make_config: Callable[..., Config]) -> None:
+    """A frozen sub-agent's, or an episode whose turns were all left out of the loss."""
+    silent = {"loss_mask": Array.of([0] * 5, "uint8"), "behavior_logprobs": Array.of([0] * 5, "float32")}
+    own = sample(**silent)
+    branch = Branch(own.tokens, own.loss_mask, own.behavior_logprobs, [], name="frozen")
+    group = Group(5, [taught(branches=[branch]), own])
+    assert decode(stored(group), 10, 2, distillation=distillation()) == group
+    told = {"teacher": "t", "objective": "forward_kl", "top_k": 2}
+    batch = assemble([group], 0, make_config(learner={"loss": {"distillation": told}}, **TEACHER))
+    assert [(document.sample, document.path) for document in batch.documents] == [(0, 0)]
+
+
 @pytest.mark.parametrize("rewards", [True, False])
 def test_a_document_carries_its_teacher_and_rewards_train_only_where_they_should(
     make_config: Callable[..., Config], rewards: bool

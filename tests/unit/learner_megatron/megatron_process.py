@@ -3,8 +3,9 @@
 # ruff: noqa: E402
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,13 +20,19 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from transformers import Qwen3Config
 
-from common.config.schema import LearnerConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from common.config.schema import LearnerConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from common.errors import SlipstreamError, UsageError
+from learner.backend_protocol import Microbatch
+from learner.batch.packing import Document, build
+from learner.loop.transcripts import RecordingLoss
+from learner.loss.losses import policy_loss
 from learner.megatron import checkpoint, memory, parallel
 from learner.megatron.backend import MegatronBackend
 from learner.megatron.conversion import bridge_fixes, model, verify
 from learner.megatron.cpu.layers import SDPACoreAttention
+from learner.megatron.moe import Experts
 from learner.megatron.optimizer import learning_rate
+from learner.megatron.schedule import filler
 from tests.rigs.refusals import refused
 
 LENGTHS = (5, 40, 1, 17, 16, 33, 2)
@@ -209,3 +216,28 @@ def test_with_cuda_the_forward_check_allows_for_tf32(cuda: list[str], monkeypatc
     same = SimpleNamespace(config=SimpleNamespace(vocab_size=8))
     monkeypatch.setattr(verify, "_logprobs", lambda model, batch: torch.zeros(4))
     assert verify._expected(same, torch.float32).limit == verify.FLOOR_CUDA
+
+
+@pytest.mark.parametrize("reference", [None, torch.zeros(3)])
+def test_a_filler_of_the_last_round_has_the_same_sums_as_the_other_microbatches(reference: torch.Tensor | None) -> None:
+    """They are added up entry by entry."""
+    ids, zeros = torch.ones(3, dtype=torch.int64), torch.zeros(3)
+    real = Microbatch(ids, ids, torch.arange(3), (3,), torch.ones(3), zeros, zeros, zeros.int(), reference)
+    outputs = [policy_loss(LossConfig(), 8)(zeros[: len(batch.targets)], None, batch) for batch in (real, filler(real))]
+    first, last = ({name: value.shape for name, value in (out.sums | out.maxima).items()} for out in outputs)
+    assert list(first.items()) == list(last.items())
+    assert ("kl" in first) == (reference is not None)
+    assert outputs[1].loss_sum == 0
+
+
+def test_the_scale_of_the_balancing_loss_leaves_no_log_probabilities_for_transcripts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are zeros, and the largest of all ranks counts: a pipeline's first stage would hide those of the last."""
+    monkeypatch.setattr(mpu, "get_data_parallel_group", lambda: SimpleNamespace(size=lambda: 1))
+    mask = np.array([0, 1, 1], np.uint8)
+    document = Document(np.zeros(3, np.int32), mask, np.zeros(3, np.float32), np.zeros(3, np.int32), serial=1, sample=0)
+    recorder = RecordingLoss(policy_loss(LossConfig(), 8))
+    recorder.watch([document], {(1, 0)})
+    assert Experts._balance_scale(cast(Any, None), build([document], [[0]]), recorder) == 1
+    assert recorder.collect(cast(Any, SimpleNamespace(largest=lambda values: values))) == {}

@@ -2,6 +2,7 @@
 
 import os
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from common.weights.wire import flat_buffer
 from common.weights.wire.layout import Layout
 from rollout_fleet.engine.engine import _prepare_environment
 from rollout_fleet.vllm_patches import worker_process
+from tests.rigs.refusals import refused
 
 CPU_ONLY = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE")
 
@@ -61,4 +63,28 @@ def test_on_a_gpu_a_flip_ends_when_the_device_has_the_weights(monkeypatch: pytes
     monkeypatch.setattr(worker_process, "renew", lambda model, dtype: asked.append(f"renew {dtype}"))
     monkeypatch.setattr(flat_buffer, "view", lambda flat, layout: [("w", flat)])
     engine.receive_weights(SlipstreamUpdateInfo(1, 2))
-    assert asked == ["w", "renew torch.float32", "synchronize", "agree None"]
+    assert asked == ["agree None", "w", "renew torch.float32", "synchronize", "agree None"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", [None, "fp8_per_channel"])
+def test_no_worker_begins_to_load_while_another_lacks_the_version(quantization: str | None) -> None:
+    """Rounding is collective in vLLM: the others would wait for the one without."""
+    from rollout_fleet.weights.worker_extension import SlipstreamTransferEngine, SlipstreamUpdateInfo
+
+    layout = Layout.of([("a.weight", "bfloat16", (4, 2))])
+    loaded: list[object] = []
+
+    def another_failed(error: Exception | None) -> None:
+        raise error or ValueError("1 of 2 workers could not load their shards")
+
+    engine = SlipstreamTransferEngine.__new__(SlipstreamTransferEngine)
+    engine.receiver = cast(Any, SimpleNamespace(layout=layout))
+    flat = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    engine.workers = cast(Any, SimpleNamespace(take=lambda *_: flat, agree=another_failed, size=2, receives=False))
+    engine.model = torch.nn.Module()
+    engine.model.load_weights = lambda weights: loaded.extend(weights)
+    engine.model_config = cast(Any, SimpleNamespace(quantization=quantization, dtype=torch.bfloat16))
+    with refused(ValueError, "1 of 2 workers"):
+        engine.receive_weights(SlipstreamUpdateInfo(incarnation=1, version=2))
+    assert loaded == []

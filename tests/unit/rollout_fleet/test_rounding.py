@@ -1,7 +1,10 @@
 """Rounding to 8 bits, against every value that 8 bits have, in float64."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout_fleet.weights.rounding import FP8, LARGEST, per_channel
 
@@ -37,3 +40,18 @@ def test_roundings_of_parts_are_parts_of_the_rounding() -> None:
     whole, parts = per_channel(weight), [per_channel(part) for part in weight.split([8, 2, 2])]
     for i in range(2):
         assert whole[i].view(torch.uint8).equal(torch.cat([part[i].view(torch.uint8) for part in parts]))
+
+
+def test_the_divisors_are_where_the_weights_are() -> None:
+    """CUDA multiplies by the reciprocal of a number and of a tensor on the CPU, which vLLM's rounding does not."""
+    divisors: list[Any] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.div.Tensor:
+                divisors.append(args[1])
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        per_channel(torch.empty(4, 8, device="meta"))
+    assert [isinstance(each, torch.Tensor) and each.device.type for each in divisors] == ["meta", "meta"]

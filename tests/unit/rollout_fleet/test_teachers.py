@@ -359,3 +359,16 @@ def test_a_tokenizer_that_is_not_there_is_refused(tmp_path: Path, server: JudgeS
     with refused(ConfigError, "job.yaml", "nowhere") as caught:
         list(check_scorers(config, "job.yaml"))
     assert caught.value.key == "scorers.t.tokenizer"
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_folder_without_a_tokenizer_is_refused_by_the_teachers_key(
+    tmp_path: Path, server: JudgeServer, served: bool
+) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    config = job(tmp_path, server, **({"serve": {"model": str(folder)}} if served else {"tokenizer": str(folder)}))
+    with refused(ConfigError, "job.yaml", folder) as caught:
+        list(check_scorers(config, "job.yaml"))
+    assert caught.value.key == ("scorers.t.serve" if served else "scorers.t.tokenizer")
+    assert [found.level for found in doctor_checks(config, "job.yaml")] == ["problem"]
