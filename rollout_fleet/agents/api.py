@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
-from common.config.checks import LOWEST_TEMPERATURE
+from common.config.checks import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from common.config.tasks import AGENT_NAME
 from rollout_fleet.environments.protocol import ToolCall
 from rollout_fleet.episode.driver import Sampling
@@ -235,15 +235,20 @@ def _read(body: Any, kind: type[R], terms: Terms) -> R:
         body = {**body, "prompt": prompt[0]}
     found = convert(body, kind)
     _check_model(found.model or MODEL, terms)
-    if terms.taught and found.temperature not in (None, terms.job.temperature):
-        message = f"'temperature' must be {terms.job.temperature}, found {found.temperature}: a teacher knows no other"
-        raise BadRequest(message, "temperature", "unsupported_value")
-    low = found.temperature is not None and found.temperature < LOWEST_TEMPERATURE
-    if low and found.temperature != terms.job.temperature and not (terms.greedy and found.temperature == 0):
-        why = "below it sampling is greedy, and the log-probabilities say nothing that could be trained"
-        message = f"'temperature' must be at least {LOWEST_TEMPERATURE}, found {found.temperature}: {why}"
-        raise BadRequest(message, "temperature", "unsupported_value")
+    if found.temperature is not None and found.temperature != terms.job.temperature:
+        _check_temperature(found.temperature, terms)
     return found
+
+
+def _check_temperature(found: float, terms: Terms) -> None:
+    """Raise BadRequest for a temperature, other than the job's, that cannot be sampled at or trained."""
+    if terms.taught:
+        message = f"'temperature' must be {terms.job.temperature}, found {found}: a teacher knows no other"
+        raise BadRequest(message, "temperature", "unsupported_value")
+    if not LOWEST_TEMPERATURE <= found <= HIGHEST_TEMPERATURE and not (terms.greedy and found == 0):
+        why = "below, sampling is greedy and there is nothing to train; above, the engine samples at none"
+        message = f"'temperature' must be {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE:g}, found {found}: {why}"
+        raise BadRequest(message, "temperature", "unsupported_value")
 
 
 def _check_model(model: str, terms: Terms) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -363,8 +364,8 @@ REFUSED: dict[str, list[Any]] = {
     "logit_bias": [{"50256": -100}], "best_of": [4], "n": [2], "tool_choice": ["required", NAMED],
     "parallel_tool_calls": [False], "function_call": [{"name": "add"}], "functions": [[{"name": "add"}]],
     "frequency_penalty": [0.1], "presence_penalty": [-0.1], "repetition_penalty": [1.1],
-    "temperature": [0, -1, True, "1"], "top_p": [0.95], "top_k": [20], "min_p": [0.05], "min_tokens": [8],
-    "ignore_eos": [True], "seed": [-1, 1.5],
+    "temperature": [0, -1, 2.5, math.nan, math.inf, True, "1"], "top_p": [0.95], "top_k": [20],
+    "min_p": [0.05], "min_tokens": [8], "ignore_eos": [True], "seed": [-1, 1.5],
     "stop": [[1]], "stop_token_ids": [[-2]], "include_stop_str_in_output": [True],
     "bad_words": [["no"]], "allowed_token_ids": [[1, 2]],
     "response_format": [{"type": "json_object"}], "structured_outputs": [{"regex": "a+"}],
