@@ -67,6 +67,7 @@ _NEUTRAL_BY_REASON: dict[str, dict[str, tuple[Any, ...]]] = {
     "prompts are continued as they were recorded": {"truncate_prompt_tokens": ()},
     "there is no web here; name a tool of your own": {"web_search_options": ()},
 }  # fmt: skip
+ONLY_CHATS = ("logprobs", "max_completion_tokens", "return_token_ids")  # the other APIs have no place for them
 NEUTRAL = {name: (values, why) for why, found in _NEUTRAL_BY_REASON.items() for name, values in found.items()}
 
 
@@ -282,6 +283,18 @@ def without_neutral(body: Any, neutral: Mapping[str, tuple[tuple[Any, ...], str]
         if found is not None:
             _check_value(name, found, *neutral[name])
     return {name: value for name, value in body.items() if name not in neutral and value is not None}
+
+
+def as_chat(rest: Mapping[str, Any], kind: type[msgspec.Struct], chat: dict[str, Any]) -> dict[str, Any]:
+    """`chat`, translated from what `kind` declares, with the parameters that another API shares with chats.
+
+    Raises BadRequest for those that only chats have, because the answer of the other API has no place for them.
+    """
+    shared = {name: value for name, value in rest.items() if name not in kind.__struct_encode_fields__}
+    for name in shared.keys() & {*chat, *ONLY_CHATS}:
+        if shared[name] is not False:
+            raise BadRequest(f"'{name}' is not served: only chats have it", name, "unsupported_parameter")
+    return shared | chat
 
 
 def functions(tools: Iterable[tuple[str, str | None, dict[str, Any] | None]]) -> list[dict[str, Any]]:

@@ -130,6 +130,7 @@ REFUSED: dict[str, list[Any]] = {
     "truncation": ["auto"], "tool_choice": ["required", {"type": "function", "name": "add"}], "top_p": [0.5],
     "temperature": [0], "top_logprobs": [2], "parallel_tool_calls": [False], "max_output_tokens": [0],
     "tools": [[{"type": "web_search"}]], "input": [5, [{"type": "reasoning"}], []], "instructions": [3],
+    "max_tokens": [5], "max_completion_tokens": [5], "messages": [[]], "logprobs": [True], "return_token_ids": [True],
 }  # fmt: skip
 
 
@@ -251,7 +252,8 @@ BAD: dict[str, list[Any]] = {
     "tool_choice": [{"type": "any"}, {"type": "tool", "name": "add"}, {"type": "auto", "disable_parallel_tool_use": 1}],
     "max_tokens": [0, None], "stop_sequences": ["x", [1]], "tools": [[{"type": "bash_20250124", "name": "bash"}]],
     "messages": [[], [{"role": "user", "content": [{"type": "image"}]}], [*HI, {"role": "assistant", "content": "So"}]],
-    "system": [5], "container": ["c"],
+    "system": [5], "container": ["c"], "stop": ["x"], "max_completion_tokens": [5], "logprobs": [True],
+    "return_token_ids": [True],
 }  # fmt: skip
 
 
