@@ -134,6 +134,7 @@ class _ChatMessage(msgspec.Struct, omit_defaults=True):
     tool_calls: list[_Call] | None = None
 
     def __post_init__(self) -> None:
+        self.role = "system" if self.role == "developer" else self.role  # templates know only the older name
         found = self.content or ""
         self.content = found if isinstance(found, str) else "".join(part.text for part in found)
         # Templates ask whether a message has these, so what is empty is left out.

@@ -134,8 +134,7 @@ def _messages(found: str | list[_Item]) -> list[Message]:
         if item.type == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
         elif item.type == "message":
-            role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": _text(item.content)})
+            messages.append({"role": item.role, "content": _text(item.content)})
         else:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})

@@ -73,6 +73,14 @@ def test_each_prompt_continues_the_exact_tokens_of_the_turn_before() -> None:
     assert trained == first.tokens + second.tokens + third.tokens
 
 
+def test_a_developer_s_message_is_the_system_s_since_templates_leave_out_roles_that_they_do_not_know() -> None:
+    talk = Talk("one", "two")
+    first = talk.say([{"role": "developer", "content": "Be brief."}, user("hi")])
+    assert "<|im_start|>system\nBe brief." in talk.tokenizer.decode(first.prompt_tokens)
+    talk.say([{"role": "system", "content": "Be brief."}, user("hi"), assistant(first.text), user("more")])
+    assert [turn.turns for turn in talk.talk.turns] == [1, 2]
+
+
 def test_a_request_that_continues_nothing_begins_a_conversation_of_its_own() -> None:
     talk = Talk("one", "a much longer answer", "x")
     talk.say([user("hi")])
