@@ -6,7 +6,7 @@
       dataset: questions.jsonl            # rows with `question` and what the reward reads
 
 The server's own answer to a wrong call is shown to the policy. A server that hangs, dies or answers nonsense fails the
-sample. It runs in the episode's process group, with its limits, and ends with it.
+sample. It has the limits of the episode's process, and ends with it.
 """
 
 import asyncio
@@ -112,6 +112,7 @@ class McpTools(ToolEnvironment):
         from mcp import MCPError  # pyright: ignore[reportMissingImports]
         from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT  # pyright: ignore[reportMissingImports]
 
+        json.dumps(arguments, ensure_ascii=False).encode()  # half a character is the policy's fault, and would end mcp
         with _blamed(self._command[0]):
             async with asyncio.timeout(self._call_s):
                 try:
