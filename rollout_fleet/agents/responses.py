@@ -1,5 +1,6 @@
 """OpenAI's /v1/responses: translated to a chat request and back, so that refusals and conversations stay one."""
 
+import secrets
 import time
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -85,7 +86,7 @@ class Responses:
         return api.read(chat, ChatRequest, terms, shown={"messages": "input", "max_tokens": "max_output_tokens"})
 
     def body(self, answer: Answer, request: ChatRequest, number: int) -> dict[str, Any]:
-        name = f"resp_{number}"
+        name = f"resp_{number}_{secrets.token_hex(8)}"  # unlike those of other episodes, which are refused
         self._said[name] = [*self._messages, api.assistant(answer)]
         cut = answer.finish_reason == "length"
         status = "incomplete" if cut else "completed"

@@ -108,6 +108,17 @@ def test_a_response_that_its_limit_cut_is_incomplete() -> None:
     assert [kind for kind, _ in dialect.events(body, asked)][-1] == "response.incomplete"
 
 
+def test_a_response_of_another_episode_is_not_taken_for_one_of_this() -> None:
+    episodes: list[dict[str, Any]] = [{}, {}]
+    for said in episodes:
+        dialect = Responses(said)
+        dialect.body(api.Answer("a", (), "stop", [1], [2], [], []), dialect.read({"input": "hi"}, TERMS), 1)
+    (own,), (other,) = episodes
+    Responses(episodes[0]).read({"input": "more", "previous_response_id": own}, TERMS)
+    with refused(BadRequest, "'previous_response_id'"):
+        Responses(episodes[0]).read({"input": "more", "previous_response_id": other}, TERMS)
+
+
 def test_what_responses_cannot_have_reaches_the_client_by_its_name() -> None:
     async def asks(client: AsyncOpenAI, model: str) -> float:
         for parameters in ({"previous_response_id": "resp_9"}, {"text": {"format": {"type": "json_object"}}}):
