@@ -150,8 +150,8 @@ def _stretches(sample: Sample) -> Iterator[_Stretch]:
         tokens = path.tokens.numpy().astype(">i4").tobytes()
         place = bisect(seen, tokens)
         shared = max((_shared(tokens, other) for other in seen[max(place - 1, 0) : place + 1]), default=0)
-        if path.turn_spans:
-            shared = min(shared, path.turn_spans[-1][0])
+        own = [*path.loss_mask.numpy().nonzero()[0][:1].tolist(), *(start for start, _ in path.turn_spans[-1:])]
+        shared = min([shared, *own])  # all that counts here is shown here
         seen.insert(place, tokens)
         for part in _authors(path, dict(enumerate(sample.turn_rewards)) if number == 0 else {}):
             if part.end > shared:
