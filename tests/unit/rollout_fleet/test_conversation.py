@@ -73,6 +73,20 @@ def test_each_prompt_continues_the_exact_tokens_of_the_turn_before() -> None:
     assert trained == first.tokens + second.tokens + third.tokens
 
 
+def test_an_answer_whose_spaces_a_client_changed_is_continued_and_an_exact_repetition_comes_first() -> None:
+    thought, other = "<think>\nhm\n</think>\n\nso", "<think>hm</think>so"
+    talk = Talk(thought, other, "two", "three", "four")
+    talk.say([user("hi")])
+    talk.say([user("hi")])
+    rebuilt = "<think>\n\nhm\n\n</think>\n\n\n\nso"  # as pydantic-ai does
+    talk.say([user("hi"), assistant(rebuilt), user("more")])
+    talk.say([user("hi"), assistant(other), user("more")])
+    assert [turn.turns for turn in talk.talk.turns] == [1, 1, 2, 2]
+    assert [turn.before for turn in talk.talk.turns[2:]] == talk.talk.turns[:2]
+    talk.say([user("h i"), assistant(other), user("more")])
+    assert talk.talk.turns[-1].before is None, "spaces of others do count"
+
+
 def test_a_developer_s_message_is_the_system_s_since_templates_leave_out_roles_that_they_do_not_know() -> None:
     talk = Talk("one", "two")
     first = talk.say([{"role": "developer", "content": "Be brief."}, user("hi")])
