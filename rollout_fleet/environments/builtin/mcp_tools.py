@@ -74,7 +74,11 @@ class McpTools(ToolEnvironment):
                 ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
                 self._running = asyncio.create_task(self._run_server(ready))
                 self._client = await ready
-                found = (await self._client.list_tools()).tools
+                page = await self._client.list_tools()
+                found = list(page.tools)
+                while page.next_cursor is not None:
+                    page = await self._client.list_tools(cursor=page.next_cursor)
+                    found += page.tools
         names = [tool.name for tool in found]
         if not names or len(set(names)) < len(names):
             raise ToolServerFailed(f"{self._command[0]} offers the tools {names}, expected names that differ")

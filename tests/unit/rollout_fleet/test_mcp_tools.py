@@ -62,6 +62,12 @@ def test_half_a_character_is_the_policy_s_mistake_and_not_the_end_of_the_server(
     assert "error: UnicodeEncodeError" in prompts[1] and "\n1003\n" in prompts[3]
 
 
+def test_tools_of_all_pages_of_the_server_s_list_are_offered() -> None:
+    sample, prompts = play([ADD, "1003"], "pages")
+    assert '"name": "divide"' in prompts[0] and '"name": "add"' in prompts[0]
+    assert (sample.error, sample.metrics["tool_errors"]) == (None, 0.0) and "add was called" in prompts[1]
+
+
 def test_long_answers_are_cut_and_lines_that_are_no_protocol_are_passed_over() -> None:
     _, prompts = play([ADD, "1003"], "long")
     assert "more characters" in prompts[1] and len(prompts[1]) < 10_000
