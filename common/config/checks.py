@@ -267,10 +267,10 @@ def _sources(config: Config, read: set[str]) -> Iterator[Problem]:
         there = "tasks.dataset" in read and any(map(Path.is_file, dataset_files(Path(part.dataset))))
         if part.filters and there:
             try:
-                kept_rows(part, f"{at}.dataset")
+                kept_rows(part, "its rows")
             except UsageError as error:
                 expected = f"rows with a success rate in the column '{part.success_column}', some within the bounds"
-                yield Problem(f"{at}.dataset", expected, str(error).removeprefix(f"{at}.dataset: "))
+                yield Problem(f"{at}.dataset", expected, str(error))
 
 
 def _evaluation(config: Config, read: set[str]) -> Iterator[Problem]:

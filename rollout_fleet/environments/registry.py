@@ -26,7 +26,7 @@ BUILT_IN = {
     "number_guessing": "rollout_fleet.environments.builtin.number_guessing:NumberGuessing",
     "openenv": "rollout_fleet.environments.builtin.openenv:OpenEnv",
     "python_tool": "rollout_fleet.environments.builtin.python_tool:PythonTool",
-    "reasoning_gym": "rollout_fleet.environments.builtin.reasoning_gym:ReasoningGym",
+    "reasoning_gym": "rollout_fleet.environments.builtin.reasoning_gym_tasks:ReasoningGym",
     "verifiers": "rollout_fleet.agents.verifiers_agent:agent",
 }
 REWARD_FUNCTION = "rollout_fleet.environments.builtin.reward_function:RewardFunction"

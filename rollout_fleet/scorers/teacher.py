@@ -71,7 +71,7 @@ class Teacher:
         return replace(sample, branches=branches, teacher_s=seconds, notes=notes, **columns[0])
 
     def _columns(self, sampled: np.ndarray, found: Taught) -> dict[str, Array | None]:
-        """What a path of T tokens gets; `sampled`: [T] bool."""
+        """The columns of a path of T tokens; `sampled`: [T] bool."""
         columns: dict[str, Array | None] = {
             "teacher_logprobs": Array.of(np.where(sampled, found.logprobs, 0), "float32")
         }

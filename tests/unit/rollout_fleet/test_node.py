@@ -434,7 +434,7 @@ async def test_a_dead_engine_ends_the_node_with_its_reason_and_returns_the_lease
 
 
 async def test_a_fault_of_the_program_ends_the_node_and_returns_the_leases() -> None:
-    """Otherwise its heartbeats would renew the lease of a group that nobody plays."""
+    """Otherwise its heartbeats would renew the lease of a group that no task plays."""
     async with Site(respond=lambda _: AttributeError("no such thing")) as site:
         site.attach(tasks=3)
         with refused(SlipstreamError, "AttributeError", "no such thing"):

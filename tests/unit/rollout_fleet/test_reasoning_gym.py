@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from common.rollouts import Sample
-from rollout_fleet.environments.builtin.reasoning_gym import ReasoningGym
+from rollout_fleet.environments.builtin.reasoning_gym_tasks import ReasoningGym
 from rollout_fleet.environments.isolation.process_backend import ProcessBackend, ProcessHost
 from rollout_fleet.environments.protocol import Budget
 from tests.rigs.waiting import LIMIT_S
