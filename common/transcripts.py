@@ -6,6 +6,7 @@ The learner makes those of its steps, and nodes those of groups that failed.
 import logging
 import math
 import time
+from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -144,20 +145,25 @@ def transcript_line(
 
 def _stretches(sample: Sample) -> Iterator[_Stretch]:
     """The authors of a sample's tokens, path by path; a branch from where it leaves an earlier path."""
-    paths = sample.paths
-    for number, path in enumerate(paths):
-        shared = max((_shared(path, other) for other in paths[:number]), default=0)
+    seen: list[bytes] = []  # the tokens of earlier paths, sorted: the one that shares most is a neighbour
+    for number, path in enumerate(sample.paths):
+        tokens = path.tokens.numpy().astype(">i4").tobytes()
+        place = bisect(seen, tokens)
+        shared = max((_shared(tokens, other) for other in seen[max(place - 1, 0) : place + 1]), default=0)
+        own = [*path.loss_mask.numpy().nonzero()[0][:1].tolist(), *(start for start, _ in path.turn_spans[-1:])]
+        shared = min([shared, *own])  # all that counts here is shown here
+        seen.insert(place, tokens)
         for part in _authors(path, dict(enumerate(sample.turn_rewards)) if number == 0 else {}):
             if part.end > shared:
                 yield part._replace(start=max(part.start, shared), path=number)
 
 
-def _shared(path: Sample | Branch, other: Sample | Branch) -> int:
-    """The tokens that both begin with, before the last turn."""
-    mine = path.tokens.numpy()[: path.turn_spans[-1][0] if path.turn_spans else None]
-    theirs = other.tokens.numpy()[: len(mine)]
-    differs = np.flatnonzero(mine[: len(theirs)] != theirs)
-    return int(differs[0]) if len(differs) else len(theirs)
+def _shared(tokens: bytes, other: bytes) -> int:
+    """The number of tokens, of four bytes each, that both begin with."""
+    count = min(len(tokens), len(other)) // 4
+    mine, theirs = (np.frombuffer(each, "i4", count) for each in (tokens, other))
+    differs = np.flatnonzero(mine != theirs)
+    return int(differs[0]) if len(differs) else count
 
 
 def _authors(sample: Sample | Branch, rewards: dict[int, float]) -> Iterator[_Stretch]:

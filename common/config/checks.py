@@ -36,6 +36,7 @@ from common.json_lines import dataset_files, dataset_rows
 from common.metrics import SOURCE_FIGURES, EvaluationMetrics, numbers
 
 LOWEST_TEMPERATURE = 0.01  # vLLM samples greedily, or clamps, below it: log-probabilities would not be what was sampled
+HIGHEST_TEMPERATURE = 2.0  # vLLM refuses higher ones
 MODEL_HINT = (
     "a model of the hub is OWNER/NAME; launch/quickstart.sh makes those of the quickstart, `slipstream sft` the one of "
     "a warm start"
@@ -303,8 +304,8 @@ def _evaluation(config: Config, read: set[str]) -> Iterator[Problem]:
             near = nearest(rule.metric, known)
             hint = f"did you mean '{near}'?" if near else "docs/watch.md has the names"
             yield Problem(f"watch[{number}].metric", "a number of this run's evaluations", rule.metric, hint)
-    if told.temperature is not None and 0 < told.temperature < LOWEST_TEMPERATURE:
-        yield Problem("evaluation.temperature", f"0 (greedy), or at least {LOWEST_TEMPERATURE}")
+    if told.temperature and not LOWEST_TEMPERATURE <= told.temperature <= HIGHEST_TEMPERATURE:
+        yield Problem("evaluation.temperature", f"0 (greedy), or {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE:g}")
 
 
 def _losses(config: Config) -> Iterator[Problem]:
@@ -363,6 +364,8 @@ def _rollout(config: Config, model: Architecture | None) -> Iterator[Problem]:
     if rollout.temperature < LOWEST_TEMPERATURE:
         hint = "below it sampling is greedy and log-probabilities say nothing"
         yield Problem("rollout.temperature", f"at least {LOWEST_TEMPERATURE}", hint=hint)
+    if rollout.temperature > HIGHEST_TEMPERATURE:
+        yield Problem("rollout.temperature", f"at most {HIGHEST_TEMPERATURE:g}", hint="vLLM samples at none above it")
     if rollout.top_p < 1:
         hint = "the sampler's log-probabilities would be those of a cut distribution: importance ratios come out biased"
         yield Problem("rollout.top_p", "1 in training", hint=hint)

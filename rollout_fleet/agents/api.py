@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
-from common.config.checks import LOWEST_TEMPERATURE
+from common.config.checks import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from common.config.tasks import AGENT_NAME
 from rollout_fleet.environments.protocol import ToolCall
 from rollout_fleet.episode.driver import Sampling
@@ -67,6 +67,7 @@ _NEUTRAL_BY_REASON: dict[str, dict[str, tuple[Any, ...]]] = {
     "prompts are continued as they were recorded": {"truncate_prompt_tokens": ()},
     "there is no web here; name a tool of your own": {"web_search_options": ()},
 }  # fmt: skip
+ONLY_CHATS = ("logprobs", "max_completion_tokens", "return_token_ids")  # the other APIs have no place for them
 NEUTRAL = {name: (values, why) for why, found in _NEUTRAL_BY_REASON.items() for name, values in found.items()}
 
 
@@ -236,15 +237,20 @@ def _read(body: Any, kind: type[R], terms: Terms) -> R:
         body = {**body, "prompt": prompt[0]}
     found = convert(body, kind)
     _check_model(found.model or MODEL, terms)
-    if terms.taught and found.temperature not in (None, terms.job.temperature):
-        message = f"'temperature' must be {terms.job.temperature}, found {found.temperature}: a teacher knows no other"
-        raise BadRequest(message, "temperature", "unsupported_value")
-    low = found.temperature is not None and found.temperature < LOWEST_TEMPERATURE
-    if low and found.temperature != terms.job.temperature and not (terms.greedy and found.temperature == 0):
-        why = "below it sampling is greedy, and the log-probabilities say nothing that could be trained"
-        message = f"'temperature' must be at least {LOWEST_TEMPERATURE}, found {found.temperature}: {why}"
-        raise BadRequest(message, "temperature", "unsupported_value")
+    if found.temperature is not None and found.temperature != terms.job.temperature:
+        _check_temperature(found.temperature, terms)
     return found
+
+
+def _check_temperature(found: float, terms: Terms) -> None:
+    """Raise BadRequest for a temperature, other than the job's, that cannot be sampled at or trained."""
+    if terms.taught:
+        message = f"'temperature' must be {terms.job.temperature}, found {found}: a teacher knows no other"
+        raise BadRequest(message, "temperature", "unsupported_value")
+    if not LOWEST_TEMPERATURE <= found <= HIGHEST_TEMPERATURE and not (terms.greedy and found == 0):
+        why = "below, sampling is greedy and there is nothing to train; above, the engine samples at none"
+        message = f"'temperature' must be {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE:g}, found {found}: {why}"
+        raise BadRequest(message, "temperature", "unsupported_value")
 
 
 def _check_model(model: str, terms: Terms) -> None:
@@ -278,6 +284,18 @@ def without_neutral(body: Any, neutral: Mapping[str, tuple[tuple[Any, ...], str]
         if found is not None:
             _check_value(name, found, *neutral[name])
     return {name: value for name, value in body.items() if name not in neutral and value is not None}
+
+
+def as_chat(rest: Mapping[str, Any], kind: type[msgspec.Struct], chat: dict[str, Any]) -> dict[str, Any]:
+    """`chat`, translated from what `kind` declares, with the parameters that another API shares with chats.
+
+    Raises BadRequest for those that only chats have, because the answer of the other API has no place for them.
+    """
+    shared = {name: value for name, value in rest.items() if name not in kind.__struct_encode_fields__}
+    for name in shared.keys() & {*chat, *ONLY_CHATS}:
+        if shared[name] is not False:
+            raise BadRequest(f"'{name}' is not served: only chats have it", name, "unsupported_parameter")
+    return shared | chat
 
 
 def functions(tools: Iterable[tuple[str, str | None, dict[str, Any] | None]]) -> list[dict[str, Any]]:
@@ -341,10 +359,15 @@ def _check_value(name: str, found: Any, expected: tuple[Any, ...], why: str) -> 
 
 
 def identity(message: Message) -> tuple[str, str, str]:
-    """Two messages are the same when these agree: role, text without surrounding space, calls without their ids."""
+    """Two messages are the same when these agree: role, text without surrounding space, calls without their ids.
+
+    Spaces within the policy's own text do not count: some clients take its thoughts apart and put them together again.
+    """
     functions = [call["function"] for call in message.get("tool_calls", ())]
     calls = [(function["name"], function["arguments"]) for function in functions]
-    return message["role"], str(message["content"]).strip(), json.dumps(calls, sort_keys=True)
+    text = str(message["content"])
+    text = "".join(text.split()) if message["role"] == "assistant" else text.strip()
+    return message["role"], text, json.dumps(calls, sort_keys=True)
 
 
 def answer_body(answer: Answer, request: AnyRequest, name: str) -> dict[str, Any]:

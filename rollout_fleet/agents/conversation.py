@@ -34,6 +34,7 @@ class Turn:
     sampled: int
     before: "Turn | None"  # the turn that this one continues
     trained: bool  # False for a frozen sub-agent's
+    said: str  # the answer as the agent got it
 
     def path(self) -> TokenRecord:
         """The record up to and with this turn; a copy only when another turn has continued it."""
@@ -171,7 +172,11 @@ class Conversation:
             and words[: len(turn.words)] == turn.words
             and all(role != "assistant" for role, _, _ in words[len(turn.words) :])
         ]
-        before = max(fits, key=lambda turn: len(turn.words), default=None)
+
+        def likeness(turn: Turn) -> tuple[int, bool]:
+            return len(turn.words), messages[len(turn.words) - 1]["content"].strip() == turn.said.strip()
+
+        before = max(fits, key=likeness, default=None)
         if before is None:
             return None, self._renderer.encode(self._renderer.conversation(messages, request.tools)), words
         new = messages[len(before.words) :]
@@ -234,6 +239,7 @@ class Conversation:
             sampled=record.sampled,
             before=before,
             trained=self.terms.agents.get(request.agent, True),
+            said=found.text,
         )
         self.turns.append(turn)
         return answer

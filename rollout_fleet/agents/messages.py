@@ -73,10 +73,10 @@ class Messages:
         if asked.said[-1].role != "user":
             raise BadRequest("'messages' must end with the user's: answers are not begun for the policy", "messages")
         system = [{"role": "system", "content": _text(asked.system)}] if asked.system else []
-        chat = {name: value for name, value in rest.items() if name not in Request.__struct_encode_fields__}
-        chat |= {"messages": system + [part for message in asked.said for part in _messages(message)]}
+        chat: dict[str, Any] = {"messages": system + [part for said in asked.said for part in _messages(said)]}
         chat |= {"max_tokens": asked.max_tokens, "stop": asked.stop_sequences}
         chat |= {"tools": api.functions((t.name, t.description, t.input_schema) for t in asked.tools or ())}
+        chat = api.as_chat(rest, Request, chat)
         if (body.get("tool_choice") or {}).get("type") == "none":
             chat["tool_choice"] = "none"
         return api.read(chat, ChatRequest, terms, shown=SHOWN)

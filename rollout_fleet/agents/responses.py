@@ -1,5 +1,6 @@
 """OpenAI's /v1/responses: translated to a chat request and back, so that refusals and conversations stay one."""
 
+import secrets
 import time
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -79,13 +80,13 @@ class Responses:
         self._messages = [*before, *_messages(asked.input)]
         self._body = body
         system = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
-        chat = {name: value for name, value in rest.items() if name not in Request.__struct_encode_fields__}
-        chat |= {"messages": system + self._messages, "max_tokens": asked.max_output_tokens}
+        chat = {"messages": system + self._messages, "max_tokens": asked.max_output_tokens}
         chat |= {"tools": api.functions((t.name, t.description, t.parameters) for t in asked.tools or ())}
+        chat = api.as_chat(rest, Request, chat)
         return api.read(chat, ChatRequest, terms, shown={"messages": "input", "max_tokens": "max_output_tokens"})
 
     def body(self, answer: Answer, request: ChatRequest, number: int) -> dict[str, Any]:
-        name = f"resp_{number}"
+        name = f"resp_{number}_{secrets.token_hex(8)}"  # unlike those of other episodes, which are refused
         self._said[name] = [*self._messages, api.assistant(answer)]
         cut = answer.finish_reason == "length"
         status = "incomplete" if cut else "completed"

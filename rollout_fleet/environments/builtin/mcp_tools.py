@@ -6,7 +6,7 @@
       dataset: questions.jsonl            # rows with `question` and what the reward reads
 
 The server's own answer to a wrong call is shown to the policy. A server that hangs, dies or answers nonsense fails the
-sample. It runs in the episode's process group, with its limits, and ends with it.
+sample. It has the limits of the episode's process, and ends with it.
 """
 
 import asyncio
@@ -74,7 +74,11 @@ class McpTools(ToolEnvironment):
                 ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
                 self._running = asyncio.create_task(self._run_server(ready))
                 self._client = await ready
-                found = (await self._client.list_tools()).tools
+                page = await self._client.list_tools()
+                found = list(page.tools)
+                while page.next_cursor is not None:
+                    page = await self._client.list_tools(cursor=page.next_cursor)
+                    found += page.tools
         names = [tool.name for tool in found]
         if not names or len(set(names)) < len(names):
             raise ToolServerFailed(f"{self._command[0]} offers the tools {names}, expected names that differ")
@@ -112,6 +116,7 @@ class McpTools(ToolEnvironment):
         from mcp import MCPError  # pyright: ignore[reportMissingImports]
         from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT  # pyright: ignore[reportMissingImports]
 
+        json.dumps(arguments, ensure_ascii=False).encode()  # half a character is the policy's fault, and would end mcp
         with _blamed(self._command[0]):
             async with asyncio.timeout(self._call_s):
                 try:

@@ -56,7 +56,11 @@ class ReasoningGym:
         from reasoning_gym.utils import extract_answer  # pyright: ignore[reportMissingImports]
 
         answer = extract_answer(action.text)
-        score = self._dataset.score_answer(answer, self._entry)
+        try:
+            score = self._dataset.score_answer(answer, self._entry)
+        except Exception:  # some scorers, such as prime_factorization's, raise for what they cannot read
+            self._dataset.score_answer(self._entry["answer"], self._entry)  # raises where the answer is not to blame
+            score = 0.0
         return StepResult(reward=float(score), metrics={"answered": float(answer is not None)})
 
 

@@ -40,13 +40,15 @@ learner: {moe: {freeze_router: true, balance: bias}} | learner.moe.balance | fro
 tasks: {dataset: no.jsonl} | tasks.dataset | does not exist
 evaluation: {datasets: [no.jsonl]} | evaluation.datasets | does not exist
 evaluation: {every: 2} | evaluation.datasets | at least one dataset with evaluation.every
-evaluation: {temperature: 0.001} | evaluation.temperature | 0 (greedy), or at least 0.01
+evaluation: {temperature: 0.001} | evaluation.temperature | 0 (greedy), or 0.01 to 2
+evaluation: {temperature: 2.5} | evaluation.temperature | 0 (greedy), or 0.01 to 2
 rollout: {group_size: 1} | rollout.group_size | every advantage would be zero
 rollout: {max_tokens: 512} | rollout.max_tokens | max_model_len (512)
 tasks: {truncated: penalized, overlong_buffer_tokens: 101} | tasks.overlong_buffer_tokens | rollout.max_tokens (100)
 rollout: {engine: {max_model_len: 4096}} | rollout.engine.max_model_len | 1024
 rollout: {concurrency: 4} | rollout.concurrency | rollout.group_size (8)
 rollout: {temperature: 0.001} | rollout.temperature | at least 0.01
+rollout: {temperature: 2.5} | rollout.temperature | at most 2
 rollout: {top_p: 0.9} | rollout.top_p | biased
 rollout: {top_p: 0.9} | rollout.top_p | expected 1 in training, found 0.9 (number); the
 learner: {moe: {freeze_router: true}} | learner.moe.freeze_router | has no experts, found true (true or false)

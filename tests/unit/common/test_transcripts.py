@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from common import transcripts
 from common.rollouts import Branch, Sample, VersionRun
 from common.transcripts import TokenText, Training, Transcript, transcript_line
 from common.wire_types import Array
@@ -201,6 +202,9 @@ def branch_of(sample: Sample, name: str = "") -> Branch:
 def test_a_branch_shows_from_where_it_leaves_an_earlier_path_with_its_name_and_its_own_mask() -> None:
     sample = say(*GAME)
     other = say(*GAME[:3], ("policy", "6"))
+    mask = other.loss_mask.numpy().copy()
+    mask[: other.turn_spans[-1][0]] = 0  # counted in the sample's own path
+    other = msgspec.structs.replace(other, loss_mask=Array.of(mask, "uint8"))
     alone = say(("prompt", "search"), ("policy", "found it"))
     sample = msgspec.structs.replace(sample, branches=[branch_of(other), branch_of(alone, "searcher")])
     masks = [path.loss_mask.numpy() for path in sample.paths]
@@ -218,6 +222,31 @@ def test_a_branch_shows_from_where_it_leaves_an_earlier_path_with_its_name_and_i
     assert short.cut_tokens > 0 and shown + short.cut_tokens == sum(len(turn.tokens) for turn in found.turns)
     assert short.cut_tokens == sum(turn.cut_before for turn in short.turns)
     assert (short.turns[0].path, short.turns[-1].path) == (0, 2)
+
+
+def test_many_branches_are_compared_with_their_neighbours_only_and_begin_where_all_others_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[int] = []
+    shared = transcripts._shared  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(transcripts, "_shared", lambda *pair: compared.append(shared(*pair)) or compared[-1])
+    draw = random.Random(3)
+    paths = [say(("prompt", "".join(draw.choices("ab", k=8))), ("policy", "6")) for _ in range(60)]
+    found = made(msgspec.structs.replace(paths[0], branches=[branch_of(path) for path in paths[1:]]))
+    assert len(compared) <= 2 * len(paths)
+    for number, path in enumerate(paths):
+        tokens = path.tokens.numpy().tolist()
+        prompt = path.turn_spans[0][0]
+        others = [other.tokens.numpy().tolist() for other in paths[:number]]
+        start = max(k for k in range(prompt + 1) if not k or any(other[:k] == tokens[:k] for other in others))
+        assert [token for turn in found.turns if turn.path == number for token in turn.tokens] == tokens[start:]
+
+
+def test_a_turn_of_a_branch_is_shown_whole_although_another_one_begins_with_the_same_words() -> None:
+    sample = say(("prompt", "guess"), ("policy", "first 5"), ("environment", "no"), ("policy", "7"))
+    other = say(("prompt", "guess"), ("policy", "first 6"), ("environment", "no"), ("policy", "8"))
+    found = made(msgspec.structs.replace(sample, branches=[branch_of(other)]))
+    assert [turn.text for turn in found.turns if turn.path == 1] == ["first 6", "no", "8"]
 
 
 def test_a_turn_of_several_versions_says_where_each_begins() -> None:

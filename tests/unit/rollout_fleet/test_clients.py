@@ -46,19 +46,19 @@ def play(client: str, said: list[str], **options: str) -> tuple[Sample, list[lis
 
 
 @pytest.mark.parametrize(
-    ("client", "options"),
+    ("client", "options", "thought"),
     [
-        ("openai_agents", {"api": "responses"}),
-        ("openai_agents", {"api": "chat"}),
-        ("pydantic_ai", {}),
-        ("langgraph", {}),
-        ("anthropic", {}),
+        ("openai_agents", {"api": "responses"}, ""),
+        ("openai_agents", {"api": "chat"}, ""),
+        ("pydantic_ai", {}, "<think>\nHm.\n</think>\n\n"),  # it takes thoughts out, and puts them back in other spaces
+        ("langgraph", {}, ""),
+        ("anthropic", {}, ""),
     ],
 )
 def test_a_client_s_episode_is_one_exact_sequence_that_trains_what_was_sampled(
-    client: str, options: dict[str, str]
+    client: str, options: dict[str, str], thought: str
 ) -> None:
-    said = [CALL, "1003"]
+    said = [thought + CALL, thought + "1003"]
     sample, (first, second), tokenizer = play(client, said, **options)
     assert (sample.error, sample.reward, sample.turns) == (None, 1.0, 2)
     assert (sample.metrics["called"], sample.metrics["elsewhere"]) == (1.0, 0.0)

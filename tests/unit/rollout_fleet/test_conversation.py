@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,28 @@ def test_each_prompt_continues_the_exact_tokens_of_the_turn_before() -> None:
     assert [run.version for run in kept.path().runs] == [0, 1, 2]
     trained = [t for t, m in zip(kept.path().tokens, kept.path().mask, strict=True) if m]
     assert trained == first.tokens + second.tokens + third.tokens
+
+
+def test_an_answer_whose_spaces_a_client_changed_is_continued_and_an_exact_repetition_comes_first() -> None:
+    thought, other = "<think>\nhm\n</think>\n\nso", "<think>hm</think>so"
+    talk = Talk(thought, other, "two", "three", "four")
+    talk.say([user("hi")])
+    talk.say([user("hi")])
+    rebuilt = "<think>\n\nhm\n\n</think>\n\n\n\nso"  # as pydantic-ai does
+    talk.say([user("hi"), assistant(rebuilt), user("more")])
+    talk.say([user("hi"), assistant(other), user("more")])
+    assert [turn.turns for turn in talk.talk.turns] == [1, 1, 2, 2]
+    assert [turn.before for turn in talk.talk.turns[2:]] == talk.talk.turns[:2]
+    talk.say([user("h i"), assistant(other), user("more")])
+    assert talk.talk.turns[-1].before is None, "spaces of others do count"
+
+
+def test_a_developer_s_message_is_the_system_s_since_templates_leave_out_roles_that_they_do_not_know() -> None:
+    talk = Talk("one", "two")
+    first = talk.say([{"role": "developer", "content": "Be brief."}, user("hi")])
+    assert "<|im_start|>system\nBe brief." in talk.tokenizer.decode(first.prompt_tokens)
+    talk.say([{"role": "system", "content": "Be brief."}, user("hi"), assistant(first.text), user("more")])
+    assert [turn.turns for turn in talk.talk.turns] == [1, 2]
 
 
 def test_a_request_that_continues_nothing_begins_a_conversation_of_its_own() -> None:
@@ -363,8 +386,8 @@ REFUSED: dict[str, list[Any]] = {
     "logit_bias": [{"50256": -100}], "best_of": [4], "n": [2], "tool_choice": ["required", NAMED],
     "parallel_tool_calls": [False], "function_call": [{"name": "add"}], "functions": [[{"name": "add"}]],
     "frequency_penalty": [0.1], "presence_penalty": [-0.1], "repetition_penalty": [1.1],
-    "temperature": [0, -1, True, "1"], "top_p": [0.95], "top_k": [20], "min_p": [0.05], "min_tokens": [8],
-    "ignore_eos": [True], "seed": [-1, 1.5],
+    "temperature": [0, -1, 2.5, math.nan, math.inf, True, "1"], "top_p": [0.95], "top_k": [20],
+    "min_p": [0.05], "min_tokens": [8], "ignore_eos": [True], "seed": [-1, 1.5],
     "stop": [[1]], "stop_token_ids": [[-2]], "include_stop_str_in_output": [True],
     "bad_words": [["no"]], "allowed_token_ids": [[1, 2]],
     "response_format": [{"type": "json_object"}], "structured_outputs": [{"regex": "a+"}],

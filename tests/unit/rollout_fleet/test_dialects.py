@@ -108,6 +108,17 @@ def test_a_response_that_its_limit_cut_is_incomplete() -> None:
     assert [kind for kind, _ in dialect.events(body, asked)][-1] == "response.incomplete"
 
 
+def test_a_response_of_another_episode_is_not_taken_for_one_of_this() -> None:
+    episodes: list[dict[str, Any]] = [{}, {}]
+    for said in episodes:
+        dialect = Responses(said)
+        dialect.body(api.Answer("a", (), "stop", [1], [2], [], []), dialect.read({"input": "hi"}, TERMS), 1)
+    (own,), (other,) = episodes
+    Responses(episodes[0]).read({"input": "more", "previous_response_id": own}, TERMS)
+    with refused(BadRequest, "'previous_response_id'"):
+        Responses(episodes[0]).read({"input": "more", "previous_response_id": other}, TERMS)
+
+
 def test_what_responses_cannot_have_reaches_the_client_by_its_name() -> None:
     async def asks(client: AsyncOpenAI, model: str) -> float:
         for parameters in ({"previous_response_id": "resp_9"}, {"text": {"format": {"type": "json_object"}}}):
@@ -130,6 +141,7 @@ REFUSED: dict[str, list[Any]] = {
     "truncation": ["auto"], "tool_choice": ["required", {"type": "function", "name": "add"}], "top_p": [0.5],
     "temperature": [0], "top_logprobs": [2], "parallel_tool_calls": [False], "max_output_tokens": [0],
     "tools": [[{"type": "web_search"}]], "input": [5, [{"type": "reasoning"}], []], "instructions": [3],
+    "max_tokens": [5], "max_completion_tokens": [5], "messages": [[]], "logprobs": [True], "return_token_ids": [True],
 }  # fmt: skip
 
 
@@ -251,7 +263,8 @@ BAD: dict[str, list[Any]] = {
     "tool_choice": [{"type": "any"}, {"type": "tool", "name": "add"}, {"type": "auto", "disable_parallel_tool_use": 1}],
     "max_tokens": [0, None], "stop_sequences": ["x", [1]], "tools": [[{"type": "bash_20250124", "name": "bash"}]],
     "messages": [[], [{"role": "user", "content": [{"type": "image"}]}], [*HI, {"role": "assistant", "content": "So"}]],
-    "system": [5], "container": ["c"],
+    "system": [5], "container": ["c"], "stop": ["x"], "max_completion_tokens": [5], "logprobs": [True],
+    "return_token_ids": [True],
 }  # fmt: skip
 
 

@@ -55,6 +55,19 @@ def test_the_policy_sees_the_server_s_tools_calls_them_and_is_judged_by_a_reward
     assert (sample.metrics["tool_calls"], sample.metrics["tool_errors"]) == (3.0, 2.0)
 
 
+def test_half_a_character_is_the_policy_s_mistake_and_not_the_end_of_the_server() -> None:
+    halves = [call("add", '{"a": "\\ud800", "b": 2}'), call("\\ud800", "{}")]
+    sample, prompts = play([*halves, ADD, "1003"], "")
+    assert (sample.error, sample.reward, sample.metrics["tool_errors"]) == (None, 1.0, 2.0)
+    assert "error: UnicodeEncodeError" in prompts[1] and "\n1003\n" in prompts[3]
+
+
+def test_tools_of_all_pages_of_the_server_s_list_are_offered() -> None:
+    sample, prompts = play([ADD, "1003"], "pages")
+    assert '"name": "divide"' in prompts[0] and '"name": "add"' in prompts[0]
+    assert (sample.error, sample.metrics["tool_errors"]) == (None, 0.0) and "add was called" in prompts[1]
+
+
 def test_long_answers_are_cut_and_lines_that_are_no_protocol_are_passed_over() -> None:
     _, prompts = play([ADD, "1003"], "long")
     assert "more characters" in prompts[1] and len(prompts[1]) < 10_000

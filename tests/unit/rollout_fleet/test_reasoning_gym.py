@@ -59,6 +59,11 @@ def test_a_row_is_played_as_it_was_generated_and_judged_by_the_dataset_s_scorer(
     assert wrong.reward < 1.0 and wrong.error is None
 
 
+def test_an_answer_that_the_scorer_cannot_read_is_worth_nothing_and_is_no_failure() -> None:
+    sample, _ = play({"index": 0}, "<answer>two times three</answer>", name="prime_factorization", parameters="{}")
+    assert (sample.error, sample.reward, sample.metrics) == (None, 0.0, {"answered": 1.0})
+
+
 def test_a_row_of_other_parameters_fails_with_what_to_do(rows: list[dict[str, Any]]) -> None:
     sample, _ = play(rows[2], "x", tasks_seed=4)
     assert sample.stop_reason == "environment_error" and "export the rows" in str(sample.error)
