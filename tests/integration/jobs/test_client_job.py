@@ -53,7 +53,7 @@ def call(name: str, **arguments: object) -> str:
 
 
 def said(client: str, a: int, b: int, opening: str, closing: str) -> list[str]:
-    """What a policy says that uses the tool."""
+    """Both turns of a policy that uses the tool."""
     answer = f"{a + b + 1000}{closing}"
     last = call("final_answer", answer=answer) if client == REWRITES else answer
     return [f"{opening} {call('add', a=a, b=b)}", last]
@@ -228,13 +228,12 @@ def test_real_clients_call_their_tool_through_the_real_engine_and_all_that_was_s
         assert called >= 2, client
     (line,) = metrics(folder)
     assert line["tokens_trained"] == tokens
-    assert 0 < line["reward_mean"] < 1, "the advantages differ"
     assert line["loss"] == pytest.approx(-objective / tokens, abs=1e-4)
     assert line["grad_norm"] > 0
 
 
 def check_sample(client: str, problem: dict[str, str], sample: Sample, paths: list[Reading]) -> bool:
-    """Assert what holds of every episode; returns whether the policy called the tool, whose answer it then saw."""
+    """Check every episode; returns whether the policy called the tool, whose answer it then saw."""
     for path in paths:
         assert path.worst < TOLERANCE, client
         assert not path.unsampled.any()
