@@ -28,7 +28,7 @@ LONGEST_FILES = [
     *("test_faults.py", "test_end_to_end.py", "test_megatron_parity.py", "test_experts.py", "test_deadlines.py"),
     *("test_mixed_fleet.py", "test_miniatures.py", "test_architectures.py", "test_checkpoints.py", "test_memory.py"),
     *("test_engine_flips.py", "test_engine_weights.py", "test_engine_experts.py", "test_resume.py"),
-    *("test_replay.py", "test_sft_resume.py"),
+    *("test_replay.py", "test_client_job.py", "test_sft_resume.py"),
 ]
 SLOW_FOLDERS = {"cluster", "integration", "faults", "learner_megatron"}
 SLOW_FILES = {  # they start processes, wait for links, plan for many devices, or draw pages with matplotlib

@@ -102,7 +102,8 @@ class ProcessHost:
         try:
             fresh = _ForkServer(self._python, self._modules, self._learned or [], self._closed)
         except backend.BackendFailed as error:
-            logger.warning("the first episode's modules are not imported in advance: %s", error)
+            if not self._closed.is_set():
+                logger.warning("the first episode's modules are not imported in advance: %s", error)
             self._learned = []
             return
         with self._lock:

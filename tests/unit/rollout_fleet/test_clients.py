@@ -30,7 +30,9 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 FINAL = '<tool_call>{"name": "final_answer", "arguments": {"answer": "1003"}}</tool_call>'
 
 
-def play(client: str, said: list[str], **options: str) -> tuple[Sample, list[list[int]], Any]:
+def play(
+    client: str, said: list[str], row: dict[str, str] = ROW, **options: str
+) -> tuple[Sample, list[list[int]], Any]:
     """(sample, prompts, tokenizer)."""
     python = os.environ.get("SLIPSTREAM_VERIFIERS_PYTHON")
     if not python:
@@ -41,7 +43,7 @@ def play(client: str, said: list[str], **options: str) -> tuple[Sample, list[lis
     with contextlib.closing(ProcessHost((MODULE,), python)) as processes:
         backend = ProcessBackend(f"{MODULE}:agent", {"client": client, **options}, limits, LIMIT_S, processes, False)
         rules = EpisodeRules(Budget(4, 1000, 20_000), timeout_s=LIMIT_S, limits=limits)
-        sample = episode(AgentDriver(sampler, Renderer(tokenizer), backend, rules), ROW)
+        sample = episode(AgentDriver(sampler, Renderer(tokenizer), backend, rules), row)
     return sample, [call.prompt for call in sampler.calls], tokenizer
 
 

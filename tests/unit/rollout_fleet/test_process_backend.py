@@ -236,6 +236,15 @@ def test_a_library_that_starts_threads_is_left_to_the_episodes(
     assert play(host, "threaded_library")[0].error is None
 
 
+def test_a_host_that_closes_while_it_imports_in_advance_warns_of_nothing(
+    modules: tuple[str, str], new_host: Callable[..., ProcessHost], caplog: pytest.LogCaptureFixture
+) -> None:
+    host = new_host(modules)
+    host.close()
+    host._warm_up()
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("wrong", "facts"),
     [
