@@ -1,6 +1,7 @@
 """Errors that a person reads: what is wrong, where, and what to do."""
 
-from collections.abc import Generator
+import difflib
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -76,6 +77,19 @@ def of_source(name: str) -> Generator[None]:
             raise
         at = ".".join(filter(None, (f"tasks.sources.{name}", key)))
         raise ConfigError(error.file, at, error.expected, error.found, error.hint, error.line) from error
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that `word` most likely meant, or None when nothing is close."""
+    by_lower = {c.lower(): c for c in choices}
+    hits = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[hits[0]] if hits else None
+
+
+def meant(word: str, choices: Iterable[str], otherwise: str) -> str:
+    """The hint of an error about `word`: the nearest of the choices, or `otherwise` when nothing is close."""
+    near = nearest(word, choices)
+    return f"did you mean '{near}'?" if near else otherwise
 
 
 class BrokerError(SlipstreamError):

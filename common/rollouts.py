@@ -188,7 +188,7 @@ def _wrong_teacher(sample: Sample | Branch, n: int) -> str:
     if (found := sample.teacher_logprobs.entries()) != n:
         return f"teacher_logprobs has {found} entries for {n} tokens"
     ids, logprobs = (0 if x is None else x.entries() for x in (sample.teacher_top_ids, sample.teacher_top_logprobs))
-    trained = int((sample.loss_mask.numpy() > 0).sum())
+    trained = sample.sampled
     if ids != logprobs or ids % (trained or ids + 1):
         return f"{ids} tokens of the teacher with {logprobs} log-probabilities for {trained} sampled tokens"
     return ""

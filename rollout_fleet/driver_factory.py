@@ -35,12 +35,21 @@ MADE_UP = ("The answer is 42.", "")
 
 
 def build_drivers(config: Config, sampler: Sampler, thread: EnvironmentThread) -> dict[str, EpisodeDriver]:
-    """The driver of each source; sources that name the same scorer share its client. Raises as `build_driver`."""
+    """The driver of each source. Sources share the job's teacher, and the clients of scorers that several of them name.
+
+    Raises as `build_driver`.
+    """
     clients = dict[str, Any]()
     drivers = dict[str, EpisodeDriver]()
     for name, job in config.sources.items():
         with of_source(name):
             drivers[name] = build_driver(job, sampler, thread, clients=clients)
+    if config.learner.loss.distillation is not None:
+        from rollout_fleet.scorers.teacher import Teacher
+
+        teacher = Teacher.of(config, config.learner.loss.distillation)
+        for driver in drivers.values():
+            driver.teacher = teacher
     return drivers
 
 

@@ -61,12 +61,6 @@ async def _serve(config: Config, address: str, status: NodeStatusTracker) -> int
     engine = Engine(config, seed=_seed(config, status.node_id), profiles=folder.profiles if profiled else None)
     thread = EnvironmentThread()
     drivers = build_drivers(config, engine, thread)  # a config error shows before anything is started
-    if config.learner.loss.distillation is not None:
-        from rollout_fleet.scorers.teacher import Teacher
-
-        teacher = Teacher.of(config, config.learner.loss.distillation)
-        for driver in drivers.values():
-            driver.teacher = teacher
     access = _access(config, address, status.node_id)
     timeout = BrokerTimeout(BROKER_TIMEOUT_S, address)
     log = log_path(folder.logs, "rollout", status.node_id)

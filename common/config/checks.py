@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from common.config.architecture import Architecture, UnknownArchitecture, read_architecture
-from common.config.loading import Document, describe_value, nearest
+from common.config.loading import Document, describe_value
 from common.config.loss import loss_problems
 from common.config.network_checks import address_problems, broker_problems, buffers_problems, weights_address_problems
 from common.config.parallel_layout import (
@@ -29,7 +29,7 @@ from common.config.parallel_layout import (
 from common.config.passthrough import passthrough_problems, quantization_problems
 from common.config.schema import BaseConfig, Config, MoeConfig, Reader
 from common.config.tasks import kept_rows
-from common.errors import Problem, UsageError
+from common.errors import Problem, UsageError, meant, nearest
 from common.evaluation import dataset_names, pass_ks
 from common.hub import SCHEME, TOKENIZER_FILES, absolute, local_copy
 from common.json_lines import dataset_files, dataset_rows
@@ -266,15 +266,12 @@ def _sources(config: Config, read: set[str]) -> Iterator[Problem]:
         yield Problem("evaluation.datasets", expected, describe_value(datasets))
     for name in datasets if sources and isinstance(datasets, dict) else ():
         if name not in sources:
-            near = nearest(name, sources)
-            hint = f"did you mean '{near}'?" if near else f"tasks.sources has {', '.join(sources)}"
+            hint = meant(name, sources, f"tasks.sources has {', '.join(sources)}")
             yield Problem(f"evaluation.datasets.{name}", "the name of one of tasks.sources", name, hint)
-    known = source_metrics(config)
-    for number, rule in enumerate(config.watch):
-        if rule.metric.startswith("sources/") and rule.metric not in known:
-            near = nearest(rule.metric, known)
-            hint = f"did you mean '{near}'?" if near else "docs/mixtures.md lists them"
-            yield Problem(f"watch[{number}].metric", "a metric of one of tasks.sources", rule.metric, hint)
+    expected = "a metric of one of tasks.sources"
+    yield from _watched(
+        config, "sources/", source_metrics(config), expected=expected, page="docs/mixtures.md lists them"
+    )
     for at, part in config.tasks.parts.items():
         there = "tasks.dataset" in read and any(map(Path.is_file, dataset_files(Path(part.dataset))))
         if part.filters and there:
@@ -283,6 +280,14 @@ def _sources(config: Config, read: set[str]) -> Iterator[Problem]:
             except UsageError as error:
                 expected = f"rows with a success rate in the column '{part.success_column}', some within the bounds"
                 yield Problem(f"{at}.dataset", expected, str(error))
+
+
+def _watched(config: Config, prefix: str, known: list[str], *, expected: str, page: str) -> Iterator[Problem]:
+    """Watch rules on metrics with this prefix that the run will not have; `page` says where they are listed."""
+    for number, rule in enumerate(config.watch):
+        if rule.metric.startswith(prefix) and rule.metric not in known:
+            hint = meant(rule.metric, known, page)
+            yield Problem(f"watch[{number}].metric", expected, rule.metric, hint)
 
 
 def _evaluation(config: Config, read: set[str]) -> Iterator[Problem]:
@@ -299,11 +304,9 @@ def _evaluation(config: Config, read: set[str]) -> Iterator[Problem]:
         yield Problem("evaluation.every", f"a multiple of weights.publish_every ({publish_every})", hint=hint)
     figures = [*numbers(EvaluationMetrics), "mean_reward_low", "mean_reward_high"]
     known = [f"evaluation/{name}/{each}" for name in dataset_names(told.paths) for each in figures]
-    for number, rule in enumerate(config.watch if told.every else ()):
-        if rule.metric.startswith("evaluation/") and rule.metric not in known:
-            near = nearest(rule.metric, known)
-            hint = f"did you mean '{near}'?" if near else "docs/watch.md has the names"
-            yield Problem(f"watch[{number}].metric", "a number of this run's evaluations", rule.metric, hint)
+    if told.every:
+        expected = "a number of this run's evaluations"
+        yield from _watched(config, "evaluation/", known, expected=expected, page="docs/watch.md has the names")
     if told.temperature and not LOWEST_TEMPERATURE <= told.temperature <= HIGHEST_TEMPERATURE:
         yield Problem("evaluation.temperature", f"0 (greedy), or {LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE:g}")
 

@@ -6,10 +6,9 @@ msgspec checks the document against the schema. Its errors are rewritten here, w
 found. `key.path=value` overrides are typed as YAML, applied before the check and named as '<override>'.
 """
 
-import difflib
 import operator
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from pathlib import Path
 from types import UnionType
@@ -24,7 +23,7 @@ from common.config.schema import BaseConfig, Config, SftConfig
 from common.config.scorers import scorer_problems, teacher_problems
 from common.config.tasks import task_problems
 from common.config.types import MOST_FLOAT, MOST_INTEGER
-from common.errors import ConfigError, Problem, UsageError
+from common.errors import ConfigError, Problem, UsageError, meant, nearest
 from common.metrics import StepMetrics, numbers
 
 Document = dict[str, Any]  # parsed YAML that no schema has typed yet
@@ -115,8 +114,7 @@ def rule_problems(at: str, rule: WatchRule) -> Iterator[Problem]:
     """Why a watch rule, at the key path `at`, makes no sense."""
     known = numbers(StepMetrics)
     if rule.metric not in known and not OTHERS.fullmatch(rule.metric):
-        near = nearest(rule.metric, known)
-        hint = f"did you mean '{near}'?" if near else "docs/metrics.md lists them"
+        hint = meant(rule.metric, known, "docs/metrics.md lists them")
         yield Problem(f"{at}.metric", "a metric that is one number", describe_value(rule.metric), hint)
     found = [name for name in CONDITIONS if getattr(rule, name) is not None]
     if len(found) != 1:
@@ -130,13 +128,6 @@ def rule_problems(at: str, rule: WatchRule) -> Iterator[Problem]:
 def dump_yaml(config: msgspec.Struct) -> str:
     """The complete resolved config, every default written out; `load_config` reads it back equal."""
     return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False, allow_unicode=True)
-
-
-def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that `word` most likely meant, or None when nothing is close."""
-    by_lower = {c.lower(): c for c in choices}
-    hits = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    return by_lower[hits[0]] if hits else None
 
 
 def key_paths(schema: type[msgspec.Struct], at: str = "") -> list[str]:

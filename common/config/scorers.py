@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from common.config.tasks import MessageConfig, TasksConfig
 from common.config.types import Natural, Number, Positive, Scalar, Seconds, Strict, Text
-from common.errors import Problem
+from common.errors import Problem, meant
 
 if TYPE_CHECKING:
     from common.config.schema import DistillationConfig
@@ -165,10 +165,7 @@ def _told(scorers: Mapping[str, ScorerConfig], told: "DistillationConfig") -> It
 
 
 def _nearest(name: str, scorers: Mapping[str, ScorerConfig]) -> str:
-    from common.config.loading import nearest  # which knows every section
-
-    near = nearest(name, scorers)
-    return f"did you mean '{near}'?" if near else f"scorers has {', '.join(scorers) or 'none'}"
+    return meant(name, scorers, f"scorers has {', '.join(scorers) or 'none'}")
 
 
 def _named(scorers: Mapping[str, ScorerConfig], tasks: TasksConfig) -> Iterator[Problem]:

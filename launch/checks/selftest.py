@@ -24,9 +24,8 @@ import msgspec
 import psutil
 from rich.console import Console
 
-from common.config.loading import nearest
 from common.config.parallel_layout import PLAIN
-from common.errors import EXIT_DONE, EXIT_FAILED, UsageError
+from common.errors import EXIT_DONE, EXIT_FAILED, UsageError, nearest
 from common.process.versions import versions
 from launch.checks.findings import Level, show_line
 from launch.checks.machine import Machine, look, pins_of

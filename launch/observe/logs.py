@@ -11,8 +11,7 @@ from pathlib import Path
 
 from broker.client.calls import ObserverBroker
 from broker.contract import BrokerStatus
-from common.config.loading import nearest
-from common.errors import SlipstreamError, UsageError
+from common.errors import SlipstreamError, UsageError, nearest
 from common.process.logs import log_end
 from common.process.run_dir import RunDir
 from launch.observe.observation import ask, observe

@@ -12,9 +12,8 @@ from typing import Any, Literal
 import msgspec
 
 from common.config.checks import metric_names, source_metrics
-from common.config.loading import nearest
 from common.config.schema import BaseConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, meant
 from common.evaluation import dataset_names
 from common.metrics import value_of
 from common.process.run_dir import RunDir
@@ -74,8 +73,7 @@ def parse_rule(word: str | None, config: BaseConfig) -> Rule:
     metric, better, last = match.groups() if match else (text, None, None)
     known = metric_names(config) + source_metrics(config)
     if metric not in known and not metric.startswith("environment/"):
-        near = nearest(metric, known)
-        hint = f"did you mean '{near}'?" if near else "docs/metrics.md lists them"
+        hint = meant(metric, known, "docs/metrics.md lists them")
         raise ConfigError("slipstream sweep", "--winner", "METRIC[:max|min][:last N]", repr(text), hint)
     least = (better or ("min" if metric in ("loss", VALIDATION) else "max")) == "min"
     usual = 0 if metric == VALIDATION or metric.startswith(EVALUATION) else LAST_STEPS

@@ -13,10 +13,10 @@ import msgspec
 import yaml
 
 from broker.contract import BrokerStatus, WeightRequest
-from common.config.loading import OVERRIDE, describe_type, load_yaml, nearest
+from common.config.loading import OVERRIDE, describe_type, load_yaml
 from common.config.schema import BaseConfig
 from common.config.types import NonNegative
-from common.errors import ConfigError
+from common.errors import ConfigError, meant
 from launch.observe.observation import ask
 from launch.resolve_target import find_target, handed_out
 
@@ -43,8 +43,7 @@ def asked(words: Sequence[str], config: BaseConfig, status: BrokerStatus) -> dic
         key, _, text = word.partition("=")
         found = KEY.fullmatch(key)
         if found is None or found[1] not in sources:
-            near = nearest(key, keys)
-            hint = f"did you mean '{near}'?" if near else f"keys that can change: {', '.join(keys) or 'none'}"
+            hint = meant(key, keys, f"keys that can change: {', '.join(keys) or 'none'}")
             expected = "a key that can change while the job runs"
             raise ConfigError(OVERRIDE, key or "key=value", expected, repr(word) if word else "nothing", hint)
         try:

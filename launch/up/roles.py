@@ -13,9 +13,9 @@ import msgspec
 from broker.client.connect import ask_status
 from broker.contract import BrokerStatus
 from common.config.checks import downloaded
-from common.config.loading import load_config, load_either, nearest
+from common.config.loading import load_config, load_either
 from common.config.schema import BaseConfig, SftConfig
-from common.errors import BrokerUnreachable, ConfigError, UsageError
+from common.errors import BrokerUnreachable, ConfigError, UsageError, meant
 from common.process.logs import log_path, setup_logging
 from common.process.run_dir import RunDir, find_broker, write_json
 from common.security.credentials import own_node_id
@@ -87,8 +87,7 @@ def scorer(args: argparse.Namespace) -> int:
     config, run = load_job(args.config, args.overrides, reader="broker")
     found = config.scorers.get(args.name)
     if found is None:
-        near = nearest(args.name, config.scorers)
-        hint = f"did you mean '{near}'?" if near else f"the config has {', '.join(config.scorers) or 'none'}"
+        hint = meant(args.name, config.scorers, f"the config has {', '.join(config.scorers) or 'none'}")
         raise UsageError(f"{args.config}: scorers has no '{args.name}'; {hint}")
     if variable := found.problem_of_key:
         key = f"scorers.{args.name}.api_key_env"

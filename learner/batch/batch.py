@@ -153,7 +153,7 @@ def _untaught(path: Sample | Branch, vocab_size: int, top_k: int) -> str:
     if not top_k or path.teacher_top_ids is None:
         return ""
     ids = path.teacher_top_ids.numpy()
-    expected = top_k * int((path.loss_mask.numpy() > 0).sum())
+    expected = top_k * path.sampled
     if len(ids) != expected:
         return f"{len(ids)} tokens of the teacher, expected {expected}"
     known = not len(ids) or 0 <= int(ids.min()) <= int(ids.max()) < vocab_size

@@ -1,6 +1,7 @@
 """The tokens of an episode while it runs, and the sample that they become."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -97,26 +98,20 @@ class TokenRecord:
     def sample(self, reason: StopReason, error: str | None = None) -> Sample:
         """The sample for the learner; `error` says why the episode failed."""
         return Sample(
-            tokens=Array.of(self.tokens, "int32"),
-            loss_mask=Array.of(self.mask, "uint8"),
-            behavior_logprobs=Array.of(self.logprobs, "float32"),
-            version_runs=self.runs,
+            **self._path(),
             reward=sum(self.turn_rewards),
             stop_reason=reason.value,
             turns=self.turns,
             turn_rewards=self.turn_rewards,
             error=error,
             metrics=self.metrics,
-            routed_experts=self._routing(),
-            turn_spans=self.spans,
             notes=self.notes,
-            branches=[branch._branch() for branch in self.branches],
-            name=self.name,
-            temperature_runs=self.temperatures,
+            branches=[Branch(**branch._path()) for branch in self.branches],
         )
 
-    def _branch(self) -> Branch:
-        return Branch(
+    def _path(self) -> dict[str, Any]:
+        """The fields that a sample and a branch have in common."""
+        return dict(
             tokens=Array.of(self.tokens, "int32"),
             loss_mask=Array.of(self.mask, "uint8"),
             behavior_logprobs=Array.of(self.logprobs, "float32"),

@@ -9,10 +9,9 @@ from typing import Any
 
 import msgspec
 
-from common.config.loading import nearest
 from common.config.schema import Config
 from common.config.scorers import ScorerConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, nearest
 from common.json_lines import first_row
 from rollout_fleet.environments.builtin.reward_function import messages_of
 from rollout_fleet.environments.protocol import Chat
