@@ -89,6 +89,7 @@ class Attempt:
     lost: bool = False  # a member left or joined anew, so the group cannot be used again
     group: BroadcastGroup | None = None  # the formed group after a successful broadcast
     last_staged: float = 0.0  # when the newest Staged came
+    entries: dict[str, bytes] = field(default_factory=lambda: dict[str, bytes]())  # of the store, for its members
     broadcast: Broadcast = field(default_factory=Broadcast)
 
     @property
@@ -100,16 +101,16 @@ class Attempt:
         """One node fetches the payload; otherwise it is broadcast."""
         return self.epoch.transport == "relay"
 
-    def take_entries(self, new: StoreEntries, sender: bytes) -> frozenset[bytes]:
-        """Take in entries for the group's store; returns who gets them too. `sender`: a node, b'' for the learner."""
+    def take_entries(self, new: StoreEntries, sender: bytes) -> None:
+        """Take in `entries` for the members and, of a node, for the learner. `sender`: its connection, or b''."""
         if self.publish.epoch != new.epoch or self.relayed or sender not in self.members | {b""}:
-            return frozenset()
+            return
         if sender and self.broadcast.store is not None:
             self.broadcast.met[sender] += sum(len(k) + len(v) for k, v in new.entries.items())
             if self.broadcast.met[sender] > MOST_MET_BYTES:
-                return frozenset()  # no group needs so much: theirs does not form
+                return  # no group needs so much: theirs does not form
             self.broadcast.store.add_entries(new.entries)
-        return self.members - {sender}
+        self.entries |= new.entries
 
 
 def new_attempt(

@@ -7,11 +7,13 @@ was sent, says so (Stalled) and is led around its source. Only the first of thos
 wait for it.
 """
 
+import heapq
 import ipaddress
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from msgspec import structs
 
@@ -32,6 +34,7 @@ OWN_ATTEMPT = 2  # failed attempts at a version, after which a node gets it from
 HANDOVER_S = 2.0  # that a node with a version serves it to others before it gets the next one.
 
 Send = Callable[[bytes, LearnerMessage], object]
+Place = tuple[int, bool, int, bytes]  # the smallest of an end's is best; the last one is the node
 
 
 @dataclass
@@ -55,6 +58,7 @@ class Link:
     view: NodeView
     epoch: int
     sources: list[bytes | None]
+    number: int = 0  # in the order in which they began
     done: float | None = None  # when it had everything, perf_counter seconds
     waiting: dict[int, Standstill] = field(default_factory=lambda: dict[int, Standstill]())
     rerouted: dict[int, float] = field(default_factory=lambda: dict[int, float]())  # by part: when it was led around
@@ -63,14 +67,91 @@ class Link:
 
 @dataclass(eq=False)
 class Chain:
-    """The nodes that get one payload, in the order in which they began."""
+    """The nodes that get one payload, in the order in which they began. Its calls take no time that grows with it."""
 
     snapshot: Snapshot
     payload: Payload
-    links: dict[bytes, Link] = field(default_factory=lambda: dict[bytes, Link]())
+    late: set[str]  # ids of nodes that serve nothing before they have everything
+    links: dict[bytes, Link] = field(default_factory=lambda: dict[bytes, Link]())  # only `add` and `remove` change it
     poor: set[bytes] = field(default_factory=lambda: set[bytes]())  # nodes that did not serve it well
     served: list[PartBuffer] = field(default_factory=lambda: list[PartBuffer]())  # by the learner
-    late: bool = False  # an attempt failed, and its node was blamed for those behind it
+    failed: bool = False  # an attempt failed, and its node was blamed for those behind it
+    standing: set[bytes] = field(default_factory=lambda: set[bytes]())  # nodes with parts that stand still
+    open: int = 0  # nodes that do not have everything
+    followers: dict[bytes | None, dict[bytes, None]] = field(default_factory=lambda: defaultdict(dict[bytes, None]))
+    # How many open nodes fetch from a node.
+    load: Counter[bytes | None] = field(default_factory=lambda: Counter[bytes | None]())
+    # By machine, and of all: the ends of the chain, the best first, and places that nodes had before.
+    _ends: dict[str | None, list[Place]] = field(default_factory=lambda: defaultdict(list[Place]))
+    _began: int = 0
+
+    def add(self, node: bytes, link: Link) -> None:
+        """A node begins, or is a holder of the version."""
+        self._began += 1
+        link.number = self._began
+        self.links[node] = link
+        self.open += link.done is None
+        self._follow(node, link, +1)
+        self._rank(node)
+
+    def remove(self, node: bytes) -> Link | None:
+        """A node fetches nothing more; who follows it is told by nobody here."""
+        link = self.links.pop(node, None)
+        if link is not None:
+            self.open -= link.done is None
+            self._follow(node, link, -1)
+        return link
+
+    def redirect(self, node: bytes, part: int, source: bytes | None) -> None:
+        """A node fetches a part from `source` from now on."""
+        link = self.links[node]
+        self._follow(node, link, -1)
+        link.sources[part] = source
+        self._follow(node, link, +1)
+
+    def finish(self, node: bytes, now: float) -> None:
+        """A node has everything."""
+        link = self.links[node]
+        self._follow(node, link, -1)
+        link.done = now
+        self._follow(node, link, +1)
+        self.open -= 1
+        link.waiting.clear()
+        self._rank(node)
+
+    def end(self, machine: str) -> bytes | None:
+        """An end of the chain for one more node, best of its own machine; None: there is none."""
+        for ends in (self._ends[machine], self._ends[None]):
+            while ends:
+                if self._place(ends[0][-1]) == ends[0]:
+                    return ends[0][-1]
+                heapq.heappop(ends)
+        return None
+
+    def _follow(self, node: bytes, link: Link, change: int) -> None:
+        """Count the node at its sources (1), or no more (-1)."""
+        for source in set(link.sources) - {None}:
+            if change > 0:
+                self.followers[source][node] = None
+            else:
+                del self.followers[source][node]
+            if link.done is None:
+                self.load[source] += change
+                self._rank(source)
+
+    def _rank(self, node: bytes | None) -> None:
+        """Note the node's new place among the ends."""
+        if node is not None and (place := self._place(node)) is not None:
+            heapq.heappush(self._ends[self.links[node].view.machine], place)
+            heapq.heappush(self._ends[None], place)
+
+    def _place(self, node: bytes) -> Place | None:
+        link = self.links.get(node)
+        if link is None or not link.view.address or node in self.poor:
+            return None
+        if link.done is None and link.view.node_id in self.late:
+            return None
+        return self.load[node], link.done is None, -link.number, node
 
     def address(self, part: int, source: bytes | None) -> str:
         """Where a source serves it."""
@@ -127,7 +208,7 @@ class Chains:
         self.leave(view.identity)  # its buffer is written from now on
         chain = next((c for c in self._chains if c.payload is payload), None)
         if chain is None:
-            chain = Chain(snapshot, payload, poor=set(self._unreached))
+            chain = Chain(snapshot, payload, self._late, poor=set(self._unreached))
             self._chains.append(chain)
             for part in payload.parts:
                 if self._server is not None and part.origin == self._server.address:
@@ -135,57 +216,49 @@ class Chains:
                     self._server.offer(chain.served[-1])
         source = None
         if view.route.failures_at(snapshot.version) < OWN_ATTEMPT:
-            source = self._end(chain, view) or self._holder(chain, view, everyone)
-        chain.links[view.identity] = Link(view, epoch, [source] * len(payload.parts))
+            source = chain.end(view.machine) or self._holder(chain, view, everyone)
+        chain.add(view.identity, Link(view, epoch, [source] * len(payload.parts)))
         return [chain.address(part, source) for part in range(len(payload.parts))]
-
-    def _end(self, chain: Chain, view: NodeView) -> bytes | None:
-        """An end of the chain for one more node, best of its own machine; None: there is none."""
-        load = Counter(s for link in chain.links.values() if link.done is None for s in set(link.sources))
-        fit = [
-            (link.view.machine != view.machine, load[node], link.done is None, -number, node)
-            for number, (node, link) in enumerate(chain.links.items())
-            if link.view.address and node not in chain.poor
-            and (link.done is not None or link.view.node_id not in self._late)
-        ]  # fmt: skip
-        return min(fit)[-1] if fit else None
 
     def _holder(self, chain: Chain, view: NodeView, everyone: Iterable[NodeView]) -> bytes | None:
         """An idle node that has the whole version from elsewhere and is told to serve it; None: there is none."""
         version = chain.snapshot.version
+        if chain.payload is not chain.snapshot.full or chain.snapshot.layout.checksums == WORDS:
+            return None  # no node serves from device memory
         fit = [
             r for r in everyone
             if r.state is NodeState.IDLE and (r.version, r.base) == (version, version) and r.address
             and r.identity != view.identity and r.identity not in chain.poor
         ]  # fmt: skip
-        if not fit or chain.payload is not chain.snapshot.full or chain.snapshot.layout.checksums == WORDS:
-            return None  # no node serves from device memory
+        if not fit:
+            return None
         holder = min(fit, key=lambda r: r.machine != view.machine)
         for part in chain.payload.parts:
             self._send(holder.identity, Serve(self._incarnation, version, structs.replace(part, digests=b"")))
-        chain.links[holder.identity] = Link(holder, -1, [None] * len(chain.payload.parts), done=float("-inf"))
+        chain.remove(holder.identity)
+        chain.add(holder.identity, Link(holder, -1, [None] * len(chain.payload.parts), done=float("-inf")))
         return holder.identity
 
     def staged(self, node: bytes, now: float, receive_s: float) -> None:
         """A node has everything; it stays a source."""
         for chain in self._chains:
             if (link := chain.links.get(node)) is not None and link.done is None:
-                link.done = now
-                link.waiting.clear()
+                chain.finish(node, now)
                 self.rate = chain.payload.size / max(receive_s, 1e-6)
 
     def leave(self, node: bytes, failed: bool = False) -> None:
         """A node has the payload no more, or its attempt failed. The first to fail delayed those behind it."""
         for chain in self._chains:
-            gone = chain.links.pop(node, None)
+            gone = chain.remove(node)
             if gone is None:
                 continue
             if failed:
-                chain.poor |= {n for n, link in chain.links.items() if link.done is not None and n in gone.sources}
-                if not chain.late:
-                    chain.late = True
+                chain.poor |= {s for s in gone.sources if s in chain.links and chain.links[s].done is not None}
+                if not chain.failed:
+                    chain.failed = True
                     self._late.add(gone.view.node_id)
-            for link in chain.links.values():
+            for follower in list(chain.followers[node]):
+                link = chain.links[follower]
                 for part, source in enumerate(link.sources):
                     if source == node:
                         self._reroute(chain, link, part, gone.sources[part])
@@ -196,6 +269,7 @@ class Chains:
             link = chain.links.get(node)
             if link is None or link.done is not None or link.epoch != said.epoch or said.part >= len(link.sources):
                 continue
+            chain.standing.add(node)
             old = link.waiting.get(said.part)
             if old is not None and now - old.heard < STALE_S and old.is_at(said):
                 link.waiting[said.part] = Standstill(since=old.since, heard=now, said=said, times=old.times + 1)
@@ -206,7 +280,8 @@ class Chains:
         """Lead the nodes that stand still around their sources."""
         self._now = now
         for chain in self._chains:
-            for link in chain.links.values():
+            chain.standing = {n for n in chain.standing if n in chain.links and chain.links[n].waiting}
+            for link in sorted((chain.links[node] for node in chain.standing), key=lambda link: link.number):
                 for part, waiting in list(link.waiting.items()):
                     if now - waiting.heard > STALE_S:
                         del link.waiting[part]
@@ -242,7 +317,7 @@ class Chains:
     def _reroute(self, chain: Chain, link: Link, part: int, source: bytes | None) -> None:
         """Let a node fetch a part from `source`, or from the first above it that serves."""
         source = chain.above(link, part, source)
-        link.sources[part] = source
+        chain.redirect(link.view.identity, part, source)
         if link.done is None:
             link.waiting.pop(part, None)
             link.rerouted[part] = self._now
@@ -254,17 +329,13 @@ class Chains:
 
     def busy(self, node: bytes, now: float) -> bool:
         """Whether it has a version since a moment ago that others still fetch from it."""
-        return any(
-            link.done is not None and now - link.done < HANDOVER_S
-            for chain in self._chains
-            if (link := chain.links.get(node)) is not None
-            and any(one.done is None and node in one.sources for one in chain.links.values())
-        )
+        links = ((chain, link) for chain in self._chains if (link := chain.links.get(node)) is not None)
+        return any(link.done is not None and now - link.done < HANDOVER_S and chain.load[node] for chain, link in links)
 
     def tidy(self, current: Snapshot) -> set[int]:
         """Withdraw payloads of older versions that no node fetches; returns the versions that are still served."""
         for chain in list(self._chains):
-            if chain.snapshot is not current and all(link.done is not None for link in chain.links.values()):
+            if chain.snapshot is not current and not chain.open:
                 self._chains.remove(chain)
                 if self._server is not None and chain.served:
                     self._server.withdraw(*chain.served)
@@ -277,9 +348,14 @@ class Chains:
 
 def place(view: NodeView) -> tuple[int, bytes, str]:
     """Where a node is; places that are near each other sort together."""
-    address = view.address or ""
+    return *_packed(view.address or ""), view.machine
+
+
+@lru_cache(1 << 14)
+def _packed(address: str) -> tuple[int, bytes]:
+    """The bytes of the IP address in it, or of a name, and before them how many."""
     try:
         packed = ipaddress.ip_address(host_and_port(address)[0]).packed
     except ValueError:
         packed = address.encode()
-    return len(packed), packed, view.machine
+    return len(packed), packed

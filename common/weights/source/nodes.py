@@ -18,6 +18,7 @@ from enum import Enum, StrEnum
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from common.span_buffer import SPANS
 from common.weights.source.attempt import Attempt
@@ -77,8 +78,7 @@ class Route:
         )
 
 
-@dataclass(frozen=True)
-class NodeView:
+class NodeView(msgspec.Struct, frozen=True):  # no dataclass: each message makes a new one, which takes those 10 us
     """A node as the learner sees it."""
 
     identity: bytes  # its connection
@@ -93,7 +93,7 @@ class NodeView:
     welcomed: float | None = None  # when it was told the layout, perf_counter seconds
     address: str | None = None  # where other nodes fetch from it; '' nowhere, None: it has not answered yet
     settled: bool = False  # it was active on this connection; before that it is a newcomer: no broadcast waits for it
-    route: Route = field(default_factory=Route)
+    route: Route = Route()
     attempt: Attempt | None = None  # under way to it
     excluded: Failure | None = None  # why it gets nothing more
     pool: str = ""  # eval: it gets evaluated versions only, and by relay
@@ -163,37 +163,37 @@ Step = tuple[NodeView, tuple[Action, ...]]
 
 def greet(node: NodeView, welcome: messages.Welcome, now: float) -> Step:
     """The layout is known."""
-    return replace(node, welcomed=now), (SendMessage(welcome),)
+    return structs.replace(node, welcomed=now), (SendMessage(welcome),)
 
 
 def begin(node: NodeView, attempt: Attempt, rank: int = 0) -> Step:
     """An attempt starts. `rank` is that in a new group; 0 when the group exists already."""
-    epoch = (SendMessage(msgspec.structs.replace(attempt.epoch, rank=rank)),) if rank else ()
+    epoch = (SendMessage(structs.replace(attempt.epoch, rank=rank)),) if rank else ()
     # The staging buffer may be half written from here on, so it is no base of a delta.
-    begun = replace(node, state=NodeState.STAGING, attempt=attempt, base=-1)
+    begun = structs.replace(node, state=NodeState.STAGING, attempt=attempt, base=-1)
     return begun, (*epoch, SendMessage(attempt.publish))
 
 
 def hear(node: NodeView, message: messages.NodeMessage, now: float) -> Step:
     """A message of the node; any is a sign of life."""
     state = NodeState.ANSWERED if node.state is NodeState.DOUBTED else node.state
-    node = replace(node, heard=now, state=state)
+    node = structs.replace(node, heard=now, state=state)
     match message:
         case messages.Leave():
             return drop(node, DropNode(DropReason.LEFT))
         case messages.Listening():
-            return replace(node, address=message.address if _usable(message.address) else ""), ()
+            return structs.replace(node, address=message.address if _usable(message.address) else ""), ()
         case messages.Staged() if attempt := _answered(node, message):
             activate = messages.Activate(attempt.publish.incarnation, attempt.version)
-            return replace(node, state=NodeState.FLIPPING), (NoteStaged(), SendMessage(activate))
+            return structs.replace(node, state=NodeState.FLIPPING), (NoteStaged(), SendMessage(activate))
         case messages.Active():
             return _active(node, message)
         case messages.Rejected() if message.fatal:
             failure = Failure.told(message.kind, message.reason)
-            return replace(node, state=NodeState.EXCLUDED, excluded=failure, attempt=None), ()
+            return structs.replace(node, state=NodeState.EXCLUDED, excluded=failure, attempt=None), ()
         case messages.Rejected() if _answered(node, message):
             failure = Failure.told(message.kind, message.reason)
-            return replace(node, state=NodeState.ANSWERED), (FailAttempt(failure),)
+            return structs.replace(node, state=NodeState.ANSWERED), (FailAttempt(failure),)
         case _:
             return node, ()
 
@@ -223,7 +223,7 @@ def _active(node: NodeView, message: messages.Active) -> Step:
     excluded = None
     if message.checksum != attempt.publish.checksum:
         excluded = Failure(FailureKind.PROOF, f"node {node.node_id} has other weights than were sent")
-    runs = replace(
+    runs = structs.replace(
         node,
         state=NodeState.IDLE if excluded is None else NodeState.EXCLUDED,
         excluded=excluded,
@@ -239,7 +239,7 @@ def _active(node: NodeView, message: messages.Active) -> Step:
 
 def doubt(node: NodeView) -> Step:
     """Some member of the node's attempt failed, or the sender did."""
-    return replace(node, state=NodeState.DOUBTED) if node.state is NodeState.STAGING else node, ()
+    return structs.replace(node, state=NodeState.DOUBTED) if node.state is NodeState.STAGING else node, ()
 
 
 def release(node: NodeView, published: int) -> Step:
@@ -259,7 +259,7 @@ def release(node: NodeView, published: int) -> Step:
     elif attempt.probation == node.identity:
         route = route.to_relay(published)
     state = NodeState.IDLE if node.settled else NodeState.JOINING
-    return replace(node, state=state, route=route, attempt=None), ()
+    return structs.replace(node, state=state, route=route, attempt=None), ()
 
 
 def tick(node: NodeView, timeout_s: float, now: float) -> Step:
@@ -282,13 +282,13 @@ def tick(node: NodeView, timeout_s: float, now: float) -> Step:
         return drop(node, DropNode(DropReason.SILENCE, version=attempt.version))
     if state is NodeState.STAGING and now > attempt.deadline:
         late = Failure(FailureKind.LATE, "it did not stage the version in time")
-        return replace(node, state=NodeState.DOUBTED), (FailAttempt(late),)
+        return structs.replace(node, state=NodeState.DOUBTED), (FailAttempt(late),)
     return node, ()
 
 
 def drop(node: NodeView, action: DropNode) -> Step:
     """The node is no member any more: the connection has ended, or a new one replaces it, or it is ejected."""
-    return replace(node, state=NodeState.GONE, attempt=None), (action,)
+    return structs.replace(node, state=NodeState.GONE, attempt=None), (action,)
 
 
 @dataclass
@@ -308,12 +308,14 @@ def split(
     The group takes nodes that were active before and can receive over `transport`. The relay takes newcomers, unless
     no node has weights yet, and nodes that the group does not reach. One of the latter at a time gets another trial.
     """
+    if transport == "relay":
+        return Split(relayed=ready)
     waiting = {node.identity for node in ready}
     begun = any(node.version >= 0 or (node.attempt is not None and node.identity not in waiting) for node in everyone)
     ways = Split()
     for node in ready:
         route = node.route
-        if transport == "relay" or transport not in node.transports or (begun and not node.settled):
+        if transport not in node.transports or (begun and not node.settled):
             ways.relayed.append(node)
         elif not route.relayed:
             ways.together.append(node)

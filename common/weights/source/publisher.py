@@ -35,6 +35,7 @@ Words, everywhere in this room and in docs/weights.md:
 - Every wait has a deadline; docs/weights.md lists them.
 """
 
+import itertools
 import logging
 import secrets
 import threading
@@ -49,6 +50,7 @@ from common.config.schema import WeightsConfig
 from common.weights.source import nodes
 from common.weights.source.attempt import Attempt, Epochs, new_attempt
 from common.weights.source.chains import Chains
+from common.weights.source.fleet import Fleet, Pace, Pings
 from common.weights.source.nodes import Action, DropNode, DropReason, Figures, NodeState, NodeView, PublishStats, Step
 from common.weights.source.snapshot import Deltas, Snapshot, SnapshotMaker, TensorSpecs, VersionSchedule
 from common.weights.source.sources import LeadEndpoint, OtherSources
@@ -62,7 +64,7 @@ from common.weights.wire.sockets import ControlSocket
 
 logger = logging.getLogger(__name__)
 
-BUSY_PING_S, IDLE_PING_S = 0.25, 1.0
+PING = messages.Ping()
 P = ParamSpec("P")
 
 
@@ -209,12 +211,23 @@ class PublishControl:
         self.password = secrets.token_urlsafe(24) if credentials is not None else ""
         self._chains = Chains(weights.address, incarnation, self._socket.send, self.password)
         self.sources = OtherSources(incarnation, self._socket.send)
-        self._nodes: dict[bytes, NodeView] = {}
-        self._attempts: list[Attempt] = []
+        self._fleet = Fleet()
+        self._pings = Pings(weights.timeout_s)
+        self._ticking = Pace()
+        self._starting = Pace()
+        self._meeting = Pace()
+        self._describing = Pace()
         self.schedule = VersionSchedule()  # only calls that are given to `post` change it
-        self.post = self._socket.post
-        self._pinged = 0.0
         self._stop_by: float | None = None  # perf_counter seconds
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Let the control thread make this call."""
+
+        def made() -> None:
+            self._fleet.stir()
+            call()
+
+        self._socket.post(made)
 
     def offer(self, snapshot: Snapshot) -> None:
         """Send a version that has its checksums, once all sources have it."""
@@ -228,8 +241,8 @@ class PublishControl:
     def run(self) -> None:
         """Serve until `stop`; an attempt that is under way then is cut after weights.timeout_s."""
         try:
-            while self._stop_by is None or (self._attempts and time.perf_counter() < self._stop_by):
-                self._socket.wait(50 if self._attempts else 250)
+            while self._stop_by is None or (self._fleet.attempts and time.perf_counter() < self._stop_by):
+                self._socket.wait(self._patience_ms())
                 for identity, message in self._socket.received():
                     self._handle(identity, message)
                 for snapshot in self.sources.whole(self.schedule.wanted):
@@ -239,24 +252,41 @@ class PublishControl:
                 self._tick(time.perf_counter())
                 self._settle()
                 self._start_attempts()
-                self.figures.describe(self._nodes.values(), self.schedule)
+                self._pass_on()
+                self._describe()
         except Exception:
             logger.exception("the weight plane stopped")
             self.figures.change(fatal="the publisher's control thread failed; see the log", crashed=True)
             raise
         finally:
+            self.figures.describe(self._fleet.nodes.values(), self.schedule)
             self._socket.close()
             self._epochs.drop()
             self._chains.close()
+
+    def _patience_ms(self) -> int:
+        """Until there is something to do without any message."""
+        fleet = self._fleet
+        entries = fleet.broadcast is not None and fleet.broadcast.entries
+        paced = ((fleet.changed, self._describing), (fleet.stirred, self._starting), (entries, self._meeting))
+        left_s = min((pace.next - time.perf_counter() for wanted, pace in paced if wanted), default=1.0)
+        return min(50 if fleet.attempts else 250, max(1, int(1000 * left_s)))
+
+    def _describe(self) -> None:
+        if self._fleet.changed and self._describing.due():
+            with self._describing:
+                self.figures.describe(self._fleet.nodes.values(), self.schedule)
+            self._fleet.changed = False
 
     # ---- events
 
     def _sent(self, attempt: Attempt, group: BroadcastGroup | None, failure: Failure | None) -> None:
         """The thread of a broadcast has ended, with its group or with the reason why there is none."""
         attempt.done = True
+        self._fleet.touch(attempt)
         if failure is not None:
             self._fail(attempt, failure)
-        elif attempt in self._attempts:
+        elif attempt in self._fleet.attempts:
             attempt.group = group
         elif group is not None:
             group.close()  # the attempt was given up in the meantime
@@ -266,12 +296,12 @@ class PublishControl:
             self._join(identity, message)
         elif isinstance(message, messages.SourceMessage):
             self.sources.hear(identity, message, self.schedule.snapshots.get(message.version))
-        elif identity in self._nodes:
+        elif identity in self._fleet.nodes:
             self._feed(identity, nodes.hear, message, time.perf_counter())
             if isinstance(message, messages.Stalled):
                 self._chains.stalled(identity, message, time.perf_counter())
             elif isinstance(message, messages.StoreEntries):
-                self._pass_on(message, identity)
+                self._fleet.meet(message, identity)
         elif not isinstance(message, messages.Leave | messages.Pong):  # late pongs follow an ejection
             self._socket.send(identity, messages.Eject("not a member; join again", code=EjectCode.NOT_MEMBER))
 
@@ -282,7 +312,7 @@ class PublishControl:
             self._socket.send(identity, messages.Eject(why, final=True, code=EjectCode.VERSIONS))
             return
         logger.info("node %s (pid %d) joined the weight plane", message.node_id, message.pid)
-        self._nodes[identity] = NodeView(
+        joined = NodeView(
             identity=identity,
             node_id=message.node_id,
             heard=time.perf_counter(),
@@ -292,40 +322,43 @@ class PublishControl:
             machine=message.machine,
             pool=message.pool,
         )
+        self._fleet.add(joined)
 
-    def _pass_on(self, new: messages.StoreEntries, sender: bytes = b"") -> None:
-        """Pass entries of a group's store on to its members; `sender`: the one that they come from, b'' the learner."""
-        for attempt in self._attempts:
-            for member in attempt.take_entries(new, sender):
-                self._socket.send(member, new)
+    def _pass_on(self) -> None:
+        """Tell the members what came since the last time, together: each of N members sets an entry for N others."""
+        attempt = self._fleet.broadcast
+        if attempt is not None and attempt.entries and self._meeting.due():
+            with self._meeting:
+                keys = list(itertools.islice(attempt.entries, messages.MOST_KEYS))
+                told = messages.StoreEntries(attempt.publish.epoch, {key: attempt.entries.pop(key) for key in keys})
+                for member in self._fleet.members(attempt):
+                    self._socket.send(member, told)
 
     def _tick(self, now: float) -> None:
-        current = self.schedule.current
-        for identity, node in list(self._nodes.items()):
-            if current is not None and node.welcomed is None:
-                welcome = messages.Welcome(self._incarnation, current.layout, self._learner_endpoint, self.password)
+        if (current := self.schedule.current) is not None:
+            welcome = messages.Welcome(self._incarnation, current.layout, self._learner_endpoint, self.password)
+            for identity in self._fleet.strangers():
                 self._feed(identity, nodes.greet, welcome, now)
-            self._feed(identity, nodes.tick, self._timeout_s, now)
-        self._chains.tick(now)
-        if now - self._pinged >= (BUSY_PING_S if self._attempts else IDLE_PING_S):
-            self._pinged = now
-            for identity in list(self._nodes):
-                if not self._socket.send(identity, messages.Ping()):
-                    self._feed(identity, nodes.drop, DropNode(DropReason.CLOSED))
+        if self._ticking.due():
+            with self._ticking:
+                read_until = self._socket.read_until(now)
+                for identity in list(self._fleet.nodes):
+                    self._feed(identity, nodes.tick, self._timeout_s, read_until)
+                self._chains.tick(now)
+        for identity in self._pings.due(self._fleet, now):
+            if not self._socket.send(identity, PING):
+                self._feed(identity, nodes.drop, DropNode(DropReason.CLOSED))
 
     def _feed(
         self, identity: bytes, event: Callable[Concatenate[NodeView, P], Step], *args: P.args, **options: P.kwargs
     ) -> None:
         """Let a node take the step of an event, then carry out the actions of it."""
-        before = self._nodes.get(identity)
-        if before is None:
+        step = self._fleet.take(identity, event, *args, **options)
+        if step is None:
             return
-        after, actions = event(before, *args, **options)
+        before, after, actions = step
         if after.state is NodeState.GONE:
-            del self._nodes[identity]
             self._chains.leave(identity)
-        else:
-            self._nodes[identity] = after
         if after.excluded is not None and before.excluded is None:
             logger.error("node %s is excluded: %s", after.node_id, after.excluded.text)
             self._chains.leave(identity)
@@ -348,7 +381,7 @@ class PublishControl:
                     self._chains.staged(node.identity, attempt.last_staged, attempt.last_staged - attempt.started)
                     attempt.snapshot.bytes_staged += attempt.payload.size
                 case nodes.NoteActive():
-                    whole = not attempt.newcomers and not self._members(attempt)
+                    whole = not attempt.newcomers and not self._fleet.members(attempt)
                     self.figures.activated(attempt, whole, action.difference)
 
     def _drop(self, node: NodeView, drop: DropNode) -> None:
@@ -356,8 +389,8 @@ class PublishControl:
         if node.attempt is not None and not node.attempt.done:
             self._fail(node.attempt, Failure(FailureKind.LEFT, "it left"), node)
         self._epochs.drop(node.identity)
-        for attempt in self._attempts:
-            attempt.lost |= node.identity in attempt.members
+        if self._fleet.broadcast is not None:
+            self._fleet.broadcast.lost |= node.identity in self._fleet.broadcast.members
         if drop.ejected:
             self.figures.change(ejections=self.figures.now.ejections + 1)
             self._socket.send(node.identity, messages.Eject(drop.sentence, code=EjectCode.DROPPED))
@@ -369,49 +402,54 @@ class PublishControl:
         """
         who = f"node {node.node_id}: " if node is not None else ""
         logger.warning("version %d to %d nodes: %s%s", attempt.version, len(attempt.members), who, failure.text)
+        self._fleet.touch(attempt)
         if not attempt.failed:
             attempt.failed = True
-            for identity in self._members(attempt):
+            for identity in self._fleet.members(attempt):
                 self._feed(identity, nodes.doubt)
 
     # ---- attempts
 
-    def _members(self, attempt: Attempt) -> list[bytes]:
-        """The nodes for which the attempt is not over."""
-        return [identity for identity, node in self._nodes.items() if node.attempt is attempt]
-
     def _settle(self) -> None:
         """Release the members of a failed attempt once all are told apart; end attempts that are over."""
-        for attempt in list(self._attempts):
-            members = self._members(attempt)
-            states = {self._nodes[m].state for m in members}
+        for attempt in self._fleet.touched():
+            members = self._fleet.members(attempt)
+            states = {self._fleet.nodes[m].state for m in members}
             if NodeState.ANSWERED in states and not states & {NodeState.STAGING, NodeState.DOUBTED}:
                 for identity in members:
                     if attempt.relayed:
                         self._chains.leave(identity, failed=True)
                     self._feed(identity, nodes.release, self.figures.now.published)
                 attempt.broadcast.abandon()
-            if not self._members(attempt) and (attempt.done or attempt.failed):
-                self._attempts.remove(attempt)
+            if not self._fleet.members(attempt) and (attempt.done or attempt.failed):
+                self._fleet.end(attempt)
                 if attempt.failed:
                     attempt.broadcast.abandon()  # its thread may still wait for members that left
                 self._epochs.give_back(attempt)
 
     def _start_attempts(self) -> None:
         current = self.schedule.current
-        if current is None or (self._stop_by is not None and not self._attempts):
+        if current is None or (self._stop_by is not None and not self._fleet.attempts):
             return
-        everyone = list(self._nodes.values())
         self.sources.keep(self.schedule.snapshots.keys() | self._chains.tidy(current))
-        fleet = [node for node in everyone if not node.pool]
-        ready = [node for node in fleet if node.awaits(current.version)]
-        published = self.figures.now.published
-        ways = nodes.split(ready, fleet, transport=self._transport, published=published, version=current.version)
-        self._start_fetches(current, ways.relayed)
-        if (evaluated := self.schedule.evaluated) is not None:
-            self._start_fetches(evaluated, [node for node in everyone if node.pool and node.awaits(evaluated.version)])
-        if ways.together and all(attempt.relayed for attempt in self._attempts):
-            self._start_broadcast(current, ways.together, ways.probation)
+        evaluated = self.schedule.evaluated
+        self._fleet.aim(current, evaluated)
+        if not self._fleet.waiting or not self._starting.due():
+            return
+        with self._starting:
+            ready = self._fleet.ready()
+            ways = nodes.split(
+                [node for node in ready if not node.pool],
+                (node for node in self._fleet.nodes.values() if not node.pool),
+                transport=self._transport,
+                published=self.figures.now.published,
+                version=current.version,
+            )
+            self._start_fetches(current, ways.relayed)
+            if evaluated is not None:
+                self._start_fetches(evaluated, [node for node in ready if node.pool])
+            if ways.together and self._fleet.broadcast is None:
+                self._start_broadcast(current, ways.together, ways.probation)
 
     def _start_broadcast(self, snapshot: Snapshot, members: list[NodeView], probation: NodeView | None) -> None:
         identities = [member.identity for member in members]
@@ -419,12 +457,12 @@ class PublishControl:
         payload = snapshot.payload_for({member.base for member in members})
         attempt = new_attempt(snapshot, payload, epoch, members=identities, incarnation=self._incarnation)
         attempt.probation = probation.identity if probation is not None else None
-        self._attempts.append(attempt)
+        self._fleet.begin(attempt)
         for rank, identity in enumerate(identities, start=1):
             self._feed(identity, nodes.begin, attempt, rank if group is None else 0)
 
         def tell(key: str, value: bytes) -> None:
-            self.post(lambda: self._pass_on(messages.StoreEntries(epoch.epoch, {key: value})))
+            self.post(lambda: self._fleet.meet(messages.StoreEntries(epoch.epoch, {key: value})))
 
         def report(attempt: Attempt, group: BroadcastGroup | None, failure: Failure | None) -> None:
             self.post(lambda: self._sent(attempt, group, failure))
@@ -442,15 +480,15 @@ class PublishControl:
     def _start_fetch(self, snapshot: Snapshot, node: NodeView) -> None:
         payload = snapshot.payload_for({node.base})
         if not payload.parts:  # it is tried again when they are sealed
-            piece = piece_bytes(payload.size, len(self._nodes), self._chains.rate)
+            piece = piece_bytes(payload.size, len(self._fleet.nodes), self._chains.rate)
             self.sources.seal(snapshot.version, payload, piece)
             payload.seal_own_part(piece, origin=self._chains.origin(), secured=bool(self.password), post=self.post)
             return
         epoch = self._epochs.relay()
-        sources = self._chains.begin(snapshot, payload, node, epoch=epoch.epoch, everyone=self._nodes.values())
+        sources = self._chains.begin(snapshot, payload, node, epoch=epoch.epoch, everyone=self._fleet.nodes.values())
         attempt = new_attempt(
             snapshot, payload, epoch, members=[node.identity], incarnation=self._incarnation, sources=sources
         )
         attempt.newcomers = not node.settled or bool(node.pool)
-        self._attempts.append(attempt)
+        self._fleet.begin(attempt)
         self._feed(node.identity, nodes.begin, attempt, epoch.rank)

@@ -39,7 +39,8 @@ from common.weights.wire.layout import Layout
 from common.wire_types import Finite, Name, Text, Version
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-Entries = Annotated[dict[Name, Annotated[bytes, msgspec.Meta(max_length=1 << 16)]], msgspec.Meta(max_length=4096)]
+MOST_KEYS = 4096
+Entries = Annotated[dict[Name, Annotated[bytes, msgspec.Meta(max_length=1 << 16)]], msgspec.Meta(max_length=MOST_KEYS)]
 Versions = Annotated[dict[Name, Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=16)]
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import queue
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 MAX_NODE_MESSAGE_BYTES = 1 << 20  # a source's part has at most half as many bytes of digests
 WAITING_MESSAGES = 32  # unread messages of one node here; more wait at the node
 BATCH_MESSAGES = 512
+BEHIND_S = 5.0  # that a flood of messages may delay the discovery of a silent node
+COPIED_BYTES = 64 << 10  # a smaller frame is copied, which takes less time than a reference to it
 MALFORMED_LOGGED = 100
 
 
@@ -75,7 +78,9 @@ class RouterSocket:
     def send(self, frames: list[Any]) -> None:
         """Raises zmq.Again when this connection has read too little, another zmq.ZMQError when it is closed."""
         self.socket.getsockopt(zmq.EVENTS)  # a send by itself looks only once a millisecond at what was read since
-        self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        for number, frame in enumerate(frames, 1):
+            more = zmq.SNDMORE if number < len(frames) else 0  # only the first frame can fail
+            self.socket.send(frame, zmq.NOBLOCK | more, copy=len(frame) < COPIED_BYTES)
 
     def close(self) -> None:
         """Close the socket; call it from its thread."""
@@ -112,6 +117,8 @@ class ControlSocket:
         )
         self.address = self._router.address
         self.malformed = 0
+        self._drained = 0.0
+        self._encoded: tuple[messages.LearnerMessage, bytes] | None = None  # the message that was sent last
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def post(self, call: Callable[[], None]) -> None:
@@ -129,10 +136,12 @@ class ControlSocket:
 
     def received(self) -> Iterator[tuple[bytes, messages.NodeMessage | messages.SourceMessage]]:
         """(connection, message) of the nodes. A malformed message is counted, and its sender is told the reason."""
+        began = time.perf_counter()
         for _ in range(BATCH_MESSAGES):  # a node that floods the endpoint must not keep its thread from other work
             try:
                 identity, *frames = self._router.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
+                self._drained = began
                 return
             try:
                 message = self._decoded(identity, frames)
@@ -144,6 +153,10 @@ class ControlSocket:
                 self.send(identity.bytes, messages.Eject(f"malformed message: {str(error)[:500]}", code=code))
                 continue
             yield identity.bytes, message
+
+    def read_until(self, now: float) -> float:
+        """Whoever is silent since then has sent nothing since then: all that came before was read. perf_counter s."""
+        return max(self._drained, now - BEHIND_S)
 
     def _decoded(self, identity: zmq.Frame, frames: list[zmq.Frame]) -> messages.NodeMessage | messages.SourceMessage:
         """The message, if its sender may say it; raises Refused, ValueError or RecursionError."""
@@ -162,9 +175,11 @@ class ControlSocket:
         return message
 
     def send(self, identity: bytes, message: messages.LearnerMessage) -> bool:
-        """False when the node's connection is closed."""
+        """False when the node's connection is closed. A message that goes to many nodes in turn is encoded once."""
+        if self._encoded is None or self._encoded[0] is not message:
+            self._encoded = message, messages.encode(message)
         try:
-            self._router.send([identity, messages.encode(message)])
+            self._router.send([identity, self._encoded[1]])
         except zmq.Again:
             logger.warning("a node does not read its messages")  # the kernel keeps the connection; its silence ends it
         except zmq.ZMQError as error:

@@ -1,6 +1,6 @@
 """Receivers, snapshots and attempts for the tests of the weight plane."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 from typing import Any
 
 import torch

@@ -83,13 +83,15 @@ def test_an_attempt_that_was_given_up_lets_its_thread_leave_the_place_where_the_
     assert group is None and failure is not None and failure.kind is FailureKind.GIVEN_UP
 
 
-def test_entries_go_to_the_other_members_and_those_of_a_node_into_the_learner_s_store_as_well() -> None:
-    attempt, mine, others = attempt_at(SNAPSHOT, "a", "b"), StoreEntries(1, {"rank 1": b"x"}), frozenset([b"b"])
+def test_entries_are_for_all_members_and_those_of_a_node_for_the_learner_s_store_as_well() -> None:
+    attempt, mine = attempt_at(SNAPSHOT, "a", "b"), StoreEntries(1, {"rank 1": b"x"})
     assert (attempt.publish.encoding, attempt.publish.base_version) == ("full", -1)
-    assert attempt.take_entries(mine, b"a") == others, "before the learner has a store"
+    attempt.take_entries(mine, b"a")
+    assert attempt.entries == mine.entries, "before the learner has a store"
     attempt.broadcast.store = store = RelayedStore(LIMIT_S, lambda key, value: None)
-    assert attempt.take_entries(mine, b"a") == others
+    attempt.take_entries(mine, b"a")
     assert store.get("rank 1") == b"x"
-    assert attempt.take_entries(StoreEntries(1, {"rank 0": b"y"}), b"") == attempt.members
-    assert attempt.take_entries(StoreEntries(2, {"rank 1": b"x"}), b"a") == frozenset(), "of another group"
-    assert attempt.take_entries(mine, b"stranger") == frozenset()
+    attempt.take_entries(StoreEntries(1, {"rank 0": b"y"}), b"")
+    attempt.take_entries(StoreEntries(2, {"rank 2": b"of another group"}), b"a")
+    attempt.take_entries(StoreEntries(1, {"rank 2": b"x"}), b"stranger")
+    assert attempt.entries == {"rank 1": b"x", "rank 0": b"y"}

@@ -1,7 +1,7 @@
 """Receivers of the weight plane: which event leads to which state, which way a version takes, and the figures."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from msgspec.structs import replace
 from types import SimpleNamespace
 from typing import cast
 
