@@ -120,7 +120,7 @@ class Receivers:
         self._order = itertools.count()
         self._published: dict[int, messages.Publish] = {}
         self.transfer_s = 0.0
-        self.welcomed = self.ejected = 0
+        self.welcomed = 0
         for number in range(count):
             socket = self._context.socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, 0)
@@ -167,8 +167,6 @@ class Receivers:
                     name, 0, message.version, stall_s=0.0, checksum=self._published[handle].checksum
                 )
                 self._later(handle, FLIP_S, active)
-            case messages.Eject():
-                self.ejected += 1
             case _:
                 pass
 
@@ -186,19 +184,18 @@ def receive(address: str, count: int, pipe: Connection) -> None:
     lifecycle.raise_open_files()
     receivers = Receivers(address, count)
     pipe.send("connected")
-    while True:
-        if pipe.poll(0):
-            word = pipe.recv()
-            if word == "join":
-                receivers.join()
-            elif word == "ejected":
-                pipe.send(receivers.ejected)
-            else:
-                receivers.transfer_s = word
-        receivers.turn()
-        if receivers.welcomed == count:
-            receivers.welcomed = 0
-            pipe.send("welcomed")
+    with contextlib.suppress(EOFError):
+        while True:
+            if pipe.poll(0):
+                word = pipe.recv()
+                if word == "join":
+                    receivers.join()
+                else:
+                    receivers.transfer_s = word
+            receivers.turn()
+            if receivers.welcomed == count:
+                receivers.welcomed = 0
+                pipe.send("welcomed")
 
 
 def relay(nodes: int, options: harness.Options) -> dict[str, Any]:

@@ -445,11 +445,14 @@ class PublishControl:
                 published=self.figures.now.published,
                 version=current.version,
             )
-            self._start_fetches(current, ways.relayed)
+            fetches = [(current, self._fetching(current, ways.relayed))]
             if evaluated is not None:
-                self._start_fetches(evaluated, [node for node in ready if node.pool])
-            if ways.together and self._fleet.broadcast is None:
-                self._start_broadcast(current, ways.together, ways.probation)
+                fetches.append((evaluated, self._fetching(evaluated, [node for node in ready if node.pool])))
+        for snapshot, found in fetches:
+            for node in self._chains.in_order(found):
+                self._start_fetch(snapshot, node)
+        if ways.together and self._fleet.broadcast is None:
+            self._start_broadcast(current, ways.together, ways.probation)
 
     def _start_broadcast(self, snapshot: Snapshot, members: list[NodeView], probation: NodeView | None) -> None:
         identities = [member.identity for member in members]
@@ -471,19 +474,20 @@ class PublishControl:
             attempt.broadcast.store = RelayedStore(self._timeout_s, tell)
         attempt.broadcast.start(attempt, group, self._group_factory, report)
 
-    def _start_fetches(self, snapshot: Snapshot, receivers: list[NodeView]) -> None:
+    def _fetching(self, snapshot: Snapshot, receivers: list[NodeView]) -> list[NodeView]:
+        """Those of `receivers` that can begin to fetch; the parts of the others are being sealed, or they are busy."""
         now = time.perf_counter()
         listening = [node for node in receivers if node.listens(now) and not self._chains.busy(node.identity, now)]
-        for node in self._chains.in_order(listening):
-            self._start_fetch(snapshot, node)
+        payloads = {base: snapshot.payload_for({base}) for base in {node.base for node in listening}}
+        for payload in payloads.values():
+            if not payload.parts:
+                piece = piece_bytes(payload.size, len(self._fleet.nodes), self._chains.rate)
+                self.sources.seal(snapshot.version, payload, piece)
+                payload.seal_own_part(piece, origin=self._chains.origin(), secured=bool(self.password), post=self.post)
+        return [node for node in listening if payloads[node.base].parts]
 
     def _start_fetch(self, snapshot: Snapshot, node: NodeView) -> None:
         payload = snapshot.payload_for({node.base})
-        if not payload.parts:  # it is tried again when they are sealed
-            piece = piece_bytes(payload.size, len(self._fleet.nodes), self._chains.rate)
-            self.sources.seal(snapshot.version, payload, piece)
-            payload.seal_own_part(piece, origin=self._chains.origin(), secured=bool(self.password), post=self.post)
-            return
         epoch = self._epochs.relay()
         sources = self._chains.begin(snapshot, payload, node, epoch=epoch.epoch, everyone=self._fleet.nodes.values())
         attempt = new_attempt(

@@ -131,7 +131,7 @@ class RelayServer:
                 self._router.wait(int(1000 * look_s) if self._clients else None)
                 with contextlib.suppress(zmq.Again):
                     for _ in range(4 * WINDOW):
-                        self._read(*self._router.socket.recv_multipart(zmq.NOBLOCK, copy=False))
+                        self._read(*self._router.receive())
                 while any([self._answer(*waiting) for waiting in list(self._clients.items())]):
                     pass  # one answer to every client that can have one, until none can
         except Exception:

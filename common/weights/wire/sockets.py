@@ -20,6 +20,7 @@ MAX_NODE_MESSAGE_BYTES = 1 << 20  # a source's part has at most half as many byt
 WAITING_MESSAGES = 32  # unread messages of one node here; more wait at the node
 BATCH_MESSAGES = 512
 BEHIND_S = 5.0  # that a flood of messages may delay the discovery of a silent node
+NOBLOCK, NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # an enum's `|` takes 5 us
 COPIED_BYTES = 64 << 10  # a smaller frame is copied, which takes less time than a reference to it
 MALFORMED_LOGGED = 100
 
@@ -79,8 +80,15 @@ class RouterSocket:
         """Raises zmq.Again when this connection has read too little, another zmq.ZMQError when it is closed."""
         self.socket.getsockopt(zmq.EVENTS)  # a send by itself looks only once a millisecond at what was read since
         for number, frame in enumerate(frames, 1):
-            more = zmq.SNDMORE if number < len(frames) else 0  # only the first frame can fail
-            self.socket.send(frame, zmq.NOBLOCK | more, copy=len(frame) < COPIED_BYTES)
+            flags = NOBLOCK_MORE if number < len(frames) else NOBLOCK  # only the first frame can fail
+            self.socket.send(frame, flags, copy=len(frame) < COPIED_BYTES)
+
+    def receive(self) -> list[zmq.Frame]:
+        """The next message, its sender's identity first; raises zmq.Again when there is none."""
+        frames = [self.socket.recv(NOBLOCK, copy=False)]
+        while frames[-1].more:
+            frames.append(self.socket.recv(NOBLOCK, copy=False))
+        return frames
 
     def close(self) -> None:
         """Close the socket; call it from its thread."""
@@ -139,7 +147,7 @@ class ControlSocket:
         began = time.perf_counter()
         for _ in range(BATCH_MESSAGES):  # a node that floods the endpoint must not keep its thread from other work
             try:
-                identity, *frames = self._router.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                identity, *frames = self._router.receive()
             except zmq.Again:
                 self._drained = began
                 return

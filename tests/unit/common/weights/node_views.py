@@ -1,9 +1,9 @@
 """Receivers, snapshots and attempts for the tests of the weight plane."""
 
-from msgspec.structs import replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from common.weights.source.attempt import Attempt, new_attempt
 from common.weights.source.nodes import NodeState, NodeView

@@ -1,12 +1,12 @@
 """Receivers of the weight plane: which event leads to which state, which way a version takes, and the figures."""
 
 from collections.abc import Callable
-from msgspec.structs import replace
 from types import SimpleNamespace
 from typing import cast
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from common.weights.source.attempt import Attempt
 from common.weights.source.nodes import (
