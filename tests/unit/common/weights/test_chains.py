@@ -1,13 +1,14 @@
 """Chains: who fetches from whom, who is led around whom, and that no node waits for itself."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from common.weights.source import chains
-from common.weights.source.chains import GRACE_S, HANDOVER_S, RESUME_S, STALE_S, Chains
+from common.weights.source.chains import GRACE_S, HANDOVER_S, RESUME_S, STALE_S, Chain, Chains
 from common.weights.source.nodes import NodeState, NodeView, Route
 from common.weights.source.snapshot import Payload, Snapshot
 from common.weights.wire.messages import Reroute, Serve, Stalled
@@ -391,6 +392,20 @@ def test_a_payload_is_served_while_it_is_current_or_fetched(plane: Plane, offere
     assert plane.chains.tidy(snapshot_of(6)) == set() and offered == []
 
 
+def best_end(chain: Chain, machine: str) -> bytes | None:
+    """What `Chain.end` keeps up to date, from a look at every node."""
+    load = Counter(s for link in chain.links.values() if link.done is None for s in set(link.sources))
+    fit = [
+        (link.view.machine != machine, load[node], link.done is None, -number, node)
+        for number, (node, link) in enumerate(chain.links.items())
+        if link.view.address and node not in chain.poor
+        and (link.done is not None or link.view.node_id not in chain.late)
+    ]  # fmt: skip
+    assert chain.open == sum(link.done is None for link in chain.links.values())
+    assert all(chain.load[node] == load[node] for node in chain.links)
+    return min(fit)[-1] if fit else None
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_nodes_do_following_the_sources_ends_where_everything_is(seed: int) -> None:
     luck, plane, now, done = random.Random(seed), Plane(origins=(ORIGIN, OTHER)), 0.0, set[str]()
@@ -428,6 +443,8 @@ def test_whatever_nodes_do_following_the_sources_ends_where_everything_is(seed: 
                 continue
         plane.chains.tick(now)
         assert all(reaches_the_end(one, p) for one in plane.nodes for p in range(2))
+        [chain] = plane.chains._chains or [None]
+        assert chain is None or all(chain.end(machine) == best_end(chain, machine) for machine in "mnx")
 
 
 def test_the_server_ends_with_the_chains(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from common.weights.receive import weight_client
 from common.weights.receive.weight_client import WeightClient
 from common.weights.source.publisher import PublishControl
 from common.weights.transports import nccl
-from common.weights.wire import messages
+from common.weights.wire import messages, sockets
 from common.weights.wire.messages import EjectCode
 from common.weights.wire.sockets import ControlSocket
 from launch.keys import make, revoke
@@ -165,6 +166,28 @@ def test_a_node_whose_nccl_differs_from_the_learners_is_refused_for_good_and_say
     finally:
         control.stop()
         thread.join(LIMIT_S)
+
+
+def test_silence_counts_until_everything_that_came_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "BATCH_MESSAGES", 1)
+    endpoint = ControlSocket("127.0.0.1")
+    try:
+        with dealer(endpoint.address) as node:
+            for _ in range(3):
+                node.send(messages.encode(messages.Pong("a")))
+            heard = 0
+            while heard < 3:
+                endpoint.wait(100)
+                before = endpoint.read_until(0.0)
+                read = len(list(endpoint.received()))
+                assert (endpoint.read_until(0.0) == before) == (read == 1), "more may wait behind a whole batch"
+                heard += read
+            began = time.perf_counter()
+            assert not list(endpoint.received()) and endpoint.read_until(0.0) >= began
+            flooded = began + sockets.BEHIND_S + 100
+            assert endpoint.read_until(flooded) == flooded - sockets.BEHIND_S, "a flood delays it by no more"
+    finally:
+        endpoint.close()
 
 
 MALFORMED = [
