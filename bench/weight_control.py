@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from threading import enumerate as threads
-from typing import Any
+from typing import Any, Literal
 
 import harness
 import torch
@@ -68,7 +68,7 @@ class Counted(ControlSocket):
 class Learner:
     """A publisher over one transport, and the figures of its control thread."""
 
-    def __init__(self, transport: str) -> None:
+    def __init__(self, transport: Literal["relay", "gloo"]) -> None:
         plane.ControlSocket = Counted  # type: ignore[misc]
         config = WeightsConfig(transport=transport, timeout_s=20.0)
         self.publisher = WeightPublisher(0, "bfloat16", config)
@@ -258,7 +258,7 @@ def group(members: int) -> dict[str, Any]:
 
 
 @harness.script(
-    nodes=[100, 1000, 2000, 5000], members=[8, 16, 32, 64], rounds=3, idle=5.0, transfer=5.0, name="weight_control"
+    nodes=[100, 1000, 2000, 5000], members=[8, 16, 32, 64], rounds=2, idle=5.0, transfer=5.0, name="weight_control"
 )
 def main(options: harness.Options) -> harness.Figures:
     torch.set_num_threads(1)
