@@ -11,9 +11,9 @@ import heapq
 import ipaddress
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from msgspec import structs
 
@@ -78,9 +78,8 @@ class Chain:
     failed: bool = False  # an attempt failed, and its node was blamed for those behind it
     standing: set[bytes] = field(default_factory=lambda: set[bytes]())  # nodes with parts that stand still
     open: int = 0  # nodes that do not have everything
-    followers: dict[bytes | None, dict[bytes, None]] = field(default_factory=lambda: defaultdict(dict[bytes, None]))
-    # How many open nodes fetch from a node.
-    load: Counter[bytes | None] = field(default_factory=lambda: Counter[bytes | None]())
+    followers: dict[bytes, dict[bytes, None]] = field(default_factory=lambda: defaultdict(dict[bytes, None]))
+    load: Counter[bytes] = field(default_factory=lambda: Counter[bytes]())  # how many open nodes fetch from a node
     # By machine, and of all: the ends of the chain, the best first, and places that nodes had before.
     _ends: dict[str | None, list[Place]] = field(default_factory=lambda: defaultdict(list[Place]))
     _began: int = 0
@@ -90,34 +89,22 @@ class Chain:
         self._began += 1
         link.number = self._began
         self.links[node] = link
-        self.open += link.done is None
-        self._follow(node, link, +1)
-        self._rank(node)
+        self._count(node, link, +1)
 
     def remove(self, node: bytes) -> Link | None:
-        """A node fetches nothing more; who follows it is told by nobody here."""
+        """A node fetches nothing more; the caller leads its followers elsewhere."""
         link = self.links.pop(node, None)
         if link is not None:
-            self.open -= link.done is None
-            self._follow(node, link, -1)
+            self._count(node, link, -1)
         return link
 
-    def redirect(self, node: bytes, part: int, source: bytes | None) -> None:
-        """A node fetches a part from `source` from now on."""
+    @contextmanager
+    def changing(self, node: bytes) -> Iterator[Link]:
+        """Let a node have another source or, at last, everything."""
         link = self.links[node]
-        self._follow(node, link, -1)
-        link.sources[part] = source
-        self._follow(node, link, +1)
-
-    def finish(self, node: bytes, now: float) -> None:
-        """A node has everything."""
-        link = self.links[node]
-        self._follow(node, link, -1)
-        link.done = now
-        self._follow(node, link, +1)
-        self.open -= 1
-        link.waiting.clear()
-        self._rank(node)
+        self._count(node, link, -1)
+        yield link
+        self._count(node, link, +1)
 
     def end(self, machine: str) -> bytes | None:
         """An end of the chain for one more node, best of its own machine; None: there is none."""
@@ -128,22 +115,20 @@ class Chain:
                 heapq.heappop(ends)
         return None
 
-    def _follow(self, node: bytes, link: Link, change: int) -> None:
-        """Count the node at its sources (1), or no more (-1)."""
-        for source in set(link.sources) - {None}:
+    def _count(self, node: bytes, link: Link, change: int) -> None:
+        """Count a node here and at its sources (1), or no more (-1)."""
+        sources = {source for source in link.sources if source is not None}
+        for source in sources:
             if change > 0:
                 self.followers[source][node] = None
             else:
                 del self.followers[source][node]
-            if link.done is None:
-                self.load[source] += change
-                self._rank(source)
-
-    def _rank(self, node: bytes | None) -> None:
-        """Note the node's new place among the ends."""
-        if node is not None and (place := self._place(node)) is not None:
-            heapq.heappush(self._ends[self.links[node].view.machine], place)
-            heapq.heappush(self._ends[None], place)
+            self.load[source] += change if link.done is None else 0
+        self.open += change if link.done is None else 0
+        for one in (*sources, node):
+            if (place := self._place(one)) is not None:
+                heapq.heappush(self._ends[self.links[one].view.machine], place)
+                heapq.heappush(self._ends[None], place)
 
     def _place(self, node: bytes) -> Place | None:
         link = self.links.get(node)
@@ -223,15 +208,13 @@ class Chains:
     def _holder(self, chain: Chain, view: NodeView, everyone: Iterable[NodeView]) -> bytes | None:
         """An idle node that has the whole version from elsewhere and is told to serve it; None: there is none."""
         version = chain.snapshot.version
-        if chain.payload is not chain.snapshot.full or chain.snapshot.layout.checksums == WORDS:
-            return None  # no node serves from device memory
         fit = [
             r for r in everyone
             if r.state is NodeState.IDLE and (r.version, r.base) == (version, version) and r.address
             and r.identity != view.identity and r.identity not in chain.poor
         ]  # fmt: skip
-        if not fit:
-            return None
+        if not fit or chain.payload is not chain.snapshot.full or chain.snapshot.layout.checksums == WORDS:
+            return None  # no node serves from device memory
         holder = min(fit, key=lambda r: r.machine != view.machine)
         for part in chain.payload.parts:
             self._send(holder.identity, Serve(self._incarnation, version, structs.replace(part, digests=b"")))
@@ -243,7 +226,9 @@ class Chains:
         """A node has everything; it stays a source."""
         for chain in self._chains:
             if (link := chain.links.get(node)) is not None and link.done is None:
-                chain.finish(node, now)
+                with chain.changing(node):
+                    link.done = now
+                link.waiting.clear()
                 self.rate = chain.payload.size / max(receive_s, 1e-6)
 
     def leave(self, node: bytes, failed: bool = False) -> None:
@@ -317,7 +302,8 @@ class Chains:
     def _reroute(self, chain: Chain, link: Link, part: int, source: bytes | None) -> None:
         """Let a node fetch a part from `source`, or from the first above it that serves."""
         source = chain.above(link, part, source)
-        chain.redirect(link.view.identity, part, source)
+        with chain.changing(link.view.identity):
+            link.sources[part] = source
         if link.done is None:
             link.waiting.pop(part, None)
             link.rerouted[part] = self._now
@@ -348,14 +334,9 @@ class Chains:
 
 def place(view: NodeView) -> tuple[int, bytes, str]:
     """Where a node is; places that are near each other sort together."""
-    return *_packed(view.address or ""), view.machine
-
-
-@lru_cache(1 << 14)
-def _packed(address: str) -> tuple[int, bytes]:
-    """The bytes of the IP address in it, or of a name, and before them how many."""
+    address = view.address or ""
     try:
         packed = ipaddress.ip_address(host_and_port(address)[0]).packed
     except ValueError:
         packed = address.encode()
-    return len(packed), packed
+    return len(packed), packed, view.machine

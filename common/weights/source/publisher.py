@@ -300,8 +300,8 @@ class PublishControl:
             self._feed(identity, nodes.hear, message, time.perf_counter())
             if isinstance(message, messages.Stalled):
                 self._chains.stalled(identity, message, time.perf_counter())
-            elif isinstance(message, messages.StoreEntries):
-                self._fleet.meet(message, identity)
+            elif isinstance(message, messages.StoreEntries) and self._fleet.broadcast is not None:
+                self._fleet.broadcast.take_entries(message, identity)
         elif not isinstance(message, messages.Leave | messages.Pong):  # late pongs follow an ejection
             self._socket.send(identity, messages.Eject("not a member; join again", code=EjectCode.NOT_MEMBER))
 
@@ -337,8 +337,9 @@ class PublishControl:
     def _tick(self, now: float) -> None:
         if (current := self.schedule.current) is not None:
             welcome = messages.Welcome(self._incarnation, current.layout, self._learner_endpoint, self.password)
-            for identity in self._fleet.strangers():
+            for identity in self._fleet.strangers:
                 self._feed(identity, nodes.greet, welcome, now)
+            self._fleet.strangers.clear()
         if self._ticking.due():
             with self._ticking:
                 read_until = self._socket.read_until(now)
@@ -353,10 +354,13 @@ class PublishControl:
         self, identity: bytes, event: Callable[Concatenate[NodeView, P], Step], *args: P.args, **options: P.kwargs
     ) -> None:
         """Let a node take the step of an event, then carry out the actions of it."""
-        step = self._fleet.take(identity, event, *args, **options)
-        if step is None:
+        before = self._fleet.nodes.get(identity)
+        if before is None:
             return
-        before, after, actions = step
+        after, actions = event(before, *args, **options)
+        if after is before and not actions:
+            return
+        self._fleet.take(identity, after)
         if after.state is NodeState.GONE:
             self._chains.leave(identity)
         if after.excluded is not None and before.excluded is None:
@@ -389,8 +393,6 @@ class PublishControl:
         if node.attempt is not None and not node.attempt.done:
             self._fail(node.attempt, Failure(FailureKind.LEFT, "it left"), node)
         self._epochs.drop(node.identity)
-        if self._fleet.broadcast is not None:
-            self._fleet.broadcast.lost |= node.identity in self._fleet.broadcast.members
         if drop.ejected:
             self.figures.change(ejections=self.figures.now.ejections + 1)
             self._socket.send(node.identity, messages.Eject(drop.sentence, code=EjectCode.DROPPED))
@@ -433,11 +435,10 @@ class PublishControl:
             return
         self.sources.keep(self.schedule.snapshots.keys() | self._chains.tidy(current))
         evaluated = self.schedule.evaluated
-        self._fleet.aim(current, evaluated)
-        if not self._fleet.waiting or not self._starting.due():
+        if not self._starting.due():
             return
         with self._starting:
-            ready = self._fleet.ready()
+            ready = self._fleet.ready(current, evaluated)
             ways = nodes.split(
                 [node for node in ready if not node.pool],
                 (node for node in self._fleet.nodes.values() if not node.pool),
@@ -465,7 +466,7 @@ class PublishControl:
             self._feed(identity, nodes.begin, attempt, rank if group is None else 0)
 
         def tell(key: str, value: bytes) -> None:
-            self.post(lambda: self._fleet.meet(messages.StoreEntries(epoch.epoch, {key: value})))
+            self.post(lambda: attempt.take_entries(messages.StoreEntries(epoch.epoch, {key: value}), b""))
 
         def report(attempt: Attempt, group: BroadcastGroup | None, failure: Failure | None) -> None:
             self.post(lambda: self._sent(attempt, group, failure))

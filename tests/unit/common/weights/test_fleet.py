@@ -2,13 +2,14 @@
 
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
 from common.weights.source import fleet
 from common.weights.source.fleet import IDLE_PING_S, PING_TRIES, Fleet, Pace, Pings
-from common.weights.source.nodes import IDLE_SILENCE_S, DropNode, DropReason, NodeState, begin, drop, hear, tick
-from common.weights.wire.messages import Pong, Staged, StoreEntries
+from common.weights.source.nodes import IDLE_SILENCE_S, DropNode, DropReason, Step, begin, drop, hear
+from common.weights.wire.messages import Pong, Staged
 from tests.unit.common.weights.node_views import attempt_at, settled, snapshot_of
 
 SNAPSHOT = snapshot_of(4)
@@ -36,51 +37,44 @@ def test_after_a_long_turn_no_node_is_pinged_twice_and_a_fleet_without_nodes_has
     made, pings = fleet_of("a", "b"), Pings(timeout_s=20.0)
     assert pings.due(Fleet(), 1000.0) == []
     assert sorted(pings.due(made, 1000.0)) == [b"a", b"b"] and sorted(pings.due(made, 9000.0)) == [b"a", b"b"]
-    made.take(b"a", drop, DropNode(DropReason.LEFT))
+    made.take(b"a", drop(made.nodes[b"a"], DropNode(DropReason.LEFT))[0])
     assert pings.due(made, 9500.0) == [b"b"]
 
 
 def test_only_attempts_to_which_something_happened_are_looked_at() -> None:
     made, now = fleet_of("a", "b"), 5.0
+
+    def step(name: bytes, event: Callable[..., Step], *args: object) -> None:
+        made.take(name, event(made.nodes[name], *args)[0])
+
     first, second = (attempt_at(SNAPSHOT, name, transport="relay") for name in "ab")
     for attempt, name in ((first, b"a"), (second, b"b")):
         made.begin(attempt)
-        made.take(name, begin, attempt, 1)
+        step(name, begin, attempt, 1)
     assert made.touched() == [first, second] and made.touched() == []
     made.changed = False
-    assert made.take(b"a", tick, 8.0, 1.0) is None, "nothing happens to it"
-    made.take(b"a", hear, Pong("a"), now)
+    step(b"a", hear, Pong("a"), now)
     assert made.nodes[b"a"].heard == now and made.touched() == [] and not made.changed
-    made.take(b"b", hear, Staged("b", 0, 4, 0.1, epoch=1), now)
+    step(b"b", hear, Staged("b", 0, 4, 0.1, epoch=1), now)
     assert made.touched() == [second] and made.changed
     assert made.members(second) == [b"b"]
-    made.take(b"b", drop, DropNode(DropReason.LEFT))
+    step(b"b", drop, DropNode(DropReason.LEFT))
     assert made.touched() == [second] and made.members(second) == [] and b"b" not in made.nodes
     made.touch(second)
     made.end(second)
-    assert made.touched() == [] and made.take(b"b", hear, Pong("b"), now) is None
+    assert made.touched() == [] and made.broadcast is None
 
 
 def test_nodes_are_ready_for_what_is_meant_for_them() -> None:
     made = fleet_of("a", "b")
     made.add(settled("eval", pool="eval"))
-    made.aim(SNAPSHOT, None)
-    assert [node.node_id for node in made.ready()] == ["a", "b"] and not made.stirred
-    made.take(b"a", begin, attempt_at(SNAPSHOT, "a"))
-    assert [node.node_id for node in made.ready()] == ["b"]
-    made.aim(snapshot_of(5), SNAPSHOT)
-    assert [node.node_id for node in made.ready()] == ["b", "eval"] and made.nodes[b"a"].state is NodeState.STAGING
-
-
-def test_entries_of_a_store_are_those_of_the_broadcast_under_way() -> None:
-    made, entries = fleet_of("a"), StoreEntries(1, {"rank 1": b"x"})
-    made.meet(entries, b"a")
-    attempt = attempt_at(SNAPSHOT, "a")
-    made.begin(attempt)
-    made.meet(entries, b"a")
-    assert attempt.entries == entries.entries
-    made.end(attempt)
-    assert made.broadcast is None
+    assert list(made.strangers) == [b"a", b"b", b"eval"]
+    assert [node.node_id for node in made.ready(SNAPSHOT, None)] == ["a", "b"] and not made.stirred
+    made.begin(attempt_at(SNAPSHOT, "a"))
+    assert made.broadcast is not None
+    made.take(b"a", begin(made.nodes[b"a"], made.broadcast)[0])
+    assert made.stirred and [node.node_id for node in made.ready(SNAPSHOT, None)] == ["b"]
+    assert [node.node_id for node in made.ready(snapshot_of(5), SNAPSHOT)] == ["b", "eval"]
 
 
 def test_work_runs_again_after_so_long_that_its_cpu_is_a_small_share(monkeypatch: pytest.MonkeyPatch) -> None:
