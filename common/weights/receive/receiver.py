@@ -369,7 +369,7 @@ class Receiver:
                 apply_deltas(publish, payload, layout, flat)
             elif apart:
                 flat.copy_(payload)
-            if transfer.is_delta or transfer.relayed:
+            if apart:  # else its pieces or buckets were verified where they are
                 check_version(publish, layout, flat)
         except Exception as error:  # any failure means that the version did not arrive; the learner gets the reason
             if isinstance(error, torch.OutOfMemoryError):

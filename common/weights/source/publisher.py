@@ -88,6 +88,8 @@ class WeightPublisher:
         self._credentials = credentials
         self._group_factory = group_factory
         self._bucket_bytes = bucket_bytes if bucket_bytes is not None else weights.bucket_mib << 20
+        if weights.transport == "relay":
+            self._bucket_bytes = 0  # pieces have checksums of their own
         self._published = 0
         self._version = -1
         self._deltas = Deltas(weights.encoding, weights.anchor_every)

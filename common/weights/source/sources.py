@@ -136,7 +136,6 @@ class RemoteSource:
         dtype: str,
         weights: WeightsConfig,
         credentials: str | None = None,
-        bucket_bytes: int | None = None,
     ) -> None:
         """`parts`: names and shapes of all sources' tensors.
 
@@ -145,7 +144,6 @@ class RemoteSource:
         self._number = number
         self._incarnation = lead.incarnation
         self._secured = credentials is not None
-        self._bucket_bytes = bucket_bytes or weights.bucket_mib << 20
         self._maker = SnapshotMaker(dtype)
         self._deltas = Deltas(weights.encoding, weights.anchor_every)
         self._maker.share(parts, number)
@@ -200,7 +198,7 @@ class RemoteSource:
                 self._wake.drain()
                 while not self._copied.empty():
                     snapshot = self._copied.get()
-                    self._deltas.prepare(snapshot, self._bucket_bytes)
+                    self._deltas.prepare(snapshot, bucket_bytes=0)  # only pieces of it travel
                     self._snapshots[snapshot.version] = snapshot
                     self._offer(snapshot)
         except Exception as error:

@@ -79,7 +79,12 @@ def version_checksum(flat: torch.Tensor, layout: Layout) -> str:
 
 
 def all_checksums(flat: torch.Tensor, bucket_bytes: int, kind: str = XXH3) -> tuple[list[str], str]:
-    """(checksum of every bucket, checksum of `flat` [n] uint8); xxh3: both while a block is in the cache."""
+    """(checksum of every bucket, checksum of `flat` [n] uint8); xxh3: both while a block is in the cache.
+
+    `bucket_bytes` 0: no bucket travels.
+    """
+    if not bucket_bytes:
+        return [], checksum(flat, kind)
     if kind == WORDS:
         starts = range(0, flat.numel(), bucket_bytes)
         return [checksum(flat[at : at + bucket_bytes], kind) for at in starts], checksum(flat, kind)

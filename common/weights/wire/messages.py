@@ -65,8 +65,9 @@ class Part(msgspec.Struct, frozen=True):
     start: int  # in the payload
     size: int
     piece_bytes: int
-    digests: bytes  # BLAKE3 of each piece as it travels (32 bytes each); without a key xxh3 (16)
+    digests: bytes  # BLAKE3 of each piece (32 bytes each); without a key xxh3 (16)
     key: bytes = b""  # for AES-256-GCM; b'': the pieces travel as they are
+    opened: bool = False  # the digests are of opened pieces; False from older learners: of sealed ones
 
 
 # node -> learner

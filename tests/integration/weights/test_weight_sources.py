@@ -31,7 +31,7 @@ class Sources:
         self.others = [self.source(number, weights, credentials) for number in (1, 2)]
 
     def source(self, number: int, weights: WeightsConfig, credentials: str | None) -> RemoteSource:
-        options = {"dtype": "float32", "weights": weights, "credentials": credentials, "bucket_bytes": BUCKET}
+        options = {"dtype": "float32", "weights": weights, "credentials": credentials}
         return RemoteSource(number, SHAPES, self.publisher.lead, **options)
 
     def publish(self, version: int, *numbers: int) -> None:
