@@ -125,7 +125,11 @@ class PartBuffer:
     def sealed(self, number: int) -> Any:
         """Piece `number`, made from the memory; without a key it is that memory."""
         room: Any = self._room(number)
-        return memoryview(room) if self._cipher is None else self._cipher.encrypt(nonce(number), room, None)
+        if self._cipher is None:
+            return memoryview(room)
+        sealed: Any = np.empty(len(room) + TAG_BYTES, np.uint8)  # `encrypt` would fill it with zeros before
+        self._cipher.encrypt_into(nonce(number), room, None, sealed)
+        return memoryview(sealed)
 
     def digest_of(self, number: int) -> bytes:
         """The digest of piece `number` as it is in memory."""

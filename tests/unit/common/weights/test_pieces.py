@@ -70,7 +70,7 @@ def test_what_was_taken_in_is_the_payload_and_travels_on_as_it_came(source: Part
 
 def test_sealed_pieces_are_not_the_payload_and_open_only_with_the_key(sealed: PartBuffer) -> None:
     piece = sealed.piece(0)
-    assert len(piece) == PIECE + TAG_BYTES and bytes(PAYLOAD[:8].tolist()) not in piece
+    assert len(piece) == PIECE + TAG_BYTES and bytes(PAYLOAD[:8].tolist()) not in bytes(piece)
     with pytest.raises(Damaged):
         empty(structs.replace(sealed.part, key=bytes(32))).take_in(0, piece)
 
