@@ -273,7 +273,7 @@ def tick(node: NodeView, timeout_s: float, now: float) -> Step:
     # Nodes answer pings at once, also while weights flow. Pings are rarer before the attempt.
     silent = now - max(node.heard, attempt.started) > silence_bound(timeout_s)
     if state is NodeState.FLIPPING:
-        if now > attempt.deadline + timeout_s:
+        if now > attempt.deadline + (attempt.deadline - attempt.started):
             return drop(node, DropNode(DropReason.NEVER_ACTIVE, version=attempt.version))
         if silent and not attempt.failed:
             return node, (FailAttempt(Failure(FailureKind.SILENT, "it is silent")),)

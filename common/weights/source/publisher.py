@@ -52,7 +52,7 @@ from common.weights.source.chains import Chains
 from common.weights.source.nodes import Action, DropNode, DropReason, Figures, NodeState, NodeView, PublishStats, Step
 from common.weights.source.snapshot import Deltas, Snapshot, SnapshotMaker, TensorSpecs, VersionSchedule
 from common.weights.source.sources import LeadEndpoint, OtherSources
-from common.weights.transports.groups import BroadcastGroup, GroupFactory, RelayedStore, open_group
+from common.weights.transports.groups import BroadcastGroup, GroupFactory, RelayedStore, open_group, publish_bound
 from common.weights.transports.nccl import mismatch, own_stream, remember_device
 from common.weights.wire import messages
 from common.weights.wire.failures import Failure, FailureKind
@@ -137,7 +137,7 @@ class WeightPublisher:
         self._published += 1
         self._version = version
         if not self._weights.overlap:
-            timeout_s = self._weights.timeout_s
+            timeout_s = publish_bound(self._weights.timeout_s, snapshot.layout.total_bytes)
             if not self._plane.figures.wait_settled(self._published, version, timeout_s):
                 logger.warning("version %d is not active on every node after %g s; continuing", version, timeout_s)
         return snapshot.layout.total_bytes
@@ -216,6 +216,7 @@ class PublishControl:
         self.schedule = VersionSchedule()  # only calls that are given to `post` change it
         self.post = self._socket.post
         self._pinged = 0.0
+        self._rate = 0.0  # bytes/s at which the newest whole version arrived at the last node
         self._stop_by: float | None = None  # perf_counter seconds
 
     def offer(self, snapshot: Snapshot) -> None:
@@ -347,7 +348,10 @@ class PublishControl:
                     self._fail(attempt, action.failure, node)
                 case nodes.NoteStaged():
                     attempt.last_staged = time.perf_counter()
-                    self._chains.staged(node.identity, attempt.last_staged, attempt.last_staged - attempt.started)
+                    took_s = attempt.last_staged - attempt.started
+                    if attempt.payload.base_version < 0:  # a delta's time is of other things than its size
+                        self._rate = attempt.payload.size / max(took_s, 1e-6)
+                    self._chains.staged(node.identity, attempt.last_staged, took_s)
                     attempt.snapshot.bytes_staged += attempt.payload.size
                 case nodes.NoteActive():
                     whole = not attempt.newcomers and not self._members(attempt)
@@ -419,7 +423,9 @@ class PublishControl:
         identities = [member.identity for member in members]
         epoch, group = self._epochs.take(identities)
         payload = snapshot.payload_for({member.base for member in members})
-        attempt = new_attempt(snapshot, payload, epoch, members=identities, incarnation=self._incarnation)
+        attempt = new_attempt(
+            snapshot, payload, epoch, members=identities, incarnation=self._incarnation, rate=self._rate
+        )
         attempt.probation = probation.identity if probation is not None else None
         self._attempts.append(attempt)
         for rank, identity in enumerate(identities, start=1):
@@ -451,7 +457,13 @@ class PublishControl:
         epoch = self._epochs.relay()
         sources = self._chains.begin(snapshot, payload, node, epoch=epoch.epoch, everyone=self._nodes.values())
         attempt = new_attempt(
-            snapshot, payload, epoch, members=[node.identity], incarnation=self._incarnation, sources=sources
+            snapshot,
+            payload,
+            epoch,
+            members=[node.identity],
+            incarnation=self._incarnation,
+            sources=sources,
+            rate=self._rate,
         )
         attempt.newcomers = not node.settled or bool(node.pool)
         self._attempts.append(attempt)

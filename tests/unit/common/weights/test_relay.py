@@ -13,6 +13,7 @@ import zmq
 from common.process.local_address import host_and_port
 from common.weights.transports import relay
 from common.weights.transports.relay import (
+    APART_BYTES,
     WINDOW,
     WINDOW_BYTES,
     Fetch,
@@ -395,6 +396,34 @@ def test_closing_and_the_deadline_end_a_fetch_that_waits_and_the_latter_says_wha
     late = fetch(empty(source)[0], sources[1].address, timeout_s=0.2)
     error = late.end()
     assert isinstance(error, Late) and f"0 of {COUNT} pieces" in str(error) and sources[1].address in str(error)
+
+
+def test_large_pieces_are_opened_beside_the_fetch_and_after_damage_only_those_that_lack_come_again(
+    sources: list[Source],
+) -> None:
+    flat = torch.randint(0, 256, (9 * APART_BYTES + 5,), dtype=torch.uint8)
+    made = new_part(flat, 0, len(flat), piece=APART_BYTES, origin=NOWHERE, secured=True)
+    source, out = PartBuffer(made, flat), torch.zeros_like(flat)
+    publish = Publish(0, 7, 1, "", 0, [], "", LIMIT_S, parts=[made], sources=[sources[0].address])
+    fetches = PartFetches(publish, "")
+    for one in sources:
+        one.buffer = source
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(fetches.run, out, None, lambda share: None)
+        requests = sources[0].asked(source.count)
+        sources[0].answer(*requests[:2])
+        spoilt = bytearray(source.piece(2))
+        spoilt[7] ^= 1
+        sources[0].say(requests[2][0], [relay.encode(Piece(2)), bytes(spoilt)])
+        sources[0].answer(*requests[3:])
+        stall = until(lambda: fetches.stalls.get(0))
+        assert stall.pieces == 2 and stall.reason
+        fetches.reroute(0, sources[1].address)
+        again = sources[1].asked(source.count - 2)
+        assert [number for _, number in again] == list(range(2, source.count))
+        sources[1].answer(*again)
+        running.result(LIMIT_S)
+    assert torch.equal(out, flat)
 
 
 def test_a_part_that_cannot_come_ends_the_fetches_of_the_others(source: PartBuffer, sources: list[Source]) -> None:
