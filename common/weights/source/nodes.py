@@ -97,6 +97,7 @@ class NodeView:
     attempt: Attempt | None = None  # under way to it
     excluded: Failure | None = None  # why it gets nothing more
     pool: str = ""  # eval: it gets evaluated versions only, and by relay
+    opened: bool = True  # it knows digests of opened pieces
 
     def awaits(self, version: int) -> bool:
         """Whether it may get this version now, and does not run it."""

@@ -294,6 +294,7 @@ class PublishControl:
             version=message.version if message.incarnation == self._incarnation else -1,
             machine=message.machine,
             pool=message.pool,
+            opened=message.opened,
         )
 
     def _pass_on(self, new: messages.StoreEntries, sender: bytes = b"") -> None:
@@ -451,6 +452,8 @@ class PublishControl:
         payload = snapshot.payload_for({node.base})
         if not payload.parts:  # it is tried again when they are sealed
             piece = piece_bytes(payload.size, len(self._nodes), self._chains.rate)
+            if not payload.sealing:
+                payload.opened = all(one.opened for one in self._nodes.values())
             self.sources.seal(snapshot.version, payload, piece)
             payload.seal_own_part(piece, origin=self._chains.origin(), secured=bool(self.password), post=self.post)
             return

@@ -113,7 +113,9 @@ class OtherSources:
         for number in payload.elsewhere.keys() - payload.sealed.keys():
             if not payload.sealing or now - self._asked.get(number, 0.0) > SEAL_S:
                 self._asked[number] = now
-                self._send(self._connections[number], SealPart(version, payload.base_version, piece_bytes))
+                self._send(
+                    self._connections[number], SealPart(version, payload.base_version, piece_bytes, payload.opened)
+                )
 
     def keep(self, versions: set[int]) -> None:
         """These versions are needed; older ones are forgotten."""
@@ -222,7 +224,7 @@ class RemoteSource:
         if isinstance(message, SealPart) and message.version in self._snapshots:
             key = message.version, message.base
             if key not in self._served:
-                self._served[key] = self._seal(self._snapshots[message.version], message.base, message.piece_bytes)
+                self._served[key] = self._seal(self._snapshots[message.version], message)
             part = self._served[key].part
             self._say(PartSealed(self._number, self._incarnation, message.version, base=message.base, part=part))
         elif isinstance(message, Keep):
@@ -233,12 +235,18 @@ class RemoteSource:
         elif isinstance(message, messages.Eject):
             raise SlipstreamError(f"the lead refuses this source: {message.reason}")
 
-    def _seal(self, snapshot: Snapshot, base: int, piece: int) -> PartBuffer:
+    def _seal(self, snapshot: Snapshot, asked: SealPart) -> PartBuffer:
         """Make the part of a payload that travels, and serve it."""
-        payload = snapshot.full if base < 0 else snapshot.deltas[base]
+        payload = snapshot.full if asked.base < 0 else snapshot.deltas[asked.base]
         snapshot.sent = True
         part = new_part(
-            payload.flat, 0, payload.flat.numel(), piece=piece, origin=self._server.address, secured=self._secured
+            payload.flat,
+            0,
+            payload.flat.numel(),
+            piece=asked.piece_bytes,
+            origin=self._server.address,
+            secured=self._secured,
+            opened=asked.opened,
         )
         buffer = PartBuffer(part, payload.flat)
         self._server.offer(buffer)

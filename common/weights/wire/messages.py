@@ -80,6 +80,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     versions: Versions = {}  # common.weights.transports.nccl.shared_versions(); {} from older nodes
     machine: Text = ""  # from common.process.local_address.this_machine(); its nodes share a copy over the link
     pool: Text = ""  # eval: it gets evaluated versions only
+    opened: bool = False  # it knows digests of opened pieces; older nodes do not
 
 
 class OfVersion(msgspec.Struct, frozen=True):
@@ -224,6 +225,7 @@ class SealPart(msgspec.Struct, frozen=True, tag="seal"):
     version: int
     base: int
     piece_bytes: int
+    opened: bool = False  # with digests of opened pieces
 
 
 class Keep(msgspec.Struct, frozen=True, tag="keep"):

@@ -132,8 +132,8 @@ class PartBuffer:
         return memoryview(sealed)
 
     def digest_of(self, number: int) -> bytes:
-        """The digest of piece `number` as it is in memory."""
-        return digest(self._room(number), self._cipher is not None)
+        """The digest of piece `number`, from the memory."""
+        return digest(self._room(number) if self.part.opened else self.sealed(number), self._cipher is not None)
 
     def close(self) -> None:
         """The memory is about to be written: no piece comes from here any more."""
@@ -146,10 +146,15 @@ class PartBuffer:
         return self._memory[start : start + self.part.piece_bytes]
 
 
-def new_part(payload: torch.Tensor, start: int, size: int, *, piece: int, origin: str, secured: bool) -> Part:
-    """The part of `payload` [n] uint8 from `start`, in pieces of `piece` bytes, with their digests."""
+def new_part(
+    payload: torch.Tensor, start: int, size: int, *, piece: int, origin: str, secured: bool, opened: bool = True
+) -> Part:
+    """The part of `payload` [n] uint8 from `start`, in pieces of `piece` bytes, with their digests.
+
+    `opened`: digests of opened pieces, which older nodes do not know.
+    """
     key = secrets.token_bytes(32) if secured else b""
-    part = Part(secrets.token_hex(16), origin, start, size, piece, b"", key, opened=True)
+    part = Part(secrets.token_hex(16), origin, start, size, piece, b"", key, opened)
     buffer = PartBuffer(part, payload)
     with ThreadPoolExecutor(THREADS, "seal-weights") as pool:
         digests = pool.map(buffer.digest_of, range(buffer.count))

@@ -15,7 +15,7 @@ from common.weights.source.publisher import WeightPublisher
 from common.weights.source.sources import RemoteSource
 from launch.keys import make
 from tests.rigs.waiting import until
-from tests.rigs.weight_plane import BUCKET, NodeProcess, Plane, running
+from tests.rigs.weight_plane import NodeProcess, Plane, running
 
 SHAPES = [[("a.weight", (100_000, 2)), ("a.bias", (33,))], [("b.weight", (70_001,))], [("c.weight", (9, 7))]]
 
