@@ -7,7 +7,9 @@ Real publisher and node processes; only the engine is a buffer. In one run and i
 - plain to 3, keys to 3: the same with three nodes, two of them in the chain pass the version on. Each node after the
   first one adds the CPU of receiving and passing on, wherever that is spent;
 - zeromq, curve: the floor, a PUSH that sends pieces of 1 MiB of a buffer to a PULL, which copies them into its own.
-  The relay is compared with it without the part that `alone` has.
+  The relay is compared with it without the part that `alone` has;
+- cores: seconds in which a node has pieces that were sealed beforehand, its process and the sender's together on one
+  core and on two. `over_one` is the speed over that on one core in the same round.
 
 CPU is user and system time of each process, all threads; the sender is this process. It counts from before `publish`
 until the publisher knows that every node runs the version: copy, checksums, transfer and verification. `receiver_s` is
@@ -18,6 +20,7 @@ buffers, are not counted. Writes bench/results/weight_cpu.json in four minutes. 
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from multiprocessing.connection import Connection
@@ -31,6 +34,9 @@ import torch
 import zmq
 
 from common.security.credentials import KeyFolder
+from common.weights.transports.relay import PartFetches, RelayServer
+from common.weights.wire.messages import Part, Publish
+from common.weights.wire.pieces import PartBuffer, new_part
 from launch.keys import make
 from tests.rigs.waiting import until
 from tests.rigs.weight_plane import Plane
@@ -40,6 +46,7 @@ PIECE, AHEAD = 1 << 20, 8  # the floor's bytes of a piece, and pieces under way
 WARM_UP = 2  # versions; a publisher needs two buffers
 WAYS = {"alone": (False, 0), "plain": (False, 1), "keys": (True, 1), "plain to 3": (False, 3), "keys to 3": (True, 3)}
 FLOORS = {"zeromq": False, "curve": True}
+CORES = (1, 2)
 
 
 def relay(way: str, weights: torch.Tensor, keys: KeyFolder) -> dict[str, Any]:
@@ -95,6 +102,47 @@ def pulling(address: str, public: bytes, size: int, pipe: Connection) -> None:
             pipe.send("all there")
 
 
+class SealedBefore(PartBuffer):
+    """A source that sealed every piece before it is asked for one."""
+
+    def __init__(self, part: Part, payload: torch.Tensor) -> None:
+        super().__init__(part, payload)
+        self.kept = [PartBuffer(part, payload).sealed(number) for number in range(self.count)]
+
+    def sealed(self, number: int) -> Any:
+        return self.kept[number]
+
+
+def feeding(mib: int, cores: int, pipe: Connection) -> None:
+    """Says the Publish of a payload that it serves on these cores, until it hears anything."""
+    os.sched_setaffinity(0, range(cores))
+    payload = torch.randint(0, 256, (mib << 20,), dtype=torch.uint8)
+    with closing(RelayServer("127.0.0.1")) as server:
+        part = new_part(payload, 0, mib << 20, piece=PIECE, origin=server.address, secured=True)
+        server.offer(SealedBefore(part, payload))
+        publish = Publish(0, 1, 1, "", 0, [], "", timeout_s=harness.PATIENCE_S, parts=[part], sources=[server.address])
+        pipe.send(publish)
+        harness.received(pipe)
+
+
+def fetching(publish: Publish, cores: int, pipe: Connection) -> None:
+    """Says the seconds of a fetch into memory that it has written before, and the same in CPU."""
+    os.sched_setaffinity(0, range(cores))
+    payload = torch.ones(publish.parts[0].size, dtype=torch.uint8)
+    for _ in range(WARM_UP):
+        began, cpu = time.perf_counter(), time.process_time()
+        PartFetches(publish, "").run(payload, None, lambda share: None)
+        spent = time.perf_counter() - began, time.process_time() - cpu
+    pipe.send(spent)
+
+
+def fetched(cores: int, mib: int) -> dict[str, float]:
+    feeder = harness.spawned(feeding, mib, cores)
+    seconds, cpu_s = harness.received(harness.spawned(fetching, harness.received(feeder), cores))
+    feeder.send("end")
+    return {"s": seconds * 1024 / mib, "cpu_s": cpu_s * 1024 / mib}
+
+
 def measured(send: Callable[[int], None], receivers: Sequence[int | None], size: int) -> dict[str, Any]:
     """CPU seconds for each GiB of a version: of this process, of each receiver, and of all."""
     processes = [psutil.Process(), *map(psutil.Process, receivers)]
@@ -130,6 +178,11 @@ def main(args: harness.Options) -> harness.Figures:
 
         found = harness.in_turns([*WAYS, *FLOORS], range(args.rounds), measure)
     rounds = [compared({way: found[way][i]["total_s"] for way in found}) for i in range(args.rounds)]
+    cores = harness.in_turns(CORES, range(args.rounds), lambda count, _: fetched(count, args.mib))
+    for figures in cores.values():
+        for one, alone in zip(figures, cores[1], strict=True):
+            one["over_one"] = alone["s"] / one["s"]
     figures = {name: [{"value": one[name]} for one in rounds] for name in rounds[0]}
     result = {"ways": harness.rows(found, ("way",), "total_s"), "compared": harness.rows(figures, ("figure",), "value")}
+    result["cores"] = harness.rows(cores, ("cores",), "over_one")
     return {"rounds": args.rounds, **result}

@@ -12,6 +12,7 @@ from common.errors import SlipstreamError
 from common.weights.receive.contract import CanaryRead, Flip, Watch
 from common.weights.receive.receiver import StagingStatus
 from common.weights.receive.weight_client import until_staged
+from common.weights.transports.groups import PATIENCE, publish_bound
 from common.weights.wire.failures import FailureKind, ProofFailed, StagingFailed
 from rollout_fleet.vllm_patches.engine_process import salt
 from rollout_fleet.weights.weight_proof import Proof
@@ -19,7 +20,7 @@ from rollout_fleet.weights.weight_proof import Proof
 logger = logging.getLogger(__name__)
 
 PROOF_POLL_S = 0.002
-ENGINE_TIMEOUT_S = 120.0  # bound on a flip, on its proof and on a canary: an engine that hangs is given up
+ENGINE_TIMEOUT_S = 120.0  # least bound on a flip, on its proof and on a canary: an engine that hangs is given up
 PAUSE_TIMEOUT_S = 10.0
 DECODED = 8  # tokens that a canary decodes; the first of them comes from prefill
 T = TypeVar("T")
@@ -44,6 +45,8 @@ class EngineWeights:
         self._flipping: asyncio.Future[Flip] | None = None
         self.version = -1
         self.incarnation = -1
+        self._total_bytes = 0  # of the newest staged version
+        self._slowest_s = 0.0  # that a flip, a proof or a canary took so far
         self.half_flips = 0  # flips that began and flips that ended: odd while one is under way
 
     @property
@@ -91,7 +94,9 @@ class EngineWeights:
 
         async def status() -> StagingStatus:
             first, *_ = await self._rpc("slipstream_staging")
-            return msgspec.msgpack.decode(first, type=StagingStatus)
+            found = msgspec.msgpack.decode(first, type=StagingStatus)
+            self._total_bytes = found.total_bytes
+            return found
 
         try:
             await self.tell(publish, "")
@@ -112,11 +117,11 @@ class EngineWeights:
             self._unproven_version = version
             self._proven.clear()
             try:
-                stall_s = await _answered(self._flip(incarnation, version), f"flip to version {version}")
+                stall_s = await self._answered(self._flip(incarnation, version), f"flip to version {version}")
                 self.incarnation = incarnation
                 self.version = version
                 self._usable = True
-                checksum = await _answered(self._proof(incarnation, version), f"proof of version {version}")
+                checksum = await self._answered(self._proof(incarnation, version), f"proof of version {version}")
                 if checksum != expected_checksum:
                     differs = f"the engine has checksum {checksum}, published was {expected_checksum}"
                     raise ProofFailed(f"version {version}: {differs}")
@@ -152,7 +157,7 @@ class EngineWeights:
         async def finished() -> Any:
             return [output async for output in self._llm.generate(prompt, params, request_id)][-1]
 
-        output = await _answered(finished(), "canary")
+        output = await self._answered(finished(), "canary")
         added = output.outputs[0]
         known = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]
         return known, [(token, row[token].logprob) for token, row in zip(added.token_ids, added.logprobs, strict=True)]
@@ -198,6 +203,22 @@ class EngineWeights:
                 return proven[0].checksum
             await asyncio.sleep(PROOF_POLL_S)
 
+    async def _answered(self, work: Awaitable[T], what: str) -> T:
+        """The result of `work`; ProofFailed when the engine does not answer in time.
+
+        That follows from the size of a version, and from what earlier ones took.
+        """
+        bound_s = publish_bound(max(ENGINE_TIMEOUT_S, PATIENCE * self._slowest_s), self._total_bytes)
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(bound_s):
+                answer = await work
+        except TimeoutError:
+            late = f"{what}: the engine did not answer within {bound_s:g} s"
+            raise ProofFailed(late, FailureKind.ENGINE) from None
+        self._slowest_s = max(self._slowest_s, time.perf_counter() - began)
+        return answer
+
     async def _rpc(self, method: str, **arguments: Any) -> list[Any]:
         """Every worker's answer, by rank; raises SlipstreamError with the reason of whichever failed."""
         if self._llm is None:
@@ -206,13 +227,3 @@ class EngineWeights:
             return await self._llm.collective_rpc(method, kwargs=arguments)
         except Exception as error:  # vLLM hands worker errors on as bare Exception
             raise SlipstreamError(f"{method}: {error}") from error
-
-
-async def _answered(work: Awaitable[T], what: str) -> T:
-    """The result of `work`; ProofFailed when the engine does not answer in time."""
-    try:
-        async with asyncio.timeout(ENGINE_TIMEOUT_S):
-            return await work
-    except TimeoutError:
-        late = f"{what}: the engine did not answer within {ENGINE_TIMEOUT_S:g} s"
-        raise ProofFailed(late, FailureKind.ENGINE) from None

@@ -48,6 +48,8 @@ def test_the_bench_of_cpu_measures_every_way() -> None:
     totals = {row["way"]: row["total_s"] for row in found["ways"]}
     assert totals["alone"] < totals["plain"] < totals["plain to 3"] and totals["keys"] < totals["keys to 3"]
     assert len(found["compared"]) == 5
+    one, two = found["cores"]
+    assert (one["cores"], two["cores"], one["over_one"]) == (1, 2, 1.0) and two["over_one"] > 0 < two["cpu_s"]
 
 
 @pytest.mark.parametrize(("gap_s", "again_s"), [(0.0, 0.0), (0.7, 0.8)])

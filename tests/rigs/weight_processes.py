@@ -114,9 +114,9 @@ def count_pieces(kind: type[FaultyGroup]) -> None:
     """Over the relay the fault comes with piece `at`."""
     take_in = PartBuffer.take_in
 
-    def counted(buffer: PartBuffer, sealed: Any) -> None:
-        kind.count(sealed)
-        take_in(buffer, sealed)
+    def counted(buffer: PartBuffer, number: int, sealed: Any) -> None:
+        kind.count(memoryview(sealed))
+        take_in(buffer, number, sealed)
 
     PartBuffer.take_in = counted  # type: ignore[method-assign]
 

@@ -58,6 +58,7 @@ class StagingStatus(msgspec.Struct, frozen=True):
     epoch: int = -1
     stalls: dict[int, Stall] = {}  # parts that wait for another source
     entries: dict[str, bytes] = {}  # that this node set in the store of the group of `epoch`
+    total_bytes: int = 0  # of the whole version
 
 
 class VersionKey(NamedTuple):
@@ -156,6 +157,7 @@ class _Transfer:
             failure=failure,
             share=share,
             epoch=self.publish.epoch,
+            total_bytes=self.layout.total_bytes,
         )
 
     def give_up(self) -> None:
@@ -369,7 +371,7 @@ class Receiver:
                 apply_deltas(publish, payload, layout, flat)
             elif apart:
                 flat.copy_(payload)
-            if transfer.is_delta or transfer.relayed:
+            if apart:  # else its pieces or buckets were verified where they are
                 check_version(publish, layout, flat)
         except Exception as error:  # any failure means that the version did not arrive; the learner gets the reason
             if isinstance(error, torch.OutOfMemoryError):

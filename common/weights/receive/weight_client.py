@@ -156,6 +156,7 @@ class WeightClient:
                 versions=shared_versions(),
                 machine=this_machine(),
                 pool=self._pool,
+                opened=True,
             )
             await self._send(join)
 

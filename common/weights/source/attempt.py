@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.weights.source.snapshot import Payload, Snapshot
-from common.weights.transports.groups import BroadcastGroup, GroupFactory, RelayedStore, in_turn
+from common.weights.transports.groups import BroadcastGroup, GroupFactory, RelayedStore, in_turn, publish_bound
 from common.weights.wire.failures import Failure, GivenUp
 from common.weights.wire.messages import Epoch, Publish, StoreEntries
 
@@ -121,12 +121,14 @@ def new_attempt(
     members: list[bytes],
     incarnation: int,
     sources: list[str] | None = None,
+    rate: float = 0.0,
 ) -> Attempt:
-    """An attempt that starts now; every member must have staged within the epoch's `timeout_s`.
+    """An attempt that starts now; every member must have staged within `publish_bound`, whose `rate` this is.
 
-    `sources`: where its node fetches every part; None for a broadcast.
+    `sources`: where its node fetches every part; None for a broadcast, whose buckets have the epoch's `timeout_s`.
     """
     relayed = epoch.transport == "relay"
+    bound_s = publish_bound(epoch.timeout_s, snapshot.layout.total_bytes, rate)
     publish = Publish(
         incarnation=incarnation,
         version=snapshot.version,
@@ -135,7 +137,7 @@ def new_attempt(
         bucket_bytes=payload.bucket_bytes,
         bucket_checksums=[] if relayed else payload.bucket_checksums,
         checksum=snapshot.checksum,
-        timeout_s=epoch.timeout_s,
+        timeout_s=bound_s if relayed else epoch.timeout_s,
         canary=snapshot.canary,
         encoding="full" if payload.base_version < 0 else "delta",
         base_version=payload.base_version,
@@ -152,7 +154,7 @@ def new_attempt(
         publish=publish,
         members=frozenset(members),
         started=now,
-        deadline=now + epoch.timeout_s,
+        deadline=now + bound_s,
         done=relayed,
     )
 

@@ -97,6 +97,7 @@ class NodeView(msgspec.Struct, frozen=True):  # no dataclass: each message makes
     attempt: Attempt | None = None  # under way to it
     excluded: Failure | None = None  # why it gets nothing more
     pool: str = ""  # eval: it gets evaluated versions only, and by relay
+    opened: bool = True  # it knows digests of opened pieces
 
     def awaits(self, version: int) -> bool:
         """Whether it may get this version now, and does not run it."""
@@ -273,7 +274,7 @@ def tick(node: NodeView, timeout_s: float, now: float) -> Step:
     # Nodes answer pings at once, also while weights flow. Pings are rarer before the attempt.
     silent = now - max(node.heard, attempt.started) > silence_bound(timeout_s)
     if state is NodeState.FLIPPING:
-        if now > attempt.deadline + timeout_s:
+        if now > attempt.deadline + (attempt.deadline - attempt.started):
             return drop(node, DropNode(DropReason.NEVER_ACTIVE, version=attempt.version))
         if silent and not attempt.failed:
             return node, (FailAttempt(Failure(FailureKind.SILENT, "it is silent")),)

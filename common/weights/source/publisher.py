@@ -54,7 +54,7 @@ from common.weights.source.fleet import Fleet, Pace, Pings
 from common.weights.source.nodes import Action, DropNode, DropReason, Figures, NodeState, NodeView, PublishStats, Step
 from common.weights.source.snapshot import Deltas, Snapshot, SnapshotMaker, TensorSpecs, VersionSchedule
 from common.weights.source.sources import LeadEndpoint, OtherSources
-from common.weights.transports.groups import BroadcastGroup, GroupFactory, RelayedStore, open_group
+from common.weights.transports.groups import BroadcastGroup, GroupFactory, RelayedStore, open_group, publish_bound
 from common.weights.transports.nccl import mismatch, own_stream, remember_device
 from common.weights.wire import messages
 from common.weights.wire.failures import Failure, FailureKind
@@ -90,6 +90,8 @@ class WeightPublisher:
         self._credentials = credentials
         self._group_factory = group_factory
         self._bucket_bytes = bucket_bytes if bucket_bytes is not None else weights.bucket_mib << 20
+        if weights.transport == "relay":
+            self._bucket_bytes = 0  # pieces have checksums of their own
         self._published = 0
         self._version = -1
         self._deltas = Deltas(weights.encoding, weights.anchor_every)
@@ -137,7 +139,7 @@ class WeightPublisher:
         self._published += 1
         self._version = version
         if not self._weights.overlap:
-            timeout_s = self._weights.timeout_s
+            timeout_s = publish_bound(self._weights.timeout_s, snapshot.layout.total_bytes)
             if not self._plane.figures.wait_settled(self._published, version, timeout_s):
                 logger.warning("version %d is not active on every node after %g s; continuing", version, timeout_s)
         return snapshot.layout.total_bytes
@@ -218,6 +220,7 @@ class PublishControl:
         self._meeting = Pace()
         self._describing = Pace()
         self.schedule = VersionSchedule()  # only calls that are given to `post` change it
+        self._rate = 0.0  # bytes/s at which the newest whole version arrived at the last node
         self._stop_by: float | None = None  # perf_counter seconds
 
     def post(self, call: Callable[[], object]) -> None:
@@ -321,6 +324,7 @@ class PublishControl:
             version=message.version if message.incarnation == self._incarnation else -1,
             machine=message.machine,
             pool=message.pool,
+            opened=message.opened,
         )
         self._fleet.add(joined)
 
@@ -382,7 +386,10 @@ class PublishControl:
                     self._fail(attempt, action.failure, node)
                 case nodes.NoteStaged():
                     attempt.last_staged = time.perf_counter()
-                    self._chains.staged(node.identity, attempt.last_staged, attempt.last_staged - attempt.started)
+                    took_s = attempt.last_staged - attempt.started
+                    if attempt.payload.base_version < 0:  # a delta's time is of other things than its size
+                        self._rate = attempt.payload.size / max(took_s, 1e-6)
+                    self._chains.staged(node.identity, attempt.last_staged, took_s)
                     attempt.snapshot.bytes_staged += attempt.payload.size
                 case nodes.NoteActive():
                     whole = not attempt.newcomers and not self._fleet.members(attempt)
@@ -459,7 +466,9 @@ class PublishControl:
         identities = [member.identity for member in members]
         epoch, group = self._epochs.take(identities)
         payload = snapshot.payload_for({member.base for member in members})
-        attempt = new_attempt(snapshot, payload, epoch, members=identities, incarnation=self._incarnation)
+        attempt = new_attempt(
+            snapshot, payload, epoch, members=identities, incarnation=self._incarnation, rate=self._rate
+        )
         attempt.probation = probation.identity if probation is not None else None
         self._fleet.begin(attempt)
         for rank, identity in enumerate(identities, start=1):
@@ -483,6 +492,8 @@ class PublishControl:
         for payload in payloads.values():
             if not payload.parts:
                 piece = piece_bytes(payload.size, len(self._fleet.nodes), self._chains.rate)
+                if not payload.sealing:
+                    payload.opened = all(node.opened for node in self._fleet.nodes.values())
                 self.sources.seal(snapshot.version, payload, piece)
                 payload.seal_own_part(piece, origin=self._chains.origin(), secured=bool(self.password), post=self.post)
         return [node for node in listening if payloads[node.base].parts]
@@ -492,7 +503,13 @@ class PublishControl:
         epoch = self._epochs.relay()
         sources = self._chains.begin(snapshot, payload, node, epoch=epoch.epoch, everyone=self._fleet.nodes.values())
         attempt = new_attempt(
-            snapshot, payload, epoch, members=[node.identity], incarnation=self._incarnation, sources=sources
+            snapshot,
+            payload,
+            epoch,
+            members=[node.identity],
+            incarnation=self._incarnation,
+            sources=sources,
+            rate=self._rate,
         )
         attempt.newcomers = not node.settled or bool(node.pool)
         self._fleet.begin(attempt)

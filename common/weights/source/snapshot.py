@@ -37,6 +37,7 @@ class Payload:
     base_version: int = -1
     elsewhere: dict[int, int] = field(default_factory=lambda: dict[int, int]())  # bytes
     sealing: bool = False
+    opened: bool = True  # digests are of opened pieces: every node knows them
     sealed: dict[int, Part] = field(default_factory=lambda: dict[int, Part]())  # by source
     parts: list[Part] = field(default_factory=lambda: list[Part]())  # in order; [] before all sources sealed theirs
 
@@ -57,7 +58,15 @@ class Payload:
             self.sealing = True
             pool = ThreadPoolExecutor(1, "seal-weights")
             work = pool.submit(
-                lambda: new_part(self.in_host, 0, self.flat.numel(), piece=piece, origin=origin, secured=secured)
+                lambda: new_part(
+                    self.in_host,
+                    0,
+                    self.flat.numel(),
+                    piece=piece,
+                    origin=origin,
+                    secured=secured,
+                    opened=self.opened,
+                )
             )
             work.add_done_callback(lambda done: post(lambda: self.add_part(0, done.result())))
             pool.shutdown(wait=False)

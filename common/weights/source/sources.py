@@ -113,7 +113,9 @@ class OtherSources:
         for number in payload.elsewhere.keys() - payload.sealed.keys():
             if not payload.sealing or now - self._asked.get(number, 0.0) > SEAL_S:
                 self._asked[number] = now
-                self._send(self._connections[number], SealPart(version, payload.base_version, piece_bytes))
+                self._send(
+                    self._connections[number], SealPart(version, payload.base_version, piece_bytes, payload.opened)
+                )
 
     def keep(self, versions: set[int]) -> None:
         """These versions are needed; older ones are forgotten."""
@@ -136,7 +138,6 @@ class RemoteSource:
         dtype: str,
         weights: WeightsConfig,
         credentials: str | None = None,
-        bucket_bytes: int | None = None,
     ) -> None:
         """`parts`: names and shapes of all sources' tensors.
 
@@ -145,7 +146,6 @@ class RemoteSource:
         self._number = number
         self._incarnation = lead.incarnation
         self._secured = credentials is not None
-        self._bucket_bytes = bucket_bytes or weights.bucket_mib << 20
         self._maker = SnapshotMaker(dtype)
         self._deltas = Deltas(weights.encoding, weights.anchor_every)
         self._maker.share(parts, number)
@@ -200,7 +200,7 @@ class RemoteSource:
                 self._wake.drain()
                 while not self._copied.empty():
                     snapshot = self._copied.get()
-                    self._deltas.prepare(snapshot, self._bucket_bytes)
+                    self._deltas.prepare(snapshot, bucket_bytes=0)  # only pieces of it travel
                     self._snapshots[snapshot.version] = snapshot
                     self._offer(snapshot)
         except Exception as error:
@@ -224,7 +224,7 @@ class RemoteSource:
         if isinstance(message, SealPart) and message.version in self._snapshots:
             key = message.version, message.base
             if key not in self._served:
-                self._served[key] = self._seal(self._snapshots[message.version], message.base, message.piece_bytes)
+                self._served[key] = self._seal(self._snapshots[message.version], message)
             part = self._served[key].part
             self._say(PartSealed(self._number, self._incarnation, message.version, base=message.base, part=part))
         elif isinstance(message, Keep):
@@ -235,12 +235,18 @@ class RemoteSource:
         elif isinstance(message, messages.Eject):
             raise SlipstreamError(f"the lead refuses this source: {message.reason}")
 
-    def _seal(self, snapshot: Snapshot, base: int, piece: int) -> PartBuffer:
+    def _seal(self, snapshot: Snapshot, asked: SealPart) -> PartBuffer:
         """Make the part of a payload that travels, and serve it."""
-        payload = snapshot.full if base < 0 else snapshot.deltas[base]
+        payload = snapshot.full if asked.base < 0 else snapshot.deltas[asked.base]
         snapshot.sent = True
         part = new_part(
-            payload.flat, 0, payload.flat.numel(), piece=piece, origin=self._server.address, secured=self._secured
+            payload.flat,
+            0,
+            payload.flat.numel(),
+            piece=asked.piece_bytes,
+            origin=self._server.address,
+            secured=self._secured,
+            opened=asked.opened,
         )
         buffer = PartBuffer(part, payload.flat)
         self._server.offer(buffer)

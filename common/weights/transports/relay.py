@@ -17,9 +17,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -28,13 +28,14 @@ import zmq
 from common.security.curve import give_password
 from common.weights.wire.failures import Damaged, GivenUp, Late, Mismatch
 from common.weights.wire.messages import Publish
-from common.weights.wire.pieces import LARGEST, TAG_BYTES, PartBuffer
+from common.weights.wire.pieces import LARGEST, OPENED_AT_ONCE, TAG_BYTES, PartBuffer
 from common.weights.wire.sockets import RouterSocket
 
 logger = logging.getLogger(__name__)
 
 WINDOW = 64  # pieces asked for and not yet received
 WINDOW_BYTES = 8 << 20  # that these may have together; 8 pieces always may
+APART_BYTES = 256 << 10  # a piece of so many bytes is opened in a thread of its own; smaller ones cost less than that
 MOST_CLIENTS = 1024  # that wait, unless for a part that is served here
 MAX_REQUEST_BYTES = 512
 UNKNOWN_S = 5.0  # that a part is waited for
@@ -214,10 +215,12 @@ class Stall(msgspec.Struct, frozen=True):
 class Fetch:
     """Brings a buffer's pieces here, from one source after the other. `run` in one thread, the rest from any."""
 
-    def __init__(self, buffer: PartBuffer, source: str, password: str = "") -> None:
+    def __init__(self, buffer: PartBuffer, source: str, password: str = "", openers: Executor | None = None) -> None:
+        """`openers` check and open large pieces; None: the thread of `run` does."""
         self._buffer = buffer
         self._source = source
         self._password = password
+        self._openers = openers if buffer.part.piece_bytes >= APART_BYTES else None
         self._routes = 0  # how often it was rerouted
         self.stall: Stall | None = None  # it waits for another source
         self._closing = False
@@ -236,11 +239,11 @@ class Fetch:
         """Return when every piece is there; calls `note` after pieces. Raises GivenUp when closed, and Late."""
         deadline = time.monotonic() + timeout_s
         buffer = self._buffer
-        with zmq.Context() as context:
-            while buffer.arrived < buffer.count:
-                route = self._routes
-                with contextlib.closing(SourceConnection(context, self._source, buffer, self._password)) as connection:
-                    self._follow(connection, route, timeout_s, deadline, note)
+        while buffer.arrived < buffer.count:
+            route = self._routes
+            made = SourceConnection(self._source, buffer, self._password, self._openers)
+            with contextlib.closing(made) as connection:
+                self._follow(connection, route, timeout_s, deadline, note)
 
     def _follow(
         self, connection: "SourceConnection", route: int, timeout_s: float, deadline: float, note: Note
@@ -273,12 +276,16 @@ class Fetch:
 class SourceConnection:
     """To one source, for the pieces from the first that is not there."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, into: PartBuffer, password: str) -> None:
+    def __init__(self, address: str, into: PartBuffer, password: str, openers: Executor | None) -> None:
         self.address = address
         self._buffer = into
+        self._openers = openers
         self._asked = into.arrived
+        self._next = into.arrived  # the piece that comes next
+        self._opening = deque[Future[None]]()  # pieces that came, the oldest first
         self._window = min(WINDOW, max(8, WINDOW_BYTES // into.part.piece_bytes))
-        self._socket = context.socket(zmq.DEALER)
+        context: Any = zmq.Context.instance()  # one, with its thread, for all sources
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, 2 * WINDOW)
         self._socket.setsockopt(zmq.SNDHWM, 2 * WINDOW)
@@ -292,6 +299,11 @@ class SourceConnection:
         if not self._connected:
             self._socket.connect(self.address)
             self._connected = True
+        all_came = self._next == self._buffer.count
+        while self._opening and (all_came or len(self._opening) > OPENED_AT_ONCE or self._opening[0].done()):
+            self._opening.popleft().result()
+        if all_came:
+            return True
         self._ask()
         if not self._socket.poll(int(1000 * timeout_s)):
             return False
@@ -299,20 +311,25 @@ class SourceConnection:
         answer = decode_answer(frames[0].buffer)
         if isinstance(answer, Gone):
             raise ValueError(answer.reason or "refused")
-        if answer.number != self._buffer.arrived or len(frames) != 2:
+        if answer.number != self._next or len(frames) != 2:
             what = f"{len(frames) - 1} pieces as piece {answer.number}"
-            raise ValueError(f"{self.address} sent {what}, not piece {self._buffer.arrived}")
-        self._buffer.take_in(frames[1].buffer)
+            raise ValueError(f"{self.address} sent {what}, not piece {self._next}")
+        if self._openers is None:
+            self._buffer.take_in(self._next, frames[1])
+        else:
+            self._opening.append(self._openers.submit(self._buffer.take_in, self._next, frames[1]))
+        self._next += 1
         return True
 
     def _ask(self) -> None:
         buffer = self._buffer
         with contextlib.suppress(zmq.Again):
-            while self._asked < min(buffer.arrived + self._window, buffer.count):
+            while self._asked < min(self._next + self._window, buffer.count):
                 self._socket.send(encode(Get(buffer.part.name, self._asked)), zmq.NOBLOCK)
                 self._asked += 1
 
     def close(self) -> None:
+        wait(self._opening)  # the next connection brings pieces that are not there then
         self._socket.close(linger=0)
 
 
@@ -340,11 +357,12 @@ class PartFetches:
         """
         check_parts(self._publish, payload.numel())
         buffers = [PartBuffer(part, payload, arrived=0) for part in self._publish.parts]
+        openers = ThreadPoolExecutor(OPENED_AT_ONCE, "open-weights")
         with self._lock:
             if self._closed:
                 raise GivenUp("given up for another transfer")
             pairs = zip(buffers, self._sources, strict=True)
-            self._fetches = [Fetch(buffer, source, self._password) for buffer, source in pairs]
+            self._fetches = [Fetch(buffer, source, self._password, openers) for buffer, source in pairs]
             if server is not None:
                 for buffer in buffers:
                     server.offer(buffer)
@@ -359,7 +377,7 @@ class PartFetches:
                 self.close()  # the rest alone is of no use
                 raise
 
-        with ThreadPoolExecutor(len(buffers), "fetch-weights") as pool:
+        with openers, ThreadPoolExecutor(len(buffers), "fetch-weights") as pool:
             running = [pool.submit(fetch, one) for one in self._fetches]
         failures = [error for one in running if (error := one.exception()) is not None]
         if failures:

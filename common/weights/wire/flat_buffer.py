@@ -50,10 +50,19 @@ def fill(targets: Iterable[tuple[str, torch.Tensor]], named: Iterable[tuple[str,
         want, target = next(views, (None, None))
         if want != name or target is None or target.shape != tensor.shape:
             raise ValueError(f"tensor {name} {tuple(tensor.shape)} does not follow the layout, which has {want}")
-        target.copy_(tensor)
+        _copy(target, tensor.detach())
     missing = next(views, None)
     if missing is not None:
         raise ValueError(f"tensor {missing[0]} of the layout was not given")
+
+
+def _copy(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    same = target.dtype == tensor.dtype and target.device == tensor.device and tensor.is_contiguous()
+    if same and tensor.is_cpu and torch.get_num_threads() == 1:
+        to, data = (one.view(-1).view(torch.uint8).numpy() for one in (target, tensor))
+        np.copyto(to, data)  # in half of the time of torch's copy, which reads the target before it writes there
+    else:
+        target.copy_(tensor)
 
 
 def checksum(data: torch.Tensor, kind: str = XXH3) -> str:
@@ -79,7 +88,12 @@ def version_checksum(flat: torch.Tensor, layout: Layout) -> str:
 
 
 def all_checksums(flat: torch.Tensor, bucket_bytes: int, kind: str = XXH3) -> tuple[list[str], str]:
-    """(checksum of every bucket, checksum of `flat` [n] uint8); xxh3: both while a block is in the cache."""
+    """(checksum of every bucket, checksum of `flat` [n] uint8); xxh3: both while a block is in the cache.
+
+    `bucket_bytes` 0: no bucket travels.
+    """
+    if not bucket_bytes:
+        return [], checksum(flat, kind)
     if kind == WORDS:
         starts = range(0, flat.numel(), bucket_bytes)
         return [checksum(flat[at : at + bucket_bytes], kind) for at in starts], checksum(flat, kind)

@@ -66,8 +66,9 @@ class Part(msgspec.Struct, frozen=True):
     start: int  # in the payload
     size: int
     piece_bytes: int
-    digests: bytes  # BLAKE3 of each piece as it travels (32 bytes each); without a key xxh3 (16)
+    digests: bytes  # BLAKE3 of each piece (32 bytes each); without a key xxh3 (16)
     key: bytes = b""  # for AES-256-GCM; b'': the pieces travel as they are
+    opened: bool = False  # the digests are of opened pieces; False from older learners: of sealed ones
 
 
 # node -> learner
@@ -80,6 +81,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     versions: Versions = {}  # common.weights.transports.nccl.shared_versions(); {} from older nodes
     machine: Text = ""  # from common.process.local_address.this_machine(); its nodes share a copy over the link
     pool: Text = ""  # eval: it gets evaluated versions only
+    opened: bool = False  # it knows digests of opened pieces; older nodes do not
 
 
 class OfVersion(msgspec.Struct, frozen=True):
@@ -224,6 +226,7 @@ class SealPart(msgspec.Struct, frozen=True, tag="seal"):
     version: int
     base: int
     piece_bytes: int
+    opened: bool = False  # with digests of opened pieces
 
 
 class Keep(msgspec.Struct, frozen=True, tag="keep"):

@@ -15,7 +15,7 @@ from common.weights.source.publisher import WeightPublisher
 from common.weights.source.sources import RemoteSource
 from launch.keys import make
 from tests.rigs.waiting import until
-from tests.rigs.weight_plane import BUCKET, NodeProcess, Plane, running
+from tests.rigs.weight_plane import NodeProcess, Plane, running
 
 SHAPES = [[("a.weight", (100_000, 2)), ("a.bias", (33,))], [("b.weight", (70_001,))], [("c.weight", (9, 7))]]
 
@@ -31,7 +31,7 @@ class Sources:
         self.others = [self.source(number, weights, credentials) for number in (1, 2)]
 
     def source(self, number: int, weights: WeightsConfig, credentials: str | None) -> RemoteSource:
-        options = {"dtype": "float32", "weights": weights, "credentials": credentials, "bucket_bytes": BUCKET}
+        options = {"dtype": "float32", "weights": weights, "credentials": credentials}
         return RemoteSource(number, SHAPES, self.publisher.lead, **options)
 
     def publish(self, version: int, *numbers: int) -> None:

@@ -11,11 +11,14 @@ import pytest
 from common.weights.receive.contract import Flip
 from common.weights.receive.receiver import StagingStatus
 from common.weights.receive.weight_client import FIRST_POLL_S, LAST_POLL_S, next_poll_s, until_staged
-from common.weights.wire.failures import Failure, FailureKind, StagingFailed
+from common.weights.transports.groups import FIRST_RATE
+from common.weights.wire.failures import Failure, FailureKind, ProofFailed, StagingFailed
 from rollout_fleet.engine.scheduler_stats import StepClock
 from rollout_fleet.vllm_patches.engine_process import drop_cache
+from rollout_fleet.weights import engine_weights
 from rollout_fleet.weights.engine_weights import EngineWeights
 from rollout_fleet.weights.weight_proof import Proof
+from tests.rigs.waiting import LIMIT_S
 
 
 def test_it_is_a_preemption_of_nobody_also_not_of_those_who_were_preempted_before() -> None:
@@ -129,6 +132,21 @@ def test_a_transfer_that_failed_says_why_and_one_that_is_no_more_that_it_was_giv
         with pytest.raises(StagingFailed) as raised:
             asyncio.run(until_staged(read, Arriving(1.0).watch))
         assert raised.value.kind is kind
+
+
+async def test_a_large_version_and_a_slow_engine_get_the_time_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_weights, "ENGINE_TIMEOUT_S", 0.0)
+
+    async def call(method: str, kwargs: dict[str, Any]) -> list[bytes]:
+        return [msgspec.msgpack.encode(StagingStatus("staged", total_bytes=int(FIRST_RATE)))]
+
+    weights = EngineWeights(recompute=False)
+    with pytest.raises(ProofFailed):
+        await weights._answered(asyncio.sleep(LIMIT_S), "a flip of nothing")
+    scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=False), max_concurrent_batches=1)
+    await weights.attach(SimpleNamespace(vllm_config=scheduler, collective_rpc=call), usable=True)
+    await weights.stage(b"publish", Arriving(1.0).watch)
+    await weights._answered(asyncio.sleep(0.01), "a flip of 400 MB, which may take seconds")
 
 
 async def test_an_engine_that_breaks_while_a_version_arrives_fails_its_staging() -> None:

@@ -7,9 +7,9 @@ from typing import Any, cast
 import pytest
 
 from common.weights.source.attempt import Attempt, Broadcast, Epochs, new_attempt
-from common.weights.transports.groups import RelayedStore
+from common.weights.transports.groups import PATIENCE, RelayedStore
 from common.weights.wire.failures import Failure, FailureKind, GivenUp
-from common.weights.wire.messages import StoreEntries
+from common.weights.wire.messages import Epoch, StoreEntries
 from tests.rigs.waiting import LIMIT_S
 from tests.unit.common.weights.node_views import attempt_at, snapshot_of
 
@@ -50,6 +50,18 @@ def test_a_group_is_used_again_by_exactly_its_members_and_closed_when_it_is_of_n
     fetch = epochs.relay()
     assert (fetch.transport, fetch.rank, fetch.world_size) == ("relay", 1, 2) and fetch.epoch > bigger.epoch.epoch
     epochs.drop()
+
+
+@pytest.mark.parametrize(("transport", "publish_s"), [("gloo", 1.0), ("relay", 1000.0)])
+def test_an_attempt_at_a_large_version_has_the_time_that_its_size_needs_but_each_bucket_has_the_usual(
+    transport: str, publish_s: float
+) -> None:
+    snapshot = snapshot_of(3)
+    rate = PATIENCE * snapshot.layout.total_bytes / 1000
+    epoch = Epoch(1, 0, 2, 1.0, transport)
+    attempt = new_attempt(snapshot, snapshot.full, epoch, members=[b"a"], incarnation=0, rate=rate)
+    assert attempt.deadline - attempt.started == pytest.approx(1000)
+    assert attempt.publish.timeout_s == pytest.approx(publish_s)
 
 
 def test_an_attempt_that_was_given_up_closes_the_group_that_its_thread_comes_by_later() -> None:

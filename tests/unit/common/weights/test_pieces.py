@@ -1,7 +1,10 @@
 """Parts in pieces: how they are sealed, what is refused, and which parts are a payload."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from blake3 import blake3
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from msgspec import structs
 
@@ -57,9 +60,9 @@ def test_what_was_taken_in_is_the_payload_and_travels_on_as_it_came(source: Part
     seen: list[int] = []
     there.watch(lambda: seen.append(there.arrived_bytes))
     came = [source.piece(number) for number in range(source.count)]
-    for piece in came:
-        there.take_in(piece)
-    assert torch.equal(torch.frombuffer(there._memory, dtype=torch.uint8), PAYLOAD)
+    for number, piece in enumerate(came):
+        there.take_in(number, piece)
+    assert torch.equal(torch.as_tensor(there._memory), PAYLOAD)
     assert seen == [*range(PIECE, len(PAYLOAD), PIECE), len(PAYLOAD)]
     assert there.piece(source.count - 1) is came[-1], "who is right behind gets the very bytes"
     assert [there.piece(number) for number in range(source.count)] == came, "the others the same, sealed once more"
@@ -67,28 +70,28 @@ def test_what_was_taken_in_is_the_payload_and_travels_on_as_it_came(source: Part
 
 def test_sealed_pieces_are_not_the_payload_and_open_only_with_the_key(sealed: PartBuffer) -> None:
     piece = sealed.piece(0)
-    assert len(piece) == PIECE + TAG_BYTES and bytes(PAYLOAD[:8].tolist()) not in piece
+    assert len(piece) == PIECE + TAG_BYTES and bytes(PAYLOAD[:8].tolist()) not in bytes(piece)
     with pytest.raises(Damaged):
-        empty(structs.replace(sealed.part, key=bytes(32))).take_in(piece)
+        empty(structs.replace(sealed.part, key=bytes(32))).take_in(0, piece)
 
 
 def test_a_piece_that_somebody_with_the_key_forged_is_refused_and_the_true_one_is_taken(sealed: PartBuffer) -> None:
     forged = AESGCM(sealed.part.key).encrypt(nonce(0), bytes(PIECE), None)
     there = empty(sealed.part)
     with pytest.raises(Damaged):
-        there.take_in(forged)
-    assert there.arrived == 0 and not any(there._memory)
-    there.take_in(sealed.piece(0))
+        there.take_in(0, forged)
+    assert there.arrived == 0 and not there._memory.any()
+    there.take_in(0, sealed.piece(0))
     assert there.arrived == 1
 
 
 def test_a_piece_out_of_its_place_is_refused_also_where_the_digests_are_in_that_order(sealed: PartBuffer) -> None:
     second = sealed.piece(1)
     with pytest.raises(Damaged):
-        empty(sealed.part).take_in(second)
-    digests = digest(second, True) + sealed.part.digests[32:]
+        empty(sealed.part).take_in(0, second)
+    digests = sealed.part.digests[32:64] + sealed.part.digests[32:]
     with pytest.raises(Damaged):
-        empty(structs.replace(sealed.part, digests=digests)).take_in(second)
+        empty(structs.replace(sealed.part, digests=digests)).take_in(0, second)
 
 
 def test_without_a_key_damage_and_a_wrong_length_are_found() -> None:
@@ -96,16 +99,51 @@ def test_without_a_key_damage_and_a_wrong_length_are_found() -> None:
     piece = source.piece(0)
     assert piece == bytes(PAYLOAD[:PIECE].tolist()) and len(source.part.digests) == 16 * source.count
     with pytest.raises(Damaged):
-        empty(source.part).take_in(bytes([piece[0] ^ 1]) + piece[1:])
+        empty(source.part).take_in(0, bytes([piece[0] ^ 1]) + piece[1:])
     short = structs.replace(source.part, digests=digest(piece[1:], False) + source.part.digests[16:])
-    with pytest.raises(ValueError):
-        empty(short).take_in(piece[1:])
+    with pytest.raises(Damaged):
+        empty(short).take_in(0, piece[1:])
 
 
-def test_two_parts_have_names_keys_and_digests_of_their_own() -> None:
+def test_two_parts_have_names_and_keys_of_their_own_and_the_digests_of_what_they_contain() -> None:
     one, two = (new_part(PAYLOAD, 0, PIECE, piece=PIECE, origin=ORIGIN, secured=True) for _ in range(2))
-    assert one.name != two.name and one.key != two.key and one.digests != two.digests
-    assert one.digests == digest(PartBuffer(one, PAYLOAD).sealed(0), True) and len(one.digests) == 32
+    assert one.name != two.name and one.key != two.key and one.digests == two.digests
+    assert PartBuffer(one, PAYLOAD).sealed(0) != PartBuffer(two, PAYLOAD).sealed(0)
+    assert one.digests == blake3(bytes(PAYLOAD[:PIECE].tolist())).digest() and one.opened
+
+
+def test_a_part_of_or_for_an_older_version_has_digests_of_the_sealed_pieces() -> None:
+    older = new_part(PAYLOAD, 0, len(PAYLOAD), piece=PIECE, origin=ORIGIN, secured=True, opened=False)
+    sealed = PartBuffer(older, PAYLOAD)
+    assert older.digests == b"".join(digest(sealed.piece(number), True) for number in range(sealed.count))
+    there = empty(older)
+    with pytest.raises(Damaged):
+        there.take_in(0, AESGCM(older.key).encrypt(nonce(0), bytes(PIECE), None))
+    for number in range(sealed.count):
+        there.take_in(number, sealed.piece(number))
+    assert torch.equal(torch.as_tensor(there._memory), PAYLOAD)
+
+
+def test_pieces_that_come_before_an_earlier_one_count_when_that_is_there_and_are_not_written_again(
+    sealed: PartBuffer,
+) -> None:
+    there = empty(sealed.part)
+    there.take_in(2, sealed.piece(2))
+    there.take_in(1, sealed.piece(1))
+    assert there.arrived == 0
+    forged = AESGCM(sealed.part.key).encrypt(nonce(2), bytes(PIECE), None)
+    there.take_in(2, forged)
+    there.take_in(0, sealed.piece(0))
+    assert there.arrived == 3
+    assert torch.equal(torch.as_tensor(there._memory)[: 3 * PIECE], PAYLOAD[: 3 * PIECE])
+
+
+def test_many_threads_take_pieces_in_at_once(source: PartBuffer) -> None:
+    there = empty(source.part)
+    order = torch.randperm(source.count, generator=torch.Generator().manual_seed(0)).tolist()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: there.take_in(number, source.piece(number)), order))
+    assert there.arrived == source.count and torch.equal(torch.as_tensor(there._memory), PAYLOAD)
 
 
 @pytest.mark.parametrize(("start", "size"), [(0, 0), (0, 1), (7, PIECE), (7, 3 * PIECE + 1), (len(PAYLOAD) - 5, 5)])
@@ -114,7 +152,7 @@ def test_a_part_of_any_size_arrives_and_nothing_beside_it_is_written(start: int,
     flat = torch.zeros_like(PAYLOAD)
     there = PartBuffer(source.part, flat, arrived=0)
     for number in range(source.count):
-        there.take_in(source.piece(number))
+        there.take_in(number, source.piece(number))
     assert there.arrived_bytes == size
     expected = torch.zeros_like(PAYLOAD)
     expected[start : start + size] = PAYLOAD[start : start + size]
@@ -123,7 +161,7 @@ def test_a_part_of_any_size_arrives_and_nothing_beside_it_is_written(start: int,
 
 def test_a_closed_shipment_has_no_pieces_because_its_memory_may_be_written(source: PartBuffer) -> None:
     there = empty(source.part)
-    there.take_in(source.piece(0))
+    there.take_in(0, source.piece(0))
     there.close()
     assert there.piece(0) is None
 

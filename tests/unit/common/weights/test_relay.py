@@ -13,6 +13,7 @@ import zmq
 from common.process.local_address import host_and_port
 from common.weights.transports import relay
 from common.weights.transports.relay import (
+    APART_BYTES,
     WINDOW,
     WINDOW_BYTES,
     Fetch,
@@ -98,11 +99,11 @@ def test_pieces_come_in_the_order_of_the_requests_each_as_soon_as_it_has_arrived
     one = client()
     one.ask(*(Get(source.part.name, number) for number in (0, 2, 1)))
     assert one.silent()
-    node.take_in(source.piece(0))
+    node.take_in(0, source.piece(0))
     assert one.hear() == (Piece(0), [source.piece(0)])
-    node.take_in(source.piece(1))
+    node.take_in(1, source.piece(1))
     assert one.silent(), "piece 2 was asked for first"
-    node.take_in(source.piece(2))
+    node.take_in(2, source.piece(2))
     assert [one.hear() for _ in range(2)] == [(Piece(n), [source.piece(n)]) for n in (2, 1)]
 
 
@@ -171,7 +172,7 @@ def test_no_more_requests_of_a_connection_and_no_more_connections_wait_than_the_
     assert third.silent()
     fourth.ask(Get(source.part.name, 0))
     assert third.refusal().startswith("2 connections"), "a part that is served here is waited for by all"
-    node.take_in(source.piece(0))
+    node.take_in(0, source.piece(0))
     assert first.hear() == second.hear() == fourth.hear() == (Piece(0), [source.piece(0)])
 
 
@@ -310,7 +311,7 @@ def test_a_fetch_asks_for_no_more_than_its_window_however_slow_the_source(
     ("answer", "says"),
     [
         ([relay.encode(Piece(7)), b"x"], "sent 1 pieces as piece 7, not piece 0"),
-        ([relay.encode(Piece(0)), b"x"], "checksum mismatch in piece 0"),
+        ([relay.encode(Piece(0)), b"x"], "piece 0 of"),
         ([relay.encode(Piece(0))], "sent 0 pieces as piece 0"),
         ([relay.encode(Piece(0)), b"x", b"x"], "sent 2 pieces as piece 0"),
         ([b"\xc1"], "MessagePack|malformed|invalid|Input"),
@@ -395,6 +396,34 @@ def test_closing_and_the_deadline_end_a_fetch_that_waits_and_the_latter_says_wha
     late = fetch(empty(source)[0], sources[1].address, timeout_s=0.2)
     error = late.end()
     assert isinstance(error, Late) and f"0 of {COUNT} pieces" in str(error) and sources[1].address in str(error)
+
+
+def test_large_pieces_are_opened_beside_the_fetch_and_after_damage_only_those_that_lack_come_again(
+    sources: list[Source],
+) -> None:
+    flat = torch.randint(0, 256, (9 * APART_BYTES + 5,), dtype=torch.uint8)
+    made = new_part(flat, 0, len(flat), piece=APART_BYTES, origin=NOWHERE, secured=True)
+    source, out = PartBuffer(made, flat), torch.zeros_like(flat)
+    publish = Publish(0, 7, 1, "", 0, [], "", LIMIT_S, parts=[made], sources=[sources[0].address])
+    fetches = PartFetches(publish, "")
+    for one in sources:
+        one.buffer = source
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(fetches.run, out, None, lambda share: None)
+        requests = sources[0].asked(source.count)
+        sources[0].answer(*requests[:2])
+        spoilt = bytearray(source.piece(2))
+        spoilt[7] ^= 1
+        sources[0].say(requests[2][0], [relay.encode(Piece(2)), bytes(spoilt)])
+        sources[0].answer(*requests[3:])
+        stall = until(lambda: fetches.stalls.get(0))
+        assert stall.pieces == 2 and stall.reason
+        fetches.reroute(0, sources[1].address)
+        again = sources[1].asked(source.count - 2)
+        assert [number for _, number in again] == list(range(2, source.count))
+        sources[1].answer(*again)
+        running.result(LIMIT_S)
+    assert torch.equal(out, flat)
 
 
 def test_a_part_that_cannot_come_ends_the_fetches_of_the_others(source: PartBuffer, sources: list[Source]) -> None:
