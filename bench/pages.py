@@ -166,18 +166,22 @@ def adaptive() -> str:
 
 
 def packing() -> str:
-    """Filled tokens, and the imbalance by number of data-parallel ranks."""
-    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for r in result("packing")["rows"]:
-        cost = "tokens and attention" if r["attention_weighed"] else "tokens"
-        found.setdefault((r["workload"], r["layout"], cost), []).append(r)
-    head = ["workload", "layout", "cost", "real / computed tokens"]
-    head += [f"imbalance at DP {r['data_parallel']}" for r in next(iter(found.values()))]
-    rows = []
-    for key, group in found.items():
-        filled_tokens = min(r["real_over_computed_tokens"] for r in group)
-        rows.append([*key, f"{filled_tokens:.4f}", *(f"{100 * r['imbalance_mean']:.2f} %" for r in group)])
+    """Filled tokens, and the imbalance before and after ranks trade documents."""
+    head = ["workload", "layout", "DP", "microbatches", "real / computed tokens"]
+    head += ["imbalance before trades", "after", "worst step", "plan ms of CPU"]
+    rows = [
+        [
+            *(r["workload"], r["layout"], r["data_parallel"], f"{r['microbatches']:.1f}"),
+            f"{r['real_over_computed_tokens']:.4f}",
+            *(f"{100 * r[f'imbalance_{n}']:.2f} %" for n in IMBALANCES),
+            f"{r['plan_cpu_ms']:.0f}",
+        ]
+        for r in result("packing")["rows"]
+    ]
     return f"{provenance('packing')}\n\n{table(head, rows)}"
+
+
+IMBALANCES = ("before_mean", "mean", "most")
 
 
 def faults() -> str:

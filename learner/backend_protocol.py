@@ -3,11 +3,12 @@
 All methods marked collective must be called by every rank with the same arguments, in the same order.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 
@@ -28,7 +29,8 @@ class Microbatch:
     behavior_logprobs: Tensor  # [T] float32 (zeros in supervised tuning)
     staleness: Tensor | None = None  # [T] int32, step - version that sampled the target
     reference_logprobs: Tensor | None = None  # [T] float32 of the frozen reference model
-    routed_experts: Tensor | None = None  # [T, MoE layers, experts per token] int16, of the input token; -1: unknown
+    # [T, MoE layers of the model or of this rank, experts per token] uint8 or int16, of the input token; see UNKNOWN
+    routed_experts: Tensor | None = None
     teacher_logprobs: Tensor | None = None  # [T] float32, of the targets by the teacher
     teacher_top_ids: Tensor | None = None  # [T, k] int64, the teacher's most probable tokens in the targets' places
     teacher_top_logprobs: Tensor | None = None  # [T, k] float32, their log-probabilities by the teacher
@@ -39,6 +41,9 @@ class Microbatch:
     kl_coefficients: Tensor | None = None  # [T] float32 with tasks.sources, in the place of the loss's coefficient
 
 
+UNKNOWN = {"uint8": 255, "int16": -1}  # the expert of a token whose routing is not known, by dtype
+
+
 @dataclass(frozen=True)
 class RoutingShape:
     """The shape of one token's routing: [layers, chosen] numbers below `experts`."""
@@ -46,6 +51,11 @@ class RoutingShape:
     layers: int  # those with experts
     chosen: int
     experts: int
+
+    @property
+    def dtype(self) -> str:
+        """The smallest one for the numbers and for UNKNOWN."""
+        return "uint8" if self.experts <= UNKNOWN["uint8"] else "int16"
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,7 @@ class Backend(Protocol):
     vocab_size: int
     hidden_size: int  # packing weighs attention by it
     routing_shape: RoutingShape | None  # shape of Microbatch.routed_experts; None: nothing is replayed
+    routing_layers: tuple[int, ...]  # those with experts on this rank, counted among them all; () without replay
     document_multiple: int  # document lengths are padded to a multiple of this; packing counts the padding
 
     def train_step(
@@ -155,6 +166,14 @@ class Backend(Protocol):
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes to every rank. Collective."""
+        ...
+
+    def deliver(self, make: Callable[[int], np.ndarray] | None, groups: Sequence[Sequence[int]]) -> np.ndarray:
+        """[n] uint8 `make(i)` of rank 0 to the ranks in `groups[i]`. Collective.
+
+        Every rank is in one of the groups; the first one of each passes the bytes on to the others. Rank 0 makes none
+        if it is alone in its group.
+        """
         ...
 
     def close(self) -> None:

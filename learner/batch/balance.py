@@ -13,6 +13,8 @@ import heapq
 import numpy as np
 
 Plan = list[list[list[int]]]  # [rank][microbatch] -> document numbers
+EVEN = 0.01  # ranks are even enough when the most loaded one is this share over the mean
+MOST_PAIRS = 1 << 18  # looked at for one exchange, so that it takes milliseconds and not gigabytes
 
 
 def counted_places(places: np.ndarray, multiple: int) -> np.ndarray:
@@ -30,10 +32,11 @@ def balance(places: np.ndarray, ranks: int, micro_batch_tokens: int, hidden_size
     """Deal documents to `ranks` data-parallel ranks and as few microbatches as fit. Deterministic.
 
     The longest document goes first, into the cheapest microbatch with room (Graham's LPT rule). There are more
-    microbatches when none has room. They are dealt out so that the ranks' totals are close. Unless the bound turns a
-    document away from the cheapest microbatch, ranks differ by no more than the most expensive document. Without a
-    `hidden_size` attention costs nothing, and that never happens. With fewer documents than microbatches some are
-    empty. No document of `places` ([n] int64) has more than `micro_batch_tokens`, the bound of a microbatch.
+    microbatches when none has room. They are dealt out so that the ranks' totals are close, and ranks trade documents
+    until the most loaded one is within EVEN of the mean or no trade helps. Unless the bound turns a document away from
+    the cheapest microbatch, ranks differ by no more than the most expensive document. With fewer documents than
+    microbatches some are empty. No document of `places` ([n] int64) has more than `micro_batch_tokens`, the bound of a
+    microbatch.
     """
     order = np.lexsort((np.arange(len(places)), -places)).tolist()
     sizes = places.tolist()
@@ -42,7 +45,8 @@ def balance(places: np.ndarray, ranks: int, micro_batch_tokens: int, hidden_size
     count = max(1, -(-int(places.sum()) // (ranks * micro_batch_tokens)), -(-crowded // ranks))
     while (bins := _fill(order, sizes, costs, ranks * count, micro_batch_tokens)) is None:
         count = max(count + 1, count * 21 // 20)
-    return _deal(bins, costs, ranks)
+    dealt = _deal(bins, costs, ranks)
+    return _exchange(dealt, places, np.array(costs), micro_batch_tokens) if ranks > 1 and sizes else dealt
 
 
 def _fill(order: list[int], sizes: list[int], costs: list[float], count: int, bound: int) -> list[list[int]] | None:
@@ -80,3 +84,52 @@ def _deal(bins: list[list[int]], costs: list[float], ranks: int) -> Plan:
             dealt[rank].append(sorted(bins[i]))
             loads[rank] += weights[i]
     return dealt
+
+
+def _exchange(dealt: Plan, sizes: np.ndarray, costs: np.ndarray, bound: int) -> Plan:
+    """Let the most loaded rank trade a document for a cheaper one, or for none, while that makes the worst rank better.
+
+    Microbatches stay within the bound. Of all pairs it takes the one after which the worse of the two ranks is best.
+    """
+    count = len(dealt[0])
+    bins = [numbers for rank in dealt for numbers in rank]
+    nothing = np.zeros(len(bins), dtype=np.int64)  # may be traded too: the free room of each microbatch
+    size = np.concatenate([sizes, nothing])
+    price = np.concatenate([costs, nothing])
+    place = np.concatenate([np.zeros_like(sizes), np.arange(len(bins))])
+    for i, numbers in enumerate(bins):
+        place[numbers] = i
+    used = np.bincount(place, size, len(bins)).astype(np.int64)
+    load = np.bincount(place // count, price, len(dealt))
+    goal = max(float(load.sum()) / len(dealt) * (1 + EVEN), float(costs.max()))
+    while load[worst := int(load.argmax())] > goal:
+        rank = place // count
+        own = np.flatnonzero(rank[: len(sizes)] == worst)
+        own = own[:: len(own) * len(size) // MOST_PAIRS + 1]
+        cheaper = price[own, None] - price
+        smaller = size[own, None] - size
+        after = np.maximum(load[worst] - cheaper, load[rank] + cheaper)
+        after[(used[place] + smaller > bound) | (used[place[own], None] - smaller > bound)] = np.inf
+        after[:, rank == worst] = np.inf
+        i, other = divmod(int(after.argmin()), len(size))
+        given = int(own[i])
+        if after[i, other] > load[worst] * (1 - 1e-6):
+            break
+        used[place[given]] -= smaller[i, other]
+        used[place[other]] += smaller[i, other]
+        load[worst] -= cheaper[i, other]
+        load[rank[other]] += cheaper[i, other]
+        place[[given, other]] = place[[other, given]]
+    return _in_order(place[: len(sizes)].tolist(), costs.tolist(), len(dealt), count)
+
+
+def _in_order(place: list[int], costs: list[float], ranks: int, count: int) -> Plan:
+    """The plan whose document i is in microbatch `place[i]`; every rank computes its most expensive ones first."""
+    bins: list[list[int]] = [[] for _ in range(ranks * count)]
+    for document, i in enumerate(place):
+        bins[i].append(document)
+    weights = [sum(costs[d] for d in bin_) for bin_ in bins]
+    return [
+        [bins[i] for i in sorted(range(rank * count, (rank + 1) * count), key=lambda i: (-weights[i], i))]
+        for rank in range(ranks)
+    ]

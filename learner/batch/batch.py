@@ -3,7 +3,7 @@
     StoredGroup --decode--> Group (checked; what does not fit is a BadGroup, to be generated again)
                 --assemble--> TrainingBatch: documents with advantages, expired tokens masked, statistics
 
-Both run on every rank from the same bytes, so every rank has the same batch.
+Both run on the lead rank, which sends every rank its part (learner/loop/share.py).
 """
 
 from collections import Counter
@@ -18,13 +18,14 @@ from common.config.schema import Config, DistillationConfig
 from common.rollouts import Branch, Group, Sample, decode_group
 from common.staleness import expired
 from common.wire_types import Array
-from learner.backend_protocol import RoutingShape
+from learner.backend_protocol import UNKNOWN, RoutingShape
 from learner.batch.dynamic_sampling import carries_signal
 from learner.batch.packing import Document
 from learner.loss.advantages import ADVANTAGES
 
 ARRAY_DTYPES = {"tokens": "int32", "loss_mask": "uint8", "behavior_logprobs": "float32"}
 TRUNCATED = {"length", "turn_limit"}
+ROUTING_ROWS = 1 << 15  # checked at once: they stay in the processor's cache
 CUT = "length"  # stop reason of an answer that the token limit or the context cut
 
 
@@ -175,17 +176,20 @@ def _check_routing(sample: Sample | Branch, index: int, shape: RoutingShape) -> 
         )
     if len(experts) and not -1 <= int(experts.min()) <= int(experts.max()) < shape.experts:
         raise ValueError(f"sample {index}: routed experts outside -1..{shape.experts - 1}")
-    columns = np.ascontiguousarray(experts.reshape(-1, shape.chosen).T)  # [chosen, tokens x layers]
-    known = columns >= 0
-    wrong = known.any(0) & ~known.all(0)
-    for i, column in enumerate(columns):  # comparing pairs takes a third of the time of sorting
-        for other in columns[:i]:
-            wrong |= (column == other) & known[0]
-    if wrong.any():
-        raise ValueError(
-            f"sample {index}: routed experts {columns[:, wrong.argmax()].tolist()} of one token and layer are not "
-            f"{shape.chosen} distinct ones"
-        )
+    rows = experts.astype(shape.dtype).reshape(-1, shape.chosen)
+    for start in range(0, len(rows), ROUTING_ROWS):
+        columns = np.ascontiguousarray(rows[start : start + ROUTING_ROWS].T)  # [chosen, tokens x layers]
+        unknown = columns == UNKNOWN[shape.dtype]
+        wrong = np.zeros(columns.shape[1], dtype=bool)
+        for i in range(1, shape.chosen):  # comparing pairs takes a third of the time of sorting
+            wrong |= (columns[i] == columns[:i]).any(0)
+        wrong &= ~unknown[0]
+        wrong |= unknown.any(0) != unknown.all(0)
+        if wrong.any():
+            found = experts.reshape(-1, shape.chosen)[start + wrong.argmax()].tolist()
+            raise ValueError(
+                f"sample {index}: routed experts {found} of one token and layer are not {shape.chosen} distinct ones"
+            )
 
 
 def expired_groups(groups: Sequence[Group], step: int, max_staleness: int) -> list[int]:
@@ -327,7 +331,8 @@ def _prepare_path(
         cache_age = float(mean @ mask)
         cache_age_max = int(largest[mask].max())
     if routing is not None and path.routed_experts is not None:
-        experts = path.routed_experts.numpy().reshape(len(tokens), routing.layers, routing.chosen)
+        experts = path.routed_experts.numpy().astype(routing.dtype)
+        experts = experts.reshape(len(tokens), routing.layers, routing.chosen)
     temperatures = np.zeros(len(tokens), dtype=np.float32)
     for run in path.temperature_runs:
         temperatures[run.start :] = run.temperature

@@ -3,21 +3,22 @@
     documents --plan--> for each rank the same number of microbatches, each a list of document numbers
               --build--> Microbatch tensors of this rank
 
-Every rank plans for all ranks from the same documents, so nothing needs to be communicated. A document of L
-tokens takes L - 1 places: inputs x[:-1], targets x[1:]. They are rounded up to Backend.document_multiple, as the
-backend computes them; it is 1 without context parallelism.
+The lead rank plans for all ranks and sends each one its documents (learner/loop/share.py). In supervised tuning every
+rank plans from the same documents, and nothing is sent. A document of L tokens takes L - 1 places: inputs x[:-1],
+targets x[1:]. They are rounded up to Backend.document_multiple, as the backend computes them; it is 1 without context
+parallelism.
 
 Only the sizes decide (learner/batch/balance.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from common.errors import UsageError
-from learner.backend_protocol import Backend, Microbatch
+from learner.backend_protocol import UNKNOWN, Backend, Microbatch
 from learner.batch.balance import Plan, balance, counted_places
 
 KEY = "learner.micro_batch_tokens"
@@ -35,7 +36,7 @@ class Document:
     name: str = ""  # for error messages
     serial: int = -1  # its task's
     sample: int = -1  # its index in the task's group
-    routed_experts: np.ndarray | None = None  # [L, MoE layers, experts per token] int16, -1 where unknown
+    routed_experts: np.ndarray | None = None  # [L, MoE layers, experts per token], of RoutingShape.dtype
     kl_coefficient: float | None = None  # its source's; None: the one of the loss
     teacher_logprobs: np.ndarray | None = None  # [L] float32
     teacher_top_ids: np.ndarray | None = None  # [L, k] int32
@@ -55,14 +56,18 @@ class Document:
 
 def pack_for(backend: Backend, documents: Sequence[Document], micro_batch_tokens: int) -> list[Microbatch]:
     """The microbatches of this rank. Raises UsageError as `plan`."""
-    plans = plan(
+    return build(documents, plan_for(backend, documents, micro_batch_tokens)[backend.data_parallel_rank])
+
+
+def plan_for(backend: Backend, documents: Sequence[Document], micro_batch_tokens: int) -> Plan:
+    """`plan` for the ranks and the model of `backend`."""
+    return plan(
         documents,
         ranks=backend.data_parallel_size,
         micro_batch_tokens=micro_batch_tokens,
         multiple=backend.document_multiple,
         hidden_size=backend.hidden_size,
     )
-    return build(documents, plans[backend.data_parallel_rank])
 
 
 def plan(
@@ -84,8 +89,11 @@ def plan(
     return balance(places, ranks, micro_batch_tokens, hidden_size)
 
 
-def build(documents: Sequence[Document], microbatches: list[list[int]]) -> list[Microbatch]:
-    """Tensors of one rank's part of a plan, on the CPU; an empty microbatch becomes a filler that trains nothing."""
+def build(documents: Sequence[Document] | Mapping[int, Document], microbatches: list[list[int]]) -> list[Microbatch]:
+    """Tensors of one rank's part of a plan, on the CPU; `documents` by number.
+
+    An empty microbatch becomes a filler that trains nothing.
+    """
     return [_pack([documents[i] for i in numbers] or [FILLER], tuple(numbers)) for numbers in microbatches]
 
 
@@ -138,12 +146,14 @@ def _given(documents: list[Document], name: str, dtype: type) -> torch.Tensor | 
 
 
 def _routing(documents: list[Document]) -> torch.Tensor | None:
-    """[T, MoE layers, experts per token] of the inputs, -1 in documents that have none; None when none has any."""
-    shape = next((d.routed_experts.shape[1:] for d in documents if d.routed_experts is not None), None)
-    if shape is None:
+    """[T, MoE layers, experts per token] of the inputs, UNKNOWN in documents without; None when none has any."""
+    like = next((d.routed_experts[:0] for d in documents if d.routed_experts is not None), None)
+    if like is None:
         return None
     rows = [
-        np.full((d.places, *shape), -1, dtype=np.int16) if d.routed_experts is None else d.routed_experts[:-1]
+        np.full((d.places, *like.shape[1:]), UNKNOWN[like.dtype.name], dtype=like.dtype)
+        if d.routed_experts is None
+        else d.routed_experts[:-1]
         for d in documents
     ]
     return torch.from_numpy(np.concatenate(rows))

@@ -6,7 +6,6 @@ sends WAIT about once a second, so that no collective reaches its limit.
 
 import msgspec
 
-from broker.contract import StoredGroup
 from common.metrics import SftMetrics, StepMetrics
 from common.waits import WaitFor
 from learner.backend_protocol import Backend, LossFunction, Microbatch
@@ -20,10 +19,10 @@ class Wait(msgspec.Struct, frozen=True, tag="wait"):
 
 
 class Train(msgspec.Struct, frozen=True, tag="train"):
-    """Train step `step` on `groups`, which the lead has decoded and checked. The other ranks decode them again."""
+    """Train step `step`, on groups that the lead has decoded and checked."""
 
     step: int
-    groups: list[StoredGroup] = []
+    serials: list[int] = []  # of the groups
 
 
 class Save(msgspec.Struct, frozen=True, tag="save"):
@@ -59,11 +58,11 @@ class BatchSource:
         """The command for every rank. Only the lead rank calls it."""
         raise NotImplementedError
 
-    def receive(self, command: Command) -> None:
-        """Take the lead's command. Only the other ranks call it."""
+    def batch(self, step: int) -> tuple[TrainingBatch, list[Microbatch]]:
+        """The batch of the newest Train command, and this rank's part of it. Collective.
 
-    def batch(self, step: int) -> TrainingBatch:
-        """The batch of the newest Train command, the same on every rank."""
+        The statistics are the same on every rank; the documents may be on the lead rank only.
+        """
         raise NotImplementedError
 
     def line(self, step: Step) -> StepMetrics | SftMetrics:

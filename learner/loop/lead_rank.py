@@ -7,31 +7,36 @@ import logging
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 
 from broker.client.calls import LearnerBroker
 from broker.client.connect import Access, connect
 from broker.contract import BrokerStatus
 from common.config.schema import Config
-from common.errors import HopelessError, SlipstreamError, StoreChanged
+from common.errors import HopelessError, SlipstreamError, StoreChanged, UsageError
 from common.metrics import StepMetrics
 from common.process.run_dir import RunDir, find_broker
+from common.rollouts import Group
 from common.security.credentials import curve_credentials
 from common.waits import WaitFor, WaitKind
 from common.weights.source.publisher import WeightPublisher
 from common.weights.transports.groups import require
 from common.weights.wire.messages import Canary
-from learner.backend_protocol import Backend
-from learner.batch.batch import TrainingBatch
+from learner.backend_protocol import Backend, Microbatch
+from learner.batch.balance import Plan
+from learner.batch.batch import TrainingBatch, assemble
+from learner.batch.packing import Document, build, plan_for
 from learner.checkpoint.folder import StreamState, TrainerState
 from learner.loop.batch_source import Command, Drain, Fail, Save, Train, Wait
 from learner.loop.evaluation import Evaluations
 from learner.loop.gathering import Gathering
 from learner.loop.rollout_source import RolloutSource
 from learner.loop.run_files import RunFiles
+from learner.loop.share import Told, encode, numbers, of_layers
 from learner.loop.status_reporter import StatusReporter
 from learner.loop.step_metrics import StallMeter, Step, step_metrics
 from learner.loop.tasks import TaskStream, check_not_behind, task_source
-from learner.loop.transcripts import Logprobs, items, transcript_thread
+from learner.loop.transcripts import Chosen, Logprobs, choose, items, transcript_thread
 from learner.loop.watcher import Watcher
 
 logger = logging.getLogger(__name__)
@@ -66,7 +71,9 @@ class LeadRank(RolloutSource):
         self._status: BrokerStatus | None = None  # fetched for the last metrics line, until the next turn has used it
         self._stalls = StallMeter()
         self._ejections = 0
-        self._nodes: dict[int, str] = {}  # the node of each group of the newest step, by serial
+        self._groups: list[Group] = []  # those of the newest step
+        self._nodes: dict[int, str] = {}  # the node of each of them, by serial
+        self._chosen: Chosen = {}
         self._transcripts = transcript_thread(config)
 
     def start(self) -> None:
@@ -152,7 +159,36 @@ class LeadRank(RolloutSource):
             return Wait()
         stored, self._groups = found
         self._nodes = {group.serial: group.node_id for group in stored}
-        return Train(step, stored)
+        return Train(step, list(self._nodes))
+
+    def batch(self, step: int) -> tuple[TrainingBatch, list[Microbatch]]:
+        batch = assemble(self._groups, step, self.config, self.backend.routing_shape)
+        documents = batch.documents
+        self._chosen = choose(self._groups, self.config.telemetry.transcripts, self.config.run.seed)
+        self._recorder.watch(documents, self._chosen)
+        if documents:  # real text: the canary covers what the policy sees
+            self._canary_tokens = documents[0].tokens[: max(2, self.config.weights.canary_tokens)].tolist()
+        told = Told(batch.statistics, self._recorder.wanted, self._canary_tokens)
+        try:
+            plans = plan_for(self.backend, documents, self.config.learner.micro_batch_tokens)
+        except UsageError as error:
+            self._deliver(Told(refused=str(error)), [], [[] for _ in range(self.backend.data_parallel_size)])
+            raise
+        self._deliver(told, documents, plans)
+        layers = self.backend.routing_layers
+        own = plans[self.backend.data_parallel_rank]
+        return batch, build({n: of_layers(documents[n], layers) for n in numbers(own)}, own)
+
+    def _deliver(self, told: Told, documents: list[Document], plans: Plan) -> None:
+        """Send every rank its part."""
+
+        def part(number: int) -> np.ndarray:
+            cell = self._cells[number]
+            own = plans[cell.replica]
+            return encode(told, {n: of_layers(documents[n], cell.layers) for n in numbers(own)}, own)
+
+        if self._cells:
+            self.backend.deliver(part, [cell.ranks for cell in self._cells])
 
     def line(self, step: Step) -> StepMetrics:
         """The step's metrics line, with broker, nodes and weight plane as of now."""

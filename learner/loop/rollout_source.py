@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from common.config.schema import Config
-from common.rollouts import Group
+from common.errors import UsageError
 from common.security.credentials import curve_credentials
 from common.waits import WaitFor, WaitKind
 from common.weights.source.publisher import WeightPublisher
@@ -19,10 +19,11 @@ from common.weights.source.snapshot import TensorSpecs
 from common.weights.source.sources import LeadEndpoint, RemoteSource
 from common.weights.wire.messages import Canary
 from learner.backend_protocol import Backend, Microbatch
-from learner.batch.batch import TrainingBatch, assemble, decode
+from learner.batch.batch import TrainingBatch, decode
 from learner.batch.packing import Document, build
-from learner.loop.batch_source import BatchSource, Command, Train
-from learner.loop.transcripts import Chosen, Logprobs, RecordingLoss, choose
+from learner.loop import share
+from learner.loop.batch_source import BatchSource
+from learner.loop.transcripts import Logprobs, RecordingLoss
 from learner.loss.losses import policy_loss
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,6 @@ class RolloutSource(BatchSource):
         `lead_publisher`: the publisher of the lead rank, None on the others.
         """
         self.loss = self._recorder = RecordingLoss(policy_loss(config.learner.loss, config.rollout.max_tokens))
-        self._groups: list[Group] = []  # those of the newest Train command
-        self._chosen: Chosen = {}
         self.temperature = config.rollout.temperature
         self.config = config
         every = config.evaluation.every
@@ -56,6 +55,7 @@ class RolloutSource(BatchSource):
         shape = {"vocab_size": backend.vocab_size, "routing": backend.routing_shape}
         told = self.config.learner.loss.distillation
         self.decode = partial(decode, group_size=self.config.rollout.group_size, distillation=told, **shape)
+        self._cells = share.cells(backend) if backend.world_size > 1 else []
         # Until the first real sample: drawn from run.seed, the same on every rank.
         draw = np.random.Generator(np.random.PCG64(self.config.run.seed))
         count = max(2, self.config.weights.canary_tokens)
@@ -64,16 +64,14 @@ class RolloutSource(BatchSource):
     def begin(self, version: int) -> None:
         self._publish(version)
 
-    def receive(self, command: Command) -> None:
-        self._groups = []  # those of the step before need no memory while the next ones are decoded
-        if isinstance(command, Train):
-            self._groups = [self.decode(group) for group in command.groups]
-
-    def batch(self, step: int) -> TrainingBatch:
-        batch = assemble(self._groups, step, self.config, self.backend.routing_shape)
-        self._chosen = choose(self._groups, self.config.telemetry.transcripts, self.config.run.seed)
-        self._recorder.watch(batch.documents, self._chosen)
-        return batch
+    def batch(self, step: int) -> tuple[TrainingBatch, list[Microbatch]]:
+        """Raises UsageError, on every rank, when a document is too long for a microbatch."""
+        told, documents, microbatches = share.decode(self.backend.deliver(None, [cell.ranks for cell in self._cells]))
+        if told.refused:
+            raise UsageError(told.refused)
+        self._recorder.expect(told.recorded)
+        self._canary_tokens = told.canary
+        return TrainingBatch(step, [], told.statistics), build(documents, microbatches)
 
     def complete(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """With the reference model's log-probabilities, if the loss asks for them. Collective."""
@@ -86,9 +84,6 @@ class RolloutSource(BatchSource):
         """Keep transcripts, and publish the version when it is due. Collective."""
         logprobs = self._recorder.collect(self.backend)
         self._transcribe(batch, logprobs)
-        if batch.documents:
-            # real text: the canary covers what the policy sees
-            self._canary_tokens = batch.documents[0].tokens[: max(2, self.config.weights.canary_tokens)].tolist()
         if version % self.config.weights.publish_every == 0 and (
             version < self.config.run.steps or self.has_final_evaluation
         ):

@@ -3,10 +3,11 @@
     lead:   next command of the source: offer tasks, take B groups, check them (supervised: rows follow from the step)
                |  waits for groups; nodes unblock it by completing leases (RUN/status says how many are on the way)
                v
-    all:    broadcast of the command (WAIT | TRAIN groups | DRAIN | FAIL)
+    all:    broadcast of the command (WAIT | TRAIN | DRAIN | FAIL)
                |  the other ranks wait here for the lead, at most gathering.TAKE_WAIT_S plus broker round trips
                v
-    all:    batch (advantages, staleness, expiry) -> pack -> backend.train_step -> version + 1
+    lead:   batch (advantages, staleness, expiry) -> plan -> every rank gets its documents
+    all:    pack -> backend.train_step -> version + 1
                |  ranks wait for each other inside the backend's collectives, at most learner.timeout_s
                v
     all:    source.after_step: export -> lead: publisher.publish(version), every weights.publish_every steps
@@ -44,7 +45,6 @@ from common.span_buffer import SPANS
 from common.waits import WaitFor, WaitKind
 from learner.backend_protocol import NOTHING_TRAINED, Backend, StepResult
 from learner.batch.batch import TrainingBatch
-from learner.batch.packing import pack_for
 from learner.checkpoint.folder import TrainerState
 from learner.loop.batch_source import BatchSource, Command, Drain, Fail, Save, Train, Wait, decode_command
 from learner.loop.run_files import RunFiles
@@ -226,7 +226,7 @@ class Trainer:
                 self._checkpoint(wait=True)
             if isinstance(command, Train):
                 with self._profiler.around(self.version):
-                    self._turn([group.serial for group in command.groups])
+                    self._turn(command.serials)
         self._checkpoint(wait=True)
         while self.source.has_final_evaluation and isinstance(self._next_command(), Wait):
             self.signs.show("evaluating", True)
@@ -236,9 +236,7 @@ class Trainer:
 
     def _next_command(self) -> Command:
         if self.files is None:
-            command = decode_command(self.backend.broadcast_bytes(None))
-            self.source.receive(command)
-            return command
+            return decode_command(self.backend.broadcast_bytes(None))
         command = self.source.next_command(self.version)
         if self.backend.world_size > 1:
             self.backend.broadcast_bytes(msgspec.msgpack.encode(command))
@@ -252,10 +250,9 @@ class Trainer:
         began = time.monotonic()
         self._report("training", WaitFor(WaitKind.OPTIMIZER, version=step))
         with self._times.measure("batch_s"):
-            batch = source.batch(step)
-            packed = pack_for(backend, batch.documents, self.config.learner.micro_batch_tokens)
+            batch, packed = source.batch(step)
         with self._times.measure("train_s"):
-            if batch.documents:
+            if batch.statistics.sequence_tokens:
                 packed = source.complete(packed)
                 result = backend.train_step(packed, source.loss, source.temperature, source.entropy)
                 check_finite(step, result)

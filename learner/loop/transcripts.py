@@ -60,6 +60,15 @@ def choose(groups: Sequence[Group], share: float | Literal["none"], seed: int) -
     return chosen
 
 
+class Recorded(NamedTuple):
+    """A document whose log-probabilities are kept."""
+
+    serial: int
+    sample: int
+    path: int
+    places: int
+
+
 class RecordingLoss:
     """A LossFunction that also keeps log-probabilities, as they were before the optimizer step: no second pass.
 
@@ -69,37 +78,40 @@ class RecordingLoss:
 
     def __init__(self, loss: LossFunction) -> None:
         self._loss = loss
-        self._wanted: dict[int, Document] = {}
+        self.wanted: dict[int, Recorded] = {}  # by number of the document; the same on every rank
         self._found: dict[int, Tensor] = {}
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: Microbatch) -> LossOutput:
         for number, part in zip(batch.numbers, logprobs.detach().split(batch.document_lengths), strict=False):
-            if number in self._wanted:
+            if number in self.wanted:
                 self._found[number] = part.clone()  # else the whole microbatch would stay in memory
         return self._loss(logprobs, entropy, batch)
 
     def watch(self, documents: Sequence[Document], chosen: Container[Place]) -> None:
         """Begin a step on these documents. Those with a `chosen` origin are kept while there is room."""
-        self._wanted = {}
-        self._found = {}
+        self.expect({})
         room = MOST_PLACES
         for number, document in enumerate(documents):
             if document.origin in chosen and document.places <= room:
                 room -= document.places
-                self._wanted[number] = document
+                self.wanted[number] = Recorded(*document.origin, document.path, document.places)
+
+    def expect(self, wanted: dict[int, Recorded]) -> None:
+        """Begin a step as the lead rank did."""
+        self.wanted = wanted
+        self._found = {}
 
     def collect(self, backend: Backend) -> Logprobs:
         """The log-probabilities of the chosen documents. Collective, unless nothing was chosen."""
-        wanted = self._wanted
+        wanted = self.wanted
         found = self._found
-        self._wanted = {}
-        self._found = {}
+        self.expect({})
         if not wanted:
             return {}
         parts = [found.get(n, torch.full((d.places,), -torch.inf)).float().cpu() for n, d in wanted.items()]
         largest = backend.largest(torch.cat(parts)).split([len(part) for part in parts])
         pairs = zip(wanted.values(), largest, strict=True)
-        return {(*d.origin, d.path): part.numpy() for d, part in pairs if bool(part.isfinite().all())}
+        return {d[:3]: part.numpy() for d, part in pairs if bool(part.isfinite().all())}
 
 
 class Item(NamedTuple):

@@ -50,6 +50,7 @@ class MegatronBackend:
 
     broadcast_bytes = staticmethod(parallel.broadcast_bytes)
     all_gather_bytes = staticmethod(parallel.gather)
+    deliver = staticmethod(parallel.deliver)
     largest = staticmethod(parallel.largest)
     close = staticmethod(parallel.shutdown)
 
@@ -97,6 +98,7 @@ class MegatronBackend:
         self.optimizer = Optimizer(self.chunks, learner, dtype, total_steps)
         experts = Experts(built.chunks, built.config, learner.moe)
         self.routing_shape = experts.shape
+        self.routing_layers = experts.layers
         self.schedule = Schedule(self.chunks, built.config, parallel.device(), experts)
         if model.verify:
             verify.check_weights(self.model_path, hf_config, dtype, self.schedule.logprobs)

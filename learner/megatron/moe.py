@@ -31,7 +31,7 @@ from torch import Tensor
 
 from common.config.schema import MoeConfig
 from common.errors import UsageError
-from learner.backend_protocol import LossFunction, Microbatch, RoutingShape
+from learner.backend_protocol import UNKNOWN, LossFunction, Microbatch, RoutingShape
 from learner.megatron import parallel
 from learner.megatron.pack_layout import PackPart
 from learner.megatron.parallel import mpu
@@ -81,7 +81,7 @@ class Frame:
 
     pads: Tensor | None = None  # [tokens of this rank] bool, True where a position counts as no token
     balance_scale: float = 0.0  # factor of the auxiliary loss, whose gradient the global denominator divides later
-    routed: Tensor | None = None  # [tokens of this rank, MoE layers, chosen] int16 to replay, -1: the router chooses
+    routed: Tensor | None = None  # [tokens of this rank, its MoE layers, chosen] to replay; the router chooses UNKNOWN
     counted: bool = False  # whether the replay of this microbatch enters the step's figures
 
 
@@ -97,7 +97,7 @@ class Router(TopKRouter):
     recomputation needs the oldest frame that it has not taken yet.
     """
 
-    moe_layer: int = 0  # number of this layer among those with experts
+    moe_layer: int = 0  # number of this layer among those with experts on this rank
     replaying: bool = False
     now = frame = Frame()  # the frame of the forward pass that comes next
 
@@ -131,7 +131,7 @@ class Router(TopKRouter):
         if self.frame.routed is None:
             return values, own
         target = self.frame.routed[:, self.moe_layer].to(own)
-        known = (target >= 0).all(1)
+        known = ((target >= 0) & (target < scores.shape[1])).all(1)
         chosen = torch.where(known[:, None], target, own)
         if self.frame.counted and not in_backward():
             moved = (chosen.sort(1).values != own.sort(1).values).any(1)
@@ -176,14 +176,17 @@ class Experts:
         self._training = False
         # the shape of the routing that the model replays; None when it replays none
         self.shape: RoutingShape | None = None
+        self.layers: tuple[int, ...] = ()  # whose routing this rank replays, counted among those with experts
         if experts:
             every = config.moe_layer_freq
             sparse = [i % every == 0 for i in range(config.num_layers)] if isinstance(every, int) else every
             order = [i for i, has_experts in enumerate(sparse) if has_experts]
+            own = sorted({order.index(router.layer_number - 1) for router in self.routers})
             for router in self.routers:
-                router.moe_layer = order.index(router.layer_number - 1)
+                router.moe_layer = own.index(order.index(router.layer_number - 1))
             if self._replaying:
                 self.shape = RoutingShape(len(order), config.moe_router_topk, experts)
+                self.layers = tuple(own)
 
     def start(self, microbatches: list[Microbatch] | None = None, loss: LossFunction | None = None) -> None:
         """Begin a pass; with this data-parallel rank's microbatches and their loss if it trains. Collective."""
@@ -202,7 +205,9 @@ class Experts:
         pads = torch.ones_like(part.pads) if filler else part.pads if part.padded else None
         routed = batch.routed_experts if self._replaying else None
         if routed is not None:
-            routed = part.local(routed, fill=-1)
+            if routed.shape[1] != len(self.layers):
+                routed = routed[:, self.layers]
+            routed = part.local(routed, fill=UNKNOWN[str(routed.dtype).removeprefix("torch.")])
         pads, routed = (x if x is None else x.chunk(self._sequence_ranks)[self._sequence_rank] for x in (pads, routed))
         frame = Frame(pads, self._scale * tokens, routed, self._training)
         for router in self.routers:

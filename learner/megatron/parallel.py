@@ -1,10 +1,12 @@
 """torch.distributed and Megatron's process groups: gloo on CPU, NCCL on CUDA."""
 
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -16,6 +18,9 @@ from common.config.schema import ParallelConfig
 
 mpu: Any = parallel_state  # upstream types its groups as optional, or as numbers
 _JOIN_S = 300.0  # ranks start apart from one another: imports, the lead's search for its broker
+
+_PIECE = 1 << 28  # bytes in one send
+_IN_FLIGHT = 16  # sends
 
 _control: dist.ProcessGroup | None = None
 
@@ -126,6 +131,46 @@ def gather_to_lead(data: bytes) -> list[bytes]:
     is_lead = dist.get_rank() == 0
     dist.gather(padded, places if is_lead else None, 0, group=_control)
     return _cut(places, sizes) if is_lead else []
+
+
+def deliver(make: Callable[[int], np.ndarray] | None, groups: Sequence[Sequence[int]]) -> np.ndarray:
+    """See learner.backend_protocol.Backend.deliver. Over gloo, in pieces."""
+    rank = dist.get_rank()
+    group = next(ranks for ranks in groups if rank in ranks)
+    own = np.zeros(0, dtype=np.uint8)
+    sent: deque[Any] = deque()
+    if make is not None:
+        for number, ranks in enumerate(groups):
+            if ranks == group:
+                own = make(number) if len(ranks) > 1 else own
+                continue
+            sent += _send(make(number), ranks[0])
+            while len(sent) > _IN_FLIGHT:
+                sent.popleft()[0].wait()
+    else:
+        own = _receive(0 if rank == group[0] else group[0])
+    if rank == group[0]:
+        for other in group[1:]:
+            sent += _send(own, other)
+    for work, _ in sent:
+        work.wait()
+    return own
+
+
+def _send(data: np.ndarray, rank: int) -> list[tuple[Any, Tensor]]:
+    """The sends that have begun, each with its tensor, which must live until it is complete."""
+    size = torch.tensor([len(data)])
+    tensors = [size, *torch.from_numpy(data).split(_PIECE)]
+    return [(dist.isend(tensor, rank, group=_control), tensor) for tensor in tensors]
+
+
+def _receive(rank: int) -> np.ndarray:
+    size = torch.empty(1, dtype=torch.int64)
+    dist.recv(size, rank, group=_control)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    for piece in data.split(_PIECE):
+        dist.recv(piece, rank, group=_control)
+    return data.numpy()
 
 
 def _equal_places(data: bytes) -> tuple[list[int], Tensor, list[Tensor]]:

@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 from common.config.schema import SftConfig
 from common.hub import load_tokenizer
 from common.metrics import SftMetrics
-from learner.backend_protocol import Backend
+from learner.backend_protocol import Backend, Microbatch
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.batch.packing import Document, pack_for
 from learner.loop.batch_source import BatchSource, Command, Drain, Train
@@ -70,6 +70,7 @@ class SftSource(BatchSource):
 
     def attach(self, backend: Backend, version: int) -> None:
         """Pack the held-out rows; raises UsageError, naming the row, when one is too long."""
+        self._backend = backend
         if held := self.dataset.held_out_rows:
             documents = self.dataset.documents(held)
             self._validation = Validation(backend, documents, self._config.learner.micro_batch_tokens)
@@ -81,14 +82,16 @@ class SftSource(BatchSource):
             return Drain()
         return Train(step)
 
-    def batch(self, step: int) -> TrainingBatch:
+    def batch(self, step: int) -> tuple[TrainingBatch, list[Microbatch]]:
+        """Every rank reads and packs the rows by itself."""
         documents = self.dataset.step(step, self._config.learner.sequences_per_step)
         statistics = BatchStatistics(
             samples=len(documents),
             tokens_trained=sum(int(document.loss_mask.sum()) for document in documents),
             sequence_tokens=sum(document.places for document in documents),
         )
-        return TrainingBatch(step, documents, statistics)
+        packed = pack_for(self._backend, documents, self._config.learner.micro_batch_tokens)
+        return TrainingBatch(step, documents, statistics), packed
 
     def after_step(self, version: int, batch: TrainingBatch) -> None:
         self._validation_loss = UNSET

@@ -46,6 +46,7 @@ class BigramBackend:
     hidden_size = 64
     document_multiple = 1
     routing_shape = None
+    routing_layers = ()
 
     def __init__(self) -> None:
         self.table = torch.zeros(VOCAB, VOCAB, requires_grad=True)

@@ -328,7 +328,7 @@ def test_a_document_carries_the_routing_of_its_tokens(make_config: Callable[...,
     group = decode(stored(Group(5, [made, sample(reward=1.0, routed_experts=routed([0] * 10))])), 10, 2, SHAPE)
     first, _ = assemble([group], 0, make_config(), SHAPE).documents
     assert first.routed_experts is not None
-    assert first.routed_experts.tolist() == [[[0], [1]], [[2], [3]], [[3], [2]], [[1], [0]], [[-1], [-1]]]
+    assert first.routed_experts.tolist() == [[[0], [1]], [[2], [3]], [[3], [2]], [[1], [0]], [[255], [255]]]
     assert all(d.routed_experts is None for d in assemble([group], 0, make_config()).documents)
 
 

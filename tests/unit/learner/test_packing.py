@@ -88,3 +88,15 @@ def test_the_number_of_microbatches_is_near_the_least_possible() -> None:
 def test_the_order_of_documents_is_kept_and_a_rank_without_any_has_one_microbatch() -> None:
     assert plan([document(n) for n in (5, 30, 6, 20, 7)], 1, 1000) == [[[0, 1, 2, 3, 4]]]
     assert plan([], 3, 100) == [[[]], [[]], [[]]]
+
+
+def test_ranks_trade_until_long_tails_are_even() -> None:
+    lengths = np.exp(np.random.default_rng(3).normal(np.log(3000), 1.0, 512)).clip(2, 32768).astype(int)
+    documents = [Document(np.zeros(n, np.int32), np.ones(n, np.uint8)) for n in lengths]
+    costs = cost(lengths - 1, 1024)
+    plans = plan(documents, 32, 32768, hidden_size=1024)
+    loads = [sum(costs[i] for numbers in rank for i in numbers) for rank in plans]
+    assert max(loads) <= 1.05 * sum(loads) / len(loads)  # 1.4 without trades
+    for rank in plans:
+        weights = [sum(costs[i] for i in numbers) for numbers in rank]
+        assert weights == sorted(weights, reverse=True)  # what ranks compute at the same time is alike

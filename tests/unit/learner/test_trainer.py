@@ -15,8 +15,6 @@ from common.metrics import StepMetrics
 from common.rollouts import Group, encode_group
 from common.run_reader import read_tail
 from common.waste import Waste
-from learner.loop import rollout_source
-from learner.loop.batch_source import Train, decode_command
 from tests.rigs.brokers import MemoryBroker
 from tests.rigs.refusals import refused
 from tests.rigs.telemetry import recorded
@@ -48,24 +46,6 @@ def test_a_run_trains_and_commits_every_group_once_and_leaves_everything(make_wo
         (3, ["step-000002", "step-000004"]),
         (4, ["step-000004", "step-000005"]),
     ]
-
-
-def test_the_lead_decodes_a_group_once_and_another_rank_gets_the_same_batch_from_the_command(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decoded: list[StoredGroup] = []
-    decode = rollout_source.decode
-    monkeypatch.setattr(rollout_source, "decode", lambda stored, **how: decoded.append(stored) or decode(stored, **how))
-    world = make_world(run={"steps": 2})
-    assert world.run() == "done"
-    assert sorted(stored.serial for stored in decoded) == [0, 1, 2, 3]
-    other = rollout_source.RolloutSource(world.config)
-    other.attach(world.backend, 1)
-    command = msgspec.msgpack.encode(Train(1, decoded[2:]))
-    other.receive(decode_command(command))
-    ours, theirs = world.lead.batch(1), other.batch(1)
-    assert ours.statistics == theirs.statistics
-    assert [document.origin for document in ours.documents] == [document.origin for document in theirs.documents]
 
 
 def test_a_penalty_on_the_divergence_keeps_the_policy_near_the_reference(make_world: MakeWorld, tmp_path: Path) -> None:

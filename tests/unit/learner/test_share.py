@@ -1,0 +1,102 @@
+"""Every rank's part of a step: exactly its documents, as the lead rank packs them."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from broker.contract import StoredGroup
+from common.errors import UsageError
+from learner.backend_protocol import Microbatch
+from learner.batch.packing import Document, build
+from learner.loop import rollout_source
+from learner.loop.share import Cell, Told, cells, decode, encode, of_layers
+from tests.unit.learner.loop_fakes import MakeWorld, World
+
+
+def test_the_lead_decodes_a_group_once_and_every_rank_gets_its_own_documents(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[StoredGroup] = []
+    decode = rollout_source.decode
+    monkeypatch.setattr(rollout_source, "decode", lambda stored, **how: decoded.append(stored) or decode(stored, **how))
+    world = make_world(run={"steps": 2})
+    assert world.run() == "done"
+    assert sorted(stored.serial for stored in decoded) == [0, 1, 2, 3]
+    whole, everything = world.lead.batch(1)
+    sent, (ours, theirs) = shared(world)
+    assert len(sent) == 1 and set(sent[0]) == {1}, "the lead makes nothing for itself"
+    assert ours[0].statistics == theirs[0].statistics == whole.statistics
+    assert theirs[0].documents == []
+    parts = [*ours[1], *theirs[1]]
+    assert sorted(n for batch in parts for n in batch.numbers) == list(range(len(whole.documents)))
+    for batch in parts:
+        (alone,) = build(whole.documents, [list(batch.numbers)])
+        for field in fields(Microbatch):
+            found, expected = getattr(batch, field.name), getattr(alone, field.name)
+            same = torch.equal(found, expected) if isinstance(found, torch.Tensor) else found == expected
+            assert same, field.name
+    assert sum(len(batch.tokens) for batch in everything) == sum(len(batch.tokens) for batch in parts)
+
+
+def shared(world: World) -> tuple[list[dict[int, np.ndarray]], tuple[Any, Any]]:
+    """What the lead of two ranks sends, and the batches of both."""
+    sent: list[dict[int, np.ndarray]] = []
+    lead, backend = world.lead, world.backend
+    backend.world_size = backend.data_parallel_size = 2
+    backend.all_gather_bytes = lambda own: [own, msgspec.msgpack.encode(Cell(1, ()))]
+    backend.deliver = lambda make, groups: sent.append({n: make(n) for n, ranks in enumerate(groups) if 0 not in ranks})
+    lead._cells = cells(backend)
+    other = rollout_source.RolloutSource(world.config)
+    other.attach(backend, 1)
+    error: UsageError | None = None
+    try:
+        ours = lead.batch(1)
+    except UsageError as found:
+        error = found
+    backend.deliver = lambda make, groups: sent[0][1]
+    if error is not None:
+        with pytest.raises(UsageError) as theirs:
+            other.batch(1)
+        assert str(theirs.value) == str(error)
+        raise error
+    return sent, (ours, other.batch(1))
+
+
+def test_every_rank_refuses_a_step_that_the_lead_cannot_pack(make_world: MakeWorld) -> None:
+    world = make_world(run={"steps": 1})
+    assert world.run() == "done"
+    learner = msgspec.structs.replace(world.config.learner, micro_batch_tokens=1)
+    world.lead.config = msgspec.structs.replace(world.config, learner=learner)
+    with pytest.raises(UsageError):
+        shared(world)
+
+
+@pytest.mark.parametrize("age", [3, 127, 128, 70_000])
+def test_a_document_arrives_as_it_was_with_the_routing_of_the_layers_of_its_rank(age: int) -> None:
+    routing = np.arange(5 * 4 * 2, dtype=np.uint8).reshape(5, 4, 2)
+    document = Document(
+        tokens=np.arange(5, dtype=np.int32),
+        loss_mask=np.array([0, 0, 1, 1, 1], np.uint8),
+        behavior_logprobs=np.linspace(-3, 0, 5, dtype=np.float32),
+        staleness=np.array([-1, 0, age, 0, 1], np.int32),
+        advantage=0.1,
+        serial=7,
+        sample=1,
+        routed_experts=routing,
+        kl_coefficient=0.25,
+        path=2,
+    )
+    plain = replace(document, routed_experts=None, staleness=None, serial=8)
+    sent = {4: of_layers(document, (1, 3)), 9: plain}
+    told, found, microbatches = decode(encode(Told(canary=[1, 2]), sent, [[9], [4], []]))
+    assert (told.canary, microbatches, list(found)) == ([1, 2], [[9], [4], []], [4, 9])
+    assert found[4].routed_experts.tolist() == routing[:, [1, 3]].tolist()
+    for field in fields(Microbatch):
+        for ours, theirs in zip(build(found, microbatches), build(sent, microbatches), strict=True):
+            a, b = getattr(ours, field.name), getattr(theirs, field.name)
+            assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b, field.name
+    assert of_layers(document, ()).routed_experts.shape == (5, 0, 2), "a stage without routers"
