@@ -15,6 +15,7 @@ from broker.delivery.learner_rules import LearnerRules
 from broker.delivery.node_rules import NodeRules
 from broker.delivery.state import DeliveryState
 from broker.delivery.task_table import StoredPayload
+from broker.journal.group_memory import GroupMemory
 from broker.journal.store import PayloadLost
 from broker.server.replies import Payload
 from common.errors import BrokerError, StoreChanged
@@ -36,8 +37,9 @@ class NotYet(Exception):
 class Answers:
     """Answers each request by its rule. pyright checks the arguments, and that a Request[R] is answered with an R."""
 
-    def __init__(self, state: DeliveryState) -> None:
+    def __init__(self, state: DeliveryState, memory: GroupMemory | None = None) -> None:
         self._state = state
+        self._memory = memory
         self.learner = LearnerRules(state)
         self.nodes = NodeRules(state)
 
@@ -139,7 +141,7 @@ class Answers:
     def _take(self, request: wire.Take) -> wire.Answer[list[StoredGroup] | None]:
         """The groups come without their payloads, which Handlers.payloads reads."""
         taken = self.learner.take(request.step, request.count, request.in_order)
-        if taken is None:
+        if taken is None or (self._memory is not None and not self._memory.has(request.step, taken)):
             raise NotYet
         groups = [(e, e.meta) for e in taken if e.meta is not None]
         return _answer(request, [StoredGroup(e.serial, e.nodes[-1], m, source=e.task.source) for e, m in groups])
@@ -231,9 +233,9 @@ class LongPolls:
 class Handlers:
     """Answers requests from the state, or parks them."""
 
-    def __init__(self, state: DeliveryState) -> None:
+    def __init__(self, state: DeliveryState, memory: GroupMemory | None = None) -> None:
         self._state = state
-        self.answers = Answers(state)
+        self.answers = Answers(state, memory)
         self.parked = LongPolls()
         self._served_revision = -1
 
