@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from broker.client.calls import NodeBroker
 from broker.client.connection import AsyncBrokerClient, BrokerClient
 from broker.contract import NodeReport, RunInfo
@@ -145,7 +147,8 @@ def zeromq_redis(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
 
 
 def durable(store: Store, run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
-    """Acknowledged only after a sync; the segments are so small that snapshots are taken all the time."""
+    """Acknowledged only after a sync; snapshots are taken all the time, and the memory has no group for long."""
+    run = msgspec.structs.replace(run, memory_bytes=1)
     journal, clock = Journal(store, "fsync", segment_bytes=1 << 12), Clock()
     state = DeliveryState(run, clock, recorder=journal, retain_steps=2)
     recover(journal, state)
