@@ -50,7 +50,7 @@ class StoredPayload:
         return self.read_at(self.location)
 
 
-class TaskRecord(msgspec.Struct):
+class TaskRecord(msgspec.Struct, gc=False):  # part of no cycle, and there are many
     """The part of a task that survives a restart of the broker."""
 
     task: Task
