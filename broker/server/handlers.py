@@ -21,6 +21,7 @@ from broker.server.replies import Payload
 from common.errors import BrokerError, StoreChanged
 
 MAX_WAIT_S = 60.0
+READ_S = 2.0  # a take waits so long for groups that are read from the store; then it is asked again
 MOST_LEASES = 8  # parked requests of one node; a client that behaves has one, besides those that it cancels
 
 Key = tuple[bytes, int]  # client, request id
@@ -31,7 +32,11 @@ Q = TypeVar("Q", wire.AskLease, wire.Take)
 
 
 class NotYet(Exception):
-    """The request waits for something to happen."""
+    """The request waits for something to happen, for `least_s` even if it did not ask to wait."""
+
+    def __init__(self, least_s: float = 0.0) -> None:
+        super().__init__()
+        self.least_s = least_s
 
 
 class Answers:
@@ -141,8 +146,10 @@ class Answers:
     def _take(self, request: wire.Take) -> wire.Answer[list[StoredGroup] | None]:
         """The groups come without their payloads, which Handlers.payloads reads."""
         taken = self.learner.take(request.step, request.count, request.in_order)
-        if taken is None or (self._memory is not None and not self._memory.has(request.step, taken)):
+        if taken is None:
             raise NotYet
+        if self._memory is not None and not self._memory.has(request.step, taken):
+            raise NotYet(READ_S)
         groups = [(e, e.meta) for e in taken if e.meta is not None]
         return _answer(request, [StoredGroup(e.serial, e.nodes[-1], m, source=e.task.source) for e, m in groups])
 
@@ -245,9 +252,10 @@ class Handlers:
         """The reply, None when the request is parked; and parked requests that their senders have given up."""
         try:
             reply = self.answers.first(request, payload)
-        except NotYet:
+        except NotYet as waiting:
             assert isinstance(request, wire.AskLease | wire.Take)
-            return None, self.parked.park(client, request, time.monotonic() + min(request.wait_s, MAX_WAIT_S))
+            wait_s = max(waiting.least_s, min(request.wait_s, MAX_WAIT_S))
+            return None, self.parked.park(client, request, time.monotonic() + wait_s)
         except (BrokerError, StoreChanged) as error:
             changed = isinstance(error, StoreChanged)
             return wire.Refused(id=request.id, reason=str(error), store_changed=changed), []
