@@ -129,16 +129,19 @@ class Learner:
 
 @contextlib.contextmanager
 def broker_process(
-    folder: str, durability: str, groups_per_step: int = GROUPS_PER_STEP, redis: str | None = None
+    folder: str, durability: str, groups_per_step: int = GROUPS_PER_STEP, redis: str | None = None, **bounds: int
 ) -> Iterator[tuple[str, list[int]]]:
-    """Address and process ids of a broker with run folder `folder`, which ends with the context."""
+    """Address and process ids of a broker with run folder `folder`, which ends with the context.
+
+    `bounds` are further keys of `broker`.
+    """
     store = {} if redis is None else {"store": "redis", "redis": redis}
     document = {
         "run": {"name": "bench", "dir": folder, "steps": 1},
         "model": {"path": "none"},
         "tasks": {"environment": "none", "dataset": "none"},
         "learner": {"groups_per_step": groups_per_step},
-        "broker": {"durability": durability, **store},
+        "broker": {"durability": durability, **store, **bounds},
         "staleness": {"max": STALENESS},
     }
     config = msgspec.convert(document, Config)

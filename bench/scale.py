@@ -2,14 +2,16 @@
 
     python bench/scale.py            writes bench/results/scale.json in about a minute
 
-The CPU of broker and lead rank and the broker's memory come from other files of bench/results. A group is encoded here.
-A lab's chains of nodes (CHAIN_LAB) calibrate the weights. Every option is an assumption, and so are the speeds of
+Costs come from other files of bench/results: CONSTANTS names each one. A constant whose result is not there leaves its
+part out. Another bench joins with a line in CONSTANTS, and one in `Large.parts` for a new part. A group is encoded
+here. A lab's chains of nodes (CHAIN_LAB) calibrate the weights. Every option is an assumption, and so are the speeds of
 engines and learner in bench/simulate.py. docs/scale.md says what the model leaves out.
 
 - Broker: CPU for each node that waits, and for each group; both grow in proportion.
 - Weights: pieces travel along chains. Each node passes a piece on when it has it, and a few more lie at every node.
 - Window: bench/simulate.py with STAND_IN nodes. Each stands for many, and has a version when the last node has it.
 - Failures: each machine of the learner fails at a rate of its own. The rest start again from the newest checkpoint.
+- What breaks first: for models, lengths, nodes and machines, the load of each part over the load at which it breaks.
 """
 
 import itertools
@@ -19,15 +21,14 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import broker_groups
 import harness
 from simulate import FLEET, predict
 
-from bench.figures import result
+from bench.figures import RESULTS, result
 from broker.delivery.nodes import MOST_NODES
-from common.config.schema import BrokerConfig
 from common.rollouts import encode_group
 
 STAND_IN = 64  # simulated nodes; the pace of more differs little
@@ -41,6 +42,7 @@ CHAIN_LAB = (  # Mbit/s of each link, KiB of a piece, nodes, and the last one's 
 LAB_KIB = 24 << 10
 GIB, MIB = 1 << 30, 1 << 20
 LOST_LIMIT = 0.1  # share
+LEAD_SHARE = 0.1  # of a step, in which the lead rank may take groups
 MOST = 1 << 20  # no limit is looked for beyond
 
 
@@ -109,28 +111,60 @@ def lost_formula(cluster: Cluster) -> float:
     return 1 - cluster.interval_s / mean_s * survives / math.expm1((cluster.interval_s + cluster.pause_s) / mean_s)
 
 
+CONSTANTS = {  # name -> a result, and the value's path: fields, indices, and KEY=VALUE for the row that has it
+    "node_us": ("broker_scale", "runs/-1/broker_cpu_us_per_node_per_s"),  # broker's CPU for a node that waits, a second
+    "group_us": ("broker_scale", "runs/-1/broker_cpu_us_per_group_without_waiting"),  # and for a group of 1k
+    "large_group_us": ("broker_window", "runs/way=store/broker_cpu_us_per_group"),  # of 8k, from the store
+    "snapshot_us": ("broker_window", "snapshots/-1/us_per_group_by_records"),  # for a group's share of snapshots
+    "store_mib_per_s": ("broker_window", "runs/way=store/fill_mib_per_s"),  # groups that the store took
+    "lead_us": ("broker_overhead", "sizes/1k/ways/slipstream_memory/consumer_us"),  # lead rank's CPU for a group of 1k
+    "large_lead_us": ("broker_overhead", "sizes/8k/ways/slipstream_memory/consumer_us"),  # of 8k
+    "finished_bytes": ("broker_soak", "growth_bytes_per_group"),  # broker's memory for a finished task
+    "sent_s_per_gib": ("weight_cpu", "ways/way=keys/sender_s"),  # a source's CPU for weights, sealed
+    "forwarded_s_per_gib": ("weight_cpu", "ways/way=keys to 3/receiver_s"),  # a node's that passes them on
+    "control_s": ("weight_control", "relay/nodes=1000/publish/cpu_s"),  # lead rank's CPU for a publish to 1,000 nodes
+}
+
+
+def constant(name: str) -> float | None:
+    """A measured value of CONSTANTS; None when its result is not there."""
+    source, path = CONSTANTS[name]
+    if not (RESULTS / f"{source}.json").exists():
+        return None
+    found: Any = result(source)
+    for word in path.split("/"):
+        key, _, value = word.partition("=")
+        if value:
+            found = next(row for row in found if str(row[key]) == value)
+        else:
+            found = found[int(key) if isinstance(found, list) else key]
+    return float(found)
+
+
+def encoded_bytes(size: str) -> int:
+    return len(encode_group(next(broker_groups.structs(size))[0]))
+
+
 @dataclass(frozen=True)
 class Costs:
-    """Measured costs, each from the result that its comment names."""
+    """Measured costs; see CONSTANTS."""
 
-    node_us: float  # broker_scale: the broker's CPU for a node that waits, in a second
-    group_us: float  # broker_scale: for a group, the dearest run
-    lead_us: float  # broker_overhead: the lead rank's CPU for a group, the learner's side
-    finished_bytes: float  # broker_soak: the broker's memory for a task that is finished
+    node_us: float
+    group_us: float
+    lead_us: float
+    finished_bytes: float
     token_bytes: float  # in an encoded group
 
     @staticmethod
     def measured() -> "Costs":
-        runs = result("broker_scale")["runs"]
-        ways = result("broker_overhead")["sizes"]["1k"]["ways"]
-        group, _ = next(broker_groups.structs("1k"))
         tokens = SAMPLES * (broker_groups.PROMPT_TOKENS + broker_groups.COMPLETION_TOKENS["1k"])
+        runs = result("broker_scale")["runs"]
         return Costs(
-            node_us=runs[-1]["broker_cpu_us_per_node_per_s"],
-            group_us=max(run["broker_cpu_us_per_group_without_waiting"] for run in runs),
-            lead_us=ways["slipstream_memory"]["consumer_us"],
-            finished_bytes=result("broker_soak")["growth_bytes_per_group"],
-            token_bytes=round(len(encode_group(group)) / tokens, 2),
+            node_us=constant("node_us") or 0.0,
+            group_us=max(run["broker_cpu_us_per_group_without_waiting"] for run in runs),  # the dearest run
+            lead_us=constant("lead_us") or 0.0,
+            finished_bytes=constant("finished_bytes") or 0.0,
+            token_bytes=round(encoded_bytes("1k") / tokens, 2),
         )
 
 
@@ -192,16 +226,13 @@ class Job:
 
     def limits(self) -> list[dict[str, Any]]:
         """Where each part breaks, the smallest fleet first; machines of the learner last."""
-        o, default = self._options, BrokerConfig().max_bytes
+        o = self._options
         fleet: list[tuple[str, str, Callable[[int], bool]]] = [
             ("the broker's table of nodes", "`MOST_NODES`", lambda n: n <= MOST_NODES),
             ("one core of the broker", "a second broker", lambda n: self.load(n)["broker_cores"] <= 1),
             ("the broker's link", "a faster one", lambda n: self.load(n)["broker_mb_per_s"] <= self._rate / 1e6),
             ("a tenth of a step for taking groups", "a second reader", lambda n: self.load(n)["lead_share"] <= 0.1),
         ]
-        for bound in o.staleness[1::2]:
-            what = f"`broker.max_bytes` at its default, window {bound}"
-            fleet.append((what, "the key", lambda n, k=bound: self.window_bytes(n, k) <= default))
         for roots, piece in itertools.product(o.roots, o.piece_mib):
             what = f"a step for a publish: {roots} chain{'s' * (roots > 1)}, pieces of {piece:g} MiB"
             within = lambda n, r=roots, p=piece: self.publish_s(n, r, p) <= self._step_s  # noqa: E731
@@ -216,6 +247,93 @@ class Job:
         return found
 
 
+class Part(NamedTuple):
+    """A part of a job: its load over the load at which it breaks, and the constants that say so."""
+
+    name: str
+    load: float
+    constants: tuple[str, ...] = ()
+
+
+class Large:
+    """A job: GiB of the model, tokens a second of a node and of a sample, and machines of the learner."""
+
+    def __init__(
+        self, options: harness.Options, costs: Costs, gib: float, node_tokens_per_s: float, tokens: int, machines: int
+    ) -> None:
+        self._options, self._costs, self._gib, self._machines = options, costs, gib, machines
+        self.step_s = GROUPS_OF_NODE * SAMPLES * tokens / node_tokens_per_s  # a step takes what the fleet runs at once
+        self.group_bytes = SAMPLES * tokens * costs.token_bytes
+        self._known = {name: constant(name) for name in CONSTANTS}
+
+    def _each_us(self, small: str, large: str) -> float:
+        """CPU for a group, in a straight line through groups of 1k and of 8k."""
+        known, sizes = self._known, [encoded_bytes(size) for size in ("1k", "8k")]
+        low, high = known[small] or 0.0, known[large] or 0.0
+        return low + (high - low) * (self.group_bytes - sizes[0]) / (sizes[1] - sizes[0])
+
+    def parts(self, nodes: int) -> list[Part]:
+        """Every part that a measured constant gives, the fullest first."""
+        o, known, step_s = self._options, self._known, self.step_s
+        groups_per_s, rate = nodes * GROUPS_OF_NODE / step_s, o.link_gbit * 1e9 / 8
+        broker_us = self._each_us("group_us", "large_group_us") + (known["snapshot_us"] or 0.0)
+        lead_us = self._each_us("lead_us", "large_lead_us")
+        publish_s = chain_s(self._gib * GIB, rate, o.large_piece_mib * MIB, nodes, pieces_at_node(), HEADERS)
+        interval_s, failures = o.every * step_s, o.failures_per_hour[-1]
+        cluster = Cluster(self._machines, 0, failures, interval_s, o.pause_s, o.durable_s, o.restart_s, o.repair_s)
+        node_us, stored = known["node_us"], known["store_mib_per_s"]
+        sent, forwarded, control_s = (known[name] for name in ("sent_s_per_gib", "forwarded_s_per_gib", "control_s"))
+        parts = [
+            Part("broker's table of nodes", nodes / MOST_NODES),
+            Part("broker's link", groups_per_s * self.group_bytes / rate),
+            Part("nodes' links, for a publish", publish_s / step_s),
+            Part("failures of machines", lost_formula(cluster) / LOST_LIMIT),
+        ]
+        if node_us is not None:
+            cores = 1e-6 * (nodes * node_us + groups_per_s * broker_us)
+            parts.append(Part("broker's core", cores, ("node_us", "group_us", "large_group_us", "snapshot_us")))
+        if stored is not None:
+            parts.append(Part("broker's disk", groups_per_s * self.group_bytes / stored / MIB, ("store_mib_per_s",)))
+        if known["lead_us"] is not None:
+            taking = 1e-6 * groups_per_s * lead_us / LEAD_SHARE
+            parts.append(Part("lead rank, taking groups", taking, ("lead_us", "large_lead_us")))
+        if sent is not None:
+            share = self._gib * sent / self._machines / step_s
+            parts.append(Part("a source's core, sending weights", share, ("sent_s_per_gib",)))
+        if forwarded is not None:
+            parts.append(Part("a node's core, weights", self._gib * forwarded / step_s, ("forwarded_s_per_gib",)))
+        if control_s is not None:
+            share = control_s * nodes / 1000 / step_s
+            parts.append(Part("lead rank, control of weights", share, ("control_s",)))
+        return sorted(parts, key=lambda part: -part.load)
+
+
+def first_to_break(options: harness.Options, costs: Costs) -> list[dict[str, Any]]:
+    """For each model, length and learner: the fullest part by number of nodes."""
+    rows: list[dict[str, Any]] = []
+    for model, tokens, machines in itertools.product(options.models, options.tokens, options.large_machines):
+        name, gib, tokens_per_s = model.split("=")
+        job = Large(options, costs, float(gib), float(tokens_per_s), tokens, machines)
+        fullest = {str(nodes): job.parts(nodes)[0] for nodes in options.large_nodes}
+        shown = {nodes: f"{part.name}: {part.load:.0%}" for nodes, part in fullest.items()}
+        rows.append({"model": name, "tokens": tokens, "machines": machines, "step_s": job.step_s, "nodes": shown})
+    return rows
+
+
+def one_job(options: harness.Options, costs: Costs) -> list[dict[str, Any]]:
+    """All parts of the middle job, with the constants that give each."""
+    name, gib, tokens_per_s = options.models[len(options.models) // 2].split("=")
+    tokens, machines = options.tokens[len(options.tokens) // 2], options.large_machines[-1]
+    job = Large(options, costs, float(gib), float(tokens_per_s), tokens, machines)
+    nodes = options.large_nodes[len(options.large_nodes) // 2]
+    setting = {"model": name, "tokens": tokens, "nodes": nodes, "machines": machines}
+    rows = list[dict[str, Any]]()
+    for part in job.parts(nodes):
+        used = [f"{n} {constant(n):g} ({CONSTANTS[n][0]})" for n in part.constants]
+        rows.append({**setting, "part": part.name, "load": part.load, "constants": ", ".join(used) or "assumed"})
+    return rows
+
+
 def largest(fits: Callable[[int], bool]) -> int | None:
     """The largest number that fits, when smaller ones do too; None: all up to MOST do."""
     found = bisect(range(1, MOST), False, key=lambda n: not fits(n))
@@ -226,6 +344,9 @@ def largest(fits: Callable[[int], bool]) -> int | None:
     nodes=[64, 1000, 10000], staleness=[1, 2, 4, 8], roots=[1, 64], piece_mib=[4.0, 64.0], model_gib=15.0,
     link_gbit=100.0, machines=[1, 8, 64], spares=[0, 1, 4], failures_per_hour=[1e-4, 1e-3], every=20,
     restart_s=600.0, pause_s=5.0, durable_s=120.0, repair_s=14400.0, steps=30, failures=20000,
+    # name, GiB, and tokens a second of a node, which are assumed
+    models=["8B=15=20000", "70B=131=6000", "671B=1250=3000"], tokens=[4096, 32768, 131072],
+    large_nodes=[100, 1000, 10000], large_machines=[8, 64], large_piece_mib=1.0,
 )  # fmt: skip
 def main(options: harness.Options) -> harness.Figures:
     plain: list[dict[str, Any]] = predict(STAND_IN, options.staleness[-1:], options.steps)
@@ -241,4 +362,7 @@ def main(options: harness.Options) -> harness.Figures:
         "failures": [job.failing(m, rate) for rate in options.failures_per_hour for m in options.machines],
         "limits": job.limits(),
         "chain": chain_check(pieces_at_node()),
+        "first": first_to_break(options, costs),
+        "one_job": one_job(options, costs),
+        "missing": [name for name in CONSTANTS if constant(name) is None],
     }

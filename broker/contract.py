@@ -54,10 +54,11 @@ class RunInfo(msgspec.Struct, frozen=True):
     max_staleness: int
     max_attempts: int
     lease_s: float
-    max_bytes: int
+    max_bytes: int  # of groups that are not committed
     config: bytes = b""  # the resolved job config as JSON, handed to nodes that `--join` without one
     max_lease_s: float = 3600.0  # no heartbeat renews a lease beyond this
     trace: bool = False  # whether the broker takes the nodes' spans
+    memory_bytes: int = 0  # so much of `max_bytes` is in memory, and the rest only in the store; 0: all of it
 
 
 class WeightRequest(msgspec.Struct, frozen=True):
@@ -375,7 +376,7 @@ class BrokerStatus(msgspec.Struct, frozen=True):
     quarantined_messages: int = 0  # those of them that this broker kept in RUN/quarantine
     waste: WasteByReason = {}  # sum over all nodes that ever joined; the learner's own is in `learner`
     store: StoreStatus | None = None  # None: nothing outlives the broker
-    full: bool = False  # `max_bytes` is reached: only what the learner's next take needs is leased
+    full: bool = False  # `max_bytes` is reached, or `store_lags`: only what the learner's next take needs is leased
     machines: list[MachineStatus] = []  # where the learner has several; spare ones included
     machines_wait: str = ""  # why no round of them runs
     stopping: bool = False  # `slipstream stop`: nothing is leased, and the broker ends when the others have left
@@ -386,6 +387,8 @@ class BrokerStatus(msgspec.Struct, frozen=True):
     left: list[NodeStatus] = []  # the newest nodes that have left in good order, oldest first
     weights: WeightChange | None = None  # in effect; None: no weights came with tasks
     weight_requests: list[WeightRequest] = []  # not in effect yet, oldest first
+    bytes_in_memory: int = 0  # part of `bytes_held`
+    store_lags: bool = False  # groups come faster than the store takes them, and fill the memory
 
     @property
     def present(self) -> list[str]:

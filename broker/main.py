@@ -20,6 +20,7 @@ from broker.journal.store import StoreFenced, StoreUnavailable
 from broker.server.server import BrokerServer
 from broker.server.standby import Standby
 from broker.sockets import candidates
+from common.config.group_size import most_kept_bytes
 from common.config.schema import Config
 from common.errors import EXIT_DONE, BrokerError, BrokerUnreachable, UsageError
 from common.process.health import LifeSigns, serving_health
@@ -174,10 +175,11 @@ def run_info(config: Config, config_json: bytes) -> RunInfo:
         max_staleness=config.staleness.max,
         max_attempts=config.tasks.max_attempts,
         lease_s=config.broker.lease_s,
-        max_bytes=config.broker.max_bytes,
+        max_bytes=most_kept_bytes(config),
         config=config_json,
         max_lease_s=config.broker.max_lease_s,
         trace=config.telemetry.trace_mib > 0,
+        memory_bytes=config.broker.memory_bytes if config.broker.durability != "memory" else 0,
     )
 
 

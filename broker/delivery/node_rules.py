@@ -91,8 +91,8 @@ class NodeRules:
     def _admits_oldest(self, end: int) -> bool:
         """Whether a node whose window ends at serial `end` may lease the oldest pending task.
 
-        While ready and expected groups exceed `max_bytes`, only tasks with fewer older ones ready or leased than the
-        learner wants are leased. So memory is bounded, and the learner never waits for a task that no node may start.
+        While the broker is full, only tasks with fewer older ones ready or leased than the learner wants are leased. So
+        memory and store are bounded, and the learner never waits for a task that no node may start.
         """
         tasks = self._tasks
         if self._state.stopping or not tasks.pending:
@@ -100,7 +100,7 @@ class NodeRules:
         serial = tasks.pending[0]
         if serial >= end:
             return False
-        if tasks.bytes_expected() <= self._run.max_bytes:
+        if not self._state.full:
             return True
         return bisect_left(tasks.ready, serial) + tasks.leased.older_than(serial) < self._state.wanted
 

@@ -159,6 +159,11 @@ class DeliveryState:
         tasks = self.tasks
         return Window(run.groups_per_step, run.max_staleness, self.first_step, tasks.freed_earlier, tuple(tasks.freed))
 
+    @property
+    def full(self) -> bool:
+        """Whether only those tasks are leased that the learner's next take needs."""
+        return self.tasks.store_lags or self.tasks.bytes_expected() > self.run.max_bytes
+
     def begin_lease(self, entry: Entry) -> None:
         entry.leased_at = self.clock()
         entry.deadline = entry.leased_at + min(self.run.lease_s, self.run.max_lease_s)
@@ -231,7 +236,9 @@ class DeliveryState:
             groups_filtered=tasks.filtered,
             waste=wasted,
             store=store,
-            full=tasks.bytes_expected() > self.run.max_bytes,
+            full=self.full,
+            bytes_in_memory=tasks.bytes_in_memory,
+            store_lags=tasks.store_lags,
             machines=self.machines.status(now),
             machines_wait=self.machines.waits(now),
             stopping=self.stopping,

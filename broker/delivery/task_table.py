@@ -50,7 +50,7 @@ class StoredPayload:
         return self.read_at(self.location)
 
 
-class TaskRecord(msgspec.Struct):
+class TaskRecord(msgspec.Struct, gc=False):  # part of no cycle, and there are many
     """The part of a task that survives a restart of the broker."""
 
     task: Task
@@ -80,6 +80,11 @@ class Entry(TaskRecord):
     @property
     def serial(self) -> int:
         return self.task.serial
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it has a group whose bytes are in memory."""
+        return self.payload is not None and not isinstance(self.payload, StoredPayload)
 
     def ledger(self) -> LedgerEntry:
         meta = self.meta
@@ -194,7 +199,9 @@ class TaskTable:
         self.freed_earlier = 0  # how many older tasks freed theirs
         self.freed_by_step: dict[int, int] = {}  # filtered groups of each uncommitted step that freed their slot
         self.filtered = 0
-        self.bytes_held = 0
+        self.bytes_held = 0  # of all groups that are not committed
+        self.bytes_in_memory = 0
+        self.store_lags = False  # groups come faster than the store takes them, and fill the memory
         self.accepted_groups = 0
         self.accepted_bytes = 0
         self.retain_steps = retain_steps
@@ -222,8 +229,13 @@ class TaskTable:
         return [e for e in entries if e.state == TAKEN and e.step == step and not e.filtered]
 
     def bytes_expected(self) -> float:
-        """Bytes in memory once every leased group has arrived, at the mean size so far."""
+        """Bytes of groups once every leased group has arrived, at the mean size so far."""
         return self.bytes_held + len(self.leased) * self.accepted_bytes / max(1, self.accepted_groups)
+
+    @property
+    def remembered(self) -> int:
+        """Unfinished tasks and retained groups, which a snapshot has."""
+        return len(self.living) + sum(map(len, self.retained.values()))
 
     def line(self, serial: int) -> LedgerEntry:
         """The ledger's line of one task. Raises KeyError when it was never offered."""
@@ -253,12 +265,18 @@ class TaskTable:
 
     def put_group(self, entry: Entry, payload: object, payload_bytes: int, stored: StoredPayload | None) -> None:
         """Attach the payload of a group that was just accepted."""
-        entry.payload = payload
         entry.payload_bytes = payload_bytes
+        self.hold(entry, payload)
         entry.stored = stored
         self.bytes_held += payload_bytes
         self.accepted_groups += 1
         self.accepted_bytes += payload_bytes
+
+    def hold(self, entry: Entry, payload: object) -> None:
+        """Replace what a task has of its group: the bytes, what reads them, or nothing."""
+        self.bytes_in_memory -= entry.payload_bytes * entry.in_memory
+        entry.payload = payload
+        self.bytes_in_memory += entry.payload_bytes * entry.in_memory
 
     def give_up(self, entry: Entry) -> None:
         """Drop a group's payload and put its task back in the queue."""
@@ -268,5 +286,5 @@ class TaskTable:
 
     def drop_payload(self, entry: Entry) -> None:
         self.bytes_held -= entry.payload_bytes
-        entry.payload = None
+        self.hold(entry, None)
         entry.payload_bytes = 0

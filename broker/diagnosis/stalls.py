@@ -30,6 +30,7 @@ MIB = 1 << 20
 ADVICE = {
     "store": "make room on the disk of run.dir",
     "full": "a larger broker.max_bytes, a smaller learner.checkpoint.every, or a smaller staleness.max",
+    "store_lags": "a faster disk for run.dir or a faster Redis server, or a larger broker.memory_bytes",
     "no_node": "start nodes; RUN/logs/rollout-*.log says why earlier ones ended",
     "no_learner": "start the learner; RUN/logs/learner-0.log says why an earlier one ended",
     "learner_silent": "look at the learner's process: stopped (kill -CONT), out of memory (dmesg), a rank that hangs",
@@ -98,9 +99,14 @@ def _store(status: BrokerStatus) -> Iterator[Stall]:
 def _full(status: BrokerStatus) -> Iterator[Stall]:
     if not status.full:
         return
+    nodes = [n.report.node_id for n in _alive(status)]
+    if status.store_lags:
+        memory = f"{status.bytes_in_memory / MIB:,.1f} MiB of groups are in memory"
+        waits = f"the store, which writes slower than groups come: {memory}"
+        yield Stall("store_lags", named(nodes) or "nodes", waits, None, "it has written them", nodes)
+        return
     used = f"{status.bytes_held / MIB:,.1f} of {status.run.max_bytes / MIB:,.1f} MiB"
     release = "the learner takes a step's groups or commits a checkpoint; or a larger broker.max_bytes"
-    nodes = [n.report.node_id for n in _alive(status)]
     waits = f"room in the broker: {used} used, and more on its way"
     yield Stall("full", named(nodes) or "nodes", waits, None, release, nodes)
 
@@ -268,7 +274,7 @@ def _window(status: BrokerStatus, learner: LearnerReport, report: NodeReport) ->
     """The reason why a node with weights gets no task: the window, a full broker, or a lack of tasks."""
     version = report.policy_version
     if status.full:
-        return "full", "room in the broker", "see the broker"
+        return "store_lags" if status.store_lags else "full", "room in the broker", "see the broker"
     if (new := learner.policy_version) > version:
         waits = f"version {new}, with which it may lease more tasks; it has version {version}"
         return "weights", waits, f"version {new} reaches it"

@@ -36,7 +36,8 @@ BATCH_BYTES = 32 << 20
 class Journal(Recorder):
     """Records nothing until `begin`, so that a state can be replayed into existence with it.
 
-    `sync` says when records are durable. The log is compacted when it has grown by `segment_bytes`.
+    `sync` says when records are durable. The log is compacted when it has grown by `segment_bytes`, and by as many
+    records as a snapshot has tasks: so a snapshot costs each record the same, however many bytes a group has.
     """
 
     def __init__(self, store: Store, sync: Sync, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -44,7 +45,7 @@ class Journal(Recorder):
         self._segment_bytes = segment_bytes
         self._state: DeliveryState | None = None  # nothing is recorded without one
         self._seq = 0
-        self._written_bytes = 0
+        self._written_bytes = self._written_records = 0
         self._statistics: Statistics | None = None
         self._statistics_at = 0.0
         self._pending = False
@@ -92,7 +93,7 @@ class Journal(Recorder):
                 self.record(statistics)
         if self._pending:
             self._pending = False
-            if self._written_bytes >= self._segment_bytes:
+            if self._written_bytes >= self._segment_bytes and self._written_records >= state.tasks.remembered:
                 self._compact(state)
             writer.kick()
         return self._seq
@@ -130,6 +131,7 @@ class Journal(Recorder):
 
     def _put(self, body: bytes, payload: memoryview | None = None, stored: StoredPayload | None = None) -> None:
         self._seq += 1
+        self._written_records += 1
         self._written_bytes += len(body) + (len(payload) if payload is not None else 0)
         self._pending = True
         self._writer.put(Record(self._seq, body, payload, stored))
@@ -164,7 +166,7 @@ class Journal(Recorder):
 
     def _captured(self, state: DeliveryState, rewritten: Sequence[Record] | None = None) -> records.PendingSnapshot:
         self._seq += 1
-        self._written_bytes = 0
+        self._written_bytes = self._written_records = 0
         return records.PendingSnapshot(state, self._seq, rewritten)
 
 

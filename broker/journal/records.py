@@ -7,7 +7,9 @@ and have defaults. SCHEMA changes when an older reader would misread a store.
 
 import zlib
 from collections.abc import Callable, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
+from itertools import chain
+from operator import attrgetter
 
 import msgspec
 
@@ -92,6 +94,7 @@ decode: Callable[[bytes], AnyRecord] = msgspec.msgpack.Decoder(AnyRecord).decode
 _finished = msgspec.msgpack.Decoder(FinishedTasks)
 _entries = msgspec.msgpack.Decoder(list[LedgerEntry])
 _SURVIVING = TaskRecord.__struct_fields__
+_surviving = attrgetter(*_SURVIVING)
 _OF_TABLE = (
     "next_serial", "steps", "freed_by_step", "freed", "freed_earlier", "filtered", "accepted_groups", "accepted_bytes",
 )  # fmt: skip
@@ -120,15 +123,14 @@ class PendingSnapshot(Compaction):
         self.seq = seq
         self.rewritten = rewritten
         tasks = state.tasks
-        surviving = [{name: getattr(entry, name) for name in _SURVIVING} for entry in tasks.living.values()]
-        self._tasks = [(SavedTask(**f), e.stored) for f, e in zip(surviving, tasks.living.values(), strict=True)]
+        self._tasks = [copy(entry) for entry in tasks.living.values()]  # all that the broker's loop waits for
         self._retained = {step: list(entries) for step, entries in tasks.retained.items()}
         self._finished = [tasks.history.get(serial) for serial in tasks.finished]
         tasks.finished = []
         self._base = Snapshot(
             schema=SCHEMA,
             **{name: deepcopy(getattr(tasks, name)) for name in _OF_TABLE},
-            tasks=[task for task, _ in self._tasks],
+            tasks=[],
             accepted=list(state.accepted.items()),
             retained={},
             learner=state.learner.report,
@@ -146,14 +148,13 @@ class PendingSnapshot(Compaction):
         return encode_finished(self._finished) if self._finished else None
 
     def snapshot(self, history: int) -> bytes:
-        for task, stored in self._tasks:
-            task.location = None if stored is None else _location(stored)
+        tasks = [SavedTask(*_surviving(entry), location=_place(entry.stored)) for entry in self._tasks]
         retained = {step: [_kept(entry) for entry in entries] for step, entries in self._retained.items()}
-        return encode(msgspec.structs.replace(self._base, retained=retained, history_bytes=history))
+        return encode(msgspec.structs.replace(self._base, tasks=tasks, retained=retained, history_bytes=history))
 
     def wanted(self) -> list[Location]:
-        retained = [entry.stored for entries in self._retained.values() for entry in entries]
-        return [_location(stored) for stored in [s for _, s in self._tasks] + retained if stored is not None]
+        entries = chain(self._tasks, *self._retained.values())
+        return [place for entry in entries if (place := _place(entry.stored)) is not None]
 
 
 def restore(state: DeliveryState, snapshot: Snapshot, read: Callable[[Location], bytes]) -> None:
@@ -196,6 +197,10 @@ def restore(state: DeliveryState, snapshot: Snapshot, read: Callable[[Location],
 def _kept(entry: Entry) -> KeptGroup:
     assert entry.meta is not None
     return KeptGroup(entry.task, entry.nodes[-1], entry.meta, entry.filtered, _location(entry.stored))
+
+
+def _place(stored: StoredPayload | None) -> Location | None:
+    return None if stored is None else _location(stored)
 
 
 def _location(stored: StoredPayload | None) -> Location:

@@ -82,7 +82,7 @@ class FloodGuard:
             self._heard.add(int(str(frame.get("__fd"))))
 
     def tick(self, explained_bytes: int) -> None:
-        """Check the memory, about once a second; `explained_bytes` is the size of all stored groups."""
+        """Check the memory, about once a second; `explained_bytes` is the size of the groups in memory."""
         while self._events.poll(0):
             message = cast("dict[str, Any]", recv_monitor_message(self._events, zmq.NOBLOCK))
             note = self.connections.add if message["event"] == zmq.EVENT_ACCEPTED else self.connections.discard

@@ -15,11 +15,13 @@ from broker.delivery.learner_rules import LearnerRules
 from broker.delivery.node_rules import NodeRules
 from broker.delivery.state import DeliveryState
 from broker.delivery.task_table import StoredPayload
+from broker.journal.group_memory import GroupMemory
 from broker.journal.store import PayloadLost
 from broker.server.replies import Payload
 from common.errors import BrokerError, StoreChanged
 
 MAX_WAIT_S = 60.0
+READ_S = 2.0  # a take waits so long for groups that are read from the store; then it is asked again
 MOST_LEASES = 8  # parked requests of one node; a client that behaves has one, besides those that it cancels
 
 Key = tuple[bytes, int]  # client, request id
@@ -30,14 +32,19 @@ Q = TypeVar("Q", wire.AskLease, wire.Take)
 
 
 class NotYet(Exception):
-    """The request waits for something to happen."""
+    """The request waits for something to happen, for `least_s` even if it did not ask to wait."""
+
+    def __init__(self, least_s: float = 0.0) -> None:
+        super().__init__()
+        self.least_s = least_s
 
 
 class Answers:
     """Answers each request by its rule. pyright checks the arguments, and that a Request[R] is answered with an R."""
 
-    def __init__(self, state: DeliveryState) -> None:
+    def __init__(self, state: DeliveryState, memory: GroupMemory | None = None) -> None:
         self._state = state
+        self._memory = memory
         self.learner = LearnerRules(state)
         self.nodes = NodeRules(state)
 
@@ -141,6 +148,8 @@ class Answers:
         taken = self.learner.take(request.step, request.count, request.in_order)
         if taken is None:
             raise NotYet
+        if self._memory is not None and not self._memory.has(request.step, taken):
+            raise NotYet(READ_S)
         groups = [(e, e.meta) for e in taken if e.meta is not None]
         return _answer(request, [StoredGroup(e.serial, e.nodes[-1], m, source=e.task.source) for e, m in groups])
 
@@ -231,9 +240,9 @@ class LongPolls:
 class Handlers:
     """Answers requests from the state, or parks them."""
 
-    def __init__(self, state: DeliveryState) -> None:
+    def __init__(self, state: DeliveryState, memory: GroupMemory | None = None) -> None:
         self._state = state
-        self.answers = Answers(state)
+        self.answers = Answers(state, memory)
         self.parked = LongPolls()
         self._served_revision = -1
 
@@ -243,9 +252,10 @@ class Handlers:
         """The reply, None when the request is parked; and parked requests that their senders have given up."""
         try:
             reply = self.answers.first(request, payload)
-        except NotYet:
+        except NotYet as waiting:
             assert isinstance(request, wire.AskLease | wire.Take)
-            return None, self.parked.park(client, request, time.monotonic() + min(request.wait_s, MAX_WAIT_S))
+            wait_s = max(waiting.least_s, min(request.wait_s, MAX_WAIT_S))
+            return None, self.parked.park(client, request, time.monotonic() + wait_s)
         except (BrokerError, StoreChanged) as error:
             changed = isinstance(error, StoreChanged)
             return wire.Refused(id=request.id, reason=str(error), store_changed=changed), []

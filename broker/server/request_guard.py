@@ -145,7 +145,7 @@ class RequestGuard:
     def tick(self) -> None:
         """Run about once a second: read added and revoked keys, and check the broker's memory."""
         if self._floods is not None:
-            self._floods.tick(self._state.tasks.bytes_held)
+            self._floods.tick(self._state.tasks.bytes_in_memory)
         if self._ring is not None:
             self._ring.refresh()
 

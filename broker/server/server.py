@@ -16,6 +16,7 @@ import zmq
 
 from broker import wire
 from broker.delivery.state import DeliveryState
+from broker.journal.group_memory import GroupMemory
 from broker.journal.journal import Journal
 from broker.server.handlers import AnyParked, Handlers, nothing
 from broker.server.replies import Delayed, DelayedReplies, Outbox, Payload
@@ -67,12 +68,15 @@ class BrokerServer:
         self._guard.watch(self._router, max_message_bytes)
         self.address = reachable(self._router.getsockopt_string(zmq.LAST_ENDPOINT))
         state.address = self.address
-        self._handlers = Handlers(state)
+        self._wake = Wake()
+        self._memory: GroupMemory | None = None
+        if journal is not None and state.run.memory_bytes:
+            self._memory = GroupMemory(state, journal, self._wake.send)
+        self._handlers = Handlers(state, self._memory)
         self._outbox = Outbox(self._router, self._undelivered)
         self._journal = journal
         self._delayed = DelayedReplies(journal) if journal is not None else None
         self._remembered: OrderedDict[tuple[bytes, int], wire.Reply] = OrderedDict()
-        self._wake = Wake()
         self._stopping = False
         self._next_tick = 0.0
 
@@ -109,11 +113,14 @@ class BrokerServer:
 
     def close(self) -> None:
         """Close the sockets; `run` does it at its end."""
+        if self._memory is not None:
+            self._memory.close()
         self._router.close(linger=LINGER_MS)
         self._guard.close()
         self._context.term()
 
     def _turn(self) -> None:
+        self._wake.drain()
         drained = self._read_all()
         now = time.monotonic()
         ticking = now >= self._next_tick
@@ -121,6 +128,8 @@ class BrokerServer:
             self._handlers.answers.nodes.expire()
         self._serve_parked()
         self._give_up(self._handlers.parked.overdue(now))
+        if self._memory is not None:
+            self._memory.tend(now)
         if ticking:
             self._next_tick = now + TICK_S
             self._guard.tick()

@@ -111,7 +111,7 @@ def broker_problems(config: Config) -> Iterator[Problem]:
     if broker.max_lease_s < longest:
         expected = f"at least broker.lease_s + rollout.sample_timeout_s ({longest:g})"
         yield Problem("broker.max_lease_s", expected, hint="an episode that may continue keeps its lease")
-    if broker.max_message_bytes > broker.max_bytes:
+    if broker.max_bytes is not None and broker.max_message_bytes > broker.max_bytes:
         yield Problem("broker.max_message_bytes", f"at most broker.max_bytes ({broker.max_bytes})")
 
 

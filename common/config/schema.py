@@ -305,7 +305,9 @@ class BrokerConfig(BrokerAddress, frozen=True, kw_only=True):
     # A promise waits for fsync, for a write that is synced every second, or for no disk at all; docs/delivery.md.
     durability: Literal["fsync", "everysec", "memory"] = "fsync"
     retain_steps: Natural = 16  # Committed steps whose groups are kept for `slipstream replay`.
-    max_bytes: Positive = 4 << 30  # Bytes of groups that the broker keeps. Nodes wait while it is full.
+    # Bytes of groups that the broker keeps; nodes wait while it is full. null: what the window needs, 4 GiB or more.
+    max_bytes: Positive | None = None
+    memory_bytes: Positive = 4 << 30  # Bytes of them in the broker's memory. It reads the rest from the store.
     max_message_bytes: Positive = 1 << 30  # Bytes of one message. No group may be larger.
     lease_s: Seconds = 60.0  # A node that is silent for this long loses its tasks.
     max_lease_s: Seconds = 3600.0  # Longest lease that heartbeats renew. It bounds a node that never finishes a group.

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from common.config.group_size import most_kept_bytes
 from common.config.network_checks import split_address
 from common.config.schema import BaseConfig, Config
 from common.errors import ConfigError, Problem, SlipstreamError, UsageError
@@ -245,7 +246,7 @@ def _space(folder: Path, config: BaseConfig, plan: Plan | None) -> Finding:
         if (job := config.rl) is not None and plan.rl is not None and job.broker.store == "file":
             step = job.learner.groups_per_step * plan.rl.window.group_bytes
             steps = job.broker.retain_steps + job.learner.checkpoint.every + job.staleness.max + 1
-            needed += min(steps * step, 2 * job.broker.max_bytes)
+            needed += min(steps * step, 2 * most_kept_bytes(job))
     why = "on a full disk the broker acknowledges nothing and checkpoints fail"
     fix = "run.dir=FOLDER on a larger disk, or a smaller learner.checkpoint.keep or broker.retain_steps"
     what = f"{free / GIB:.1f} GiB free under {folder}, up to {needed / GIB:.1f} needed"

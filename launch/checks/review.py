@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from common.config.architecture import UnknownArchitecture, read_architecture
 from common.config.checks import MODEL_HINT, problems, resolve_paths
+from common.config.group_size import most_kept_bytes
 from common.config.loading import load_either
 from common.config.network_checks import is_loopback, split_address
 from common.config.parallel_layout import model_problems, world_problems
@@ -232,9 +233,11 @@ def _clipping(loss: LossConfig) -> Iterator[Finding]:
 
 def _window(config: Config, rl: RlPart) -> Iterator[Finding]:
     window, broker = rl.window, config.broker
-    if window.bytes > broker.max_bytes:
+    kept = most_kept_bytes(config)
+    if window.bytes > kept:
         full = f"{window.bytes / GIB:.1f} GiB"
-        most = f"broker.max_bytes ({broker.max_bytes / GIB:.1f} GiB)"
+        key = "memory_bytes" if broker.max_bytes is None else "max_bytes"
+        most = f"broker.{key} ({kept / GIB:.1f} GiB)"
         waits = "nodes would wait before the staleness bound makes them"
         yield note("window", "broker_full", f"A full window of longest samples is {full}, more than {most}: {waits}.")
     if window.group_bytes > broker.max_message_bytes:

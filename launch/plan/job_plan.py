@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from common.config.architecture import Architecture, Attention
+from common.config.group_size import group_bytes, routing_bytes
 from common.config.parallel_layout import padded
 from common.config.schema import BaseConfig, Config, RanksConfig
 from common.weights.wire.layout import ALIGNMENT, DEPTH_SHARE, Layout
@@ -21,10 +22,6 @@ from learner.batch.balance import balance
 from rollout_fleet.node.node import LOOKAHEAD_GROUPS
 
 GIB, MIB = 1 << 30, 1 << 20
-WIRE_BYTES_PER_TOKEN = 4 + 1 + 4  # token int32, loss mask uint8, log-probability float32 (common.rollouts.Sample)
-TAUGHT_BYTES = 4  # float32 by the teacher
-TOP_BYTES = 4 + 4  # int32 and float32 for each of the teacher's top_k tokens in the place of a sampled one
-ROUTED_BYTES = 2  # int16 per MoE layer and chosen expert
 MAIN_PARAMETER_BYTES = 4  # saved with the optimizer, whatever the model's dtype
 SCALE_BYTES = 4  # float32, one for each row of a rounded matrix
 DEVICE_VERSIONS = 3  # published versions that the lead rank keeps in device memory at most
@@ -238,22 +235,14 @@ def window_of(config: Config, model: Architecture) -> Window:
     """The window when a node leases LOOKAHEAD_GROUPS beyond its concurrency."""
     groups = config.learner.groups_per_step * (config.staleness.max + 1)
     size = config.rollout.group_size
-    longest = config.rollout.engine.max_model_len
-    per_token = WIRE_BYTES_PER_TOKEN
-    if config.learner.moe.replay_routing and model.experts is not None:
-        per_token += sum(model.moe_layers) * model.experts.per_token * ROUTED_BYTES
-    if (told := config.learner.loss.distillation) is not None:
-        per_token += TAUGHT_BYTES
-    group_bytes = size * longest * per_token
-    if told is not None:
-        group_bytes += size * min(config.rollout.max_tokens, longest) * told.wanted * TOP_BYTES
+    each = group_bytes(config, routing_bytes(model))
     node_groups = min(groups, config.rollout.concurrency_bounds[1] // size + LOOKAHEAD_GROUPS)
     return Window(
         groups=groups,
         samples=groups * size,
-        tokens=groups * size * longest,
-        bytes=groups * group_bytes,
-        group_bytes=group_bytes,
+        tokens=groups * size * config.rollout.engine.max_model_len,
+        bytes=groups * each,
+        group_bytes=each,
         node_groups=node_groups,
     )
 

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from broker.client.calls import NodeBroker
 from broker.client.connection import AsyncBrokerClient, BrokerClient
 from broker.contract import NodeReport, RunInfo
@@ -29,6 +31,7 @@ from tests.rigs.waiting import LIMIT_S
 META = GroupMeta(version_min=0, version_max=1, reward_mean=0.5, sampled_tokens=10, generation_s=2.5)
 GROUPS_PER_STEP = 2
 LEASE_S = 30.0
+MEMORY_BYTES = 1 << 10
 
 
 class Clock:
@@ -145,7 +148,8 @@ def zeromq_redis(run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
 
 
 def durable(store: Store, run: RunInfo, runner: asyncio.Runner) -> Iterator[Backend]:
-    """Acknowledged only after a sync; the segments are so small that snapshots are taken all the time."""
+    """Acknowledged only after a sync; snapshots are taken all the time, and most large groups leave the memory."""
+    run = msgspec.structs.replace(run, memory_bytes=MEMORY_BYTES)
     journal, clock = Journal(store, "fsync", segment_bytes=1 << 12), Clock()
     state = DeliveryState(run, clock, recorder=journal, retain_steps=2)
     recover(journal, state)

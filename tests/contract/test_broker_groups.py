@@ -9,6 +9,7 @@ from common.waste import Waste
 from tests.contract.backends import META, Backend
 from tests.rigs.brokers import learner_report, node_report
 from tests.rigs.refusals import refused
+from tests.rigs.waiting import LIMIT_S, until
 
 
 def test_a_straggler_does_not_delay_a_step_unless_it_takes_groups_in_order(backend: Backend) -> None:
@@ -145,6 +146,30 @@ def test_a_full_broker_leases_only_what_the_next_step_needs_and_drops_nothing(ma
     assert backend.learner.status().groups_committed == committed
     # 4 uncommitted steps of 2 groups, and one step more: less than the window of groups would allow without a bound
     assert most_bytes <= 10 * 600
+
+
+def test_groups_beyond_the_memory_are_taken_as_they_were_handed_in_by_a_learner_that_resumes_too(
+    make: Callable[..., Backend],
+) -> None:
+    backend = make(max_staleness=3)
+    backend.begin(8)
+    leases = backend.lease(8)
+    payloads = {lease.task.serial: b"%d" % lease.task.serial * 600 for lease in leases}
+    assert all(backend.complete(lease, payload=payloads[lease.task.serial]) for lease in leases)
+    bound = backend.learner.status().run.memory_bytes
+    if bound:
+        until(lambda: backend.learner.status().bytes_in_memory <= bound, "groups that are in the store only")
+    assert backend.learner.status().bytes_held == 8 * 600
+    for incarnation in (1, 2):
+        learner = backend.new_learner()
+        learner.attach(learner_report(incarnation=incarnation))
+        for step in range(4):
+            taken = learner.take(step, 2, LIMIT_S)
+            assert taken is not None
+            assert [(g.serial, g.payload) for g in taken] == [(n, payloads[n]) for n in (2 * step, 2 * step + 1)]
+    backend.learner = learner
+    backend.learner.commit(3)
+    assert backend.learner.status().bytes_in_memory == 0
 
 
 def test_status_says_when_the_bound_on_memory_is_reached(make: Callable[..., Backend]) -> None:

@@ -5,13 +5,15 @@ Everything that is true of the reference stays true across crashes: the rules an
 
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import rule
+from hypothesis.stateful import invariant, rule
 
 from broker.contract import RunInfo
 from broker.delivery.learner_fencing import lasting
@@ -19,13 +21,15 @@ from broker.delivery.logs import EventLog
 from broker.delivery.state import DeliveryState
 from broker.delivery.task_table import TaskRecord
 from broker.journal.file_store import open_file_store
+from broker.journal.group_memory import TEND_S, GroupMemory
 from broker.journal.journal import Journal
 from broker.journal.recovery import recover
 from broker.journal.store import Store, StoredPayload
-from tests.property.test_delivery_state import Delivery
-from tests.rigs.waiting import until
+from tests.property.test_delivery_state import PAYLOAD_BYTES, Delivery
+from tests.rigs.waiting import LIMIT_S, until
 
 RETAIN_STEPS = 2
+MEMORY_BYTES = 2 * PAYLOAD_BYTES  # most groups are in the store only
 
 
 def everything(state: DeliveryState) -> dict[str, Any]:
@@ -65,7 +69,7 @@ class DurableDelivery(Delivery):
         self.folder = Path(tempfile.mkdtemp())
 
     def new_state(self, run: RunInfo, new_token: Callable[[], str]) -> DeliveryState:
-        self.run, self.new_token = run, new_token
+        self.run, self.new_token = msgspec.structs.replace(run, memory_bytes=MEMORY_BYTES), new_token
         return self.open()
 
     def open(self) -> DeliveryState:
@@ -76,7 +80,43 @@ class DurableDelivery(Delivery):
         self.journal, events = Journal(store, sync, segment_bytes=1 << 12), EventLog(wall_clock=lambda: 0)
         self.durable = DeliveryState(self.run, lambda: self.now, self.new_token, events, self.journal, RETAIN_STEPS)
         self.found = recover(self.journal, self.durable)
+        self.forget_memory()
+        self.asked_for = -1
+        self.has_read = threading.Semaphore(0)
+        self.memory = GroupMemory(self.durable, self.journal, self.has_read.release)
         return self.durable
+
+    def forget_memory(self) -> None:
+        if hasattr(self, "memory"):
+            self.memory.close()
+
+    @rule()
+    def memory_is_kept_within_its_bound(self) -> None:
+        self.settle()
+        self.memory.tend(self.memory_time())
+        tasks = self.durable.tasks
+        own = sum(tasks.living[s].payload_bytes for s in tasks.steps.get(self.asked_for, ()))
+        assert tasks.bytes_in_memory <= self.run.memory_bytes + own
+        assert not tasks.store_lags, "all of them are written"
+
+    @rule()
+    def the_learner_gets_a_step_that_is_in_the_store(self) -> None:
+        for step, serials in self.durable.tasks.steps.items():
+            entries = [self.durable.tasks.living[serial] for serial in serials]
+            self.asked_for = step
+            while not self.memory.has(step, entries):
+                assert self.has_read.acquire(timeout=LIMIT_S)
+            assert all(entry.in_memory for entry in entries)
+
+    def memory_time(self) -> float:
+        self.tended = getattr(self, "tended", 0.0) + 2 * TEND_S
+        return self.tended
+
+    @invariant()
+    def bytes_in_memory_are_those_of_the_groups_there(self) -> None:
+        if hasattr(self, "durable"):
+            found = sum(e.payload_bytes for e in self.durable.tasks.living.values() if e.in_memory)
+            assert self.durable.tasks.bytes_in_memory == found
 
     @rule(good_order=st.booleans())
     def the_broker_dies_and_comes_back(self, good_order: bool) -> None:
@@ -110,6 +150,7 @@ class DurableDelivery(Delivery):
         until(lambda: self.journal.acknowledged >= last, "acknowledged records", every_s=0.0005)
 
     def teardown(self) -> None:
+        self.forget_memory()
         if hasattr(self, "journal"):
             self.journal.close()
         shutil.rmtree(self.folder, ignore_errors=True)

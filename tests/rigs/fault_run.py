@@ -42,6 +42,7 @@ WILD_CLOCK = Path(__file__).with_name("wild_clock")
 
 Process = subprocess.Popen[bytes]
 FAULTS = 8
+MEMORY_BYTES = 8 << 10  # a part of the window, so that groups are read from the store, too
 
 
 class FaultRig:
@@ -58,7 +59,7 @@ class FaultRig:
         self.broker_process: Process | None = None
         self.learner_process: Process | None = None
         self.nodes: dict[str, Process] = {}
-        self.broker_options: dict[str, Any] = {}
+        self.broker_options: dict[str, Any] = {"memory_bytes": MEMORY_BYTES}
         self.learner_options: dict[str, Any] = {}
         self.max_attempts = 50
         self._incarnation = 0

@@ -107,7 +107,7 @@ function broker({ broker: b, live, note, finished }) {
   return card("Broker", list([
     ["state", live ? (b.stopping ? "stopping" : "serving") : finished ? "ended" : "does not answer"],
     ["ready", number(b.groups_ready)], ["leased", number(b.groups_leased)], ["pending", number(b.groups_pending)],
-    ["oldest lease", duration(b.oldest_lease_s)], ["in memory", `${bytes(b.bytes_held)} of ${bytes(b.max_bytes)}`],
+    ["oldest lease", duration(b.oldest_lease_s)], ["groups kept", `${bytes(b.bytes_held)} of ${bytes(b.max_bytes)}`],
     ["store", b.store ? `${bytes(b.store.bytes)}, a sync takes ${duration(b.store.sync_s)}${b.store.stuck ? `; stuck: ${b.store.stuck}` : ""}` : "none"],
     ["leases lost", number(b.lease_expiries)], ["dead tasks", number(b.groups_dead)],
   ]));

@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import scale
-from scale import Cluster, Costs, Job, chain_check, chain_s, largest, lost_formula, lost_share, pieces_at_node
+from scale import (
+    Cluster,
+    Costs,
+    Job,
+    Large,
+    chain_check,
+    chain_s,
+    constant,
+    largest,
+    lost_formula,
+    lost_share,
+    pieces_at_node,
+)
 from simulate import predict
 
 CLUSTER = Cluster(
@@ -17,6 +29,7 @@ CLUSTER = Cluster(
 OPTIONS = argparse.Namespace(
     staleness=[1, 2, 4, 8], roots=[1, 8], piece_mib=[1.0], model_gib=1.0, link_gbit=80.0, failures_per_hour=[1e-3],
     every=20, pause_s=5.0, durable_s=0.0, restart_s=600.0, repair_s=0.0, spares=[0, 1], failures=2000, steps=9,
+    large_piece_mib=1.0,
 )  # fmt: skip
 COSTS = Costs(node_us=100.0, group_us=500.0, lead_us=100.0, finished_bytes=100.0, token_bytes=10.0)
 
@@ -98,7 +111,7 @@ def test_a_limit_is_the_last_size_that_fits_and_the_first_to_break_comes_first()
     job = Job(OPTIONS, COSTS, tokens=1000.0, step_s=20.0)
     found = {row["limit"]: row["largest"] for row in job.limits() if row["of"] == "nodes"}
     sizes = [size for size in found.values() if size is not None]
-    assert sizes == sorted(sizes) and len(found) == 8
+    assert sizes == sorted(sizes) and len(found) == 6
     most = found["one core of the broker"]
     assert most is not None
     assert job.load(most)["broker_cores"] <= 1 < job.load(most + 1)["broker_cores"]
@@ -109,3 +122,30 @@ def test_a_longer_publish_needs_a_wider_window() -> None:
     row = job.window(64, 1, 1.0)
     assert row["publish_s"] > 10
     assert row["over_full"]["1"] > 1.5 * row["over_full"]["8"] > 1
+
+
+def test_the_parts_of_a_large_job_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {
+        "node_us": 100.0,
+        "group_us": 300.0,
+        "large_group_us": 300.0,
+        "snapshot_us": 4.0,
+        "forwarded_s_per_gib": 1.5,
+    }
+    monkeypatch.setattr(scale, "constant", known.get)
+    job = Large(OPTIONS, COSTS, gib=10.0, node_tokens_per_s=6400.0, tokens=1000, machines=8)
+    assert job.step_s == 10.0
+    parts = job.parts(1000)
+    assert [part.load for part in parts] == sorted((part.load for part in parts), reverse=True)
+    loads = {part.name: part.load for part in parts}
+    assert loads["broker's core"] == pytest.approx(0.1 + 800 * 304e-6)
+    assert loads["broker's link"] == pytest.approx(800 * 80_000 / 10e9)
+    assert loads["a node's core, weights"] == pytest.approx(1.5)
+    assert "lead rank, control of weights" not in loads, "nothing has measured it"
+
+
+def test_every_constant_is_where_it_is_said_to_be_or_its_result_is_missing() -> None:
+    for name, (source, _) in scale.CONSTANTS.items():
+        value = constant(name)
+        there = (scale.RESULTS / f"{source}.json").exists()
+        assert (value is not None and value > 0) == there, name

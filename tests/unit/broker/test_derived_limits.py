@@ -42,7 +42,7 @@ def test_memory_may_grow_by_two_messages_without_an_explanation(
         gate = RequestGuard(context, state, None, None)
         gate.tick()
         gate.watch(cast(Any, None), message)
-        state.tasks.bytes_held = 5
+        state.tasks.bytes_in_memory = 5
         gate.tick()
         gate.close()
     assert (guards, ticks) == ([allowed], [5])

@@ -214,6 +214,11 @@ CASES: dict[str, tuple[Any, ...]] = {  # status; kind, who, what for, since, unt
         "full", "n0", "room in the broker: 7.0 of 8.0 MiB used, and more on its way", None,
         "the learner takes a step's groups or commits a checkpoint; or a larger broker.max_bytes",
     ),
+    "the store lags": (
+        status_of(NODE, full=True, store_lags=True, bytes_in_memory=9 * MIB),
+        "store_lags", "n0", "the store, which writes slower than groups come: 9.0 MiB of groups are in memory", None,
+        "it has written them",
+    ),
     "the broker cannot write": (
         status_of(NODE, store=StoreStatus(0, stuck="No space left on device")),
         "store", "everyone",

@@ -384,6 +384,25 @@ def test_a_log_that_outgrew_its_segment_is_compacted_and_keeps_what_is_known(hom
     assert found_in(home) == known
 
 
+def test_large_groups_alone_close_no_segment_of_a_broker_with_many_tasks(home: Path) -> None:
+    with DurableRig(home, segment_bytes=1 << 16).begin() as rig:
+        rig.offer(1000)
+        rig.settle()
+        for lease in rig.lease(100):
+            rig.complete(lease, size=4000)
+        rig.settle()
+        numbers = [int(path.stem) for path in home.glob("0*.log")]
+        assert len(numbers) == 1, "200 records since a snapshot of 1,000 tasks"
+        for lease in rig.lease(900):
+            rig.complete(lease)
+        rig.settle()
+        rig.offer(1)
+        rig.settle()
+        until(lambda: int(newest(home).stem) > numbers[0], "another segment")
+        known = what_is_known(rig)
+    assert found_in(home) == known
+
+
 def test_weights_of_sources_and_requests_for_others_outlive_compaction(home: Path) -> None:
     changes = [WeightChange(0, {"a": 1.0, "b": 2.0}), WeightChange(1, {"a": 0.0, "b": 2.0}, requests=["one"])]
     with DurableRig(home, segment_bytes=1 << 16).begin() as rig:
