@@ -21,8 +21,12 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    distribute_main_replicas_with_precomputed_distribution,
+)
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
@@ -137,6 +141,7 @@ class CheckpointWriter:
         self.optimizer = optimizer
         self.layout = layout
         self._save: CheckpointSave | None = None
+        self._writers: Any = None  # which of the ranks that have the same weight writes it
         self._validated = False
 
     def start(self, path: Path) -> None:
@@ -157,6 +162,11 @@ class CheckpointWriter:
         # Whether every shard has exactly one owner is the same for all saves of a process: check it once.
         sharded, _ = save_preprocess(state, not self._validated, lambda rest: {})
         common = {"slipstream": {"format": FORMAT, "steps": self.optimizer.steps, "layout": _sizes(self.layout)}}
+        weights = {key: part for key, part in sharded.items() if key.startswith("model")}
+        replicas = mpu.get_data_parallel_group(with_context_parallel=True)
+        if not self._validated:
+            self._writers = determine_main_replica_uniform_distribution(weights, replicas)
+        distribute_main_replicas_with_precomputed_distribution(weights, replicas, self._writers)
         self._validated = True
         self._save = CheckpointSave(path, sharded, common)
 
