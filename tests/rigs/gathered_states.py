@@ -6,8 +6,6 @@ from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
-
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": True}
 
 
@@ -32,6 +30,8 @@ def _offsets_as_saved(buffers: list[Any]) -> Iterator[None]:
 @contextmanager
 def gathered(backend: Any) -> Iterator[None]:
     """Within, `backend` saves like that."""
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
     metadata = ensure_metadata_has_dp_cp_group(FORMAT | {"singleton_local_shards": False})
 
     def own_states(models: dict[str, Any], loading: bool) -> Any:
