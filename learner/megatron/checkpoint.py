@@ -18,10 +18,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
-from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    distribute_main_replicas_with_precomputed_distribution,
+)
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
@@ -33,10 +38,10 @@ from common.errors import SlipstreamError, UsageError
 from common.process.files import sync
 from learner.megatron import parallel
 from learner.megatron.optimizer import Optimizer
+from learner.megatron.own_states import OwnStates
 
 FORMAT = 2
 DISK_POLL_S = 1.0
-_SHARDING = "fully_reshardable"
 _COMMON, _INDEX = "common.pt", "metadata.json"  # Megatron's names
 
 
@@ -53,11 +58,10 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
 class CheckpointSave:
     """One rank's share of one checkpoint on its way to the disk."""
 
-    def __init__(self, path: Path, sharded: Any, common: dict[str, Any], live: set[int]) -> None:
+    def __init__(self, path: Path, sharded: Any, common: dict[str, Any]) -> None:
         """Plan the save into the empty folder `path` and copy the share to host memory. Collective.
 
         `sharded` is Megatron's sharded state, preprocessed, and `common` the state that is the same on every rank.
-        `live` are the addresses of the storages that the next step changes.
         """
         self.path = path
         self.results = []
@@ -65,6 +69,8 @@ class CheckpointSave:
         # prepare_write_data uses this queue; without it, it would start a process for one
         filesystem_async._results_queue = queue.Queue()
         strategy: Any = _PlanOnly()
+        tensors = (each.data for each in nested_values(sharded) if isinstance(each, ShardedTensor))
+        live = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self._config = CheckpointingConfig(strategy.backend, strategy.version)
         self._writer, self._metadata = strategy.async_save(sharded, self.path)
         self._transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
@@ -109,7 +115,7 @@ def _results(told: bytes) -> list[WriteResult]:
 
 
 def _copied(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
-    """In host memory, where the next step does not change it."""
+    """In host memory, where the next step does not change it; upstream has copied views there already."""
     if tensor.device.type != "cpu":
         return tensor.to("cpu", non_blocking=True)
     return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
@@ -135,6 +141,7 @@ class CheckpointWriter:
         self.optimizer = optimizer
         self.layout = layout
         self._save: CheckpointSave | None = None
+        self._writers: Any = None  # which of the ranks that have the same weight writes it
         self._validated = False
 
     def start(self, path: Path) -> None:
@@ -150,15 +157,18 @@ class CheckpointWriter:
             except OSError as error:
                 problem = f"{type(error).__name__}: {error}"
         _raise_everywhere(path, problem)
-        state = self._state(loading=False)
+        state, _ = self._state(loading=False)
         state["random_state"] = _random_state()
         # Whether every shard has exactly one owner is the same for all saves of a process: check it once.
         sharded, _ = save_preprocess(state, not self._validated, lambda rest: {})
         common = {"slipstream": {"format": FORMAT, "steps": self.optimizer.steps, "layout": _sizes(self.layout)}}
+        weights = {key: part for key, part in sharded.items() if key.startswith("model")}
+        replicas = mpu.get_data_parallel_group(with_context_parallel=True)
+        if not self._validated:
+            self._writers = determine_main_replica_uniform_distribution(weights, replicas)
+        distribute_main_replicas_with_precomputed_distribution(weights, replicas, self._writers)
         self._validated = True
-        modules = [chunk.module for chunk in self.chunks]
-        tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-        self._save = CheckpointSave(path, sharded, common, {t.untyped_storage().data_ptr() for t in tensors})
+        self._save = CheckpointSave(path, sharded, common)
 
     def done(self, wait: bool) -> bool:
         """Whether the last save is complete on the disk; with `wait` it is on return. Collective.
@@ -201,13 +211,16 @@ class CheckpointWriter:
         here = _sizes(self.layout)
         same_layout = header["layout"] == here
         self.optimizer.steps = header["steps"]
-        state = self._state(loading=True)
+        state, states = self._state(loading=True)
         if same_layout:
             state["random_state"] = _random_state()
         loaded = _read(path, state, header, here)
         for i, chunk in enumerate(self.chunks):
             chunk.module.load_state_dict(loaded[_key(i, self.chunks)], strict=True)
-        self.optimizer.restore(loaded.get("optimizer", {}), _SHARDING)
+        if states is None:
+            self.optimizer.start_afresh()
+        else:
+            states.take_over()
         if same_layout:
             random = loaded["random_state"]
             torch.set_rng_state(random["cpu"])
@@ -215,19 +228,18 @@ class CheckpointWriter:
             if torch.cuda.is_available() and "cuda" in random:
                 torch.cuda.set_rng_state(random["cuda"])
 
-    def _state(self, loading: bool) -> dict[str, Any]:
-        """Sharded tensors of the model and of the optimizer's states; the rest follows from the config and the step."""
-        metadata = _metadata()
-        state = _weights([chunk.module for chunk in self.chunks], metadata)
-        models = state if len(self.chunks) > 1 else state["model"]
-        if self.optimizer.steps > 0:  # before that the states are zeros, and no optimizer has made them yet
-            state["optimizer"] = self.optimizer.sharded_states(models, loading, metadata)
-        return state
+    def _state(self, loading: bool) -> tuple[dict[str, Any], OwnStates | None]:
+        """Sharded tensors of the model and the optimizer's states; the rest follows from the config and the step."""
+        state = _weights([chunk.module for chunk in self.chunks])
+        if self.optimizer.steps == 0:  # the states are zeros, and no optimizer has made them yet
+            return state, None
+        states = self.optimizer.own_states(state, loading)
+        return {**state, "optimizer": states.boxes}, states
 
 
 def load_weights(path: Path, chunks: list[Any], layout: ParallelConfig) -> None:
     """Load nothing but a checkpoint's weights into bare chunks. Collective; raises as CheckpointWriter.load does."""
-    loaded = _read(path, _weights(chunks, _metadata()), _header(path), _sizes(layout))
+    loaded = _read(path, _weights(chunks), _header(path), _sizes(layout))
     for i, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[_key(i, chunks)], strict=True)
 
@@ -252,19 +264,8 @@ def _read(path: Path, state: dict[str, Any], header: dict[str, Any], here: dict[
         ) from error
 
 
-def _metadata() -> dict[str, Any]:
-    return ensure_metadata_has_dp_cp_group(
-        {
-            # the default needs ShardedTensor.flattened_range, which 0.16.1 refuses
-            "distrib_optim_sharding_type": _SHARDING,
-            # states are gathered to the rank that writes them, instead of to all
-            "distrib_optim_fully_reshardable_mem_efficient": True,
-            "singleton_local_shards": False,
-        }
-    )
-
-
-def _weights(modules: list[Any], metadata: dict[str, Any]) -> dict[str, Any]:
+def _weights(modules: list[Any]) -> dict[str, Any]:
+    metadata = ensure_metadata_has_dp_cp_group({"singleton_local_shards": False})
     return {_key(i, modules): module.sharded_state_dict(metadata=metadata) for i, module in enumerate(modules)}
 
 

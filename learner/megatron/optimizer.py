@@ -1,9 +1,6 @@
 """Megatron's data-parallel wrapper and distributed optimizer, and the learning-rate schedule."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,6 +13,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from common.config.schema import OptimizerConfig, RanksConfig
 from common.errors import SlipstreamError
 from learner.megatron.conversion.model import Model, passed_to
+from learner.megatron.own_states import OwnStates
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -121,48 +119,23 @@ class Optimizer:
         self.steps += 1
         return norm, rate
 
-    def sharded_states(self, models: dict[str, Any], loading: bool, metadata: dict[str, Any]) -> dict[int, Any]:
-        """Megatron's sharded tensors of main parameters and states. Collective.
+    def own_states(self, models: dict[str, Any], loading: bool) -> OwnStates:
+        """Main parameters and states of this rank, of which other ranks have other parts.
 
-        The layout decides whether dense and expert parameters are one chained optimizer or two.
+        With `loading`, after `steps` is set, the states exist and wait for their values.
         """
-        states: dict[int, Any] = {}
-        for i, optimizer in enumerate(self.megatron.chained_optimizers):
-            with _offsets_as_saved(optimizer.buffers):
-                states[i] = optimizer.sharded_state_dict(models, loading, metadata=metadata)["param_state"]
-        return states
-
-    def restore(self, states: dict[int, Any], sharding: str) -> None:
-        """Take over loaded states (none: start afresh from the model's weights); `steps` is set already."""
-        if not states:
-            for optimizer in self.megatron.chained_optimizers:
-                optimizer.optimizer.state.clear()
-            self.megatron.reload_model_params()
-            return
-        for i, optimizer in enumerate(self.megatron.chained_optimizers):
+        optimizers = self.megatron.chained_optimizers  # one, or one of dense and one of expert parameters
+        for optimizer in optimizers if loading else ():
+            if optimizer.is_stub_optimizer or not any(group["params"] for group in optimizer.optimizer.param_groups):
+                continue
             described = optimizer.state_dict()
             for group in described["optimizer"]["param_groups"]:
                 group["step"] = self.steps
-            optimizer.load_state_dict({**described, "param_state": states[i], "param_state_sharding_type": sharding})
+            optimizer.load_state_dict(described)
+        return OwnStates(optimizers, models, loading)
 
-
-@contextmanager
-def _offsets_as_saved(buffers: list[Any]) -> Iterator[None]:
-    """Within, parameters lie where their states lie in a checkpoint's buffers, which have no pads between buckets.
-
-    Megatron-Core 0.16.1 leaves those pads out of the states but counts them in the parameters' offsets. It would save
-    shifted states for every bucket but the first.
-    """
-    kept = [buffer.param_index_map for buffer in buffers]
-    for buffer in buffers:
-        ends = accumulate((bucket.numel_unpadded for bucket in buffer.buckets), initial=0)
-        pads = [bucket.offset - start for bucket, start in zip(buffer.buckets, ends, strict=False)]
-        buffer.param_index_map = {
-            parameter: (start - pads[bucket], end - pads[bucket], bucket)
-            for parameter, (start, end, bucket) in buffer.param_index_map.items()
-        }
-    try:
-        yield
-    finally:
-        for buffer, offsets in zip(buffers, kept, strict=True):
-            buffer.param_index_map = offsets
+    def start_afresh(self) -> None:
+        """Forget all states, and begin from the model's weights."""
+        for optimizer in self.megatron.chained_optimizers:
+            optimizer.optimizer.state.clear()
+        self.megatron.reload_model_params()

@@ -15,7 +15,7 @@ from common.weights.receive.weight_client import until_staged
 from common.weights.transports.groups import PATIENCE, publish_bound
 from common.weights.wire.failures import FailureKind, ProofFailed, StagingFailed
 from rollout_fleet.vllm_patches.engine_process import salt
-from rollout_fleet.weights.weight_proof import Proof
+from rollout_fleet.weights.weight_proof import Proof, whole_checksum
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class EngineWeights:
                     told = proof.error or f"the engine proved version {proof.version}, not {version}"
                     raise ProofFailed(told)
             if len(proven) == len(proofs):
-                return proven[0].checksum
+                return whole_checksum(proven)
             await asyncio.sleep(PROOF_POLL_S)
 
     async def _answered(self, work: Awaitable[T], what: str) -> T:

@@ -24,6 +24,7 @@ class EngineWorkers:
         self.rank = int(group.rank_in_group)
         self.size = int(group.world_size)
         self.buffers = SharedBuffers()
+        self._mapped: tuple[int, torch.Tensor] | None = None  # inode and contents of the first worker's buffer
         self.receiver = Receiver(device=device) if self.size == 1 else Receiver(allocate=self.buffers.allocate)
 
     @property
@@ -53,7 +54,22 @@ class EngineWorkers:
         path, _, problem = told.numpy().tobytes().rstrip(b"\0").decode(errors="replace").partition("\n")
         if problem:
             raise ValueError(problem)
-        return flat if flat is not None else attach(path, total_bytes)
+        return flat if flat is not None else self._attached(path, total_bytes)
+
+    def forget(self) -> None:
+        """Let go of the memory that the first worker may not use for the versions to come."""
+        self._mapped = None
+
+    def _attached(self, path: str, total_bytes: int) -> torch.Tensor:
+        """As `attach`; the buffer of the last version stays mapped, so that a flip touches no page for the first time.
+
+        The inode of memory that is mapped here belongs to no other memory.
+        """
+        inode = os.stat(path).st_ino if os.path.exists(path) else -1
+        if self._mapped is None or self._mapped[0] != inode or len(self._mapped[1]) != total_bytes:
+            self.forget()
+            self._mapped = inode, attach(path, total_bytes)
+        return self._mapped[1]
 
     def agree(self, error: Exception | None) -> None:
         """Returns when every rank has loaded its shard; raises `error`, or ValueError when another rank has one."""

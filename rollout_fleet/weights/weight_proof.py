@@ -8,7 +8,7 @@ rounding of the published version, computed here.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -32,6 +32,13 @@ class Proof(msgspec.Struct, frozen=True):
     version: int
     checksum: str = ""
     error: str = ""
+    parts: dict[int, str] = {}  # instead of `checksum`: the checksums of the sources' parts that this worker computed
+
+
+def whole_checksum(proofs: Sequence[Proof]) -> str:
+    """The version's checksum in the proofs of all workers of an engine."""
+    parts = {number: part for proof in proofs for number, part in proof.parts.items()}
+    return flat_buffer.combined([parts[number] for number in sorted(parts)]) if parts else proofs[0].checksum
 
 
 class Live(NamedTuple):
@@ -92,6 +99,12 @@ def check_shard(
             whole, expected = per_channel(whole)
             _compare(model, entry, scale, expected, rank, size)
         _compare(model, entry, live, whole, rank, size)
+
+
+def part_checksums(flat: torch.Tensor, layout: Layout, rank: int, size: int) -> dict[int, str]:
+    """The checksums of those parts of `flat` [total_bytes] uint8 that worker `rank` of `size` has to read."""
+    own = [*enumerate(layout.parts)][rank::size]
+    return {number: flat_buffer.checksum(flat[part], layout.checksums) for number, part in own}
 
 
 def _compare(model: Any, entry: Entry, live: torch.Tensor, whole: torch.Tensor, rank: int, size: int) -> None:

@@ -110,13 +110,13 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
         self._loaded = None
         try:
             if flat is None:
-                found = weight_proof.checksum(self.model, layout)
+                self.proof = Proof(incarnation, version, weight_proof.checksum(self.model, layout))
             else:  # a shard that matches its part of the version proves the whole version's checksum
                 shards = get_tp_group()
                 dtype = self.model_config.dtype if self._rounds else None
                 weight_proof.check_shard(self.model, layout, flat, shards.rank_in_group, shards.world_size, dtype)
-                found = flat_buffer.version_checksum(flat, layout) if self.workers.receives else ""
-            self.proof = Proof(incarnation, version, found)
+                parts = weight_proof.part_checksums(flat, layout, self.workers.rank, self.workers.size)
+                self.proof = Proof(incarnation, version, parts=parts)
         except Exception as error:  # whatever prevents the proof is the reason not to trust these weights
             self.proof = Proof(incarnation, version, error=f"{type(error).__name__}: {error}")
 
@@ -135,6 +135,7 @@ class WorkerExtension:
             if not isinstance(told, messages.Welcome):
                 return b""
             told = msgspec.structs.replace(told, learner_endpoint="")  # the first worker serves
+            engine.workers.forget()
         answer = engine.receiver.handle(told, node_id)
         return b"" if answer is None else messages.encode(answer)
 

@@ -17,6 +17,7 @@ import torch
 from common.process.lifecycle import die_with_parent
 from common.weights.wire import flat_buffer
 from common.weights.wire.layout import Layout
+from rollout_fleet.weights.weight_proof import whole_checksum
 from tests.rigs.tiny_models import in_files, new_model
 
 AT_ONCE = 2
@@ -91,7 +92,7 @@ def flip(llm: Any, version: int, model: Any) -> None:
     worker.update_weights({"incarnation": 0, "version": version})
     worker.finish_weight_update()
     engine._proving.join()
-    assert engine.proof.checksum == flat_buffer.version_checksum(flat, layout), engine.proof
+    assert whole_checksum([engine.proof]) == flat_buffer.version_checksum(flat, layout), engine.proof
 
 
 def decode(llm: Any) -> list[Any]:

@@ -1,6 +1,7 @@
 """One policy version as bytes, the buffers it is copied into, the deltas between versions, and who gets which."""
 
 import logging
+import mmap
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -135,13 +136,14 @@ class SnapshotMaker:
         """Consume `named` (Hugging Face name, full tensor); raises ValueError when names or shapes changed."""
         started = time.perf_counter()
         if self.layout is None:
-            # Only names and shapes are known once the export ran, so the first version is kept whole until then.
-            named = [
-                (name, tensor.detach().to("cpu", flat_buffer.DTYPES[self._dtype_of(name)], copy=True))
+            # Names and shapes are known once the export ran, so the first version waits for its buffer until then.
+            waiting = [
+                (name, _mapped_copy(tensor.detach(), flat_buffer.DTYPES[self._dtype_of(name)]))
                 for name, tensor in named
             ]
             kind = XXH3 if self._device is None else WORDS
-            typed = [(name, self._dtype_of(name), tuple(tensor.shape)) for name, tensor in named]
+            typed = [(name, self._dtype_of(name), tuple(tensor.shape)) for name, tensor in waiting]
+            named = (waiting.pop(0) for _ in typed)  # the copies go as the buffer fills: there are never two versions
             self.layout = Layout.of(typed, checksums=kind)
         if not self._free:
             buffer = flat_buffer.buffer(self.layout.total_bytes, self._device)
@@ -155,6 +157,12 @@ class SnapshotMaker:
 
     def _dtype_of(self, name: str) -> str:
         return "float32" if name.endswith(KEPT_FLOAT32) else self._dtype
+
+
+def _mapped_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In host memory that the system gets back at once when the copy goes; malloc would keep it."""
+    memory = mmap.mmap(-1, max(1, tensor.numel() * dtype.itemsize))
+    return torch.frombuffer(memory, dtype=dtype, count=tensor.numel()).view(tensor.shape).copy_(tensor)
 
 
 class Deltas:

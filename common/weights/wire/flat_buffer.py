@@ -18,11 +18,14 @@ LANES = ((0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9), (0x2545F4914F6CDD1D, 0x14D049
 
 
 def buffer(total_bytes: int, device: torch.device | None = None) -> torch.Tensor:
-    """A zeroed [total_bytes] uint8 buffer on `device`; None: in host memory, on huge pages where there are some."""
+    """A zeroed [total_bytes] uint8 buffer on `device`; None: in host memory, on huge pages where there are some.
+
+    Host memory is taken page by page when it is written.
+    """
     if device is not None:
         return torch.zeros(total_bytes, dtype=torch.uint8, device=device)
     # A checksum reads such memory 1.5 times as fast. numpy asks for huge pages, torch does not.
-    return torch.as_tensor(np.empty(total_bytes, np.uint8)).zero_()
+    return torch.as_tensor(np.zeros(total_bytes, np.uint8))
 
 
 def finish(flat: torch.Tensor) -> None:

@@ -236,18 +236,18 @@ def _patch_distrib_optimizer(module: Any) -> None:
     parameter. It takes `step` from the parameter state, which has none. It writes into fp32 parameters outside no_grad.
     """
     cls = module.DistributedOptimizer
-    sharded = cls.sharded_state_dict
+    describe = cls.state_dict
     load = cls.load_state_dict
     set_states = cls._set_main_param_and_optimizer_states
 
-    def sharded_state_dict(self: Any, model_state: Any = None, is_loading: bool = False, *args: Any, **kwargs: Any):
-        if is_loading and self.optimizer is not None:
+    def state_dict(self: Any) -> dict[str, Any]:
+        if self.optimizer is not None:
             for group in self.optimizer.param_groups:
                 for p in group["params"]:
                     if not self.optimizer.state[p]:
                         fresh = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
                         self.optimizer.state[p].update(step=torch.tensor(0.0), **fresh)
-        return sharded(self, model_state or {}, is_loading, *args, **kwargs)
+        return describe(self)
 
     def set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         group, order = self.model_param_group_index_map[model_param]
@@ -261,7 +261,7 @@ def _patch_distrib_optimizer(module: Any) -> None:
             for state in self.optimizer.state.values():
                 state["step"] = state["step"].clone()
 
-    cls.sharded_state_dict = sharded_state_dict
+    cls.state_dict = state_dict
     cls.load_state_dict = load_state_dict
     cls._set_main_param_and_optimizer_states = set_main_param_and_optimizer_states
 

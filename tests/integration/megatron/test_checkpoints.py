@@ -1,13 +1,18 @@
 """Checkpoints of real Megatron: written behind the next step, loaded under the same and under other layouts."""
 
+import itertools
+import math
 import resource
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.rigs import forked_ranks, tiny_models
 from tests.rigs.forked_ranks import Outcome, group, same
+from tests.rigs.gathered_states import gathered
 from tests.rigs.tiny_models import exported, figures
 
 SAVED_AT = 3  # steps before the checkpoint
@@ -17,6 +22,8 @@ SAVE: list[dict[str, Any]] = [
     {"name": "vpp2", "parallel": {"pipeline": 2, "virtual_pipeline": 2}}, {"name": "cp2", "parallel": {"context": 2}},
     {"name": "ep2", "kind": "moe", "parallel": {"expert": 2}}, {"name": "dp2", "ranks": 2}, {"name": "dp4", "ranks": 4},
     {"name": "ep2-dp2", "kind": "moe", "parallel": {"expert": 2}, "ranks": 4},
+    {"name": "earlier-dp2", "ranks": 2, "gathered": True},
+    {"name": "earlier-ep2", "kind": "moe", "parallel": {"expert": 2}, "gathered": True},
 ]  # fmt: skip
 SAME = [spec | {"name": f"{spec['name']}-again", "checkpoint": spec["name"]} for spec in SAVE if spec.get("ranks") != 4]
 
@@ -42,12 +49,41 @@ def job_save(folder: Path, spec: dict[str, Any]) -> None:
     backend = tiny_models.backend(folder, spec)
     before = [figures(backend, n) for n in range(SAVED_AT)]
     tensors = tiny_models.logprobs(backend)
-    backend.start_checkpoint(folder / "checkpoints" / spec["name"])
+    with gathered(backend) if spec.get("gathered") else nullcontext():  # as earlier releases did
+        backend.start_checkpoint(folder / "checkpoints" / spec["name"])
     result: dict[str, Any] = {"before": before, "after": figures(backend, SAVED_AT)}
     result["done"] = [backend.checkpoint_done(wait=False), backend.checkpoint_done(wait=True)]
     result["states"] = state_digest(backend)
     tensors |= exported(backend, "after")
     forked_ranks.write(folder / spec["name"], backend.rank, tensors, result)
+
+
+def job_boxes(folder: Path, spec: dict[str, Any]) -> None:
+    """Every range of some shapes, put together again from its boxes."""
+    from learner.megatron.own_states import boxes
+
+    wrong = []
+    for shape in ((), (7,), (3, 5), (1, 4, 3), (3, 2, 4)):
+        whole = torch.arange(math.prod(shape)).view(shape)
+        for start, end in itertools.combinations(range(whole.numel() + 1), 2):
+            found = [
+                whole[tuple(map(slice, at, map(sum, zip(at, of, strict=True))))] for at, of in boxes(shape, start, end)
+            ]
+            joined = torch.cat([box.reshape(-1) for box in found]).tolist()
+            if joined != [*range(start, end)] or len(found) > max(1, 2 * len(shape) - 1):
+                wrong.append([shape, start, end])
+        assert not list(boxes(shape, 0, 0))
+    forked_ranks.write(folder / spec["name"], 0, {}, {"wrong": wrong})
+
+
+def job_shares(folder: Path, spec: dict[str, Any]) -> None:
+    """How many bytes each rank writes of a checkpoint."""
+    backend = tiny_models.backend(folder, spec)
+    figures(backend, 0)
+    path = folder / "checkpoints" / spec["name"]
+    tiny_models.save_checkpoint(backend, path)
+    size = sum(file.stat().st_size for file in path.glob(f"__{backend.rank}_*"))
+    forked_ranks.write(folder / spec["name"], backend.rank, {}, {"bytes": size})
 
 
 def job_resume(folder: Path, spec: dict[str, Any]) -> None:
@@ -109,6 +145,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tmp_path_factory,
         group(tiny_models.job_models, [{"kinds": ["tied", "moe"]}]),
         group(job_save, SAVE, shared=True),
+        group(job_boxes, [{"name": "boxes"}]),
+        group(job_shares, [{"name": "shares", "kind": "moe", "parallel": {"expert": 2}, "ranks": 4}]),
         group(job_fresh, [{"name": "fresh"}]),
         group(job_resume, SAME),  # in new processes, which have nothing but the checkpoint
         group(job_resume, OTHER, shared=True),
@@ -139,6 +177,15 @@ def test_another_layout_continues_with_the_same_loss_and_step(folder: Path, spec
     assert found == pytest.approx(expected, rel=2e-5)  # loss, gradient norm, rate
     same(came_back.section("logprobs"), went_on.section("logprobs"), atol=2e-5)
     same(came_back.section("after"), went_on.section("after"), atol=1e-6)
+
+
+def test_the_boxes_of_a_range_are_its_elements_in_order(folder: Path) -> None:
+    assert Outcome(folder / "boxes").ranks[0]["wrong"] == []
+
+
+def test_no_rank_writes_much_more_than_its_share(folder: Path) -> None:
+    sizes = [rank["bytes"] for rank in Outcome(folder / "shares").ranks]
+    assert max(sizes) < 1.5 * sum(sizes) / len(sizes)
 
 
 def test_a_checkpoint_from_before_the_first_step_starts_the_optimizer_afresh(folder: Path) -> None:

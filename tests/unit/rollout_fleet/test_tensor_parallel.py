@@ -68,6 +68,31 @@ def test_a_staged_version_is_the_same_memory_on_every_worker(monkeypatch: pytest
     assert [int(flat[3]) for flat in seen] == [9, 9]
 
 
+def test_the_memory_of_the_last_version_stays_mapped_and_another_buffer_takes_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def work(ranks: EngineWorkers) -> None:
+        first = ranks.buffers.allocate(SIZE) if ranks.receives else None
+        for mark, size, again in ((1, SIZE, True), (2, SIZE, True), (3, SIZE, False), (4, 2 * SIZE, False)):
+            if ranks.receives:
+                first = first if again else ranks.buffers.allocate(size)
+                first[3] = mark
+                monkeypatch.setattr(ranks.receiver, "take", lambda incarnation, version, flat=first: flat)
+            flat = ranks.take(0, mark, size)
+            assert int(flat[3]) == mark
+            if not ranks.receives:
+                seen.append((flat.data_ptr(), len(flat)))
+            del flat
+            ranks.agree(None)
+        ranks.forget()
+        assert ranks._mapped is None
+
+    assert Workers().both(work) == ["", ""]
+    assert seen[0] == seen[1] and [size for _, size in seen] == [SIZE, SIZE, SIZE, 2 * SIZE]
+
+
 def double(pipe: Connection) -> None:
     """Map what is told, say its sum, and write into it."""
     flat = attach(pipe.recv_bytes().decode(), SIZE)

@@ -208,3 +208,24 @@ def test_a_worker_proves_its_own_experts_and_the_layers_of_its_stage() -> None:
         weight_proof.check_shard(worker, layout, flat, 1, 2)
     worker.experts = PPMissingLayer()
     weight_proof.check_shard(worker, layout, flat, 0, 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("sources", [1, 3])
+def test_the_workers_of_an_engine_read_each_part_once_and_their_proofs_are_of_the_whole_version(
+    size: int, sources: int
+) -> None:
+    layout = Layout.of(*([(f"w{number}", "float32", (64 + number,))] for number in range(sources)))
+    flat = torch.randint(256, (layout.total_bytes,), dtype=torch.uint8)
+    published = flat_buffer.version_checksum(flat, layout)
+
+    def proven() -> str:
+        each = [weight_proof.part_checksums(flat, layout, rank, size) for rank in range(size)]
+        assert sorted(number for parts in each for number in parts) == list(range(sources))
+        return weight_proof.whole_checksum([weight_proof.Proof(0, 1, parts=parts) for parts in each])
+
+    assert proven() == published
+    for part in layout.parts:
+        flat[part.start] += 1
+        assert proven() != published
+        flat[part.start] -= 1

@@ -1,9 +1,15 @@
 """Snapshots: their dtypes, which are encoded against which, and what is kept for it."""
 
+import re
 import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
+from common.weights.source import snapshot
 from common.weights.source.attempt import Attempt, new_attempt
 from common.weights.source.nodes import begin, doubt, hear, release
 from common.weights.source.snapshot import Deltas, Payload, Snapshot, SnapshotMaker
@@ -109,3 +115,41 @@ def test_weights_are_rounded_to_the_engines_dtype_and_expert_biases_are_not() ->
         assert torch.equal(held["layers.0.mlp.gate.weight"], bias.bfloat16())
         assert held["layers.0.mlp.gate.e_score_correction_bias"].dtype == torch.float32
         assert torch.equal(held["layers.0.mlp.gate.e_score_correction_bias"], bias)
+
+
+def test_the_first_version_is_never_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = weakref.WeakSet[torch.Tensor]()
+    there: list[int] = []
+    copy, fill = snapshot._mapped_copy, flat_buffer.fill
+
+    def copied(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        copies.add(made := copy(tensor, dtype))
+        return made
+
+    def counted(targets: Any, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in named:
+            there.append(len(copies))
+            next_target = next(targets)
+            fill([next_target], [(name, tensor)])
+            del tensor
+
+    monkeypatch.setattr(snapshot, "_mapped_copy", copied)
+    monkeypatch.setattr(flat_buffer, "fill", lambda targets, named: counted(iter(targets), named))
+    exported = ((f"w{i}", torch.full((64,), float(i))) for i in range(4))
+    made = SnapshotMaker("float32").make(1, exported, None)
+    assert there == [4, 3, 2, 1] and not copies
+    assert [float(tensor[0]) for _, tensor in flat_buffer.view(made.flat, made.layout)] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_buffer_takes_no_memory_before_it_is_written() -> None:
+    size = 256 << 20
+
+    def resident() -> int:
+        found = re.search(r"^VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        assert found
+        return int(found[1]) * 1024
+
+    before = resident()
+    flat = flat_buffer.buffer(size)
+    assert resident() - before < size // 4
+    assert not flat[::4096].any()
