@@ -91,7 +91,7 @@ def test_override_is_typed_by_yaml_and_schema(write, override, key, value):
         (f"rollout: {{top_p: {10**400}}}", "rollout.top_p", "a number > 0", "of 1329 bits", "at most 9007"),
         ("rollout: {sample_timeout_s: 1.0e+10}", "rollout.sample_timeout_s", "> 0 and <= 1e+09", "1000000", ""),
         ("rollout: {temperature: .nan}", "rollout.temperature", "a number > 0", "nan", ""),
-        ("weights: {kv_cache: kep}", "weights.kv_cache", "one of keep, recompute", "'kep'", "did you mean 'keep'?"),
+        ("weights: {kv_cache: kep}", "weights.kv_cache", "one of keep, keep_episode, recompute", "'kep'", "did you mean 'keep'?"),
         ("staleness: {expired: drop}", "staleness.expired", "one of mask, regenerate, wait", "'drop'", ""),
         ("rollout: 3", "rollout", "a section with the keys nodes, group_size", "3 (integer)", ""),
         ("rollout: [1]", "rollout", "a section", "a list", ""),

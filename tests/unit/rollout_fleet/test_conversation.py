@@ -333,7 +333,7 @@ class Stepwise:
         self.calls: list[tuple[int, int, int | None]] = []
 
     async def generate(
-        self, prompt_ids: list[int], max_tokens: int, temperature: float, top_p: float, seed: int | None
+        self, prompt_ids: list[int], max_tokens: int, temperature: float, top_p: float, seed: int | None, _: Any
     ) -> Generation:
         done = len(prompt_ids) - 1
         self.calls.append((done, max_tokens, seed))
