@@ -74,7 +74,7 @@ def bare(folder: str, shape: Shape, counter: Any) -> None:
     while True:
         for output in engine.step():
             context, turn = contexts.pop(output.request_id)
-            tokens = list(output.outputs[0].token_ids)
+            tokens = list(output.outputs[0].token_ids)  # pyright: ignore[reportIndexIssue]
             counter.value += len(tokens)
             more = turn + 1 < shape.turns
             begin(context + tokens + said[turn] if more else next(prompts), turn + 1 if more else 0)
@@ -133,6 +133,8 @@ class Served:
         self._process.join(talk.TAKE_S)
         assert self._process.is_alive()
 
+    def settle(self) -> None: ...
+
     def close(self) -> None:
         for process in reversed(self.processes):
             process.kill()
@@ -154,6 +156,7 @@ def sides(names: list[str], shape: Shape) -> Iterator[dict[str, talk.Side]]:
             stack.callback(found[name].close)
             while found[name].tokens() < 4 * shape.requests * shape.answer:
                 found[name].work()
+            found[name].settle()
             talk.stop(found[name].processes)
         yield found
 

@@ -23,6 +23,7 @@ END, VOCABULARY, POSITIONS = 1, 128, 8192
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SETTLE_S = 0.3  # of a window, before it counts
 START_S, TAKE_S = 300, 0.2
+LEARNED = 1  # samples of a step that are trained on and compared, so that no node waits for this process
 KEPT = 16  # versions whose weights a learner keeps, to tell what its node sampled with
 
 
@@ -105,6 +106,9 @@ class Side(Protocol):
     def work(self) -> None:
         """What this process does for it meanwhile; at most about TAKE_S."""
 
+    def settle(self) -> None:
+        """Return when it may be stopped."""
+
     def close(self) -> None: ...
 
 
@@ -123,6 +127,7 @@ def in_windows(sides: dict[str, Side], windows: int, seconds: float) -> dict[str
         _worked(side, seconds)
         wall_s, used_s = time.perf_counter() - began, cpu_s(name) - cpu_before_s
         tokens = side.tokens() - before
+        side.settle()
         stop(members[name])
         return {"tokens": tokens, "wall_s": round(wall_s, 3), "cpu_s": round(used_s, 3)}
 
@@ -165,7 +170,14 @@ class NodeJob:
     """
 
     def __init__(
-        self, folder: Path, model: Path, shape: Shape, *, step: int, learning: float | None = None, **weights: str
+        self,
+        folder: Path,
+        model: Path,
+        shape: Shape,
+        *,
+        step: int,
+        learning: float | None = None,
+        weights: dict[str, str] | None = None,
     ) -> None:
         import torch
         from transformers import AutoModelForCausalLM
@@ -182,8 +194,9 @@ class NodeJob:
         self._optimizer = None if learning is None else torch.optim.Adam(self._model.parameters(), lr=learning)
         self._former: dict[int, dict[str, Any]] = {}
         self.differences: list[dict[str, float]] = []
+        self.hit_rate = 0.0
         config = folder / "job.yaml"
-        config.write_text(json.dumps(self._config(folder, model, weights)))
+        config.write_text(json.dumps(self._config(folder, model, weights or {})))
         self._stack = ExitStack()
         paths = os.pathsep.join([str(harness.ROOT), str(harness.ROOT / "bench")])
         self._broker = self._stack.enter_context(Command(folder, "broker", "broker", str(config)))
@@ -226,7 +239,7 @@ class NodeJob:
 
     def tokens(self) -> int:
         for node in self._client.status().nodes:
-            self._counted = node.report.tokens_generated
+            self._counted, self.hit_rate = node.report.tokens_generated, node.report.prefix_hit_rate
         return self._counted
 
     def work(self) -> None:
@@ -237,6 +250,11 @@ class NodeJob:
             if self._optimizer is not None:
                 self._learn([group.payload for group in groups])
             self._publish()
+
+    def settle(self) -> None:
+        """The node has the newest version: one that is sent to a stopped node would be taken from it."""
+        while any(node.report.policy_version != self._taken for node in self._client.status().nodes):
+            time.sleep(TAKE_S / 10)
 
     def close(self) -> None:
         self._stack.close()
@@ -261,16 +279,18 @@ class NodeJob:
 
         from common.rollouts import decode_group
 
-        samples = [sample for payload in payloads for sample in decode_group(payload).samples]
-        own, now, loss = list[Any](), list[Any](), 0.0
+        samples = [sample for payload in payloads for sample in decode_group(payload).samples][:LEARNED]
+        own, now, ages = (list[Any]() for _ in range(3))
+        loss: Any = 0.0
         for number, sample in enumerate(samples):
             tokens = torch.tensor(sample.tokens.numpy()[None].astype("int64"))
             sampled = torch.tensor(sample.loss_mask.numpy()[1:] > 0)
             behavior = torch.tensor(sample.behavior_logprobs.numpy()[1:])
             versions = torch.tensor(sample.token_versions()[1:])
             current = _logprobs(self._model, tokens)
-            loss = loss - (1.0 if number % 2 else -1.0) * current[sampled].mean() / len(samples)
+            loss = loss - (1.0 if (self._taken + number) % 2 else -1.0) * current[sampled].mean() / len(samples)
             now.append((current.detach() - behavior)[sampled])
+            ages.append(self._taken - 1 - versions[sampled])
             for version in set(versions[sampled].tolist()) & self._former.keys():
                 with torch.no_grad():
                     then = torch.func.functional_call(self._model, self._former[version], (tokens,))
@@ -280,10 +300,12 @@ class NodeJob:
         self._optimizer.zero_grad()
         torch.as_tensor(loss).backward()
         self._optimizer.step()
-        own_all, now_all = torch.cat(own), torch.cat(now)
+        mixed = [len(sample.version_runs) for sample in samples]
         self.differences.append({
-            "mismatch_of_own_version": float(own_all.abs().mean()), "mismatch": float(now_all.abs().mean()),
-            "weight_error": float((own_all.exp() - 1).abs().mean()), "samples": float(len(samples)),
+            "mismatch": float(torch.cat(now).abs().mean()),
+            "mismatch_of_own_version": float(torch.cat(own).abs().mean()),
+            "versions": sum(mixed) / len(mixed),
+            "staleness": float(torch.cat(ages).float().mean()),
         })  # fmt: skip
 
 
