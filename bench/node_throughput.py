@@ -148,7 +148,7 @@ def sides(names: list[str], shape: Shape) -> Iterator[dict[str, talk.Side]]:
         folder, found = Path(made), dict[str, talk.Side]()
         talk.build(folder / "model", shape.answer)
         for name in names:
-            step = max(1, shape.requests // (4 * shape.group))
+            step = shape.requests // shape.group  # so that an episode meets about one flip
             if name == "node":
                 found[name] = talk.NodeJob(folder / "job", folder / "model", shape, step=step)
             else:
