@@ -1,7 +1,7 @@
 """Keys and values of episodes over flips: `weights.kv_cache` keep, keep_episode and recompute, in a game of many turns.
 
-Three real jobs of bench/talk.py, each with one node and a learner that takes an Adam step for every few groups, so that
-an episode meets several flips. Advantages are by chance. Per value of the key:
+Three real jobs of bench/talk.py, each with one node. The learner takes an Adam step for every group, so that an episode
+meets several flips. Advantages are by chance. Per value of the key:
 
 - tokens per second, in windows that alternate between the jobs;
 - share of the prompts' tokens that the prefix cache had;

@@ -32,7 +32,6 @@ SHAPES = {  # turns: long answers at once, some turns, and many turns whose cont
     "sixteen": Shape(turns=16, answer=32, prompt=64, observation=64, requests=64),
 }
 CACHE_MIB = 512
-WARM_S = 1.0  # of work, before the first window
 QUIET = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 PLAIN = {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 

@@ -21,7 +21,7 @@ from rollout_fleet.environments.protocol import Action, StepResult
 
 END, VOCABULARY, POSITIONS = 1, 128, 8192
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-SETTLE_S = 0.3  # of a window, before it counts
+SETTLE_S = 0.3  # before a window counts
 START_S, TAKE_S = 300, 0.2
 LEARNED = 1  # samples of a step that are trained on and compared, so that no node waits for this process
 KEPT = 16  # versions whose weights a learner keeps, to tell what its node sampled with
@@ -104,7 +104,7 @@ class Side(Protocol):
         ...
 
     def work(self) -> None:
-        """What this process does for it meanwhile; at most about TAKE_S."""
+        """Do this process's part for about TAKE_S."""
 
     def settle(self) -> None:
         """Return when it may be stopped."""
@@ -129,7 +129,8 @@ def in_windows(sides: dict[str, Side], windows: int, seconds: float) -> dict[str
         tokens = side.tokens() - before
         side.settle()
         stop(members[name])
-        return {"tokens": tokens, "wall_s": round(wall_s, 3), "cpu_s": round(used_s, 3)}
+        rates = {"tokens_per_s": round(tokens / wall_s, 1), "tokens_per_cpu_s": round(tokens / used_s, 1)}
+        return {"tokens": tokens, "wall_s": round(wall_s, 3), "cpu_s": round(used_s, 3), **rates}
 
     for name in sides:
         stop(members[name])
@@ -165,8 +166,8 @@ def totals(rounds: Sequence[dict[str, float]]) -> Figures:
 class NodeJob:
     """One real node on a real broker. A version is published for every `step` groups, of trained weights or the same.
 
-    With `learning` a version is an Adam step from the one before, on advantages by chance, and `differences` gets, per
-    step, how far the sampled log-probabilities are from those of a forward pass.
+    With `learning` a version is an Adam step from the one before, on advantages by chance. Per step `differences` gets
+    how far the sampled log-probabilities are from those of a forward pass.
     """
 
     def __init__(

@@ -28,11 +28,11 @@ class Generation:
 
 @dataclass(eq=False)
 class Session:
-    """The requests of one conversation, each of which continues an earlier one; filled by the engine."""
+    """The requests of one conversation: each continues an earlier one. The engine fills it."""
 
     number: int = field(default_factory=itertools.count().__next__)  # unique in this process
     first_prompt: int = 0  # tokens of its first prompt, which other conversations may have too
-    label: str = ""  # of the weights that sampled its first token; '' before
+    label: str = ""  # the weights that sampled its first token; '' before
 
 
 class Sampler(Protocol):
@@ -50,7 +50,7 @@ class Sampler(Protocol):
         """Continue `prompt_ids` by at most `max_tokens` tokens, also across flips; temperature 0 is greedy.
 
         `seed`: of the request's own draws; None: they are the engine's, different every time. `session`: with
-        weights.kv_cache: keep_episode the request reads what its earlier requests left in the KV cache, also over flips.
+        weights.kv_cache: keep_episode the request reads what earlier ones left in the KV cache, also over flips.
 
         Raises SlipstreamError when the engine is dead, ValueError when this request cannot be served.
         """

@@ -290,7 +290,9 @@ def test_an_episode_reads_its_own_blocks_over_a_flip_and_no_other_episode_does(
         assert [turn(rig, context + prompt(6), session)[0] for session in (late, own)] == [384, 384]
         assert turn(rig, context, Session())[0] == 0
         assert own.label == "0:4" and late.label == "0:5"
-    assert turn(rig, context + prompt(6), own)[0] == 384, "with `keep` the new version's blocks, which Session() computed"
+    assert turn(rig, context + prompt(6), own)[0] == 384, (
+        "with `keep` the new version's blocks, which Session() computed"
+    )
 
 
 def test_a_request_that_was_sent_before_the_flip_and_arrives_after_it_reads_no_old_block(

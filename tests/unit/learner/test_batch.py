@@ -382,9 +382,7 @@ steps = st.lists(st.integers(0, 3), min_size=1, max_size=12)
     first=st.integers(0, 9),
     kept=st.booleans(),
 )
-def test_ages_are_those_of_an_entry_by_entry_count(
-    turns: list[tuple[int, list[int]]], first: int, kept: bool
-) -> None:
+def test_ages_are_those_of_an_entry_by_entry_count(turns: list[tuple[int, list[int]]], first: int, kept: bool) -> None:
     at, rising = first, []
     for text, jumps in turns:  # versions only rise
         versions = [at := at + (jump if jump > 1 else 0) for jump in jumps]

@@ -53,6 +53,7 @@ class Call:
     temperature: float
     top_p: float
     seed: int | None = None
+    session: Session | None = None
 
 
 class ScriptedSampler:
@@ -77,7 +78,7 @@ class ScriptedSampler:
         seed: int | None = None,
         session: Session | None = None,
     ) -> Generation:
-        self.calls.append(Call(list(prompt_ids), max_tokens, temperature, top_p, seed))
+        self.calls.append(Call(list(prompt_ids), max_tokens, temperature, top_p, seed, session))
         self.now += 1
         self.most_at_once = max(self.most_at_once, self.now)
         try:
