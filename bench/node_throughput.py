@@ -1,117 +1,171 @@
-"""Tokens per second of a node's engine against bare LLM.generate: same prompts, same cores, in turns.
+"""Tokens per second of a node against bare vLLM: the same model, the same game, as many episodes at once, in windows.
 
-- bare: vllm.LLM in one process without our plugins, as for RL: the log-probability of every token, no text.
-- node: rollout_fleet's Engine, one `generate` per turn of a sample, as the episode driver calls it.
+- bare: vLLM's own LLMEngine in one process without our plugins, as for RL: the log-probability of every token, no text.
+  When a turn ends, the next one begins in the same step of the engine. It knows no environment and no broker.
+- engine: rollout_fleet's Engine, one `generate` per turn, as the episode driver calls it.
+- node: a whole node with driver, environment, broker and a flip every few turns (bench/talk.py).
 
-Both serve all requests at once. A sample has one turn, or four with a quarter of the tokens each: it continues after
-`OBSERVATION` further tokens. Bare vLLM knows no episodes and serves the turns one after another. Each side runs in a
-process of its own, warms up, then serves rounds; sides alternate. Wall-clock suffers from other work on the machine;
-tokens per CPU second, over all processes of a side, does not. Short mode: `--rounds 1 --pairs 1 --requests 16`.
+Turns end by chance, so their lengths differ. All sides serve all the time; in a window all but one are stopped.
+Wall-clock suffers from other work on the machine; neighbouring windows meet the same. Short mode: `--windows 2`.
 """
 
 import asyncio
 import itertools
 import os
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import harness
+import psutil
+import talk
+from talk import END, Shape
 
 from common.config.schema import Config, EngineConfig, ModelConfig, RolloutConfig, RunConfig, TasksConfig
 
-OBSERVATION = [9, 8, 7, 6, 5, 4, 10, 11]  # the environment's answer between two turns
-GROUP, PROMPT = 8, 16  # requests with the same prompt, tokens of a prompt
-LENGTH, CACHE_MIB = 1024, 256  # longest request in tokens, size of the KV cache
+SHAPES = {  # turns: long answers at once, some turns, and many turns whose context is mostly read
+    "one": Shape(turns=1, answer=128, prompt=16, observation=0, requests=256),
+    "four": Shape(turns=4, answer=32, prompt=16, observation=8, requests=256),
+    "sixteen": Shape(turns=16, answer=32, prompt=64, observation=64, requests=64),
+}
+CACHE_MIB = 512
 QUIET = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 PLAIN = {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
-def prompts(requests: int) -> list[list[int]]:
-    """Each prompt `GROUP` times in a row, as a group of samples asks for them."""
-    numbers = (i for i in range(requests // GROUP) for _ in range(GROUP))
-    return [[(i * 7 + j * 3 + 5 * i * j) % 90 + 4 for j in range(PROMPT)] for i in numbers]
+def encoded(folder: str, shape: Shape) -> tuple[Iterator[list[int]], list[list[int]]]:
+    """Prompts of episodes, each `group` times in a row, and what is said before each turn but the first."""
+    from transformers import AutoTokenizer
+
+    encode = AutoTokenizer.from_pretrained(folder).encode
+    numbers = (n for n in itertools.count() for _ in range(shape.group))
+    return (encode(shape.problem(n)) for n in numbers), [encode(shape.said(turn)) for turn in range(1, shape.turns)]
 
 
-@contextmanager
-def bare(model: str, requests: int, turns: int, tokens: int) -> Iterator[Callable[[], None]]:
-    os.environ.update(PLAIN)
+def bare(folder: str, shape: Shape, counter: Any) -> None:
+    """Serve for ever."""
+    os.environ.update(QUIET | PLAIN)
     from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     llm = LLM(
-        model, dtype="float32", enforce_eager=True, max_model_len=LENGTH, max_num_seqs=requests,
+        folder, dtype="float32", enforce_eager=True, max_model_len=shape.longest, max_num_seqs=shape.requests,
         enable_prefix_caching=True, kv_cache_memory_bytes=CACHE_MIB << 20, logprobs_mode="processed_logprobs",
         skip_tokenizer_init=True,
     )  # fmt: skip
-    params = SamplingParams(max_tokens=tokens, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False)
+    engine, (prompts, said), numbers = llm.llm_engine, encoded(folder, shape), itertools.count()
+    contexts: dict[str, tuple[list[int], int]] = {}
+    params = SamplingParams(
+        max_tokens=3 * shape.answer, temperature=1.0, logprobs=0, flat_logprobs=True, ignore_eos=True,
+        stop_token_ids=[END], detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+    )  # fmt: skip
 
-    def serve() -> None:
-        contexts = prompts(requests)
-        for _ in range(turns):
-            done = llm.generate([{"prompt_token_ids": p} for p in contexts], params, use_tqdm=False)
-            answers = [list(x.outputs[0].token_ids) for x in done]
-            assert all(len(answer) == tokens for answer in answers)
-            contexts = [p + answer + OBSERVATION for p, answer in zip(contexts, answers, strict=True)]
+    def begin(context: list[int], turn: int) -> None:
+        name = str(next(numbers))
+        contexts[name] = context, turn
+        engine.add_request(name, {"prompt_token_ids": context}, params)
 
-    yield serve
+    for _ in range(shape.requests):
+        begin(next(prompts), 0)
+    while True:
+        for output in engine.step():
+            context, turn = contexts.pop(output.request_id)
+            tokens = list(output.outputs[0].token_ids)  # pyright: ignore[reportIndexIssue]
+            counter.value += len(tokens)
+            more = turn + 1 < shape.turns
+            begin(context + tokens + said[turn] if more else next(prompts), turn + 1 if more else 0)
+
+
+def engine(folder: str, shape: Shape, counter: Any) -> None:
+    """Serve for ever."""
+    os.environ.update(QUIET)
+    from rollout_fleet.engine.engine import Engine
+
+    settings = EngineConfig(
+        max_model_len=shape.longest, max_num_seqs=shape.requests, kv_cache_mib=CACHE_MIB, eager=True
+    )
+    config = Config(
+        run=RunConfig(name="bench", dir="unused", steps=1),
+        model=ModelConfig(path=folder, dtype="float32"),
+        tasks=TasksConfig(environment="none", dataset="none"),
+        rollout=RolloutConfig(concurrency=shape.requests, engine=settings),
+    )
+    served = Engine(config, weights="folder", stop_token_ids=[END])
+    prompts, said = encoded(folder, shape)
+
+    async def episodes() -> None:
+        while True:
+            context = next(prompts)
+            for turn in range(shape.turns):
+                done = await served.generate(context, 3 * shape.answer)
+                counter.value += len(done.tokens)
+                context = context + done.tokens + (said[turn] if turn + 1 < shape.turns else [])
+
+    async def serve() -> None:
+        await served.start()
+        await asyncio.gather(*(episodes() for _ in range(shape.requests)))
+
+    asyncio.run(serve())
+
+
+class Served:
+    """A process that serves for ever and counts."""
+
+    def __init__(self, serve: Any, folder: Path, shape: Shape) -> None:
+        context = get_context("spawn")
+        self._counter = context.Value("q", 0)
+        self._process = context.Process(target=serve, args=(str(folder), shape, self._counter))
+        self._process.start()
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        root = psutil.Process(self._process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def tokens(self) -> int:
+        return self._counter.value
+
+    def work(self) -> None:
+        self._process.join(talk.TAKE_S)
+        assert self._process.is_alive()
+
+    def settle(self) -> None: ...
+
+    def close(self) -> None:
+        for process in reversed(self.processes):
+            process.kill()
+        self._process.join()
 
 
 @contextmanager
-def node(model: str, requests: int, turns: int, tokens: int) -> Iterator[Callable[[], None]]:
-    from rollout_fleet.engine.engine import Engine
-
-    settings = EngineConfig(max_model_len=LENGTH, max_num_seqs=requests, kv_cache_mib=CACHE_MIB, eager=True)
-    config = Config(
-        run=RunConfig(name="bench", dir="unused", steps=1),
-        model=ModelConfig(path=model, dtype="float32"),
-        tasks=TasksConfig(environment="none", dataset="none"),
-        rollout=RolloutConfig(concurrency=requests, engine=settings),
-    )
-    loop = asyncio.new_event_loop()
-    engine = Engine(config, weights="folder", stop_token_ids=[])
-    loop.run_until_complete(engine.start())
-
-    async def one(context: list[int]) -> None:
-        for _ in range(turns):
-            done = await engine.generate(context, tokens)
-            assert len(done.tokens) == tokens
-            context = context + done.tokens + OBSERVATION
-
-    async def all_of_them() -> None:
-        await asyncio.gather(*map(one, prompts(requests)))
-
-    yield lambda: loop.run_until_complete(all_of_them())
-    loop.run_until_complete(engine.shutdown())
+def sides(names: list[str], shape: Shape) -> Iterator[dict[str, talk.Side]]:
+    """These sides, warm."""
+    with tempfile.TemporaryDirectory() as made, ExitStack() as stack:
+        folder, found = Path(made), dict[str, talk.Side]()
+        talk.build(folder / "model", shape.answer)
+        for name in names:
+            step = shape.requests // shape.group  # so that an episode meets about one flip
+            if name == "node":
+                found[name] = talk.NodeJob(folder / "job", folder / "model", shape, step=step)
+            else:
+                found[name] = Served(bare if name == "bare" else engine, folder / "model", shape)
+            stack.callback(found[name].close)
+            while found[name].tokens() < 4 * shape.requests * shape.answer:
+                found[name].work()
+            found[name].settle()
+            talk.stop(found[name].processes)
+        yield found
 
 
-def measure(side: str, rounds: int, *shape: int) -> list[dict[str, float]]:
-    """Rounds of one side, in this process."""
-    results = list[dict[str, float]]()
-    with tempfile.TemporaryDirectory() as folder:
-        harness.qwen3(Path(folder), vocab_size=128, hidden_size=128, num_hidden_layers=2, initializer_range=0.08)
-        with (bare if side == "bare" else node)(folder, *shape) as serve:
-            serve()  # warm
-            for _ in range(rounds):
-                before_s = time.process_time() + harness.children_cpu_s()
-                _, wall_s = harness.timed(serve)
-                cpu_s = time.process_time() + harness.children_cpu_s() - before_s
-                results.append({"wall_s": round(wall_s, 3), "cpu_s": round(cpu_s, 3)})
-    return results
+def compared(options: harness.Options, name: str) -> harness.Figures:
+    with sides(options.sides, SHAPES[name]) as found:
+        windows = talk.in_windows(found, options.windows, options.seconds)
+    return {side: talk.totals(ones) for side, ones in windows.items()}
 
 
-def compared(options: harness.Options, turns: int) -> harness.Figures:
-    """Both sides in turns."""
-
-    def run_side(side: str, _: int) -> list[dict[str, float]]:
-        shape = (options.requests, turns, options.tokens // turns)
-        return harness.apart(measure, side, options.rounds, *shape, **QUIET)
-
-    found = harness.in_turns(("bare", "node"), range(options.pairs), run_side)
-    return {side: {"rounds": [*itertools.chain(*runs)]} for side, runs in found.items()}
-
-
-@harness.script(requests=256, tokens=128, rounds=4, pairs=2)
+@harness.script(windows=8, seconds=2.0, shapes=[*SHAPES], sides=["bare", "engine", "node"])
 def main(options: harness.Options) -> harness.Figures:
-    return {"rounds": options.rounds * options.pairs, **compared(options, 1), "multi_turn": compared(options, 4)}
+    return {"rounds": options.windows, **{name: compared(options, name) for name in options.shapes}}

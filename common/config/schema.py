@@ -333,8 +333,8 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
     encoding: Literal["full", "delta"] = "full"  # delta sends only changed elements, bit for bit; docs/delta.md.
     # Every so many publishes are sent whole to all nodes; 0: only where a delta does not fit.
     anchor_every: Natural = 64
-    # A flip keeps the KV cache of running requests, or recomputes it; docs/delta.md.
-    kv_cache: Literal["keep", "recompute"] = "keep"
+    # A flip keeps the KV cache of running requests, of running episodes, or recomputes it; docs/delta.md.
+    kv_cache: Literal["keep", "keep_episode", "recompute"] = "keep"
     canary_every: Natural = 10  # Publishes between two comparisons of engine and learner; 0: only at start-up.
     canary_tokens: Positive = 32  # Tokens of the sequence that is compared.
     # Largest difference of a log-probability that the comparison accepts; the mean one with quantization.

@@ -326,8 +326,8 @@ def _prepare_path(
     cache_age = 0.0
     cache_age_max = 0
     experts = None
-    if config.weights.kv_cache == "keep" and len(path.version_runs) > 1 and mask.any():
-        mean, largest = cache_ages(versions, sampled)
+    if config.weights.kv_cache != "recompute" and len(path.version_runs) > 1 and mask.any():
+        mean, largest = cache_ages(versions, sampled, kept=config.weights.kv_cache == "keep_episode")
         cache_age = float(mean @ mask)
         cache_age_max = int(largest[mask].max())
     if routing is not None and path.routed_experts is not None:
@@ -406,12 +406,13 @@ def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequen
     )
 
 
-def cache_ages(versions: np.ndarray, sampled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def cache_ages(versions: np.ndarray, sampled: np.ndarray, kept: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """For every token [T], (mean, largest) age of the KV cache that it was sampled over; 0 where nothing was sampled.
 
     A call of the model begins with keys and values of its own version only. Prefix caches are salted by version and
     checked again when the request enters the engine. With `weights.kv_cache: keep` a call in flight keeps its keys and
     values over a flip, so later tokens depend on older ones. With `recompute` they are computed again; every age is 0.
+    `kept`: with `keep_episode` a call also begins with those of the calls before it.
 
     The age of an entry is the version that sampled the token - the version that computed the entry. Entry p of a
     call is computed when token p + 1 is sampled, those of its prompt when its first token is. A request that the
@@ -420,6 +421,12 @@ def cache_ages(versions: np.ndarray, sampled: np.ndarray) -> tuple[np.ndarray, n
     """
     mean = np.zeros(len(versions))
     largest = np.zeros(len(versions), np.int64)
+    if kept and sampled.any():
+        ends = np.flatnonzero(sampled)  # entry p is computed when the first token after p is sampled
+        computed = versions[ends[np.searchsorted(ends, np.arange(ends[-1]), side="right")]]
+        mean[ends] = versions[ends] - np.cumsum(computed)[ends - 1] / ends
+        largest[ends] = versions[ends] - np.minimum.accumulate(computed)[ends - 1]
+        return np.maximum(mean, 0), np.maximum(largest, 0)
     edges = [*(np.flatnonzero(sampled[1:] != sampled[:-1]) + 1).tolist(), len(versions)]
     for start, end in zip(edges[::2], edges[1::2], strict=False):  # a call may end with the sample
         own = versions[start:end]

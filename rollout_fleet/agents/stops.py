@@ -12,7 +12,7 @@ import numpy as np
 
 from common.rollouts import VersionRun
 from rollout_fleet.episode.rendering import Renderer
-from rollout_fleet.episode.sampler_protocol import Generation, Sampler
+from rollout_fleet.episode.sampler_protocol import Generation, Sampler, Session
 
 CHUNK = 32  # tokens: at most so many are thrown away
 
@@ -35,6 +35,7 @@ class StopSampler:
         temperature: float = 1.0,
         top_p: float = 1.0,
         seed: int | None = None,
+        session: Session | None = None,
     ) -> Generation:
         """As Sampler.generate; an answer that a stop ends has finish_reason 'stop' and the stop as its last tokens."""
         whole = Generation([], [], [], "length")
@@ -43,7 +44,7 @@ class StopSampler:
             if seed is not None and count:  # the same seed would repeat the draws of the first chunk
                 seed = random.Random(f"{seed} {count}").getrandbits(63)
             room = min(CHUNK, max_tokens - count)
-            part = await self._sampler.generate(prompt_ids + whole.tokens, room, temperature, top_p, seed)
+            part = await self._sampler.generate(prompt_ids + whole.tokens, room, temperature, top_p, seed, session)
             whole = _joined(whole, part)
             end = self._end(whole.tokens[: -1 if part.finish_reason == "stop" else None], count)
             if end is not None:

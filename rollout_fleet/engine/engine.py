@@ -24,9 +24,9 @@ from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError
 from common.rollouts import VersionRun
 from rollout_fleet.engine import scheduler_stats
-from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation, WeightFeed
+from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation, Session, WeightFeed
 from rollout_fleet.vllm_patches import shared_files
-from rollout_fleet.vllm_patches.engine_process import salt
+from rollout_fleet.vllm_patches.engine_process import salt, session_key
 from rollout_fleet.vllm_plugin import BACKEND
 from rollout_fleet.weights.engine_weights import UNLABELLED, EngineWeights
 
@@ -107,6 +107,7 @@ class Engine:
         temperature: float = 1.0,
         top_p: float = 1.0,
         seed: int | None = None,
+        session: Session | None = None,
     ) -> Generation:
         """As Sampler.generate; SlipstreamError also when there are no weights yet or they are excluded."""
         self.weights.check_usable()
@@ -114,9 +115,18 @@ class Engine:
             if not 0 <= token < self._vocabulary:  # vLLM would end there: it has no tokenizer that knows the vocabulary
                 raise ValueError(f"token {token}, the model has 0 to {self._vocabulary - 1}")
         request_id = str(next(self._numbers))
-        prompt = {"type": "token", "prompt_token_ids": prompt_ids, "cache_salt": salt(self.weights.label)}
+        label, key = self.weights.label, None
+        if session is not None and self._config.weights.kv_cache == "keep_episode":
+            if not session.label:
+                session.first_prompt = len(prompt_ids)
+            label = session.label or label
+            key = session_key(session.number, session.first_prompt)
+        prompt = {"type": "token", "prompt_token_ids": prompt_ids, "cache_salt": salt(label)}
         params = _sampling_params(max_tokens, temperature, top_p, seed=seed, stop_token_ids=tuple(self.stop_token_ids))
-        output = await self._request(request_id, prompt, params)
+        output = await self._request(request_id, prompt, params, key)
+        if session is not None and not session.label:
+            spans = output.outputs[0].weight_versions or []
+            session.label = next((span.version for span in spans if span.end > span.start), "")
         generation = to_generation(output, self._moe_layers)
         await self.weights.wait_proven(run.version for run in generation.version_runs)
         self.counters.requests += 1
@@ -163,7 +173,7 @@ class Engine:
                 few = f"{', '.join(left[:3])}{', ...' if left[3:] else ''}"
                 raise UsageError(f"rollout.engine.quantization: the engine did not round {len(left)} layers ({few})")
 
-    async def _request(self, request_id: str, prompt: Any, params: Any) -> Any:
+    async def _request(self, request_id: str, prompt: Any, params: Any, session: str | None) -> Any:
         """The final RequestOutput of one request."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -172,7 +182,8 @@ class Engine:
             raise SlipstreamError("the engine is not running")
         try:
             # To its end: a generator that is left half-way aborts its request, also one that is through.
-            outputs = [output async for output in self._llm.generate(prompt, params, request_id)]
+            asked = self._llm.generate(prompt, params, request_id, session_id=session)
+            outputs = [output async for output in asked]
             if outputs and outputs[-1].finished:
                 return outputs[-1]
         except EngineDeadError as error:

@@ -301,7 +301,7 @@ async def generate(
     progress.at("engine")
     try:
         generation = await sampler.generate(
-            list(record.tokens), room, sampling.temperature, sampling.top_p, sampling.seed
+            list(record.tokens), room, sampling.temperature, sampling.top_p, sampling.seed, record.session
         )
     except ValueError as error:
         raise EpisodeFailed(f"the engine refused what the environment said: {error}") from error

@@ -1,6 +1,7 @@
 """The engine and its weights, as the episode driver and the node loop see them without importing vllm or torch."""
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -25,6 +26,15 @@ class Generation:
     routed_experts: np.ndarray | None = None
 
 
+@dataclass(eq=False)
+class Session:
+    """The requests of one conversation: each continues an earlier one. The engine fills it."""
+
+    number: int = field(default_factory=itertools.count().__next__)  # unique in this process
+    first_prompt: int = 0  # tokens of its first prompt, which other conversations may have too
+    label: str = ""  # the weights that sampled its first token; '' before
+
+
 class Sampler(Protocol):
     """Tokens in, tokens out. Calls run concurrently; a cancelled call aborts its request in the engine."""
 
@@ -35,10 +45,12 @@ class Sampler(Protocol):
         temperature: float = 1.0,
         top_p: float = 1.0,
         seed: int | None = None,
+        session: Session | None = None,
     ) -> Generation:
         """Continue `prompt_ids` by at most `max_tokens` tokens, also across flips; temperature 0 is greedy.
 
-        `seed`: of the request's own draws; None: they are the engine's, different every time.
+        `seed`: of the request's own draws; None: they are the engine's, different every time. `session`: with
+        weights.kv_cache: keep_episode the request reads what earlier ones left in the KV cache, also over flips.
 
         Raises SlipstreamError when the engine is dead, ValueError when this request cannot be served.
         """

@@ -8,7 +8,7 @@ import numpy as np
 from common.rollouts import Branch, Sample, TemperatureRun, VersionRun
 from common.wire_types import Array
 from rollout_fleet.environments.protocol import StopReason
-from rollout_fleet.episode.sampler_protocol import Generation
+from rollout_fleet.episode.sampler_protocol import Generation, Session
 
 PENALTY = "overlong_penalty"  # metric of tasks.truncated: penalized
 
@@ -32,6 +32,7 @@ class TokenRecord:
     name: str = ""  # the sub-agent's
     temperatures: list[TemperatureRun] = field(default_factory=list)  # empty: all at the job's
     branches: "list[TokenRecord]" = field(default_factory=list)  # other conversations of the episode
+    session: Session = field(default_factory=Session)  # shared with the paths that branch off
 
     def observe(self, ids: list[int]) -> None:
         """Append tokens that the policy reads."""
@@ -77,6 +78,7 @@ class TokenRecord:
             spans=self.spans[:turns],
             name=self.name,
             temperatures=[run for run in self.temperatures if run.start < length],
+            session=self.session,
         )
 
     def sampled_at(self, temperature: float, job: float) -> None:

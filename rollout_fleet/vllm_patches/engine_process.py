@@ -4,6 +4,10 @@ A **flip** runs between two engine steps, and the prefix cache shares no block a
 with the version, but a flip may come before the engine begins the request. The new weights would then read blocks of
 the old version, found under the old salt. So the engine decides the salt.
 
+With `weights.kv_cache: keep_episode` the later requests of a session keep the salt of its first one, so they find its
+blocks after a flip. Other conversations with the same salt may read the blocks of its first prompt, which were computed
+when they began or later. From the block with its first sampled token on, the hashes have the session's number, too.
+
 **Outputs** are kept until their request ends, if only its end was asked for. A flip sends them first.
 """
 
@@ -18,6 +22,11 @@ SEPARATOR = "#"  # behind the version: what else keeps a request to itself
 def salt(label: str, own: str = "") -> str:
     """The cache salt of a request under the weights `label`; with `own` it shares no blocks with other requests."""
     return f"{label}{SEPARATOR}{own}" if own else label
+
+
+def session_key(number: int, first_prompt: int) -> str:
+    """vLLM's `session_id` of a request whose KV blocks outlive flips for its session."""
+    return f"{number}{SEPARATOR}{first_prompt}"
 
 
 def require(owner: Any, *names: str) -> None:
@@ -38,17 +47,27 @@ def flip_in_one_call() -> None:
     engine's loop between two steps, so labels are exact by construction. There a request is salted, too: vLLM
     0.32 hashes its blocks in the thread that reads the socket.
     """
+    from vllm.v1.core import kv_cache_utils
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.request import Request
 
+    require(kv_cache_utils, "generate_block_hash_extra_keys")
     require(EngineCore, "set_weight_version", "_reset_caches", "collective_rpc", "pause_scheduler", "add_request")
     require(Request, "update_block_hashes")
     add = EngineCore.add_request
+    extra_keys = kv_cache_utils.generate_block_hash_extra_keys
 
     def add_salted(engine: Any, request: Any, request_wave: int = 0) -> None:
         _resalt(request, engine.get_weight_version())
         add(engine, request, request_wave)
 
+    def keys_of_session(request: Any, start: int, end: int, mm: int) -> tuple[tuple[Any, ...] | None, int]:
+        keys, mm = extra_keys(request, start, end, mm)
+        if request.session_id and start <= _first_prompt(request) < end:
+            keys = (*(keys or ()), ("session", request.session_id))
+        return keys, mm
+
+    kv_cache_utils.generate_block_hash_extra_keys = keys_of_session
     EngineCore.add_request = add_salted  # type: ignore[method-assign]
     EngineCore.slipstream_flip = _flip  # type: ignore[attr-defined]
 
@@ -87,12 +106,22 @@ def drop_cache(engine: Any) -> None:
         request.num_preemptions = 0
 
 
+def _first_prompt(request: Any) -> int:
+    return int(request.session_id.rpartition(SEPARATOR)[2])
+
+
 def _resalt(request: Any, label: str) -> None:
-    """Hash the blocks of a request without computed tokens under `label`; a request without salt stays without."""
+    """Hash the blocks of a request without computed tokens under `label`; a request without salt stays without.
+
+    A request that continues its session keeps its salt, unless that is of another learner's start.
+    """
     if not request.cache_salt:
         return
     before, _, own = request.cache_salt.partition(SEPARATOR)
     if before == label:
+        return
+    same_start = before.partition(":")[0] == label.partition(":")[0]
+    if request.session_id and same_start and request.num_tokens > _first_prompt(request):
         return
     request.cache_salt = salt(label, own)
     request.block_hashes.clear()

@@ -25,7 +25,7 @@ from rollout_fleet.environments.isolation.thread_backend import EnvironmentThrea
 from rollout_fleet.environments.protocol import Budget
 from rollout_fleet.episode.driver import EpisodeRules, Sampling
 from rollout_fleet.episode.rendering import Renderer
-from rollout_fleet.episode.sampler_protocol import Generation
+from rollout_fleet.episode.sampler_protocol import Generation, Session
 from rollout_fleet.weights import engine_weights
 from tests.rigs.device import CUDA
 from tests.rigs.engines import (
@@ -245,6 +245,54 @@ def test_preempted_requests_sampled_tokens_and_the_use_of_the_cache_are_counted_
     assert 64 * 128 < sampled[0] < sampled[1] and 0 <= early <= 64 * batches_in_flight(rig)
     assert counters.tokens_recomputed >= 128 * counters.preemptions
     assert counters.recompute_s != 0  # negative where a busy machine made the usual steps the slow ones
+
+
+def turn(rig: EngineRig, context: list[int], session: Session, tokens: int = 8) -> tuple[int, Generation]:
+    """(tokens of `context` that the prefix cache had, what came)."""
+    before = rig.engine.counters.cached_tokens
+    got = rig.run(rig.engine.generate(context, tokens, temperature=0, session=session))
+    return rig.engine.counters.cached_tokens - before, got
+
+
+def over_blocks(rig: EngineRig, old: int, new: int, context: list[int], got: Generation, *, blocks: int) -> list[float]:
+    """Hugging Face's log-probabilities of `got` by `new`, over so many blocks of keys and values by version `old`."""
+    whole, seen = context + got.tokens, 128 * blocks
+    cache = rig.models[old](torch.tensor([whole[:seen]]), use_cache=True).past_key_values
+    rows = rig.models[new](torch.tensor([whole[seen:-1]]), past_key_values=cache).logits[0].float().log_softmax(-1)
+    return rows.gather(-1, torch.tensor(whole[seen + 1 :])[:, None])[len(context) - seen - 1 :, 0].tolist()
+
+
+def test_an_episode_reads_its_own_blocks_over_a_flip_and_no_other_episode_does(
+    rig: EngineRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, same, short, late, sent = (Session() for _ in range(5))
+    with rig.engine.keeping_episodes(), rig.engine.stopping_at():
+        _, first = turn(rig, LONG, own, tokens=100)
+        assert turn(rig, LONG, same, tokens=100)[0] == 256, "a group computes its prompt once"
+        turn(rig, LONG, short, tokens=1)
+        context = LONG + first.tokens + prompt(3)
+        branch = context[:390] + prompt(5)
+        rig.put(5)
+        monkeypatch.setattr(engine, "salt", lambda label: "0:4")
+        cached, got = turn(rig, context, sent)
+        assert cached == 0, "sent before the flip, begun after it"
+        monkeypatch.undo()
+        assert worst(got.logprobs, logprobs(rig.models[5], context + got.tokens)[len(context) - 1 :]) < TOLERANCE
+        assert turn(rig, context, late)[0] == 384, "of the new version, which `sent` computed"
+        assert turn(rig, context, short)[0] == 256, "the prompt it began with, not what another sampled then"
+        for text, session in ((context, own), (branch, own), (context, same)):
+            cached, got = turn(rig, text, session)
+            assert cached == 384, "its own blocks of the old version"
+            assert worst(got.logprobs, over_blocks(rig, 4, 5, text, got, blocks=3)) < TOLERANCE
+            fresh = logprobs(rig.models[5], text + got.tokens)[len(text) - 1 :]
+            assert worst(got.logprobs, fresh) > 0.01, "the versions differ enough to be told apart"
+        rig.put(6)
+        assert [turn(rig, context + prompt(6), session)[0] for session in (late, own)] == [384, 384]
+        assert turn(rig, context, Session())[0] == 0
+        assert own.label == "0:4" and late.label == "0:5"
+    assert turn(rig, context + prompt(6), own)[0] == 384, (
+        "with `keep` the new version's blocks, which Session() computed"
+    )
 
 
 def test_a_request_that_was_sent_before_the_flip_and_arrives_after_it_reads_no_old_block(

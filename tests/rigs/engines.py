@@ -134,6 +134,15 @@ class RigEngine(Engine):
         yield
         self.stop_token_ids = usual
 
+    @contextmanager
+    def keeping_episodes(self) -> Iterator[None]:
+        """Meanwhile weights.kv_cache is keep_episode."""
+        usual = self._config
+        weights = msgspec.structs.replace(usual.weights, kv_cache="keep_episode")
+        self._config = msgspec.structs.replace(usual, weights=weights)
+        yield
+        self._config = usual
+
     async def allocate_stage_inputs(self) -> None:
         await self._llm.collective_rpc("allocate_stage_input")
 

@@ -333,7 +333,8 @@ def test_a_document_carries_the_routing_of_its_tokens(make_config: Callable[...,
 
 
 @pytest.mark.parametrize(
-    ("kv_cache", "mean", "largest"), [("keep", (2 * 2 / 3 + 2 * 2 / 4) / 6, 2), ("recompute", 0, 0)]
+    ("kv_cache", "mean", "largest"),
+    [("keep", (2 * 2 / 3 + 2 * 2 / 4) / 6, 2), ("keep_episode", (2 * 2 / 3 + 2 * 2 / 4) / 6, 2), ("recompute", 0, 0)],
 )
 def test_the_age_of_the_kv_cache_is_that_behind_trained_tokens(
     kv_cache: str, mean: float, largest: int, make_config: Callable[..., Config]
@@ -355,14 +356,15 @@ def episode(turns: list[tuple[int, list[int]]]) -> tuple[np.ndarray, np.ndarray]
     return np.array(versions, np.int64), sampled
 
 
-def counted(turns: list[tuple[int, list[int]]]) -> tuple[list[float], list[int]]:
-    """The same, one entry at a time, as an engine that salts its prefix cache by version fills its cache."""
+def counted(turns: list[tuple[int, list[int]]], kept: bool) -> tuple[list[float], list[int]]:
+    """The same, one entry at a time, as an engine fills its cache, which it empties before a turn or not."""
     mean: list[float] = []
     largest: list[int] = []
+    cache: list[int] = []
     for text, versions in turns:
         mean += [0.0] * text
         largest += [0] * text
-        cache: list[int] = []
+        cache = cache if kept else []
         for version in versions:
             cache += [version] * (len(mean) - len(cache))  # missing entries are computed before they are read
             ages = [version - entry for entry in cache] or [0]
@@ -375,14 +377,18 @@ steps = st.lists(st.integers(0, 3), min_size=1, max_size=12)
 
 
 @settings(deadline=None)
-@given(turns=st.lists(st.tuples(st.integers(1, 5), steps), min_size=1, max_size=4), first=st.integers(0, 9))
-def test_ages_are_those_of_an_entry_by_entry_count(turns: list[tuple[int, list[int]]], first: int) -> None:
+@given(
+    turns=st.lists(st.tuples(st.integers(1, 5), steps), min_size=1, max_size=4),
+    first=st.integers(0, 9),
+    kept=st.booleans(),
+)
+def test_ages_are_those_of_an_entry_by_entry_count(turns: list[tuple[int, list[int]]], first: int, kept: bool) -> None:
     at, rising = first, []
     for text, jumps in turns:  # versions only rise
         versions = [at := at + (jump if jump > 1 else 0) for jump in jumps]
         rising.append((text, versions))
-    mean, largest = cache_ages(*episode(rising))
-    expected = counted(rising)
+    mean, largest = cache_ages(*episode(rising), kept)
+    expected = counted(rising, kept)
     np.testing.assert_allclose(mean, expected[0], atol=1e-9)
     assert largest.tolist() == expected[1]
 
@@ -404,6 +410,15 @@ def test_only_a_call_in_flight_has_an_old_cache(
 ) -> None:
     found = cache_ages(*episode(turns))
     assert (found[0].tolist(), found[1].tolist()) == (pytest.approx(mean), largest)
+
+
+def test_a_later_turn_has_an_old_cache_where_episodes_keep_theirs() -> None:
+    mean, largest = cache_ages(*episode([(2, [5, 5]), (2, [7, 7])]), kept=True)
+    assert mean.tolist() == pytest.approx([0, 0, 0, 0, 0, 0, 2 * 3 / 6, 2 * 3 / 7])
+    assert largest.tolist() == [0, 0, 0, 0, 0, 0, 2, 2]
+    assert not any(cache_ages(*episode([]), kept=True)[0])
+    restarted = cache_ages(*episode([(2, [9, 9]), (2, [3, 3])]), kept=True)
+    assert not restarted[0].any() and not restarted[1].any(), "a learner that started again lower"
 
 
 # ---------------------------------------------------------------- a teacher's columns

@@ -17,7 +17,7 @@ from rollout_fleet.environments.isolation.thread_backend import EnvironmentThrea
 from rollout_fleet.environments.protocol import Action, Budget, Limits, StepResult
 from rollout_fleet.episode.driver import EpisodeDriver, EpisodeRules, Sampling
 from rollout_fleet.episode.rendering import Renderer, Tokenizer
-from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation
+from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation, Session
 from tests.rigs.waiting import LIMIT_S
 
 EOS = 0
@@ -53,6 +53,7 @@ class Call:
     temperature: float
     top_p: float
     seed: int | None = None
+    session: Session | None = None
 
 
 class ScriptedSampler:
@@ -75,8 +76,9 @@ class ScriptedSampler:
         temperature: float = 1.0,
         top_p: float = 1.0,
         seed: int | None = None,
+        session: Session | None = None,
     ) -> Generation:
-        self.calls.append(Call(list(prompt_ids), max_tokens, temperature, top_p, seed))
+        self.calls.append(Call(list(prompt_ids), max_tokens, temperature, top_p, seed, session))
         self.now += 1
         self.most_at_once = max(self.most_at_once, self.now)
         try:

@@ -21,7 +21,7 @@ from rollout_fleet.agents.stops import StopSampler
 from rollout_fleet.environments.protocol import Budget, StopReason
 from rollout_fleet.episode.driver import EpisodeFailed, EpisodeRules, Progress, Sampling
 from rollout_fleet.episode.rendering import Renderer
-from rollout_fleet.episode.sampler_protocol import Generation
+from rollout_fleet.episode.sampler_protocol import Generation, Session
 from tests.rigs.refusals import refused
 from tests.unit.rollout_fleet.chat_tokenizers import QWEN, speaker, with_template
 from tests.unit.rollout_fleet.fleet_fakes import CharacterTokenizer
@@ -119,6 +119,7 @@ def test_a_continued_conversation_is_kept_once_and_a_branch_shares_its_root_and_
     assert [prompt[: len(root)] for prompt in talk.prompts()[1:]] == [root, root]
     assert [turn.turns for turn in talk.talk.turns] == [1, 2, 2] and talk.talk.sampled == 4 + 4 + 6
     assert [run.version for run in branch.path().runs] == [0, 2]
+    assert len({call.session for call in talk.sampler.calls}) == 1, "it may read what the engine kept of its root"
 
 
 @settings(deadline=None, max_examples=30)
@@ -259,6 +260,7 @@ def test_a_sub_agent_has_conversations_of_its_own_and_a_frozen_one_is_served_and
     talk.say([user("hi")], model="policy/searcher")
     talk.say([user("hi"), assistant("plan"), user("more")], model="policy/searcher")  # the agent said it, not this one
     whole = talk.talk.whole()
+    assert len({call.session for call in talk.sampler.calls}) == 4
     assert [(record.name, record.turns) for record in (whole, *whole.branches)] == [
         ("", 1), ("judge", 1), ("searcher", 1), ("searcher", 1),
     ]  # fmt: skip
@@ -330,11 +332,13 @@ class Stepwise:
 
     def __init__(self, length: int) -> None:
         self.length = length
+        self.sessions: list[Any] = []
         self.calls: list[tuple[int, int, int | None]] = []
 
     async def generate(
-        self, prompt_ids: list[int], max_tokens: int, temperature: float, top_p: float, seed: int | None
+        self, prompt_ids: list[int], max_tokens: int, temperature: float, top_p: float, seed: int | None, session: Any
     ) -> Generation:
+        self.sessions.append(session)
         done = len(prompt_ids) - 1
         self.calls.append((done, max_tokens, seed))
         tokens = list(range(100 + done, 100 + min(done + max_tokens, self.length)))
@@ -347,10 +351,13 @@ class Stepwise:
         return Generation(tokens, logprobs, runs, "stop" if ended else "length", experts)
 
 
+SESSION = Session()
+
+
 def stopped_at(token: int, length: int, room: int) -> tuple[Generation, Stepwise, StopSampler]:
     steps = Stepwise(length)
     sampler = StopSampler(steps, Renderer(CharacterTokenizer()), (chr(token),), frozenset())
-    return asyncio.run(sampler.generate([7], room, 1.0, 1.0, 5)), steps, sampler
+    return asyncio.run(sampler.generate([7], room, 1.0, 1.0, 5, SESSION)), steps, sampler
 
 
 def test_an_answer_with_a_stop_is_sampled_in_pieces_that_join_to_one() -> None:
@@ -359,6 +366,7 @@ def test_an_answer_with_a_stop_is_sampled_in_pieces_that_join_to_one() -> None:
     assert found.finish_reason == "stop" and sampler.text == "".join(map(chr, range(100, 170)))
     assert [(done, room) for done, room, _ in steps.calls] == [(0, 32), (32, 32), (64, 32)]
     assert steps.calls[0][2] == 5 and len({seed for *_, seed in steps.calls}) == 3, "no draws repeat"
+    assert steps.sessions == [SESSION] * 3
     assert found.version_runs == [VersionRun(0, 0), VersionRun(32, 1)]
     assert found.routed_experts is not None
     assert found.routed_experts[:, 0, 0].tolist() == [

@@ -53,6 +53,7 @@ def test_turns_share_one_growing_context_and_environment_text_is_masked() -> Non
     assert [tokens[: len(c.prompt)] for c in sampler.calls] == [c.prompt for c in sampler.calls]
     assert sampler.calls[1].prompt == [ord(c) for c in "Guess 1-31\n16"] + [EOS] + [ord(c) for c in " higher 17-31\n"]
     assert (sample.turn_rewards, sample.stop_reason, sample.metrics["guesses"]) == ([0, 0, 1], "environment_done", 3)
+    assert len({c.session for c in sampler.calls}) == 1 and None not in {c.session for c in sampler.calls}
 
 
 def test_version_runs_are_offsets_into_the_whole_sample_and_equal_neighbours_merge() -> None:

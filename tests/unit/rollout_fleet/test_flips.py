@@ -14,7 +14,7 @@ from common.weights.receive.weight_client import FIRST_POLL_S, LAST_POLL_S, next
 from common.weights.transports.groups import FIRST_RATE
 from common.weights.wire.failures import Failure, FailureKind, ProofFailed, StagingFailed
 from rollout_fleet.engine.scheduler_stats import StepClock
-from rollout_fleet.vllm_patches.engine_process import drop_cache
+from rollout_fleet.vllm_patches.engine_process import _resalt, drop_cache, session_key
 from rollout_fleet.weights import engine_weights
 from rollout_fleet.weights.engine_weights import EngineWeights
 from rollout_fleet.weights.weight_proof import Proof
@@ -31,6 +31,27 @@ def test_it_is_a_preemption_of_nobody_also_not_of_those_who_were_preempted_befor
 
     drop_cache(SimpleNamespace(scheduler=scheduler, _reset_caches=reset))
     assert not scheduler.running and [request.num_preemptions for request in requests] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "label", "kept"),
+    [
+        (12, "0:5", False),  # its first prompt
+        (13, "0:5", True),  # that was put back after its first token, or a later turn
+        (13, "1:3", False),  # the learner has started again
+        (13, "0:4", True),
+    ],
+)
+def test_a_request_that_continues_its_session_keeps_its_salt(tokens: int, label: str, kept: bool) -> None:
+    hashed = list[str]()
+    request = SimpleNamespace(
+        cache_salt="0:4", session_id=session_key(7, 12), num_tokens=tokens, block_hashes=["old"],
+        update_block_hashes=lambda: hashed.append(request.cache_salt),
+    )  # fmt: skip
+    _resalt(request, label)
+    assert (request.cache_salt, hashed, request.block_hashes) == (
+        ("0:4", [], ["old"]) if kept else (label, [label], [])
+    )
 
 
 class Core:
