@@ -48,6 +48,9 @@ def run_node(config: Config, broker_address: str, node_id: str, pool: str = "") 
     keep_freed_memory()
     if config.telemetry.trace_mib:
         SPANS.open("starting")
+    from rollout_fleet.engine.engine import import_ahead
+
+    import_ahead(config)
     return asyncio.run(_serve(config, broker_address, NodeStatusTracker(node_id, pool=pool)))
 
 

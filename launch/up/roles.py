@@ -119,8 +119,10 @@ def evaluate(args: argparse.Namespace) -> int:
     setup_logging("eval", "0", run.logs, config.telemetry.log_level)
     os.environ.update(thread_environment(config.rollout.threads))
     with output_to(log_path(run.logs, "eval", "0")):
+        from rollout_fleet.engine.engine import import_ahead
         from rollout_fleet.node.evaluate import run_eval
 
+        import_ahead(config, model)
         result = run_eval(downloaded(config), model)
     write_json(run.path / "eval.json", result)
     if args.json:

@@ -25,7 +25,7 @@ from common.errors import SlipstreamError, UsageError
 from common.rollouts import VersionRun
 from rollout_fleet.engine import scheduler_stats
 from rollout_fleet.episode.sampler_protocol import EngineCounters, FinishReason, Generation, Session, WeightFeed
-from rollout_fleet.vllm_patches import shared_files
+from rollout_fleet.vllm_patches import engine_start, shared_files
 from rollout_fleet.vllm_patches.engine_process import salt, session_key
 from rollout_fleet.vllm_plugin import BACKEND
 from rollout_fleet.weights.engine_weights import UNLABELLED, EngineWeights
@@ -247,6 +247,15 @@ class Engine:
         if self._profiles is not None:
             arguments["profiler_config"] = profiler_config(self._profiles)
         return arguments | engine.extra
+
+
+def import_ahead(config: Config, model: Path | None = None) -> None:
+    """Import vLLM once for this process and its engine's, before the process has threads; on a CPU only.
+
+    `model` is the folder that the engine will load; None: the config's.
+    """
+    if _prepare_environment(config):
+        engine_start.import_ahead(model or Path(config.model.path))
 
 
 def _prepare_environment(config: Config) -> bool:
