@@ -3,13 +3,17 @@
     python bench/trl_comparison.py --trl-python .venv-trl/bin/python    three workloads, three seeds, five systems
 
 `--trl-python` is the python of the environment with bench/requirements-trl.txt. Models that are missing under runs/ are
-made first, as the quickstart makes them. A measured cell (workload, system, seed) is a file under runs/trl-comparison:
-the same command goes on where it stopped, as long as commit and arguments are the same. It first says how long it will
-take. With `--budget-s` it begins no cell that would end later, and exits with 1 while some are missing.
+made first, as the quickstart makes them. A cell is a workload, a system and a seed. Each measured cell is a file under
+runs/trl-comparison, so that the same command continues where it stopped, while commit and arguments are the same.
+It first says how long it will take. With `--budget-s` it begins no cell that would end later, and exits with 1 while
+some are missing.
 
-Per seed the systems run one after the other, in changing order. What is measured apart: the set-up, from the start of
-the process to the first generated token (for Slipstream until the first lease); the first step; steady steps, without
-the first and last ones, in which a window of asynchronous training fills and drains; and the steps to a reward.
+Per seed the systems run one after the other, in changing order. These are measured apart:
+
+- the set-up, from the start of the process until training begins, for Slipstream until the first lease;
+- the first step, and steady steps. Steady are those between the first three and the last two, because a window of
+  asynchronous training fills and drains;
+- steps and seconds to a reward.
 """
 
 import json
@@ -29,7 +33,12 @@ OURS = "slipstream"
 SYSTEMS = (OURS, *trl_patches.WAYS)
 WINDOW = 2  # versions that a trained token may be behind, in all asynchronous systems
 CELLS = harness.ROOT / "runs" / "trl-comparison"
-THREADS = {"transformers": 2, "colocate": 2, "server": 2, "async": 1}  # of each process: an asynchronous one has two
+THREADS = {
+    "transformers": 2,
+    "colocate": 2,
+    "server": 2,
+    "async": 1,
+}  # each process has so many; asynchronous training has two processes
 UNKNOWN_CELL_S = 120.0  # the time of a cell that was never measured here
 PARTS = (
     "learner_idle_s", "train_s", "batch_s", "snapshot_s", "checkpoint_s", "publish_s", "seconds_to_active",

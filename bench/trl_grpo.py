@@ -35,7 +35,7 @@ BEGAN = time.perf_counter()
 MAX_NUM_SEQS = 128
 KV_CACHE_GIB = 1
 CHECKED = 8  # prompts of --check
-CHANGE = 0.2  # of each tensor's standard deviation
+CHANGE = 0.2  # times each tensor's standard deviation
 
 
 def common_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""What TRL 1.16 and vLLM need at run time so that all of TRL's ways train on a CPU; nothing of them is edited.
+"""The patches with which all of TRL 1.16's ways train on a CPU; they are set at run time, and nothing is edited.
 
-PATCHES says by name what each patch is for, and WAYS which way needs which: results name them. vLLM's server imports
-this file through --worker-extension-cls, so that patches are set in its worker, too.
+PATCHES says what each patch is for, and WAYS which way needs which. Results name them. vLLM's server imports this file
+through --worker-extension-cls, so that patches are set in its worker, too.
 """
 
 import atexit

@@ -16,7 +16,7 @@ OPTIONS = {"workloads": ["short"], "ways": ["transformers", "async"], "seeds": [
 
 
 def timed(step_s: float, rewards: list[float] | None = None) -> dict[str, Any]:
-    """Figures of ten steps, the first of which lasts five seconds longer."""
+    """Figures of ten steps; the first lasts five seconds longer."""
     found = figures(rewards or [1.0] * 10, [5 + step_s * step for step in range(1, 11)], level=0.9)
     return found | {"set_up_s": 1.0}
 
