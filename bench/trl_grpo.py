@@ -1,103 +1,265 @@
-"""TRL's GRPOTrainer on the quickstart's model, task, group size, batch and optimizer; the peer of trl_comparison.py.
+"""TRL's trainers on Slipstream's model, task, group size, batch and optimizer; the peer of trl_comparison.py.
 
-Runs in the environment of bench/requirements-trl.txt. Prints one JSON object: per step the reward and the
-seconds since training began, without set-up. `--dataset` is the addition task's JSONL. `--micro-batch` counts sequences
-per forward; 0 is the whole batch.
+Runs in the environment of bench/requirements-trl.txt, on a CPU. `--way` is one of
+
+    transformers  GRPOTrainer; transformers generates
+    colocate      GRPOTrainer; vLLM in the same process generates, in turns with training
+    server        GRPOTrainer; vLLM's server generates, in turns with training
+    async         AsyncGRPOTrainer; vLLM's server generates while the trainer trains
+
+Prints one JSON object: seconds from the process's start until training began, and per step the reward and the seconds
+since then. `--micro-batch` counts sequences per forward; 0 is the whole batch. `--threads` is per process.
+
+`--check` trains nothing: it changes the trainer's weights, syncs them, and prints how far vLLM's log-probabilities are
+from the trainer's when equal, changed and synced. The patches that all this needs are in trl_patches.py.
 """
 
 import argparse
+import atexit
+import functools
 import json
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 import warnings
-from pathlib import Path
 from typing import Any
 
 import harness
+import trl_patches
 
-PROMPTS, GROUP_SIZE = 16, 8  # a step has so many prompts, each with so many samples
-
-
-def problems(args: argparse.Namespace) -> Any:
-    """The task's rows in an order of the seed, as often as the steps need."""
-    import torch
-    from datasets import Dataset
-
-    rows = harness.json_lines(Path(args.dataset))
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed)).tolist()
-    chosen = [rows[order[i % len(rows)]] for i in range(PROMPTS * (args.steps + 2))]
-    return Dataset.from_dict(
-        {"prompt": [f"Q: {r['question']}=? A:" for r in chosen], "answer": [str(r["answer"]) for r in chosen]}
-    )
+BEGAN = time.perf_counter()
+MAX_NUM_SEQS = 128
+KV_CACHE_GIB = 1
+CHECKED = 8  # prompts of --check
+CHANGE = 0.2  # times each tensor's standard deviation
 
 
-def settings(args: argparse.Namespace) -> Any:
-    """The same optimizer, loss and sampling as configs/quickstart.yaml."""
-    import trl
-
-    batch = PROMPTS * GROUP_SIZE
+def common_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The optimizer, loss and sampling of the workload's Slipstream config."""
+    batch = args.prompts * args.group_size
     micro = args.micro_batch or batch
-    return trl.GRPOConfig(
-        output_dir=tempfile.mkdtemp(prefix="trl-"), per_device_train_batch_size=micro,
-        gradient_accumulation_steps=batch // micro, steps_per_generation=batch // micro,
-        num_iterations=1, num_generations=GROUP_SIZE,
-        max_completion_length=args.max_tokens, temperature=1.0, top_p=1.0, top_k=0, learning_rate=args.lr,
-        lr_scheduler_type="constant", warmup_steps=0, adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0,
-        max_grad_norm=1.0, beta=0.0, epsilon=0.2, epsilon_high=0.28, loss_type="dapo", scale_rewards="group",
-        max_steps=args.steps, seed=args.seed, use_cpu=True, bf16=False, gradient_checkpointing=False,
-        logging_steps=1, report_to="none", save_strategy="no", optim="adamw_torch", shuffle_dataset=False,
-        dataloader_num_workers=0, disable_tqdm=True,
+    return {
+        "output_dir": tempfile.mkdtemp(prefix="trl-"), "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": batch // micro, "num_generations": args.group_size,
+        "max_completion_length": args.max_tokens,
+        "temperature": 1.0, "top_p": 1.0, "top_k": 0, "learning_rate": args.lr,
+        "lr_scheduler_type": "constant", "warmup_steps": 0, "adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.0,
+        "max_grad_norm": 1.0, "epsilon": 0.2, "epsilon_high": 0.28, "max_steps": args.steps, "seed": args.seed,
+        "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "logging_steps": 1, "report_to": "none",
+        "save_strategy": "no", "optim": "adamw_torch", "dataloader_num_workers": 0, "disable_tqdm": True,
+    }  # fmt: skip
+
+
+def reward_of(task: str, tokenizer: Any) -> Any:
+    import trl_workloads
+
+    game = task == "number_guessing"
+    return trl_workloads.game_reward if game else trl_workloads.AdditionReward(tokenizer.eos_token_id)
+
+
+def serve(args: argparse.Namespace) -> str:
+    """Start vLLM's server as `trl vllm-serve` would; its address once it answers."""
+    port = trl_patches.free_port()
+    words = {
+        "model": args.model, "host": "127.0.0.1", "port": port, "dtype": "float32", "max-model-len": args.max_model_len,
+        "max-num-seqs": MAX_NUM_SEQS, "weight-transfer-config": json.dumps({"backend": "gloo"}),
+        "worker-extension-cls": "trl_patches.Extension", "logprobs-mode": "processed_logprobs", "max-logprobs": -1,
+        "uvicorn-log-level": "warning", "distributed-executor-backend": "uni",
+    }  # fmt: skip
+    line = [str(word) for name, value in words.items() for word in (f"--{name}", value)]
+    environment = os.environ | {trl_patches.WORKER: "1", "VLLM_SERVER_DEV_MODE": "1"}
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    line += ["--enforce-eager"] if args.eager else []
+    server = subprocess.Popen(
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *line],
+        env=environment, stdout=sys.stderr, stderr=sys.stderr, start_new_session=True,
     )  # fmt: skip
+    atexit.register(lambda: server.poll() is None and os.killpg(server.pid, signal.SIGTERM))
+    url = f"http://127.0.0.1:{port}"
+    while server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return url
+        except OSError:
+            time.sleep(0.5)
+    raise RuntimeError(f"vLLM's server ended with {server.returncode}")
 
 
-def train(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole run."""
+def synchronous(args: argparse.Namespace) -> Any:
+    """GRPOTrainer with the way's generation."""
     import torch
     import trl
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from transformers.trainer_callback import PrinterCallback
+    import trl_workloads
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.set_num_threads(args.threads)
+    vllm: dict[str, Any] = {}
+    if args.way != "transformers":
+        import trl.generation.vllm_generation as generation
+
+        vllm = {"use_vllm": True, "vllm_mode": args.way, "vllm_max_model_length": args.max_model_len}
+        generation.LLM = functools.partial(
+            generation.LLM, dtype="float32", enforce_eager=args.eager, max_num_seqs=MAX_NUM_SEQS
+        )
+        trl_patches.keep_weights()
+    if args.way == "server":
+        vllm["vllm_server_base_url"] = serve(args)
+        trl_patches.patch_server_client()
+    common = common_settings(args)
+    settings = trl.GRPOConfig(
+        **common, **vllm, steps_per_generation=common["gradient_accumulation_steps"], num_iterations=1, beta=0.0,
+        loss_type="dapo", scale_rewards="group", shuffle_dataset=False,
+    )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    curve: list[dict] = []
-
-    def reward(completions, completion_ids, answer, **_):
-        ended = [bool(ids) and ids[-1] == tokenizer.eos_token_id for ids in completion_ids]
-        texts = [text.strip().split("=")[-1].strip() for text in completions]
-        return [float(e and t == a) for e, t, a in zip(ended, texts, answer, strict=True)]
-
-    class Recorder(TrainerCallback):
-        def on_train_begin(self, *_, **__):
-            self.begin = time.perf_counter()
-
-        def on_log(self, _args, state, _control, logs=None, **_):
-            if "reward" not in logs:
-                return
-            time_s = round(time.perf_counter() - self.begin, 3)
-            curve.append({"step": state.global_step, "time_s": time_s, "reward_mean": round(logs["reward"], 4)})
-
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     model.generation_config.do_sample = True
-    trainer = trl.GRPOTrainer(
-        model=model, args=settings(args), reward_funcs=reward, train_dataset=problems(args),
-        processing_class=tokenizer, callbacks=[Recorder()],
+    return trl.GRPOTrainer(
+        model=model, args=settings, reward_funcs=reward_of(args.task, tokenizer),
+        train_dataset=trl_workloads.problems(args), processing_class=tokenizer,
+        rollout_func=trl_workloads.play if args.task == "number_guessing" else None,
     )  # fmt: skip
+
+
+def asynchronous(args: argparse.Namespace) -> Any:
+    """AsyncGRPOTrainer beside a server."""
+    import trl_workloads
+    from transformers import AutoTokenizer
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
+
+    trl_patches.patch_asynchronous()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"}, "start_anchor": "A:",
+        "fields": {"content": {"close_pattern": r"<eos>\s*", "content": "text"}},
+    }  # fmt: skip
+    if args.task == "number_guessing":
+        async_grpo_trainer.AsyncRolloutWorker = trl_workloads.GameWorker
+    settings = AsyncGRPOConfig(
+        **common_settings(args), token_budget=0, max_staleness=args.max_staleness, vllm_server_base_url=serve(args)
+    )
+    return AsyncGRPOTrainer(
+        model=args.model, args=settings, reward_funcs=reward_of(args.task, tokenizer),
+        train_dataset=trl_workloads.conversations(trl_workloads.problems(args)), processing_class=tokenizer,
+    )  # fmt: skip
+
+
+def recorder(curve: list[dict[str, Any]], begin: list[float]) -> Any:
+    """A callback that adds a point per step; it is the last one, so that TRL's own have set everything up."""
+    from transformers import TrainerCallback
+
+    names = {
+        "sampling/sampling_logp_difference/mean": "logprob_difference", "completions/mean_length": "tokens_mean",
+        "sample/staleness_mean": "staleness_mean", "perf/weight_sync_s": "sync_s",
+    }  # fmt: skip
+
+    class Recorder(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            begin.append(time.perf_counter())
+
+        def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
+            if "reward" not in logs:
+                return
+            point = {"step": state.global_step, "time_s": round(time.perf_counter() - begin[0], 3)}
+            point |= {"reward_mean": round(logs["reward"], 4)}
+            curve.append(point | {short: float(f"{logs[long]:.3g}") for long, short in names.items() if long in logs})
+            print(curve[-1], file=sys.stderr, flush=True)
+
+    return Recorder()
+
+
+def train(trainer: Any) -> dict[str, Any]:
+    """The whole run; `set_up_s` are the seconds before its first step, imports and the server's start included."""
+    from transformers.trainer_callback import PrinterCallback
+
+    curve: list[dict[str, Any]] = []
+    begin: list[float] = []
+    trainer.add_callback(recorder(curve, begin))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    samples = len(curve) * PROMPTS * GROUP_SIZE
-    return {"system": f"trl {trl.__version__}", "samples": samples, "wall_s": curve[-1]["time_s"], "curve": curve}
+    return {"set_up_s": round(begin[0] - BEGAN, 2), "curve": curve}
+
+
+def ask_server(url: str, model: str, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """A sampled answer of the server, and its log-probabilities."""
+    words = {"model": model, "prompt": prompt, "max_tokens": 32, "logprobs": 0, "return_token_ids": True, "seed": 1}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(words).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        choice = json.load(answer)["choices"][0]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+
+def check(trainer: Any, args: argparse.Namespace) -> dict[str, float]:
+    """The largest difference of log-probabilities between vLLM and the trainer: equal, changed, synced weights."""
+    import torch
+
+    model = trainer.model
+    prompt = list(trainer.processing_class("Q: 12+34=? A:")["input_ids"])
+
+    def sampled() -> list[tuple[list[int], list[float]]]:
+        if args.way == "async":
+            return [ask_server(trainer.args.vllm_server_base_url, args.model, prompt) for _ in range(CHECKED)]
+        _, answers, logprobs, _ = trainer.vllm_generation.generate([prompt] * CHECKED, None, num_generations=CHECKED)
+        return [(list(ids), [row[0] for row in rows]) for ids, rows in zip(answers, logprobs, strict=True)]
+
+    def difference() -> float:
+        worst = 0.0
+        for ids, theirs in sampled():
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+            ours = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+            worst = max(worst, (ours - torch.tensor(theirs)).abs().max().item())
+        return float(f"{worst:.2e}")
+
+    def sync() -> None:
+        if args.way == "async":
+            trainer._sync_weight()
+        else:
+            trainer.vllm_generation.sync_weights()
+
+    if args.way == "async":
+        trainer.weight_transfer.init_weight_transfer()
+        model.set_attn_implementation("sdpa")  # the trainer's own takes packed trees only
+    sync()
+    found = {"equal": difference()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(CHANGE * parameter.std() * torch.randn_like(parameter))
+    found["changed"] = difference()
+    sync()
+    return found | {"synced": difference()}
 
 
 def main() -> None:
-    options: dict[str, Any] = {"model": str, "dataset": str, "seed": 0, "steps": 80, "max_tokens": 48, "lr": 3e-4}
-    args = harness.parser(__doc__, **options, threads=2, micro_batch=0).parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", str(args.threads))
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    options: dict[str, Any] = {"model": str, "dataset": str, "seed": 1, "steps": 80, "max_tokens": 48, "lr": 3e-4}
+    choices = {"choices": list(trl_patches.WAYS), "required": True}
+    flag = {"action": "store_true"}
+    parser = harness.parser(
+        __doc__, **options, way=choices, task="addition", prompts=16, group_size=8, threads=2, micro_batch=0,
+        max_staleness=2, eager=flag, check=flag,
+    )  # fmt: skip
+    args = parser.parse_args()
+    args.max_model_len = args.max_tokens + 128
+    os.environ |= {
+        "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB), "VLLM_PLUGINS": "",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    } | ({"TORCHDYNAMO_DISABLE": "1"} if args.eager else {})  # fmt: skip
     warnings.filterwarnings("ignore")
-    sys.stdout.write("RESULT " + json.dumps(train(args)) + "\n")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends, too
+    import torch
+    import trl
+
+    torch.set_num_threads(args.threads)
+    trainer = (asynchronous if args.way == "async" else synchronous)(args)
+    found = check(trainer, args) if args.check else train(trainer)
+    result = {"system": f"trl {trl.__version__}", "way": args.way, "patches": trl_patches.names(args.way, args.task)}
+    print("RESULT " + json.dumps(result | found), flush=True)
 
 
 if __name__ == "__main__":
