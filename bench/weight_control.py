@@ -1,7 +1,7 @@
 """The learner's control thread under thousands of nodes: python bench/weight_control.py [--nodes 100 1000 2000 5000].
 
-Real publisher with its control thread and sockets. The nodes are connections of one other process, which answer over
-the real wire but receive nothing: after a pause they say that a tiny version is staged, and then that it is active.
+Real publisher with its control thread and sockets. The nodes are connections of one other process. They answer over
+the real wire but receive nothing. After a pause they say that a tiny version is staged, and then that it is active.
 
 - join: all nodes at once, to a learner that has a version; until all were welcomed, and until all run the version;
 - idle: nothing is under way;
@@ -221,7 +221,7 @@ def relay(nodes: int, options: harness.Options) -> dict[str, Any]:
             learner.publish()
             complete &= learner.active(nodes)
             publishes.append(learner.counted())
-        found["publish"] = harness.medians(publishes, 4) if publishes else None
+        found["publish"] = harness.medians(publishes, 4) if publishes else dict.fromkeys(found["idle"])
         found["complete"] = complete
         found["ejected"] = learner.publisher.stats().ejections
         return found

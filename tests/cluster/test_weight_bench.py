@@ -24,6 +24,14 @@ def figures(script: str, *options: object) -> Any:
     return json.loads(printed[printed.index("\n{\n") :])
 
 
+def test_the_bench_of_the_control_thread_measures_joins_publishes_and_groups() -> None:
+    found = figures("weight_control.py", "--nodes", 20, "--members", 3, "--rounds", 1, "--idle", 1, "--transfer", 0.2)
+    [relay], [group] = found["relay"], found["groups"]
+    assert relay["complete"] and relay["ejected"] == 0 and relay["publish"]["turns"] > 0
+    assert all(0 < relay[phase]["cpu_s"] <= relay[phase]["seconds"] for phase in ("join", "idle", "publish"))
+    assert group["complete"] and group["entries_read"] == 3 and 0 < group["entries_sent"] <= 4 * 3
+
+
 def test_the_bench_of_chains_measures_every_way_every_death_both_encodings_and_sources() -> None:
     few = ("--mib", 2, "--nodes", 1, 2, "--rounds", 1, "--large-mib", 3, "--large-nodes", 1, "--others-nodes", 2)
     few += ("--death-nodes", 3, "--delta-nodes", 2, "--delta-mib", 1, "--sources", 1, 2)

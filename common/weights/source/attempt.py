@@ -89,7 +89,9 @@ class Attempt:
     lost: bool = False  # a member left or joined anew, so the group cannot be used again
     group: BroadcastGroup | None = None  # the formed group after a successful broadcast
     last_staged: float = 0.0  # when the newest Staged came
-    entries: dict[str, bytes] = field(default_factory=lambda: dict[str, bytes]())  # of the store, for its members
+    entries: dict[str, bytes] = field(
+        default_factory=lambda: dict[str, bytes]()
+    )  # for the members: new ones in the group's store
     broadcast: Broadcast = field(default_factory=Broadcast)
 
     @property

@@ -11,7 +11,7 @@ import heapq
 import ipaddress
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -99,7 +99,7 @@ class Chain:
         return link
 
     @contextmanager
-    def changing(self, node: bytes) -> Iterator[Link]:
+    def changing(self, node: bytes) -> Generator[Link]:
         """Let a node have another source or, at last, everything."""
         link = self.links[node]
         self._count(node, link, -1)

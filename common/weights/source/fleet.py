@@ -13,7 +13,7 @@ from common.weights.source.nodes import IDLE_SILENCE_S, NodeState, NodeView
 from common.weights.source.snapshot import Snapshot
 from common.weights.transports.groups import silence_bound
 
-SHARE = 0.02  # of the thread's CPU time, for each kind of work that looks at all nodes
+SHARE = 0.02  # Each kind of work that looks at all nodes takes at most this share of the thread's time.
 BUSY_PING_S, IDLE_PING_S = 0.25, 1.0  # between two pings to a node, of a few hundred nodes
 MOST_PINGS = 1000  # a second; to more nodes they are rarer, but for PING_TRIES within the bound of a node's silence
 PING_TRIES = 3

@@ -163,7 +163,7 @@ class ControlSocket:
             yield identity.bytes, message
 
     def read_until(self, now: float) -> float:
-        """Whoever is silent since then has sent nothing since then: all that came before was read. perf_counter s."""
+        """All that came before this time was read, so a silence ends here; perf_counter seconds."""
         return max(self._drained, now - BEHIND_S)
 
     def _decoded(self, identity: zmq.Frame, frames: list[zmq.Frame]) -> messages.NodeMessage | messages.SourceMessage:

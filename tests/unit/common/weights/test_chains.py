@@ -393,7 +393,7 @@ def test_a_payload_is_served_while_it_is_current_or_fetched(plane: Plane, offere
 
 
 def best_end(chain: Chain, machine: str) -> bytes | None:
-    """What `Chain.end` keeps up to date, from a look at every node."""
+    """The end that `Chain.end` should name, found by a look at every node."""
     load = Counter(s for link in chain.links.values() if link.done is None for s in set(link.sources))
     fit = [
         (link.view.machine != machine, load[node], link.done is None, -number, node)
