@@ -45,8 +45,8 @@ class EngineWeights:
         self._flipping: asyncio.Future[Flip] | None = None
         self.version = -1
         self.incarnation = -1
-        self._total_bytes = 0  # of the newest staged version
-        self._slowest_s = 0.0  # that a flip, a proof or a canary took so far
+        self._total_bytes = 0  # the size of the newest staged version
+        self._slowest_s = 0.0  # the longest time of a flip, a proof or a canary so far
         self.half_flips = 0  # flips that began and flips that ended: odd while one is under way
 
     @property
