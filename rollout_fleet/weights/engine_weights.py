@@ -12,8 +12,8 @@ from common.errors import SlipstreamError
 from common.weights.receive.contract import CanaryRead, Flip, Watch
 from common.weights.receive.receiver import StagingStatus
 from common.weights.receive.weight_client import until_staged
-from common.weights.transports.groups import PATIENCE, publish_bound
 from common.weights.wire.failures import FailureKind, ProofFailed, StagingFailed
+from common.weights.wire.layout import PATIENCE, publish_bound
 from rollout_fleet.vllm_patches.engine_process import salt
 from rollout_fleet.weights.weight_proof import Proof
 
