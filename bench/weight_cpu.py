@@ -129,6 +129,7 @@ def fetching(publish: Publish, cores: int, pipe: Connection) -> None:
     """Says the seconds of a fetch into memory that it has written before, and the same in CPU."""
     os.sched_setaffinity(0, range(cores))
     payload = torch.ones(publish.parts[0].size, dtype=torch.uint8)
+    spent = 0.0, 0.0
     for _ in range(WARM_UP):
         began, cpu = time.perf_counter(), time.process_time()
         PartFetches(publish, "").run(payload, None, lambda share: None)

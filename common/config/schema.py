@@ -325,7 +325,7 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
     # trusted lets gloo and nccl leave this machine: set it on a private network only; docs/security.md.
     network: Literal["untrusted", "trusted"] = "untrusted"
     publish_every: Positive = 1  # Steps from one published version to the next.
-    timeout_s: Seconds = 20.0  # Longest duration of one publish to one set of nodes; raise it for slow links.
+    timeout_s: Seconds = 20.0  # Least bound on one publish to one set of nodes; docs/weights.md.
     overlap: bool = True  # False makes the learner wait, at most timeout_s, until every node runs the version.
     bucket_mib: Positive = 8  # Size of the pieces in which a version is broadcast and verified; not by relay.
     # Where the learner and engines of one device keep versions; device saves the way through the host, with nccl.

@@ -252,7 +252,7 @@ def _rollouts(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:
     size = f"{window.samples:,} samples, {window.bytes / GIB:,.2f} GiB"
     yield "window", f"staleness {k}: at most {groups}, {size}; a node has up to {window.node_groups}"
     buckets = f"{publish.buckets:,} buckets of {config.weights.bucket_mib} MiB, {publish.tensors:,} tensors"
-    limit = f"within {config.weights.timeout_s:g} s at {publish.bytes_per_s / 1e9:,.2f} GB/s"
+    limit = f"within {publish.bytes / publish.bytes_per_s:,.0f} s at {publish.bytes_per_s / 1e9:,.2f} GB/s"
     every = f"every {_steps(config.weights.publish_every)}, {publish.bytes / GIB:,.1f} GiB"
     yield "publish", f"{every} in {buckets}; {limit}"
     about = "about" if config.weights.transport == "relay" else "at least"

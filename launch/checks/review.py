@@ -247,8 +247,11 @@ def _window(config: Config, rl: RlPart) -> Iterator[Finding]:
 
 def _publish(config: Config, rl: RlPart) -> Iterator[Finding]:
     publish = rl.publish
-    if publish.publish_s > config.weights.timeout_s:
-        most = f"weights.timeout_s ({config.weights.timeout_s:g} s); that needs {publish.bytes_per_s / 1e9:.1f} GB/s"
+    bound_s = publish.bytes / publish.bytes_per_s
+    if publish.publish_s > bound_s:
+        most = (
+            f"its bound ({bound_s:,.0f} s, weights.timeout_s or more); that needs {publish.bytes_per_s / 1e9:.1f} GB/s"
+        )
         sent = f"A publish of {publish.bytes / GIB:.0f} GiB over links of {publish.link_gbit:g} Gb/s"
         yield note("publish", "slow", f"{sent} takes about {publish.publish_s:,.0f} s, more than {most}.")
     if config.weights.buffers == "device":

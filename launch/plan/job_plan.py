@@ -15,7 +15,7 @@ from common.config.architecture import Architecture, Attention
 from common.config.group_size import group_bytes, routing_bytes
 from common.config.parallel_layout import padded
 from common.config.schema import BaseConfig, Config, RanksConfig
-from common.weights.wire.layout import ALIGNMENT, DEPTH_SHARE, Layout
+from common.weights.wire.layout import ALIGNMENT, DEPTH_SHARE, Layout, publish_bound
 from launch.plan.layout import GroupKind, Sizes, count, count_active, group_kinds, hf_tensors, stage_chunks
 from launch.plan.memory import ADAM_BYTES, ITEM_BYTES, Activations, Resident, activations, resident
 from learner.batch.balance import balance
@@ -56,7 +56,7 @@ class Publish(msgspec.Struct, frozen=True):
     bytes: int  # size of the flat buffer, which every node keeps in host memory
     buckets: int  # pieces in which it is sent
     tensors: int
-    bytes_per_s: float  # rate at which a publish just ends within weights.timeout_s
+    bytes_per_s: float  # rate at which the first publish just ends within its bound
     sources: int  # ranks that keep a part of it in host memory and send that part
     largest_source_bytes: int
     largest_machine_bytes: int  # those of all sources on the machine with the most
@@ -263,7 +263,7 @@ def publish_of(config: Config, model: Architecture, gpus_per_node: int, link_gbi
         bytes=size,
         buckets=buckets,
         tensors=len(layout.entries),
-        bytes_per_s=size / config.weights.timeout_s,
+        bytes_per_s=size / publish_bound(config.weights.timeout_s, size),
         sources=len(parts),
         largest_source_bytes=max(parts.values()),
         largest_machine_bytes=largest,

@@ -12,8 +12,8 @@ from common.errors import SlipstreamError
 from common.weights.receive.contract import CanaryRead, Flip, Watch
 from common.weights.receive.receiver import StagingStatus
 from common.weights.receive.weight_client import until_staged
-from common.weights.transports.groups import PATIENCE, publish_bound
 from common.weights.wire.failures import FailureKind, ProofFailed, StagingFailed
+from common.weights.wire.layout import PATIENCE, publish_bound
 from rollout_fleet.vllm_patches.engine_process import salt
 from rollout_fleet.weights.weight_proof import Proof, whole_checksum
 
@@ -45,8 +45,8 @@ class EngineWeights:
         self._flipping: asyncio.Future[Flip] | None = None
         self.version = -1
         self.incarnation = -1
-        self._total_bytes = 0  # of the newest staged version
-        self._slowest_s = 0.0  # that a flip, a proof or a canary took so far
+        self._total_bytes = 0  # the size of the newest staged version
+        self._slowest_s = 0.0  # the longest time of a flip, a proof or a canary so far
         self.half_flips = 0  # flips that began and flips that ended: odd while one is under way
 
     @property

@@ -58,7 +58,7 @@ class StagingStatus(msgspec.Struct, frozen=True):
     epoch: int = -1
     stalls: dict[int, Stall] = {}  # parts that wait for another source
     entries: dict[str, bytes] = {}  # that this node set in the store of the group of `epoch`
-    total_bytes: int = 0  # of the whole version
+    total_bytes: int = 0  # the size of the whole version
 
 
 class VersionKey(NamedTuple):

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.weights.source.snapshot import Payload, Snapshot
-from common.weights.transports.groups import BroadcastGroup, GroupFactory, RelayedStore, in_turn, publish_bound
+from common.weights.transports.groups import BroadcastGroup, GroupFactory, RelayedStore, in_turn
 from common.weights.wire.failures import Failure, GivenUp
+from common.weights.wire.layout import publish_bound
 from common.weights.wire.messages import Epoch, Publish, StoreEntries
 
 MOST_MET_BYTES = 1 << 20  # that one member may set in the store of a group

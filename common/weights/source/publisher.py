@@ -54,10 +54,11 @@ from common.weights.source.fleet import Fleet, Pace, Pings
 from common.weights.source.nodes import Action, DropNode, DropReason, Figures, NodeState, NodeView, PublishStats, Step
 from common.weights.source.snapshot import Deltas, Snapshot, SnapshotMaker, TensorSpecs, VersionSchedule
 from common.weights.source.sources import LeadEndpoint, OtherSources
-from common.weights.transports.groups import BroadcastGroup, GroupFactory, RelayedStore, open_group, publish_bound
+from common.weights.transports.groups import BroadcastGroup, GroupFactory, RelayedStore, open_group
 from common.weights.transports.nccl import mismatch, own_stream, remember_device
 from common.weights.wire import messages
 from common.weights.wire.failures import Failure, FailureKind
+from common.weights.wire.layout import publish_bound
 from common.weights.wire.messages import EjectCode
 from common.weights.wire.pieces import piece_bytes
 from common.weights.wire.sockets import ControlSocket

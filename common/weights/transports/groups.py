@@ -22,8 +22,6 @@ from common.weights.wire.messages import Epoch
 ROOT = 0
 POSTED = 2  # buckets under way: the one that is waited for and the next
 MOST_ENTRIES = 1 << 16  # in the store of one group
-PATIENCE = 4  # bounds over what a version should take
-FIRST_RATE = 400e6  # bytes/s, about half of what a core sends with keys (docs/weights.md)
 dist: Any = distributed  # these classes are public in use but untyped in torch
 
 
@@ -151,15 +149,6 @@ class RelayedStore(dist.Store):
 def silence_bound(timeout_s: float) -> float:
     """Seconds without a message after which a node counts as dead while an attempt is under way."""
     return min(3.0, timeout_s / 4)
-
-
-def publish_bound(timeout_s: float, size: int, rate: float = 0.0) -> float:
-    """Seconds that a version of `size` bytes may take on its way, and then to be loaded and proven.
-
-    At least `timeout_s`. `rate`: bytes/s at which the last one arrived, 0 if there was none. A higher one shortens no
-    bound: a silent node is noticed much earlier.
-    """
-    return max(timeout_s, PATIENCE * size / min(rate or FIRST_RATE, FIRST_RATE))
 
 
 def from_root() -> Any:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import torch
@@ -284,8 +284,8 @@ class SourceConnection:
         self._next = into.arrived  # the piece that comes next
         self._opening = deque[Future[None]]()  # pieces that came, the oldest first
         self._window = min(WINDOW, max(8, WINDOW_BYTES // into.part.piece_bytes))
-        context: Any = zmq.Context.instance()  # one, with its thread, for all sources
-        self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        # One context, and thread, for all sources.
+        self._socket = zmq.Context[zmq.Socket[bytes]].instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, 2 * WINDOW)
         self._socket.setsockopt(zmq.SNDHWM, 2 * WINDOW)

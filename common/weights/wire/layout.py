@@ -13,7 +13,18 @@ import msgspec
 ALIGNMENT = 64  # bytes; every entry starts at a multiple, so that any dtype can be viewed in place
 XXH3, WORDS = "xxh3", "words"  # checksums that a processor computes, and a device
 DEPTH_SHARE = 64  # a piece's time on all links of a chain is at most this part of the payload's on one
+PATIENCE = 4  # bounds over what a version should take
+FIRST_RATE = 400e6  # bytes/s, about half of what a core sends with keys (docs/weights.md)
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def publish_bound(timeout_s: float, size: int, rate: float = 0.0) -> float:
+    """Seconds that a version of `size` bytes may take on its way, and then to be loaded and proven.
+
+    At least `timeout_s`. `rate`: bytes/s at which the last one arrived, 0 if there was none. A higher one shortens no
+    bound: a silent node is noticed much earlier.
+    """
+    return max(timeout_s, PATIENCE * size / min(rate or FIRST_RATE, FIRST_RATE))
 
 
 class Entry(msgspec.Struct, frozen=True):

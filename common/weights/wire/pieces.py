@@ -2,9 +2,9 @@
 
 Sealing is AES-256-GCM under a key of the part alone; the nonce is the piece's number. Every node of the fleet has the
 key, so a tag alone would let a node forge pieces. The digests of the pieces do not: they come over the authenticated
-control socket. They are of the opened pieces, which only one sealed piece has under a key and a number, so that a
-source seals nothing before it is asked for. Without credentials pieces travel as they are, and the digests find
-accidents only.
+control socket. They are of opened pieces, so that a source seals nothing before it is asked for. Under one key and
+number no other sealed piece opens to the same bytes. Without credentials pieces travel as they are, and the digests
+find accidents only.
 """
 
 import os
@@ -109,7 +109,7 @@ class PartBuffer:
     def piece(self, number: int) -> Any:
         """Piece `number` as it travels; None once the buffer is closed, because the memory may be written again.
 
-        What is still on its way then may be other bytes, which the receiver's digest refuses.
+        Pieces that are still on their way then may be other bytes, which the receiver's digest refuses.
         """
         with self._lock:
             if self._closed:

@@ -189,11 +189,12 @@ def test_a_slower_link_makes_a_publish_longer_on_the_page_in_json_and_in_the_rem
     publish = fast["plan"]["rl"]["publish"]
     assert (publish["sources"], publish["link_gbit"]) == (32, 100)
     assert "weights.timeout_s" not in str(fast["remarks"])
-    assert ask("10") == 0
+    assert ask("0.5") == 0
     slow = json.loads(capsys.readouterr().out)
-    assert slow["plan"]["rl"]["publish"]["publish_s"] == pytest.approx(10 * publish["publish_s"])
-    assert slow["plan"]["rl"]["publish"]["send_s"] == pytest.approx(10 * publish["send_s"])
-    for figure in ("10 Gb/s", "382 s", "weights.timeout_s (300 s)"):
+    assert slow["plan"]["rl"]["publish"]["publish_s"] == pytest.approx(200 * publish["publish_s"])
+    assert slow["plan"]["rl"]["publish"]["send_s"] == pytest.approx(200 * publish["send_s"])
+    took = f"{slow['plan']['rl']['publish']['publish_s']:,.0f} s"
+    for figure in ("0.5 Gb/s", took, "weights.timeout_s"):
         assert figure in str(slow["remarks"])
     assert ask("25", json=False) == 0
     flat = " ".join(capsys.readouterr().out.split())
@@ -256,7 +257,6 @@ REMARKS = [  # a config, overrides, check and code of a remark
     ("deepseek-v3", [], "groups spans_nodes"),
     ("llama-3.1-70b", [], "groups unsharded"),
     ("llama-3.1-405b", ["learner.groups_per_step=1"], "pipeline idles"),
-    ("llama-3.1-405b", ["weights.timeout_s=20"], "publish slow"),
     ("qwen3-235b-a22b", [], "publish host_buffers"),
     ("mixtral-8x7b", DEVICE, "publish device_buffers"),
     ("mixtral-8x7b", ["rollout.engine.tensor_parallel=1"], "engines little_cache"),

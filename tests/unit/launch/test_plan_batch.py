@@ -187,11 +187,11 @@ def test_a_publish_takes_as_long_as_a_node_receives_and_a_little_for_the_depth_o
 
 
 def test_a_publish_is_the_weights_in_their_dtype_and_an_engine_has_its_share_of_them_and_of_the_cache() -> None:
-    found = publish_of(job(weights={"bucket_mib": 256, "timeout_s": 10}), architecture("Qwen3-0.6B"), 8, 100)
+    found = publish_of(job(weights={"bucket_mib": 256, "timeout_s": 20}), architecture("Qwen3-0.6B"), 8, 100)
     assert found.bytes == 596_049_920 * 2  # every tensor of this model is a multiple of the alignment
     assert found.buckets == 5
     assert found.tensors == 310
-    assert found.bytes_per_s == found.bytes / 10
+    assert found.bytes_per_s == found.bytes / 20
     found = engine_of(job(engine_devices=2), architecture("Qwen3-0.6B"))
     assert found.weight_bytes == 596_049_920
     assert found.cache_bytes_per_token == 2 * 4 * 128 * 28 * 2  # keys and values, 4 of 8 heads, 28 layers, 2 bytes

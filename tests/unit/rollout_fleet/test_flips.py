@@ -11,8 +11,8 @@ import pytest
 from common.weights.receive.contract import Flip
 from common.weights.receive.receiver import StagingStatus
 from common.weights.receive.weight_client import FIRST_POLL_S, LAST_POLL_S, next_poll_s, until_staged
-from common.weights.transports.groups import FIRST_RATE
 from common.weights.wire.failures import Failure, FailureKind, ProofFailed, StagingFailed
+from common.weights.wire.layout import FIRST_RATE
 from rollout_fleet.engine.scheduler_stats import StepClock
 from rollout_fleet.vllm_patches.engine_process import _resalt, drop_cache, session_key
 from rollout_fleet.weights import engine_weights

@@ -7,8 +7,9 @@ from typing import Any, cast
 import pytest
 
 from common.weights.source.attempt import Attempt, Broadcast, Epochs, new_attempt
-from common.weights.transports.groups import PATIENCE, RelayedStore
+from common.weights.transports.groups import RelayedStore
 from common.weights.wire.failures import Failure, FailureKind, GivenUp
+from common.weights.wire.layout import FIRST_RATE, PATIENCE, publish_bound
 from common.weights.wire.messages import Epoch, StoreEntries
 from tests.rigs.waiting import LIMIT_S
 from tests.unit.common.weights.node_views import attempt_at, snapshot_of
@@ -107,3 +108,11 @@ def test_entries_are_for_all_members_and_those_of_a_node_for_the_learner_s_store
     attempt.take_entries(StoreEntries(2, {"rank 2": b"of another group"}), b"a")
     attempt.take_entries(StoreEntries(1, {"rank 2": b"x"}), b"stranger")
     assert attempt.entries == {"rank 1": b"x", "rank 0": b"y"}
+
+
+def test_the_bound_of_a_version_follows_from_its_size_and_from_a_rate_that_was_lower() -> None:
+    assert publish_bound(20.0, 1 << 20) == publish_bound(20.0, 1 << 20, 1e9) == 20.0
+    first = publish_bound(20.0, 131 << 30)
+    assert first == PATIENCE * (131 << 30) / FIRST_RATE > 1000
+    assert publish_bound(20.0, 131 << 30, 10 * FIRST_RATE) == first, "a fast link shortens no bound"
+    assert publish_bound(20.0, 131 << 30, FIRST_RATE / 4) == 4 * first

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from common.weights.transports.groups import FIRST_RATE, PATIENCE, POSTED, RelayedStore, in_turn, publish_bound
+from common.weights.transports.groups import POSTED, RelayedStore, in_turn
 from common.weights.wire.failures import Late
 from tests.rigs.waiting import LIMIT_S
 
@@ -86,11 +86,3 @@ def test_waiting_ends_at_the_earlier_deadline_and_says_how_much_is_missing() -> 
     with pytest.raises(Late) as late:
         store.wait(["b"], datetime.timedelta(seconds=LIMIT_S))
     assert re.findall(r"[\d.]+", str(late.value)) == ["0.06", "1"]
-
-
-def test_the_bound_of_a_version_follows_from_its_size_and_from_a_rate_that_was_lower() -> None:
-    assert publish_bound(20.0, 1 << 20) == publish_bound(20.0, 1 << 20, 1e9) == 20.0
-    first = publish_bound(20.0, 131 << 30)
-    assert first == PATIENCE * (131 << 30) / FIRST_RATE > 1000
-    assert publish_bound(20.0, 131 << 30, 10 * FIRST_RATE) == first, "a fast link shortens no bound"
-    assert publish_bound(20.0, 131 << 30, FIRST_RATE / 4) == 4 * first
