@@ -199,7 +199,7 @@ class TaskTable:
         self.freed_earlier = 0  # how many older tasks freed theirs
         self.freed_by_step: dict[int, int] = {}  # filtered groups of each uncommitted step that freed their slot
         self.filtered = 0
-        self.bytes_held = 0  # of all groups that are not committed
+        self.bytes_held = 0  # size of all groups that are not committed
         self.bytes_in_memory = 0
         self.store_lags = False  # groups come faster than the store takes them, and fill the memory
         self.accepted_groups = 0
