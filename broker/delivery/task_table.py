@@ -232,11 +232,6 @@ class TaskTable:
         """Bytes of groups once every leased group has arrived, at the mean size so far."""
         return self.bytes_held + len(self.leased) * self.accepted_bytes / max(1, self.accepted_groups)
 
-    @property
-    def remembered(self) -> int:
-        """Unfinished tasks and retained groups, which a snapshot has."""
-        return len(self.living) + sum(map(len, self.retained.values()))
-
     def line(self, serial: int) -> LedgerEntry:
         """The ledger's line of one task. Raises KeyError when it was never offered."""
         entry = self.living.get(serial)

@@ -59,8 +59,8 @@ class GroupMemory:
             return
         self._next = now + TEND_S
         tasks = self._state.tasks
-        newest = (tasks.living[serial] for serial in tasks.steps.get(self._step, ()))
-        own = sum(entry.payload_bytes for entry in newest if entry.in_memory)
+        newest = [tasks.living[serial] for serial in tasks.steps.get(self._step, ())]
+        own = sum(entry.payload_bytes * entry.in_memory for entry in newest)
         if tasks.bytes_in_memory - own > self._most:
             self._shrink(own + self._most - self._most // ROOM)
         elif not self._asked:
@@ -70,7 +70,6 @@ class GroupMemory:
         tasks.store_lags = lags
 
     def close(self) -> None:
-        """End the thread."""
         self._queue.put(None)
         self._thread.join()
 

@@ -93,7 +93,7 @@ class Journal(Recorder):
                 self.record(statistics)
         if self._pending:
             self._pending = False
-            if self._written_bytes >= self._segment_bytes and self._written_records >= state.tasks.remembered:
+            if self._written_bytes >= self._segment_bytes and self._written_records >= len(state.tasks.living):
                 self._compact(state)
             writer.kick()
         return self._seq
