@@ -114,7 +114,7 @@ def snapshot(tasks: int) -> dict[str, float]:
         "thread_ms": round(1e3 * thread_s, 2),
         "mib": round(len(body) / MIB, 2),
         "us_per_task": round(1e6 * (loop_s + thread_s) / tasks, 2),
-        # at 1 GB/s: when a segment is closed by its bytes, and by records, of which a group has three
+        # At 1 GB/s, if bytes closed a segment; and if records do, three a group.
         "cores_by_bytes": round(1e9 / SEGMENT_BYTES * (loop_s + thread_s), 3),
         "us_per_group_by_records": round(3 * 1e6 * (loop_s + thread_s) / tasks, 2),
     }

@@ -11,7 +11,7 @@ engines and learner in bench/simulate.py. docs/scale.md says what the model leav
 - Weights: pieces travel along chains. Each node passes a piece on when it has it, and a few more lie at every node.
 - Window: bench/simulate.py with STAND_IN nodes. Each stands for many, and has a version when the last node has it.
 - Failures: each machine of the learner fails at a rate of its own. The rest start again from the newest checkpoint.
-- What breaks first: for models, lengths, nodes and machines, the load of each part over the load at which it breaks.
+- Large jobs: by model, length, nodes and machines, the load of each part over the load at which it breaks.
 """
 
 import itertools
@@ -114,11 +114,11 @@ def lost_formula(cluster: Cluster) -> float:
 CONSTANTS = {  # name -> a result, and the value's path: fields, indices, and KEY=VALUE for the row that has it
     "node_us": ("broker_scale", "runs/-1/broker_cpu_us_per_node_per_s"),  # broker's CPU for a node that waits, a second
     "group_us": ("broker_scale", "runs/-1/broker_cpu_us_per_group_without_waiting"),  # and for a group of 1k
-    "large_group_us": ("broker_window", "runs/way=store/broker_cpu_us_per_group"),  # of 8k, from the store
+    "large_group_us": ("broker_window", "runs/way=store/broker_cpu_us_per_group"),  # the same for 8k, from the store
     "snapshot_us": ("broker_window", "snapshots/-1/us_per_group_by_records"),  # for a group's share of snapshots
     "store_mib_per_s": ("broker_window", "runs/way=store/fill_mib_per_s"),  # groups that the store took
     "lead_us": ("broker_overhead", "sizes/1k/ways/slipstream_memory/consumer_us"),  # lead rank's CPU for a group of 1k
-    "large_lead_us": ("broker_overhead", "sizes/8k/ways/slipstream_memory/consumer_us"),  # of 8k
+    "large_lead_us": ("broker_overhead", "sizes/8k/ways/slipstream_memory/consumer_us"),  # the same for 8k
     "finished_bytes": ("broker_soak", "growth_bytes_per_group"),  # broker's memory for a finished task
     "sent_s_per_gib": ("weight_cpu", "ways/way=keys/sender_s"),  # a source's CPU for weights, sealed
     "forwarded_s_per_gib": ("weight_cpu", "ways/way=keys to 3/receiver_s"),  # a node's that passes them on

@@ -1,10 +1,12 @@
-"""CPU time of a learner's step, against the bare work, on one core.
+"""Time of a learner's step, against the bare work: float32 and bfloat16 on one core, and float32 on two.
 
 Three ways to do one supervised step (forward, backward, clip, AdamW) on the same documents, in turns in one process:
 
 - learner: MegatronBackend.train_step with the cross-entropy loss of `slipstream sft`
 - bare: megatron-core alone: its model, schedule, distributed optimizer and vocabulary-parallel cross-entropy, packed
-- hugging_face: the transformers model on a padded batch, torch's cross_entropy and AdamW
+- hugging_face: the transformers model on a padded batch, torch's cross_entropy and AdamW; autocast for bfloat16
+
+On one core it is CPU time, on two the time that passes.
 
     python bench/step_overhead.py [--rounds 20]
 """
@@ -25,6 +27,12 @@ SHAPES = {  # documents of so many tokens, in one microbatch
     "quickstart": dict(hidden=128, intermediate=256, layers=2, vocabulary=128, documents=128, tokens=44),
     "vocabulary": dict(hidden=256, intermediate=1024, layers=2, vocabulary=32000, documents=8, tokens=256),
 }
+CASES = {  # shape, dtype, cores
+    **{name: (name, "float32", 1) for name in SHAPES},
+    "wide, bfloat16": ("wide", "bfloat16", 1),
+    "wide, 2 cores": ("wide", "float32", 2),
+}
+TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}  # between the losses of the ways
 LR, CLIP = 1e-4, 1.0
 
 
@@ -39,17 +47,17 @@ def documents(shape: dict[str, int]) -> list[Any]:
     return [Document(row, np.ones(len(row), dtype=np.uint8)) for row in rows]
 
 
-def learner_step(folder: Path, batch: Any) -> Callable[[], float]:
+def learner_step(folder: Path, batch: Any, dtype: str) -> Callable[[], float]:
     from common.config.schema import LearnerConfig, ModelConfig, OptimizerConfig
     from learner.loss.losses import cross_entropy
     from learner.megatron.backend import MegatronBackend
 
     config = LearnerConfig(optimizer=OptimizerConfig(lr=LR, grad_clip=CLIP))
-    backend = MegatronBackend(ModelConfig(path=str(folder), dtype="float32", verify=False), config, 1000)
+    backend = MegatronBackend(ModelConfig(path=str(folder), dtype=dtype, verify=False), config, 1000)
     return lambda: backend.train_step([batch], cross_entropy).loss
 
 
-def bare_step(folder: Path, batch: Any) -> Callable[[], float]:
+def bare_step(folder: Path, batch: Any, dtype: Any) -> Callable[[], float]:
     """Needs megatron's groups, which the learner's backend has made."""
     import torch
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -62,7 +70,7 @@ def bare_step(folder: Path, batch: Any) -> Callable[[], float]:
     from learner.megatron.conversion.hf_folder import read_config
 
     # only the conversion is the learner's; what runs below is megatron-core's
-    built = learner_model.build(folder, read_config(folder), torch.float32, ParallelConfig(), MoeConfig())
+    built = learner_model.build(folder, read_config(folder), dtype, ParallelConfig(), MoeConfig())
     config = built.config
     config.finalize_model_grads_func = finalize_model_grads
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
@@ -70,7 +78,7 @@ def bare_step(folder: Path, batch: Any) -> Callable[[], float]:
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam", lr=LR, adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, clip_grad=CLIP,
-            params_dtype=torch.float32, use_distributed_optimizer=True,
+            params_dtype=dtype, bf16=dtype == torch.bfloat16, use_distributed_optimizer=True,
         ),
         [chunk],
     )  # fmt: skip
@@ -105,7 +113,7 @@ def bare_step(folder: Path, batch: Any) -> Callable[[], float]:
     return step
 
 
-def hugging_face_step(folder: Path, rows: list[Any]) -> Callable[[], float]:
+def hugging_face_step(folder: Path, rows: list[Any], dtype: Any) -> Callable[[], float]:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -115,7 +123,8 @@ def hugging_face_step(folder: Path, rows: list[Any]) -> Callable[[], float]:
 
     def step() -> float:
         optimizer.zero_grad()
-        logits = model(tokens[:, :-1]).logits.float()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            logits = model(tokens[:, :-1]).logits.float()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -126,11 +135,13 @@ def hugging_face_step(folder: Path, rows: list[Any]) -> Callable[[], float]:
 
 
 def measure(name: str, rounds: int) -> dict[str, list[float]]:
-    """All three on one shape, in turns; in this process."""
+    """All three on one case, in turns; in this process."""
     import torch
 
-    torch.set_num_threads(1)
-    shape = SHAPES[name]
+    shape_name, kind, cores = CASES[name]
+    dtype = getattr(torch, kind)
+    torch.set_num_threads(cores)
+    shape = SHAPES[shape_name]
     rows = documents(shape)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -141,22 +152,23 @@ def measure(name: str, rounds: int) -> dict[str, list[float]]:
         from learner.batch.packing import build
 
         batch = build(rows, [list(range(len(rows)))])[0]
-        steps = {"learner": learner_step(folder, batch)}
-        steps["bare"] = bare_step(folder, batch)
-        steps["hugging_face"] = hugging_face_step(folder, rows)
+        steps = {"learner": learner_step(folder, batch, kind)}
+        steps["bare"] = bare_step(folder, batch, dtype)
+        steps["hugging_face"] = hugging_face_step(folder, rows, dtype)
     losses = [[step() for _ in range(3)][-1] for step in steps.values()]
-    assert max(losses) - min(losses) < 1e-3, f"the ways do different work: {losses}"
+    assert max(losses) - min(losses) < TOLERANCE[kind], f"the ways do different work: {losses}"
+    clock = time.process_time if cores == 1 else time.perf_counter  # threads that wait for each other spin
 
-    def cpu_s(way: str, _: int) -> float:
-        began = time.process_time()
+    def seconds(way: str, _: int) -> float:
+        began = clock()
         steps[way]()
-        return time.process_time() - began
+        return clock() - began
 
-    return harness.in_turns(list(steps), range(rounds), cpu_s)
+    return harness.in_turns(list(steps), range(rounds), seconds)
 
 
 def over(seconds: dict[str, list[float]], way: str) -> dict[str, float]:
-    """CPU time of the learner's step over another way's."""
+    """Time of the learner's step over another way's."""
     pairs = [round(x, 3) for x in ratios(seconds["learner"], seconds[way])]
     return {"median": round(statistics.median(pairs), 3), "lowest": min(pairs), "highest": max(pairs)}
 
@@ -164,9 +176,9 @@ def over(seconds: dict[str, list[float]], way: str) -> dict[str, float]:
 @harness.script(rounds=20)
 def main(options: harness.Options) -> harness.Figures:
     shapes = {}
-    for name in SHAPES:
-        quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        seconds = harness.apart(measure, name, options.rounds, cores=[0], **quiet)
+    for name, (_, _, cores) in CASES.items():
+        quiet = {"OMP_NUM_THREADS": str(cores), "PYTHONWARNINGS": "ignore"}
+        seconds = harness.apart(measure, name, options.rounds, cores=range(cores), **quiet)
         ways = {"learner_over_bare_megatron": "bare", "learner_over_hugging_face": "hugging_face"}
         shapes[name] = {figure: over(seconds, way) for figure, way in ways.items()}
     return {"rounds": options.rounds, "shapes": shapes}

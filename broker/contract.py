@@ -54,7 +54,7 @@ class RunInfo(msgspec.Struct, frozen=True):
     max_staleness: int
     max_attempts: int
     lease_s: float
-    max_bytes: int  # of groups that are not committed
+    max_bytes: int  # bound on the groups that are not committed
     config: bytes = b""  # the resolved job config as JSON, handed to nodes that `--join` without one
     max_lease_s: float = 3600.0  # no heartbeat renews a lease beyond this
     trace: bool = False  # whether the broker takes the nodes' spans

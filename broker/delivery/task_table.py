@@ -199,7 +199,7 @@ class TaskTable:
         self.freed_earlier = 0  # how many older tasks freed theirs
         self.freed_by_step: dict[int, int] = {}  # filtered groups of each uncommitted step that freed their slot
         self.filtered = 0
-        self.bytes_held = 0  # of all groups that are not committed
+        self.bytes_held = 0  # size of all groups that are not committed
         self.bytes_in_memory = 0
         self.store_lags = False  # groups come faster than the store takes them, and fill the memory
         self.accepted_groups = 0
@@ -231,11 +231,6 @@ class TaskTable:
     def bytes_expected(self) -> float:
         """Bytes of groups once every leased group has arrived, at the mean size so far."""
         return self.bytes_held + len(self.leased) * self.accepted_bytes / max(1, self.accepted_groups)
-
-    @property
-    def remembered(self) -> int:
-        """Unfinished tasks and retained groups, which a snapshot has."""
-        return len(self.living) + sum(map(len, self.retained.values()))
 
     def line(self, serial: int) -> LedgerEntry:
         """The ledger's line of one task. Raises KeyError when it was never offered."""

@@ -101,8 +101,7 @@ def _full(status: BrokerStatus) -> Iterator[Stall]:
         return
     nodes = [n.report.node_id for n in _alive(status)]
     if status.store_lags:
-        memory = f"{status.bytes_in_memory / MIB:,.1f} MiB of groups are in memory"
-        waits = f"the store, which writes slower than groups come: {memory}"
+        waits = f"the store, which is slower than the nodes: {status.bytes_in_memory / MIB:,.1f} MiB are in memory"
         yield Stall("store_lags", named(nodes) or "nodes", waits, None, "it has written them", nodes)
         return
     used = f"{status.bytes_held / MIB:,.1f} of {status.run.max_bytes / MIB:,.1f} MiB"

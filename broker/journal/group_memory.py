@@ -55,22 +55,22 @@ class GroupMemory:
     def tend(self, now: float) -> None:
         """Keep memory within its bound, and read ahead for the next step; `now` in monotonic seconds."""
         self._collect()
-        if now < self._next or self._journal.stuck:  # a store that has lost records gets them again from memory
+        if now < self._next:
             return
         self._next = now + TEND_S
         tasks = self._state.tasks
-        newest = (tasks.living[serial] for serial in tasks.steps.get(self._step, ()))
-        own = sum(entry.payload_bytes for entry in newest if entry.in_memory)
-        if tasks.bytes_in_memory - own > self._most:
+        newest = [tasks.living[serial] for serial in tasks.steps.get(self._step, ())]
+        own = sum(entry.payload_bytes * entry.in_memory for entry in newest)
+        over = tasks.bytes_in_memory - own > self._most
+        if over and not self._journal.stuck:  # a store that has lost records gets them again from memory
             self._shrink(own + self._most - self._most // ROOM)
-        elif not self._asked:
+        elif not over and not self._asked:
             self._read_ahead(self._most - (tasks.bytes_in_memory - own))
         lags = tasks.bytes_in_memory - own > LAG * self._most
         self._state.lease_revision += tasks.store_lags and not lags
         tasks.store_lags = lags
 
     def close(self) -> None:
-        """End the thread."""
         self._queue.put(None)
         self._thread.join()
 

@@ -37,7 +37,7 @@ class Journal(Recorder):
     """Records nothing until `begin`, so that a state can be replayed into existence with it.
 
     `sync` says when records are durable. The log is compacted when it has grown by `segment_bytes`, and by as many
-    records as a snapshot has tasks: so a snapshot costs each record the same, however many bytes a group has.
+    records as a snapshot has tasks. So snapshots cost the same per record, however large groups are.
     """
 
     def __init__(self, store: Store, sync: Sync, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -93,7 +93,7 @@ class Journal(Recorder):
                 self.record(statistics)
         if self._pending:
             self._pending = False
-            if self._written_bytes >= self._segment_bytes and self._written_records >= state.tasks.remembered:
+            if self._written_bytes >= self._segment_bytes and self._written_records >= len(state.tasks.living):
                 self._compact(state)
             writer.kick()
         return self._seq

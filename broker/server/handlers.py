@@ -21,7 +21,7 @@ from broker.server.replies import Payload
 from common.errors import BrokerError, StoreChanged
 
 MAX_WAIT_S = 60.0
-READ_S = 2.0  # a take waits so long for groups that are read from the store; then it is asked again
+READ_S = 2.0
 MOST_LEASES = 8  # parked requests of one node; a client that behaves has one, besides those that it cancels
 
 Key = tuple[bytes, int]  # client, request id
@@ -32,11 +32,11 @@ Q = TypeVar("Q", wire.AskLease, wire.Take)
 
 
 class NotYet(Exception):
-    """The request waits for something to happen, for `least_s` even if it did not ask to wait."""
+    """The request waits for something to happen."""
 
-    def __init__(self, least_s: float = 0.0) -> None:
-        super().__init__()
-        self.least_s = least_s
+
+class Reading(NotYet):
+    """The groups of a take are read from the store; it waits for READ_S even if it did not ask to wait."""
 
 
 class Answers:
@@ -149,7 +149,7 @@ class Answers:
         if taken is None:
             raise NotYet
         if self._memory is not None and not self._memory.has(request.step, taken):
-            raise NotYet(READ_S)
+            raise Reading
         groups = [(e, e.meta) for e in taken if e.meta is not None]
         return _answer(request, [StoredGroup(e.serial, e.nodes[-1], m, source=e.task.source) for e, m in groups])
 
@@ -254,7 +254,7 @@ class Handlers:
             reply = self.answers.first(request, payload)
         except NotYet as waiting:
             assert isinstance(request, wire.AskLease | wire.Take)
-            wait_s = max(waiting.least_s, min(request.wait_s, MAX_WAIT_S))
+            wait_s = max(READ_S * isinstance(waiting, Reading), min(request.wait_s, MAX_WAIT_S))
             return None, self.parked.park(client, request, time.monotonic() + wait_s)
         except (BrokerError, StoreChanged) as error:
             changed = isinstance(error, StoreChanged)

@@ -117,6 +117,7 @@ def test_nothing_leaves_memory_while_the_store_is_stuck(rig: Rig, monkeypatch: p
     rig.settle()
     monkeypatch.setattr(type(rig.journal), "stuck", "away")
     assert len(rig.tend()) == 9
+    assert rig.state.status().full, "or a full disk would fill the memory"
 
 
 def test_a_group_that_cannot_be_read_refuses_the_take_and_is_tried_again(rig: Rig) -> None:

@@ -216,7 +216,7 @@ CASES: dict[str, tuple[Any, ...]] = {  # status; kind, who, what for, since, unt
     ),
     "the store lags": (
         status_of(NODE, full=True, store_lags=True, bytes_in_memory=9 * MIB),
-        "store_lags", "n0", "the store, which writes slower than groups come: 9.0 MiB of groups are in memory", None,
+        "store_lags", "n0", "the store, which is slower than the nodes: 9.0 MiB are in memory", None,
         "it has written them",
     ),
     "the broker cannot write": (
