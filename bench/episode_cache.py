@@ -23,11 +23,6 @@ SHAPE = talk.Shape(turns=16, answer=24, prompt=64, observation=128, requests=32)
 STEP = 1  # groups of a step
 
 
-@harness.script(windows=6, seconds=6.0, lr=[1e-5, 1e-3], ways=["keep", "keep_episode", "recompute"])
-def main(options: harness.Options) -> harness.Figures:
-    return {"rounds": options.windows, "runs": [one for lr in options.lr for one in compared(options, lr)]}
-
-
 def compared(options: harness.Options, lr: float) -> list[harness.Figures]:
     with tempfile.TemporaryDirectory() as made, ExitStack() as stack:
         folder, jobs = Path(made), dict[str, talk.NodeJob]()
@@ -51,3 +46,8 @@ def differences(job: talk.NodeJob) -> harness.Figures:
     names = ("mismatch", "mismatch_of_own_version", "versions", "staleness")
     found = {name: round(statistics.mean(step[name] for step in later), 7) for name in names}
     return {**found, "steps": len(later), "prefix_hit_rate": round(job.hit_rate, 4)}
+
+
+@harness.script(windows=4, seconds=4.0, lr=[1e-4], ways=["keep", "keep_episode", "recompute"])
+def main(options: harness.Options) -> harness.Figures:
+    return {"rounds": options.windows, "runs": [one for lr in options.lr for one in compared(options, lr)]}

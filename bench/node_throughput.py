@@ -166,6 +166,6 @@ def compared(options: harness.Options, name: str) -> harness.Figures:
     return {side: talk.totals(ones) for side, ones in windows.items()}
 
 
-@harness.script(windows=8, seconds=2.0, shapes=[*SHAPES], sides=["bare", "engine", "node"])
+@harness.script(windows=8, seconds=1.5, shapes=[*SHAPES], sides=["bare", "engine", "node"])
 def main(options: harness.Options) -> harness.Figures:
     return {"rounds": options.windows, **{name: compared(options, name) for name in options.shapes}}
