@@ -11,14 +11,11 @@ import json
 import os
 import threading
 from collections.abc import Sequence
-from importlib import import_module
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 from common.process.lifecycle import die_with_parent
-
-MODULES = ("vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker")
 
 
 class EngineProcess(ForkServerProcess):
@@ -53,8 +50,8 @@ def import_ahead(model: Path) -> None:
     except (OSError, ValueError, AttributeError):
         return
     gc.disable()  # the imports make hundreds of thousands of objects; walking them meanwhile costs a second
-    for module in MODULES:
-        import_module(module)
+    import vllm.v1.engine.async_llm
+    import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm import ModelRegistry
     from vllm.v1.engine import utils
 
@@ -62,7 +59,7 @@ def import_ahead(model: Path) -> None:
         if name in ModelRegistry.models:  # else vLLM looks at the class in a Python of its own
             with contextlib.suppress(ImportError):  # the engine's start says what is missing
                 ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-    gc.freeze()  # no collection touches the pages that the processes share
+    gc.freeze()
     atexit.register(gc.unfreeze)  # else extension modules complain of leaks when the process ends
     gc.enable()
     resource_tracker.ensure_running()
