@@ -78,25 +78,22 @@ say "creating $venv with $("$python" -V)"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
-# Pinned packages without their dependencies need no resolver of pip's: uv fetches and unpacks several at once, in a fifth
-# of the CPU time. It does not read pip's configuration, so the indexes go along.
-uv=""
 case "$kind" in
-  learner|rollout) ;;  # their dependencies are pip's to resolve
-  *) uv="$(command -v uv || true)"
-     [ -n "$uv" ] || { pip install --quiet "$uv_pin" 2>"$venv/pip.log" && uv="$venv/bin/uv"; } || say "no uv: using pip" ;;
+  learner|rollout) options="" more=", and torch's CUDA libraries" ;;
+  *) options="--no-deps" ;;
 esac
-indexes=()
-while read -r option values; do
-  for value in $values; do indexes+=("--$option" "$value"); done
-done < <(pip config list | sed -nE "s/^[^.]*\.(index-url|find-links)='(.*)'$/\1 \2/p" | sort -u)
+# Without dependencies to resolve, uv needs a third of pip's CPU time. It does not read pip's configuration.
+uv=""
+if [ -n "$options" ]; then
+  uv="$(command -v uv || true)"
+  [ -n "$uv" ] || { pip install --quiet "$uv_pin" 2>"$venv/pip.log" && uv="$venv/bin/uv"; } || say "no uv: using pip"
+fi
+indexes="$(pip config list | sed -nE "s/^[^.]*\.(index-url|find-links)='([^' ]*)'$/--\1 \2/p" | sort -u)"
 
 # add ARGUMENTS: quietly with uv, or with pip where uv is absent or fails
 add() {
-  if [ -n "$uv" ]; then
-    "$uv" pip install --quiet --python "$venv/bin/python" "${indexes[@]}" "$@" 2>"$venv/uv.log" && return 0
-  fi
-  pip install --quiet ${no_compile:-} "$@" 2>"$venv/pip.log"
+  [ -n "$uv" ] && "$uv" pip install --quiet --python "$venv/bin/python" $indexes "$@" 2>"$venv/uv.log" && return 0
+  pip install --quiet "$@" 2>"$venv/pip.log"
 }
 
 # must_add ARGUMENTS: on failure the end of what pip said, without its remarks about configured indexes
@@ -113,11 +110,6 @@ if [ "$role" = cpu ] || [ -n "$cpu" ]; then
     must_add --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch_pin"
   fi
 fi
-case "$kind" in
-  learner|rollout) options="" more=", and torch's CUDA libraries" ;;
-  adapters) options="--no-deps" no_compile="--no-compile" ;;
-  *) options="--no-deps" ;;
-esac
 say "installing $(grep -cE '^[a-zA-Z]' "$requirements") pinned packages from $requirements${more:-}"
 must_add $options -r "$requirements"
 if [ -f "$no_deps" ]; then

@@ -5,18 +5,17 @@ forks are made by multiprocessing's fork server, which is a fork of the node fro
 """
 
 import atexit
+import contextlib
 import gc
 import json
 import os
+import threading
 from collections.abc import Sequence
-from importlib import import_module
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 from common.process.lifecycle import die_with_parent
-
-MODULES = ("vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker")
 
 
 class EngineProcess(ForkServerProcess):
@@ -44,22 +43,23 @@ def import_ahead(model: Path) -> None:
     Call it before the process has threads; where it has some, its engine processes are spawned. vLLM must find its
     settings in the environment. A folder that is no model is left to the engine's own check.
     """
-    if len(os.listdir("/proc/self/task")) > 1:
+    if threading.active_count() > 1:  # those of numpy's library are no matter: it ends them around a fork
         return
     try:
         architectures = json.loads((model / "config.json").read_bytes()).get("architectures") or ()
     except (OSError, ValueError, AttributeError):
         return
     gc.disable()  # the imports make hundreds of thousands of objects; walking them meanwhile costs a second
-    for module in MODULES:
-        import_module(module)
+    import vllm.v1.engine.async_llm
+    import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm import ModelRegistry
     from vllm.v1.engine import utils
 
     for name in architectures:
         if name in ModelRegistry.models:  # else vLLM looks at the class in a Python of its own
-            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-    gc.freeze()  # no collection touches the pages that the processes share
+            with contextlib.suppress(ImportError):  # the engine's start says what is missing
+                ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+    gc.freeze()
     atexit.register(gc.unfreeze)  # else extension modules complain of leaks when the process ends
     gc.enable()
     resource_tracker.ensure_running()
