@@ -39,6 +39,7 @@ THREADS = {
     "server": 2,
     "async": 1,
 }  # each process has so many; asynchronous training has two processes
+SPARE_S = 60.0  # beyond its limit until a run is killed
 UNKNOWN_CELL_S = 120.0  # the time of a cell that was never measured here
 PARTS = (
     "learner_idle_s", "train_s", "batch_s", "snapshot_s", "checkpoint_s", "publish_s", "seconds_to_active",
@@ -123,7 +124,8 @@ def run_trl(workload: Workload, way: str, seed: int, options: harness.Options) -
     }  # fmt: skip
     line = [word for name, value in words.items() for word in (f"--{name}", value)]
     script = harness.ROOT / "bench" / "trl_grpo.py"
-    output = harness.command(options.trl_python, script, *line, "--eager", timeout_s=options.timeout)
+    limit = ("timeout", "--kill-after=30", options.timeout)  # SIGTERM, so that TRL's script ends its server
+    output = harness.command(*limit, options.trl_python, script, *line, "--eager", timeout_s=options.timeout + SPARE_S)
     found = next(json.loads(x[7:]) for x in output.splitlines() if x.startswith("RESULT "))
     curve = found.pop("curve")
     known = {name: [p[name] for p in curve if name in p] for name in ("tokens_mean", "staleness_mean")}
@@ -202,7 +204,10 @@ def measure_all(options: harness.Options) -> dict[str, dict[str, Any]]:
     for cell in missing:
         prepare(WORKLOADS[cell[0]])
         if time.monotonic() + cells.expected_s(cell_name(*cell)) < end:
-            cells.measure(*cell)
+            try:
+                cells.measure(*cell)
+            except RuntimeError as failed:  # the others are measured all the same
+                print(cell_name(*cell), failed, flush=True)
     found = {cell_name(*cell): cells.found(cell_name(*cell)) for cell in order}
     left = [name for name, figures in found.items() if figures is None]
     if left:

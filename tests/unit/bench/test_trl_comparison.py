@@ -93,3 +93,18 @@ def test_every_path_of_a_prefix_tree_gets_the_attention_of_its_own_sequence() ->
         q, k, v = (x[:, :, path] for x in (query, key, value))
         alone = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
         torch.testing.assert_close(found[path], alone)
+
+
+def test_a_cell_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+
+    def measure(self: Cells, workload: str, system: str, seed: int) -> None:
+        measured.append(system)
+        raise RuntimeError("its engine died")
+
+    monkeypatch.setattr(trl_comparison, "CELLS", tmp_path)
+    monkeypatch.setattr(trl_comparison, "prepare", lambda workload: None)
+    monkeypatch.setattr(Cells, "measure", measure)
+    with pytest.raises(SystemExit):
+        measure_all(argparse.Namespace(**OPTIONS))
+    assert len(measured) == 6
