@@ -1,6 +1,6 @@
 """How long a checkpoint stops the ranks, by the size of the model and the number of data-parallel ranks.
 
-    python bench/checkpoint_stall.py [--ranks 1 2 4] [--hidden 128 512] [--rounds 5]
+    python bench/checkpoint_stall.py [--ranks 1 2 4] [--hidden 128 512] [--rounds 3]
 
 One world of real ranks a size, in bfloat16 with float32 states. In turns in each world:
 
@@ -19,12 +19,14 @@ assumption. The stall of `gathered` is the measured one for each GiB of states o
 """
 
 import math
+import multiprocessing
 import os
 import resource
 import socket
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -50,7 +52,7 @@ LARGE = {
 def rank_work(rank: int, ranks: int, folder: str, port: int, rounds: int, pipe: Connection) -> None:
     """One rank of a world: both ways in turns, then a load; sends its figures."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
 
     from common.config.schema import LearnerConfig, ModelConfig
@@ -108,6 +110,15 @@ def rank_work(rank: int, ranks: int, folder: str, port: int, rounds: int, pipe: 
     pipe.send(found)
 
 
+def forked(*arguments: Any) -> Connection:
+    """Our end of the pipe of a rank that has imported Megatron already."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    context.Process(target=rank_work, args=(*arguments, theirs), daemon=True).start()
+    theirs.close()
+    return ours
+
+
 def counted(work: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
     """`work`, which adds its CPU to `seconds`."""
 
@@ -131,7 +142,7 @@ def world(hidden: int, ranks: int, rounds: int, layers: int = LAYERS) -> list[di
         with socket.socket() as bound:
             bound.bind(("127.0.0.1", 0))
             port = bound.getsockname()[1]
-        pipes = [harness.spawned(rank_work, rank, ranks, folder, port, rounds) for rank in range(ranks)]
+        pipes = [forked(rank, ranks, folder, port, rounds) for rank in range(ranks)]
         found = [harness.received(pipe, 600) for pipe in pipes]
     rows = []
     for way in WAYS:
@@ -179,8 +190,14 @@ def large(name: str, costs: dict[str, float], copy_gb_s: float) -> dict[str, Any
     return {"model": name, "items": items} | {name: round(value, 2) for name, value in figures.items()}
 
 
-@harness.script(ranks=[1, 2, 4], hidden=[128, 512], rounds=5, copy_gb_s=3.0)
+@harness.script(ranks=[1, 2, 4], hidden=[128, 512], rounds=3, copy_gb_s=3.0)
 def main(options: harness.Options) -> harness.Figures:
+    import torch
+
+    import learner.megatron.backend  # noqa: F401  (once for all ranks)
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     rows = [row for hidden in options.hidden for ranks in options.ranks for row in world(hidden, ranks, options.rounds)]
     deep = world(64, 1, options.rounds, layers=64)[0]
     costs = costs_of(deep, rows)
