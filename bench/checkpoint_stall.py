@@ -179,11 +179,11 @@ def costs_of(deep: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, floa
 
 def large(name: str, costs: dict[str, float], copy_gb_s: float) -> dict[str, Any]:
     parameters, tensors, shards, ranks = LARGE[name]
+    own = math.ceil(tensors / (shards if tensors > MANY else 1))
     # the weight and three states of every tensor of a shard; a cut between two ranks makes at most three more of each
     # state: a row in two parts, and the rows before and after it
-    each = 4 * math.ceil(tensors / (shards if tensors > MANY else 1)) + 9 * ranks / shards
-    items = round(shards * each)
-    plan_s = (items / ranks * costs["item_us"] + items * costs["merge_us"]) / 1e6
+    items = round(shards * (4 * own + 9 * ranks / shards))
+    plan_s = ((items / ranks + own) * costs["item_us"] + items * costs["merge_us"]) / 1e6
     copy_s = 14 * parameters / ranks / copy_gb_s / 1e9
     gathered_s = 12 * parameters / shards / GIB * costs["gathered_gib_s"]
     figures = {"plan_s": plan_s, "copy_s": copy_s, "stall_s": plan_s + copy_s, "gathered_s": gathered_s}
