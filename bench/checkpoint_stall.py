@@ -12,9 +12,9 @@ CPU of rank 0 in it, `cpu_s` that of all ranks. `lead_gib` is what rank 0 writes
 count. More ranks than cores share them, so compare the ways. `load_s` and `load_cpu_s` are of loading the last
 checkpoint of `own` on the slowest rank.
 
-The rows `large` compute the stall of large models. A rank plans what it writes (`item_us` of CPU for each entry of the
-index), rank 0 puts all plans together (`merge_us` for each), and a rank copies 14 bytes for each of its parameters. The
-first two are measured with a deep narrow model. `--copy-gb-s`, from a device to host memory that is not pinned, is an
+The rows `large` compute the stall of large models. A rank plans what it writes, and rank 0 puts all plans together:
+`item_us` and `merge_us` of CPU for each entry of the index, measured with a deep narrow model. A rank copies 14 bytes
+for each of its parameters. `--copy-gb-s`, from a device to host memory that is not pinned, is an
 assumption. The stall of `gathered` is the measured one for each GiB of states of a data-parallel group.
 """
 
@@ -164,7 +164,7 @@ def world(hidden: int, ranks: int, rounds: int, layers: int = LAYERS) -> list[di
 
 
 def costs_of(deep: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Of an entry of the index, and of a GiB, to the rank that copies it or to which it is gathered."""
+    """CPU for each entry of the index, and for each GiB on the rank that copies or gathers it."""
     item_us = 1e6 * deep["lead_cpu_s"] / deep["items"]
     widest = max(row["parameters"] for row in rows)
     own, *_ = (row for row in rows if row["way"] == "own" and row["parameters"] == widest)
@@ -180,8 +180,8 @@ def costs_of(deep: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, floa
 def large(name: str, costs: dict[str, float], copy_gb_s: float) -> dict[str, Any]:
     parameters, tensors, shards, ranks = LARGE[name]
     own = math.ceil(tensors / (shards if tensors > MANY else 1))
-    # the weight and three states of every tensor of a shard; a cut between two ranks makes at most three more of each
-    # state: a row in two parts, and the rows before and after it
+    # The weight and three states of every tensor of a shard. A cut between two ranks makes at most three more of each
+    # state: a row in two parts, and the rows before and after it.
     items = round(shards * (4 * own + 9 * ranks / shards))
     plan_s = ((items / ranks + own) * costs["item_us"] + items * costs["merge_us"]) / 1e6
     copy_s = 14 * parameters / ranks / copy_gb_s / 1e9

@@ -1,4 +1,4 @@
-"""What one data-parallel rank has of an optimizer, as sharded tensors in the shapes of the parameters.
+"""One data-parallel rank's part of an optimizer, as sharded tensors in the shapes of the parameters.
 
 The distributed optimizer cuts a flat buffer into equal ranges, so a rank has a range of a parameter's elements. Every
 range is a few boxes: the rest of a row, whole rows, the start of a row. Each rank writes and reads its own boxes where
@@ -64,7 +64,7 @@ class OwnStates:
                     self._add(piece, of, own, flat)
 
     def _add(self, piece: ShardedTensor, of: range, own: range, flat: dict[str, Tensor]) -> None:
-        """What of `piece`, the elements `of` of a parameter, lies in `own`, those of this rank."""
+        """The common part of `piece`, the elements `of` of a parameter, and `own`, those of this rank."""
         start, end = max(own.start, of.start), min(own.stop, of.stop)
         local = (1,) * piece.prepend_axis_num + piece.local_shape
         at = start - own.start
@@ -88,7 +88,7 @@ class OwnStates:
 
 
 def _ranges(optimizer: Any) -> Iterator[tuple[Tensor, range]]:
-    """Every parameter of which this rank has elements, and which."""
+    """Every parameter that has elements on this rank, and these elements."""
     for ranges in optimizer.gbuf_ranges:
         for buckets in ranges.values():
             for bucket in buckets:
