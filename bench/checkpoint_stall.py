@@ -12,9 +12,9 @@ CPU of rank 0 in it, `cpu_s` that of all ranks. `lead_gib` is what rank 0 writes
 count. More ranks than cores share them, so compare the ways. `load_s` and `load_cpu_s` are of loading the last
 checkpoint of `own` on the slowest rank.
 
-The rows `large` compute the stall of large models. A rank plans what it writes, and rank 0 puts all plans together:
-`item_us` and `merge_us` of CPU for each entry of the index, measured with a deep narrow model. A rank copies 14 bytes
-for each of its parameters. `--copy-gb-s`, from a device to host memory that is not pinned, is an
+The rows `large` compute the stall of large models. A rank plans what it writes, and rank 0 puts all plans together.
+Their CPU for each entry of the index, `item_us` and `merge_us`, is measured with a deep narrow model. A rank copies 14
+bytes for each of its parameters. `--copy-gb-s`, from a device to host memory that is not pinned, is an
 assumption. The stall of `gathered` is the measured one for each GiB of states of a data-parallel group.
 """
 
