@@ -1,6 +1,6 @@
 """How long a checkpoint stops the ranks, by the size of the model and the number of data-parallel ranks.
 
-    python bench/checkpoint_stall.py [--ranks 1 2 4] [--hidden 128 512] [--rounds 5]
+    python bench/checkpoint_stall.py [--ranks 1 2 4] [--hidden 128 512] [--rounds 3]
 
 One world of real ranks a size, in bfloat16 with float32 states. In turns in each world:
 
@@ -12,19 +12,21 @@ CPU of rank 0 in it, `cpu_s` that of all ranks. `lead_gib` is what rank 0 writes
 count. More ranks than cores share them, so compare the ways. `load_s` and `load_cpu_s` are of loading the last
 checkpoint of `own` on the slowest rank.
 
-The rows `large` compute the stall of large models. A rank plans what it writes (`item_us` of CPU for each entry of the
-index), rank 0 puts all plans together (`merge_us` for each), and a rank copies 14 bytes for each of its parameters. The
-first two are measured with a deep narrow model. `--copy-gb-s`, from a device to host memory that is not pinned, is an
+The rows `large` compute the stall of large models. A rank plans what it writes, and rank 0 puts all plans together.
+Their CPU for each entry of the index, `item_us` and `merge_us`, is measured with a deep narrow model. A rank copies 14
+bytes for each of its parameters. `--copy-gb-s`, from a device to host memory that is not pinned, is an
 assumption. The stall of `gathered` is the measured one for each GiB of states of a data-parallel group.
 """
 
 import math
+import multiprocessing
 import os
 import resource
 import socket
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -50,7 +52,7 @@ LARGE = {
 def rank_work(rank: int, ranks: int, folder: str, port: int, rounds: int, pipe: Connection) -> None:
     """One rank of a world: both ways in turns, then a load; sends its figures."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
 
     from common.config.schema import LearnerConfig, ModelConfig
@@ -108,6 +110,15 @@ def rank_work(rank: int, ranks: int, folder: str, port: int, rounds: int, pipe: 
     pipe.send(found)
 
 
+def forked(*arguments: Any) -> Connection:
+    """Our end of the pipe of a rank that has imported Megatron already."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    context.Process(target=rank_work, args=(*arguments, theirs), daemon=True).start()
+    theirs.close()
+    return ours
+
+
 def counted(work: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
     """`work`, which adds its CPU to `seconds`."""
 
@@ -131,7 +142,7 @@ def world(hidden: int, ranks: int, rounds: int, layers: int = LAYERS) -> list[di
         with socket.socket() as bound:
             bound.bind(("127.0.0.1", 0))
             port = bound.getsockname()[1]
-        pipes = [harness.spawned(rank_work, rank, ranks, folder, port, rounds) for rank in range(ranks)]
+        pipes = [forked(rank, ranks, folder, port, rounds) for rank in range(ranks)]
         found = [harness.received(pipe, 600) for pipe in pipes]
     rows = []
     for way in WAYS:
@@ -153,7 +164,7 @@ def world(hidden: int, ranks: int, rounds: int, layers: int = LAYERS) -> list[di
 
 
 def costs_of(deep: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Of an entry of the index, and of a GiB, to the rank that copies it or to which it is gathered."""
+    """CPU for each entry of the index, and for each GiB on the rank that copies or gathers it."""
     item_us = 1e6 * deep["lead_cpu_s"] / deep["items"]
     widest = max(row["parameters"] for row in rows)
     own, *_ = (row for row in rows if row["way"] == "own" and row["parameters"] == widest)
@@ -168,19 +179,25 @@ def costs_of(deep: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, floa
 
 def large(name: str, costs: dict[str, float], copy_gb_s: float) -> dict[str, Any]:
     parameters, tensors, shards, ranks = LARGE[name]
-    # the weight and three states of every tensor of a shard; a cut between two ranks makes at most three more of each
-    # state: a row in two parts, and the rows before and after it
-    each = 4 * math.ceil(tensors / (shards if tensors > MANY else 1)) + 9 * ranks / shards
-    items = round(shards * each)
-    plan_s = (items / ranks * costs["item_us"] + items * costs["merge_us"]) / 1e6
+    own = math.ceil(tensors / (shards if tensors > MANY else 1))
+    # The weight and three states of every tensor of a shard. A cut between two ranks makes at most three more of each
+    # state: a row in two parts, and the rows before and after it.
+    items = round(shards * (4 * own + 9 * ranks / shards))
+    plan_s = ((items / ranks + own) * costs["item_us"] + items * costs["merge_us"]) / 1e6
     copy_s = 14 * parameters / ranks / copy_gb_s / 1e9
     gathered_s = 12 * parameters / shards / GIB * costs["gathered_gib_s"]
     figures = {"plan_s": plan_s, "copy_s": copy_s, "stall_s": plan_s + copy_s, "gathered_s": gathered_s}
     return {"model": name, "items": items} | {name: round(value, 2) for name, value in figures.items()}
 
 
-@harness.script(ranks=[1, 2, 4], hidden=[128, 512], rounds=5, copy_gb_s=3.0)
+@harness.script(ranks=[1, 2, 4], hidden=[128, 512], rounds=3, copy_gb_s=3.0)
 def main(options: harness.Options) -> harness.Figures:
+    import torch
+
+    import learner.megatron.backend  # noqa: F401  (once for all ranks)
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     rows = [row for hidden in options.hidden for ranks in options.ranks for row in world(hidden, ranks, options.rounds)]
     deep = world(64, 1, options.rounds, layers=64)[0]
     costs = costs_of(deep, rows)

@@ -69,8 +69,8 @@ class CheckpointSave:
         # prepare_write_data uses this queue; without it, it would start a process for one
         filesystem_async._results_queue = queue.Queue()
         strategy: Any = _PlanOnly()
-        tensors = (each.data for each in nested_values(sharded) if isinstance(each, ShardedTensor))
-        live = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        tensors = [each.data for each in nested_values(sharded) if isinstance(each, ShardedTensor)]
+        live = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
         self._config = CheckpointingConfig(strategy.backend, strategy.version)
         self._writer, self._metadata = strategy.async_save(sharded, self.path)
         self._transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
@@ -160,10 +160,11 @@ class CheckpointWriter:
         state, _ = self._state(loading=False)
         state["random_state"] = _random_state()
         # Whether every shard has exactly one owner is the same for all saves of a process: check it once.
+        sharded: Any
         sharded, _ = save_preprocess(state, not self._validated, lambda rest: {})
         common = {"slipstream": {"format": FORMAT, "steps": self.optimizer.steps, "layout": _sizes(self.layout)}}
         weights = {key: part for key, part in sharded.items() if key.startswith("model")}
-        replicas = mpu.get_data_parallel_group(with_context_parallel=True)
+        replicas: Any = mpu.get_data_parallel_group(with_context_parallel=True)
         if not self._validated:
             self._writers = determine_main_replica_uniform_distribution(weights, replicas)
         distribute_main_replicas_with_precomputed_distribution(weights, replicas, self._writers)

@@ -120,7 +120,7 @@ class Optimizer:
         return norm, rate
 
     def own_states(self, models: dict[str, Any], loading: bool) -> OwnStates:
-        """Main parameters and states of this rank, of which other ranks have other parts.
+        """Main parameters and states of this rank; other ranks have other parts.
 
         With `loading`, after `steps` is set, the states exist and wait for their values.
         """

@@ -1,4 +1,4 @@
-"""What one data-parallel rank has of an optimizer, as sharded tensors in the shapes of the parameters.
+"""One data-parallel rank's part of an optimizer, as sharded tensors in the shapes of the parameters.
 
 The distributed optimizer cuts a flat buffer into equal ranges, so a rank has a range of a parameter's elements. Every
 range is a few boxes: the rest of a row, whole rows, the start of a row. Each rank writes and reads its own boxes where
@@ -60,16 +60,15 @@ class OwnStates:
                     for name, state in states.items()
                 }
                 self._flat.append((optimizer, parameter, flat))
-                for piece in _pieces(described[parameter], optimizer.distributed_optimizer_instance_id):
-                    self._add(piece, own, flat)
+                for piece, of in _pieces(described[parameter], optimizer.distributed_optimizer_instance_id):
+                    self._add(piece, of, own, flat)
 
-    def _add(self, piece: ShardedTensor, own: range, flat: dict[str, Tensor]) -> None:
-        """What of `piece`, whose data show its place in the parameter, lies in the elements `own` of the parameter."""
-        first = piece.data.storage_offset()
-        start, end = max(own.start, first), min(own.stop, first + piece.data.numel())
+    def _add(self, piece: ShardedTensor, of: range, own: range, flat: dict[str, Tensor]) -> None:
+        """The common part of `piece`, the elements `of` of a parameter, and `own`, those of this rank."""
+        start, end = max(own.start, of.start), min(own.stop, of.stop)
         local = (1,) * piece.prepend_axis_num + piece.local_shape
         at = start - own.start
-        for offsets, sizes in boxes(local, start - first, end - first):
+        for offsets, sizes in boxes(local, start - of.start, end - of.start):
             place = {"global_offset": tuple(map(sum, zip(piece.global_offset, offsets, strict=True)))}
             shape = {"local_shape": sizes, "prepend_axis_num": 0, "axis_fragmentations": None}
             count = math.prod(sizes)
@@ -89,7 +88,7 @@ class OwnStates:
 
 
 def _ranges(optimizer: Any) -> Iterator[tuple[Tensor, range]]:
-    """Every parameter of which this rank has elements, and which."""
+    """Every parameter that has elements on this rank, and these elements."""
     for ranges in optimizer.gbuf_ranges:
         for buckets in ranges.values():
             for bucket in buckets:
@@ -97,15 +96,18 @@ def _ranges(optimizer: Any) -> Iterator[tuple[Tensor, range]]:
                     yield parameter, range(found["param"].start, found["param"].end)
 
 
-def _pieces(described: Any, instance: int) -> list[ShardedTensor]:
-    """The sharded tensors that a parameter is written as, over memory that does not exist, and only by one replica.
+def _pieces(described: Any, instance: int) -> Iterator[tuple[ShardedTensor, range]]:
+    """The sharded tensors that a parameter is written as, by one of its replicas, and their places in it.
 
-    Some parameters are two or more tensors in a checkpoint, as the gate and the projection of a gated layer.
+    Some parameters are several tensors in a checkpoint, as the gate and the projection of a gated layer.
     """
-    whole = torch.empty(described.data.shape, device="meta")
+    whole = torch.empty(described.data.shape, device="meta")  # views of it have a place and no memory
     replica = (*described.replica_id[:2], instance)
-    if not isinstance(described, ShardedTensorFactory):
-        return [replace(described, data=whole, dtype=whole.dtype, replica_id=replica)]
-    pieces = list(nested_values(described.build_fn(described.key, whole, replica, None)))
-    assert all(piece.data.is_contiguous() for piece in pieces), described.key
-    return pieces
+    if isinstance(described, ShardedTensorFactory):
+        pieces = nested_values(described.build_fn(described.key, whole, replica, None))
+    else:
+        pieces = [replace(described, data=whole, dtype=whole.dtype, replica_id=replica)]
+    for piece in pieces:
+        assert piece.data.is_contiguous(), piece.key
+        first = piece.data.storage_offset()
+        yield piece, range(first, first + piece.data.numel())
