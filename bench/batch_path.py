@@ -1,4 +1,4 @@
-"""What it costs to bring a step's documents to the ranks: python bench/batch_path.py
+"""The cost of bringing a step's documents to the ranks: python bench/batch_path.py
 
 Eight ranks over gloo on loopback, documents of 32k tokens, with and without the routing of experts. Both ways begin
 with the groups at the lead rank and end with every rank's microbatches; nothing is trained:
@@ -6,9 +6,9 @@ with the groups at the lead rank and end with every rank's microbatches; nothing
 - broadcast: every rank gets all groups, and decodes, checks, prepares and plans all of them (the former way)
 - own: the lead rank does that once and sends every replica its documents (the learner's way)
 
-Seconds are of CPU, because eight ranks share the cores. From the costs per token and byte follow the seconds outside
-training of a step of 64 hosts with 512 ranks, 64 replicas and 2^30 tokens, on links of 100 Gbit/s, of which training
-takes 250 s. The lead rank's work is counted as if nothing else overlapped with it.
+Seconds are of CPU, because eight ranks share the cores. The costs per token and byte give the
+seconds outside training for a step of 2^30 tokens. It has 64 hosts, 512 ranks, 64 replicas and links of 100 Gbit/s.
+Its training takes 250 s, and nothing overlaps with it.
 """
 
 import gc
@@ -26,7 +26,7 @@ from typing import Any
 import harness
 
 RANKS = 8
-TOKENS = 32_768  # of a document
+TOKENS = 32_768  # in a document
 GROUPS, GROUP_SIZE = 4, 8
 VOCABULARY, BOUND, HIDDEN = 32_000, 65_536, 4096
 CASES = {  # pipeline stages; layers with experts, experts per token

@@ -43,7 +43,7 @@ def test_the_lead_decodes_a_group_once_and_every_rank_gets_its_own_documents(
 
 
 def shared(world: World) -> tuple[list[dict[int, np.ndarray]], tuple[Any, Any]]:
-    """What the lead of two ranks sends, and the batches of both."""
+    """The bytes that the lead of two ranks sends, and the batches of both."""
     sent: list[dict[int, np.ndarray]] = []
     lead: Any = world.lead
     backend: Any = world.backend
