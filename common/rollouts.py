@@ -54,9 +54,14 @@ class Path(msgspec.Struct, frozen=True, gc=False):
     def token_versions(self) -> np.ndarray:
         """[T] int64 policy version of every token; tokens before the first run get that run's version."""
         out = np.zeros(len(self.tokens.data) // 4, dtype=np.int64)
-        for i, run in enumerate(self.version_runs):
-            out[(0 if i == 0 else run.start) :] = run.version
+        for start, end, version in self.spans():
+            out[start:end] = version
         return out
+
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(start, end, version) of the tokens as in `token_versions`; [] without runs."""
+        starts = [0, *(run.start for run in self.version_runs[1:]), len(self.tokens.data) // 4]
+        return [(*span, run.version) for span, run in zip(pairwise(starts), self.version_runs, strict=False)]
 
     @property
     def sampled(self) -> int:

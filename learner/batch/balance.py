@@ -32,8 +32,8 @@ def balance(places: np.ndarray, ranks: int, micro_batch_tokens: int, hidden_size
     """Deal documents to `ranks` data-parallel ranks and as few microbatches as fit. Deterministic.
 
     The longest document goes first, into the cheapest microbatch with room (Graham's LPT rule). There are more
-    microbatches when none has room. They are dealt out so that the ranks' totals are close, and ranks trade documents
-    until the most loaded one is within EVEN of the mean or no trade helps. Unless the bound turns a document away from
+    microbatches when none has room. They are dealt out so that the ranks' totals are close. Then ranks trade documents
+    until the most loaded one is within EVEN of the mean, or no trade helps. Unless the bound turns a document away from
     the cheapest microbatch, ranks differ by no more than the most expensive document. With fewer documents than
     microbatches some are empty. No document of `places` ([n] int64) has more than `micro_batch_tokens`, the bound of a
     microbatch.
@@ -89,7 +89,7 @@ def _deal(bins: list[list[int]], costs: list[float], ranks: int) -> Plan:
 def _exchange(dealt: Plan, sizes: np.ndarray, costs: np.ndarray, bound: int) -> Plan:
     """Let the most loaded rank trade a document for a cheaper one, or for none, while that makes the worst rank better.
 
-    Microbatches stay within the bound. Of all pairs it takes the one after which the worse of the two ranks is best.
+    Microbatches stay within the bound. It takes the pair after which the worse of the two ranks is best.
     """
     count = len(dealt[0])
     bins = [numbers for rank in dealt for numbers in rank]

@@ -132,7 +132,8 @@ def _check_path(sample: Sample | Branch, index: int, vocab_size: int) -> None:
     mask = sample.loss_mask.numpy() > 0
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
         raise ValueError(f"sample {index}: token ids outside 0..{vocab_size - 1}")
-    if not np.isfinite(sample.behavior_logprobs.numpy()[mask]).all():
+    finite = np.isfinite(sample.behavior_logprobs.numpy())
+    if not finite.all() and not finite[mask].all():
         raise ValueError(f"sample {index}: behavior_logprobs of sampled tokens are not finite")
 
 
@@ -229,7 +230,7 @@ def assemble(groups: Sequence[Group], step: int, config: Config, routing: Routin
                 documents += [replace(d, serial=group.serial, sample=index, kl_coefficient=kl) for d in made]
     for group in filtered:  # trains nothing, but tells how the policy does
         whole = (s for s in group.samples if s.error is None)
-        played += [_Played(s, sum(int(_sampled(path).sum()) for path in s.paths), 0, NO_AGES) for s in whole]
+        played += [_Played(s, sum(int(_sampled(path).sum()) for path in s.paths), 0, 0, 0) for s in whole]
     figures = replace(_statistics(kept, filtered, played), sources=_sources([*kept, *filtered], jobs))
     return TrainingBatch(step, documents, figures)
 
@@ -267,14 +268,13 @@ class _Played:  # a sample with an episode, over its paths or of one of them, fo
     sample: Sample
     sampled: int  # tokens
     expired: int
-    ages: np.ndarray  # staleness of the tokens in the loss
+    trained: int  # tokens in the loss
+    age: int  # sum of their staleness
+    age_max: int = 0  # 0 at least
     cut: int = 0  # tokens that tasks.truncated: masked leaves out
     cache_age: float = 0.0  # sum over the tokens in the loss
     cache_age_max: int = 0
     places: int = 0  # its documents have so many
-
-
-NO_AGES = np.zeros(0, dtype=np.int32)
 
 
 def _prepare(
@@ -284,12 +284,14 @@ def _prepare(
     about = {"advantage": advantage, "config": config, "routing": routing}
     paths = [_prepare_path(sample, number, step, **about) for number in range(len(sample.paths))]
     parts = [part for part, _ in paths]
-    documents = [document for part, document in paths if len(part.ages)]
+    documents = [document for part, document in paths if part.trained]
     whole = _Played(
         sample=sample,
         sampled=sum(part.sampled for part in parts),
         expired=sum(part.expired for part in parts),
-        ages=np.concatenate([part.ages for part in parts]),
+        trained=sum(part.trained for part in parts),
+        age=sum(part.age for part in parts),
+        age_max=max(part.age_max for part in parts),
         cut=sum(part.cut for part in parts),
         cache_age=sum(part.cache_age for part in parts),
         cache_age_max=max(part.cache_age_max for part in parts),
@@ -314,20 +316,32 @@ def _prepare_path(
     """
     path = sample.paths[number]
     tokens = path.tokens.numpy()
-    versions = path.token_versions()
     sampled = _sampled(path)
-    too_old = expired(step, versions, config.staleness.max) & sampled
-    mask = sampled & ~too_old
+    mask = sampled.copy()
+    runs = path.spans()
+    too_old = expired(step, np.array([version for *_, version in runs]), config.staleness.max)
+    for (start, end, _), old in zip(runs, too_old, strict=True):
+        if old:
+            mask[start:end] = False
+    count = int(sampled.sum())
+    expired_tokens = count - int(mask.sum())
     cut = 0
     if config.tasks.truncated == "masked" and sample.stop_reason == CUT:
         cut = int(mask.sum())
         mask[:] = False
-    age = (step - versions).astype(np.int32)
+    age = np.full(len(tokens), step, dtype=np.int32)
+    trained = [0]
+    ages = [0]
+    for start, end, version in runs:
+        age[start:end] = step - version
+        trained.append(int(np.count_nonzero(mask[start:end])))
+        ages.append(step - version if trained[-1] else 0)
     cache_age = 0.0
     cache_age_max = 0
     experts = None
     if config.weights.kv_cache != "recompute" and len(path.version_runs) > 1 and mask.any():
-        mean, largest = cache_ages(versions, sampled, kept=config.weights.kv_cache == "keep_episode")
+        kept = config.weights.kv_cache == "keep_episode"
+        mean, largest = cache_ages(path.token_versions(), sampled, kept=kept)
         cache_age = float(mean @ mask)
         cache_age_max = int(largest[mask].max())
     if routing is not None and path.routed_experts is not None:
@@ -338,7 +352,7 @@ def _prepare_path(
         temperatures[run.start :] = run.temperature
     document = Document(
         tokens=tokens,
-        loss_mask=mask.astype(np.uint8),
+        loss_mask=mask.view(np.uint8),
         behavior_logprobs=path.behavior_logprobs.numpy(),
         staleness=age,
         advantage=advantage,
@@ -348,8 +362,18 @@ def _prepare_path(
         **_taught(path, config.learner.loss.distillation),
         temperatures=temperatures if path.temperature_runs else None,
     )
-    expired_tokens = int(too_old.sum())
-    return _Played(sample, int(sampled.sum()), expired_tokens, age[mask], cut, cache_age, cache_age_max), document
+    played = _Played(
+        sample=sample,
+        sampled=count,
+        expired=expired_tokens,
+        trained=sum(trained),
+        age=sum(count * own for count, own in zip(trained, ages, strict=True)),
+        age_max=max(ages),
+        cut=cut,
+        cache_age=cache_age,
+        cache_age_max=cache_age_max,
+    )
+    return played, document
 
 
 def _taught(path: Sample | Branch, distillation: DistillationConfig | None) -> dict[str, Any]:
@@ -370,7 +394,7 @@ def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequen
     rewards = np.array([p.sample.reward for p in played], dtype=np.float64)
     lengths = [p.sampled for p in played]
     too_old = [p.expired for p in played]
-    ages = np.concatenate([NO_AGES, *(p.ages for p in played)])
+    trained = sum(p.trained for p in played)
     count = max(len(played), 1)
     environment: dict[str, list[float]] = {}
     for group in (*kept, *filtered):
@@ -387,12 +411,12 @@ def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequen
         tokens_cut=sum(p.cut for p in played),
         tokens_expired=sum(too_old),
         tokens_expired_by_length_decile=length_deciles(lengths, too_old),
-        tokens_trained=len(ages),
+        tokens_trained=trained,
         sequence_tokens=sum(p.places for p in played),
         reward_mean=float(rewards.mean()) if len(rewards) else 0.0,
         reward_std=float(rewards.std()) if len(rewards) else 0.0,
-        staleness_mean=float(ages.mean()) if len(ages) else 0.0,
-        staleness_max=int(ages.max(initial=0)),
+        staleness_mean=sum(p.age for p in played) / max(trained, 1),
+        staleness_max=max((p.age_max for p in played), default=0),
         length_mean=sum(lengths) / count,
         length_max=max(lengths, default=0),
         turns_mean=sum(p.sample.turns for p in played) / count,
@@ -400,7 +424,7 @@ def _statistics(kept: Sequence[Group], filtered: Sequence[Group], played: Sequen
         groups_filtered=len(filtered),
         samples_mixed=sum(len({r.version for path in p.sample.paths for r in path.version_runs}) > 1 for p in played),
         failed_by_reason=dict(sorted(Counter(s.stop_reason for s in failed).items())),
-        kv_cache_age_mean=sum(p.cache_age for p in played) / max(len(ages), 1),
+        kv_cache_age_mean=sum(p.cache_age for p in played) / max(trained, 1),
         kv_cache_age_max=max((p.cache_age_max for p in played), default=0),
         teacher_s=sum(p.sample.teacher_s for p in played) / count,
     )

@@ -22,7 +22,7 @@ class Train(msgspec.Struct, frozen=True, tag="train"):
     """Train step `step`, on groups that the lead has decoded and checked."""
 
     step: int
-    serials: list[int] = []  # of the groups
+    serials: list[int] = []  # its groups
 
 
 class Save(msgspec.Struct, frozen=True, tag="save"):

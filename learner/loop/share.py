@@ -1,9 +1,9 @@
-"""Each rank's part of a step, as the lead rank sends it: the documents of its replica, and what all ranks know.
+"""Each rank's part of a step, as the lead rank sends it: the documents of its replica, and facts for all ranks.
 
     8 bytes: length of the head | head (MessagePack) | arrays of the documents, each at a multiple of 8
 
-Ranks that need the same bytes form a cell: those of one replica, or with routing replay those of one pipeline stage of
-it, which get the routing of their own layers. A document's home is the first rank of its replica.
+Ranks that need the same bytes form a cell: those of one replica. With routing replay a cell is one pipeline stage of a
+replica, and gets the routing of its own layers. A document's home is the first rank of its replica.
 """
 
 import struct
@@ -29,7 +29,7 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What every rank knows of a step."""
+    """Facts of a step for every rank."""
 
     statistics: BatchStatistics = BatchStatistics()
     recorded: dict[int, Recorded] = {}  # documents whose log-probabilities transcripts ask for, by number
@@ -82,7 +82,7 @@ def encode(told: Told, documents: Mapping[int, Document], microbatches: list[lis
 
 
 def decode(data: np.ndarray) -> tuple[Told, dict[int, Document], list[list[int]]]:
-    """What `encode` got; arrays are views of `data`."""
+    """The arguments of `encode`; arrays are views of `data`."""
     at = _up(ALIGNED + (length := struct.unpack("<q", data[:ALIGNED].tobytes())[0]))
     head = _decode_head(data[ALIGNED : ALIGNED + length].tobytes())
     fields: dict[int, dict[str, Any]] = head.documents

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from common.config.schema import LossConfig
+from learner.backend_protocol import Microbatch
+from learner.batch.balance import Plan
 from learner.batch.packing import Document, build, plan
+from learner.loop.share import Told, cells, decode, encode, numbers
 from learner.loop.transcripts import RecordingLoss
 from learner.loss.losses import policy_loss
 from tests.rigs import forked_ranks, tiny_models
@@ -47,18 +50,43 @@ def job_model(folder: Path, spec: dict[str, Any]) -> None:
 def job_layout(folder: Path, spec: dict[str, Any]) -> None:
     """The log-probabilities that a step keeps, and those of the same documents before it."""
     backend = tiny_models.backend(folder, spec)
-    mine = plan(documents(), backend.data_parallel_size, 64, backend.document_multiple)[backend.data_parallel_rank]
-    packed = build(documents(), mine)
+    plans = plan(documents(), backend.data_parallel_size, 64, backend.document_multiple)
+    mine = plans[backend.data_parallel_rank]
+    packed = delivered(backend, plans)
+    same = contents(packed) == contents(build(documents(), mine))
     before = backend.logprobs(packed, TEMPERATURE)
     loss = RecordingLoss(policy_loss(LossConfig(), 64))
     loss.watch(documents(), CHOSEN)
     backend.train_step(packed, loss, TEMPERATURE, True)
     kept = loss.collect(backend)
     found = {f"kept.{serial}.{sample}": torch.from_numpy(x) for (serial, sample, _), x in kept.items()}
-    for numbers, batch, row in zip(mine, packed, before, strict=True):
-        for number, part in zip(numbers, row.split(batch.document_lengths), strict=False):
+    for own, batch, row in zip(mine, packed, before, strict=True):
+        for number, part in zip(own, row.split(batch.document_lengths), strict=False):
             found[f"before.{number // 5}.{number % 5}"] = part
-    forked_ranks.write(folder / spec["name"], backend.rank, found, {"left": len(loss.collect(backend))})
+    forked_ranks.write(folder / spec["name"], backend.rank, found, {"left": len(loss.collect(backend)), "same": same})
+
+
+def contents(microbatches: list[Microbatch]) -> list[Any]:
+    return [(b.numbers, b.tokens.tolist(), b.loss_mask.tolist(), b.advantages.tolist()) for b in microbatches]
+
+
+def delivered(backend: Any, plans: Plan) -> list[Microbatch]:
+    """This rank's microbatches, from the bytes that rank 0 sends."""
+    here = build(documents(), plans[backend.data_parallel_rank])
+    if backend.world_size == 1:
+        return here
+    found = cells(backend)
+
+    def part(number: int) -> np.ndarray:
+        own = plans[found[number].replica]
+        return encode(Told(), {n: documents()[n] for n in numbers(own)}, own)
+
+    data = backend.deliver(part if backend.rank == 0 else None, [cell.ranks for cell in found])
+    if not len(data):
+        assert backend.rank == 0  # it is alone in its cell
+        return here
+    _, own, microbatches = decode(data)
+    return build(own, microbatches)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +109,7 @@ def test_a_step_keeps_the_log_probabilities_that_chosen_documents_had_before_it_
             torch.testing.assert_close(kept[name], before[name], rtol=0, atol=1e-6)
     assert len({len(x) for x in (before[name] for name in names)}) > 1
     assert [rank["left"] for rank in found.ranks] == [0] * len(found.ranks), "a step's are given out once"
+    assert all(rank["same"] for rank in found.ranks), "every rank got the documents of its replica from the lead rank"
 
 
 def test_every_layout_finds_the_same(folder: Path) -> None:

@@ -99,4 +99,4 @@ def test_ranks_trade_until_long_tails_are_even() -> None:
     assert max(loads) <= 1.05 * sum(loads) / len(loads)  # 1.4 without trades
     for rank in plans:
         weights = [sum(costs[i] for i in numbers) for numbers in rank]
-        assert weights == sorted(weights, reverse=True)  # what ranks compute at the same time is alike
+        assert weights == sorted(weights, reverse=True)  # ranks compute similar microbatches at the same time

@@ -43,27 +43,29 @@ def test_the_lead_decodes_a_group_once_and_every_rank_gets_its_own_documents(
 
 
 def shared(world: World) -> tuple[list[dict[int, np.ndarray]], tuple[Any, Any]]:
-    """What the lead of two ranks sends, and the batches of both."""
+    """The bytes that the lead of two ranks sends, and the batches of both."""
     sent: list[dict[int, np.ndarray]] = []
-    lead, backend = world.lead, world.backend
+    lead: Any = world.lead
+    backend: Any = world.backend
     backend.world_size = backend.data_parallel_size = 2
     backend.all_gather_bytes = lambda own: [own, msgspec.msgpack.encode(Cell(1, ()))]
     backend.deliver = lambda make, groups: sent.append({n: make(n) for n, ranks in enumerate(groups) if 0 not in ranks})
     lead._cells = cells(backend)
     other = rollout_source.RolloutSource(world.config)
     other.attach(backend, 1)
-    error: UsageError | None = None
+
+    def theirs() -> Any:
+        backend.deliver = lambda make, groups: sent[0][1]
+        return other.batch(1)
+
     try:
         ours = lead.batch(1)
-    except UsageError as found:
-        error = found
-    backend.deliver = lambda make, groups: sent[0][1]
-    if error is not None:
-        with pytest.raises(UsageError) as theirs:
-            other.batch(1)
-        assert str(theirs.value) == str(error)
-        raise error
-    return sent, (ours, other.batch(1))
+    except UsageError as error:
+        with pytest.raises(UsageError) as found:
+            theirs()
+        assert str(found.value) == str(error)
+        raise
+    return sent, (ours, theirs())
 
 
 def test_every_rank_refuses_a_step_that_the_lead_cannot_pack(make_world: MakeWorld) -> None:
@@ -94,9 +96,11 @@ def test_a_document_arrives_as_it_was_with_the_routing_of_the_layers_of_its_rank
     sent = {4: of_layers(document, (1, 3)), 9: plain}
     told, found, microbatches = decode(encode(Told(canary=[1, 2]), sent, [[9], [4], []]))
     assert (told.canary, microbatches, list(found)) == ([1, 2], [[9], [4], []], [4, 9])
-    assert found[4].routed_experts.tolist() == routing[:, [1, 3]].tolist()
+    arrived = found[4].routed_experts
+    assert arrived is not None and arrived.tolist() == routing[:, [1, 3]].tolist()
     for field in fields(Microbatch):
         for ours, theirs in zip(build(found, microbatches), build(sent, microbatches), strict=True):
             a, b = getattr(ours, field.name), getattr(theirs, field.name)
             assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b, field.name
-    assert of_layers(document, ()).routed_experts.shape == (5, 0, 2), "a stage without routers"
+    without = of_layers(document, ()).routed_experts
+    assert without is not None and without.shape == (5, 0, 2), "a stage without routers"
