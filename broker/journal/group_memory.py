@@ -17,7 +17,6 @@ from itertools import chain, islice
 from broker.delivery.state import DeliveryState
 from broker.delivery.task_table import Entry, StoredPayload
 from broker.journal.journal import Journal
-from common.errors import BrokerError
 
 TEND_S = 0.05  # the bound is looked at so often
 ROOM = 8  # a full memory is emptied by one part in so many
@@ -113,7 +112,7 @@ class GroupMemory:
     def _read(self) -> None:
         while (item := self._queue.get()) is not None:
             payload = None
-            with contextlib.suppress(BrokerError):  # the take reads it again, and says what is wrong
+            with contextlib.suppress(Exception):  # the take reads it again, and says what is wrong
                 payload = item[1].read()
             self._found.append((*item, payload))
             self._notify()

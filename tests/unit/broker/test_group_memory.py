@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from broker.delivery.learner_rules import LearnerRules
-from broker.delivery.task_table import Entry
+from broker.delivery.task_table import Entry, StoredPayload
 from broker.journal.group_memory import TEND_S, GroupMemory
 from broker.journal.store import PayloadUnreadable
 from tests.rigs.brokers import DurableRig
@@ -142,6 +142,21 @@ def test_a_group_that_cannot_be_read_refuses_the_take_and_is_tried_again(rig: Ri
         damaged.stored.read()  # pyright: ignore[reportOptionalMemberAccess]
     segment.write_bytes(whole)
     assert rig.take(2)[0].in_memory
+
+
+def test_a_fault_of_the_program_while_a_group_is_read_leaves_no_take_waiting(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault(stored: StoredPayload) -> bytes:
+        raise ValueError("of the program")
+
+    rig.ready(9, SIZE)
+    rig.settle()
+    rig.tend()
+    with monkeypatch.context() as broken:
+        broken.setattr(StoredPayload, "read", fault)
+        assert not any(entry.in_memory for step in (0, 1, 2, 3) for entry in rig.take(step)[1:] if step > 1)
+    assert rig.take(3)[0].in_memory
 
 
 def test_a_group_that_is_given_up_while_it_is_read_stays_away(rig: Rig) -> None:
