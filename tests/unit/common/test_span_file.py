@@ -57,8 +57,9 @@ def test_the_folder_stays_within_its_share_and_loses_the_oldest_lines(tmp_path: 
 
 
 def test_lines_that_cannot_be_written_are_counted_and_the_reason_is_logged_once(
-    tmp_path: Path, spans: SpanBuffer, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, spans: SpanBuffer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(span_buffer, "INTERVAL_S", 3600.0)  # the count is told at the end, when it can be written
     run = RunDir(tmp_path)
     run.trace.write_text("a file where the folder should be")
     file = SpanFile(run.trace, "nodes", 1, "broker")
