@@ -17,6 +17,8 @@ from pathlib import Path
 
 from common.process.lifecycle import die_with_parent
 
+SPAWN = util.spawnv_passfds
+
 
 class EngineProcess(ForkServerProcess):
     """A process with the environment variables of the moment at which it is started, as a spawned one has them."""
@@ -63,13 +65,12 @@ def import_ahead(model: Path) -> None:
     atexit.register(gc.unfreeze)  # else extension modules complain of leaks when the process ends
     gc.enable()
     resource_tracker.ensure_running()
-    spawn = util.spawnv_passfds
     util.spawnv_passfds = _fork  # type: ignore[assignment]
     try:
         forkserver.set_forkserver_preload([])
         forkserver.ensure_running()
     finally:
-        util.spawnv_passfds = spawn
+        util.spawnv_passfds = SPAWN
     utils.get_mp_context = EngineContext  # type: ignore[assignment]
 
 
@@ -80,6 +81,7 @@ def _fork(_path: bytes, _arguments: Sequence[bytes], fds: Sequence[int]) -> int:
         return child
     try:
         die_with_parent(parent)
+        util.spawnv_passfds = SPAWN  # an engine of several workers spawns them
         forkserver.main(fds[0], fds[1], [])
     finally:
         os._exit(0)

@@ -12,16 +12,22 @@ from tests.rigs.processes import ROOT
 from tests.rigs.waiting import until
 
 SCRIPT = """
-import json, os, sys, time
+import json, multiprocessing, os, sys, time
 from pathlib import Path
 
 WORKER = "vllm.v1.worker.cpu_worker"
 
+def worker(told):
+    told.send(WORKER in sys.modules)
+
 def engine(told):
     known = WORKER in sys.modules
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    context.Process(target=worker, args=(there,)).start()
     from vllm.plugins import load_general_plugins
     load_general_plugins()
-    told.send([known, os.getpid(), os.getppid(), *map(os.environ.get, ("LATE", "GONE"))])
+    told.send([known, here.recv(), os.getpid(), os.getppid(), *map(os.environ.get, ("LATE", "GONE"))])
     time.sleep(3600)
 
 if __name__ == "__main__":
@@ -47,8 +53,9 @@ def test_an_engine_finds_vllm_imported_and_the_variables_of_its_start_and_ends_w
     words = [sys.executable, "-W", "ignore", str(script), str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as node:
         assert node.stdout is not None
-        known, engine, server, late, gone = json.loads(node.stdout.readline())
+        known, known_to_worker, engine, server, late, gone = json.loads(node.stdout.readline())
         assert known and server != node.pid
+        assert not known_to_worker, "the workers of an engine are spawned"
         assert (late, gone) == ("2", None)
         node.kill()
         until(lambda: not alive(engine) and not alive(server))
