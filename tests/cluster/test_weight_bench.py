@@ -50,7 +50,7 @@ def test_the_bench_of_chains_measures_every_way_every_death_both_encodings_and_s
 
 
 def test_the_bench_of_cpu_measures_every_way() -> None:
-    found = figures("weight_cpu.py", "--mib", 32, "--rounds", 1)
+    found = figures("weight_cpu.py", "--mib", 128, "--rounds", 1)  # clocks of processes count 10 ms
     assert [row["way"] for row in found["ways"]] == [*weight_cpu.WAYS, *weight_cpu.FLOORS]
     assert [row["receiver_s"] > 0 for row in found["ways"]] == [False] + [True] * 6
     totals = {row["way"]: row["total_s"] for row in found["ways"]}

@@ -148,7 +148,7 @@ def test_a_fault_of_the_program_while_a_group_is_read_leaves_no_take_waiting(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fault(stored: StoredPayload) -> bytes:
-        raise ValueError("of the program")
+        raise ValueError("a fault of the program")
 
     rig.ready(9, SIZE)
     rig.settle()
