@@ -9,7 +9,7 @@ Both run on the lead rank, which sends every rank its part (learner/loop/share.p
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -329,13 +329,7 @@ def _prepare_path(
     if config.tasks.truncated == "masked" and sample.stop_reason == CUT:
         cut = int(mask.sum())
         mask[:] = False
-    age = np.full(len(tokens), step, dtype=np.int32)
-    trained = [0]
-    ages = [0]
-    for start, end, version in runs:
-        age[start:end] = step - version
-        trained.append(int(np.count_nonzero(mask[start:end])))
-        ages.append(step - version if trained[-1] else 0)
+    staleness = _staleness(runs, step, mask)
     cache_age = 0.0
     cache_age_max = 0
     experts = None
@@ -354,7 +348,7 @@ def _prepare_path(
         tokens=tokens,
         loss_mask=mask.view(np.uint8),
         behavior_logprobs=path.behavior_logprobs.numpy(),
-        staleness=age,
+        staleness=staleness.of_tokens,
         advantage=advantage,
         name=f"a sample of {len(tokens)} tokens",
         routed_experts=experts,
@@ -366,14 +360,36 @@ def _prepare_path(
         sample=sample,
         sampled=count,
         expired=expired_tokens,
-        trained=sum(trained),
-        age=sum(count * own for count, own in zip(trained, ages, strict=True)),
-        age_max=max(ages),
+        trained=staleness.trained,
+        age=staleness.total,
+        age_max=staleness.largest,
         cut=cut,
         cache_age=cache_age,
         cache_age_max=cache_age_max,
     )
     return played, document
+
+
+class _Staleness(NamedTuple):
+    of_tokens: np.ndarray  # [T] int32
+    trained: int  # tokens in the loss
+    total: int  # over them
+    largest: int  # 0 at least
+
+
+def _staleness(runs: Sequence[tuple[int, int, int]], step: int, mask: np.ndarray) -> _Staleness:
+    """Counted per run of a version; `mask` [T] bool has the tokens in the loss."""
+    of_tokens = np.full(len(mask), step, dtype=np.int32)
+    trained = 0
+    total = 0
+    largest = 0
+    for start, end, version in runs:
+        of_tokens[start:end] = step - version
+        if count := int(np.count_nonzero(mask[start:end])):
+            trained += count
+            total += count * (step - version)
+            largest = max(largest, step - version)
+    return _Staleness(of_tokens, trained, total, largest)
 
 
 def _taught(path: Sample | Branch, distillation: DistillationConfig | None) -> dict[str, Any]:

@@ -90,9 +90,8 @@ class Attempt:
     lost: bool = False  # a member left or joined anew, so the group cannot be used again
     group: BroadcastGroup | None = None  # the formed group after a successful broadcast
     last_staged: float = 0.0  # when the newest Staged came
-    entries: dict[str, bytes] = field(
-        default_factory=lambda: dict[str, bytes]()
-    )  # for the members: new ones in the group's store
+    # New ones in the group's store, for the members.
+    entries: dict[str, bytes] = field(default_factory=lambda: dict[str, bytes]())
     broadcast: Broadcast = field(default_factory=Broadcast)
 
     @property
