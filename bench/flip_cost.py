@@ -14,7 +14,7 @@ import harness
 from async_gain import OPTIONS, in_pairs
 
 
-def figures(job: harness.Job) -> dict[str, Any]:
+def figures(job: harness.Job, _cpu_s: float) -> dict[str, Any]:
     """The first step is left out, because the engine starts in it."""
     lines = job.lines[1:]
     steps, stall, copies = (sum(x[name] for x in lines) for name in ("step_s", "generation_stall_s", "snapshot_s"))

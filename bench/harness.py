@@ -12,9 +12,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,6 +33,7 @@ Figures = dict[str, Any]  # a result, `rounds` among it
 Options = argparse.Namespace
 SMOOTHING = 0.8
 PATIENCE_S = 120
+CPU_SAMPLE_S = 0.2
 
 
 def machine() -> dict[str, Any]:
@@ -299,6 +301,26 @@ def run(config: object, run_dir: Path, *overrides: str, timeout_s: float = 1200)
     """`slipstream up CONFIG run.dir=... overrides` to its end."""
     python("-m", "launch.cli", "up", config, f"run.dir={run_dir}", *overrides, timeout_s=timeout_s)
     return read(run_dir)
+
+
+def run_with_cpu(config: object, run_dir: Path, *overrides: str) -> tuple[Job, float]:
+    """`run`, and the CPU seconds of all its processes from the end of the first step to the end of the last one."""
+    samples: list[tuple[float, float]] = []  # Unix time, CPU seconds until then
+    ended = threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(CPU_SAMPLE_S):
+            samples.append((time.time(), max(children_cpu_s(), samples[-1][1] if samples else 0.0)))
+
+    with ThreadPoolExecutor(1) as pool:
+        sampled = pool.submit(sample)
+        try:
+            job = run(config, run_dir, *overrides)
+        finally:
+            ended.set()
+        sampled.result()
+    first, last = (min(samples, key=lambda s: abs(s[0] - line["time_s"])) for line in (job.lines[0], job.lines[-1]))
+    return job, last[1] - first[1]
 
 
 def read(run_dir: Path) -> Job:
