@@ -23,21 +23,19 @@ SHAPE = talk.Shape(turns=16, answer=24, prompt=64, observation=128, requests=32)
 STEP = 1  # groups of a step
 
 
-def compared(options: harness.Options, lr: float) -> list[harness.Figures]:
+def compared(options: harness.Options) -> harness.Figures:
     with tempfile.TemporaryDirectory() as made, ExitStack() as stack:
         folder, jobs = Path(made), dict[str, talk.NodeJob]()
         talk.build(folder / "model", SHAPE.answer)
         for way in options.ways:
             jobs[way] = talk.NodeJob(
-                folder / way, folder / "model", SHAPE, step=STEP, learning=lr, weights={"kv_cache": way}
+                folder / way, folder / "model", SHAPE, step=STEP, learning=options.lr, weights={"kv_cache": way}
             )
             stack.callback(jobs[way].close)
             jobs[way].settle()
             talk.stop(jobs[way].processes)
         windows = talk.in_windows({**jobs}, options.windows, options.seconds)
-        return [
-            {"kv_cache": way, "lr": lr, **talk.totals(windows[way]), **differences(job)} for way, job in jobs.items()
-        ]
+        return {way: talk.totals(windows[way]) | differences(job) for way, job in jobs.items()}
 
 
 def differences(job: talk.NodeJob) -> harness.Figures:
@@ -48,6 +46,6 @@ def differences(job: talk.NodeJob) -> harness.Figures:
     return {**found, "steps": len(later), "prefix_hit_rate": round(job.hit_rate, 4)}
 
 
-@harness.script(windows=4, seconds=4.0, lr=[1e-4], ways=["keep", "keep_episode", "recompute"])
+@harness.script(windows=12, seconds=4.0, lr=1e-4, ways=["keep", "keep_episode", "recompute"])
 def main(options: harness.Options) -> harness.Figures:
-    return {"rounds": options.windows, "runs": [one for lr in options.lr for one in compared(options, lr)]}
+    return {"rounds": options.windows, **compared(options)}

@@ -136,23 +136,6 @@ def machine() -> str:
     return f"Measured on {' and '.join(machines)};\ncommit: {', '.join(commits)}."
 
 
-OTHER_MACHINE = {  # its figure, ours in words, and the words of our row
-    "broker_memory_over_raw_zeromq": ("broker in memory over raw ZeroMQ", "broker_overhead", "in memory", "raw"),
-    "broker_fsync_over_raw_zeromq": ("broker, synced, over raw ZeroMQ", "broker_overhead", "acknowledged"),
-    "broadcast_over_flat_large": ("broadcast over a flat one, large", "weight_broadcast", "over a flat", "in 64"),
-    "broadcast_over_flat_small": ("broadcast over a flat one, small", "weight_broadcast", "over a flat", "4,096"),
-    "trl_tiny_time_to_reward": ("TRL's time over ours, short answers", "trl_comparison_tiny"),
-}
-
-
-def other_machine() -> str:
-    other, rows = result("other_machine"), []
-    for name, (words, *ours) in OTHER_MACHINE.items():
-        row, theirs = first_row(*ours), other["figures"][name]
-        rows.append([words, row.value if len(theirs) == 1 else row.range, span(theirs, "g")])
-    return table(["ratio", "committed", other["machine"]["processor"]], rows)
-
-
 def adaptive() -> str:
     cases, rows = result("adaptive_concurrency")["cases"], []
     arms = list(adaptive_rates(next(iter(cases.values()))))
@@ -209,7 +192,7 @@ def all_sections() -> str:
 
 
 FUNCTIONS = (
-    readme_reasons, readme_table, machine, other_machine, adaptive, packing, faults,
+    readme_reasons, readme_table, machine, adaptive, packing, faults,
 )  # fmt: skip
 BLOCKS: dict[str, Callable[[], str]] = {  # by the name of the mark
     **{function.__name__.replace("_", "-"): function for function in FUNCTIONS},

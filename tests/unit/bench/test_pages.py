@@ -45,7 +45,7 @@ def test_every_block_is_on_a_page_and_every_mark_has_a_block() -> None:
 def test_every_result_is_used_by_a_page_or_by_a_record_of_a_decision() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
     unused = {path.stem for path in RESULTS.glob("*.json") if path.name not in text}
-    assert unused <= {"layouts", "other_machine"}, "their tables name no file"
+    assert unused <= {"layouts"}, "its tables name no file"
 
 
 def test_a_table_has_a_line_for_head_rule_and_every_row_and_figures_that_round_to_the_same_are_given_once() -> None:
