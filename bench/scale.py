@@ -42,7 +42,10 @@ CHAIN_LAB = (  # Mbit/s of each link, KiB of a piece, nodes, and the last one's 
 LAB_KIB = 24 << 10
 GIB, MIB = 1 << 30, 1 << 20
 LOST_LIMIT = 0.1  # share
-LEAD_SHARE = 0.1  # of a step, in which the lead rank may take groups
+LEAD_SHARE = 0.1  # of a step, in which the lead rank may take groups, and in which it may prepare and send batches
+BATCH_TOKENS = 1 << 30  # that `batch_s` is for
+STATE = 7  # GiB of a checkpoint for one of the model: weights in bfloat16, main weights and two moments in float32
+GPUS = 8  # of a learner's machine
 MOST = 1 << 20  # no limit is looked for beyond
 
 
@@ -122,6 +125,8 @@ CONSTANTS = {  # name -> a result, and the value's path: fields, indices, and KE
     "finished_bytes": ("broker_soak", "growth_bytes_per_group"),  # broker's memory for a finished task
     "sent_s_per_gib": ("weight_cpu", "ways/way=keys/sender_s"),  # a source's CPU for weights, sealed
     "forwarded_s_per_gib": ("weight_cpu", "ways/way=keys to 3/receiver_s"),  # a node's that passes them on
+    "batch_s": ("batch_path", "hosts/case=tokens/own_s"),  # outside training, for a step of 2^30 tokens
+    "copied_s_per_gib": ("checkpoint_stall", "costs/copied_gib_s"),  # a rank's CPU for its part of a checkpoint
     "control_s": ("weight_control", "relay/nodes=1000/publish/cpu_s"),  # lead rank's CPU for a publish to 1,000 nodes
 }
 
@@ -262,7 +267,8 @@ class Large:
         self, options: harness.Options, costs: Costs, gib: float, node_tokens_per_s: float, tokens: int, machines: int
     ) -> None:
         self._options, self._costs, self._gib, self._machines = options, costs, gib, machines
-        self.step_s = GROUPS_OF_NODE * SAMPLES * tokens / node_tokens_per_s  # a step takes what the fleet runs at once
+        self.node_tokens = GROUPS_OF_NODE * SAMPLES * tokens  # of a node in a step
+        self.step_s = self.node_tokens / node_tokens_per_s  # a step takes what the fleet runs at once
         self.group_bytes = SAMPLES * tokens * costs.token_bytes
         self._known = {name: constant(name) for name in CONSTANTS}
 
@@ -302,6 +308,12 @@ class Large:
             parts.append(Part("a source's core, sending weights", share, ("sent_s_per_gib",)))
         if forwarded is not None:
             parts.append(Part("a node's core, weights", self._gib * forwarded / step_s, ("forwarded_s_per_gib",)))
+        if known["batch_s"] is not None:
+            share = known["batch_s"] * nodes * self.node_tokens / BATCH_TOKENS / step_s
+            parts.append(Part("lead rank, batches", share / LEAD_SHARE, ("batch_s",)))
+        if known["copied_s_per_gib"] is not None:
+            stall_s = self._gib * STATE / (GPUS * self._machines) * known["copied_s_per_gib"]
+            parts.append(Part("a checkpoint's stall, over a step", stall_s / step_s, ("copied_s_per_gib",)))
         if control_s is not None:
             share = control_s * nodes / 1000 / step_s
             parts.append(Part("lead rank, control of weights", share, ("control_s",)))
