@@ -87,16 +87,49 @@ class RawZeroMQ(Way):
 
     def consume(self, address: str, load: Load) -> Iterator[None]:
         with zmq.Context() as context, context.socket(zmq.PULL) as puller:
-            puller.bind(address)
+            self.listen(puller, address)
             yield
             for _ in range(load.groups):
                 self.use(puller.recv(copy=False))
+
+    def listen(self, puller: zmq.Socket[bytes], address: str) -> None:
+        puller.bind(address)
 
     def messages(self, size: str) -> Iterator[bytes]:
         return itertools.cycle(encoded(size))
 
     def use(self, message: zmq.Frame) -> None:
         """Nothing is decoded."""
+
+
+class RelayedZeroMQ(RawZeroMQ):
+    """The floor of whatever stands in the middle: the same through ZeroMQ's own proxy, in a process of its own."""
+
+    name = "relayed_zeromq"
+
+    @contextlib.contextmanager
+    def serve(self, folder: str) -> Iterator[tuple[str, list[int]]]:
+        addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+        process = received(spawned(_relay, *addresses))
+        try:
+            yield " ".join(addresses), [process]
+        finally:
+            psutil.Process(process).kill()
+
+    def produce(self, address: str, load: Load) -> Iterator[None]:
+        return super().produce(address.split()[0], load)
+
+    def listen(self, puller: zmq.Socket[bytes], address: str) -> None:
+        puller.connect(address.split()[1])
+
+
+def _relay(front: str, back: str, pipe: Connection) -> None:
+    """Pass everything on, for ever."""
+    with zmq.Context() as context, context.socket(zmq.PULL) as puller, context.socket(zmq.PUSH) as pusher:
+        puller.bind(front)
+        pusher.bind(back)
+        pipe.send(os.getpid())
+        zmq.proxy(puller, pusher)
 
 
 def compared(ways: Sequence[Way], rounds: int, load: Load) -> dict[str, Any]:

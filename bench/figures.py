@@ -19,6 +19,7 @@ WORDS = {  # for keys of results
     "8k_everysec": "8 x 8,448 tokens, `appendfsync everysec`",
     "8k_always": "8 x 8,448 tokens, `appendfsync always`",
     "raw_zeromq": "raw ZeroMQ PUSH/PULL (the floor)",
+    "relayed_zeromq": "the same through ZeroMQ's own proxy",
     "slipstream_memory": "Slipstream, `durability: memory`",
     "slipstream_everysec": "Slipstream, `durability: everysec`",
     "slipstream_fsync": "Slipstream, `durability: fsync`",

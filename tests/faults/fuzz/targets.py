@@ -25,7 +25,7 @@ def broker(run_dir: str, credentials: str | None) -> int:
 
 
 def weights(run_dir: str, credentials: str | None) -> int:
-    from common.weights.source.publisher import PublishControl
+    from common.weights.source.control import PublishControl
 
     control = PublishControl(WeightsConfig(), 0, credentials)
     write_atomic(Path(run_dir) / "weights.address", control.address.encode())

@@ -14,7 +14,7 @@ from common.config.schema import WeightsConfig
 from common.security.credentials import KeyFolder, load_credential
 from common.weights.receive import weight_client
 from common.weights.receive.weight_client import WeightClient
-from common.weights.source.publisher import PublishControl
+from common.weights.source.control import PublishControl
 from common.weights.transports import nccl
 from common.weights.wire import messages, sockets
 from common.weights.wire.messages import EjectCode

@@ -13,7 +13,8 @@ import zmq
 from common.config.schema import WeightsConfig
 from common.span_buffer import SPANS
 from common.weights.source import nodes
-from common.weights.source.publisher import PublishControl, WeightPublisher
+from common.weights.source.control import PublishControl
+from common.weights.source.publisher import WeightPublisher
 from common.weights.transports.groups import RelayedStore
 from common.weights.wire import messages
 from common.weights.wire.messages import Active, Epoch, Join, Publish, Staged
