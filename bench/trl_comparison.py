@@ -8,7 +8,8 @@ runs/trl-comparison, so that the same command continues where it stopped, while 
 It first says how long it will take. With `--budget-s` it begins no cell that would end later, and exits with 1 while
 some are missing.
 
-Per seed the systems run one after the other, in changing order. These are measured apart:
+Per seed the systems run one after the other, in changing order. A way that takes more than BEHIND times as long as
+TRL's fastest with the first seed is not measured with the others. These are measured apart:
 
 - the set-up, from the start of the process until training begins, for Slipstream until the first lease;
 - the first step, and steady steps. Steady are those between the first three and the last two, because a window of
@@ -39,6 +40,7 @@ THREADS = {
     "server": 2,
     "async": 1,
 }  # each process has so many; asynchronous training has two processes
+BEHIND = 1.5
 SPARE_S = 60.0  # beyond its limit until a run is killed
 UNKNOWN_CELL_S = 120.0  # the time of a cell that was never measured here
 PARTS = (
@@ -182,6 +184,14 @@ class Cells:
         shown = {name: found[name] for name in ("set_up_s", "first_step_s", "step_s", "steps_to_level", "load_1min")}
         print(cell_name(workload, system, seed), json.dumps(shown), flush=True)
 
+    def behind(self, workload: str, system: str, seed: int) -> bool:
+        """Whether a way of TRL was so slow with the first seed that it need not be measured with this one."""
+        if seed == self.options.seeds[0] or system == OURS:
+            return False
+        first = {way: self.found(cell_name(workload, way, self.options.seeds[0])) for way in self.options.ways}
+        steps_s = {way: figures["step_s"] for way, figures in first.items() if figures}
+        return system in steps_s and steps_s[system] > BEHIND * min(steps_s.values())
+
 
 def cell_name(workload: str, system: str, seed: int) -> str:
     return f"{workload}-{system}-{seed}"
@@ -199,16 +209,18 @@ def measure_all(options: harness.Options) -> dict[str, dict[str, Any]]:
     ]
     missing = [cell for cell in order if cells.found(cell_name(*cell)) is None]
     expected_s = sum(cells.expected_s(cell_name(*cell)) for cell in missing)
-    print(f"{len(missing)} of {len(order)} cells are to be measured: about {expected_s / 60:.0f} minutes", flush=True)
+    print(f"{len(missing)} of {len(order)} cells are missing: at most {expected_s / 60:.0f} minutes", flush=True)
     end = time.monotonic() + options.budget_s
     for cell in missing:
+        if cells.behind(*cell):
+            continue
         prepare(WORKLOADS[cell[0]])
         if time.monotonic() + cells.expected_s(cell_name(*cell)) < end:
             try:
                 cells.measure(*cell)
             except RuntimeError as failed:  # the others are measured all the same
                 print(cell_name(*cell), failed, flush=True)
-    found = {cell_name(*cell): cells.found(cell_name(*cell)) for cell in order}
+    found = {cell_name(*cell): cells.found(cell_name(*cell)) for cell in order if not cells.behind(*cell)}
     left = [name for name, figures in found.items() if figures is None]
     if left:
         raise SystemExit(f"not measured yet: {', '.join(left)}; the same command goes on")
@@ -218,8 +230,8 @@ def measure_all(options: harness.Options) -> dict[str, dict[str, Any]]:
 def compared(workload: str, seed: int, ways: Sequence[str], found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """One seed of a workload: every way of TRL, and the fastest one's figures over ours."""
     ours = found[cell_name(workload, OURS, seed)]
-    trl = {way: found[cell_name(workload, way, seed)] for way in ways}
-    fastest = min(ways, key=lambda way: trl[way]["step_s"])
+    trl = {way: found[cell_name(workload, way, seed)] for way in ways if cell_name(workload, way, seed) in found}
+    fastest = min(trl, key=lambda way: trl[way]["step_s"])
     to_level = [x["seconds_to_level"] for x in (ours, *trl.values())]
     theirs = [seconds for seconds in to_level[1:] if seconds is not None]
     return {
@@ -235,10 +247,11 @@ def compared(workload: str, seed: int, ways: Sequence[str], found: dict[str, dic
 
 
 def row(workload: str, system: str, seeds: Sequence[int], found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The medians of a system over the seeds; a level that a seed did not reach leaves None."""
-    runs = [found[cell_name(workload, system, seed)] for seed in seeds]
+    """The medians of a system over its seeds; a level that a seed did not reach leaves None."""
+    runs = [found[name] for seed in seeds if (name := cell_name(workload, system, seed)) in found]
     patches = trl_patches.names(system, WORKLOADS[workload].task) if system != OURS else []
-    medians: dict[str, Any] = {"workload": workload, "system": system, "patches": ", ".join(patches) or "none"}
+    medians: dict[str, Any] = {"workload": workload, "system": system, "seeds": len(runs)}
+    medians["patches"] = ", ".join(patches) or "none"
     for name in ("set_up_s", "first_step_s", "step_s", "samples_per_s", "steps_to_level", "seconds_to_level"):
         values = [figures[name] for figures in runs]
         medians[name] = statistics.median(values) if None not in values else None

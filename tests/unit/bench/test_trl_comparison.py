@@ -67,6 +67,26 @@ def test_a_stopped_measurement_goes_on_with_what_is_missing(tmp_path: Path, monk
     assert measured == [], "cells of other arguments are not taken, and none fits into the budget"
 
 
+def test_a_way_far_behind_with_the_first_seed_is_not_measured_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[tuple[str, int]] = []
+
+    def measure(self: Cells, workload: str, system: str, seed: int) -> None:
+        measured.append((system, seed))
+        found = timed({"transformers": 2.0, "async": 1.0}.get(system, 9.0))
+        cell = {"key": self.key, "took_s": 1.0, "figures": found}
+        (tmp_path / f"{cell_name(workload, system, seed)}.json").write_text(json.dumps(cell))
+
+    monkeypatch.setattr(trl_comparison, "CELLS", tmp_path)
+    monkeypatch.setattr(trl_comparison, "prepare", lambda workload: None)
+    monkeypatch.setattr(Cells, "measure", measure)
+    found = measure_all(argparse.Namespace(**OPTIONS))
+    assert set(measured) == {("transformers", 1), ("async", 1), (OURS, 1), ("async", 2), (OURS, 2)}
+    assert list(compared("short", 2, ["transformers", "async"], found)["trl"]) == ["async"]
+    assert (row("short", "transformers", [1, 2], found)["seeds"], row("short", OURS, [1, 2], found)["seeds"]) == (1, 2)
+
+
 def test_every_patch_has_a_reason_and_every_way_its_patches() -> None:
     used = {
         name
