@@ -81,7 +81,7 @@ WORKLOADS = {
         max_tokens=48, level=0.9, overrides=CONSTANT,
     ),
     "long_tail": Workload(
-        "bench/long_tail.yaml", "bench/long_tail-sft.yaml", "long", "assets-long", "addition", steps=14, lr=1e-4,
+        "bench/long_tail.yaml", "bench/long-tail-sft.yaml", "long", "assets-long", "addition", steps=14, lr=1e-4,
         max_tokens=384,
     ),
     "turns": Workload(

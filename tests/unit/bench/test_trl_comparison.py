@@ -10,7 +10,10 @@ import torch
 import trl_comparison
 import trl_patches
 from torch.nn.functional import scaled_dot_product_attention
-from trl_comparison import OURS, WINDOW, Cells, cell_name, compared, figures, measure_all, row
+from trl_comparison import OURS, WINDOW, WORKLOADS, Cells, Workload, cell_name, compared, figures, measure_all, row
+
+from bench.figures import ROOT
+from common.config.loading import load_either
 
 OPTIONS = {"workloads": ["short"], "ways": ["transformers", "async"], "seeds": [1, 2], "overrides": [], "budget_s": 1e6}
 
@@ -128,3 +131,9 @@ def test_a_cell_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch:
     with pytest.raises(SystemExit):
         measure_all(argparse.Namespace(**OPTIONS))
     assert len(measured) == 6
+
+
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+def test_a_workloads_model_is_where_its_warm_start_puts_it(workload: Workload) -> None:
+    config = load_either(ROOT / workload.warm_start)
+    assert str(config.run.dir).endswith(str(Path(workload.model).parent))
