@@ -1,6 +1,8 @@
 """The groups of a step: tasks are offered, groups are taken, and what cannot be trained on is given back."""
 
+import contextlib
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -9,10 +11,10 @@ import msgspec
 from broker.client.calls import LearnerBroker
 from broker.contract import BrokerStatus, LedgerEntry, StoredGroup
 from common.config.schema import Config
-from common.errors import HopelessError
+from common.errors import HopelessError, SlipstreamError
 from common.rollouts import Group
 from common.waits import WaitFor, WaitKind, sentence
-from learner.batch.batch import BadGroup, expired_groups
+from learner.batch.batch import BadGroup, Prepared, expired_groups
 from learner.batch.dynamic_sampling import carries_signal, most_replaced
 from learner.loop.run_files import RunFiles
 from learner.loop.tasks import TaskStream
@@ -21,7 +23,77 @@ logger = logging.getLogger(__name__)
 
 TAKE_WAIT_S = 1.0  # bound on one turn of the loop without a batch, so that no rank waits longer in a broadcast
 DEAD_STEPS = 3  # steps' worth of tasks that may die without one step in between, before the run stops
+LOOK_EVERY_S = 0.5
+LOOKS = 32  # in which a whole step comes, so that other answers to the learner do not wait for all of it
 BAD_GROUP_ATTEMPTS = 3  # times one task may come back unusable before the run stops
+
+
+class LookAhead:
+    """Decodes and prepares the next step's groups in a thread while the loop trains; the broker records nothing of it.
+
+    A group goes by the token of its lease, because the same task generated again has another one.
+    """
+
+    def __init__(
+        self, broker: LearnerBroker, decode: Callable[[StoredGroup], Group], prepare: Callable[[Group, int], Prepared]
+    ) -> None:
+        """`decode` raises BadGroup for a group that cannot be trained on."""
+        self._broker = broker
+        self._decode = decode
+        self._prepare = prepare
+        self.decoded: dict[str, Group | BadGroup] = {}
+        self._prepared: dict[str, Prepared] = {}
+        self._ends = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._fault: Exception | None = None
+
+    def begin(self, step: int, taken: list[StoredGroup]) -> dict[int, Prepared]:
+        """Look for as many groups for `step` as the one before took; returns what is prepared of those, by serial.
+
+        No ready group is older than the last of them, so nothing else that is here up to it will be taken.
+        """
+        found = {stored.serial: self._prepared[stored.token] for stored in taken if stored.token in self._prepared}
+        last = max(stored.serial for stored in taken)
+        self.decoded = {token: group for token, group in self.decoded.items() if group.serial > last}
+        self._prepared = {}
+        self._ends.clear()
+        self._thread = threading.Thread(target=self._look, args=(step, len(taken)), name="look-ahead", daemon=True)
+        self._thread.start()
+        return found
+
+    def end(self) -> None:
+        """Look no more; waits for what is being decoded. Raises what the thread failed with."""
+        self._ends.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._fault is not None:
+            raise self._fault
+
+    def group(self, stored: StoredGroup) -> Group:
+        """The group, decoded now unless that was done before. Raises BadGroup if it cannot be trained on."""
+        if (found := self.decoded.get(stored.token)) is None:
+            try:
+                found = self._decode(stored)
+            except BadGroup as error:
+                found = error
+            self.decoded.update({stored.token: found} if stored.token else {})
+        if isinstance(found, BadGroup):
+            raise found
+        return found
+
+    def _look(self, step: int, most: int) -> None:
+        try:
+            while not self._ends.is_set() and (room := most - len(self.decoded)) > 0:
+                groups = self._broker.look(step, min(room, -(-most // LOOKS)), list(self.decoded))
+                for stored in groups:
+                    with contextlib.suppress(BadGroup):  # the take raises it again
+                        self._prepared[stored.token] = self._prepare(self.group(stored), step)
+                if not groups:
+                    self._ends.wait(LOOK_EVERY_S)
+        except SlipstreamError:
+            pass  # the next take meets it too, and says so
+        except Exception as error:
+            self._fault = error
 
 
 class Gathering:
@@ -33,14 +105,14 @@ class Gathering:
         broker: LearnerBroker,
         tasks: TaskStream,
         files: RunFiles,
-        decode: Callable[[StoredGroup], Group],
+        ahead: LookAhead,
     ) -> None:
-        """`decode` raises BadGroup for a group that cannot be trained on."""
         self._config = config
         self._broker = broker
         self._tasks = tasks
         self._files = files
-        self._decode = decode
+        self._ahead = ahead
+        self.prepared: dict[int, Prepared] = {}  # those of the newest step's groups that were prepared ahead, by serial
         self.regenerated = 0  # groups given back since the last metrics line
         self.forget()
 
@@ -52,6 +124,7 @@ class Gathering:
         self._bad: Counter[int] = Counter()  # by serial
         self._dead_at_last_take = 0
         self._replays_below = 0
+        self._ahead.decoded = {}
 
     def resume(self, version: int, unfinished: Iterable[LedgerEntry], status: BrokerStatus) -> None:
         """Continue at the step `version`, with the groups that an earlier learner took and did not commit."""
@@ -71,8 +144,9 @@ class Gathering:
 
     def take(self, step: int, status: BrokerStatus) -> tuple[list[StoredGroup], list[Group]] | None:
         """The step's groups as they came and decoded; None: not enough yet, or some must be generated again."""
-        in_order = self._config.staleness.expired == "wait"
-        taken = self._broker.take(step, self._config.learner.groups_per_step, TAKE_WAIT_S, in_order)
+        self._ahead.end()
+        told = {"in_order": self._config.staleness.expired == "wait", "held": list(self._ahead.decoded)}
+        taken = self._broker.take(step, self._config.learner.groups_per_step, TAKE_WAIT_S, **told)
         if taken is None:
             return None
         self._dead_at_last_take = status.groups_dead
@@ -92,6 +166,7 @@ class Gathering:
         if self.is_replayed(step):
             self._files.events.add("replay", step=step, groups=len(taken))
         self._tasks.consume([group.serial for group in taken])
+        self.prepared = self._ahead.begin(step + 1, taken)
         self.missing = self._config.learner.groups_per_step
         self.replaced = 0
         return taken, usable
@@ -161,7 +236,7 @@ class Gathering:
         refused: list[int] = []
         for stored in taken:
             try:
-                usable.append(self._decode(stored))
+                usable.append(self._ahead.group(stored))
             except BadGroup as error:
                 logger.error("%s; it is generated again", error)
                 self._files.events.add("bad_group", serial=error.serial, node=error.node_id, reason=error.reason)

@@ -5,6 +5,7 @@ Other ranks have none; they learn what to do from the commands that the trainer 
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -24,12 +25,12 @@ from common.weights.transports.groups import require
 from common.weights.wire.messages import Canary
 from learner.backend_protocol import Backend, Microbatch
 from learner.batch.balance import Plan
-from learner.batch.batch import TrainingBatch, assemble
+from learner.batch.batch import TrainingBatch, assemble, prepare
 from learner.batch.packing import Document, build, plan_for
 from learner.checkpoint.folder import StreamState, TrainerState
 from learner.loop.batch_source import Command, Drain, Fail, Save, Train, Wait
 from learner.loop.evaluation import Evaluations
-from learner.loop.gathering import Gathering
+from learner.loop.gathering import Gathering, LookAhead
 from learner.loop.rollout_source import RolloutSource
 from learner.loop.run_files import RunFiles
 from learner.loop.share import Told, encode, numbers, of_layers
@@ -96,7 +97,9 @@ class LeadRank(RolloutSource):
             self.broker.commit(version - 1)  # the last learner may have been killed just before it
         unfinished = [entry for page in self.broker.ledger_pages(unfinished=True) for entry in page]
         self.tasks.check_known(version, unfinished)
-        self._gathering = Gathering(self.config, self.broker, self.tasks, self.files, self.decode)
+        given = partial(prepare, jobs=self.config.sources, routing=backend.routing_shape)
+        ahead = LookAhead(self.broker, self.decode, given)
+        self._gathering = Gathering(self.config, self.broker, self.tasks, self.files, ahead)
         self._gathering.resume(version, unfinished, self.broker.status())
 
     def next_command(self, step: int) -> Command:
@@ -162,7 +165,7 @@ class LeadRank(RolloutSource):
         return Train(step, list(self._nodes))
 
     def batch(self, step: int) -> tuple[TrainingBatch, list[Microbatch]]:
-        batch = assemble(self._groups, step, self.config, self.backend.routing_shape)
+        batch = assemble(self._groups, step, self.config, self.backend.routing_shape, self._gathering.prepared)
         documents = batch.documents
         self._chosen = choose(self._groups, self.config.telemetry.transcripts, self.config.run.seed)
         self._recorder.watch(documents, self._chosen)
