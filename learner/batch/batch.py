@@ -210,6 +210,8 @@ def prepare(group: Group, step: int, jobs: Mapping[str, Config], routing: Routin
     """The group's part in a batch of `step`, without advantages. `jobs`: Config.sources; `routing` as in `assemble`."""
     job = jobs[group.source]
     place = {"serial": group.serial, "kl_coefficient": None if "" in jobs else job.learner.loss.kl_coefficient}
+    if job.learner.dynamic_sampling and not carries_signal(group):
+        return []  # the step trains nothing on it
     samples = [(i, _prepare(s, step, job, routing)) for i, s in enumerate(group.samples) if s.error is None]
     return [(played, [replace(d, sample=i, **place) for d in documents]) for i, (played, documents) in samples]
 

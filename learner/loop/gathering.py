@@ -1,17 +1,17 @@
 """The groups of a step: tasks are offered, groups are taken, and what cannot be trained on is given back."""
 
-import contextlib
 import logging
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
 from broker.client.calls import LearnerBroker
+from broker.client.look_ahead import LookAhead
 from broker.contract import BrokerStatus, LedgerEntry, StoredGroup
 from common.config.schema import Config
-from common.errors import HopelessError, SlipstreamError
+from common.errors import HopelessError
 from common.rollouts import Group
 from common.waits import WaitFor, WaitKind, sentence
 from learner.batch.batch import BadGroup, Prepared, expired_groups
@@ -23,77 +23,15 @@ logger = logging.getLogger(__name__)
 
 TAKE_WAIT_S = 1.0  # bound on one turn of the loop without a batch, so that no rank waits longer in a broadcast
 DEAD_STEPS = 3  # steps' worth of tasks that may die without one step in between, before the run stops
-LOOK_EVERY_S = 0.5
-LOOKS = 32  # in which a whole step comes, so that other answers to the learner do not wait for all of it
 BAD_GROUP_ATTEMPTS = 3  # times one task may come back unusable before the run stops
 
 
-class LookAhead:
-    """Decodes and prepares the next step's groups in a thread while the loop trains; the broker records nothing of it.
+class Ready(NamedTuple):
+    """A group that may be taken: decoded, and prepared for a step. One that cannot be trained on is neither."""
 
-    A group goes by the token of its lease, because the same task generated again has another one.
-    """
-
-    def __init__(
-        self, broker: LearnerBroker, decode: Callable[[StoredGroup], Group], prepare: Callable[[Group, int], Prepared]
-    ) -> None:
-        """`decode` raises BadGroup for a group that cannot be trained on."""
-        self._broker = broker
-        self._decode = decode
-        self._prepare = prepare
-        self.decoded: dict[str, Group | BadGroup] = {}
-        self._prepared: dict[str, Prepared] = {}
-        self._ends = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._fault: Exception | None = None
-
-    def begin(self, step: int, taken: list[StoredGroup]) -> dict[int, Prepared]:
-        """Look for as many groups for `step` as the one before took; returns what is prepared of those, by serial.
-
-        No ready group is older than the last of them, so nothing else that is here up to it will be taken.
-        """
-        found = {stored.serial: self._prepared[stored.token] for stored in taken if stored.token in self._prepared}
-        last = max(stored.serial for stored in taken)
-        self.decoded = {token: group for token, group in self.decoded.items() if group.serial > last}
-        self._prepared = {}
-        self._ends.clear()
-        self._thread = threading.Thread(target=self._look, args=(step, len(taken)), name="look-ahead", daemon=True)
-        self._thread.start()
-        return found
-
-    def end(self) -> None:
-        """Look no more; waits for what is being decoded. Raises what the thread failed with."""
-        self._ends.set()
-        if self._thread is not None:
-            self._thread.join()
-        if self._fault is not None:
-            raise self._fault
-
-    def group(self, stored: StoredGroup) -> Group:
-        """The group, decoded now unless that was done before. Raises BadGroup if it cannot be trained on."""
-        if (found := self.decoded.get(stored.token)) is None:
-            try:
-                found = self._decode(stored)
-            except BadGroup as error:
-                found = error
-            self.decoded.update({stored.token: found} if stored.token else {})
-        if isinstance(found, BadGroup):
-            raise found
-        return found
-
-    def _look(self, step: int, most: int) -> None:
-        try:
-            while not self._ends.is_set() and (room := most - len(self.decoded)) > 0:
-                groups = self._broker.look(step, min(room, -(-most // LOOKS)), list(self.decoded))
-                for stored in groups:
-                    with contextlib.suppress(BadGroup):  # the take raises it again
-                        self._prepared[stored.token] = self._prepare(self.group(stored), step)
-                if not groups:
-                    self._ends.wait(LOOK_EVERY_S)
-        except SlipstreamError:
-            pass  # the next take meets it too, and says so
-        except Exception as error:
-            self._fault = error
+    group: Group | BadGroup
+    step: int = -1
+    prepared: Prepared = []
 
 
 class Gathering:
@@ -105,14 +43,14 @@ class Gathering:
         broker: LearnerBroker,
         tasks: TaskStream,
         files: RunFiles,
-        ahead: LookAhead,
+        ahead: LookAhead[Ready],
     ) -> None:
         self._config = config
         self._broker = broker
         self._tasks = tasks
         self._files = files
         self._ahead = ahead
-        self.prepared: dict[int, Prepared] = {}  # those of the newest step's groups that were prepared ahead, by serial
+        self.prepared: dict[int, Prepared] = {}  # of the newest step's groups, by serial
         self.regenerated = 0  # groups given back since the last metrics line
         self.forget()
 
@@ -124,7 +62,7 @@ class Gathering:
         self._bad: Counter[int] = Counter()  # by serial
         self._dead_at_last_take = 0
         self._replays_below = 0
-        self._ahead.decoded = {}
+        self._ahead.made = {}
 
     def resume(self, version: int, unfinished: Iterable[LedgerEntry], status: BrokerStatus) -> None:
         """Continue at the step `version`, with the groups that an earlier learner took and did not commit."""
@@ -144,13 +82,13 @@ class Gathering:
 
     def take(self, step: int, status: BrokerStatus) -> tuple[list[StoredGroup], list[Group]] | None:
         """The step's groups as they came and decoded; None: not enough yet, or some must be generated again."""
-        self._ahead.end()
-        told = {"in_order": self._config.staleness.expired == "wait", "held": list(self._ahead.decoded)}
+        told = {"in_order": self._config.staleness.expired == "wait", "held": self._ahead.end()}
         taken = self._broker.take(step, self._config.learner.groups_per_step, TAKE_WAIT_S, **told)
         if taken is None:
             return None
         self._dead_at_last_take = status.groups_dead
-        usable, refused = self._usable(taken)
+        ready = {stored.serial: self._ahead.get(stored, step) for stored in taken}
+        usable, refused = self._usable(found.group for found in ready.values())
         filters = self._config.learner.dynamic_sampling
         flat = [group.serial for group in usable if filters and not carries_signal(group)]
         if self._config.staleness.expired == "regenerate":
@@ -166,7 +104,8 @@ class Gathering:
         if self.is_replayed(step):
             self._files.events.add("replay", step=step, groups=len(taken))
         self._tasks.consume([group.serial for group in taken])
-        self.prepared = self._ahead.begin(step + 1, taken)
+        self.prepared = {serial: found.prepared for serial, found in ready.items() if found.step == step}
+        self._ahead.begin(step + 1, taken)
         self.missing = self._config.learner.groups_per_step
         self.replaced = 0
         return taken, usable
@@ -230,18 +169,18 @@ class Gathering:
         if missing > 0:
             self._tasks.offer(missing, self._broker)
 
-    def _usable(self, taken: list[StoredGroup]) -> tuple[list[Group], list[int]]:
+    def _usable(self, taken: Iterable[Group | BadGroup]) -> tuple[list[Group], list[int]]:
         """(usable groups, serials of the others); raises HopelessError for a task that stays unusable."""
         usable: list[Group] = []
         refused: list[int] = []
-        for stored in taken:
-            try:
-                usable.append(self._ahead.group(stored))
-            except BadGroup as error:
-                logger.error("%s; it is generated again", error)
-                self._files.events.add("bad_group", serial=error.serial, node=error.node_id, reason=error.reason)
-                self._bad[error.serial] += 1
-                if self._bad[error.serial] >= BAD_GROUP_ATTEMPTS:
-                    raise HopelessError(f"unusable {BAD_GROUP_ATTEMPTS} times: {error}") from None
-                refused.append(error.serial)
+        for found in taken:
+            if isinstance(found, Group):
+                usable.append(found)
+                continue
+            logger.error("%s; it is generated again", found)
+            self._files.events.add("bad_group", serial=found.serial, node=found.node_id, reason=found.reason)
+            self._bad[found.serial] += 1
+            if self._bad[found.serial] >= BAD_GROUP_ATTEMPTS:
+                raise HopelessError(f"unusable {BAD_GROUP_ATTEMPTS} times: {found}")
+            refused.append(found.serial)
         return usable, refused

@@ -5,14 +5,14 @@ Other ranks have none; they learn what to do from the commands that the trainer 
 
 import logging
 from collections.abc import Callable
-from functools import partial
 
 import msgspec
 import numpy as np
 
 from broker.client.calls import LearnerBroker
 from broker.client.connect import Access, connect
-from broker.contract import BrokerStatus
+from broker.client.look_ahead import LookAhead
+from broker.contract import BrokerStatus, StoredGroup
 from common.config.schema import Config
 from common.errors import HopelessError, SlipstreamError, StoreChanged, UsageError
 from common.metrics import StepMetrics
@@ -25,12 +25,12 @@ from common.weights.transports.groups import require
 from common.weights.wire.messages import Canary
 from learner.backend_protocol import Backend, Microbatch
 from learner.batch.balance import Plan
-from learner.batch.batch import TrainingBatch, assemble, prepare
+from learner.batch.batch import BadGroup, TrainingBatch, assemble, prepare
 from learner.batch.packing import Document, build, plan_for
 from learner.checkpoint.folder import StreamState, TrainerState
 from learner.loop.batch_source import Command, Drain, Fail, Save, Train, Wait
 from learner.loop.evaluation import Evaluations
-from learner.loop.gathering import Gathering, LookAhead
+from learner.loop.gathering import Gathering, Ready
 from learner.loop.rollout_source import RolloutSource
 from learner.loop.run_files import RunFiles
 from learner.loop.share import Told, encode, numbers, of_layers
@@ -97,9 +97,15 @@ class LeadRank(RolloutSource):
             self.broker.commit(version - 1)  # the last learner may have been killed just before it
         unfinished = [entry for page in self.broker.ledger_pages(unfinished=True) for entry in page]
         self.tasks.check_known(version, unfinished)
-        given = partial(prepare, jobs=self.config.sources, routing=backend.routing_shape)
-        ahead = LookAhead(self.broker, self.decode, given)
-        self._gathering = Gathering(self.config, self.broker, self.tasks, self.files, ahead)
+        jobs = self.config.sources
+
+        def make(stored: StoredGroup, step: int) -> Ready:
+            try:
+                return Ready(group := self.decode(stored), step, prepare(group, step, jobs, backend.routing_shape))
+            except BadGroup as error:
+                return Ready(error)
+
+        self._gathering = Gathering(self.config, self.broker, self.tasks, self.files, LookAhead(self.broker, make))
         self._gathering.resume(version, unfinished, self.broker.status())
 
     def next_command(self, step: int) -> Command:
