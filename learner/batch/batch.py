@@ -1,9 +1,10 @@
 """From the groups that a step took to what it trains on.
 
     StoredGroup --decode--> Group (checked; what does not fit is a BadGroup, to be generated again)
-                --assemble--> TrainingBatch: documents with advantages, expired tokens masked, statistics
+                --prepare--> Prepared: documents of one step, expired tokens masked
+                --assemble--> TrainingBatch: with advantages and statistics
 
-Both run on the lead rank, which sends every rank its part (learner/loop/share.py).
+All run on the lead rank, which sends every rank its part (learner/loop/share.py).
 """
 
 from collections import Counter
