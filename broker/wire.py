@@ -29,6 +29,7 @@ MAX_REASON_CHARS = 2000
 Token = Annotated[str, Meta(max_length=256)]
 Tokens = Annotated[list[Token], Meta(max_length=1 << 14)]
 Tasks = Annotated[list[Task], Meta(max_length=1 << 13)]
+HeldTokens = Annotated[list[Token], Meta(max_length=1 << 20)]
 Serials = Annotated[list[int], Meta(max_length=1 << 20)]
 Reason = Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
 TranscriptData = Annotated[bytes, Meta(max_length=FAILED_BYTES)]
@@ -90,18 +91,21 @@ class Offer(LearnerRequest[int], frozen=True, kw_only=True, tag="offer"):
 
 
 class Take(LearnerRequest[list[contract.StoredGroup] | None], frozen=True, kw_only=True, tag="take"):
-    """Answered with the groups, whose payloads follow as one frame each; None: not ready in time."""
+    """Answered with the groups, whose payloads follow as one frame each unless held; None: not ready in time."""
 
     step: StepNumber
     count: Count
     wait_s: WaitSeconds
     in_order: bool = False
+    held: HeldTokens = []  # tokens of groups whose payload the sender has
+    look: bool = False  # at once, some of the oldest ready groups that are not held; nothing is recorded
 
     def read(self, value: msgspec.Raw, payloads: Sequence[bytes]) -> list[contract.StoredGroup] | None:
         groups = super().read(value, ())
-        if len(payloads) != len(groups or ()):
-            raise WireError(f"{len(groups or ())} groups came with {len(payloads)} payload frames", self.id)
-        for group, payload in zip(groups or (), payloads, strict=True):
+        sent = [group for group in groups or () if not group.held]
+        if len(payloads) != len(sent):
+            raise WireError(f"{len(sent)} groups came with {len(payloads)} payload frames", self.id)
+        for group, payload in zip(sent, payloads, strict=True):
             msgspec.structs.force_setattr(group, "payload", payload)  # no other code has seen this group yet
         return groups
 

@@ -90,19 +90,27 @@ class LearnerBroker(ObserverBroker):
         told: dict[str, Any] = {**self._sender, "changes": list(changes), "first_change": first_change}
         return sum(self.ask(wire.Offer(**told, tasks=part)) for part in parts)
 
-    def take(self, step: int, count: int, wait_s: float, in_order: bool = False) -> list[contract.StoredGroup] | None:
+    def take(
+        self, step: int, count: int, wait_s: float, in_order: bool = False, held: Sequence[str] = ()
+    ) -> list[contract.StoredGroup] | None:
         """The `count` oldest ready groups for `step`, or what `step` took before; None when not ready in `wait_s`.
 
         Filtered groups that passed their place on do not count, and are among those returned. `in_order` never lets
-        a group overtake another: it waits until the oldest living tasks that no step took are all ready.
+        a group overtake another: it waits until the oldest living tasks that no step took are all ready. Groups with
+        a token in `held` come without payload.
         """
+        told: dict[str, Any] = {**self._sender, "step": step, "count": count, "in_order": in_order, "held": list(held)}
         end = time.monotonic() + wait_s
         while True:
             piece_s = min(max(0.0, end - time.monotonic()), TAKE_PIECE_S)
-            request = wire.Take(**self._sender, step=step, count=count, wait_s=piece_s, in_order=in_order)
-            groups = self.ask(request, piece_s)
+            groups = self.ask(wire.Take(**told, wait_s=piece_s), piece_s)
             if groups is not None or time.monotonic() >= end:
                 return groups
+
+    def look(self, step: int, count: int, held: Sequence[str]) -> list[contract.StoredGroup]:
+        """Up to `count` of the oldest ready groups that are not `held`, for `step` to come; takes none of them."""
+        told: dict[str, Any] = {**self._sender, "step": step, "count": count, "held": list(held)}
+        return self.ask(wire.Take(**told, wait_s=0.0, look=True)) or []
 
     def regenerate(self, step: int, serials: list[int]) -> None:
         """Give up groups that `step` took: their tasks become pending again and `step` may take others."""

@@ -1,7 +1,8 @@
 """The rules for the learner: attaching, offering tasks, taking groups, committing them, evaluating."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from itertools import islice
 
 import msgspec
 
@@ -137,6 +138,11 @@ class LearnerRules:
             self._state.do(moves.Taken(step, self._tasks.ready[:missing]))
             self._state.lease_revision += 1
         return [self._tasks.living[serial] for serial in self._tasks.steps.get(step, [])]
+
+    def look(self, count: int, held: Container[str]) -> list[Entry]:
+        """At most `count` of the oldest groups that are ready, in memory and not `held`. Changes nothing."""
+        ready = (self._tasks.living[serial] for serial in self._tasks.ready)
+        return list(islice((e for e in ready if e.in_memory and e.token and e.token not in held), count))
 
     def regenerate(self, step: int, serials: Sequence[int]) -> None:
         """Give up groups that `step` has and did not filter. Raises BrokerError for an unknown or finished serial."""

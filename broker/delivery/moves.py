@@ -99,6 +99,7 @@ class Accepted(Move, frozen=True, tag="accepted"):
             state.accepted.popitem(last=False)
         entry = state.end_lease(self.token)
         entry.state = READY
+        entry.token = self.token
         entry.meta = self.meta
         insort(state.tasks.ready, entry.serial)
 

@@ -59,7 +59,7 @@ class TaskRecord(msgspec.Struct, gc=False):  # part of no cycle, and there are m
     failures: int = 0  # failed and lost leases; they count towards death
     # nodes that leased the task, in order. The list is replaced and never changed, so copies may share it.
     nodes: list[str] = []
-    token: str = ""
+    token: str = ""  # of its lease; of a group, the one that it came under
     node: str = ""
     meta: GroupMeta | None = None
     step: int | None = None
@@ -277,6 +277,7 @@ class TaskTable:
         """Drop a group's payload and put its task back in the queue."""
         self.drop_payload(entry)
         entry.meta = entry.step = entry.stored = None
+        entry.token = ""
         self.requeue(entry)
 
     def drop_payload(self, entry: Entry) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import chain, islice
 
 from broker.delivery.state import DeliveryState
@@ -33,6 +33,7 @@ class GroupMemory:
         self._notify = notify
         self._step = -1  # that was asked for last
         self._next = 0.0
+        self._held: Container[str] = ()
         self._asked: dict[StoredPayload, int] = {}  # bytes of each group that is being read
         self._failed: set[StoredPayload] = set()
         self._queue: queue.SimpleQueue[tuple[Entry, StoredPayload] | None] = queue.SimpleQueue()
@@ -61,23 +62,29 @@ class GroupMemory:
         newest = [tasks.living[serial] for serial in tasks.steps.get(self._step, ())]
         own = sum(entry.payload_bytes * entry.in_memory for entry in newest)
         over = tasks.bytes_in_memory - own > self._most
-        if over and not self._journal.stuck:  # a store that has lost records gets them again from memory
-            self._shrink(own + self._most - self._most // ROOM)
-        elif not over and not self._asked:
+        if over:
+            earlier = (serials for step, serials in tasks.steps.items() if step != self._step)
+            serials = chain(chain.from_iterable(earlier), reversed(tasks.ready))
+            self._shrink(own + self._most - self._most // ROOM, map(tasks.living.__getitem__, serials))
+        elif not self._asked:
             self._read_ahead(self._most - (tasks.bytes_in_memory - own))
         lags = tasks.bytes_in_memory - own > LAG * self._most
         self._state.lease_revision += tasks.store_lags and not lags
         tasks.store_lags = lags
 
+    def release(self, held: Container[str]) -> None:
+        """The learner has these groups, by token: while memory is half full they make room for others."""
+        self._held = held
+        ready = map(self._state.tasks.living.__getitem__, self._state.tasks.ready)
+        self._shrink(self._most // 2, (entry for entry in ready if entry.token in held))
+
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join()
 
-    def _shrink(self, most: int) -> None:
+    def _shrink(self, most: int, entries: Iterable[Entry]) -> None:
         tasks = self._state.tasks
-        earlier = (serials for step, serials in tasks.steps.items() if step != self._step)
-        for serial in chain(chain.from_iterable(earlier), reversed(tasks.ready)):
-            entry = tasks.living[serial]
+        for entry in entries if not self._journal.stuck else ():  # a store that lost records gets them from memory
             if tasks.bytes_in_memory <= most:
                 break
             if entry.in_memory and entry.stored is not None and entry.stored.location is not None:
@@ -87,7 +94,7 @@ class GroupMemory:
         tasks = self._state.tasks
         for serial in islice(tasks.ready, self._state.run.groups_per_step):
             entry = tasks.living[serial]
-            if not entry.in_memory:
+            if not entry.in_memory and entry.token not in self._held:
                 room -= entry.payload_bytes
                 if room < 0:
                     return

@@ -145,13 +145,20 @@ class Answers:
 
     def _take(self, request: wire.Take) -> wire.Answer[list[StoredGroup] | None]:
         """The groups come without their payloads, which Handlers.payloads reads."""
-        taken = self.learner.take(request.step, request.count, request.in_order)
-        if taken is None:
+        held = set(request.held)
+        if request.look:
+            taken = self.learner.look(request.count, held)
+            if self._memory is not None:
+                self._memory.release(held)
+        elif (taken := self.learner.take(request.step, request.count, request.in_order)) is None:
             raise NotYet
-        if self._memory is not None and not self._memory.has(request.step, taken):
+        elif self._memory is not None and not self._memory.has(request.step, [e for e in taken if e.token not in held]):
             raise Reading
         groups = [(e, e.meta) for e in taken if e.meta is not None]
-        return _answer(request, [StoredGroup(e.serial, e.nodes[-1], m, source=e.task.source) for e, m in groups])
+        told = [
+            (StoredGroup(e.serial, e.nodes[-1], m, b"", e.task.source, e.token, e.token in held)) for e, m in groups
+        ]
+        return _answer(request, told)
 
     def _lease(self, request: wire.AskLease, version: int | None) -> wire.Answer[list[Lease]]:
         leases = self.nodes.lease(request.node_id, version, request.max_groups)
@@ -325,13 +332,13 @@ class Handlers:
         return itertools.chain(dead, self.parked.leases)
 
     def payloads(self, reply: wire.Reply) -> list[Payload] | None:
-        """The payloads of the groups in a reply, as frames. Raises BrokerError when one cannot be read.
+        """The payloads of the groups in a reply that are not held, as frames. Raises BrokerError for an unreadable one.
 
         None when the store has lost some: the step gives these groups up and has to take others.
         """
         found: list[Payload] = []
         lost = False
-        for group in _all_of(StoredGroup, reply):
+        for group in (group for group in _all_of(StoredGroup, reply) if not group.held):
             entry = self._state.tasks.living[group.serial]
             try:
                 stored = cast(Payload | StoredPayload, entry.payload)

@@ -1,9 +1,10 @@
 """From the groups that a step took to what it trains on.
 
     StoredGroup --decode--> Group (checked; what does not fit is a BadGroup, to be generated again)
-                --assemble--> TrainingBatch: documents with advantages, expired tokens masked, statistics
+                --prepare--> Prepared: documents of one step, expired tokens masked
+                --assemble--> TrainingBatch: with advantages and statistics
 
-Both run on the lead rank, which sends every rank its part (learner/loop/share.py).
+All run on the lead rank, which sends every rank its part (learner/loop/share.py).
 """
 
 from collections import Counter
@@ -206,10 +207,22 @@ def expired_groups(groups: Sequence[Group], step: int, max_staleness: int) -> li
     return [group.serial for group in groups if any(map(stale, paths(group)))]
 
 
-def assemble(groups: Sequence[Group], step: int, config: Config, routing: RoutingShape | None = None) -> TrainingBatch:
+def prepare(group: Group, step: int, jobs: Mapping[str, Config], routing: RoutingShape | None) -> "Prepared":
+    """The group's part in a batch of `step`, without advantages. `jobs`: Config.sources; `routing` as in `assemble`."""
+    job = jobs[group.source]
+    place = {"serial": group.serial, "kl_coefficient": None if "" in jobs else job.learner.loss.kl_coefficient}
+    if job.learner.dynamic_sampling and not carries_signal(group):
+        return []  # the step trains nothing on it
+    samples = [(i, _prepare(s, step, job, routing)) for i, s in enumerate(group.samples) if s.error is None]
+    return [(played, [replace(d, sample=i, **place) for d in documents]) for i, (played, documents) in samples]
+
+
+def assemble(
+    groups: Sequence[Group], step: int, config: Config, routing: RoutingShape | None = None, ahead: "Ahead" = None
+) -> TrainingBatch:
     """Advantages, staleness (counted from `step`) and expiry of one step's groups, whose order does not matter.
 
-    `routing`: the shape of the experts to replay; None: none are.
+    `routing`: the shape of the experts to replay; None: none are. `ahead`: groups that are prepared, by serial.
     """
     kept: list[Group] = []
     filtered: list[Group] = []
@@ -221,13 +234,9 @@ def assemble(groups: Sequence[Group], step: int, config: Config, routing: Routin
     jobs = config.sources
     estimates = _advantages(kept, jobs)
     for group in kept:
-        job = jobs[group.source]
-        kl = job.learner.loss.kl_coefficient if config.tasks.sources else None
-        for index, (sample, advantage) in enumerate(zip(group.samples, estimates[group.serial], strict=True)):
-            if sample.error is None:
-                found, made = _prepare(sample, step, float(advantage), job, routing)
-                played.append(found)
-                documents += [replace(d, serial=group.serial, sample=index, kl_coefficient=kl) for d in made]
+        for found, made in (ahead or {}).get(group.serial) or prepare(group, step, jobs, routing):
+            played.append(found)
+            documents += [replace(d, advantage=float(estimates[group.serial][d.sample])) for d in made]
     for group in filtered:  # trains nothing, but tells how the policy does
         whole = (s for s in group.samples if s.error is None)
         played += [_Played(s, sum(int(_sampled(path).sum()) for path in s.paths), 0, 0, 0) for s in whole]
@@ -277,12 +286,13 @@ class _Played:  # a sample with an episode, over its paths or of one of them, fo
     places: int = 0  # its documents have so many
 
 
-def _prepare(
-    sample: Sample, step: int, advantage: float, config: Config, routing: RoutingShape | None
-) -> tuple[_Played, list[Document]]:
+Prepared = list[tuple[_Played, list[Document]]]  # of the samples that did not fail
+Ahead = Mapping[int, Prepared] | None
+
+
+def _prepare(sample: Sample, step: int, config: Config, routing: RoutingShape | None) -> tuple[_Played, list[Document]]:
     """The sample for the statistics, and one document for each path that has tokens in the loss."""
-    about = {"advantage": advantage, "config": config, "routing": routing}
-    paths = [_prepare_path(sample, number, step, **about) for number in range(len(sample.paths))]
+    paths = [_prepare_path(sample, number, step, config, routing) for number in range(len(sample.paths))]
     parts = [part for part, _ in paths]
     documents = [document for part, document in paths if part.trained]
     whole = _Played(
@@ -308,7 +318,7 @@ def _sampled(path: Sample | Branch) -> np.ndarray:
 
 
 def _prepare_path(
-    sample: Sample, number: int, step: int, *, advantage: float, config: Config, routing: RoutingShape | None
+    sample: Sample, number: int, step: int, config: Config, routing: RoutingShape | None
 ) -> tuple[_Played, Document]:
     """A path without its expired tokens, or without any if the sample was cut.
 
@@ -341,7 +351,7 @@ def _prepare_path(
     if routing is not None and path.routed_experts is not None:
         experts = path.routed_experts.numpy().astype(routing.dtype)
         experts = experts.reshape(len(tokens), routing.layers, routing.chosen)
-    temperatures = np.zeros(len(tokens), dtype=np.float32)
+    temperatures = np.zeros(len(tokens) if path.temperature_runs else 0, dtype=np.float32)
     for run in path.temperature_runs:
         temperatures[run.start :] = run.temperature
     document = Document(
@@ -349,7 +359,6 @@ def _prepare_path(
         loss_mask=mask.view(np.uint8),
         behavior_logprobs=path.behavior_logprobs.numpy(),
         staleness=staleness.of_tokens,
-        advantage=advantage,
         name=f"a sample of {len(tokens)} tokens",
         routed_experts=experts,
         path=number,
@@ -371,7 +380,7 @@ def _prepare_path(
 
 
 class _Staleness(NamedTuple):
-    of_tokens: np.ndarray  # [T] int32
+    of_tokens: np.ndarray  # [T] int8, int32 where that is too small
     trained: int  # tokens in the loss
     total: int  # over them
     largest: int  # 0 at least
@@ -379,7 +388,8 @@ class _Staleness(NamedTuple):
 
 def _staleness(runs: Sequence[tuple[int, int, int]], step: int, mask: np.ndarray) -> _Staleness:
     """Counted per run of a version; `mask` [T] bool has the tokens in the loss."""
-    of_tokens = np.full(len(mask), step, dtype=np.int32)
+    small = all(abs(step - version) < 128 for *_, version in runs or [(0, 0, 0)])
+    of_tokens = np.full(len(mask), step, dtype=np.int8 if small else np.int32)
     trained = 0
     total = 0
     largest = 0

@@ -31,7 +31,7 @@ class Document:
     tokens: np.ndarray  # [L] int32, L >= 2
     loss_mask: np.ndarray  # [L] uint8, 1 where the token trains; the first one never does, nothing predicts it
     behavior_logprobs: np.ndarray | None = None  # [L] float32, or None in supervised tuning
-    staleness: np.ndarray | None = None  # [L] int32, or None in supervised tuning
+    staleness: np.ndarray | None = None  # [L] int8 or int32, or None in supervised tuning
     advantage: float = 0.0
     name: str = ""  # for error messages
     serial: int = -1  # its task's

@@ -2,17 +2,19 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
 from broker.client.calls import LearnerBroker
+from broker.client.look_ahead import LookAhead
 from broker.contract import BrokerStatus, LedgerEntry, StoredGroup
 from common.config.schema import Config
 from common.errors import HopelessError
 from common.rollouts import Group
 from common.waits import WaitFor, WaitKind, sentence
-from learner.batch.batch import BadGroup, expired_groups
+from learner.batch.batch import BadGroup, Prepared, expired_groups
 from learner.batch.dynamic_sampling import carries_signal, most_replaced
 from learner.loop.run_files import RunFiles
 from learner.loop.tasks import TaskStream
@@ -24,6 +26,14 @@ DEAD_STEPS = 3  # steps' worth of tasks that may die without one step in between
 BAD_GROUP_ATTEMPTS = 3  # times one task may come back unusable before the run stops
 
 
+class Ready(NamedTuple):
+    """A group that may be taken: decoded, and prepared for a step. One that cannot be trained on is neither."""
+
+    group: Group | BadGroup
+    step: int = -1
+    prepared: Prepared = []
+
+
 class Gathering:
     """Gathers the groups of one step after the other; the lead rank has one."""
 
@@ -33,14 +43,14 @@ class Gathering:
         broker: LearnerBroker,
         tasks: TaskStream,
         files: RunFiles,
-        decode: Callable[[StoredGroup], Group],
+        ahead: LookAhead[Ready],
     ) -> None:
-        """`decode` raises BadGroup for a group that cannot be trained on."""
         self._config = config
         self._broker = broker
         self._tasks = tasks
         self._files = files
-        self._decode = decode
+        self._ahead = ahead
+        self.prepared: dict[int, Prepared] = {}  # of the newest step's groups, by serial
         self.regenerated = 0  # groups given back since the last metrics line
         self.forget()
 
@@ -52,6 +62,7 @@ class Gathering:
         self._bad: Counter[int] = Counter()  # by serial
         self._dead_at_last_take = 0
         self._replays_below = 0
+        self._ahead.made = {}
 
     def resume(self, version: int, unfinished: Iterable[LedgerEntry], status: BrokerStatus) -> None:
         """Continue at the step `version`, with the groups that an earlier learner took and did not commit."""
@@ -71,12 +82,13 @@ class Gathering:
 
     def take(self, step: int, status: BrokerStatus) -> tuple[list[StoredGroup], list[Group]] | None:
         """The step's groups as they came and decoded; None: not enough yet, or some must be generated again."""
-        in_order = self._config.staleness.expired == "wait"
-        taken = self._broker.take(step, self._config.learner.groups_per_step, TAKE_WAIT_S, in_order)
+        told = {"in_order": self._config.staleness.expired == "wait", "held": self._ahead.end()}
+        taken = self._broker.take(step, self._config.learner.groups_per_step, TAKE_WAIT_S, **told)
         if taken is None:
             return None
         self._dead_at_last_take = status.groups_dead
-        usable, refused = self._usable(taken)
+        ready = {stored.serial: self._ahead.get(stored, step) for stored in taken}
+        usable, refused = self._usable(found.group for found in ready.values())
         filters = self._config.learner.dynamic_sampling
         flat = [group.serial for group in usable if filters and not carries_signal(group)]
         if self._config.staleness.expired == "regenerate":
@@ -92,6 +104,8 @@ class Gathering:
         if self.is_replayed(step):
             self._files.events.add("replay", step=step, groups=len(taken))
         self._tasks.consume([group.serial for group in taken])
+        self.prepared = {serial: found.prepared for serial, found in ready.items() if found.step == step}
+        self._ahead.begin(step + 1, taken)
         self.missing = self._config.learner.groups_per_step
         self.replaced = 0
         return taken, usable
@@ -155,18 +169,18 @@ class Gathering:
         if missing > 0:
             self._tasks.offer(missing, self._broker)
 
-    def _usable(self, taken: list[StoredGroup]) -> tuple[list[Group], list[int]]:
+    def _usable(self, taken: Iterable[Group | BadGroup]) -> tuple[list[Group], list[int]]:
         """(usable groups, serials of the others); raises HopelessError for a task that stays unusable."""
         usable: list[Group] = []
         refused: list[int] = []
-        for stored in taken:
-            try:
-                usable.append(self._decode(stored))
-            except BadGroup as error:
-                logger.error("%s; it is generated again", error)
-                self._files.events.add("bad_group", serial=error.serial, node=error.node_id, reason=error.reason)
-                self._bad[error.serial] += 1
-                if self._bad[error.serial] >= BAD_GROUP_ATTEMPTS:
-                    raise HopelessError(f"unusable {BAD_GROUP_ATTEMPTS} times: {error}") from None
-                refused.append(error.serial)
+        for found in taken:
+            if isinstance(found, Group):
+                usable.append(found)
+                continue
+            logger.error("%s; it is generated again", found)
+            self._files.events.add("bad_group", serial=found.serial, node=found.node_id, reason=found.reason)
+            self._bad[found.serial] += 1
+            if self._bad[found.serial] >= BAD_GROUP_ATTEMPTS:
+                raise HopelessError(f"unusable {BAD_GROUP_ATTEMPTS} times: {found}")
+            refused.append(found.serial)
         return usable, refused

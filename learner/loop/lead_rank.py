@@ -11,7 +11,8 @@ import numpy as np
 
 from broker.client.calls import LearnerBroker
 from broker.client.connect import Access, connect
-from broker.contract import BrokerStatus
+from broker.client.look_ahead import LookAhead
+from broker.contract import BrokerStatus, StoredGroup
 from common.config.schema import Config
 from common.errors import HopelessError, SlipstreamError, StoreChanged, UsageError
 from common.metrics import StepMetrics
@@ -24,12 +25,12 @@ from common.weights.transports.groups import require
 from common.weights.wire.messages import Canary
 from learner.backend_protocol import Backend, Microbatch
 from learner.batch.balance import Plan
-from learner.batch.batch import TrainingBatch, assemble
+from learner.batch.batch import BadGroup, TrainingBatch, assemble, prepare
 from learner.batch.packing import Document, build, plan_for
 from learner.checkpoint.folder import StreamState, TrainerState
 from learner.loop.batch_source import Command, Drain, Fail, Save, Train, Wait
 from learner.loop.evaluation import Evaluations
-from learner.loop.gathering import Gathering
+from learner.loop.gathering import Gathering, Ready
 from learner.loop.rollout_source import RolloutSource
 from learner.loop.run_files import RunFiles
 from learner.loop.share import Told, encode, numbers, of_layers
@@ -96,7 +97,15 @@ class LeadRank(RolloutSource):
             self.broker.commit(version - 1)  # the last learner may have been killed just before it
         unfinished = [entry for page in self.broker.ledger_pages(unfinished=True) for entry in page]
         self.tasks.check_known(version, unfinished)
-        self._gathering = Gathering(self.config, self.broker, self.tasks, self.files, self.decode)
+        jobs = self.config.sources
+
+        def make(stored: StoredGroup, step: int) -> Ready:
+            try:
+                return Ready(group := self.decode(stored), step, prepare(group, step, jobs, backend.routing_shape))
+            except BadGroup as error:
+                return Ready(error)
+
+        self._gathering = Gathering(self.config, self.broker, self.tasks, self.files, LookAhead(self.broker, make))
         self._gathering.resume(version, unfinished, self.broker.status())
 
     def next_command(self, step: int) -> Command:
@@ -162,7 +171,7 @@ class LeadRank(RolloutSource):
         return Train(step, list(self._nodes))
 
     def batch(self, step: int) -> tuple[TrainingBatch, list[Microbatch]]:
-        batch = assemble(self._groups, step, self.config, self.backend.routing_shape)
+        batch = assemble(self._groups, step, self.config, self.backend.routing_shape, self._gathering.prepared)
         documents = batch.documents
         self._chosen = choose(self._groups, self.config.telemetry.transcripts, self.config.run.seed)
         self._recorder.watch(documents, self._chosen)

@@ -65,19 +65,19 @@ def encode(told: Told, documents: Mapping[int, Document], microbatches: list[lis
         head.documents[number] = {}
         for name, value in vars(document).items():
             if isinstance(value, np.ndarray):
-                value = _narrow(value) if name == "staleness" else value
                 head.arrays.append((number, name, value.dtype.str, list(value.shape)))
                 arrays.append(value)
             elif value is not None:
                 head.documents[number][name] = value
     begin = msgspec.msgpack.encode(head)
     size = _up(ALIGNED + len(begin))
-    data = np.zeros(size + sum(_up(array.nbytes) for array in arrays), dtype=np.uint8)
+    data = np.empty(size + sum(_up(array.nbytes) for array in arrays), dtype=np.uint8)
     data[:ALIGNED] = np.frombuffer(struct.pack("<q", len(begin)), np.uint8)
     data[ALIGNED : ALIGNED + len(begin)] = np.frombuffer(begin, np.uint8)
+    data[ALIGNED + len(begin) : size] = 0
     for array in arrays:
         data[size : size + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
-        size += _up(array.nbytes)
+        data[size + array.nbytes : (size := size + _up(array.nbytes))] = 0
     return data
 
 
@@ -98,17 +98,13 @@ def of_layers(document: Document, layers: tuple[int, ...]) -> Document:
     routing = document.routed_experts
     if routing is None or routing.shape[1] == len(layers):
         return document
-    return replace(document, routed_experts=routing[:, layers])
+    first, end = min(layers, default=0), max(layers, default=-1) + 1
+    own = routing[:, first:end]  # a view, unless layers are missing in between
+    return replace(document, routed_experts=own if end - first == len(layers) else routing[:, layers])
 
 
 def numbers(microbatches: Iterable[list[int]]) -> list[int]:
     return [number for own in microbatches for number in own]
-
-
-def _narrow(staleness: np.ndarray) -> np.ndarray:
-    """As int8 where that loses nothing."""
-    small = staleness.astype(np.int8)
-    return small if np.array_equal(small, staleness) else staleness
 
 
 def _up(size: int) -> int:

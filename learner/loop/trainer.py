@@ -9,6 +9,7 @@
     lead:   batch (advantages, staleness, expiry) -> plan -> every rank gets its documents
     all:    pack -> backend.train_step -> version + 1
                |  ranks wait for each other inside the backend's collectives, at most learner.timeout_s
+               |  (meanwhile a thread of the lead decodes and prepares the next step's groups: look_ahead.py)
                v
     all:    source.after_step: export -> lead: publisher.publish(version), every weights.publish_every steps
                |  waits for the copy only; a thread sends it, and a newer version replaces one that waits

@@ -46,6 +46,44 @@ def test_take_gives_the_oldest_ready_groups_and_taking_a_step_again_the_same_one
     assert [g.serial for g in restarted.take(1, 2, 0.0)] == [0, 2]
 
 
+def test_a_look_gives_ready_groups_and_moves_none(backend: Backend) -> None:
+    backend.begin(5)
+    leases = backend.lease(4)
+    assert backend.learner.look(0, 4, []) == []
+    for serial in (3, 1):
+        assert backend.complete(leases[serial])
+    before, events = backend.states(), backend.learner.events(-1)
+    seen = backend.learner.look(0, 4, [])
+    assert [(g.serial, g.payload, g.meta) for g in seen] == [(1, b"group 1", META), (3, b"group 3", META)]
+    assert [g.serial for g in backend.learner.look(0, 1, [])] == [1]
+    assert [g.serial for g in backend.learner.look(0, 4, [seen[0].token])] == [3]
+    assert backend.states() == before
+    assert backend.learner.events(-1) == events
+    assert backend.complete(leases[0])
+    assert [g.serial for g in backend.learner.take(0, 2, 0.0)] == [0, 1], "as if nobody had looked"
+    assert [g.serial for g in backend.learner.look(1, 4, [])] == [3], "what a step took is not ready"
+
+
+def test_groups_that_the_learner_holds_come_without_payload(backend: Backend) -> None:
+    backend.fill(4)
+    held = [group.token for group in backend.learner.look(0, 2, [])][1:]
+    first = backend.learner.take(0, 2, 0.0, held=held)
+    assert [(g.serial, g.payload, g.held) for g in first] == [(0, b"group 0", False), (1, b"", True)]
+    assert [(g.serial, g.payload) for g in backend.learner.take(0, 2, 0.0)] == [(0, b"group 0"), (1, b"group 1")]
+    assert [g.payload for g in backend.learner.take(1, 2, 0.0, held=held)] == [b"group 2", b"group 3"]
+
+
+def test_a_group_that_is_generated_again_is_another_one_for_a_learner_that_holds_it(backend: Backend) -> None:
+    backend.fill(4)
+    held = [group.token for group in backend.learner.look(0, 4, [])]
+    backend.learner.take(0, 2, 0.0, held=held)
+    backend.learner.regenerate(0, [0])
+    assert backend.complete(backend.lease(1)[0], payload=b"fresh")
+    assert [(g.serial, g.payload) for g in backend.learner.look(0, 4, held)] == [(0, b"fresh")]
+    taken = backend.learner.take(0, 2, 0.0, held=held)
+    assert [(g.serial, g.payload, g.held) for g in taken] == [(1, b"", True), (0, b"fresh", False)]
+
+
 def test_commit_releases_the_groups_and_may_be_repeated(backend: Backend) -> None:
     backend.fill(4)
     backend.learner.take(0, 2, 0.0)

@@ -34,6 +34,7 @@ from broker.journal.store import Store
 from broker.server.handlers import Handlers, NotYet
 from broker.server.server import BrokerServer
 from common.config.schema import BrokerConfig, Config, LearnerConfig, ModelConfig, RunConfig, TasksConfig
+from common.errors import BrokerUnreachable
 from common.rollouts import GroupMeta, Task
 from common.security.credentials import Credential
 from common.security.curve import secure_client
@@ -155,6 +156,8 @@ class MemoryBroker:
 class MemoryLearner(LearnerBroker):
     """A client for a learner or an observer."""
 
+    closed = False
+
     def __init__(self, state: DeliveryState) -> None:
         self.use(state)
 
@@ -162,7 +165,12 @@ class MemoryLearner(LearnerBroker):
         """Ask another broker from now on."""
         self._handlers = Handlers(state)
 
+    def close(self) -> None:
+        self.closed = True
+
     def ask(self, request: wire.Request[R], wait_s: float = 0.0) -> R:
+        if self.closed:
+            raise BrokerUnreachable("the connection was closed")
         for reply in _looks(self._handlers, request, wait_s):
             if reply is not None:
                 self.position = reply.position or self.position
@@ -199,8 +207,10 @@ def _looks(
         handlers.answers.nodes.expire()
         try:
             reply = look(request)
-            for number, data in enumerate(handlers.payloads(reply) or ()):
-                msgspec.structs.force_setattr(reply.value[number], "payload", data)
+            if payloads := handlers.payloads(reply):
+                sent = [group for group in reply.value if not group.held]
+                for group, data in zip(sent, payloads, strict=True):
+                    msgspec.structs.force_setattr(group, "payload", data)
             yield reply
         except NotYet:
             yield None

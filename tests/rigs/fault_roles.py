@@ -22,6 +22,7 @@ import msgspec
 
 from broker.client.calls import LearnerBroker, NodeBroker
 from broker.client.connect import Access, connect, connect_node
+from broker.client.look_ahead import LookAhead
 from broker.contract import LearnerReport
 from broker.main import run_broker
 from common.config.schema import Config
@@ -172,6 +173,7 @@ class Learner:
         self._stream = TaskStream(
             TaskSource(self._run_dir / "tasks.jsonl", 0, GROUP_SIZE, shuffle=False), self._state.stream
         )
+        self._ahead = LookAhead(broker, lambda stored, step: stored)
         self._trained = list(self._state.trained)
         self._weights, self._first = self._state.weights, self._state.first
 
@@ -207,6 +209,7 @@ class Learner:
         if not self._o.store_may_change:
             raise SlipstreamError("the broker has forgotten what it said")
         self._stream.follow(self._broker.attach(self._report("waiting", step)))
+        self._ahead.made = {}
         self._first = step
         self._checkpoint(step)
 
@@ -218,7 +221,9 @@ class Learner:
             missing = wanted - (self._stream.outstanding - dead)
             if missing > 0:
                 self._broker.offer(self._stream.next(missing))
-            groups = self._broker.take(step, GROUPS_PER_STEP, 1.0, self._o.in_order)
+            groups = self._broker.take(step, GROUPS_PER_STEP, 1.0, self._o.in_order, held=self._ahead.end())
+        groups = [self._ahead.get(group, step) for group in groups]
+        self._ahead.begin(step + 1, groups)
         trained: list[list[Any]] = []
         positions = self._stream.state().outstanding
         self._stream.consume([group.serial for group in groups])

@@ -86,6 +86,40 @@ def test_the_next_step_is_read_while_the_learner_trains_and_earlier_steps_leave(
     assert [entry.in_memory for entry in rig.take(2)] == [True, True]
 
 
+def test_groups_that_the_learner_has_make_room_for_the_next_ones(rig: Rig) -> None:
+    rig.state.run = msgspec.structs.replace(rig.state.run, groups_per_step=8)
+    rig.ready(8, SIZE)
+    rig.settle()
+    assert rig.tend() == [0, 1, 2]
+    held, rules = set[str](), LearnerRules(rig.state)
+    seen: list[int] = []
+    while len(seen) < 8:
+        assert not rig.state.tasks.store_lags and rig.state.tasks.bytes_in_memory <= BOUND
+        found = rules.look(8, held)
+        seen += [entry.serial for entry in found]
+        held |= {entry.token for entry in found}
+        rig.memory.release(held)
+        while not (after := rig.tend()) or not set(after) - set(seen):
+            assert len(seen) == 8 or rig.has_read.acquire(timeout=LIMIT_S)
+            if len(seen) == 8:
+                break
+    assert sorted(seen) == list(range(8)), "all of them, although memory has room for four"
+    assert len(rig.tend()) <= 2, "they are not read again"
+    assert rig.state.tasks.bytes_in_memory <= BOUND // 2
+
+
+def test_nothing_that_the_learner_has_leaves_memory_without_need_or_before_it_is_written(rig: Rig) -> None:
+    rig.ready(2, SIZE)
+    rig.settle()
+    everything = {entry.token for entry in rig.state.tasks.living.values()}
+    rig.memory.release(everything)
+    assert rig.tend() == [0, 1], "half of the memory is free"
+    rig.ready(2, SIZE)
+    everything = {entry.token for entry in rig.state.tasks.living.values()}
+    rig.memory.release(everything)
+    assert rig.tend() == [2, 3], "only the store could give those back, and has them not yet"
+
+
 def test_a_learner_that_resumes_gets_its_steps_from_the_store(rig: Rig) -> None:
     payloads = rig.ready(8, SIZE)
     for step in range(4):

@@ -1,6 +1,6 @@
 """Configs for the learner's unit tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from common.config.schema import Config
-from tests.unit.learner.loop_fakes import MakeWorld, world
+from tests.unit.learner.loop_fakes import BROKERS, MakeWorld, world
 
 BASE: dict[str, dict[str, Any]] = {
     "run": {"name": "test", "dir": "unset", "steps": 4},
@@ -42,3 +42,10 @@ def make_config(tmp_path: Path) -> Callable[..., Config]:
 def make_world(make_config: Callable[..., Config]) -> MakeWorld:
     """A learner with its broker and fleet for a config of `make_config`."""
     return lambda lag=0, **sections: world(make_config(**sections), lag=lag)
+
+
+@pytest.fixture(autouse=True)
+def _threads_end() -> Iterator[None]:
+    yield
+    while BROKERS:
+        BROKERS.pop().close()

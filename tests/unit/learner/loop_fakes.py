@@ -35,6 +35,7 @@ from tests.rigs.brokers import MemoryBroker, MemoryLearner
 from tests.rigs.waiting import read_jsonl
 
 VOCAB = 12
+BROKERS: list["FedBroker"] = []  # of the test; the threads of a learner end with them
 
 
 class BigramBackend:
@@ -270,9 +271,11 @@ class FedBroker(MemoryLearner):
         self._fleet, self._checkpoints = fleet, checkpoints
         self.commits: list[tuple[int, list[str]]] = []  # (step, checkpoints on the disk at that moment)
 
-    def take(self, step: int, count: int, wait_s: float, in_order: bool = False) -> list[StoredGroup] | None:
+    def take(
+        self, step: int, count: int, wait_s: float, in_order: bool = False, held: Sequence[str] = ()
+    ) -> list[StoredGroup] | None:
         self._fleet.work()
-        return super().take(step, count, 0.0, in_order)
+        return super().take(step, count, 0.0, in_order, held)
 
     def commit(self, step: int) -> None:
         self.commits.append((step, [path.name for path in self._checkpoints.steps().values()]))
@@ -355,6 +358,7 @@ def world(config: Config, memory: MemoryBroker | None = None, lag: int = 0) -> W
     if state.policy_version:
         backend.load_checkpoint(files.checkpoints.path(state.policy_version) / MODEL_FOLDER)
     tasks = TaskStream(source, state.tasks)
+    BROKERS.append(broker)
     lead = LeadRank(config, broker, publisher, tasks, files, reporter, lambda: stop[0] if stop else None)
     trainer = Trainer(config, run_dir, backend, lead, state, files)
     return World(config, memory, publisher, fleet, broker, backend, trainer, lead, stop)

@@ -109,6 +109,18 @@ def test_staleness_counts_per_token_and_exactly_those_beyond_the_bound_leave_the
     assert (figures.staleness_max, figures.staleness_mean) == (min(maximum, 2), pytest.approx(mean))
 
 
+@pytest.mark.parametrize(("step", "dtype"), [(127, "int8"), (128, "int32"), (300, "int32")])
+def test_staleness_is_small_only_where_that_loses_nothing(
+    make_config: Callable[..., Config], step: int, dtype: str
+) -> None:
+    group = Group(0, [sample(2, [(2, 0), (2, step)]), sample(1, [(1, step)], reward=1.0)])
+    old, new = assemble([group], step, make_config(staleness={"max": 1000})).documents
+    assert old.staleness is not None and new.staleness is not None
+    assert old.staleness.tolist() == [step] * 4 + [0, 0]
+    assert old.staleness.dtype == dtype
+    assert new.staleness.tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("truncated", ["counted", "masked", "penalized"])
 def test_only_masked_takes_a_cut_answer_out_of_the_loss_and_never_out_of_the_baseline(
     make_config: Callable[..., Config], truncated: str

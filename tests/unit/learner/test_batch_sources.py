@@ -11,7 +11,7 @@ import torch
 from broker.contract import StoredGroup
 from common.config.schema import Config
 from common.rollouts import Group, GroupMeta, encode_group
-from learner.batch.batch import BadGroup, SourceFigures, assemble, decode
+from learner.batch.batch import BadGroup, SourceFigures, assemble, decode, prepare
 from learner.batch.packing import build
 from learner.loss.advantages import ADVANTAGES
 from tests.rigs.refusals import refused
@@ -66,6 +66,22 @@ def test_every_source_has_its_estimator_over_its_own_groups_and_its_kl_term(conf
     assert packed.kl_coefficients is not None
     lengths = torch.tensor(packed.document_lengths)
     assert torch.equal(packed.kl_coefficients, torch.tensor([0.125, 0.0, 0.125]).repeat_interleave(lengths))
+
+
+def test_groups_that_were_prepared_before_give_the_same_batch(config: Config) -> None:
+    groups = [
+        group(0, "sums", [1.0, 4.0], error=None),
+        group(1, "games", [0.0, 1.0], stop_reason="length"),
+        Group(2, [sample(reward=2.0, error="gone"), sample(reward=1.0)], source="sums"),
+        group(3, "games", [5.0, 0.5]),
+    ]
+    ahead = {found.serial: prepare(found, 3, config.sources, None) for found in groups[1:]}
+    found, expected = assemble(groups, 3, config, ahead=ahead), assemble(groups, 3, config)
+    assert found.statistics == expected.statistics
+    assert len(found.documents) == len(expected.documents)
+    for ours, theirs in zip(found.documents, expected.documents, strict=True):
+        for name, value in vars(theirs).items():
+            np.testing.assert_array_equal(vars(ours)[name], value, name)
 
 
 def test_a_cut_answer_leaves_the_loss_where_its_source_says_so(config: Config) -> None:

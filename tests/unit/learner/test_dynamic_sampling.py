@@ -93,9 +93,9 @@ def test_a_learner_killed_while_it_gathers_goes_on_with_what_the_step_has(make_w
     again = world.restart()
     give, turns = again.broker.take, itertools.count()
 
-    def take(*arguments: object) -> object:
+    def take(*arguments: object, **more: object) -> object:
         assert next(turns) < 100, "the step waits for groups that nobody offers"
-        return give(*arguments)
+        return give(*arguments, **more)
 
     again.broker.take = take
     assert again.run() == "done"

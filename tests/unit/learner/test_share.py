@@ -98,6 +98,8 @@ def test_a_document_arrives_as_it_was_with_the_routing_of_the_layers_of_its_rank
     assert (told.canary, microbatches, list(found)) == ([1, 2], [[9], [4], []], [4, 9])
     arrived = found[4].routed_experts
     assert arrived is not None and arrived.tolist() == routing[:, [1, 3]].tolist()
+    neighbours = of_layers(document, (1, 2)).routed_experts
+    assert neighbours is not None and neighbours.tolist() == routing[:, [1, 2]].tolist()
     for field in fields(Microbatch):
         for ours, theirs in zip(build(found, microbatches), build(sent, microbatches), strict=True):
             a, b = getattr(ours, field.name), getattr(theirs, field.name)

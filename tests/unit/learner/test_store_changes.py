@@ -35,10 +35,10 @@ def swap(world: World, memory: MemoryBroker) -> None:
 def before_take(world: World, step: int, act: Callable[[], None]) -> None:
     acts, take = [act], world.broker.take
 
-    def taking(now: int, count: int, wait_s: float, in_order: bool = False) -> list[StoredGroup] | None:
+    def taking(now: int, count: int, wait_s: float, **more: Any) -> list[StoredGroup] | None:
         if now == step and acts:
             acts.pop()()
-        return take(now, count, wait_s, in_order)
+        return take(now, count, wait_s, **more)
 
     world.broker.take = taking
 
@@ -125,14 +125,14 @@ def older(world: World, step: int, opened_again: bool) -> list[MemoryBroker]:
     found: list[MemoryBroker] = []
     take = world.broker.take
 
-    def copying(now: int, count: int, wait_s: float, in_order: bool = False) -> list[StoredGroup] | None:
+    def copying(now: int, count: int, wait_s: float, **more: Any) -> list[StoredGroup] | None:
         world.fleet.work()
         if now == step and not found and len(world.memory.state.tasks.ready) >= count:
             found.append(copy.deepcopy(world.memory))
             if opened_again:
                 found[0].state.openings = {}
                 found[0].state.open(0)
-        return take(now, count, wait_s, in_order)
+        return take(now, count, wait_s, **more)
 
     world.broker.take = copying
     return found
@@ -163,8 +163,8 @@ def test_a_store_that_lost_part_of_a_step_of_the_checkpoint_is_refused_at_every_
     world = make_world(run={"steps": STEPS}, learner={"checkpoint": {"every": 3}})
     found, take = list[MemoryBroker](), world.broker.take
 
-    def copying(now: int, count: int, wait_s: float, in_order: bool = False) -> list[StoredGroup] | None:
-        groups = take(now, count, wait_s, in_order)
+    def copying(now: int, count: int, wait_s: float, **more: Any) -> list[StoredGroup] | None:
+        groups = take(now, count, wait_s, **more)
         if now == 2 and groups and not found:
             found.append(copy.deepcopy(world.memory))
             # as before the last of several takes of the step

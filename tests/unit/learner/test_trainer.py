@@ -4,6 +4,7 @@ import copy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -329,9 +330,9 @@ def test_a_store_that_lost_what_the_checkpoint_was_trained_on_is_refused_before_
     before: list[MemoryBroker] = []  # with the groups of step 1, which no step has taken
     take = world.broker.take
 
-    def copying(step: int, count: int, wait_s: float, in_order: bool = False) -> list[StoredGroup] | None:
+    def copying(step: int, count: int, wait_s: float, **more: Any) -> list[StoredGroup] | None:
         found = copy.deepcopy(world.memory) if step == 1 else None
-        taken = take(step, count, wait_s, in_order)
+        taken = take(step, count, wait_s, **more)
         before.extend([found] if found is not None and taken is not None else [])
         return taken
 

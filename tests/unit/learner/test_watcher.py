@@ -139,8 +139,8 @@ def waits(made: World, at: int, then: Callable[[], None]) -> list[str]:
     """Call `then` when the learner has waited for groups `at` times in a row; what it waited for."""
     take, seen = made.broker.take, []
 
-    def patient(*words: Any) -> Any:
-        taken = take(*words)
+    def patient(*words: Any, **more: Any) -> Any:
+        taken = take(*words, **more)
         if taken is not None:
             seen.clear()
         else:
