@@ -8,7 +8,7 @@ All run on the lead rank, which sends every rank its part (learner/loop/share.py
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -192,19 +192,6 @@ def _check_routing(sample: Sample | Branch, index: int, shape: RoutingShape) -> 
             raise ValueError(
                 f"sample {index}: routed experts {found} of one token and layer are not {shape.chosen} distinct ones"
             )
-
-
-def expired_groups(groups: Sequence[Group], step: int, max_staleness: int) -> list[int]:
-    """Serials of the groups with any sampled token older than `max_staleness` at `step`."""
-
-    def stale(path: Sample | Branch) -> bool:
-        too_old = expired(step, path.token_versions(), max_staleness)
-        return bool((too_old & (path.loss_mask.numpy() > 0)).any())
-
-    def paths(group: Group) -> Iterator[Sample | Branch]:
-        return (path for sample in group.samples if sample.error is None for path in sample.paths)
-
-    return [group.serial for group in groups if any(map(stale, paths(group)))]
 
 
 def prepare(group: Group, step: int, jobs: Mapping[str, Config], routing: RoutingShape | None) -> "Prepared":
