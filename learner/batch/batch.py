@@ -376,7 +376,7 @@ class _Staleness(NamedTuple):
 def _staleness(runs: Sequence[tuple[int, int, int]], step: int, mask: np.ndarray) -> _Staleness:
     """Counted per run of a version; `mask` [T] bool has the tokens in the loss."""
     small = all(abs(step - version) < 128 for *_, version in runs or [(0, 0, 0)])
-    of_tokens = np.full(len(mask), step, dtype=np.int8 if small else np.int32)
+    of_tokens = np.full(len(mask), 0 if runs else step, dtype=np.int8 if small else np.int32)  # runs have every token
     trained = 0
     total = 0
     largest = 0
