@@ -1,7 +1,7 @@
 """The groups of the learner's next step, made ready in a thread while it trains on the ones before."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from broker.client.calls import LearnerBroker
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class LookAhead(Generic[T]):
-    """What `make` gives of groups. The broker records no look: a take decides as if there had been none.
+    """What `make` gives of a step's groups. The broker records no look: the take decides as if there had been none.
 
     A group goes by the token of its lease. The same task generated again, or in another store, has another one.
     """
@@ -24,20 +24,16 @@ class LookAhead(Generic[T]):
         """`make` turns a group into what a step needs of it; the thread calls it too."""
         self._broker = broker
         self._make = make
-        self.made: dict[str, tuple[int, T]] = {}  # by token, with the serial
+        self.made: dict[str, T] = {}  # by token, all for one step
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._fault: Exception | None = None
 
-    def begin(self, step: int, before: Sequence[StoredGroup]) -> None:
-        """Look for groups for `step` until `end`, as many as the step before took.
-
-        No ready group is older than the last of those, so nothing else that is here up to it will be taken.
-        """
-        last = max(stored.serial for stored in before)
-        self.made = {token: made for token, made in self.made.items() if made[0] > last}
+    def begin(self, step: int, most: int) -> None:
+        """Make at most so many groups for `step`, as they become ready, until `end`."""
+        self.made = {}
         self._ends.clear()
-        self._thread = threading.Thread(target=self._look, args=(step, len(before)), name="look-ahead", daemon=True)
+        self._thread = threading.Thread(target=self._look, args=(step, most), name="look-ahead", daemon=True)
         self._thread.start()
 
     def end(self) -> list[str]:
@@ -50,10 +46,10 @@ class LookAhead(Generic[T]):
         return list(self.made)
 
     def get(self, stored: StoredGroup, step: int) -> T:
-        """A group, made now for `step` unless that was done before, perhaps for another step."""
-        _, made = self.made.get(stored.token) or (stored.serial, self._make(stored, step))
+        """A group, made now unless that was done before."""
+        made = self.made.get(stored.token) or self._make(stored, step)
         if stored.token:
-            self.made[stored.token] = stored.serial, made
+            self.made[stored.token] = made
         return made
 
     def _look(self, step: int, most: int) -> None:

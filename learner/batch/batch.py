@@ -8,7 +8,7 @@ All run on the lead rank, which sends every rank its part (learner/loop/share.py
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -194,19 +194,6 @@ def _check_routing(sample: Sample | Branch, index: int, shape: RoutingShape) -> 
             )
 
 
-def expired_groups(groups: Sequence[Group], step: int, max_staleness: int) -> list[int]:
-    """Serials of the groups with any sampled token older than `max_staleness` at `step`."""
-
-    def stale(path: Sample | Branch) -> bool:
-        too_old = expired(step, path.token_versions(), max_staleness)
-        return bool((too_old & (path.loss_mask.numpy() > 0)).any())
-
-    def paths(group: Group) -> Iterator[Sample | Branch]:
-        return (path for sample in group.samples if sample.error is None for path in sample.paths)
-
-    return [group.serial for group in groups if any(map(stale, paths(group)))]
-
-
 def prepare(group: Group, step: int, jobs: Mapping[str, Config], routing: RoutingShape | None) -> "Prepared":
     """The group's part in a batch of `step`, without advantages. `jobs`: Config.sources; `routing` as in `assemble`."""
     job = jobs[group.source]
@@ -389,7 +376,7 @@ class _Staleness(NamedTuple):
 def _staleness(runs: Sequence[tuple[int, int, int]], step: int, mask: np.ndarray) -> _Staleness:
     """Counted per run of a version; `mask` [T] bool has the tokens in the loss."""
     small = all(abs(step - version) < 128 for *_, version in runs or [(0, 0, 0)])
-    of_tokens = np.full(len(mask), step, dtype=np.int8 if small else np.int32)
+    of_tokens = np.full(len(mask), 0 if runs else step, dtype=np.int8 if small else np.int32)  # runs have every token
     trained = 0
     total = 0
     largest = 0

@@ -14,7 +14,7 @@ from common.config.schema import Config
 from common.errors import HopelessError
 from common.rollouts import Group
 from common.waits import WaitFor, WaitKind, sentence
-from learner.batch.batch import BadGroup, Prepared, expired_groups
+from learner.batch.batch import BadGroup, Prepared
 from learner.batch.dynamic_sampling import carries_signal, most_replaced
 from learner.loop.run_files import RunFiles
 from learner.loop.tasks import TaskStream
@@ -27,10 +27,9 @@ BAD_GROUP_ATTEMPTS = 3  # times one task may come back unusable before the run s
 
 
 class Ready(NamedTuple):
-    """A group that may be taken: decoded, and prepared for a step. One that cannot be trained on is neither."""
+    """A group, decoded and prepared for its step, or why it cannot be trained on."""
 
     group: Group | BadGroup
-    step: int = -1
     prepared: Prepared = []
 
 
@@ -92,8 +91,7 @@ class Gathering:
         filters = self._config.learner.dynamic_sampling
         flat = [group.serial for group in usable if filters and not carries_signal(group)]
         if self._config.staleness.expired == "regenerate":
-            trained = [group for group in usable if group.serial not in flat]
-            refused += expired_groups(trained, step, self._config.staleness.max)
+            refused += [n for n, found in ready.items() if any(played.expired for played, _ in found.prepared)]
         if refused:
             self._broker.regenerate(step, refused)
             self.regenerated += len(refused)
@@ -104,8 +102,8 @@ class Gathering:
         if self.is_replayed(step):
             self._files.events.add("replay", step=step, groups=len(taken))
         self._tasks.consume([group.serial for group in taken])
-        self.prepared = {serial: found.prepared for serial, found in ready.items() if found.step == step}
-        self._ahead.begin(step + 1, taken)
+        self.prepared = {serial: found.prepared for serial, found in ready.items()}
+        self._ahead.begin(step + 1, len(taken))
         self.missing = self._config.learner.groups_per_step
         self.replaced = 0
         return taken, usable

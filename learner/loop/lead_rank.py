@@ -101,7 +101,7 @@ class LeadRank(RolloutSource):
 
         def make(stored: StoredGroup, step: int) -> Ready:
             try:
-                return Ready(group := self.decode(stored), step, prepare(group, step, jobs, backend.routing_shape))
+                return Ready(group := self.decode(stored), prepare(group, step, jobs, backend.routing_shape))
             except BadGroup as error:
                 return Ready(error)
 

@@ -222,8 +222,9 @@ class Learner:
             if missing > 0:
                 self._broker.offer(self._stream.next(missing))
             groups = self._broker.take(step, GROUPS_PER_STEP, 1.0, self._o.in_order, held=self._ahead.end())
+        ahead = sum(group.held for group in groups)
         groups = [self._ahead.get(group, step) for group in groups]
-        self._ahead.begin(step + 1, groups)
+        self._ahead.begin(step + 1, GROUPS_PER_STEP)
         trained: list[list[Any]] = []
         positions = self._stream.state().outstanding
         self._stream.consume([group.serial for group in groups])
@@ -233,7 +234,7 @@ class Learner:
             trained.append([group.serial, positions[group.serial], *marks])
             self._weights = hashlib.sha256(self._weights.encode() + group.payload).hexdigest()
         self._trained.append(trained)
-        line = Trained(time.monotonic(), self._incarnation, step, trained, self._weights)
+        line = Trained(time.monotonic(), self._incarnation, step, trained, self._weights, ahead)
         with (self._run_dir / "learner.jsonl").open("ab", buffering=0) as file:
             file.write(msgspec.json.encode(line) + b"\n")
 

@@ -54,6 +54,7 @@ class Trained(msgspec.Struct, frozen=True):
     step: int
     groups: list[list[Any]]  # [serial, position in the dataset, marks of the samples...] of each, in order
     weights: str  # hash over the payloads of all steps up to this one
+    ahead: int = 0  # groups of this step that were there before the take
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from common.process.run_dir import RunDir
 from common.rollouts import decode_group
 from tests.faults.scenario import scenario
 from tests.rigs.fault_run import FaultRig, rage
-from tests.rigs.promise import LEASE_S
+from tests.rigs.promise import LEASE_S, trained_lines
 
 LONG_STOP_S = 2.5 * LEASE_S
 
@@ -92,6 +92,7 @@ def learner_killed(rig: FaultRig) -> float:
         rig.start_learner()
         worst = max(worst, rig.new_steps_s(at_s))
         rig.pause(0.1, 0.5)
+    assert any(line.ahead for line in trained_lines(rig.run_dir)), "groups were made while the step before trained"
     return worst
 
 

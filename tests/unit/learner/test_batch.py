@@ -14,7 +14,7 @@ from common.config.schema import Config, DistillationConfig
 from common.rollouts import Branch, Group, GroupMeta, Sample, TemperatureRun, VersionRun, encode_group
 from common.wire_types import Array
 from learner.backend_protocol import RoutingShape
-from learner.batch.batch import BadGroup, assemble, cache_ages, decode, expired_groups, length_deciles
+from learner.batch.batch import BadGroup, assemble, cache_ages, decode, length_deciles, prepare
 from learner.batch.packing import FILLER, build
 from learner.loop.step_metrics import Totals
 from tests.rigs.refusals import refused
@@ -196,7 +196,7 @@ def test_every_path_of_a_sample_is_a_document_with_its_advantage_and_all_counts_
     assert (batch.statistics.tokens_cut, [d.sample for d in batch.documents]) == (5 + 4 + 2, [1])
     fresh = msgspec.structs.replace(agent, branches=branches[:1])
     groups = [Group(1, [agent]), Group(2, [fresh]), Group(3, [failed])]
-    assert expired_groups(groups, step=6, max_staleness=1) == [1]
+    assert with_expired(groups, 6, make_config(staleness={"max": 1})) == [1]
 
 
 def test_the_learner_computes_at_the_temperature_of_each_token(make_config: Callable[..., Config]) -> None:
@@ -217,11 +217,17 @@ def test_a_branch_that_would_poison_training_is_refused() -> None:
         decode(stored(Group(5, [sample(branches=[outside])])), vocab_size=10, group_size=1)
 
 
+def with_expired(groups: list[Group], step: int, config: Config) -> list[int]:
+    """As learner/loop/gathering.py finds what is generated again."""
+    prepared = {group.serial: prepare(group, step, config.sources, None) for group in groups}
+    return [serial for serial, found in prepared.items() if any(played.expired for played, _ in found)]
+
+
 def test_groups_with_expired_tokens_are_found(make_config: Callable[..., Config]) -> None:
     fresh, old = Group(1, [sample(2, [(3, 5)])]), Group(2, [sample(2, [(1, 3), (3, 5)])])
     failed = Group(3, [sample(2, [(3, 0)], error="timeout")])
-    assert expired_groups([fresh, old, failed], step=5, max_staleness=1) == [2]
-    assert expired_groups([fresh, old, failed], step=5, max_staleness=2) == []
+    assert with_expired([fresh, old, failed], 5, make_config(staleness={"max": 1})) == [2]
+    assert with_expired([fresh, old, failed], 5, make_config(staleness={"max": 2})) == []
 
 
 def test_expired_tokens_are_counted_by_length_of_their_sample() -> None:
