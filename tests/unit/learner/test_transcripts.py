@@ -124,7 +124,7 @@ def test_every_transcript_has_the_texts_advantage_and_ratios_of_its_sample(make_
     world.backend.train_step = remembering  # type: ignore[method-assign]
     finish(world)
     found = list(read(world.run_dir))
-    steps = {entry.serial: entry.step for entry in world.broker.ledger()}
+    steps = {entry.serial: entry.step for entry in world.memory.learner().ledger()}
     assert sorted((t.serial, t.sample) for t in found) == [(n, i) for n in range(6) for i in range(4)]
     tokenizer = build_tokenizer()
     for t in found:
@@ -149,7 +149,7 @@ def test_a_filtered_groups_transcript_names_no_step_and_an_expired_one_trained_n
 ) -> None:
     world = transcribed(make_world, model, learner={"dynamic_sampling": True})
     finish(world)
-    filtered = {entry.serial for entry in world.broker.ledger() if entry.filtered}
+    filtered = {entry.serial for entry in world.memory.learner().ledger() if entry.filtered}
     found = list(read(world.run_dir))
     assert filtered and {t.serial for t in found if t.step is None} == filtered
     assert all(t.advantage is None and not any(t.turns[1].trained) for t in found if t.step is None)
