@@ -45,7 +45,7 @@ LOST_LIMIT = 0.1  # share
 LEAD_SHARE = 0.1  # of a step, in which the lead rank may take groups, and in which it may prepare and send batches
 BATCH_TOKENS = 1 << 30  # that `batch_s` is for
 STATE = 7  # GiB of a checkpoint for one of the model: weights in bfloat16, main weights and two moments in float32
-GPUS = 8  # of a learner's machine
+GPUS = 8  # a learner machine has so many
 MOST = 1 << 20  # no limit is looked for beyond
 
 
@@ -267,7 +267,7 @@ class Large:
         self, options: harness.Options, costs: Costs, gib: float, node_tokens_per_s: float, tokens: int, machines: int
     ) -> None:
         self._options, self._costs, self._gib, self._machines = options, costs, gib, machines
-        self.node_tokens = GROUPS_OF_NODE * SAMPLES * tokens  # of a node in a step
+        self.node_tokens = GROUPS_OF_NODE * SAMPLES * tokens  # a node's, in a step
         self.step_s = self.node_tokens / node_tokens_per_s  # a step takes what the fleet runs at once
         self.group_bytes = SAMPLES * tokens * costs.token_bytes
         self._known = {name: constant(name) for name in CONSTANTS}

@@ -91,14 +91,14 @@ class Offer(LearnerRequest[int], frozen=True, kw_only=True, tag="offer"):
 
 
 class Take(LearnerRequest[list[contract.StoredGroup] | None], frozen=True, kw_only=True, tag="take"):
-    """Answered with the groups, whose payloads follow as one frame each unless held; None: not ready in time."""
+    """Answered with the groups, whose payloads follow as frames unless the sender has them; None: not ready."""
 
     step: StepNumber
     count: Count
     wait_s: WaitSeconds
     in_order: bool = False
     held: HeldTokens = []  # tokens of groups whose payload the sender has
-    look: bool = False  # at once, some of the oldest ready groups that are not held; nothing is recorded
+    look: bool = False  # some of the oldest ready groups that it lacks, at once; nothing is recorded
 
     def read(self, value: msgspec.Raw, payloads: Sequence[bytes]) -> list[contract.StoredGroup] | None:
         groups = super().read(value, ())

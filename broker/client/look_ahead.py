@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class LookAhead(Generic[T]):
-    """What `make` gives of a step's groups. The broker records no look: the take decides as if there had been none.
+    """The results of `make` for groups of the next step. The broker records no look: the take decides as if there had been none.
 
     A group goes by the token of its lease. The same task generated again, or in another store, has another one.
     """

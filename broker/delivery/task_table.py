@@ -59,7 +59,7 @@ class TaskRecord(msgspec.Struct, gc=False):  # part of no cycle, and there are m
     failures: int = 0  # failed and lost leases; they count towards death
     # nodes that leased the task, in order. The list is replaced and never changed, so copies may share it.
     nodes: list[str] = []
-    token: str = ""  # of its lease; of a group, the one that it came under
+    token: str = ""  # names its lease, and later the one that its group came under
     node: str = ""
     meta: GroupMeta | None = None
     step: int | None = None

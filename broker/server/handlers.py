@@ -332,7 +332,7 @@ class Handlers:
         return itertools.chain(dead, self.parked.leases)
 
     def payloads(self, reply: wire.Reply) -> list[Payload] | None:
-        """The payloads of the groups in a reply that are not held, as frames. Raises BrokerError for an unreadable one.
+        """The payloads of a reply's groups that the learner lacks, as frames. Raises BrokerError for an unreadable one.
 
         None when the store has lost some: the step gives these groups up and has to take others.
         """

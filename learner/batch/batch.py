@@ -273,7 +273,7 @@ class _Played:  # a sample with an episode, over its paths or of one of them, fo
     places: int = 0  # its documents have so many
 
 
-Prepared = list[tuple[_Played, list[Document]]]  # of the samples that did not fail
+Prepared = list[tuple[_Played, list[Document]]]  # a group's samples that did not fail
 Ahead = Mapping[int, Prepared] | None
 
 

@@ -49,7 +49,7 @@ class Gathering:
         self._tasks = tasks
         self._files = files
         self._ahead = ahead
-        self.prepared: dict[int, Prepared] = {}  # of the newest step's groups, by serial
+        self.prepared: dict[int, Prepared] = {}  # the newest step's groups, by serial
         self.regenerated = 0  # groups given back since the last metrics line
         self.forget()
 

@@ -35,7 +35,7 @@ from tests.rigs.brokers import MemoryBroker, MemoryLearner
 from tests.rigs.waiting import read_jsonl
 
 VOCAB = 12
-BROKERS: list["FedBroker"] = []  # of the test; the threads of a learner end with them
+BROKERS: list["FedBroker"] = []  # the test's; a learner's threads end with them
 
 
 class BigramBackend:
