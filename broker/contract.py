@@ -112,7 +112,7 @@ class StoredGroup(msgspec.Struct, frozen=True, gc=False):
     meta: GroupMeta
     payload: bytes = b""
     source: str = ""  # the task's
-    token: str = ""  # names the lease that it came under, which no other group has; '' from a store of an earlier release
+    token: str = ""  # names the lease that it came under, and no other group's; '' from a store of an earlier release
     held: bool = False  # no payload follows: the learner said that it has it
 
 

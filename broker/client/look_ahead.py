@@ -15,8 +15,9 @@ T = TypeVar("T")
 
 
 class LookAhead(Generic[T]):
-    """The results of `make` for groups of the next step. The broker records no look: the take decides as if there had been none.
+    """The results of `make` for groups of the next step.
 
+    The broker records no look, and the take decides as without one.
     A group goes by the token of its lease. The same task generated again, or in another store, has another one.
     """
 
