@@ -42,8 +42,8 @@ CHAIN_LAB = (  # Mbit/s of each link, KiB of a piece, nodes, and the last one's 
 LAB_KIB = 24 << 10
 GIB, MIB = 1 << 30, 1 << 20
 LOST_LIMIT = 0.1  # share
-LEAD_SHARE = 0.1  # of a step, in which the lead rank may take groups, and in which it may prepare and send batches
-BATCH_TOKENS = 1 << 30  # that `batch_s` is for
+LEAD_SHARE = 0.1  # of a step, in which the lead rank may plan and send batches
+BATCH_TOKENS = 1 << 30  # in the step of `ahead_s` and so on
 STATE = 7  # GiB of a checkpoint for one of the model: weights in bfloat16, main weights and two moments in float32
 GPUS = 8  # a learner machine has so many
 MOST = 1 << 20  # no limit is looked for beyond
@@ -121,11 +121,12 @@ CONSTANTS = {  # name -> a result, and the value's path: fields, indices, and KE
     "snapshot_us": ("broker_window", "snapshots/-1/us_per_group_by_records"),  # for a group's share of snapshots
     "store_mib_per_s": ("broker_window", "runs/way=store/fill_mib_per_s"),  # groups that the store took
     "lead_us": ("broker_overhead", "sizes/1k/ways/slipstream_memory/consumer_us"),  # lead rank's CPU for a group of 1k
-    "large_lead_us": ("broker_overhead", "sizes/8k/ways/slipstream_memory/consumer_us"),  # the same for 8k
     "finished_bytes": ("broker_soak", "growth_bytes_per_group"),  # broker's memory for a finished task
     "sent_s_per_gib": ("weight_cpu", "ways/way=keys/sender_s"),  # a source's CPU for weights, sealed
     "forwarded_s_per_gib": ("weight_cpu", "ways/way=keys to 3/receiver_s"),  # a node's that passes them on
-    "batch_s": ("batch_path", "hosts/case=tokens/own_s"),  # outside training, for a step of 2^30 tokens
+    "ahead_s": ("batch_path", "hosts/case=tokens/ahead_s"),  # lead rank's CPU for a step of 2^30 tokens while it trains
+    "prepare_s": ("batch_path", "hosts/case=tokens/prepare_s"),  # and before it trains
+    "deliver_s": ("batch_path", "hosts/case=tokens/deliver_s"),
     "copied_s_per_gib": ("checkpoint_stall", "costs/copied_gib_s"),  # a rank's CPU for its part of a checkpoint
     "control_s": ("weight_control", "relay/nodes=1000/publish/cpu_s"),  # lead rank's CPU for a publish to 1,000 nodes
 }
@@ -283,7 +284,6 @@ class Large:
         o, known, step_s = self._options, self._known, self.step_s
         groups_per_s, rate = nodes * GROUPS_OF_NODE / step_s, o.link_gbit * 1e9 / 8
         broker_us = self._each_us("group_us", "large_group_us") + (known["snapshot_us"] or 0.0)
-        lead_us = self._each_us("lead_us", "large_lead_us")
         publish_s = chain_s(self._gib * GIB, rate, o.large_piece_mib * MIB, nodes, pieces_at_node(), HEADERS)
         interval_s, failures = o.every * step_s, o.failures_per_hour[-1]
         cluster = Cluster(self._machines, 0, failures, interval_s, o.pause_s, o.durable_s, o.restart_s, o.repair_s)
@@ -300,17 +300,17 @@ class Large:
             parts.append(Part("broker's core", cores, ("node_us", "group_us", "large_group_us", "snapshot_us")))
         if stored is not None:
             parts.append(Part("broker's disk", groups_per_s * self.group_bytes / stored / MIB, ("store_mib_per_s",)))
-        if known["lead_us"] is not None:
-            taking = 1e-6 * groups_per_s * lead_us / LEAD_SHARE
-            parts.append(Part("lead rank, taking groups", taking, ("lead_us", "large_lead_us")))
         if sent is not None:
             share = self._gib * sent / self._machines / step_s
             parts.append(Part("a source's core, sending weights", share, ("sent_s_per_gib",)))
         if forwarded is not None:
             parts.append(Part("a node's core, weights", self._gib * forwarded / step_s, ("forwarded_s_per_gib",)))
-        if known["batch_s"] is not None:
-            share = known["batch_s"] * nodes * self.node_tokens / BATCH_TOKENS / step_s
-            parts.append(Part("lead rank, batches", share / LEAD_SHARE, ("batch_s",)))
+        batches = nodes * self.node_tokens / BATCH_TOKENS / step_s
+        if known["ahead_s"] is not None:
+            parts.append(Part("lead rank, next groups", known["ahead_s"] * batches, ("ahead_s",)))
+        if known["deliver_s"] is not None:
+            share = (known["deliver_s"] + (known["prepare_s"] or 0.0)) * batches
+            parts.append(Part("lead rank, batches", share / LEAD_SHARE, ("prepare_s", "deliver_s")))
         if known["copied_s_per_gib"] is not None:
             stall_s = self._gib * STATE / (GPUS * self._machines) * known["copied_s_per_gib"]
             parts.append(Part("a checkpoint's stall, over a step", stall_s / step_s, ("copied_s_per_gib",)))

@@ -131,7 +131,9 @@ def test_the_parts_of_a_large_job_by_hand(monkeypatch: pytest.MonkeyPatch) -> No
         "large_group_us": 300.0,
         "snapshot_us": 4.0,
         "forwarded_s_per_gib": 1.5,
-        "batch_s": 32.0,
+        "ahead_s": 64.0,
+        "prepare_s": 2.0,
+        "deliver_s": 30.0,
         "copied_s_per_gib": 0.5,
     }
     monkeypatch.setattr(scale, "constant", known.get)
@@ -143,6 +145,7 @@ def test_the_parts_of_a_large_job_by_hand(monkeypatch: pytest.MonkeyPatch) -> No
     assert loads["broker's core"] == pytest.approx(0.1 + 800 * 304e-6)
     assert loads["broker's link"] == pytest.approx(800 * 80_000 / 10e9)
     assert loads["a node's core, weights"] == pytest.approx(1.5)
+    assert loads["lead rank, next groups"] == pytest.approx(64.0 * 1000 * 64_000 / 2**30 / 10.0)
     assert loads["lead rank, batches"] == pytest.approx(32.0 * 1000 * 64_000 / 2**30 / 10.0 / 0.1)
     assert loads["a checkpoint's stall, over a step"] == pytest.approx(10.0 * 7 / 64 * 0.5 / 10.0)
     assert "lead rank, control of weights" not in loads, "nothing has measured it"
