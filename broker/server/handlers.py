@@ -155,10 +155,8 @@ class Answers:
         elif self._memory is not None and not self._memory.has(request.step, [e for e in taken if e.token not in held]):
             raise Reading
         groups = [(e, e.meta) for e in taken if e.meta is not None]
-        told = [
-            (StoredGroup(e.serial, e.nodes[-1], m, b"", e.task.source, e.token, e.token in held)) for e, m in groups
-        ]
-        return _answer(request, told)
+        told = (StoredGroup(e.serial, e.nodes[-1], m, b"", e.task.source, e.token, e.token in held) for e, m in groups)
+        return _answer(request, list(told))
 
     def _lease(self, request: wire.AskLease, version: int | None) -> wire.Answer[list[Lease]]:
         leases = self.nodes.lease(request.node_id, version, request.max_groups)

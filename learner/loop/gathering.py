@@ -103,7 +103,7 @@ class Gathering:
             self._files.events.add("replay", step=step, groups=len(taken))
         self._tasks.consume([group.serial for group in taken])
         self.prepared = {serial: found.prepared for serial, found in ready.items()}
-        self._ahead.begin(step + 1, len(taken))
+        self._ahead.begin(step + 1, len(taken) if step + 1 < self._config.run.steps else 0)
         self.missing = self._config.learner.groups_per_step
         self.replaced = 0
         return taken, usable
