@@ -28,7 +28,7 @@ BUCKET_ALIGNMENT = 128  # elements; and ends a bucket at a multiple of it and of
 # H100, H200 and B200 as the driver reports them
 DEVICES = {"80 GB": 79.6 * (1 << 30), "141 GB": 139.8 * (1 << 30), "192 GB": 179.1 * (1 << 30)}
 HEADROOM = 0.10  # left for the CUDA context, communication buffers and fragmentation
-# of learner.megatron.logprobs: logits that a GPU computes at once, and exponentials kept for the backward pass
+# On a GPU learner.megatron.logprobs computes so many logits at once, and keeps so many for the backward pass.
 CHUNK_ELEMENTS, KEPT_ELEMENTS = 1 << 26, 1 << 28
 
 

@@ -9,10 +9,9 @@
 
 A pad ends its document, so no token before it sees it, nothing is asked of its output, and no gradient leaves it.
 
-Of a rank's positions only the rows reach the output layer, those whose targets are in the loss. Elsewhere its results
-are 0.
+The output layer gets only the rows, which are positions whose targets are in the loss. Elsewhere its results are 0.
 
-    0 0 0 1 1         0 1 1               loss mask: a prompt of three tokens, and one of one
+    0 0 0 1 1         0 1 1               loss mask of the targets in these places
                                           rank 0 computes a, b and f above and has no row; rank 1's are d, e, g and h
 """
 

@@ -1,7 +1,7 @@
 """The output layer computes the places in the loss and no other, and every gradient is that of all logits.
 
-Prompts are nine tenths of the documents. One pack trains nothing, and under context parallelism some ranks have no
-place of a pack that does. transformers computes all logits, one document at a time.
+Prompts are nine tenths of the documents. One pack trains nothing. Another one trains on one context rank only.
+transformers computes all logits, one document at a time.
 """
 
 from dataclasses import replace
@@ -139,7 +139,7 @@ def test_the_output_layer_gets_the_places_in_the_loss_alone(folder: Path, spec: 
     for number in range(1, tensor):
         assert [rank["rows"] for rank in found.ranks if rank["tensor"] == number] == first
     for name in ("policy", "supervised", "frozen", "reference"):
-        calls = [rows[name] for rows in first if rows[name]]  # of the last stages
+        calls = [rows[name] for rows in first if rows[name]]  # the last stages'
         assert sum(map(sum, calls)) == expected.ranks[0]["tokens"], name
         assert any(0 in each for each in calls), "a pack without any place"
     if "context" in spec.get("parallel", {}):
