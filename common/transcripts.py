@@ -38,7 +38,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
     pieces: list[str]  # the text of each token; a character of several tokens is in the last
     logprobs: list[float] = []  # behavior_logprobs; only in a policy's turn, as are the lists below
-    ratios: list[float] = []  # exp(logprobs - behavior_logprobs) at the step that trained it, before its update
+    # exp(logprobs - behavior_logprobs) at the step that trained it, before its update; 1 outside the loss
+    ratios: list[float] = []
     trained: list[int] = []  # 1 where the token was in the loss
     version_runs: list[tuple[int, int]] = []  # (index in this turn, policy version from there on)
     reward: float | None = None  # the environment gave it for a policy's turn
@@ -99,7 +100,7 @@ class Training:
 
     trained: np.ndarray  # [T] uint8, 1 where the token was in the loss
     advantage: float
-    ratios: np.ndarray | None = None  # [T] float32; None: not known
+    ratios: np.ndarray | None = None  # [T] float32, 1 where the token was not in the loss; None: not known
 
 
 class _Stretch(NamedTuple):  # tokens [start, end) of one author
@@ -219,7 +220,7 @@ def _turn(path: Sample | Branch, part: _Stretch, cut_before: int, text: TokenTex
     versions = path.token_versions()[where]
     starts: list[int] = np.flatnonzero(np.diff(versions, prepend=-2)).tolist() if path.version_runs else []
     scored = bool((path.loss_mask.numpy()[where] > 0).any())  # the environment may have taken the turn out
-    ratios = training.ratios if training is not None and scored else None
+    ratios = training.ratios if training is not None and training.trained[where].any() else None
     return msgspec.structs.replace(
         turn,
         logprobs=_rounded(path.behavior_logprobs.numpy()[where]) if scored else [],

@@ -34,7 +34,7 @@ class Microbatch:
     teacher_logprobs: Tensor | None = None  # [T] float32, of the targets by the teacher
     teacher_top_ids: Tensor | None = None  # [T, k] int64, the teacher's most probable tokens in the targets' places
     teacher_top_logprobs: Tensor | None = None  # [T, k] float32, their log-probabilities by the teacher
-    # [T, k] of the same tokens by the policy in training, differentiable; `train_step` adds it for the loss
+    # [T, k] of the same tokens by the policy in training, differentiable, 0 outside the loss; `train_step` adds it
     top_logprobs: Tensor | None = None
     temperatures: Tensor | None = None  # [T] float32 at which the targets were sampled, 0: the step's
     numbers: tuple[int, ...] = ()  # indices of the documents in the batch; () for a filler
@@ -69,8 +69,8 @@ class LossOutput:
     denominator: Tensor | None = None  # scalar, added like sums; None: loss tokens
 
 
-# (logprobs [T] float32 of the targets, entropy [T] float32 or None, microbatch) -> LossOutput. Documents arrive whole
-# and in the microbatch's order under every parallel layout.
+# (logprobs [T] float32 of the targets, entropy [T] float32 or None, microbatch) -> LossOutput. Both are 0 outside the
+# loss mask, where nothing is computed. Documents arrive whole and in the microbatch's order under every layout.
 LossFunction = Callable[[Tensor, Tensor | None, Microbatch], LossOutput]
 
 
@@ -114,7 +114,10 @@ class Backend(Protocol):
         ...
 
     def logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
-        """[T] float32 log-probabilities of the targets, no gradient, on every rank of the replica. Collective."""
+        """[T] float32 log-probabilities of the targets in the loss mask, 0 elsewhere, on every rank of the replica.
+
+        No gradient. Collective.
+        """
         ...
 
     def reference_logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:

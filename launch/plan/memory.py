@@ -28,7 +28,8 @@ BUCKET_ALIGNMENT = 128  # elements; and ends a bucket at a multiple of it and of
 # H100, H200 and B200 as the driver reports them
 DEVICES = {"80 GB": 79.6 * (1 << 30), "141 GB": 139.8 * (1 << 30), "192 GB": 179.1 * (1 << 30)}
 HEADROOM = 0.10  # left for the CUDA context, communication buffers and fragmentation
-CHUNK_ELEMENTS = 1 << 26  # logits that a GPU computes at once (learner.megatron.logprobs)
+# On a GPU learner.megatron.logprobs computes so many logits at once, and keeps so many for the backward pass.
+CHUNK_ELEMENTS, KEPT_ELEMENTS = 1 << 26, 1 << 28
 
 
 def fits(needed: float, device: float) -> bool:
@@ -130,13 +131,15 @@ def _sequence_shards(parallel: ParallelConfig) -> int:
 
 
 def output_bytes(model: Architecture, parallel: ParallelConfig, tokens: int, item: int) -> int:
-    """Peak of final norm, output layer and loss for this rank's `tokens`; the backward pass takes logits in chunks."""
+    """Peak of final norm, output layer and loss for this rank's `tokens`, as if all of them were in the loss."""
     width = model.vocabulary // parallel.tensor
     norm = 2 * tokens * model.hidden * item // _sequence_shards(parallel)
     hidden = 2 * tokens * model.hidden * item  # whole on every tensor-parallel rank, and its gradient
     weight = width * model.hidden * (FLOAT32 + item)  # its gradient, and one chunk's part of it
-    chunk = 2 * min(max(CHUNK_ELEMENTS, width), tokens * width) * FLOAT32  # log-probabilities and probabilities
-    return norm + hidden + weight + chunk
+    logits = tokens * width
+    chunk = min(max(CHUNK_ELEMENTS, width), logits)
+    kept = min(KEPT_ELEMENTS + chunk, logits)  # beyond what is kept, one chunk's at a time
+    return norm + hidden + weight + (kept + chunk) * FLOAT32
 
 
 def in_flight(stage: int, parallel: ParallelConfig, microbatches: int) -> float:

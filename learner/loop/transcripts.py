@@ -143,6 +143,7 @@ def _training(document: Document, logprobs: np.ndarray | None) -> Training:
     ratios = None
     if logprobs is not None and document.behavior_logprobs is not None:
         drift = np.insert(logprobs - document.behavior_logprobs[1:], 0, 0.0)  # [L]; nothing predicts the first
+        drift[document.loss_mask == 0] = 0.0  # where the learner computes nothing
         ratios = np.exp(np.clip(drift, -WORST_LOG_RATIO, WORST_LOG_RATIO))
     return Training(document.loss_mask, document.advantage, ratios)
 

@@ -21,7 +21,7 @@ from learner.backend_protocol import NOTHING_TRAINED, LossFunction, LossOutput, 
 from learner.megatron import parallel
 from learner.megatron.logprobs import logprobs_and_entropy
 from learner.megatron.moe import Experts
-from learner.megatron.pack_layout import PackPart
+from learner.megatron.pack_layout import LossRows, PackPart
 from learner.megatron.parallel import mpu
 
 
@@ -29,26 +29,28 @@ from learner.megatron.parallel import mpu
 class _Packed:
     batch: Microbatch  # whole, on the device
     part: PackPart
+    rows: LossRows
     tokens: Tensor  # [T padded / context] int64, this context rank's
     positions: Tensor
-    targets: Tensor
     params: PackedSeqParams
 
     def temperatures(self, step: float) -> float | Tensor:
-        """[T padded / context] float32 of this rank's targets where they differ, else `step` for all."""
+        """[n] float32 of the targets of this rank's rows where they differ, else `step` for all."""
         if self.batch.temperatures is None:
             return step
-        own = self.part.local(self.batch.temperatures)
+        own = self.rows.of_pack(self.batch.temperatures)
         return torch.where(own > 0, own, step)
 
 
 def _pack(batch: Microbatch, parallel: ParallelConfig, rank: int, device: torch.device) -> _Packed:
-    """`batch`, and the part of it that context rank `rank` computes."""
+    """`batch`, which is on the CPU, and the part of it that context rank `rank` computes."""
+    part = PackPart.of(batch.document_lengths, parallel, rank)
+    rows = LossRows.of(part, batch.loss_mask).to(device)
+    part = part.to(device)
     if device.type != "cpu":
         values = {field.name: getattr(batch, field.name) for field in fields(batch)}
         moved = {n: x.to(device, non_blocking=True) for n, x in values.items() if isinstance(x, Tensor)}
         batch = replace(batch, **moved)
-    part = PackPart.of(batch.document_lengths, parallel, rank, device)
     lengths = torch.tensor(part.lengths)
     bounds = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)]).to(device)
     longest = max(part.lengths)
@@ -59,9 +61,9 @@ def _pack(batch: Microbatch, parallel: ParallelConfig, rank: int, device: torch.
     return _Packed(
         batch=batch,
         part=part,
+        rows=rows,
         tokens=part.local(batch.tokens),
         positions=part.local(batch.positions),
-        targets=part.local(batch.targets),
         params=params,
     )
 
@@ -91,25 +93,27 @@ class Head:
             self._model.output_layer.forward = lambda hidden, weight=None, runtime_gather_output=None: (hidden, None)
 
     def logprobs(
-        self, hidden: Tensor, ids: Tensor, temperature: float | Tensor, entropy: bool = False
+        self, hidden: Tensor, rows: LossRows, ids: Tensor, temperature: float | Tensor, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """[T, n] log-probabilities of the tokens `ids` [T, n], and [T] entropies or None.
+        """[n, k] log-probabilities of the tokens `ids` [n, k] in the places of the n rows, and [n] entropies or None.
 
-        Collective over the tensor-parallel ranks.
+        Collective over the tensor-parallel ranks, also where there are no rows.
 
         `hidden`: [1, T / (tensor ranks under sequence parallelism), H], as the last stage returns it.
         """
         assert self._model is not None  # only the last stage has hidden states to ask about
-        gather = (
-            gather_from_sequence_parallel_region if self._sequence_parallel else copy_to_tensor_model_parallel_region
-        )
-        rows = gather(hidden.squeeze(0), group=self._group)  # the backward pass sums the ranks' parts of its gradient
+        found = hidden.squeeze(0)
+        # The backward passes sum the ranks' parts of the gradient; that of the copy needs no other rows.
+        if self._sequence_parallel:
+            found = rows.of_part(gather_from_sequence_parallel_region(found, group=self._group))
+        else:
+            found = copy_to_tensor_model_parallel_region(rows.of_part(found), group=self._group)
         if self._model.share_embeddings_and_output_weights:
             weight = self._model.shared_embedding_or_output_weight()
         else:
             weight = self._model.output_layer.weight
         logprobs, entropies = logprobs_and_entropy(
-            rows, weight, ids, temperature=temperature, group=self._group, with_entropy=entropy
+            found, weight, ids, temperature=temperature, group=self._group, with_entropy=entropy
         )
         return logprobs, entropies if entropy else None
 
@@ -142,9 +146,9 @@ class Schedule:
 
         def loss_of(hidden: Tensor, item: _Packed) -> tuple[Tensor, LossOutput]:
             asked = item.batch.teacher_top_ids
-            top = [] if asked is None else [item.part.local(asked)]
-            ids = torch.cat([item.targets[:, None], *top], 1)
-            logprobs, entropies = self._head.logprobs(hidden, ids, item.temperatures(temperature), entropy)
+            top = [] if asked is None else [asked]
+            ids = item.rows.of_pack(torch.cat([item.batch.targets[:, None], *top], 1))
+            logprobs, entropies = self._head.logprobs(hidden, item.rows, ids, item.temperatures(temperature), entropy)
             # Gathered one by one, because one of them may have no gradient.
             whole = None if entropies is None else self._whole(entropies, item)
             found = self._whole(logprobs, item)
@@ -169,10 +173,11 @@ class Schedule:
 
     @torch.no_grad()
     def logprobs(self, microbatches: list[Microbatch], temperature: float) -> list[Tensor]:
-        """[T] float32 log-probabilities of each microbatch's targets, on every stage. Collective."""
+        """[T] float32 log-probabilities of each microbatch's targets, 0 outside the loss, on all stages. Collective."""
 
         def loss_of(hidden: Tensor, item: _Packed) -> tuple[Tensor, Tensor]:
-            logprobs, _ = self._head.logprobs(hidden, item.targets[:, None], item.temperatures(temperature))
+            ids = item.rows.of_pack(item.batch.targets[:, None])
+            logprobs, _ = self._head.logprobs(hidden, item.rows, ids, item.temperatures(temperature))
             return logprobs.new_zeros(()), self._whole(logprobs.squeeze(1), item)
 
         self.experts.start()
@@ -185,12 +190,12 @@ class Schedule:
         return list(parallel.broadcast_tensor_from_last_stage(flat).cpu().split(sizes))
 
     def _whole(self, values: Tensor, item: _Packed) -> Tensor:
-        """[T padded / context, ...] of this context rank to the pack's [T, ...].
+        """[n, ...] of this context rank's rows to the pack's [T, ...], 0 outside the loss.
 
         Every context rank computes the same loss of whole documents, so each keeps its own gradient.
         """
         gathered = gather_from_sequence_parallel_region(
-            values, tensor_parallel_output_grad=False, group=self._context_group
+            item.rows.spread(values), tensor_parallel_output_grad=False, group=self._context_group
         )
         return item.part.whole(gathered)
 

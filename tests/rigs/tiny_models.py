@@ -9,6 +9,7 @@ import json
 import random
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,8 @@ def policy_loss(logprobs: Tensor, entropy: Tensor | None, batch: Microbatch) -> 
     assert entropy is not None
     terms = -(logprobs * batch.advantages) - 0.05 * entropy
     sums = {"entropy": (entropy.detach() * batch.loss_mask).sum()}
-    return LossOutput((terms * batch.loss_mask).sum(), sums, {"highest": logprobs.detach().max()})
+    highest = logprobs.detach().masked_fill(batch.loss_mask == 0, -torch.inf).max()
+    return LossOutput((terms * batch.loss_mask).sum(), sums, {"highest": highest})
 
 
 def hugging_face(model: Any, batch: Microbatch) -> tuple[Tensor, Tensor]:
@@ -304,8 +306,9 @@ def numbered(backend: Any, rows: list[Tensor], prefix: str) -> dict[str, Tensor]
 
 
 def logprobs(backend: Any, prefix: str = "logprobs") -> dict[str, Tensor]:
-    """The log-probabilities of the packs of step 0, numbered."""
-    return numbered(backend, backend.logprobs(share(backend, microbatches(0)), TEMPERATURE), prefix)
+    """The log-probabilities of all tokens of the packs of step 0, numbered."""
+    everywhere = [replace(batch, loss_mask=torch.ones_like(batch.loss_mask)) for batch in microbatches(0)]
+    return numbered(backend, backend.logprobs(share(backend, everywhere), TEMPERATURE), prefix)
 
 
 def exported(backend: Any, prefix: str) -> dict[str, Tensor]:

@@ -169,7 +169,7 @@ def job_reference(folder: Path, spec: dict[str, Any]) -> None:
         with watched(model) as seen, forced(model, routing[i]) if routing else nullcontext():
             logprobs, entropy = hugging_face(model, batch)
         output = LOSSES[spec.get("loss", "tokens")](logprobs, entropy, batch)
-        tensors[f"logprobs.{i}"] = logprobs.detach()
+        tensors[f"logprobs.{i}"] = logprobs.detach() * batch.loss_mask
         loss = loss + output.loss_sum
         divisor += batch.loss_mask.sum() if output.denominator is None else output.denominator
         balance = balance + sum(balance_loss(calls) for calls in seen) * len(batch.tokens) / places

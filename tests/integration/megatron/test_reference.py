@@ -30,7 +30,7 @@ def job_hugging_face(folder: Path, spec: dict[str, Any]) -> None:
     for name, seed in ((kind, 0), (f"{kind}-other", 7)):
         model = tiny_models.save(tiny_models.new_model(kind, seed), folder / "models" / name)
         for i, batch in enumerate(microbatches(0)):
-            tensors[f"{name}.{i}"] = tiny_models.hugging_face(model, batch)[0]
+            tensors[f"{name}.{i}"] = tiny_models.hugging_face(model, batch)[0] * batch.loss_mask
     forked_ranks.write(folder / f"hugging-face-{kind}", 0, tensors, {})
 
 
@@ -45,7 +45,8 @@ def job_reference(folder: Path, spec: dict[str, Any]) -> None:
         tensors |= tiny_models.numbered(backend, rows, str(number))
         kept.append(all(torch.equal(a, b) for a, b in zip(before, everything(backend), strict=True)))
         steps.append(figures(backend, number))
-    tensors |= tiny_models.logprobs(backend, "policy")
+    trained = backend.logprobs(share(backend, microbatches(0)), TEMPERATURE)
+    tensors |= tiny_models.numbered(backend, trained, "policy")
     forked_ranks.write(folder / spec["name"], backend.rank, tensors, {"kept": kept, "steps": steps})
 
 

@@ -33,7 +33,7 @@ def documents() -> list[Document]:
     return [
         Document(
             tokens=draw.integers(3, VOCABULARY, length).astype(np.int32),
-            loss_mask=np.r_[0, np.ones(length - 1)].astype(np.uint8),
+            loss_mask=(np.arange(length) > length // 3).astype(np.uint8),
             behavior_logprobs=np.full(length, -4.0, dtype=np.float32),
             advantage=float(draw.normal()),
             serial=number // 5,

@@ -189,7 +189,7 @@ def test_what_the_step_made_of_it_is_there_token_by_token() -> None:
     assert found.turns[1].ratios == ratios[start:end].tolist()
     assert found.turns[1].trained == [1] * (end - start)
     assert found.turns[4].trained == [0] * len(found.turns[4].tokens)
-    assert found.turns[4].ratios and not found.turns[3].ratios
+    assert found.turns[4].logprobs and found.turns[4].ratios == found.turns[3].ratios == []
     lost = made(sample, 1 << 20, Training(mask, -0.5, ratios * np.nan))
     assert lost.turns[1].ratios == []
 

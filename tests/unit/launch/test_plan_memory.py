@@ -84,5 +84,7 @@ def test_the_output_layer_works_in_chunks() -> None:
     width, item = (1 << 17) // 4, 2
     norm, hidden, weight = 2 * H * item // 4, 2 * H * item, width * H * (4 + item)
     assert output_bytes(model, parallel, 100, item) == 100 * (norm + hidden + 2 * width * 4) + weight
-    many = 1 << 20  # tokens: from 2^26 elements on, logits take no more
-    assert output_bytes(model, parallel, many, item) == many * (norm + hidden) + weight + 2 * (1 << 26) * 4
+    some = 1 << 12  # tokens: 2^27 logits, whose exponentials are all kept
+    assert output_bytes(model, parallel, some, item) == some * (norm + hidden) + weight + ((1 << 27) + (1 << 26)) * 4
+    many = 1 << 20  # from 2^28 + 2^26 on, logits take no more
+    assert output_bytes(model, parallel, many, item) == many * (norm + hidden) + weight + ((1 << 28) + (2 << 26)) * 4

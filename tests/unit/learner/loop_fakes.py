@@ -31,6 +31,7 @@ from learner.loop.run_files import RunFiles
 from learner.loop.status_reporter import StatusReporter
 from learner.loop.tasks import TaskStream, task_source
 from learner.loop.trainer import Trainer
+from learner.loss.ratios import within
 from tests.rigs.brokers import MemoryBroker, MemoryLearner
 from tests.rigs.waiting import read_jsonl
 
@@ -69,7 +70,8 @@ class BigramBackend:
         for batch in microbatches:
             logprobs = torch.log_softmax(self.table[batch.tokens] / temperature, -1)
             chosen = logprobs.gather(1, batch.targets[:, None])[:, 0]
-            out = loss(chosen, -(logprobs.exp() * logprobs).sum(-1), batch)
+            mask = batch.loss_mask > 0
+            out = loss(within(mask, chosen), within(mask, -(logprobs.exp() * logprobs).sum(-1)), batch)
             out.loss_sum.backward()
             total += out.loss_sum.item()
             divisor += tokens if out.denominator is None else out.denominator.item()
@@ -87,11 +89,12 @@ class BigramBackend:
     def logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         with torch.no_grad():
             rows = [torch.log_softmax(self.table[b.tokens] / temperature, -1) for b in microbatches]
-        return [row.gather(1, b.targets[:, None])[:, 0] for row, b in zip(rows, microbatches, strict=True)]
+        chosen = [row.gather(1, b.targets[:, None])[:, 0] for row, b in zip(rows, microbatches, strict=True)]
+        return [within(b.loss_mask > 0, row) for row, b in zip(chosen, microbatches, strict=True)]
 
     def reference_logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         """Those of the table before training: every token equally likely."""
-        return [torch.full(b.targets.shape, -math.log(VOCAB)) for b in microbatches]
+        return [-math.log(VOCAB) * b.loss_mask for b in microbatches]
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         yield "table", self.table.detach()

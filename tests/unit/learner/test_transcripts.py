@@ -91,6 +91,19 @@ def test_a_step_collects_no_more_than_there_is_room_for_and_nothing_if_nothing_w
     assert loss.collect(backend) == {} and not asked, "no collective"
 
 
+def test_tokens_of_a_turn_that_have_expired_have_the_ratio_one_because_nothing_was_computed() -> None:
+    group = make_group(0, 0, 1)
+    tokens = group.samples[0].tokens.numpy()
+    mask = np.zeros(len(tokens), dtype=np.uint8)
+    mask[-1] = 1
+    behavior = np.full(len(tokens), -2.0, dtype=np.float32)
+    document = Document(tokens, mask, behavior, serial=0, sample=0)
+    found = {(0, 0, 0): np.where(mask[1:] > 0, np.float32(-1.5), np.float32(0.0))}  # the learner's
+    batch = TrainingBatch(0, [document], BatchStatistics())
+    (item,) = items(batch, [group], {}, choose([group], 1.0, 0), found)
+    np.testing.assert_allclose(item.training[0].ratios, [1.0] * (len(tokens) - 1) + [np.exp(0.5)], rtol=1e-6)
+
+
 # ---------------------------------------------------------------- a run
 
 
@@ -162,6 +175,7 @@ def test_a_filtered_groups_transcript_names_no_step_and_an_expired_one_trained_n
     (old,) = (t for t in read(stale.run_dir, task=1) if t.sample == 0)
     assert old.step == 1
     assert not any(old.turns[1].trained) and old.turns[1].version_runs == [(0, -1)]
+    assert old.turns[1].logprobs and not old.turns[1].ratios, "the learner has not computed its log-probabilities"
 
 
 def test_off_keeps_nothing(make_world: MakeWorld, model: str) -> None:

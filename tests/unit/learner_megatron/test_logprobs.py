@@ -211,6 +211,10 @@ def share_the_vocabulary(rank: int, folder: str, pipe: Connection) -> None:
         with torch.no_grad():
             alone = logprobs_of(*mine, targets, 0.6, dist.group.WORLD, chunk)
         torch.testing.assert_close(alone, wanted[0], rtol=1e-12, atol=1e-12)
+        inputs = [x.detach().clone().requires_grad_() for x in (hidden[:0], weight[part])]
+        nothing = logprobs_and_entropy(*inputs, targets[:0], 0.6, dist.group.WORLD, chunk)
+        torch.stack(nothing).sum().backward()
+        assert nothing[0].shape == nothing[1].shape == (0,) and not inputs[1].grad.any()
     pipe.send_bytes(b"equal")
     leave(0)  # as a rank ends: gloo's threads do not survive the interpreter's teardown
 

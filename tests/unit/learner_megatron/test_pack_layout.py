@@ -1,4 +1,4 @@
-"""Every token of a pack has one position on one context rank, and comes back to where it was."""
+"""Every token of a pack has one position on one context rank, and comes back; those in the loss have one row."""
 
 import pytest
 import torch
@@ -7,13 +7,11 @@ from hypothesis import strategies as st
 
 from common.config.parallel_layout import document_multiple
 from common.config.schema import ParallelConfig
-from learner.megatron.pack_layout import PackPart, pack_multiple
-
-CPU = torch.device("cpu")
+from learner.megatron.pack_layout import LossRows, PackPart, pack_multiple
 
 
 def parts(lengths: tuple[int, ...], parallel: ParallelConfig) -> list[PackPart]:
-    return [PackPart.of(lengths, parallel, rank, CPU) for rank in range(parallel.context)]
+    return [PackPart.of(lengths, parallel, rank) for rank in range(parallel.context)]
 
 
 def test_zigzag_of_two_documents_on_two_ranks() -> None:
@@ -80,3 +78,41 @@ def test_rows_of_more_dimensions_travel_with_their_token() -> None:
     part = parts((3,), ParallelConfig(context=2))[1]
     assert torch.equal(part.local(experts, -1)[0], experts[1])
     assert part.local(torch.full((3, 2), 7), -1).tolist() == [[7, 7], [7, 7]]
+
+
+def test_rows_of_two_documents_on_two_ranks_are_those_in_the_loss() -> None:
+    mask = torch.tensor([0.0, 0, 0, 1, 1, 0, 1, 1])
+    first, second = (LossRows.of(part, mask) for part in parts((5, 3), ParallelConfig(context=2)))
+    assert first.tokens.tolist() == first.positions.tolist() == []
+    assert (second.tokens.tolist(), second.positions.tolist()) == ([3, 4, 6, 7], [1, 2, 4, 5])
+    assert second.spread(torch.tensor([5.0, 6, 7, 8])).tolist() == [0, 5, 6, 0, 7, 8]
+    assert first.spread(torch.zeros(0, 3)).tolist() == [[0.0] * 3] * 6
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from([1, 2, 3, 8]),
+    st.sampled_from([0.0, 0.1, 0.7, 1.0]),
+)
+def test_every_token_in_the_loss_has_one_row_whose_value_and_gradient_come_back(
+    lengths: list[int], context: int, tensor: int, share: float
+) -> None:
+    ranks = parts(tuple(lengths), ParallelConfig(context=context, tensor=tensor))
+    draw = torch.Generator().manual_seed(sum(lengths))
+    mask = (torch.rand(sum(lengths), generator=draw) < share).float()
+    values = torch.randn(sum(lengths), 2, generator=draw)
+    rows = [LossRows.of(part, mask) for part in ranks]
+    assert torch.equal(torch.cat([each.tokens for each in rows]).sort().values, mask.nonzero().squeeze(1))
+    local = [part.local(values).requires_grad_() for part in ranks]
+    asked = [each.of_part(mine) for each, mine in zip(rows, local, strict=True)]
+    for each, found in zip(rows, asked, strict=True):
+        assert torch.equal(found, each.of_pack(values))
+    spread = [each.spread(found) for each, found in zip(rows, asked, strict=True)]
+    whole = ranks[0].whole(torch.cat(spread))
+    assert torch.equal(whole, values * mask[:, None])
+    weights = torch.randn(sum(lengths), 2, generator=draw)
+    gradients = torch.autograd.grad((whole * weights).sum(), local)
+    for part, gradient in zip(ranks, gradients, strict=True):
+        assert torch.equal(gradient, part.local(weights * mask[:, None]))
