@@ -71,6 +71,7 @@ def ask(config: Config) -> list[Problem]:
         done = subprocess.run(command, input=told, stdout=subprocess.PIPE, timeout=CHECK_S, check=False)
     except subprocess.TimeoutExpired:
         return [Problem(key, f"a check that ends within {CHECK_S:g} s", "one that does not")]
-    if done.returncode:
+    try:
+        return msgspec.json.decode(done.stdout, type=list[Problem])
+    except msgspec.DecodeError:
         return [Problem(key, "a part that can be checked", f"a check that ends with exit code {done.returncode}")]
-    return msgspec.json.decode(done.stdout, type=list[Problem])
