@@ -23,6 +23,7 @@ from learner.backend_protocol import Microbatch
 from learner.loss.losses import PROXIMALS
 
 COLUMNS = 3  # logprobs, proximal_logprobs, advantages
+BYTES = 8  # of a float64
 Tokens = dict[int, bytes]  # [COLUMNS, n] float64 of a document's n loss tokens, by its number in the batch
 
 
@@ -112,15 +113,15 @@ def choose(config: LossConfig, parts: Iterable[Tokens], seed: tuple[int, int]) -
     """[n] bool of each document's loss tokens by its number; `parts`: those of every replica, `seed`: (seed, step)."""
     documents = {number: data for part in parts for number, data in part.items()}
     numbers = sorted(documents)
-    columns = [np.frombuffer(documents[number]).reshape(COLUMNS, -1) for number in numbers]
-    rows = np.concatenate(columns, axis=1) if columns else np.zeros((COLUMNS, 0))
-    if not rows.shape[1]:
+    counts = [len(documents[number]) // (COLUMNS * BYTES) for number in numbers]
+    if not any(counts):
         return {number: np.zeros(0, dtype=bool) for number in numbers}
+    full = [np.frombuffer(documents[number]).reshape(COLUMNS, -1) for number in numbers if documents[number]]
+    logprobs, proximal, advantages = np.concatenate(full, axis=1)
     options = {name: value for name, value in config.objective_options.items() if name in MARK_OPTIONS}
-    draws = np.random.Generator(np.random.PCG64(seed)).random(rows.shape[1])
-    found = MARKS[config.objective](BatchTokens(*rows, draws), **options)
-    ends = np.cumsum([column.shape[1] for column in columns])
-    return dict(zip(numbers, np.split(found, ends[:-1]), strict=True))
+    draws = np.random.Generator(np.random.PCG64(seed)).random(len(logprobs))
+    found = MARKS[config.objective](BatchTokens(logprobs, proximal, advantages, draws), **options)
+    return dict(zip(numbers, np.split(found, np.cumsum(counts)[:-1]), strict=True))
 
 
 def with_marks(batch: Microbatch, chosen: Mapping[int, np.ndarray]) -> Microbatch:

@@ -12,10 +12,18 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from common.config.loading import dump_yaml
-from common.config.loss import CORRECTION_BOUNDS, MARKING, clip_bounds, correction_bounds, plugins
+from common.config.loss import (
+    CORRECTION_BOUNDS,
+    MARKING,
+    clip_bounds,
+    correction_bounds,
+    loss_problems,
+    plugins,
+)
 from common.config.schema import Config, LossConfig
 from common.errors import ConfigError
 from common.rollouts import Group
@@ -185,6 +193,15 @@ def with_loss(config: Config, **loss: Any) -> Config:
 def test_the_examples_of_every_kind_pass(make_config: Any) -> None:
     config = with_loss(make_config(), **EXAMPLES)
     assert set(plugins(config)) == {f"learner.loss.{key}" for key in EXAMPLES if not key.endswith("options")}
+    check(config)
+
+
+def test_the_example_of_the_page_passes(make_config: Any, beside: Path) -> None:
+    page = (ROOT / "docs" / "losses.md").read_text()
+    code, keys = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)[0] for kind in ("python", "yaml"))
+    (beside / "my_loss.py").write_text(code)
+    config = with_loss(make_config(), **yaml.safe_load(keys)["learner"]["loss"])
+    assert list(loss_problems(config.learner.loss)) == []
     check(config)
 
 
