@@ -1,4 +1,4 @@
-"""What a config names by import path: an environment, a reward, a part of the loss. The standard library only."""
+"""Objects that a config names by import path: environments, rewards, parts of the loss. The standard library only."""
 
 import difflib
 import importlib

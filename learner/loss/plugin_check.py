@@ -9,7 +9,7 @@ a small batch of six documents with prompts, expired tokens and advantages of bo
 - documents in one microbatch, each in its own, and in two halves of two ranks give the same loss;
 - tokens outside the loss change nothing.
 
-What has no gradient (`detach`, `no_grad`, `item`) stays as it was at the point where differences are taken.
+Results without gradient (`detach`, `no_grad`, `item`) are constants when differences are taken.
 """
 
 import contextlib
@@ -324,7 +324,7 @@ def check(config: Config, file: str = "config") -> None:
 
 
 def found_problems(config: Config, file: str = "config") -> Iterator[Problem]:
-    """What is wrong with each part that the config names by import path."""
+    """The problems of the parts that the config names by import path."""
     for key, name in plugins(config).items():
         kind = key.rpartition(".")[2]
         of_source = key.split(".")[2] if key.startswith("tasks.sources.") else ""

@@ -58,7 +58,7 @@ def can_check() -> bool:
 
 
 def ask(config: Config) -> list[Problem]:
-    """What is wrong with the parts that `config` names by import path, from a process of their own; [] without torch.
+    """The problems of the parts that `config` names by import path, found by a process of their own; [] without torch.
 
     The learner, whose Python has torch, checks them again.
     """

@@ -45,7 +45,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class GroupRewards:
-    """What the samples of one task got; [G] arrays in the order of the samples, read-only."""
+    """The rewards of one task's samples; [G] arrays in the order of the samples, read-only."""
 
     totals: np.ndarray  # [G] float64, the rewards; NaN where the sample failed
     lengths: np.ndarray  # [G] int64, sampled tokens of the sample, over all of its paths
@@ -79,7 +79,7 @@ class PolicyTokens:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """What an objective says of each token. Values outside the loss are not read."""
+    """The result of an objective. Values outside the loss are not read."""
 
     values: Tensor  # [T], to be maximised, differentiable
     clipped: Tensor  # [T] bool, where the objective's bound applies; a metric counts them
@@ -93,7 +93,7 @@ Objective = Callable[..., Surrogate]
 
 @dataclass(frozen=True)
 class Corrected:
-    """What a correction makes of the importance weights."""
+    """The result of a correction."""
 
     weights: Tensor  # [T] factor of the token's objective, without gradient
     truncated: Tensor  # [T] bool, where the weight was moved to a bound
@@ -115,7 +115,7 @@ KlEstimator = Callable[[Tensor], Tensor]  # log r = reference_logprobs - logprob
 
 @dataclass(frozen=True)
 class Count:
-    """What a reduction counts."""
+    """The tokens that a reduction counts."""
 
     documents: Documents
     counted: Tensor  # [T] float, 1 for tokens that means are taken over, else 0
