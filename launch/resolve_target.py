@@ -15,9 +15,10 @@ from common.config.checks import C, downloaded, resolve_paths
 from common.config.loading import Document, build_config, kind_of, load_config, load_either
 from common.config.network_checks import fixed_address, is_redis, split_address
 from common.config.schema import BaseConfig, Config, Reader
-from common.errors import UsageError, of_source
+from common.errors import ConfigError, UsageError, of_source
 from common.json_lines import EventFile
 from common.process.run_dir import CHANGEABLE, OF_A_MACHINE, RunDir, other_values
+from learner.loss import plugins
 
 
 def load_job(
@@ -64,6 +65,9 @@ def checked(config: C, file: str, environment: bool = True, reader: Reader = "al
     config.validate(file, reader)  # before a long download
     if (local := downloaded(config, reader)) != config:  # the config that is returned keeps the hub's names
         local.validate(file, reader)
+    if reader == "all" and config.rl is not None:
+        for problem in plugins.ask(config.rl):
+            raise ConfigError.of(file, problem)
     if environment and config.rl is not None:
         from rollout_fleet.environments.description import check_sources
 

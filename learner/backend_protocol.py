@@ -39,6 +39,7 @@ class Microbatch:
     temperatures: Tensor | None = None  # [T] float32 at which the targets were sampled, 0: the step's
     numbers: tuple[int, ...] = ()  # indices of the documents in the batch; () for a filler
     kl_coefficients: Tensor | None = None  # [T] float32 with tasks.sources, in the place of the loss's coefficient
+    marked: Tensor | None = None  # [T] bool, tokens that an objective over the whole batch has chosen
 
 
 UNKNOWN = {"uint8": 255, "int16": -1}  # the expert of a token whose routing is not known, by dtype

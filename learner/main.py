@@ -20,6 +20,7 @@ import msgspec
 
 from common.config.checks import downloaded, resolve_paths
 from common.config.loading import load_either
+from common.config.loss import plugins
 from common.config.schema import BaseConfig, SftConfig
 from common.errors import EXIT_DONE
 from common.process.health import serving_health
@@ -130,6 +131,10 @@ def run(arguments: Sequence[str]) -> int:
     config = downloaded(named, "learner")
     config.validate(str(words.config), "learner")
     process = RankProcess(config.role, RunDir.of(named), config.learner.threads, config.telemetry.log_level)
+    if config.rl is not None and plugins(config.rl):
+        from learner.loss.plugin_check import check  # after the process has its threads: it imports torch
+
+        check(config.rl, str(words.config))
     raise_open_files()
     keep_freed_memory()
     state = train(config, named, process, words.broker, words.address)

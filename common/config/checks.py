@@ -16,7 +16,7 @@ import msgspec
 
 from common.config.architecture import Architecture, UnknownArchitecture, read_architecture
 from common.config.loading import Document, describe_value
-from common.config.loss import loss_problems
+from common.config.loss import OVER_THE_BATCH, advantage_problems, is_plugin, loss_problems
 from common.config.network_checks import address_problems, broker_problems, buffers_problems, weights_address_problems
 from common.config.parallel_layout import (
     architecture_problems,
@@ -317,10 +317,12 @@ def _losses(config: Config) -> Iterator[Problem]:
     if loss.kl_coefficient and not config.measures_kl:
         expected = "0, since every one of tasks.sources has 0"
         yield Problem("learner.loss.kl_coefficient", expected, hint="no reference is loaded, so none can be compared")
+    for at, job in zip(config.tasks.sources or ("",), config.sources.values(), strict=True):
+        yield from advantage_problems(f"tasks.sources.{at}" if at else "learner.loss", job)
     estimators = {job.learner.loss.advantage for job in config.sources.values()}
-    if config.learner.dynamic_sampling and "reinforce_pp" in estimators:
+    for name in sorted(estimators & {*OVER_THE_BATCH}) if config.learner.dynamic_sampling else ():
         hint = "rewards are compared over the batch, so groups whose rewards are all equal do carry signal"
-        yield Problem("learner.dynamic_sampling", "false with learner.loss.advantage: reinforce_pp", hint=hint)
+        yield Problem("learner.dynamic_sampling", f"false with learner.loss.advantage: {name}", hint=hint)
     if loss.distillation is not None:
         if config.learner.dynamic_sampling:
             hint = "groups whose rewards are all equal carry the teacher's signal"
@@ -328,9 +330,10 @@ def _losses(config: Config) -> Iterator[Problem]:
         if config.rollout.temperature != 1:
             hint = "a teacher's log-probabilities know no temperature"
             yield Problem("rollout.temperature", "1 with learner.loss.distillation", hint=hint)
-    drops = loss.correction == "mis" or loss.correction_normalize or loss.correction_veto is not None
+    drops = loss.correction == "mis" or is_plugin(loss.correction)
+    drops = drops or loss.correction_normalize or loss.correction_veto is not None
     if config.learner.moe.balance == "aux_loss" and drops:
-        expected = "bias or none with correction mis, correction_normalize or correction_veto"
+        expected = "bias or none with correction mis or 'module:function', correction_normalize or correction_veto"
         hint = "what these leave out is known after the forward pass only: the auxiliary loss would get an odd weight"
         yield Problem("learner.moe.balance", expected, hint=hint)
 
@@ -338,7 +341,8 @@ def _losses(config: Config) -> Iterator[Problem]:
 def _rollout(config: Config, model: Architecture | None) -> Iterator[Problem]:
     rollout = config.rollout
     engine = config.rollout.engine
-    others = {job.learner.loss.advantage for job in config.sources.values()} - {"reinforce_pp"}
+    named = {job.learner.loss.advantage for job in config.sources.values()}
+    others = {name for name in named if name != "reinforce_pp" and not is_plugin(name)}
     if rollout.group_size == 1 and others and config.learner.loss.trains_on_rewards:
         hint = "a group of one has nothing to be compared with: every advantage would be zero"
         yield Problem("rollout.group_size", f"at least 2 with learner.loss.advantage: {min(others)}", hint=hint)

@@ -22,7 +22,7 @@ from common.config.observing import WatchRule
 from common.config.schema import BaseConfig, Config, SftConfig
 from common.config.scorers import scorer_problems, teacher_problems
 from common.config.tasks import task_problems
-from common.config.types import MOST_FLOAT, MOST_INTEGER
+from common.config.types import MOST_FLOAT, MOST_INTEGER, names_in
 from common.errors import ConfigError, Problem, UsageError, meant, nearest
 from common.metrics import StepMetrics, numbers
 
@@ -249,7 +249,7 @@ def _rewritten(
     value = _value_at(document, key)
     hint = None
     info = schema_info.type_info(kind)
-    if isinstance(info, schema_info.LiteralType) and (near := nearest(str(value), map(str, info.values))):
+    if isinstance(value, str) and (near := nearest(value, _names(info))):
         hint = f"did you mean '{near}'?"
     if isinstance(value, int) and abs(value) > MOST_INTEGER:
         hint = f"at most {MOST_INTEGER}"
@@ -279,6 +279,15 @@ def _converts(value: object, kind: Any) -> bool:
     except msgspec.ValidationError:
         return False
     return True
+
+
+def _names(kind: schema_info.Type) -> list[str]:
+    """The names that a type accepts, without those of import paths."""
+    if isinstance(kind, schema_info.UnionType):
+        return [name for each in kind.types for name in _names(each)]
+    if isinstance(kind, schema_info.LiteralType):
+        return [str(value) for value in kind.values]
+    return names_in(kind.pattern) if isinstance(kind, schema_info.StrType) else []
 
 
 def _looks_like_text(value: object, kind: schema_info.Type) -> bool:
@@ -311,7 +320,9 @@ def _in_words(kind: schema_info.Type) -> str:
     if isinstance(kind, schema_info.ListType):
         return f"a list of {_in_words(kind.item_type)}"
     if isinstance(kind, schema_info.LiteralType):
-        return "one of " + ", ".join(str(v) for v in kind.values)
+        return "one of " + ", ".join(_names(kind))
+    if names := _names(kind):
+        return f"one of {', '.join(names)}, or 'module:function'"
     if isinstance(kind, schema_info.IntType | schema_info.FloatType):
         word, most = ("an integer", MOST_INTEGER) if isinstance(kind, schema_info.IntType) else ("a number", MOST_FLOAT)
         bounds = [(">=", kind.ge), (">", kind.gt), ("<=", kind.le)]

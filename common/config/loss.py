@@ -1,11 +1,16 @@
-"""Bounds of the loss that apply when the config leaves them unset, with their sources, and checks of its keys."""
+"""Bounds and options of the loss that apply when the config leaves them unset, with their sources; checks of its keys.
 
-from collections.abc import Iterator
+A part that is 'module:function' has no bounds here. Its options are checked where it can be imported, which takes
+torch: learner/loss/plugins.py.
+"""
 
-from common.config.schema import LossConfig
-from common.errors import Problem
+from collections.abc import Iterator, Mapping
+
+from common.config.schema import Config, LossConfig
+from common.errors import Problem, meant
 
 UNCORRECTED = "every weight is 1 then; clip_low and clip_high bound the whole way from the sampler's policy"
+UNMOVED = "a batch is one optimizer step, so under proximal: recompute no token has moved"
 
 Bounds = tuple[float, float]
 
@@ -15,7 +20,12 @@ CLIP_BOUNDS: dict[str, Bounds] = {
     "cispo": (1.0, 4.0),  # MiniMax-M1 (arXiv 2506.13585), section 3.1: no lower bound; up to 5 as ScaleRL and TRL
     "gspo": (3e-4, 4e-4),  # GSPO (arXiv 2507.18071), section 5.1
     "dppo_tv": (0.2, 0.2),  # probability differences; prime-rl
+    "dppo_kl": (0.05, 0.05),  # nats; DPPO (arXiv 2602.04879), Binary-KL
+    "gmpo": (0.4, 0.4),  # logarithms of ratios; GMPO (arXiv 2507.20673), section 4; TRL
+    "clip_cov": (0.2, 0.2),  # verl's clip_ratio
 }
+PLUGIN_BOUNDS = CLIP_BOUNDS["ppo_clip"]  # clip_low and clip_high of 'module:function', where they are unset
+WITHOUT_BOUNDS = ("sapo", "kl_cov", "m2po")
 
 # (correction, correction_level) -> (correction_low, correction_cap)
 CORRECTION_BOUNDS: dict[tuple[str, str], Bounds] = {
@@ -28,17 +38,51 @@ CORRECTION_BOUNDS: dict[tuple[str, str], Bounds] = {
     ("mis", "sequence"): (0.2, 5.0),  # SkyRL's cap; its inverse below, as verl
     ("mis", "geometric"): (0.99, 1.01),  # SkyRL
 }
+PLUGIN_CORRECTION_BOUNDS: Bounds = (0.0, 2.0)  # as tis of tokens
+
+# part -> the values that its options may have, both ends included; their defaults are those of its function
+OPTIONS: dict[str, dict[str, Bounds]] = {
+    "sapo": {"tau_high": (1e-3, 1e3), "tau_low": (1e-3, 1e3)},
+    "clip_cov": {"share": (0.0, 1.0), "least": (-1e9, 1e9), "most": (-1e9, 1e9)},
+    "kl_cov": {"share": (0.0, 1.0), "coefficient": (0.0, 1e9)},
+    "m2po": {"moment": (1e-9, 1e9)},
+    "pass_at_k": {"k": (1.0, 1e9)},
+}
+DEFAULT_K = 4.0  # of pass_at_k
+MARKING = ("clip_cov", "kl_cov", "m2po")  # they see the whole batch; learner/loss/whole_batch.py
+MARK_OPTIONS = ("share", "least", "most", "moment")  # those of their options that say which tokens are marked
+NEED_A_MOVE = ("kl_cov", "m2po")  # they act on tokens whose ratio is not 1
+OVER_THE_BATCH = ("reinforce_pp", "gdpo")  # estimators by which a group of equal rewards may have advantages
+
+# The keys of the loss that take 'module:function'.
+PLUGIN_KEYS = ("objective", "advantage", "correction", "reduction", "kl_estimator")
+
+
+def is_plugin(name: str) -> bool:
+    """Whether the name of a part is an import path."""
+    return ":" in name
+
+
+def plugins(config: Config) -> dict[str, str]:
+    """The import path by the key that names it, those of sources included."""
+    loss = config.learner.loss
+    named = {f"learner.loss.{key}": getattr(loss, key) for key in PLUGIN_KEYS}
+    named |= {f"tasks.sources.{n}.advantage": s.advantage or "" for n, s in config.tasks.sources.items()}
+    return {key: name for key, name in named.items() if is_plugin(name)}
 
 
 def clip_bounds(config: LossConfig) -> Bounds:
     """(clip_low, clip_high) of the config's objective."""
-    low, high = CLIP_BOUNDS[config.objective]
+    low, high = CLIP_BOUNDS.get(config.objective, PLUGIN_BOUNDS)
     return low if config.clip_low is None else config.clip_low, high if config.clip_high is None else config.clip_high
 
 
 def correction_bounds(config: LossConfig) -> Bounds:
     """(correction_low, correction_cap) of the config's correction; raises KeyError when it has no such level."""
-    low, cap = CORRECTION_BOUNDS[config.correction, config.correction_level]
+    if is_plugin(config.correction):
+        low, cap = PLUGIN_CORRECTION_BOUNDS
+    else:
+        low, cap = CORRECTION_BOUNDS[config.correction, config.correction_level]
     low = low if config.correction_low is None else config.correction_low
     return low, cap if config.correction_cap is None else config.correction_cap
 
@@ -46,15 +90,93 @@ def correction_bounds(config: LossConfig) -> Bounds:
 def loss_problems(loss: LossConfig, measures_kl: bool = False) -> Iterator[Problem]:
     """Keys of the loss that contradict each other or would be ignored; `measures_kl`: a source has a KL term."""
     key = "learner.loss."
-    if loss.clip_dual is not None and loss.objective != "ppo_clip":
-        yield Problem(key + "clip_dual", f"unset with objective: {loss.objective}", hint="it bounds ppo_clip only")
-    if loss.objective == "dppo_tv" and max(clip_bounds(loss)) >= 1:
-        name = "clip_low" if clip_bounds(loss)[0] >= 1 else "clip_high"
-        yield Problem(key + name, "less than 1", hint="with dppo_tv it is a difference of probabilities")
+    yield from _objective(loss)
+    yield from option_problems(f"{key}objective_options", loss.objective, loss.objective_options)
     yield from _correction(loss)
     if loss.reference is not None and not (loss.kl_coefficient or measures_kl):
         expected = "unset while learner.loss.kl_coefficient is 0"
         yield Problem(key + "reference", expected, hint="nothing would be compared with it")
+
+
+def _objective(loss: LossConfig) -> Iterator[Problem]:
+    """Bounds that the objective has not, or cannot have, and what leaves it without effect."""
+    key = "learner.loss."
+    clips = loss.objective in ("ppo_clip", "clip_cov") or is_plugin(loss.objective)
+    if loss.clip_dual is not None and not clips:
+        hint = "it bounds ppo_clip and clip_cov only"
+        yield Problem(key + "clip_dual", f"unset with objective: {loss.objective}", hint=hint)
+    for name in ("clip_low", "clip_high") if loss.objective in WITHOUT_BOUNDS else ():
+        if getattr(loss, name) is not None:
+            hint = "it has objective_options instead; docs/algorithms.md"
+            yield Problem(key + name, f"unset with objective: {loss.objective}", hint=hint)
+    if loss.objective == "dppo_tv" and max(clip_bounds(loss)) >= 1:
+        name = "clip_low" if clip_bounds(loss)[0] >= 1 else "clip_high"
+        yield Problem(key + name, "less than 1", hint="with dppo_tv it is a difference of probabilities")
+    if loss.objective in NEED_A_MOVE and loss.proximal == "recompute":
+        hint = f"{UNMOVED}, and {loss.objective} would change nothing"
+        yield Problem(key + "proximal", f"behavior or loglinear with objective: {loss.objective}", hint=hint)
+    if loss.objective in MARKING and loss.distillation is not None and loss.distillation.objective == "advantage":
+        hint = "it compares advantages over the batch before the teacher's opinion is in them"
+        yield Problem(key + "objective", "another one with distillation.objective: advantage", hint=hint)
+    least, most = (loss.objective_options.get(name, default) for name, default in (("least", 1.0), ("most", 5.0)))
+    if loss.objective == "clip_cov" and least >= most:
+        yield Problem(key + "objective_options", "least below most with clip_cov", f"{least:g} and {most:g}")
+
+
+def option_problems(key: str, name: str, options: Mapping[str, float]) -> Iterator[Problem]:
+    """Options, at `key`, that the part of this name has not, or values that they cannot have."""
+    if is_plugin(name) or name == "gdpo":
+        return
+    known = OPTIONS.get(name, {})
+    for option, value in options.items():
+        if option not in known:
+            hint = meant(option, known, f"{name} has {', '.join(known) or 'none'}")
+            yield Problem(key, f"options of {name}", option, hint)
+            continue
+        least, most = known[option]
+        if not least <= value <= most:
+            yield Problem(key, f"{option} from {least:g} to {most:g} with {name}", f"{value:g}")
+
+
+def advantage_problems(at: str, config: Config) -> Iterator[Problem]:
+    """Options of a source's estimator, the one at the key path `at`; `config` is its job."""
+    loss = config.learner.loss
+    key = f"{at}.advantage_options"
+    options = loss.advantage_options
+    yield from option_problems(key, loss.advantage, options)
+    size = config.rollout.group_size
+    if loss.advantage == "pass_at_k" and not 1 <= (k := options.get("k", DEFAULT_K)) <= size - 1:
+        hint = "k of all the samples of a group succeed as soon as one does, so nothing would be compared"
+        yield Problem(key, f"k from 1 to rollout.group_size - 1 ({size - 1}) with pass_at_k", f"{k:g}", hint)
+    if loss.advantage == "pass_at_k" and options.get("k", DEFAULT_K) % 1:
+        yield Problem(key, "a whole number as k", f"{options['k']:g}")
+    if loss.advantage == "gdpo":
+        yield from _gdpo(key, config)
+
+
+def _gdpo(key: str, config: Config) -> Iterator[Problem]:
+    """Rewards that gdpo lacks, or does not know."""
+    weights = config.learner.loss.advantage_options
+    page = "docs/algorithms.md"
+    if not any(weights.values()):
+        yield Problem(key, "the names of the rewards with their weights, some not 0, for gdpo", "none", page)
+    known = _reward_names(config)
+    for name in weights:
+        if known is not None and name not in known:
+            yield Problem(key, "rewards of this job", name, meant(name, known, f"it has {', '.join(sorted(known))}"))
+
+
+def _reward_names(config: Config) -> set[str] | None:
+    """The names that tasks.reward gives to the numbers of a sample; None where only the environment knows them."""
+    reward = config.tasks.reward
+    if reward is None or isinstance(reward, str):
+        return None
+    names = set[str]()
+    for entry in reward:
+        own = entry.name or (entry.function or entry.scorer or "").rpartition(":")[2]
+        several = entry.weight if isinstance(entry.weight, dict) else None
+        names |= {own} if several is None else {"/".join(filter(None, (entry.name, each))) for each in several}
+    return names
 
 
 def _correction(loss: LossConfig) -> Iterator[Problem]:

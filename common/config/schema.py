@@ -20,12 +20,18 @@ from common.config.scorers import ScorerConfig, scorers_of
 from common.config.tasks import RowsConfig, SftTasksConfig, TasksConfig
 from common.config.types import (
     AboveOne,
+    AdvantageName,
     CollectiveSeconds,
+    CorrectionName,
     Fraction,
+    KlEstimatorName,
     Natural,
     NonNegative,
+    Number,
+    ObjectiveName,
     Positive,
     PositiveFloat,
+    ReductionName,
     Seconds,
     Strict,
     Text,
@@ -115,9 +121,12 @@ class LossConfig(Strict, frozen=True, kw_only=True):
     """Bounds that are None take their default from common/config/loss.py; see docs/algorithms.md."""
 
     # How the update of a token is bounded; docs/algorithms.md compares the objectives.
-    objective: Literal["ppo_clip", "cispo", "gspo", "dppo_tv"] = "ppo_clip"
+    objective: ObjectiveName = "ppo_clip"
+    objective_options: dict[str, Number] = {}  # Keyword arguments of the objective; docs/algorithms.md.
     # How the rewards of a group become advantages; docs/algorithms.md compares the estimators.
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
+    advantage: AdvantageName = "grpo"
+    # Keyword arguments of the estimator: `k` of pass_at_k, names and weights of gdpo's rewards; docs/algorithms.md.
+    advantage_options: dict[str, Number] = {}
     # Lower bound of the objective. Unset, its default applies. It never acts under proximal: recompute.
     clip_low: PositiveFloat | None = None
     # Upper bound of the objective. Unset, its default applies. It never acts under proximal: recompute.
@@ -127,7 +136,7 @@ class LossConfig(Strict, frozen=True, kw_only=True):
     # Policy around which the update is bounded; docs/corrections.md.
     proximal: Literal["recompute", "behavior", "loglinear"] = "recompute"
     # Importance correction of tokens that an older version sampled; docs/corrections.md.
-    correction: Literal["none", "tis", "icepop", "mis"] = "tis"
+    correction: CorrectionName = "tis"
     # Ratio that the correction uses: the token's, the sample's, or its geometric mean.
     correction_level: Literal["token", "sequence", "geometric"] = "token"
     correction_low: PositiveFloat | None = None  # Lower bound of the weight. Unset, the correction's default applies.
@@ -136,11 +145,13 @@ class LossConfig(Strict, frozen=True, kw_only=True):
     correction_veto: PositiveFloat | None = None  # A sample with a token whose weight is below this leaves the loss.
     # Weight of the KL divergence from the reference model; 0 loads no reference.
     kl_coefficient: NonNegative = 0.0
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # Estimator of that divergence.
+    kl_estimator: KlEstimatorName = "k3"  # Estimator of that divergence.
     reference: Text | None = None  # The reference model, named like model.path. Unset, it is model.path.
     entropy_coefficient: NonNegative = 0.0  # Weight of the entropy bonus.
+    # Weight of the squared log-ratio to the sampler, which keeps tokens near the policy that sampled them.
+    log_ratio_penalty: NonNegative = 0.0
     # How the loss of tokens is averaged; docs/algorithms.md.
-    reduction: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
+    reduction: ReductionName = "token_mean"
     distillation: DistillationConfig | None = None  # Learns from a teacher as well; docs/distillation.md.
 
     @property
@@ -414,6 +425,8 @@ class Config(BaseConfig, frozen=True, kw_only=True):
         own = self.tasks.sources[name]
         given = {key: getattr(own, key) for key in ("max_tokens", "max_turns", "advantage", "kl_coefficient")}
         changed = {key: value for key, value in given.items() if value is not None}
+        if own.advantage is not None or own.advantage_options:  # another estimator's options are not its own
+            changed["advantage_options"] = own.advantage_options
         loss = {key: value for key, value in changed.items() if key in LossConfig.__struct_fields__}
         tasks = self.tasks.only(name)
         return msgspec.structs.replace(

@@ -11,7 +11,18 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from common.config.types import AddressSpace, Fraction, NonNegative, Number, Positive, Scalar, Seconds, Strict, Text
+from common.config.types import (
+    AddressSpace,
+    AdvantageName,
+    Fraction,
+    NonNegative,
+    Number,
+    Positive,
+    Scalar,
+    Seconds,
+    Strict,
+    Text,
+)
 from common.errors import Problem, UsageError
 from common.json_lines import dataset_rows
 
@@ -113,7 +124,8 @@ class SourceConfig(EpisodesConfig, frozen=True, kw_only=True):
     weight: NonNegative = 1.0
     max_tokens: Positive | None = None  # As rollout.max_tokens, which it must not exceed.
     max_turns: Positive | None = None  # As rollout.max_turns, which it must not exceed.
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] | None = None  # As learner.loss.advantage.
+    advantage: AdvantageName | None = None  # As learner.loss.advantage.
+    advantage_options: dict[str, Number] = {}  # As learner.loss.advantage_options, for the source's own estimator.
     kl_coefficient: NonNegative | None = None  # As learner.loss.kl_coefficient.
 
 

@@ -22,6 +22,30 @@ Text = Annotated[str, Meta(min_length=1)]
 Scalar = str | Integer | Number | bool
 AddressSpace = Annotated[int, Meta(ge=32, le=MOST_INTEGER)]  # MiB; a Python process does not start with 24
 
+# ---------------------------------------------------------------- names that anybody may extend
+IMPORT_PATH = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"  # 'module:function'
+
+
+def one_of(*names: str) -> Meta:
+    """One of our names, or 'module:function' of anybody's; loading.py reads our names back for its messages."""
+    return Meta(pattern=f"^(?:{'|'.join((*names, IMPORT_PATH))})$")
+
+
+def names_in(pattern: str | None) -> list[str]:
+    """The names of `one_of` in the pattern of a type; [] in any other."""
+    head, found, _ = (pattern or "").partition(f"|{IMPORT_PATH})$")
+    return head.removeprefix("^(?:").split("|") if found else []
+
+
+# The parts of the loss; docs/losses.md. Their functions are in learner/loss/.
+ObjectiveName = Annotated[
+    str, one_of("ppo_clip", "cispo", "gspo", "gmpo", "sapo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "m2po")
+]
+AdvantageName = Annotated[str, one_of("grpo", "dr_grpo", "rloo", "reinforce_pp", "opo", "maxrl", "pass_at_k", "gdpo")]
+CorrectionName = Annotated[str, one_of("none", "tis", "icepop", "mis")]
+ReductionName = Annotated[str, one_of("token_mean", "sequence_mean", "fixed_length")]
+KlEstimatorName = Annotated[str, one_of("k1", "k2", "k3")]
+
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of every config struct."""

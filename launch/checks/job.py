@@ -18,6 +18,7 @@ import msgspec
 import psutil
 
 from common.config.group_size import most_kept_bytes
+from common.config.loss import plugins
 from common.config.network_checks import split_address
 from common.config.schema import BaseConfig, Config
 from common.errors import ConfigError, Problem, SlipstreamError, UsageError
@@ -27,6 +28,7 @@ from common.security.credentials import KeyFolder
 from launch.checks.findings import Finding, few, fine, problem, refusal, warning
 from launch.checks.review import Review
 from launch.plan.job_plan import GIB, MIB, Plan
+from learner.loss.plugins import can_check
 from rollout_fleet.environments.description import Description
 from rollout_fleet.environments.protocol import Chat
 
@@ -50,6 +52,7 @@ def check_config_and_files(review: Review) -> Iterator[Finding]:
     yield from (refusal(wrong, review.file) for wrong in refused)
     if not refused:
         yield fine("config", f"{review.file} passes the checks of a launch")
+    yield from check_parts(review)
     yield from check_model(Path(config.model.path))
     weights = [source.weight for source in config.rl.tasks.sources.values()] if config.rl is not None else []
     for (key, path), weight in zip(config.tasks.datasets.items(), weights or [1.0], strict=True):
@@ -62,6 +65,17 @@ def check_config_and_files(review: Review) -> Iterator[Finding]:
         yield from check_scorers(config.rl, review.file)
     if config.broker.credentials is not None:
         yield from check_permissions(Path(config.broker.credentials))
+
+
+def check_parts(review: Review) -> Iterator[Finding]:
+    """The parts of the loss that the config names by import path; what is wrong with them is among the refused."""
+    named = plugins(review.config.rl) if review.config.rl is not None else {}
+    if named and not can_check():
+        what = f"{few([*named])}: this Python has no torch, so {'it is' if len(named) == 1 else 'they are'} not checked"
+        why = "the learner checks a part of the loss when it starts, and ends if it is wrong"
+        yield warning("loss", "unchecked", what, why=why, fix="run doctor in the learner's environment")
+    elif named and not any(wrong.key.removesuffix("_options") in named for wrong in review.refused):
+        yield fine("loss", f"{few([*named.values()])}: finite, differentiable, the same however it is packed")
 
 
 # ---------------------------------------------------------------- model and dataset

@@ -15,6 +15,7 @@ from common.config.architecture import UnknownArchitecture, read_architecture
 from common.config.checks import MODEL_HINT, problems, resolve_paths
 from common.config.group_size import most_kept_bytes
 from common.config.loading import load_either
+from common.config.loss import plugins as loss_plugins
 from common.config.network_checks import is_loopback, split_address
 from common.config.parallel_layout import model_problems, world_problems
 from common.config.passthrough import passthrough_warnings
@@ -25,6 +26,7 @@ from common.process.run_dir import other_values
 from launch.checks.findings import Finding, note
 from launch.plan.job_plan import GIB, Plan, RlPart, make_plan, stages_of
 from launch.plan.memory import ADAM_BYTES, DEVICES, GRADIENT_BYTES, HEADROOM, ITEM_BYTES, MAIN_BYTES, fits
+from learner.loss import plugins
 from rollout_fleet.environments.description import PYTHON_KEY, Description, check_sources
 
 # ---------------------------------------------------------------- advice
@@ -359,6 +361,11 @@ def review(
             made.environments = check_sources(config.rl, file, libraries)
         except ConfigError as error:
             made.refused.append(Problem(error.key, error.expected, error.found, error.hint))
+    if config.rl is not None and (named := loss_plugins(config.rl)):
+        made.refused += plugins.ask(config.rl)
+        if not plugins.can_check():
+            unseen = f"{', '.join(named)}: this Python has no torch. The learner checks these parts when it starts."
+            made.remarks.append(note("loss", "unchecked", unseen))
     try:
         _add_plan(made, path, gpus_per_node, link_gbit)
     except UnknownArchitecture as error:

@@ -21,8 +21,10 @@ from common.staleness import expired
 from common.wire_types import Array
 from learner.backend_protocol import UNKNOWN, RoutingShape
 from learner.batch.dynamic_sampling import carries_signal
+from learner.batch.group_rewards import rewards_of
 from learner.batch.packing import Document
 from learner.loss.advantages import ADVANTAGES
+from learner.loss.plugins import part
 
 ARRAY_DTYPES = {"tokens": "int32", "loss_mask": "uint8", "behavior_logprobs": "float32"}
 TRUNCATED = {"length", "turn_limit"}
@@ -219,9 +221,10 @@ def assemble(
     played: list[_Played] = []
     documents: list[Document] = []
     jobs = config.sources
-    estimates = _advantages(kept, jobs)
+    prepared = {g.serial: (ahead or {}).get(g.serial) or prepare(g, step, jobs, routing) for g in kept}
+    estimates = _advantages(kept, jobs, prepared)
     for group in kept:
-        for found, made in (ahead or {}).get(group.serial) or prepare(group, step, jobs, routing):
+        for found, made in prepared[group.serial]:
             played.append(found)
             documents += [replace(d, advantage=float(estimates[group.serial][d.sample])) for d in made]
     for group in filtered:  # trains nothing, but tells how the policy does
@@ -231,13 +234,18 @@ def assemble(
     return TrainingBatch(step, documents, figures)
 
 
-def _advantages(groups: Sequence[Group], jobs: Mapping[str, Config]) -> dict[int, np.ndarray]:
+def _advantages(
+    groups: Sequence[Group], jobs: Mapping[str, Config], prepared: "Mapping[int, Prepared]"
+) -> dict[int, np.ndarray]:
     """[samples] of each group by its serial; every source has its estimator, over its own groups."""
     found = dict[int, np.ndarray]()
     for name, job in jobs.items():
         own = [group for group in groups if group.source == name]
-        rewards = [np.array([np.nan if s.error is not None else s.reward for s in group.samples]) for group in own]
-        estimates = ADVANTAGES[job.learner.loss.advantage](rewards) if own else []
+        loss = job.learner.loss
+        estimator = part("advantage", loss.advantage, ADVANTAGES, loss.advantage_options)
+        sampled = {group.serial: [played.sampled for played, _ in prepared[group.serial]] for group in own}
+        rewards = [rewards_of(group, sampled[group.serial], job.tasks.success) for group in own]
+        estimates = estimator(rewards) if own else []
         if not job.learner.loss.trains_on_rewards:
             estimates = [np.zeros(len(estimate)) for estimate in estimates]
         found |= {group.serial: estimate for group, estimate in zip(own, estimates, strict=True)}

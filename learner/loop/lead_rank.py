@@ -171,6 +171,7 @@ class LeadRank(RolloutSource):
         return Train(step, list(self._nodes))
 
     def batch(self, step: int) -> tuple[TrainingBatch, list[Microbatch]]:
+        self._step = step
         batch = assemble(self._groups, step, self.config, self.backend.routing_shape, self._gathering.prepared)
         documents = batch.documents
         self._chosen = choose(self._groups, self.config.telemetry.transcripts, self.config.run.seed)

@@ -24,6 +24,7 @@ from learner.batch.packing import Document, build
 from learner.loop import share
 from learner.loop.batch_source import BatchSource
 from learner.loop.transcripts import Logprobs, RecordingLoss
+from learner.loss import whole_batch
 from learner.loss.losses import policy_loss
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class RolloutSource(BatchSource):
         self.config = config
         every = config.evaluation.every
         self.has_final_evaluation = every > 0 and config.run.steps % every == 0
+        self._step = 0  # the one whose batch came last
         self._published = 0
         self._address = address or config.weights.address
         self._in_parts: bool | None = None  # every source sends its own part of the weights; None: not found out yet
@@ -66,6 +68,7 @@ class RolloutSource(BatchSource):
 
     def batch(self, step: int) -> tuple[TrainingBatch, list[Microbatch]]:
         """Raises UsageError, on every rank, when a document is too long for a microbatch."""
+        self._step = step
         told, documents, microbatches = share.decode(self.backend.deliver(None, [cell.ranks for cell in self._cells]))
         if told.refused:
             raise UsageError(told.refused)
@@ -74,11 +77,25 @@ class RolloutSource(BatchSource):
         return TrainingBatch(step, [], told.statistics), build(documents, microbatches)
 
     def complete(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        """With the reference model's log-probabilities, if the loss asks for them. Collective."""
-        if not self.config.measures_kl:
-            return microbatches
-        found = self.backend.reference_logprobs(microbatches, self.temperature)
-        return [replace(batch, reference_logprobs=x) for batch, x in zip(microbatches, found, strict=True)]
+        """With the reference model's log-probabilities and the batch's marks, if the loss asks. Collective."""
+        if self.config.measures_kl:
+            found = self.backend.reference_logprobs(microbatches, self.temperature)
+            microbatches = [replace(batch, reference_logprobs=x) for batch, x in zip(microbatches, found, strict=True)]
+        return self._marked(microbatches) if whole_batch.marks(self.config.learner.loss) else microbatches
+
+    def _marked(self, microbatches: list[Microbatch]) -> list[Microbatch]:
+        """With the marks of an objective over the whole batch; the first rank of a replica sends its tokens."""
+        loss = self.config.learner.loss
+        logprobs = self.backend.logprobs(microbatches, self.temperature)
+        own = whole_batch.tokens_of(loss, microbatches, logprobs)
+        parts = [own]
+        if self._cells:
+            first = {cell.replica: cell.ranks[0] for cell in reversed(self._cells)}
+            sends = first[self.backend.data_parallel_rank] == self.backend.rank
+            told = self.backend.all_gather_bytes(whole_batch.encode(own) if sends else b"")
+            parts = [whole_batch.decode(data) for data in told]
+        chosen = whole_batch.choose(loss, parts, (self.config.run.seed, self._step))
+        return [whole_batch.with_marks(batch, chosen) for batch in microbatches]
 
     def after_step(self, version: int, batch: TrainingBatch) -> None:
         """Keep transcripts, and publish the version when it is due. Collective."""

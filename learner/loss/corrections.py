@@ -5,8 +5,7 @@ The weight is the token's own (`correction_level: token`), the product over the 
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,18 +13,7 @@ from torch import Tensor
 from common.config.loss import correction_bounds
 from common.config.schema import LossConfig
 from learner.loss.ratios import Documents, bounded_exp
-
-
-@dataclass(frozen=True)
-class Corrected:
-    weights: Tensor  # [T] factor of the token's objective
-    truncated: Tensor  # [T] bool, where the weight was moved to a bound
-    rejected: Tensor  # [T] bool, where it was set to 0 because it was out of bounds
-    counted: Tensor  # [T] bool, tokens that means are taken over
-
-
-# (log of the tokens' weights [T] without gradient, 0 outside the loss; documents; config) -> Corrected
-Correction = Callable[[Tensor, Documents, LossConfig], Corrected]
+from learner.loss.types import Corrected, Correction
 
 
 def none(log_weights: Tensor, documents: Documents, config: LossConfig) -> Corrected:

@@ -3,16 +3,18 @@
     r    = exp(logprobs - proximal_logprobs)
     w    = stop_gradient(exp(proximal_logprobs - behavior_logprobs))
     loss = -mean over loss tokens of
-           correction(w) * objective(r, A) + entropy_coefficient * entropy - kl_coefficient * kl - distillation
+           correction(w) * objective(r, A) + entropy_coefficient * entropy - kl_coefficient * kl
+           - log_ratio_penalty * (logprobs - behavior_logprobs)^2 - distillation
 
 This is decoupled PPO (Hilton et al., Batch size-invariance for policy optimization, arXiv 2110.00641, section 3).
 AReaL (arXiv 2505.24298, section 5.2) uses it for asynchronous RL on language models. The trust region is around the
 proximal policy; the importance weight leads from the behavior policy to it. The parts are registries.
 Corrections and objectives have files of their own. Proximal policies, estimators and reductions are below.
-docs/algorithms.md says when to use which, and CONTRIBUTING.md how to add one.
+docs/algorithms.md says when to use which, docs/losses.md how to bring one along, and CONTRIBUTING.md how to add one.
+The squared log-ratio is the penalty of prime-rl's default loss, which takes 1e-3.
 
-The divergence and the entropy are means over the same tokens as the objective. Under `correction_normalize`
-everything becomes a weighted mean: sum of w * (objective + ...) over sum of w.
+The divergence, the penalty and the entropy are means over the same tokens as the objective. Under
+`correction_normalize` everything becomes a weighted mean: sum of w * (objective + ...) over sum of w.
 """
 
 from collections.abc import Callable
@@ -21,21 +23,22 @@ from functools import partial
 
 from torch import Tensor
 
+from common.config.loss import MARK_OPTIONS, MARKING
 from common.config.schema import LossConfig
 from learner.backend_protocol import LossFunction, LossOutput, Microbatch
 from learner.loss.corrections import CORRECTIONS, veto
 from learner.loss.distillation import Teaching
-from learner.loss.objectives import OBJECTIVES, PolicyTokens
+from learner.loss.objectives import OBJECTIVES
+from learner.loss.plugins import part
 from learner.loss.ratios import Documents, bounded_exp, within
 from learner.loss.token_diagnostics import token_counts, token_sums
+from learner.loss.types import Correction, Count, KlEstimator, Objective, PolicyTokens, Reduction
 
 # ---------------------------------------------------------------- divergence from the reference
 # Estimators of KL(policy || reference) from the tokens that were sampled, with r = p_reference / p. Schulman,
 # Approximating KL Divergence (2020), http://joschu.net/blog/kl-approx.html.
 
 LARGEST = 10.0  # bounds k3, as in verl: a larger r would dominate every other token
-
-KlEstimator = Callable[[Tensor], Tensor]  # log r = reference_logprobs - logprobs, [T] -> [T]
 
 
 def k1(log_ratio: Tensor) -> Tensor:
@@ -96,21 +99,6 @@ PROXIMALS: dict[str, Proximal] = {"recompute": recompute, "behavior": behavior, 
 
 
 # ---------------------------------------------------------------- reductions
-# A reduction gives every token a share of the sum, and the microbatch's part of the denominator. The backend adds both
-# over all microbatches of all data-parallel ranks and then divides. So the result does not depend on packing.
-
-
-@dataclass(frozen=True)
-class Count:
-    documents: Documents
-    counted: Tensor  # [T] float, 1 for tokens that means are taken over, else 0
-    worth: Tensor  # [T] float, a token's part of the denominator: `counted`, or under `correction_normalize` its weight
-    max_tokens: int  # rollout.max_tokens
-    normalized: bool  # whether `worth` are weights
-
-
-# -> ([T] factor of each token's term in the sum, None for 1; scalar denominator)
-Reduction = Callable[[Count], tuple[Tensor | None, Tensor]]
 
 
 def token_mean(count: Count) -> tuple[Tensor | None, Tensor]:
@@ -157,11 +145,33 @@ def policy_loss(config: LossConfig, max_tokens: int) -> LossFunction:
     Its sums are those of token_diagnostics.py, and `entropy` and `kl` where they are computed, all over loss tokens.
     Its gradient reaches `entropy` only if `entropy_coefficient` is positive.
     """
-    return partial(_policy_loss, config, max_tokens)
+    return partial(_policy_loss, Parts.of(config), config, max_tokens)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The functions that a config names, with their options."""
+
+    objective: Objective
+    correction: Correction
+    kl_estimator: KlEstimator
+    reduction: Reduction
+
+    @classmethod
+    def of(cls, config: LossConfig) -> "Parts":
+        """Raises ConfigError for an import path that leads nowhere."""
+        marks = MARK_OPTIONS if config.objective in MARKING else ()  # options of the choice in whole_batch.py
+        options = {name: value for name, value in config.objective_options.items() if name not in marks}
+        return cls(
+            part("objective", config.objective, OBJECTIVES, options),
+            part("correction", config.correction, CORRECTIONS),
+            part("kl_estimator", config.kl_estimator, KL_ESTIMATORS),
+            part("reduction", config.reduction, REDUCTIONS),
+        )
 
 
 def _policy_loss(
-    config: LossConfig, max_tokens: int, logprobs: Tensor, entropy: Tensor | None, batch: Microbatch
+    parts: Parts, config: LossConfig, max_tokens: int, logprobs: Tensor, entropy: Tensor | None, batch: Microbatch
 ) -> LossOutput:
     mask = batch.loss_mask > 0
     documents = Documents(batch.document_lengths, mask)
@@ -171,15 +181,17 @@ def _policy_loss(
     vetoed = None
     drift = current - behavior
     proximal = PROXIMALS[config.proximal](current, behavior, batch.staleness)
-    corrected = CORRECTIONS[config.correction](proximal - behavior, documents, config)
+    corrected = parts.correction(proximal - behavior, documents, config)
     if config.correction_veto is not None:
         corrected, vetoed = veto(corrected, proximal - behavior, documents, config.correction_veto)
     advantages = batch.advantages.to(logprobs.dtype)
     teaching = None if config.distillation is None else Teaching(config.distillation, batch, current, mask)
     if teaching is not None:
         advantages = teaching.advantages(advantages)
-    tokens = PolicyTokens(logprobs, proximal, advantages, documents)
-    surrogate = OBJECTIVES[config.objective](tokens, config)
+    if config.objective in MARKING and batch.marked is None:
+        raise ValueError(f"objective: {config.objective}, but the microbatch has no marks of the whole batch")
+    tokens = PolicyTokens(logprobs, proximal, advantages, documents, batch.marked)
+    surrogate = parts.objective(tokens, config)
     sums = token_sums(mask, drift, corrected, vetoed, surrogate.clipped) | token_counts(mask, drift, batch.staleness)
     weights = within(mask, corrected.weights)
     counted = (corrected.counted & mask).to(weights.dtype)
@@ -193,16 +205,18 @@ def _policy_loss(
         raise ValueError("kl_coefficient is positive, but the microbatch has no reference_logprobs")
     if batch.reference_logprobs is not None:
         reference = within(mask, batch.reference_logprobs.to(logprobs.dtype))
-        kl = KL_ESTIMATORS[config.kl_estimator](reference - logprobs)
+        kl = parts.kl_estimator(reference - logprobs)
         values = values - coefficient * worth * kl
         sums["kl"] = kl.detach().sum()
+    if config.log_ratio_penalty:
+        values = values - config.log_ratio_penalty * worth * (logprobs - behavior).square()
     if entropy is not None:
         entropy = within(mask, entropy)
         sums["entropy"] = entropy.detach().sum()
         if config.entropy_coefficient:
             values = values + config.entropy_coefficient * worth * entropy
     count = Count(documents, counted, worth, max_tokens, config.correction_normalize)
-    share, denominator = REDUCTIONS[config.reduction](count)
+    share, denominator = parts.reduction(count)
     if share is not None:
         values = share * values
     maxima = {"ratio": within(mask, bounded_exp(drift)).max()}

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from common.metrics import AGE_CLASSES
-from learner.loss.corrections import Corrected
 from learner.loss.ratios import LOG_BOUND, bounded_exp
+from learner.loss.types import Corrected
 
 LINEAR_BELOW = 1e-3  # |log-ratio| up to which bins are of about equal width
 HALF_BINS = 120  # on either side of the bin around 0

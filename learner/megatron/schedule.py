@@ -76,7 +76,8 @@ def filler(like: Microbatch) -> Microbatch:
     one = torch.ones(1, dtype=torch.int64)
     zero = torch.zeros(1)
     reference = None if like.reference_logprobs is None else zero
-    return Microbatch(one, one, one - 1, (1,), zero, zero, zero, zero.int(), reference)
+    marked = None if like.marked is None else one < 0
+    return Microbatch(one, one, one - 1, (1,), zero, zero, zero, zero.int(), reference, marked=marked)
 
 
 class Head:

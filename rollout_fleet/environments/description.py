@@ -18,17 +18,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError, of_source
+from common.import_path import check_arguments
 from rollout_fleet.environments.isolation.backend import takes_group_seed
 from rollout_fleet.environments.isolation.process_backend import child_variables
 from rollout_fleet.environments.protocol import Limits
-from rollout_fleet.environments.registry import (
-    BUILT_IN,
-    KEY,
-    REWARD_FUNCTION,
-    check_arguments,
-    played,
-    resolve,
-)
+from rollout_fleet.environments.registry import BUILT_IN, KEY, REWARD_FUNCTION, played, resolve
 
 if TYPE_CHECKING:
     from common.config.schema import Config, TasksConfig

@@ -14,8 +14,9 @@ from numbers import Real
 from typing import Any
 
 from common.errors import ConfigError
+from common.import_path import check_arguments
 from rollout_fleet.environments.protocol import Action, Chat, StepResult
-from rollout_fleet.environments.registry import check_arguments, resolve
+from rollout_fleet.environments.registry import resolve
 from rollout_fleet.environments.reward_library import BUILT_IN, column_of, text_of
 
 KEY = "tasks.reward"

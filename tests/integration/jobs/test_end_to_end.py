@@ -19,6 +19,7 @@ from launch.observe.transcripts import read
 from launch.resolve_target import config_of, find_run
 from launch.results.replay import plan_replay
 from learner.loss.advantages import ADVANTAGES
+from learner.loss.types import GroupRewards
 from tests.rigs.jobs import (
     GROUPS,
     STALENESS,
@@ -64,7 +65,7 @@ def assert_transcripts(run_dir: Path, assets: Path, steps: int) -> None:
         assert {"best", "worst", "longest"} <= {why for t in mine for why in t.why}
     for serial in {t.serial for t in found}:
         group = sorted((t for t in found if t.serial == serial), key=lambda t: t.sample)
-        (advantages,) = ADVANTAGES["grpo"]([np.array([t.reward for t in group])])
+        (advantages,) = ADVANTAGES["grpo"]([GroupRewards.of(np.array([t.reward for t in group]))])
         for t, advantage in zip(group, advantages, strict=True):
             trained = [m for turn in t.turns for m in turn.trained]
             assert t.advantage == (pytest.approx(float(advantage)) if any(trained) else None)

@@ -38,6 +38,15 @@ LOSSES = {
         **dict(objective="dppo_tv", clip_low=5e-4, clip_high=5e-4, proximal="loglinear", reduction="sequence_mean"),
         **dict(correction_normalize=True, entropy_coefficient=0.01, kl_coefficient=0.1, kl_estimator="k2"),
     ),
+    "gmpo": LossConfig(
+        **dict(objective="gmpo", proximal="loglinear", reduction="sequence_mean", clip_low=0.1, clip_high=0.1),
+        **dict(correction="tis", correction_level="sequence", log_ratio_penalty=0.05),
+    ),
+    "clip_cov": LossConfig(objective="clip_cov", proximal="behavior", correction="none", clip_low=0.2, clip_high=0.2),
+    "plug-ins": LossConfig(
+        **dict(objective="examples.loss_parts:topr", correction="examples.loss_parts:v_trace", kl_coefficient=0.1),
+        **dict(reduction="examples.loss_parts:root_of_length", kl_estimator="examples.loss_parts:both_ways"),
+    ),
     "reverse_kl": LossConfig(
         proximal="loglinear", distillation=DistillationConfig(teacher="t", coefficient=0.3, alone=True)
     ),
@@ -80,6 +89,7 @@ def job_reference(folder: Path, spec: dict[str, Any]) -> None:
     targets = torch.cat([pack.targets for pack in packs])
     data["teacher_logprobs"] = teacher.gather(1, targets[:, None])[:, 0]
     data |= {"teacher_top_ids": ids, "teacher_top_logprobs": top}
+    data["marked"] = torch.rand(count, generator=random) < 0.2
     save_file(data, folder / "data.safetensors")
     batch = replace(whole(given(packs, data)), top_logprobs=log_p.gather(1, ids))
     for name, config in LOSSES.items():
@@ -133,6 +143,7 @@ def whole(packs: list[Microbatch]) -> Microbatch:
         "behavior_logprobs",
         "staleness",
         "temperatures",
+        "marked",
     )
     names += ("reference_logprobs", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
     tensors = {name: torch.cat([getattr(pack, name) for pack in packs]) for name in names}
@@ -179,6 +190,9 @@ def test_the_losses_make_use_of_their_masks_and_bounds(folder: Path) -> None:
     tokens = Outcome(folder / "one" / "gspo").ranks[0]["tokens"]
     assert 0 < sums["gspo"]["correction_masked"] < tokens
     assert sums["gspo"]["objective_clipped"] > 0
+    assert 0 < sums["gmpo"]["objective_clipped"] < tokens
+    assert 0 < sums["clip_cov"]["objective_clipped"] < tokens
+    assert 0 < sums["plug-ins"]["correction_clipped"] < tokens
     assert 0 < sums["ppo_clip"]["correction_masked"] < tokens
     assert 0 < sums["ppo_clip"]["vetoed"] < tokens
     assert 0 < sums["dppo_tv"]["objective_clipped"] < tokens

@@ -55,6 +55,20 @@ learner: {moe: {freeze_router: true}} | learner.moe.freeze_router | has no exper
 rollout: {engine: {max_model_len: 512, tensor_parallel: 3}} | rollout.engine.tensor_parallel | 4 attention heads
 learner: {loss: {objective: gspo, clip_dual: 3.0}} | learner.loss.clip_dual | unset with objective: gspo
 learner: {loss: {objective: dppo_tv, clip_high: 1.5}} | learner.loss.clip_high | difference of probabilities
+learner: {loss: {objective: sapo, clip_low: 0.2}} | learner.loss.clip_low | objective_options
+learner: {loss: {objective: m2po}} | learner.loss.proximal | no token has moved
+learner: {loss: {objective: kl_cov}} | learner.loss.proximal | behavior or loglinear with objective: kl_cov
+learner: {loss: {objective: sapo, objective_options: {tau: 1}}} | learner.loss.objective_options | tau_
+learner: {loss: {objective: sapo, objective_options: {tau_low: 0}}} | learner.loss.objective_options | found 0
+learner: {loss: {objective_options: {tau_low: 1}}} | learner.loss.objective_options | ppo_clip has none
+learner: {loss: {objective: clip_cov, objective_options: {most: 1}}} | learner.loss.objective_options | 1 and 1
+learner: {loss: {advantage_options: {k: 2}}} | learner.loss.advantage_options | grpo has none
+learner: {loss: {advantage: pass_at_k, advantage_options: {k: 8}}} | learner.loss.advantage_options | group_size - 1 (7)
+learner: {loss: {advantage: pass_at_k, advantage_options: {k: 2.5}}} | learner.loss.advantage_options | found 2.5
+learner: {loss: {advantage: gdpo}} | learner.loss.advantage_options | names of the rewards
+learner: {loss: {advantage: gdpo, advantage_options: {a: 0}}} | learner.loss.advantage_options | some not 0
+learner: {dynamic_sampling: true, loss: {advantage: gdpo, advantage_options: {a: 1}}} | learner.dynamic_sampling | gdpo
+learner: {loss: {proximal: behavior, correction: 'm:f'}} | learner.loss.correction | every weight is 1
 learner: {loss: {correction: none, correction_cap: 2.0}} | learner.loss.correction_cap | correction: none
 learner: {loss: {correction: none, correction_low: 0.5}} | learner.loss.correction_low | correction: none
 learner: {loss: {correction: none, correction_level: sequence}} | learner.loss.correction_level | correction: none
@@ -109,6 +123,15 @@ broker: {address: 'tcp://[::1]:5555'}
 broker: {address: 'ipc:///tmp/b'}
 learner: {dynamic_sampling: true}
 {rollout: {group_size: 1}, learner: {loss: {advantage: reinforce_pp}}}
+{rollout: {group_size: 1}, learner: {loss: {advantage: 'm:f', advantage_options: {any: 3}}}}
+learner: {loss: {objective: sapo, objective_options: {tau_high: 2}, log_ratio_penalty: 0.001}}
+learner: {loss: {objective: gmpo, proximal: behavior, reduction: sequence_mean, clip_low: 0.3}}
+learner: {loss: {objective: clip_cov, clip_dual: 3.0, objective_options: {share: 0.01}}}
+learner: {loss: {objective: m2po, proximal: behavior, objective_options: {moment: 0.1}}}
+learner: {loss: {objective: 'm:f', objective_options: {any: 3}, clip_dual: 3.0, reduction: 'm:g', kl_estimator: 'm:h'}}
+learner: {loss: {correction: 'm:f', correction_level: geometric}}
+learner: {loss: {advantage: pass_at_k, advantage_options: {k: 7}}}
+learner: {loss: {advantage: gdpo, advantage_options: {right: 1, short: 0.2}}}
 """
 
 
@@ -267,6 +290,23 @@ def test_an_auxiliary_loss_beside_corrections_that_drop_tokens_is_refused(folder
 
     assert any("correction_veto" in expected for expected in named("aux_loss"))
     assert not any("correction_veto" in expected for expected in named("bias"))
+
+
+def test_gdpo_knows_the_rewards_of_the_job_and_names_the_nearest(folder):
+    reward = [
+        {"function": "rewards:right"},
+        {"function": "regex", "weight": 0.5, "options": {"pattern": "x"}, "name": "form"},
+        {"function": "rewards:several", "weight": {"a": 1.0, "b": 0.5}, "name": "judged"},
+    ]
+
+    def job_with(**weights):
+        tasks = {"environment": None, "reward": reward, "prompt": "{question}"}
+        loss = {"advantage": "gdpo", "advantage_options": weights}
+        return job(folder, tasks=tasks, learner={"loss": loss})
+
+    assert not [p for p in problems(job_with(**{"right": 1.0, "form": 0.5, "judged/a": 1.0})) if "loss" in p.key]
+    refused(job_with(right=1.0, judged=1.0), "learner.loss.advantage_options", "found judged")
+    refused(job_with(rihgt=1.0), "learner.loss.advantage_options", "did you mean 'right'")
 
 
 def test_groups_of_equal_rewards_are_not_left_out_where_they_carry_signal(folder):

@@ -103,6 +103,15 @@ def test_names_and_scorers_of_sources_are_checked(tmp_path: Path, sources: dict[
     assert caught.value.key == key
 
 
+def test_options_of_an_estimator_belong_to_the_source_that_names_it(tmp_path: Path) -> None:
+    job = {"learner.loss.advantage=pass_at_k", "learner.loss.advantage_options={k: 2}"}
+    sums, texts = built(tmp_path, *job).sources.values()
+    assert (sums.learner.loss.advantage, sums.learner.loss.advantage_options) == ("pass_at_k", {"k": 2})
+    assert (texts.learner.loss.advantage, texts.learner.loss.advantage_options) == ("rloo", {})
+    sums, texts = built(tmp_path, *job, "tasks.sources.sums.advantage_options={k: 3}").sources.values()
+    assert sums.learner.loss.advantage_options == {"k": 3}
+
+
 def test_weights_whose_sum_is_0_unknown_keys_and_a_curriculum_of_one_source_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         built(tmp_path, "tasks.sources.sums.weight=0", "tasks.sources.texts.weight=0")
@@ -132,6 +141,8 @@ def test_weights_whose_sum_is_0_unknown_keys_and_a_curriculum_of_one_source_are_
         (["evaluation.datasets={smus: [rows.jsonl]}"], "evaluation.datasets.smus"),
         (["learner.dynamic_sampling=true", "tasks.sources.sums.advantage=reinforce_pp"], "learner.dynamic_sampling"),
         (["rollout.group_size=1", "tasks.sources.texts.advantage=reinforce_pp"], "rollout.group_size"),
+        (["tasks.sources.sums.advantage_options={k: 2}"], "tasks.sources.sums.advantage_options"),
+        (["tasks.sources.sums.advantage=gdpo"], "tasks.sources.sums.advantage_options"),
         (["watch=[{metric: sources/smus/success, below: 0.1}]"], "watch[0].metric"),
         (["watch=[{metric: sources/sums/succes, below: 0.1}]"], "watch[0].metric"),
         (["learner.loss.reference=x", "tasks.sources.texts.kl_coefficient=0"], "learner.loss.reference"),

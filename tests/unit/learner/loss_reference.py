@@ -5,7 +5,7 @@ plain numbers. So the result is an ordinary function of `logprobs`, which finite
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,7 +13,9 @@ from torch import Tensor
 from common.config.schema import LossConfig
 from learner.backend_protocol import Microbatch
 
-CLIP = {"ppo_clip": (0.2, 0.28), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4), "dppo_tv": (0.2, 0.2)}
+CLIP = {"ppo_clip": (0.2, 0.28), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4), "gmpo": (0.4, 0.4)}
+CLIP |= {"dppo_tv": (0.2, 0.2), "dppo_kl": (0.05, 0.05), "clip_cov": (0.2, 0.2)}
+TAU_LOW = 1.05  # of sapo
 CORRECTION = {
     ("tis", "token"): (0.0, 2.0),
     ("tis", "sequence"): (0.0, 5.0),
@@ -38,6 +40,7 @@ class Case:
     logprobs: list[float]
     reference: list[float]
     entropy: list[float]
+    marked: list[int] = field(default_factory=list)  # [] for none
 
     def documents(self) -> list[list[int]]:
         """Positions of the loss tokens of each document."""
@@ -60,6 +63,7 @@ class Case:
             double(self.behavior),
             torch.tensor(self.staleness, dtype=torch.int32),
             double(self.reference),
+            marked=torch.tensor(self.marked or [0] * n) > 0,
         )
 
     def parts(self) -> list["Case"]:
@@ -67,7 +71,7 @@ class Case:
         out, start = [], 0
         for n in self.lengths:
             span = slice(start, start + n)
-            names = ("mask", "advantages", "behavior", "staleness", "logprobs", "reference", "entropy")
+            names = ("mask", "advantages", "behavior", "staleness", "logprobs", "reference", "entropy", "marked")
             out.append(Case((n,), *(getattr(self, name)[span] for name in names)))
             start += n
         return out
@@ -116,7 +120,7 @@ def weights_of(config: LossConfig, case: Case) -> tuple[dict[int, float], set[in
 
 
 def objective_of(config: LossConfig, case: Case, tokens: list[int], t: int, logprob: Tensor) -> Tensor:
-    low, high = CLIP[config.objective]
+    low, high = CLIP.get(config.objective, (0.0, 0.0))
     low = low if config.clip_low is None else config.clip_low
     high = high if config.clip_high is None else config.clip_high
     advantage, prox = case.advantages[t], proximal_of(config, case, t)
@@ -127,10 +131,30 @@ def objective_of(config: LossConfig, case: Case, tokens: list[int], t: int, logp
         difference = math.exp(case.logprobs[t]) - math.exp(prox)
         dropped = difference > high if advantage > 0 else difference < -low
         return logprob * 0 if dropped else torch.exp(logprob - prox) * advantage
+    if config.objective == "dppo_kl":
+        p, q = math.exp(case.logprobs[t]), math.exp(prox)
+        others = math.log(max(1 - q, 1e-6)) - math.log(max(1 - p, 1e-6))
+        far = q * math.log(q / p) + (1 - q) * others
+        dropped = (p > q and far > high) if advantage > 0 else (p < q and far > low)
+        return logprob * 0 if dropped else torch.exp(logprob - prox) * advantage
+    if config.objective == "gmpo":
+        moved = {u: case.logprobs[u] - proximal_of(config, case, u) for u in tokens}
+        kept = {u: min(x, high) if case.advantages[u] > 0 else max(x, -low) for u, x in moved.items()}
+        own = torch.exp(logprob - case.logprobs[t]) if kept[t] == moved[t] else logprob * 0 + 1
+        return math.exp(sum(kept.values()) / len(tokens)) * own * advantage
+    marked = bool(case.marked and case.marked[t])
+    if marked and config.objective in ("clip_cov", "m2po"):
+        return logprob * 0
     ratio = torch.exp(logprob - prox)
     if config.objective == "gspo":
         mean = sum(case.logprobs[u] - proximal_of(config, case, u) for u in tokens) / len(tokens)
         ratio = math.exp(mean) * torch.exp(logprob - case.logprobs[t])
+    if config.objective == "sapo":
+        tau = config.objective_options.get("tau_high", 1.0) if advantage > 0 else TAU_LOW
+        return 4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
+    if config.objective in ("kl_cov", "m2po"):
+        pull = config.objective_options.get("coefficient", 1.0) * torch.abs(logprob - prox)
+        return ratio * advantage - (pull if marked else 0.0)
     bounded = min(max(ratio.item(), 1 - low), 1 + high) * advantage
     value = ratio * advantage if ratio.item() * advantage <= bounded else logprob * 0 + bounded
     if config.clip_dual is not None and advantage < 0 and value.item() < config.clip_dual * advantage:
@@ -155,6 +179,7 @@ def reference_loss(config: LossConfig, max_tokens: int, case: Case, logprobs: Te
             if config.kl_coefficient:
                 term = term - config.kl_coefficient * worth * divergence_of(config, case.reference[t], logprobs[t])
             term = term + config.entropy_coefficient * worth * entropy[t]
+            term = term - config.log_ratio_penalty * worth * (logprobs[t] - case.behavior[t]) ** 2
             share = 1 / len(here) if config.reduction == "sequence_mean" and here else 1.0
             total = total - share * term
             if config.reduction == "token_mean":

@@ -14,6 +14,7 @@ from common.rollouts import Group, GroupMeta, encode_group
 from learner.batch.batch import BadGroup, SourceFigures, assemble, decode, prepare
 from learner.batch.packing import build
 from learner.loss.advantages import ADVANTAGES
+from learner.loss.types import GroupRewards
 from tests.rigs.refusals import refused
 from tests.unit.learner.test_batch import sample
 
@@ -47,7 +48,7 @@ def test_every_source_has_its_estimator_over_its_own_groups_and_its_kl_term(conf
     batch = assemble(groups[::-1], 0, config)
     expected = dict[int, np.ndarray]()
     for serials, estimator in (((0, 2), "rloo"), ((1, 3), "reinforce_pp")):
-        rewards = [np.array([s.reward for s in groups[serial].samples]) for serial in serials]
+        rewards = [GroupRewards.of(np.array([s.reward for s in groups[serial].samples])) for serial in serials]
         expected |= dict(zip(serials, ADVANTAGES[estimator](rewards), strict=True))
     found = {document.origin: document.advantage for document in batch.documents}
     assert found == {(serial, i): float(a) for serial, row in expected.items() for i, a in enumerate(row)}

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from common.config.schema import LossConfig
-from learner.loss.objectives import OBJECTIVES, PolicyTokens
-from learner.loss.ratios import Documents
+from learner.loss.objectives import OBJECTIVES
+from learner.loss.types import Documents, PolicyTokens
 
 HALF = -math.log(2.0)
 

@@ -1,5 +1,6 @@
 """Corrections, proximal policies, divergence, documents and objectives against values computed by hand."""
 
+import inspect
 import math
 from typing import Any, get_args, get_type_hints
 
@@ -8,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config.loss import CLIP_BOUNDS, CORRECTION_BOUNDS
+from common.config.loss import CLIP_BOUNDS, CORRECTION_BOUNDS, MARK_OPTIONS, MARKING, OPTIONS, WITHOUT_BOUNDS
 from common.config.schema import LossConfig
+from common.config.types import names_in
 from learner.loss.advantages import ADVANTAGES
-from learner.loss.corrections import CORRECTIONS, Corrected, veto
+from learner.loss.corrections import CORRECTIONS, veto
 from learner.loss.losses import KL_ESTIMATORS, PROXIMALS, REDUCTIONS, k1, k2, k3, loglinear
-from learner.loss.objectives import OBJECTIVES, PolicyTokens
-from learner.loss.ratios import Documents
+from learner.loss.objectives import OBJECTIVES
+from learner.loss.types import Corrected, Documents, PolicyTokens
+from learner.loss.whole_batch import MARKS
 
 LENGTHS = (3, 2)
 MASK = [True, True, False, True, True]
@@ -113,17 +116,32 @@ def test_the_estimators_are_unbiased(name: str) -> None:
     torch.testing.assert_close((policy * KL_ESTIMATORS[name]((reference / policy).log())).sum(), exact)
 
 
+def names(key: str) -> set[str]:
+    """The names that a key of the loss takes besides import paths."""
+    return set(names_in(get_type_hints(LossConfig, include_extras=True)[key].__metadata__[0].pattern))
+
+
 def test_every_part_is_in_the_config_and_has_bounds() -> None:
     hints = get_type_hints(LossConfig)
-    assert set(get_args(hints["advantage"])) == set(ADVANTAGES)
-    assert set(get_args(hints["objective"])) == set(OBJECTIVES) == set(CLIP_BOUNDS)
-    assert set(get_args(hints["correction"])) == set(CORRECTIONS)
+    assert names("advantage") == set(ADVANTAGES)
+    assert names("objective") == set(OBJECTIVES) == {*CLIP_BOUNDS, *WITHOUT_BOUNDS}
+    assert names("correction") == set(CORRECTIONS)
     assert set(get_args(hints["proximal"])) == set(PROXIMALS)
-    assert set(get_args(hints["kl_estimator"])) == set(KL_ESTIMATORS)
-    assert set(get_args(hints["reduction"])) == set(REDUCTIONS)
+    assert names("kl_estimator") == set(KL_ESTIMATORS)
+    assert names("reduction") == set(REDUCTIONS)
     levels = set(get_args(hints["correction_level"]))
     expected = {(c, x) for c in CORRECTIONS for x in levels if c != "none" and (c, x) != ("tis", "geometric")}
     assert set(CORRECTION_BOUNDS) == expected
+
+
+def test_the_config_knows_every_option_of_every_part() -> None:
+    found: dict[str, set[str]] = {}
+    for name, function in [*OBJECTIVES.items(), *ADVANTAGES.items(), *MARKS.items()]:
+        options = inspect.signature(function).parameters.values()
+        found.setdefault(name, set()).update(o.name for o in options if o.kind is inspect.Parameter.KEYWORD_ONLY)
+    assert {name: set(options) for name, options in OPTIONS.items()} == {n: own for n, own in found.items() if own}
+    marked = {name for function in MARKS.values() for name in inspect.signature(function).parameters}
+    assert marked - {"tokens"} == set(MARK_OPTIONS) and set(MARKS) == set(MARKING)
 
 
 # ---------------------------------------------------------------- objectives
@@ -132,6 +150,9 @@ def test_every_part_is_in_the_config_and_has_bounds() -> None:
 WEIGHTS = (5.0, math.exp(0.5), math.exp(-2.0))  # e^3 is clipped at 1 + 4, nothing below
 HALF, MEAN = {"clip_low": 0.5, "clip_high": 0.5}, math.exp(0.15)
 TV = (0.0, -1.5, 0.5, 0.0, 100.0)
+KL = (0.0, -1.5, 1.1, 0.0)
+SOFT = 1 / (1 + math.exp(-1.05))
+GEOMETRIC = (math.exp(0.3), math.exp(0.3), -2 * math.exp(-0.4))
 
 
 def logs(*values: float) -> tuple[float, ...]:
@@ -163,6 +184,16 @@ OBJECTIVE_TABLE: dict[str, tuple[Any, ...]] = {
     "gspo clips whole documents": (
         "gspo", {}, (-1, -2, -3), (-1.001, -2, -3), (1, 1, 1), (1.0004, 1.0004, 1), [0, 1], None,
     ),
+    "gmpo bounds each ratio, and tokens have the geometric mean": (
+        "gmpo", {}, (0.6, 0.2, -1), (0,) * 3, (1, 1, -2), GEOMETRIC, [0, 2], (0, GEOMETRIC[1], 0),
+    ),
+    "sapo is r A at 1 but for its level, and fades beyond": (
+        "sapo", {}, logs(1, 2), (0, 0), (1, -2), (2, -8 / 1.05 * SOFT), [], (1, -16 * SOFT * (1 - SOFT)),
+    ),
+    "dppo_kl drops a rare token that has become less rare": (  # 0.144, 0.144, 0.005 and 0.100 nat
+        "dppo_kl", {}, logs(0.75, 0.75, 0.55, 0.1), logs(0.5, 0.5, 0.5, 0.001), (1, -1, 1, 1), KL, [0, 3],
+        (0, -1.5, 1.1, 0),
+    ),
     "dppo_tv drops tokens whose probability went too far already": (  # the last: ratio 100, but only 0.099 apart
         "dppo_tv", {}, logs(0.75, 0.75, 0.25, 0.25, 0.1), logs(0.5, 0.5, 0.5, 0.5, 0.001), (1, -1, 1, -1, 1),
         TV, [0, 3], TV,
@@ -175,7 +206,7 @@ def test_values_marks_and_gradients_are_those_of_the_objective(row: tuple[Any, .
     name, changes, logprobs, proximal, advantages, values, clipped, gradient = row
     inputs = [torch.tensor(x, dtype=torch.float64) for x in (logprobs, proximal, advantages)]
     inputs[0].requires_grad_()
-    lengths = (2, 1) if name == "gspo" else (len(logprobs),)
+    lengths = (2, 1) if name in ("gspo", "gmpo") else (len(logprobs),)
     tokens = PolicyTokens(*inputs, Documents(lengths, torch.ones(len(logprobs), dtype=torch.bool)))
     found = OBJECTIVES[name](tokens, msgspec.structs.replace(LossConfig(objective=name), **changes))
     torch.testing.assert_close(found.values.detach(), torch.tensor(values, dtype=torch.float64))
@@ -184,3 +215,25 @@ def test_values_marks_and_gradients_are_those_of_the_objective(row: tuple[Any, .
     if gradient is not None:
         found.values.sum().backward()
         torch.testing.assert_close(inputs[0].grad, torch.tensor(gradient, dtype=torch.float64))
+
+
+# marked tokens: objective, options; values and gradients of ratio 2 with the advantages 1, 1, -1, the first marked
+MARKED_TABLE = {
+    "clip_cov": ({}, (0.0, 1.2, -2.0), (0.0, 0.0, -2.0)),
+    "kl_cov": ({"coefficient": 0.5}, (2 - 0.5 * math.log(2), 2.0, -2.0), (1.5, 2.0, -2.0)),
+    "m2po": ({}, (0.0, 2.0, -2.0), (0.0, 2.0, -2.0)),
+}
+
+
+@pytest.mark.parametrize("name", MARKED_TABLE)
+def test_a_marked_token_leaves_the_objective_or_is_pulled_back(name: str) -> None:
+    options, values, gradient = MARKED_TABLE[name]
+    logprobs = torch.full((3,), math.log(2), dtype=torch.float64, requires_grad=True)
+    whole = Documents((3,), torch.ones(3, dtype=torch.bool))
+    marked = torch.tensor([True, False, False])
+    tokens = PolicyTokens(logprobs, torch.zeros(3, dtype=torch.float64), tensor(1, 1, -1), whole, marked)
+    found = OBJECTIVES[name](tokens, LossConfig(objective=name), **options)
+    torch.testing.assert_close(found.values.detach(), tensor(*values))
+    assert found.clipped[0] and bool(found.clipped[1]) == (name == "clip_cov")
+    found.values.sum().backward()
+    torch.testing.assert_close(logprobs.grad, tensor(*gradient))

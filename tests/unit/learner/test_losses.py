@@ -12,6 +12,7 @@ from common.config.loss import loss_problems
 from common.config.schema import LossConfig
 from learner.backend_protocol import LossFunction, LossOutput, Microbatch
 from learner.loss.losses import cross_entropy, policy_loss
+from learner.loss.objectives import OBJECTIVES
 from tests.rigs.refusals import refused
 from tests.unit.learner.loss_reference import Case, double, reference_loss
 
@@ -28,14 +29,17 @@ CASE = Case(
     ],
     reference=[0.0, -1.2, -0.5, -1.5, -0.8, 0.0, -2.0, -1.0, -1.0, -2.0, -0.4, -2.0, -0.6, -1.4, 0.0, -1.0, -1.1, -1.9],
     entropy=[9.0, 0.5, 1.0, 1.5, 2.0, 9.0, 0.3, 0.7, 1.1, 1.3, 0.2, 0.9, 0.4, 1.9, 9.0, 0.6, 0.1, 2.2],
+    marked=[1, 0, 1, 0, 1, 0, 0, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1],
 )  # fmt: skip
 
 LEVELS = [("none", "token")] + [("tis", x) for x in ("token", "sequence")]
 LEVELS += [(name, x) for name in ("icepop", "mis") for x in ("token", "sequence", "geometric")]
+OBJECTIVE_NAMES = ("ppo_clip", "cispo", "gspo", "gmpo", "sapo")
+OBJECTIVE_NAMES += ("dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "m2po")
 GRID = [
     LossConfig(objective=objective, proximal=proximal, correction=correction, correction_level=level)
     for objective, proximal, (correction, level) in itertools.product(
-        ("ppo_clip", "cispo", "gspo", "dppo_tv"), ("recompute", "behavior", "loglinear"), LEVELS
+        OBJECTIVE_NAMES, ("recompute", "behavior", "loglinear"), LEVELS
     )
 ]
 MEANS = [
@@ -48,6 +52,11 @@ EXTRAS = [
     LossConfig(proximal="behavior", clip_dual=1.5),
     LossConfig(proximal="behavior", clip_low=0.05, clip_high=0.5, correction="none"),
     LossConfig(proximal="loglinear", correction="mis", correction_low=0.7, correction_cap=1.1),
+    LossConfig(objective="clip_cov", proximal="behavior", clip_dual=1.5),
+    LossConfig(objective="sapo", proximal="behavior", objective_options={"tau_high": 2.5}),
+    LossConfig(objective="kl_cov", proximal="loglinear", objective_options={"share": 0.1, "coefficient": 0.4}),
+    LossConfig(log_ratio_penalty=0.2, correction="mis", correction_normalize=True, reduction="sequence_mean"),
+    LossConfig(log_ratio_penalty=1e-3, objective="gmpo", proximal="behavior", reduction="sequence_mean"),
     *(LossConfig(kl_coefficient=0.3, kl_estimator=k, entropy_coefficient=0.1) for k in ("k1", "k2", "k3")),
     *(
         LossConfig(
@@ -72,7 +81,7 @@ def run(config: LossConfig, case: Case) -> tuple[Tensor, Tensor, LossOutput, Ten
 
 
 def test_the_grid_covers_every_registered_part() -> None:
-    assert {c.objective for c in ALLOWED} == {"ppo_clip", "cispo", "gspo", "dppo_tv"}
+    assert {c.objective for c in ALLOWED} == set(OBJECTIVES)
     assert {c.proximal for c in ALLOWED} == {"recompute", "behavior", "loglinear"}
     assert {(c.correction, c.correction_level) for c in ALLOWED} == set(LEVELS)
     assert {c.reduction for c in ALLOWED} == {"token_mean", "sequence_mean", "fixed_length"}
@@ -96,7 +105,7 @@ def test_the_formula_written_out_agrees_with_finite_differences(config: LossConf
     assert torch.autograd.gradcheck(lambda x, h: reference_loss(config, MAX_TOKENS, CASE, x, h), inputs, atol=1e-6)
 
 
-@pytest.mark.parametrize("config", [c for c in MEANS if c in ALLOWED], ids=describe)
+@pytest.mark.parametrize("config", [c for c in MEANS + GRID[1::8] + EXTRAS if c in ALLOWED], ids=describe)
 def test_how_documents_are_packed_does_not_matter(config: LossConfig) -> None:
     whole = run(config, CASE)[2]
     parts = [run(config, case)[2] for case in CASE.parts()]
@@ -104,6 +113,26 @@ def test_how_documents_are_packed_does_not_matter(config: LossConfig) -> None:
     torch.testing.assert_close(sum(p.denominator for p in parts), whole.denominator)
     for name, value in whole.sums.items():
         torch.testing.assert_close(sum(p.sums[name] for p in parts), value, msg=name)
+
+
+def test_gmpo_has_the_gradient_of_a_geometric_mean_of_bounded_ratios() -> None:
+    """Equation 4 itself: a product over the document's tokens, each ratio bounded where the bound is the smaller."""
+    config = LossConfig(objective="gmpo", proximal="behavior", reduction="sequence_mean")
+    logprobs, _, _, loss = run(config, CASE)
+    terms = []
+    for tokens in filter(None, CASE.documents()):
+        sign = math.copysign(1.0, CASE.advantages[tokens[0]])
+        product = 1.0
+        for t in tokens:
+            ratio = torch.exp(logprobs[t] - CASE.behavior[t])
+            bounded = ratio.clamp(math.exp(-0.4), math.exp(0.4))
+            product = product * torch.minimum(sign * ratio, sign * bounded).abs() ** (1 / len(tokens))
+        terms.append(product * CASE.advantages[tokens[0]])
+    expected = -sum(terms) / len(terms)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, logprobs)[0], torch.autograd.grad(expected, logprobs)[0], rtol=1e-12, atol=1e-14
+    )
 
 
 def test_gspo_has_the_gradient_of_one_ratio_per_document() -> None:
@@ -197,12 +226,13 @@ def test_a_microbatch_that_trains_nothing_adds_nothing() -> None:
     [
         (LossConfig(kl_coefficient=0.1), "reference_logprobs"),
         (LossConfig(proximal="loglinear"), "staleness"),
+        (LossConfig(objective="clip_cov"), "marked"),
     ],
-    ids=["divergence", "loglinear"],
+    ids=["divergence", "loglinear", "marks"],
 )
 def test_what_a_loss_needs_and_a_microbatch_lacks_is_named(config: LossConfig, without: str) -> None:
     batch = dataclasses.replace(CASE.microbatch(), **{without: None})
-    with refused(ValueError, without):
+    with refused(ValueError, "marks" if without == "marked" else without):
         policy_loss(config, MAX_TOKENS)(double(CASE.logprobs), None, batch)
 
 
@@ -231,7 +261,7 @@ def descend(loss: LossFunction, batch: Microbatch) -> float:
     return (after - before[0]).item()
 
 
-@pytest.mark.parametrize("objective", ["ppo_clip", "cispo", "gspo", "dppo_tv"])
+@pytest.mark.parametrize("objective", OBJECTIVE_NAMES)
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_one_gradient_step_moves_a_token_the_way_its_advantage_says(objective: str, advantage: float) -> None:
     loss = policy_loss(LossConfig(objective=objective), MAX_TOKENS)

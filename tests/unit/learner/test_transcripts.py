@@ -21,6 +21,7 @@ from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.batch.packing import Document, build
 from learner.loop.transcripts import MOST_PLACES, RecordingLoss, choose, items, transcript_thread
 from learner.loss.advantages import ADVANTAGES
+from learner.loss.types import GroupRewards
 from tests.rigs.processes import ROOT
 from tests.rigs.waiting import LIMIT_S, until
 from tests.unit.learner.conftest import BASE
@@ -143,7 +144,7 @@ def test_every_transcript_has_the_texts_advantage_and_ratios_of_its_sample(make_
     for t in found:
         group = make_group(t.serial, 0, 4)
         sample = group.samples[t.sample]
-        (advantages,) = ADVANTAGES["grpo"]([np.array([s.reward for s in group.samples])])
+        (advantages,) = ADVANTAGES["grpo"]([GroupRewards.of(np.array([s.reward for s in group.samples]))])
         assert t.advantage == pytest.approx(float(advantages[t.sample]))
         assert (t.step, t.node_id, t.reward) == (steps[t.serial], "fake", sample.reward)
         prompt, said = t.turns
