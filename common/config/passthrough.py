@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.architecture import Architecture
+from common.config.precision import refused_type
 from common.config.schema import BaseConfig, EngineConfig
 from common.errors import Problem
 
@@ -90,7 +91,9 @@ def passthrough_problems(config: BaseConfig) -> Iterator[Problem]:
         known = known_names(package) if extra else frozenset[str]()
         for name in extra:
             ours = _NODES if package == "vllm" and name.startswith("data_parallel") else TAKEN[package].get(name)
-            if name in _SPECULATING and package == "vllm":
+            if package == "megatron" and (why := refused_type(name)):
+                yield Problem(f"{key}.{name}", "training in bfloat16 or float32", f"'{name}'", why)
+            elif name in _SPECULATING and package == "vllm":
                 yield Problem(f"{key}.{name}", "an engine without speculative decoding", f"'{name}'", _SPECULATION)
             elif ours is not None:
                 hint = f"use {ours} instead" if ours else "Slipstream relies on the value that it sets"
