@@ -54,7 +54,8 @@ _MEGATRON = {
     "no_sync_func grad_sync_func param_sync_func use_cpu_initialization perform_initialization variable_seq_lengths "
     "moe_token_dispatcher_type hidden_dropout attention_dropout batch_p2p_comm overlap_p2p_comm "
     "deallocate_pipeline_outputs num_distributed_optimizer_instances use_megatron_fsdp use_custom_fsdp "
-    "overlap_param_gather_with_optimizer_step moe_router_fusion",
+    "overlap_param_gather_with_optimizer_step moe_router_fusion init_method output_layer_init_method "
+    "embedding_init_method",
 }
 TAKEN = {
     package: {name: key for key, names in keys.items() for name in names.split()}
