@@ -32,7 +32,7 @@ class Converted(msgspec.Struct, frozen=True, kw_only=True):
     """The content of converted.json."""
 
     format: int = FORMAT
-    source: str  # the Hugging Face folder, as it was named
+    source: str  # the Hugging Face folder; for a name of the hub its copy in the cache
     dtype: Literal["float32", "bfloat16"]  # of the stored weights; it keeps every value of the source
     config: str  # SHA-256 of config.json
     names: list[str]  # Hugging Face names of the tensors that the source had

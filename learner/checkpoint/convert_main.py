@@ -4,7 +4,7 @@
 """
 
 import argparse
-import logging
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +15,6 @@ from common.process.lifecycle import die_with_parent, leave
 from common.process.logs import setup_logging
 from learner.rank_process import guard, quiet_libraries
 
-logger = logging.getLogger(__name__)
-
 
 def run(arguments: Sequence[str]) -> int:
     """Write the folder, complete or not at all; raises as learner.megatron.conversion.convert.convert does."""
@@ -26,6 +24,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--no-verify", action="store_true", help="without the forward check")
     words = parser.parse_args(arguments)
     die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent
     setup_logging("convert", "0", None, "warning")
     quiet_libraries()
     import learner.megatron.backend  # noqa: F401  (takes seconds, and prepares for megatron)

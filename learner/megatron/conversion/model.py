@@ -99,7 +99,8 @@ def open_bridge(path: Path) -> AutoBridge:
     bridge = AutoBridge.from_hf_pretrained(str(path))
     hf_folder.give_rope_theta(bridge.hf_pretrained.config)
     if is_converted(path):
-        bridge.hf_pretrained._state_dict_accessor = StateDict(_Names(read_converted(path).names))
+        files: Any = bridge.hf_pretrained
+        files._state_dict_accessor = StateDict(_Names(read_converted(path).names))
     return bridge
 
 
