@@ -89,7 +89,11 @@ def new_folder(path: Path) -> Iterator[Path]:
     staging = path.with_name(f".{path.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    yield staging
+    try:
+        yield staging
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)  # a full disk needs the space
+        raise
     for file in sorted(staging.rglob("*")):
         if file.is_file():
             sync(file)

@@ -1,5 +1,6 @@
 """A converted folder gives every layout bitwise the weights of the Hugging Face folder that it was made of."""
 
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,23 @@ def job_convert(folder: Path, spec: dict[str, Any]) -> None:
     parallel.initialize(ParallelConfig(), seed=0, timeout_s=60.0)
     for source in sorted((folder / "models").iterdir()):
         convert(source, source.with_name(f"{source.name}-converted"))
+
+
+def job_full_disk(folder: Path, spec: dict[str, Any]) -> None:
+    """A file system that refuses the weights, then one that takes them."""
+    from common.config.schema import ParallelConfig
+    from learner.megatron import parallel
+    from learner.megatron.conversion.convert import convert
+
+    parallel.initialize(ParallelConfig(), seed=0, timeout_s=60.0)
+    source, target = folder / "models" / "tied", folder / "full" / "made"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))  # writing more is an OSError
+    said = tiny_models.refusal(convert, source, target)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    left = [path.name for path in target.parent.iterdir()]
+    convert(source, target)
+    forked_ranks.write(folder / "full-disk", 0, {}, {"said": said, "left": left})
 
 
 def everything(backend: Any) -> dict[str, Tensor]:
@@ -222,6 +240,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         group(job_first_values, FIRST, shared=True),
         group(job_resume, RESUMED, shared=True),
         group(job_damaged, [{}]),
+        group(job_full_disk, [{}]),
     )
 
 
@@ -282,3 +301,9 @@ def test_a_resume_reads_the_checkpoint_alone_and_goes_on_bitwise(folder: Path, s
 def test_damaged_weights_and_those_of_another_model_are_refused_by_name(folder: Path, name: str) -> None:
     (said,) = Outcome(folder / "damaged").ranks
     assert str(folder / "models" / f"damaged-{name}" / WEIGHTS) in said[name]
+
+
+def test_a_full_disk_leaves_nothing_and_the_next_conversion_works(folder: Path) -> None:
+    (found,) = Outcome(folder / "full-disk").ranks
+    assert "File too large" in found["said"] and found["left"] == []
+    read_converted(folder / "full" / "made")
