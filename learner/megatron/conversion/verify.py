@@ -154,11 +154,15 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     return (found - expected).abs().double().quantile(SHARE).item()
 
 
+def _limit(expected: Forward, dtype: torch.dtype) -> float:
+    """The largest difference that passes, in nats."""
+    floor = FLOOR_CUDA if torch.cuda.is_available() else FLOOR_CPU
+    return floor if dtype == torch.float32 else floor + ROUNDING * expected.rounding
+
+
 def _judge(path: Path, config: Any, what: str, dtype: torch.dtype, found: Tensor, expected: Forward) -> None:
     difference = _difference(found, torch.tensor(expected.logprobs))
-    limit = FLOOR_CUDA if torch.cuda.is_available() else FLOOR_CPU
-    if dtype != torch.float32:
-        limit += ROUNDING * expected.rounding
+    limit = _limit(expected, dtype)
     logger.debug("forward check of %s: difference %.2g, limit %.2g", what, difference, limit)
     if difference > limit:
         raise UsageError(
