@@ -45,7 +45,7 @@ FORMAT = 2
 DISK_POLL_S = 1.0
 PIECES = 8  # into which `save_weights` cuts a matrix that tensor-parallel ranks share; fewer where 8 is no divisor
 _COMMON, _INDEX = "common.pt", "metadata.json"  # Megatron's names
-_EXTRA = "_extra_state"  # Transformer Engine's, for FP8; without it no layer has one
+_EXTRA = "_extra_state"  # in names of what Transformer Engine keeps for FP8; without it no layer has such a state
 
 
 class _PlanOnly(TorchDistSaveShardedStrategy):
@@ -248,7 +248,7 @@ def load_weights(path: Path, chunks: list[Any], layout: ParallelConfig) -> None:
     state = {key: _without_extra(part) for key, part in _weights(chunks, header.get("apart", False)).items()}
     loaded = _read(path, state, header, _sizes(layout))
     for i, chunk in enumerate(chunks):
-        kept = {name: own for name, own in chunk.state_dict().items() if name.endswith(_EXTRA)}
+        kept = {name: own for name, own in chunk.state_dict().items() if _EXTRA in name}
         chunk.load_state_dict(loaded[_key(i, chunks)] | kept, strict=True)
 
 
@@ -322,7 +322,7 @@ def _weights(modules: list[Any], apart: bool = False) -> dict[str, Any]:
 
 
 def _without_extra(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: part for name, part in state.items() if not name.endswith(_EXTRA)}
+    return {name: part for name, part in state.items() if _EXTRA not in name}
 
 
 def _sizes(layout: ParallelConfig) -> dict[str, int]:
