@@ -64,6 +64,7 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
         "what became of every task, also after the job ended"),
     "web": ("web.app:command", "RUN...", "a page in the browser that shows runs live; it changes nothing"),
     "export": ("results.export:command", "RUN", "a Hugging Face folder of the final model or of a checkpoint"),
+    "convert": ("convert:command", "", "a model that the learner loads faster at every start, under any layout"),
     "replay": ("results.replay:command", "RUN key=value", "train recorded steps of a run again, offline, and compare"),
     "trace": ("results.trace:command", "RUN", "the timeline of all processes as a file for ui.perfetto.dev"),
     "slurm": ("cluster.slurm.submit:command", "CONFIG|RUN key=value", "broker, learner and fleet as jobs of Slurm"),
@@ -71,7 +72,7 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
     "keys": ("keys:command", "", "CURVE keys for broker.credentials; only ever adds to an existing folder"),
 }  # fmt: skip
 GROUPS = {  # by the order of --help
-    "train": "init up sft sweep eval replay export resume set stop",
+    "train": "init convert up sft sweep eval replay export resume set stop",
     "look": "status top web logs transcripts report ledger trace sinks",
     "check": "plan doctor selftest preflight",
     "launch": "broker learner rollout scorer slurm scale keys",
@@ -179,6 +180,11 @@ def build_parser() -> argparse.ArgumentParser:
     _add_slurm_arguments(made)
     _add_sweep_arguments(made["sweep"])
     made["init"].add_argument("dir", metavar="DIR", type=Path, help="a new or empty folder")
+    convert = made["convert"]
+    convert.epilog = "docs/models.md says what is in DIR, and which roles read it."
+    convert.add_argument("model", metavar="MODEL", help="Hugging Face folder, or OWNER/NAME of the hub")
+    convert.add_argument("dir", metavar="DIR", help="a new or empty folder")
+    convert.add_argument("--no-verify", action="store_true", help="without the forward check of the translation")
     keys = made["keys"]
     keys.epilog = "docs/security.md says which file belongs where."
     keys.add_argument("dir", metavar="DIR", help="the key folder, made when it is missing")

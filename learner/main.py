@@ -96,7 +96,7 @@ def train(
         source.start()
         from learner.megatron.backend import MegatronBackend
 
-        backend = MegatronBackend.of(config)
+        backend = MegatronBackend.of(config, resumes=start is not None and start.policy_version > 0)
         process.drain_on_signals()
         told = backend.broadcast_bytes(msgspec.json.encode(start) if start else None)
         start = msgspec.json.decode(told, type=TrainerState)

@@ -28,10 +28,7 @@ class RankProcess:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()
         setup_logging(role, str(rank), run_dir.logs, log_level)
-        logging.getLogger("megatron").setLevel(logging.WARNING)  # it reports its own defaults at INFO
-        logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns about what is not installed on purpose
-        for module in (r"megatron\.", r"torch\.", r"transformers\."):
-            warnings.filterwarnings("ignore", module=module)
+        quiet_libraries()
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             # A rank that waits for the others to join runs no Python, so a handler would keep torchrun from ending it.
             for number in STOP_SIGNALS:
@@ -58,6 +55,14 @@ class RankProcess:
     def stop_requested(self) -> str | None:
         """Name of the signal that asked this process to stop; None while there was none."""
         return self._reason
+
+
+def quiet_libraries() -> None:
+    """Leave out of the log what libraries say about themselves."""
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # it reports its own defaults at INFO
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns about what is not installed on purpose
+    for module in (r"megatron\.", r"torch\.", r"transformers\."):
+        warnings.filterwarnings("ignore", module=module)
 
 
 def guard(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:

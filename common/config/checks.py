@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from common.config.architecture import Architecture, UnknownArchitecture, read_architecture
+from common.config.converted import is_converted, read_converted
 from common.config.loading import Document, describe_value
 from common.config.loss import OVER_THE_BATCH, advantage_problems, is_plugin, loss_problems
 from common.config.network_checks import address_problems, broker_problems, buffers_problems, weights_address_problems
@@ -156,9 +157,7 @@ def _job_problems(config: Config, read: set[str], model: Architecture | None) ->
     yield from _losses(config)
     reference = config.learner.loss.reference
     if reference is not None and "learner.loss.reference" in read and not reference.startswith(SCHEME):
-        for name in ("config.json", "*.safetensors"):
-            if not any(Path(reference).glob(name)):
-                yield Problem("learner.loss.reference", "a Hugging Face model folder", f"{reference} without {name}")
+        yield from _reference(Path(reference))
     yield from _rollout(config, model)
     limit = config.staleness.max + 1
     if config.weights.publish_every > limit:
@@ -226,7 +225,9 @@ def model_folder_problems(path: str) -> Generator[Problem, None, Architecture | 
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         expected_files = f"{expected} with a tokenizer ({', '.join(TOKENIZER_FILES[:2])}, ...)"
         yield Problem(key, expected_files, f"{path} without one", kind="missing")
-    if not any(folder.glob("*.safetensors")):
+    if is_converted(folder):
+        yield from _converted(key, folder)
+    elif not any(folder.glob("*.safetensors")):
         yield Problem(key, f"{expected} with weights (*.safetensors)", f"{path} without any", kind="missing")
     yield from architecture_problems(document.get)
     try:
@@ -235,6 +236,23 @@ def model_folder_problems(path: str) -> Generator[Problem, None, Architecture | 
         if document.get("architectures"):  # it is one that is supported, so a number is missing
             yield Problem(key, f"{expected} with a complete config.json", f"{path}: {error}")
         return None
+
+
+def _converted(key: str, folder: Path) -> Iterator[Problem]:
+    try:
+        read_converted(folder)
+    except UsageError as error:
+        yield Problem(key, "a whole folder of `slipstream convert`", str(error), kind="missing")
+
+
+def _reference(folder: Path) -> Iterator[Problem]:
+    key = "learner.loss.reference"
+    if is_converted(folder):
+        yield from _converted(key, folder)
+        return
+    for name in ("config.json", "*.safetensors"):
+        if not any(folder.glob(name)):
+            yield Problem(key, "a Hugging Face model folder", f"{folder} without {name}")
 
 
 def _dataset(key: str, path: str) -> Iterator[Problem]:

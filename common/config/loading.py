@@ -19,6 +19,7 @@ import yaml
 from msgspec import inspect as schema_info
 
 from common.config.observing import WatchRule
+from common.config.precision import refused_type
 from common.config.schema import BaseConfig, Config, SftConfig
 from common.config.scorers import scorer_problems, teacher_problems
 from common.config.tasks import task_problems
@@ -251,6 +252,8 @@ def _rewritten(
     info = schema_info.type_info(kind)
     if isinstance(value, str) and (near := nearest(value, _names(info))):
         hint = f"did you mean '{near}'?"
+    if key == "model.dtype" and (why := refused_type(str(value))):
+        hint = why
     if isinstance(value, int) and abs(value) > MOST_INTEGER:
         hint = f"at most {MOST_INTEGER}"
     if _looks_like_text(value, info):

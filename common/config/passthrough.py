@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.architecture import Architecture
+from common.config.precision import refused_type
 from common.config.schema import BaseConfig, EngineConfig
 from common.errors import Problem
 
@@ -53,7 +54,8 @@ _MEGATRON = {
     "no_sync_func grad_sync_func param_sync_func use_cpu_initialization perform_initialization variable_seq_lengths "
     "moe_token_dispatcher_type hidden_dropout attention_dropout batch_p2p_comm overlap_p2p_comm "
     "deallocate_pipeline_outputs num_distributed_optimizer_instances use_megatron_fsdp use_custom_fsdp "
-    "overlap_param_gather_with_optimizer_step moe_router_fusion",
+    "overlap_param_gather_with_optimizer_step moe_router_fusion init_method output_layer_init_method "
+    "embedding_init_method",
 }
 TAKEN = {
     package: {name: key for key, names in keys.items() for name in names.split()}
@@ -90,7 +92,9 @@ def passthrough_problems(config: BaseConfig) -> Iterator[Problem]:
         known = known_names(package) if extra else frozenset[str]()
         for name in extra:
             ours = _NODES if package == "vllm" and name.startswith("data_parallel") else TAKEN[package].get(name)
-            if name in _SPECULATING and package == "vllm":
+            if package == "megatron" and (why := refused_type(name)):
+                yield Problem(f"{key}.{name}", "training in bfloat16 or float32", f"'{name}'", why)
+            elif name in _SPECULATING and package == "vllm":
                 yield Problem(f"{key}.{name}", "an engine without speculative decoding", f"'{name}'", _SPECULATION)
             elif ours is not None:
                 hint = f"use {ours} instead" if ours else "Slipstream relies on the value that it sets"

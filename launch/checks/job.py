@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from common.config.converted import is_converted, read_converted
 from common.config.group_size import most_kept_bytes
 from common.config.loss import plugins
 from common.config.network_checks import split_address
@@ -88,8 +89,12 @@ class _Index(msgspec.Struct, frozen=True):
 def check_model(folder: Path) -> Iterator[Finding]:
     """Every safetensors file is whole, and every one that the index names is there."""
     files = sorted(folder.glob("*.safetensors"))
+    if is_converted(folder):
+        with suppress(UsageError):  # said by the config's checks, as is a folder without weights
+            made = read_converted(folder)
+            yield fine("model", f"converted weights, {made.weight_bytes / GIB:.2f} GiB in {made.dtype}, all whole")
     if not files:
-        return  # said by the config's checks
+        return
     found: list[Finding] = []
     index = folder / INDEX
     try:

@@ -241,6 +241,8 @@ def _step(config: BaseConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     kept = plan.checkpoint.kept
     disk = f"up to {kept} on the disk: {size * kept:,.0f} GiB"
     yield "checkpoints", f"{size:,.1f} GiB each, every {_steps(learner.checkpoint.every)}; {disk}"
+    times = f"{plan.start.safetensors_s:,.0f} s from safetensors, {plan.start.converted_s:,.0f} s converted"
+    yield "start", f"ranks read their weights in about {times} (`slipstream convert`), if the files are in memory"
 
 
 def _rollouts(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:

@@ -17,6 +17,7 @@ from common.config.parallel_layout import padded
 from common.config.schema import BaseConfig, Config, RanksConfig
 from common.weights.wire.layout import ALIGNMENT, DEPTH_SHARE, Layout, publish_bound
 from launch.plan.layout import GroupKind, Sizes, count, count_active, group_kinds, hf_tensors, stage_chunks
+from launch.plan.load_time import Start, start_of
 from launch.plan.memory import ADAM_BYTES, ITEM_BYTES, Activations, Resident, activations, resident
 from learner.batch.balance import balance
 from rollout_fleet.node.node import LOOKAHEAD_GROUPS
@@ -119,6 +120,7 @@ class Plan(msgspec.Struct, frozen=True):
     stages: list[Stage]  # by pipeline rank
     batch: Batch
     checkpoint: Checkpoint
+    start: Start
     rl: RlPart | None
 
     @property
@@ -143,6 +145,7 @@ def make_plan(config: BaseConfig, model: Architecture, gpus_per_node: int, link_
             engine=engine_of(job, model),
             nodes=job.rollout.nodes,
         )
+    stages = [*stages_of(config, model, rl.publish.bytes if rl is not None else 0)]
     return Plan(
         name=config.run.name,
         dtype=config.model.dtype,
@@ -152,12 +155,13 @@ def make_plan(config: BaseConfig, model: Architecture, gpus_per_node: int, link_
         sizes=sizes,
         gpus_per_node=gpus_per_node,
         groups=[*group_kinds(sizes, gpus_per_node, model.experts is not None)],
-        stages=[*stages_of(config, model, rl.publish.bytes if rl is not None else 0)],
+        stages=stages,
         batch=batch_of(config, sizes),
         checkpoint=Checkpoint(
             bytes=checkpoint_bytes(model, config.model.dtype),
             kept=learner.checkpoint.keep + 1 + bool(learner.checkpoint.keep_best),
         ),
+        start=start_of((stage.resident for stage in stages), learner.parallel, config.model.dtype),
         rl=rl,
     )
 

@@ -26,7 +26,7 @@ from common.config.passthrough import passthrough_warnings
 from common.config.schema import BaseConfig, ModelConfig, RanksConfig
 from common.errors import UsageError
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
-from learner.megatron import parallel
+from learner.megatron import parallel, start_weights
 from learner.megatron.checkpoint import CheckpointWriter
 from learner.megatron.conversion import verify
 from learner.megatron.conversion.export import Exporter
@@ -55,19 +55,22 @@ class MegatronBackend:
     close = staticmethod(parallel.shutdown)
 
     @classmethod
-    def of(cls, config: BaseConfig) -> "MegatronBackend":
+    def of(cls, config: BaseConfig, resumes: bool = False) -> "MegatronBackend":
         """The backend that a job's or a warm start's config describes. Collective; raises as `__init__` does."""
-        made = cls(config.model, config.learner, config.run.steps, config.run.seed)
+        made = cls(config.model, config.learner, config.run.steps, config.run.seed, resumes)
         for warning in passthrough_warnings(config) if made.rank == 0 else ():
             logger.warning("%s", warning)
         return made
 
-    def __init__(self, model: ModelConfig, learner: RanksConfig, total_steps: int, seed: int = 0) -> None:
+    def __init__(
+        self, model: ModelConfig, learner: RanksConfig, total_steps: int, seed: int = 0, resumes: bool = False
+    ) -> None:
         """Join the world, build the model and load its weights. Collective.
 
         Main gradients and optimizer states are float32, whatever the model's dtype is. `total_steps`: the step at which
         the schedule ends, unless the optimizer's decay_steps names another. `seed` is that of Megatron's random
-        generators. Raises UsageError, naming the folder, the layout or the model that cannot be used.
+        generators. `resumes`, of which rank 0's counts: load_checkpoint comes next, so the weights of model.path are
+        not read. Raises UsageError, naming the folder, the layout or the model that cannot be used.
         """
         self.model_path = Path(model.path)
         layout = learner.parallel
@@ -76,6 +79,7 @@ class MegatronBackend:
             raise UsageError(str(problem))
         hf_config = read_config(self.model_path)
         parallel.initialize(layout, seed, learner.timeout_s)
+        resumes = parallel.broadcast_bytes(b"resumes" * resumes) != b""
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.data_parallel_rank = mpu.get_data_parallel_rank()
@@ -94,13 +98,15 @@ class MegatronBackend:
             recompute=learner.memory.recompute,
             extra=learner.megatron.extra,
         )
+        if not resumes:
+            start_weights.load(self.model_path, built, layout)
         self.chunks = wrap_chunks(built, learner)
         self.optimizer = Optimizer(self.chunks, learner, dtype, total_steps)
         experts = Experts(built.chunks, built.config, learner.moe)
         self.routing_shape = experts.shape
         self.routing_layers = experts.layers
         self.schedule = Schedule(self.chunks, built.config, parallel.device(), experts)
-        if model.verify:
+        if model.verify and not resumes:
             verify.check_weights(self.model_path, hf_config, dtype, self.schedule.logprobs)
         self.exporter = Exporter(built)
         self.part_layout = self.exporter.part.layout

@@ -5,6 +5,7 @@ gloo or CUDA threads. A folder without its index, which is written last, is no c
 """
 
 import io
+import math
 import queue
 import shutil
 import threading
@@ -42,7 +43,9 @@ from learner.megatron.own_states import OwnStates
 
 FORMAT = 2
 DISK_POLL_S = 1.0
+PIECES = 8  # into which `save_weights` cuts a matrix that tensor-parallel ranks share; fewer where 8 is no divisor
 _COMMON, _INDEX = "common.pt", "metadata.json"  # Megatron's names
+_EXTRA = "_extra_state"  # in names of what Transformer Engine keeps for FP8; without it no layer has such a state
 
 
 class _PlanOnly(TorchDistSaveShardedStrategy):
@@ -58,10 +61,11 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
 class CheckpointSave:
     """One rank's share of one checkpoint on its way to the disk."""
 
-    def __init__(self, path: Path, sharded: Any, common: dict[str, Any]) -> None:
+    def __init__(self, path: Path, sharded: Any, common: dict[str, Any], still: bool = False) -> None:
         """Plan the save into the empty folder `path` and copy the share to host memory. Collective.
 
         `sharded` is Megatron's sharded state, preprocessed, and `common` the state that is the same on every rank.
+        `still`: nothing changes it until it is written, so that no copy is needed.
         """
         self.path = path
         self.results = []
@@ -70,7 +74,7 @@ class CheckpointSave:
         filesystem_async._results_queue = queue.Queue()
         strategy: Any = _PlanOnly()
         tensors = [each.data for each in nested_values(sharded) if isinstance(each, ShardedTensor)]
-        live = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
+        live = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None and not still}
         self._config = CheckpointingConfig(strategy.backend, strategy.version)
         self._writer, self._metadata = strategy.async_save(sharded, self.path)
         self._transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
@@ -240,15 +244,61 @@ class CheckpointWriter:
 
 def load_weights(path: Path, chunks: list[Any], layout: ParallelConfig) -> None:
     """Load nothing but a checkpoint's weights into bare chunks. Collective; raises as CheckpointWriter.load does."""
-    loaded = _read(path, _weights(chunks), _header(path), _sizes(layout))
+    header = _header(path)
+    state = {key: _without_extra(part) for key, part in _weights(chunks, header.get("apart", False)).items()}
+    loaded = _read(path, state, header, _sizes(layout))
     for i, chunk in enumerate(chunks):
-        chunk.load_state_dict(loaded[_key(i, chunks)], strict=True)
+        kept = {name: own for name, own in chunk.state_dict().items() if _EXTRA in name}
+        chunk.load_state_dict(loaded[_key(i, chunks)] | kept, strict=True)
+
+
+def save_weights(path: Path, chunk: Any) -> None:
+    """Write the weights of a model on one rank into the new folder `path`, durably, and free their memory.
+
+    A reader takes pieces whole. So shared matrices are cut as PIECES tensor-parallel ranks would cut them: a rank then
+    reads its own part only. Layers have names of their own, since planning a read of stacked ones takes quadratic time.
+    Raises SlipstreamError when they cannot be written.
+    """
+    path.mkdir()
+    key = _key(0, [chunk])
+    sharded: Any
+    sharded, _ = save_preprocess({key: _without_extra(_weights([chunk], apart=True)[key])}, True, lambda rest: {})
+    weights = sharded[key]
+    for name, parameter in chunk.named_parameters():
+        if getattr(parameter, "tensor_model_parallel", False) and parameter.dim() > 1 and ".experts." not in name:
+            wholes = weights[name] if isinstance(weights[name], list) else [weights[name]]  # gate and up are two
+            weights[name] = [piece for whole in wholes for piece in _pieces(whole, parameter.partition_dim)]
+            parameter.data.untyped_storage().resize_(0)
+    header = {"format": FORMAT, "steps": 0, "layout": _sizes(ParallelConfig()), "apart": True}
+    save = CheckpointSave(path, sharded, {"slipstream": header}, still=True)
+    save.thread.join()
+    if save.problem:
+        raise SlipstreamError(f"{path} could not be written: {save.problem}")
+    save.publish([msgspec.msgpack.encode(save.results)])
+
+
+def _pieces(whole: Any, axis: int) -> list[ShardedTensor]:
+    """Copies of equal parts of a ShardedTensor along an axis of the local tensor."""
+    at = whole.prepend_axis_num + axis
+    count = math.gcd(whole.local_shape[axis], PIECES)
+    grid = [*whole.axis_fragmentations]
+    grid[at] *= count
+    pieces: list[ShardedTensor] = []
+    for part in whole.data.chunk(count, axis):
+        offset = [*whole.global_offset]
+        offset[at] += len(pieces) * part.shape[axis]
+        cut = {"local_shape": tuple(part.shape), "global_offset": tuple(offset), "axis_fragmentations": tuple(grid)}
+        pieces.append(replace(whole, data=part.clone(memory_format=torch.contiguous_format), **cut))
+    return pieces
 
 
 def _header(path: Path) -> dict[str, Any]:
     if not (path / _INDEX).is_file():
         raise UsageError(f"{path} is not a checkpoint: no {_INDEX} in it")
-    header = dist_checkpointing.load_common_state_dict(str(path)).get("slipstream", {})
+    try:
+        header = dist_checkpointing.load_common_state_dict(str(path)).get("slipstream", {})
+    except Exception as error:  # torch raises whatever its readers of zip files and pickles raise
+        raise UsageError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if header.get("format") != FORMAT:
         raise UsageError(f"{path}: checkpoint format {header.get('format')}, this learner reads {FORMAT}")
     return header
@@ -265,9 +315,14 @@ def _read(path: Path, state: dict[str, Any], header: dict[str, Any], here: dict[
         ) from error
 
 
-def _weights(modules: list[Any]) -> dict[str, Any]:
-    metadata = ensure_metadata_has_dp_cp_group({"singleton_local_shards": False})
+def _weights(modules: list[Any], apart: bool = False) -> dict[str, Any]:
+    """Megatron's sharded state of each module; `apart`: layers have names of their own, instead of one for all."""
+    metadata = ensure_metadata_has_dp_cp_group({"singleton_local_shards": False, "non_homogeneous_layers": apart})
     return {_key(i, modules): module.sharded_state_dict(metadata=metadata) for i, module in enumerate(modules)}
+
+
+def _without_extra(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: part for name, part in state.items() if _EXTRA not in name}
 
 
 def _sizes(layout: ParallelConfig) -> dict[str, int]:

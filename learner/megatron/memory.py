@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.bridge import AutoBridge
 from torch import Tensor
 
 from common.config.schema import MemoryConfig, ModelConfig, RanksConfig
 from common.errors import UsageError
+from learner.megatron import start_weights
 from learner.megatron.conversion import hf_folder
 from learner.megatron.conversion.model import Model
 from learner.megatron.optimizer import Optimizer
@@ -137,6 +137,7 @@ class Reference:
         """
         named = learner.reference
         self.path = Path(named or config.path)
+        self.layout = learner.parallel
         self.model = model
         self.chunks = chunks
         self._elsewhere: list[Tensor] | None = None  # the reference's weights, or the policy's while `in_place`
@@ -167,9 +168,7 @@ class Reference:
         slots = _slots(self.chunks)
         host = [_host_copy(slot) for slot in slots]
         try:
-            bridge = AutoBridge.from_hf_pretrained(str(self.path))
-            hf_folder.give_rope_theta(bridge.hf_pretrained.config)
-            bridge.load_hf_weights(self.model.chunks)
+            start_weights.load(self.path, self.model, self.layout)
         except BaseException:
             for slot, policy in zip(slots, host, strict=True):
                 slot.copy_(policy)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from common.config.converted import is_converted, read_converted
 from common.config.schema import Config
 from common.errors import SlipstreamError, UsageError
 from common.evaluation import UNSCORED, EvalResult, dataset_names
@@ -33,6 +34,9 @@ def run_eval(config: Config, model_path: Path) -> EvalResult:
     sources = dict(zip(problems, (source for source, _ in config.evaluation.held_out), strict=True))
     if not (model_path / "config.json").is_file():
         raise UsageError(f"{model_path} is not a model folder; has the run finished? --model DIR names another")
+    if is_converted(model_path):
+        source = read_converted(model_path).source
+        raise UsageError(f"{model_path} has weights for the learner only; evaluate the folder it is made of, {source}")
     model = msgspec.structs.replace(config.model, path=str(model_path))
     config = msgspec.structs.replace(config, model=model)
     jobs = {name: _untrained(config.sources[source]) for name, source in sources.items()}

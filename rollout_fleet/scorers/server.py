@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from common.config.converted import is_converted
 from common.config.network_checks import is_loopback
 from common.config.scorers import ScorerConfig
 from common.errors import EXIT_DONE, ConfigError, SlipstreamError
@@ -32,9 +33,11 @@ CPU_FLAGS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}  # unless 
 def serve(name: str, scorer: ScorerConfig, *, file: str, log: Path) -> int:
     """Serve `scorers.NAME` until a signal asks for the end; vLLM's output goes to `log`.
 
-    Raises ConfigError, naming `file`, for an address that it cannot take, SlipstreamError when vLLM ended by itself.
+    Raises ConfigError, naming `file`, for an address or a folder that it cannot take, SlipstreamError when vLLM ended
+    by itself.
     """
     host, port = address_of(name, scorer, file)
+    check_model(name, scorer, file)
     flag = DrainFlag.install()
     with log.open("ab") as out:
         child = subprocess.Popen(
@@ -74,6 +77,14 @@ def address_of(name: str, scorer: ScorerConfig, file: str) -> tuple[str, int]:
         expected = "a variable with a key, for an address beyond this machine"
         raise ConfigError(file, f"scorers.{name}.api_key_env", expected, "nothing")
     return host, url.port
+
+
+def check_model(name: str, scorer: ScorerConfig, file: str) -> None:
+    """Raise ConfigError for a folder whose weights only the learner reads."""
+    model = str(scorer.serve.get("model", scorer.model))
+    if is_converted(Path(model)):
+        hint = "`slipstream convert` made it of another folder; name that one"
+        raise ConfigError(file, f"scorers.{name}.model", "a Hugging Face folder", model, hint)
 
 
 def command(scorer: ScorerConfig, host: str, port: int, *, cpu: bool) -> list[str]:

@@ -20,6 +20,7 @@ from broker.contract import BrokerStatus, LearnerReport, NodeReport, NodeStatus,
 from broker.main import run_info
 from broker.server.server import BrokerServer
 from common.config.architecture import Architecture, read_architecture
+from common.config.converted import MANIFEST, WEIGHTS, Converted, config_digest
 from common.config.loading import build_config
 from common.config.schema import Config, ModelConfig, RunConfig, TasksConfig
 from common.errors import EXIT_USAGE
@@ -49,6 +50,19 @@ def model_folder(folder: Path, **entries: object) -> Path:
     (folder / "config.json").write_text(json.dumps({**SHAPE, **entries}))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def converted_folder(folder: Path, **entries: object) -> Path:
+    """As `model_folder`, with weights as `slipstream convert` leaves them; no learner could read these."""
+    (model_folder(folder, **entries) / "model.safetensors").unlink()
+    weights = folder / WEIGHTS
+    weights.mkdir()
+    files = {"__0_0.distcp": 40, ".metadata": 7}
+    for name, size in files.items():
+        (weights / name).write_bytes(bytes(size))
+    made = Converted(source="/models/it", dtype="bfloat16", config=config_digest(folder), names=["a"], files=files)
+    (weights / MANIFEST).write_bytes(msgspec.json.encode(made))
     return folder
 
 

@@ -276,7 +276,7 @@ def backend(folder: Path, spec: dict[str, Any]) -> Any:
         overlap=spec.get("overlap", True),
         megatron=MegatronConfig(extra=spec.get("extra", {})),
     )
-    return MegatronBackend(model, learner, total_steps=10, seed=spec.get("seed", 1))
+    return MegatronBackend(model, learner, 10, seed=spec.get("seed", 1), resumes=spec.get("resumes", False))
 
 
 def refusal(act: Callable[..., Any], *arguments: Any) -> str:

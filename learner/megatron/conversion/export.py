@@ -9,7 +9,6 @@ So that no rank gathers the whole model, the first of the ranks that have a shar
 - Tied embeddings come from the first stage, also where the model's files have both names.
 """
 
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,6 @@ from learner.megatron.conversion.model import Model
 
 EXPORT_OPTIONS = {"cpu": False, "show_progress": False, "merge_adapter_weights": False}
 SHARD_BYTES = 4 << 30
-_WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 
 class Exporter:
@@ -49,9 +47,7 @@ class Exporter:
         if dist.get_rank() == 0:
             with hf_folder.new_folder(path) as staging:
                 _write_shards(staging, self.tensors())
-                for file in source.iterdir():  # configuration, tokenizer, chat template, custom code
-                    if file.is_file() and file.suffix not in _WEIGHT_FILES and not file.name.endswith(".index.json"):
-                        shutil.copyfile(file, staging / file.name)
+                hf_folder.copy_companions(source, staging)
         else:
             for _ in self.tensors():
                 pass

@@ -1,13 +1,20 @@
-"""Hugging Face folders: their configuration, and new ones that are complete or absent. No megatron here."""
+"""Hugging Face folders: configuration, type, companions of the weights, new ones that are complete or absent.
+
+No megatron here.
+"""
 
 import contextlib
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from common.errors import UsageError
 from common.process.files import replace_folder, sync
+
+_WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+# Megatron keeps the first in float32 whatever the model's type is, and computes the others itself.
+_FLOAT32_ANYWAY = ("e_score_correction_bias", "rotary_emb.inv_freq")
 
 
 def read_config(path: Path) -> Any:
@@ -57,13 +64,36 @@ def check_names(path: Path, names: Iterable[str], known: Iterable[str], layers: 
         )
 
 
+def stored_dtype(path: Path) -> Literal["float32", "bfloat16"]:
+    """The smaller of the learner's types that keeps every weight of a folder; its files' headers say what they have."""
+    from safetensors import safe_open
+
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (it is no mapping)
+                if opened.get_slice(name).get_dtype() != "BF16" and not name.endswith(_FLOAT32_ANYWAY):
+                    return "float32"
+    return "bfloat16"
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy all but the weights: configuration, tokenizer, chat template, custom code."""
+    for file in source.iterdir():
+        if file.is_file() and file.suffix not in _WEIGHT_FILES and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, target / file.name)
+
+
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """An empty staging folder, which takes the place of `path` when its content is on the disk."""
     staging = path.with_name(f".{path.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    yield staging
+    try:
+        yield staging
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)  # a full disk needs the space
+        raise
     for file in sorted(staging.rglob("*")):
         if file.is_file():
             sync(file)

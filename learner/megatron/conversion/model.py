@@ -1,4 +1,4 @@
-"""A Hugging Face folder to Megatron model chunks, through Megatron-Bridge."""
+"""A Hugging Face folder to Megatron model chunks, through Megatron-Bridge; start_weights.py gives them their values."""
 
 import contextlib
 import functools
@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from megatron.bridge import AutoBridge
+from megatron.bridge.models.hf_pretrained.state import StateDict, StateSource
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 
+from common.config.converted import is_converted, read_converted
 from common.config.schema import MoeConfig, ParallelConfig, Recompute
 from common.errors import UsageError
 from learner.megatron import moe
@@ -47,14 +50,13 @@ def build(
     recompute: Recompute = "none",
     extra: Mapping[str, Any] = {},
 ) -> Model:
-    """Build and load this rank's chunks; `extra`: learner.megatron.extra. Collective, after parallel.initialize.
+    """Build this rank's chunks, whose parameters have no values yet. Collective, after parallel.initialize.
 
-    Raises UsageError for rotary embeddings that Megatron gets wrong, and for tensors that only one side has. It does
-    so too for what `experts` asks of a model that has none.
+    `extra`: learner.megatron.extra. Raises UsageError for rotary embeddings that Megatron gets wrong, and for tensors
+    that only one side has. It does so too for what `experts` asks of a model that has none.
     """
     bridge_fixes.patch_bridge()
-    bridge = AutoBridge.from_hf_pretrained(str(path))
-    hf_folder.give_rope_theta(bridge.hf_pretrained.config)
+    bridge = open_bridge(path)
     provider = bridge.to_megatron_provider(load_weights=False)
     with _named(path):
         bridge_fixes.correct_provider(hf_config, provider)
@@ -76,8 +78,30 @@ def build(
     _check_names(path, hf_config, bridge)
     tasks = bridge.get_conversion_tasks(chunks)
     _check_tasks(path, chunks, tasks)
-    bridge.load_hf_weights(chunks)
     return Model(chunks, provider, bridge, hf_config, tasks)
+
+
+class _Names(StateSource):
+    """The tensors of the folder that a converted one was made of, by name only."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = sorted(names)
+
+    def get_all_keys(self) -> list[str]:
+        return self._names
+
+    def load_tensors(self, keys: list[str]) -> dict[str, Tensor]:
+        raise KeyError(f"a converted folder has {', '.join(keys[:5])} in Megatron's form only")
+
+
+def open_bridge(path: Path) -> AutoBridge:
+    """The bridge of a folder, with rope_theta where it reads it; tensors of a converted folder have names only."""
+    bridge = AutoBridge.from_hf_pretrained(str(path))
+    hf_folder.give_rope_theta(bridge.hf_pretrained.config)
+    if is_converted(path):
+        files: Any = bridge.hf_pretrained
+        files._state_dict_accessor = StateDict(_Names(read_converted(path).names))
+    return bridge
 
 
 def passed_to(kind: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,6 +142,10 @@ def _check_names(path: Path, hf_config: Any, bridge: AutoBridge) -> None:
     hf_folder.check_names(path, names, known, hf_config.num_hidden_layers)
 
 
+def _leave(weight: Tensor) -> None:
+    """Leave a new parameter as its memory is."""
+
+
 def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig, recompute: Recompute) -> None:
     on_cuda = torch.cuda.is_available()
     provider.tensor_model_parallel_size = parallel.tensor
@@ -134,8 +162,10 @@ def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig, reco
     provider.fp16 = False
     provider.autocast_dtype = None
     provider.use_cpu_initialization = not on_cuda
-    # False would drop the tensor-parallel attributes, and the gradient norm would come out too small
+    # False would drop the tensor-parallel attributes, and the gradient norm would come out too small; so modules
+    # initialise, but with a function that writes nothing: every parameter is loaded, as _check_tasks has found
     provider.perform_initialization = True
+    provider.init_method = provider.output_layer_init_method = provider.embedding_init_method = _leave
     provider.calculate_per_token_loss = True
     provider.variable_seq_lengths = parallel.pipeline > 1
     provider.moe_token_dispatcher_type = "alltoall"  # allgather refuses variable lengths, also in a dense model

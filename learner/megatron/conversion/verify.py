@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from common.config.converted import Forward, is_converted, read_converted
 from common.config.schema import MoeConfig, ParallelConfig
 from common.errors import SlipstreamError, UsageError
 from learner.backend_protocol import Microbatch
@@ -35,11 +36,6 @@ FLOOR_CPU, FLOOR_CUDA = 1e-3, 5e-2  # smallest limits in nats; CUDA multiplies f
 ROUNDING = 4.0  # times the error that Hugging Face itself makes in the model's dtype
 
 
-class _Expected(msgspec.Struct):
-    logprobs: list[float]  # Hugging Face's
-    limit: float  # largest difference that passes
-
-
 def check_translation(path: Path, config: Any, dtype: torch.dtype, layout: ParallelConfig) -> None:
     """Compare a miniature of `config`, the model's in `path`, under `layout`. Collective; raises UsageError.
 
@@ -57,6 +53,7 @@ def check_translation(path: Path, config: Any, dtype: torch.dtype, layout: Paral
             model = build(Path(folder), hf_folder.read_config(Path(folder)), kind, layout, MoeConfig())
         except UsageError as error:
             raise UsageError(str(error).replace(folder, f"{path} (a miniature of it)")) from None
+        model.bridge.load_hf_weights(model.chunks)
         experts = Experts(model.chunks, model.config, MoeConfig())
         schedule = Schedule(model.chunks, model.config, parallel.device(), experts)
         found = schedule.logprobs([_documents(small.vocab_size)], 1.0)[0]
@@ -64,35 +61,48 @@ def check_translation(path: Path, config: Any, dtype: torch.dtype, layout: Paral
     gc.collect()
     tracker.set_states(state)  # the model that follows starts as if there had been none
     torch.set_rng_state(random)
-    _judge(path, config, "a miniature of it", found, expected)
+    _judge(path, config, "a miniature of it", kind, found, expected)
 
 
-def check_weights(path: Path, config: Any, dtype: torch.dtype, logprobs: Callable[..., list[Tensor]]) -> None:
+def check_weights(
+    path: Path, config: Any, dtype: torch.dtype, logprobs: Callable[..., list[Tensor]], rounded: bool = False
+) -> Forward | None:
     """Compare the loaded model itself if its folder has at most SMALL_BYTES of weights. Collective; raises UsageError.
 
-    `logprobs` is learner.backend_protocol.Backend.logprobs of the loaded model.
+    `logprobs` is learner.backend_protocol.Backend.logprobs of the loaded model. Returns Hugging Face's results, None of
+    a larger folder; with `rounded` they serve loads in bfloat16 too.
     """
-    if sum(file.stat().st_size for file in path.glob("*.safetensors")) > SMALL_BYTES:
-        return
 
     def compute() -> bytes:
-        model = getattr(transformers, config.architectures[0]).from_pretrained(path, dtype=torch.float32).eval()
-        return msgspec.msgpack.encode(_expected(model, dtype))
+        return msgspec.msgpack.encode(_of_folder(path, config, rounded or dtype != torch.float32))
 
-    expected = msgspec.msgpack.decode(_of_rank_0(compute), type=_Expected)
-    _judge(path, config, "it", logprobs([_documents(config.vocab_size)], 1.0)[0], expected)
+    expected = msgspec.msgpack.decode(_of_rank_0(compute), type=Forward | None)
+    if expected is not None:
+        _judge(path, config, "it", dtype, logprobs([_documents(config.vocab_size)], 1.0)[0], expected)
+    return expected
 
 
-def _miniature(folder: Path, config: Any, dtype: torch.dtype) -> _Expected:
+def _of_folder(path: Path, config: Any, rounded: bool) -> Forward | None:
+    """A converted folder has kept them from its source."""
+    if is_converted(path):
+        return read_converted(path).forward
+    if sum(file.stat().st_size for file in path.glob("*.safetensors")) > SMALL_BYTES:
+        return None
+    model = getattr(transformers, config.architectures[0]).from_pretrained(path, dtype=torch.float32).eval()
+    return _expected(model, rounded)
+
+
+def _miniature(folder: Path, config: Any, dtype: torch.dtype) -> Forward:
     """Put the same miniature into every rank's own `folder`."""
     names = ("config.json", "model.safetensors")
+    rounded = dtype != torch.float32
 
     def compute() -> bytes:
         model = tiny_model.new_model(config)
         model.save_pretrained(folder)
-        return msgspec.msgpack.encode(([(folder / name).read_bytes() for name in names], _expected(model, dtype)))
+        return msgspec.msgpack.encode(([(folder / name).read_bytes() for name in names], _expected(model, rounded)))
 
-    files, expected = msgspec.msgpack.decode(_of_rank_0(compute), type=tuple[list[bytes], _Expected])
+    files, expected = msgspec.msgpack.decode(_of_rank_0(compute), type=tuple[list[bytes], Forward])
     for name, data in zip(names, files, strict=True):
         (folder / name).write_bytes(data)
     return expected
@@ -132,25 +142,31 @@ def _logprobs(model: Any, batch: Microbatch) -> Tensor:
     return torch.cat(rows)
 
 
-def _expected(model: Any, dtype: torch.dtype) -> _Expected:
+def _expected(model: Any, rounded: bool) -> Forward:
+    """Of a float32 model, which is bfloat16 afterwards with `rounded`."""
     batch = _documents(model.config.vocab_size)
-    limit = FLOOR_CUDA if torch.cuda.is_available() else FLOOR_CPU
     exact = _logprobs(model, batch)
-    if dtype != torch.float32:
-        limit += ROUNDING * _difference(_logprobs(model.to(dtype), batch), exact)
-    return _Expected(exact.tolist(), limit)
+    rounding = _difference(_logprobs(model.to(torch.bfloat16), batch), exact) if rounded else 0.0
+    return Forward(exact.tolist(), rounding)
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
     return (found - expected).abs().double().quantile(SHARE).item()
 
 
-def _judge(path: Path, config: Any, what: str, found: Tensor, expected: _Expected) -> None:
+def _limit(expected: Forward, dtype: torch.dtype) -> float:
+    """The largest difference that passes, in nats."""
+    floor = FLOOR_CUDA if torch.cuda.is_available() else FLOOR_CPU
+    return floor if dtype == torch.float32 else floor + ROUNDING * expected.rounding
+
+
+def _judge(path: Path, config: Any, what: str, dtype: torch.dtype, found: Tensor, expected: Forward) -> None:
     difference = _difference(found, torch.tensor(expected.logprobs))
-    logger.debug("forward check of %s: difference %.2g, limit %.2g", what, difference, expected.limit)
-    if difference > expected.limit:
+    limit = _limit(expected, dtype)
+    logger.debug("forward check of %s: difference %.2g, limit %.2g", what, difference, limit)
+    if difference > limit:
         raise UsageError(
             f"model.path: {path}: Megatron computes {config.architectures[0]} otherwise than Hugging Face. "
-            f"Log-probabilities of {what} differ by {difference:.2g} (limit {expected.limit:.2g}; the {SHARE:.0%} "
+            f"Log-probabilities of {what} differ by {difference:.2g} (limit {limit:.2g}; the {SHARE:.0%} "
             f"quantile over {len(found)} tokens). Training would be wrong. model.verify: false loads it all the same"
         )

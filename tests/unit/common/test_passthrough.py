@@ -51,6 +51,11 @@ def test_names_of_the_libraries_pass_with_a_warning(tmp_path: Path) -> None:
         ({"quantization_config": {"linear": "mxfp8"}}, {}, "use rollout.engine.quantization instead"),
         ({"speculative_config": {"method": "ngram"}}, {}, "extra.speculative_config: expected an engine without"),
         ({"spec_method": "ngram"}, {}, "temperatures above 0"),
+        ({}, {"fp8": "hybrid"}, "extra.fp8: expected training in bfloat16 or float32, found 'fp8'; FP8 training is"),
+        ({}, {"fp8_param_gather": True}, "FP8 training is refused"),
+        ({}, {"fp4": "e2m1"}, "FP8 training is refused"),
+        ({}, {"fp16": True}, "float16 training is refused"),
+        ({}, {"bf16": False}, "use model.dtype instead"),
     ],
 )
 def test_other_names_are_refused_with_what_to_write_instead(tmp_path: Path, engine, megatron, said) -> None:

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from broker.diagnosis import stalls
+from common.config.converted import WEIGHTS
 from common.config.loading import dump_yaml
 from common.config.schema import (
     BrokerAddress,
@@ -46,7 +47,16 @@ from launch.checks.review import Review, review
 from launch.cli import main
 from launch.keys import make
 from learner.loop.run_files import write_record
-from tests.rigs.configs import MODELS, config_of, living_broker, model_folder, refusal, write_broker, write_distribution
+from tests.rigs.configs import (
+    MODELS,
+    config_of,
+    converted_folder,
+    living_broker,
+    model_folder,
+    refusal,
+    write_broker,
+    write_distribution,
+)
 from tests.rigs.processes import ROOT
 from tests.rigs.redis_servers import durable_redis
 from tests.rigs.waiting import LIMIT_S, until
@@ -387,6 +397,15 @@ def test_weights_that_are_cut_off_missing_or_without_meaning_are_found(config: C
     for content, said in BROKEN[name]:
         (folder / name).write_bytes(content)
         assert re.search(said, only(job.check_model(folder)).what), content
+
+
+def test_converted_weights_are_whole_or_said_to_be_refused(config: Config, tmp_path: Path) -> None:
+    folder = converted_folder(tmp_path / "converted")
+    assert only(job.check_model(folder), "fine").what.startswith("converted weights, ")
+    (folder / WEIGHTS / ".metadata").unlink()
+    assert [*job.check_model(folder)] == [], "the config's checks say it"
+    refused = review(of(config, "model", path=str(folder)), "job.yaml")
+    assert ".metadata is missing" in only(job.check_config_and_files(refused)).what
 
 
 def test_a_bad_line_in_the_middle_of_a_dataset_is_found(config: Config) -> None:

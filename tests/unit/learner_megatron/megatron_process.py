@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from transformers import Qwen3Config
 
+from common.config.converted import Forward
 from common.config.schema import LearnerConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from common.errors import SlipstreamError, UsageError
 from learner.backend_protocol import Microbatch
@@ -212,10 +213,10 @@ def test_with_cuda_offloaded_memory_is_given_back_and_swaps_end_before_they_retu
     assert (ours.sum(), theirs.sum(), cuda) == (4, 0, ["synchronize"])
 
 
-def test_with_cuda_the_forward_check_allows_for_tf32(cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    same = SimpleNamespace(config=SimpleNamespace(vocab_size=8))
-    monkeypatch.setattr(verify, "_logprobs", lambda model, batch: torch.zeros(4))
-    assert verify._expected(same, torch.float32).limit == verify.FLOOR_CUDA
+def test_with_cuda_the_forward_check_allows_for_tf32(cuda: list[str]) -> None:
+    told = Forward([0.0] * 4, rounding=0.25)
+    assert verify._limit(told, torch.float32) == verify.FLOOR_CUDA
+    assert verify._limit(told, torch.bfloat16) == verify.FLOOR_CUDA + verify.ROUNDING * 0.25
 
 
 @pytest.mark.parametrize("reference", [None, torch.zeros(3)])

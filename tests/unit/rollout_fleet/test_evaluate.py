@@ -20,6 +20,7 @@ from rollout_fleet.environments.protocol import StopReason
 from rollout_fleet.episode.driver import Sampling
 from rollout_fleet.episode.sampler_protocol import Generation
 from rollout_fleet.node import evaluate as module
+from tests.rigs.configs import converted_folder
 from tests.rigs.refusals import refused
 from tests.unit.rollout_fleet.fleet_fakes import ScriptedSampler, add, make_driver, new_host, say
 
@@ -97,6 +98,9 @@ def test_evaluation_needs_held_out_problems_and_a_model(tmp_path: Path) -> None:
     (tmp_path / "held_out.jsonl").write_text('{"a": 1}\n')
     with refused(UsageError, tmp_path / "absent", "--model DIR"):
         module.run_eval(config(str(tmp_path / "held_out.jsonl")), tmp_path / "absent")
+    converted = converted_folder(tmp_path / "converted")
+    with refused(UsageError, converted, "/models/it"):
+        module.run_eval(config(str(tmp_path / "held_out.jsonl")), converted)
 
 
 def test_several_datasets_are_evaluated_together_and_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

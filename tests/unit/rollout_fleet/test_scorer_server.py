@@ -14,7 +14,7 @@ from common.errors import ConfigError, SlipstreamError
 from common.process.lifecycle import DrainFlag
 from launch.cli import main
 from rollout_fleet.scorers import server
-from tests.rigs.configs import refusal, write_job
+from tests.rigs.configs import converted_folder, refusal, write_job
 from tests.rigs.refusals import refused
 from tests.rigs.waiting import until
 
@@ -62,6 +62,13 @@ def test_the_key_goes_through_the_environment_and_no_command_line() -> None:
 def test_an_address_that_vllm_cannot_take_is_refused(url: str) -> None:
     with refused(ConfigError, "job.yaml", "scorers.judge.url", url):
         server.address_of("judge", scorer(url), "job.yaml")
+
+
+def test_a_folder_with_weights_for_the_learner_alone_is_refused(tmp_path: Path) -> None:
+    folder = converted_folder(tmp_path / "converted")
+    config = scorer(serve={"model": str(folder)})
+    with refused(ConfigError, "job.yaml", "scorers.judge.model", folder, "slipstream convert"):
+        server.serve("judge", config, file="job.yaml", log=tmp_path / "log")
 
 
 def test_beyond_loopback_a_key_is_needed() -> None:

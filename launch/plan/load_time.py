@@ -1,0 +1,35 @@
+"""Seconds in which the learner's ranks read the weights that training starts from; docs/models.md, 'Load once'.
+
+A rank reads all tensors of its pipeline stage from safetensors and keeps its share. Of a converted folder it reads its
+share alone. Both speeds are those of bench/results/load_weights.json with two tensor-parallel ranks: files in memory,
+one CPU thread a rank. A slower disk adds its own time.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from common.config.schema import ParallelConfig
+from launch.plan.memory import ITEM_BYTES, Resident
+
+SAFETENSORS_GB_S = 0.5
+CONVERTED_GB_S = 0.5
+_CUT = ("embeddings", "attention", "dense")  # kinds that tensor-parallel ranks share
+
+
+class Start(msgspec.Struct, frozen=True):
+    """Of the slowest rank, with the model's weights in the plan's type."""
+
+    safetensors_s: float
+    converted_s: float
+
+
+def start_of(stages: Iterable[Resident], parallel: ParallelConfig, dtype: str) -> Start:
+    """`stages` has a rank of each pipeline stage."""
+    whole = share = 0
+    for stage in stages:
+        factors = {kind: parallel.tensor for kind in _CUT} | {"experts": parallel.expert_tensor}
+        whole = max(whole, sum(n * factors.get(kind, 1) for kind, n in stage.elements.items()))
+        share = max(share, sum(stage.elements.values()))
+    gb = ITEM_BYTES[dtype] / 1e9
+    return Start(safetensors_s=whole * gb / SAFETENSORS_GB_S, converted_s=share * gb / CONVERTED_GB_S)
