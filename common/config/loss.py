@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
-from common.config.schema import LossConfig
+from common.config.schema import Config, LossConfig
 from common.errors import Problem
 
 UNCORRECTED = "every weight is 1 then; clip_low and clip_high bound the whole way from the sampler's policy"
+NO_BOUND = (1.0, 1e3)  # no ratio is below 1 - 1, and one above 1,001 is no longer a matter of clipping
+NEVER_STOPS = {"cispo"}  # objectives whose bound leaves every token its gradient
 
 Bounds = tuple[float, float]
 
@@ -55,6 +57,29 @@ def loss_problems(loss: LossConfig, measures_kl: bool = False) -> Iterator[Probl
     if loss.reference is not None and not (loss.kl_coefficient or measures_kl):
         expected = "unset while learner.loss.kl_coefficient is 0"
         yield Problem(key + "reference", expected, hint="nothing would be compared with it")
+
+
+def update_problems(config: Config) -> Iterator[Problem]:
+    """Keys about the updates of a step that contradict each other or would be ignored."""
+    learner = config.learner
+    loss = learner.loss
+    if learner.minibatches > learner.groups_per_step:
+        hint = "an update trains on whole groups"
+        yield Problem("learner.minibatches", f"at most learner.groups_per_step ({learner.groups_per_step})", hint=hint)
+    low, high = clip_bounds(loss)
+    free = loss.objective in NEVER_STOPS or (low >= NO_BOUND[0] and high >= NO_BOUND[1])
+    if learner.epochs > 1 and loss.proximal == "behavior" and free:
+        expected = f"1 with proximal: behavior, objective: {loss.objective} and bounds that take no token's gradient"
+        hint = "each epoch would push the same tokens further: use another objective or bounds, or proximal: recompute"
+        yield Problem("learner.epochs", expected, hint=hint)
+    if loss.kl_stop is not None and learner.updates == 1:
+        hint = "learner.epochs and learner.minibatches are 1, so no update is left to leave out"
+        yield Problem("learner.loss.kl_stop", "unset with one update per batch", hint=hint)
+    most = config.staleness.max_updates
+    if most is not None and most < learner.updates - 1:
+        hint = "even the newest tokens are so old in the last update, which would train nothing"
+        expected = f"at least {learner.updates - 1} with {learner.updates} updates per batch"
+        yield Problem("staleness.max_updates", expected, hint=hint)
 
 
 def _correction(loss: LossConfig) -> Iterator[Problem]:
