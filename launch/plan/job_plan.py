@@ -34,8 +34,8 @@ class Batch(msgspec.Struct, frozen=True):
     longest: int  # tokens of one sequence, padding of context parallelism included
     tokens: int  # those of all sequences
     tokens_per_rank: int  # those on the data-parallel rank with the most
-    updates: int  # of the optimizer
-    microbatches: int  # of one update on every data-parallel rank
+    updates: int  # optimizer updates
+    microbatches: int  # those of one update, on every data-parallel rank
     bubble: float  # share of an update that a pipeline stage idles, with that many microbatches
     bubble_short: float  # the same when sequences are a quarter as long
 

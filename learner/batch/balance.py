@@ -65,8 +65,8 @@ def balance_at_home(
 def homes_of_groups(costs: np.ndarray, groups: np.ndarray, ranks: int) -> np.ndarray:
     """Ranks of documents ([n] int64) that spread every group over all ranks: any part of whole groups is about even.
 
-    A document goes, the most expensive first, to the rank with the least of its group, among equals to the one with the
-    least of all. `costs`: [n] float64, `groups`: [n] int64.
+    A document goes to the rank with the least of its group, among equals to the one with the least of all. The most
+    expensive one goes first. `costs`: [n] float64, `groups`: [n] int64.
     """
     homes = np.zeros(len(costs), dtype=np.int64)
     loads = [0.0] * ranks

@@ -53,7 +53,7 @@ class BatchSource:
     loss: LossFunction
     temperature = 1.0  # divides the logits
     entropy = False  # whether the loss needs it
-    updates = 1  # of a version, at most
+    updates = 1  # most that a version has
     kl_stop: float | None = None  # learner.loss.kl_stop
     has_final_evaluation = False  # after the last step commands go on until one is no Wait
 

@@ -153,14 +153,14 @@ class StallMeter:
 
 @dataclass(frozen=True)
 class UpdateFigures:
-    """What a step's optimizer updates came to besides their result; the same on every rank."""
+    """Figures of a step's optimizer updates besides their result; the same on every rank."""
 
     count: int = 0
     tokens: int = 0  # in the loss of at least one
-    microbatches: int = 0  # of this rank
+    microbatches: int = 0  # those of one rank
     grad_norm_max: float = 0.0
-    batch_kl: float = 0.0  # of the last one
-    age_mean: float = 0.0  # in updates
+    batch_kl: float = 0.0  # the last one's
+    age_mean: float = 0.0  # updates
     age_max: int = 0
 
 

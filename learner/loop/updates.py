@@ -4,9 +4,9 @@
     several:     complete -> freeze the policy that begins the batch -> train, train, ... until none is left, or one
                  finds the policy further than kl_stop from the frozen one: it and the rest are left out
 
-Everything that stays the same during the batch is computed once, over its documents as the first epoch packs them:
-reference log-probabilities, and the frozen log-probabilities of the version that begins the batch. A process that dies
-in between has changed nothing durable. The batch is trained again from the checkpoint, in the same order.
+Reference log-probabilities and those of the version that begins the batch stay the same during the batch. They are
+computed once, over its documents as the first epoch packs them. A process that dies in between has changed nothing
+durable. The batch is trained again from the checkpoint, in the same order.
 """
 
 import logging
@@ -32,7 +32,7 @@ GIVEN = ("reference_logprobs", "proximal_logprobs")  # columns of a microbatch t
 def train_updates(
     step: int, updates: Sequence[Update], backend: Backend, source: BatchSource, alive: Callable[[], None]
 ) -> tuple[StepResult, UpdateFigures]:
-    """Train on every update, at least one; what they came to, the same on every rank. Collective.
+    """Train on every update, at least one; results are the same on every rank. Collective.
 
     `alive` is called after each part that learner.timeout_s bounds. Raises SlipstreamError as Backend.train_step does,
     or when a loss is no number.
@@ -87,7 +87,7 @@ class _Leash:
     def __init__(self, backend: Backend, most: float | None) -> None:
         self._backend = backend
         self._most = most
-        self.kl = 0.0  # of the newest update, before it, in nats per token
+        self.kl = 0.0  # before the newest update, in nats per token
         self.broken = False
 
     def __call__(self, result: StepResult) -> bool:

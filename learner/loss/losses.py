@@ -60,8 +60,8 @@ KL_ESTIMATORS: dict[str, KlEstimator] = {"k1": k1, "k2": k2, "k3": k3}
 # ---------------------------------------------------------------- proximal policy
 # The policy that the trust region surrounds and that importance weights lead to. Version s begins step s, and a token
 # of staleness d was sampled by version s - d. With one update per batch the forward pass that trains version s also
-# evaluates it. With several, a pass before the first update has frozen its log-probabilities, so that all updates of
-# the batch have the same proximal policy and the same w.
+# evaluates it. With several, a pass before the first update has frozen its log-probabilities. So all updates of the
+# batch have the same proximal policy and the same w.
 #
 # - `recompute`: version s. r is the change within the batch, and 1 in the first update. w carries the way to version s.
 # - `behavior`: version s - d as the sampler computed it. w is 1 and r = pi / behavior carries the whole way.
@@ -84,10 +84,10 @@ def behavior(begin: Tensor, behavior: Tensor, staleness: Tensor | None) -> Tenso
 def loglinear(begin: Tensor, behavior: Tensor, staleness: Tensor | None) -> Tensor:
     """AReaL's interpolation: log p_prox = log p_behavior + a (log p_s - log p_behavior).
 
-    With k updates per version, version s - 1 is k (d - 1) of the k d updates after the sampler's version. So
-    a = k (d - 1) / (k d) = (d - 1) / d for any k, and a = 0 for tokens of this very version. docs/algorithms.md derives
-    it, and says why `begin` and not the policy in training is the other end. (AReaL, docs/algorithms/prox_approx.md and
-    areal/trainer/ppo/actor.py.) It assumes that every version moved log p equally far.
+    With k updates per version, version s - 1 is k (d - 1) of the k d updates after the sampler's version. For any k
+    a = (d - 1) / d, and 0 for tokens of this very version. docs/algorithms.md derives it. It also says why `begin` is
+    the other end, and not the policy in training. (AReaL, docs/algorithms/prox_approx.md, areal/trainer/ppo/actor.py.)
+    It assumes that every version moved log p equally far.
     """
     if staleness is None:
         raise ValueError("proximal: loglinear needs the staleness of every token")

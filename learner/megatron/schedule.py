@@ -69,8 +69,8 @@ def _pack(batch: Microbatch, parallel: ParallelConfig, rank: int, device: torch.
 def filler(like: Microbatch) -> Microbatch:
     """A document of one token that trains nothing; it fills the rounds of ranks with fewer microbatches.
 
-    The loss has the same sums of it as of `like`, so that both can be added: a reference and a frozen policy each make
-    one more.
+    The loss has the same sums of it as of `like`, so that both can be added. A reference makes one more, and so does a
+    frozen policy.
     """
     one = torch.ones(1, dtype=torch.int64)
     zero = torch.zeros(1)

@@ -38,6 +38,7 @@ class Case:
     logprobs: list[float]
     reference: list[float]
     entropy: list[float]
+    begin: list[float] | None = None  # log-probabilities of the policy that began the batch, where it is another one
 
     def documents(self) -> list[list[int]]:
         """Positions of the loss tokens of each document."""
@@ -60,6 +61,7 @@ class Case:
             double(self.behavior),
             torch.tensor(self.staleness, dtype=torch.int32),
             double(self.reference),
+            proximal_logprobs=None if self.begin is None else double(self.begin),
         )
 
     def parts(self) -> list["Case"]:
@@ -68,7 +70,8 @@ class Case:
         for n in self.lengths:
             span = slice(start, start + n)
             names = ("mask", "advantages", "behavior", "staleness", "logprobs", "reference", "entropy")
-            out.append(Case((n,), *(getattr(self, name)[span] for name in names)))
+            begin = None if self.begin is None else self.begin[span]
+            out.append(Case((n,), *(getattr(self, name)[span] for name in names), begin=begin))
             start += n
         return out
 
@@ -78,12 +81,13 @@ def double(values: list) -> Tensor:
 
 
 def proximal_of(config: LossConfig, case: Case, t: int) -> float:
+    begin = (case.logprobs if case.begin is None else case.begin)[t]
     if config.proximal == "recompute":
-        return case.logprobs[t]
+        return begin
     if config.proximal == "behavior" or case.staleness[t] <= 1:
         return case.behavior[t]
     age = case.staleness[t]
-    return (case.behavior[t] + (age - 1) * case.logprobs[t]) / age
+    return (case.behavior[t] + (age - 1) * begin) / age
 
 
 def weights_of(config: LossConfig, case: Case) -> tuple[dict[int, float], set[int]]:
