@@ -1,9 +1,9 @@
-"""What several updates per batch are worth: the quickstart task at constant lags, with and without clipping.
+"""Gains from several updates per batch: the quickstart task at constant lags, with and without clipping.
 
     python bench/updates_study.py [--workers 2] [--budget-s 3600]
 
-Runs are those of correction_study.py: step s trains on groups that version max(0, s - lag) sampled, on the product's
-engine and learner, each run in a process of its own on a core of its own. Two runs differ in the lag, in the number of
+Runs are those of correction_study.py: step s trains on groups that version max(0, s - lag) sampled. They use the
+product's engine and learner, each in a process of its own on a core of its own. Two runs differ in the lag, in the number of
 updates per batch, and in whether ratios are clipped. Steps, seconds and samples count until the smoothed reward of the
 sampling policy reaches LEVEL. The schedule counts updates, so every way has the same learning rate at the same step
 after the warm-up. The model is made first, as the quickstart makes it, unless it is there.

@@ -88,7 +88,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     length_max: Annotated[OptInt, metric("sampled tokens of the longest sample", "tokens", "max")] = UNSET
     turns_mean: Annotated[OptFloat, metric("generate calls per sample")] = UNSET
     truncated_fraction: Annotated[OptFloat, metric("samples cut at the token or turn limit")] = UNSET
-    microbatches: Annotated[OptInt, metric("of all updates, per data-parallel rank", "", "sum")] = UNSET
+    microbatches: Annotated[OptInt, metric("per data-parallel rank, in all updates", "", "sum")] = UNSET
     environment: Annotated[dict[str, float], metric("the environment's own numbers, per sample")] = {}
 
     step_s: Annotated[float, metric("from the end of the step before to the end of this one", "s")]
@@ -145,7 +145,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     teacher_s: Annotated[OptFloat, metric("from a sample's end to its teacher's answer; 0 if none", "s")] = UNSET
     updates: Annotated[OptInt, metric("optimizer updates of this step", "updates", "sum")] = UNSET
     grad_norm_max: Annotated[OptFloat, metric("grad_norm of the update with the largest", "", "max")] = UNSET
-    batch_kl: Annotated[OptFloat, metric("of the last update from the policy that began the batch", "nat")] = UNSET
+    batch_kl: Annotated[OptFloat, metric("policy of the last update from that at the batch's start", "nat")] = UNSET
     update_age_mean: Annotated[OptFloat, metric("trained token's age in updates, at most", "updates")] = UNSET
     update_age_max: Annotated[OptInt, metric("the same of the oldest trained token", "updates", "max")] = UNSET
     tokens_unused: Annotated[
