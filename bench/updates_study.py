@@ -3,10 +3,10 @@
     python bench/updates_study.py [--workers 2] [--budget-s 3600]
 
 Runs are those of correction_study.py: step s trains on groups that version max(0, s - lag) sampled. They use the
-product's engine and learner, each in a process of its own on a core of its own. Two runs differ in the lag, in the number of
-updates per batch, and in whether ratios are clipped. Steps, seconds and samples count until the smoothed reward of the
-sampling policy reaches LEVEL. The schedule counts updates, so every way has the same learning rate at the same step
-after the warm-up. The model is made first, as the quickstart makes it, unless it is there.
+product's engine and learner, each in a process of its own on a core of its own. Two runs differ in the lag, in the
+number of updates per batch, and in whether ratios are clipped. Steps, seconds and samples count until the smoothed
+reward of the sampling policy reaches LEVEL. The schedule counts updates, so every way has the same learning rate at the
+same step after the warm-up. The model is made first, as the quickstart makes it, unless it is there.
 
 Each run is a file under runs/updates-study, so that the same command continues where it stopped, while commit and
 arguments are the same. It first says how long it will take. With `--budget-s` it begins no run that would end later,
