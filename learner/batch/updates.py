@@ -75,25 +75,25 @@ def plan_updates(backend: Backend, documents: Sequence[Document], config: Config
         order = {"seed": config.run.seed, "step": step, "epoch": epoch}
         for i, own in enumerate(minibatches(serials, learner.minibatches, **order)):
             update = epoch * learner.minibatches + i
-            numbers = tuple(n for n in own if _trains(documents[n], update, config))
-            if not numbers:
+            kept = tuple(n for n in own if _trains(documents[n], update, config))
+            if not kept:
                 continue
-            if numbers not in plans:
-                plans[numbers] = _plan(backend, documents, numbers, learner.micro_batch_tokens, homes)
-                homes |= {n: rank for rank, own in enumerate(plans[numbers]) for batch in own for n in batch}
-            for rank, microbatches in enumerate(plans[numbers]):
+            if kept not in plans:
+                plans[kept] = _plan(backend, documents, kept, learner.micro_batch_tokens, homes)
+                homes |= {n: rank for rank, batches in enumerate(plans[kept]) for batch in batches for n in batch}
+            for rank, microbatches in enumerate(plans[kept]):
                 found[rank].append(Part(update, epoch, microbatches))
     return found
 
 
 def _plan(
-    backend: Backend, documents: Sequence[Document], numbers: tuple[int, ...], bound: int, homes: Mapping[int, int]
+    backend: Backend, documents: Sequence[Document], kept: tuple[int, ...], bound: int, homes: Mapping[int, int]
 ) -> Plan:
-    """Microbatches of the documents `numbers`, which are on their homes unless these are yet to be chosen."""
-    known = numbers[0] in homes
-    at = np.array([homes[n] for n in numbers], dtype=np.int64) if known else None
-    plan = plan_for(backend, [documents[n] for n in numbers], bound, at)
-    return [[[numbers[i] for i in batch] for batch in rank] for rank in plan]
+    """Microbatches of the documents with the numbers `kept`, which are on their homes unless they have none yet."""
+    known = kept[0] in homes
+    at = np.array([homes[n] for n in kept], dtype=np.int64) if known else None
+    plan = plan_for(backend, [documents[n] for n in kept], bound, at)
+    return [[[kept[i] for i in batch] for batch in rank] for rank in plan]
 
 
 def numbers(parts: Sequence[Part]) -> list[int]:

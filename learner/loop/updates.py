@@ -41,7 +41,8 @@ def train_updates(
     leash = _Leash(backend, source.kl_stop)
     with backend.on_device():
         for update in _completed(updates, backend, source, alive):
-            result = backend.train_step(update.microbatches, source.loss, source.temperature, source.entropy, leash)
+            accept = leash if done else None  # the first one trains the policy that begins the batch
+            result = backend.train_step(update.microbatches, source.loss, source.temperature, source.entropy, accept)
             if leash.broken:
                 told = (step, len(done), len(updates), leash.kl)
                 logger.info("step %d ends after %d of %d updates: the divergence is %.4g", *told)
@@ -59,6 +60,7 @@ def _completed(
     """The updates with everything that the loss reads; several also have the frozen policy. Collective."""
     first = [batch for update in updates if update.epoch == updates[0].epoch for batch in update.microbatches]
     whole = source.complete(first)
+    alive()
     if len(updates) == 1:
         return [replace(updates[0], microbatches=whole)]
     frozen = backend.logprobs(first, source.temperature)
