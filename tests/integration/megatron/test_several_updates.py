@@ -40,6 +40,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"parallel": {"pipeline": 2}},
     "cp2": {"parallel": {"context": 2}},
     "vpp2": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}},
+    "dp2-offload": {
+        "ranks": 2,
+        "memory": {f"offload_{part}": True for part in ("optimizer", "gradients", "parameters")},
+    },
 }
 SPECS = [{"name": f"{loss}-{name}", "loss": loss, **layout} for name, layout in LAYOUTS.items() for loss in LOSSES]
 MOE = {"kind": "moe", "moe": {"replay_routing": True}}
