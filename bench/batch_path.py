@@ -80,8 +80,9 @@ def rank_main(rank: int, port: int, case: dict[str, Any], way: str, rounds: int,
     from common.rollouts import GroupMeta
     from learner.backend_protocol import RoutingShape
     from learner.batch.batch import assemble, decode, prepare
-    from learner.batch.packing import build, pack_for, plan_for
-    from learner.loop.share import Cell, Told, cells, encode, numbers, of_layers
+    from learner.batch.packing import pack_for
+    from learner.batch.updates import build_updates, numbers, plan_updates
+    from learner.loop.share import Cell, Told, cells, encode, of_layers
     from learner.loop.share import decode as decode_share
     from learner.megatron import parallel
 
@@ -97,7 +98,7 @@ def rank_main(rank: int, port: int, case: dict[str, Any], way: str, rounds: int,
         data_parallel_rank=rank // stages, data_parallel_size=RANKS // stages, routing_layers=own_layers,
         document_multiple=1, hidden_size=HIDDEN, all_gather_bytes=parallel.gather,
     )  # fmt: skip
-    config = load_either(Path("configs/quickstart.yaml"), []).rl
+    config = load_either(Path("configs/quickstart.yaml"), [f"learner.micro_batch_tokens={BOUND}"]).rl
     meta = GroupMeta(3, 4, 0.5, GROUP_SIZE * TOKENS)
     stored = [StoredGroup(n, "node", meta, payload(n, routing)) for n in range(GROUPS)] if rank == 0 else []
     told: list[Cell] = cells(backend)
@@ -116,8 +117,8 @@ def rank_main(rank: int, port: int, case: dict[str, Any], way: str, rounds: int,
         if rank:
             data = parallel.deliver(None, [cell.ranks for cell in told])
             began = time.process_time()
-            _, documents, microbatches = decode_share(data)
-            packed = build(documents, microbatches)
+            _, documents, parts = decode_share(data)
+            packed = build_updates(documents, parts, config)
             return (data, packed), len(data), {"build_s": time.process_time() - began}
         began = time.process_time()
         groups = [decode(group, VOCABULARY, GROUP_SIZE, shape) for group in stored]
@@ -125,7 +126,7 @@ def rank_main(rank: int, port: int, case: dict[str, Any], way: str, rounds: int,
         spent["ahead_s"] = time.process_time() - began
         began = time.process_time()
         batch = assemble(groups, 5, config, shape, ahead)
-        plans = plan_for(backend, batch.documents, BOUND)
+        plans = plan_updates(backend, batch.documents, config, 5)
         spent["prepare_s"] = time.process_time() - began
 
         def part(number: int) -> Any:
@@ -137,7 +138,7 @@ def rank_main(rank: int, port: int, case: dict[str, Any], way: str, rounds: int,
         parallel.deliver(part, [cell.ranks for cell in told])
         spent["deliver_s"] = time.process_time() - began
         mine = plans[backend.data_parallel_rank]
-        packed = build({n: of_layers(batch.documents[n], own_layers) for n in numbers(mine)}, mine)
+        packed = build_updates({n: of_layers(batch.documents[n], own_layers) for n in numbers(mine)}, mine, config)
         return (groups, batch, packed), 0, spent
 
     found = []

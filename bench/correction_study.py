@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import statistics
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -100,37 +101,50 @@ def problems_of(dataset: str) -> list[dict]:
 
 
 def trained(overrides: list[str], lag: int) -> dict:
-    """The whole run: rewards of the sampling policy, `lag` versions old, and of the last one on held-out problems."""
+    """The whole run: rewards of the sampling policy, `lag` versions old, and of the last one on held-out problems.
+
+    `times_s` are the ends of steps since the first one began; `clipped` and `batch_kl` are their means.
+    """
     import torch
 
     torch.set_num_threads(1)
     config = load_config(Path("configs/quickstart.yaml"), [*overrides, f"staleness.max={lag}"], Config)
     sampler = Sampler(config)
     from learner.batch.batch import assemble
-    from learner.batch.packing import build, plan
+    from learner.batch.updates import build_updates, plan_updates
+    from learner.loop.rollout_source import RolloutSource
+    from learner.loop.step_metrics import loss_figures
     from learner.loop.tasks import RowOrder
-    from learner.loss.losses import policy_loss
+    from learner.loop.updates import train_updates
     from learner.megatron.backend import MegatronBackend
 
     backend = MegatronBackend.of(config)
+    source = RolloutSource(config)
+    source.attach(backend, 0)
     rows, held_out = problems_of(config.tasks.dataset), problems_of(config.evaluation.paths[0])
     order = RowOrder(len(rows), config.run.seed, shuffle=True).of_epoch(0)
-    loss = policy_loss(config.learner.loss, config.rollout.max_tokens)
     size = config.learner.groups_per_step
     versions: deque[dict[str, Any]] = deque([snapshot(backend)], maxlen=lag + 1)
-    rewards = []
+    rewards, times_s, clipped, divergences = [], [], [], []
+    began = time.monotonic()
     for step in range(config.run.steps):
         sampler.load(versions[0])
         problems = [rows[int(order[i % len(rows)])] for i in range(step * size, (step + 1) * size)]
         groups = sampler.groups(problems, step * size, max(0, step - lag))
         batch = assemble(groups, step, config)
-        packed = build(batch.documents, plan(batch.documents, 1, config.learner.micro_batch_tokens)[0])
-        backend.train_step(packed, loss, config.rollout.temperature)
+        (parts,) = plan_updates(backend, batch.documents, config, step)
+        updates = build_updates(dict(enumerate(batch.documents)), parts, config)
+        result, done = train_updates(step, updates, backend, source, lambda: None)
         versions.append(snapshot(backend))
         rewards.append(round(float(batch.statistics.reward_mean), 5))
+        times_s.append(round(time.monotonic() - began, 3))
+        clipped.append(loss_figures(result)["objective_clip_fraction"])
+        divergences.append(done.batch_kl)
     sampler.load(versions[-1])
     final = statistics.mean(s.reward for group in sampler.groups(held_out, 0, 0) for s in group.samples)
-    return {"held_out": round(final, 4), "rewards": rewards}
+    means = {"clipped": round(statistics.mean(clipped), 5), "batch_kl": round(statistics.mean(divergences), 6)}
+    means["samples_per_step"] = size * config.rollout.group_size
+    return {"held_out": round(final, 4), "rewards": rewards, "times_s": times_s, **means}
 
 
 def run(folder: Path, extra: list[str], variant: str, lag: int, seed: int) -> dict:

@@ -32,9 +32,12 @@ class Declaration(msgspec.Struct, frozen=True):
 
 
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """One optimizer step of a reinforcement-learning job. 'Tokens' are sampled tokens unless said otherwise."""
+    """One step of a reinforcement-learning job. 'Tokens' are sampled tokens unless said otherwise.
 
-    step: Annotated[int, metric("optimizer steps done before this one", "", "last")]
+    With several updates, means per trained token are over the tokens of every update.
+    """
+
+    step: Annotated[int, metric("steps done before this one", "", "last")]
     policy_version: Annotated[int, metric("version that this step produced: step + 1", "", "last")]
     time_s: Annotated[float, metric("Unix time at the end of the step", "s", "last")]
     elapsed_s: Annotated[OptFloat, metric("since this learner process began to train", "s", "last")] = UNSET
@@ -43,8 +46,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     reward_mean: Annotated[float, metric("over samples that did not fail")]
     reward_std: Annotated[float, metric("over samples that did not fail")]
     loss: Annotated[float, metric("the minimised loss, averaged as learner.loss.reduction says")]
-    grad_norm: Annotated[float, metric("norm of all gradients, before clipping")]
-    lr: Annotated[OptFloat, metric("learning rate of this step", "", "last")] = UNSET
+    grad_norm: Annotated[float, metric("norm of all gradients, before clipping; mean over the updates")]
+    lr: Annotated[OptFloat, metric("learning rate of the last update", "", "last")] = UNSET
     entropy: Annotated[float, metric("entropy of the next token, per trained token", "nat")]
     ratio_mean: Annotated[float, metric("exp(logprobs - behavior_logprobs) per trained token")]
     ratio_max: Annotated[float, metric("largest such ratio", "", "max")]
@@ -85,7 +88,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     length_max: Annotated[OptInt, metric("sampled tokens of the longest sample", "tokens", "max")] = UNSET
     turns_mean: Annotated[OptFloat, metric("generate calls per sample")] = UNSET
     truncated_fraction: Annotated[OptFloat, metric("samples cut at the token or turn limit")] = UNSET
-    microbatches: Annotated[OptInt, metric("per data-parallel rank", "", "sum")] = UNSET
+    microbatches: Annotated[OptInt, metric("per data-parallel rank, in all updates", "", "sum")] = UNSET
     environment: Annotated[dict[str, float], metric("the environment's own numbers, per sample")] = {}
 
     step_s: Annotated[float, metric("from the end of the step before to the end of this one", "s")]
@@ -140,6 +143,14 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     teacher_kl_mean: Annotated[OptFloat, metric("learner's - teacher's log-probability; 0 if none", "nat")] = UNSET
     teacher_tail_mean: Annotated[OptFloat, metric("teacher's probability beyond its top_k; 0 if none")] = UNSET
     teacher_s: Annotated[OptFloat, metric("from a sample's end to its teacher's answer; 0 if none", "s")] = UNSET
+    updates: Annotated[OptInt, metric("optimizer updates of this step", "updates", "sum")] = UNSET
+    grad_norm_max: Annotated[OptFloat, metric("grad_norm of the update with the largest", "", "max")] = UNSET
+    batch_kl: Annotated[OptFloat, metric("policy of the last update from that at the batch's start", "nat")] = UNSET
+    update_age_mean: Annotated[OptFloat, metric("trained token's age in updates, at most", "updates")] = UNSET
+    update_age_max: Annotated[OptInt, metric("the same of the oldest trained token", "updates", "max")] = UNSET
+    tokens_unused: Annotated[
+        OptInt, metric("in no update's loss because of staleness.max_updates or kl_stop", "tokens", "sum")
+    ] = UNSET
 
 
 class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="evaluation"):
@@ -238,6 +249,9 @@ PANELS = (
         "veto_fraction": "vetoed", "objective_clip_fraction": "objective clipped"}),
     Panel(title="Drift of log-probabilities", unit="nat", lines={"drift_abs_mean": "all trained tokens"},
           logarithmic=True, live=False),
+    Panel(title="Divergence within a batch", unit="nat", lines={"batch_kl": "last update"}, live=False),
+    Panel(title="Age of trained tokens", unit="updates", compared="update_age_mean", zero=True, live=False,
+          lines={"update_age_max": "largest", "update_age_mean": "mean"}),
     Panel(title="Divergence from the reference", unit="nat", lines={"kl_mean": "divergence"}, live=False),
     Panel(title="Divergence from the teacher", unit="nat", lines={"teacher_kl_mean": "divergence"}, live=False),
     Panel(title="Tokens per second", live=False, lines=dict(zip(DERIVED, ("trained", "generated"), strict=True))),

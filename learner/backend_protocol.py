@@ -4,6 +4,7 @@ All methods marked collective must be called by every rank with the same argumen
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,6 +41,8 @@ class Microbatch:
     numbers: tuple[int, ...] = ()  # indices of the documents in the batch; () for a filler
     kl_coefficients: Tensor | None = None  # [T] float32 with tasks.sources, in the place of the loss's coefficient
     marked: Tensor | None = None  # [T] bool, tokens that an objective over the whole batch has chosen
+    # [T] float32 of the policy that began the batch; None: the forward pass that trains is that policy's
+    proximal_logprobs: Tensor | None = None
 
 
 UNKNOWN = {"uint8": 255, "int16": -1}  # the expert of a token whose routing is not known, by dtype
@@ -104,14 +107,25 @@ class Backend(Protocol):
     document_multiple: int  # document lengths are padded to a multiple of this; packing counts the padding
 
     def train_step(
-        self, microbatches: list[Microbatch], loss: LossFunction, temperature: float = 1.0, entropy: bool = False
+        self,
+        microbatches: list[Microbatch],
+        loss: LossFunction,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        accept: Callable[[StepResult], bool] | None = None,
     ) -> StepResult:
         """Forward, backward, clip, optimizer step over this data-parallel rank's microbatches. Collective.
 
         Every data-parallel rank passes the same number of microbatches. Logits are divided by `temperature`, or by
         Microbatch.temperatures, before the log-softmax. Gradients are those of (sum of loss_sum over all microbatches
-        of all ranks) / (sum of denominator over the same).
+        of all ranks) / (sum of denominator over the same). `accept` is asked between the backward pass and the
+        optimizer step, with a result without gradient norm and rate. Where it says no, which it must on every rank, the
+        weights stay.
         """
+        ...
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Within, the parameters stay on the device between the calls of these methods."""
         ...
 
     def logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:

@@ -17,7 +17,7 @@ import msgspec
 from common.config.architecture import Architecture, UnknownArchitecture, read_architecture
 from common.config.converted import is_converted, read_converted
 from common.config.loading import Document, describe_value
-from common.config.loss import OVER_THE_BATCH, advantage_problems, is_plugin, loss_problems
+from common.config.loss import OVER_THE_BATCH, advantage_problems, is_plugin, loss_problems, update_problems
 from common.config.network_checks import address_problems, broker_problems, buffers_problems, weights_address_problems
 from common.config.parallel_layout import (
     architecture_problems,
@@ -332,6 +332,7 @@ def _evaluation(config: Config, read: set[str]) -> Iterator[Problem]:
 def _losses(config: Config) -> Iterator[Problem]:
     loss = config.learner.loss
     yield from loss_problems(loss, config.measures_kl)
+    yield from update_problems(config)
     if loss.kl_coefficient and not config.measures_kl:
         expected = "0, since every one of tasks.sources has 0"
         yield Problem("learner.loss.kl_coefficient", expected, hint="no reference is loaded, so none can be compared")

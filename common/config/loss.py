@@ -10,7 +10,9 @@ from common.config.schema import Config, LossConfig
 from common.errors import Problem, meant
 
 UNCORRECTED = "every weight is 1 then; clip_low and clip_high bound the whole way from the sampler's policy"
-UNMOVED = "a batch is one optimizer step, so under proximal: recompute no token has moved"
+UNMOVED = "under proximal: recompute no token has moved when the batch begins"
+NO_BOUND = (1.0, 1e3)  # no ratio is below 1 - 1, and one above 1,001 is no longer a matter of clipping
+NEVER_STOPS = {"cispo"}  # objectives whose bound leaves every token its gradient
 
 Bounds = tuple[float, float]
 
@@ -51,7 +53,6 @@ OPTIONS: dict[str, dict[str, Bounds]] = {
 DEFAULT_K = 4.0  # of pass_at_k
 MARKING = ("clip_cov", "kl_cov", "m2po")  # they see the whole batch; learner/loss/whole_batch.py
 MARK_OPTIONS = ("share", "least", "most", "moment")  # those of their options that say which tokens are marked
-NEED_A_MOVE = ("kl_cov", "m2po")  # they act on tokens whose ratio is not 1
 OVER_THE_BATCH = ("reinforce_pp", "gdpo")  # estimators by which a group of equal rewards may have advantages
 
 # The keys of the loss that take 'module:function'.
@@ -112,9 +113,6 @@ def _objective(loss: LossConfig) -> Iterator[Problem]:
     if loss.objective == "dppo_tv" and max(clip_bounds(loss)) >= 1:
         name = "clip_low" if clip_bounds(loss)[0] >= 1 else "clip_high"
         yield Problem(key + name, "less than 1", hint="with dppo_tv it is a difference of probabilities")
-    if loss.objective in NEED_A_MOVE and loss.proximal == "recompute":
-        hint = f"{UNMOVED}, and {loss.objective} would change nothing"
-        yield Problem(key + "proximal", f"behavior or loglinear with objective: {loss.objective}", hint=hint)
     if loss.objective in MARKING and loss.distillation is not None and loss.distillation.objective == "advantage":
         hint = "it compares advantages over the batch before the teacher's opinion is in them"
         yield Problem(key + "objective", "another one with distillation.objective: advantage", hint=hint)
@@ -177,6 +175,34 @@ def _reward_names(config: Config) -> set[str] | None:
         several = entry.weight if isinstance(entry.weight, dict) else None
         names |= {own} if several is None else {"/".join(filter(None, (entry.name, each))) for each in several}
     return names
+
+
+def update_problems(config: Config) -> Iterator[Problem]:
+    """Keys about the updates of a step that contradict each other or would be ignored."""
+    learner = config.learner
+    loss = learner.loss
+    if learner.minibatches > learner.groups_per_step:
+        hint = "an update trains on whole groups"
+        yield Problem("learner.minibatches", f"at most learner.groups_per_step ({learner.groups_per_step})", hint=hint)
+    idle = loss.objective == "m2po" or (loss.objective == "kl_cov" and learner.updates == 1)
+    if idle and loss.proximal == "recompute":
+        hint = f"{UNMOVED}, and {loss.objective} would change nothing"
+        expected = f"behavior or loglinear with objective: {loss.objective}"
+        yield Problem("learner.loss.proximal", expected, hint=hint)
+    low, high = clip_bounds(loss)
+    free = loss.objective in NEVER_STOPS or (low >= NO_BOUND[0] and high >= NO_BOUND[1])
+    if learner.epochs > 1 and loss.proximal == "behavior" and free:
+        expected = f"1 with proximal: behavior, objective: {loss.objective} and bounds that take no token's gradient"
+        hint = "each epoch would push the same tokens further: use another objective or bounds, or proximal: recompute"
+        yield Problem("learner.epochs", expected, hint=hint)
+    if loss.kl_stop is not None and learner.updates == 1:
+        hint = "learner.epochs and learner.minibatches are 1, so no update is left to leave out"
+        yield Problem("learner.loss.kl_stop", "unset with one update per batch", hint=hint)
+    most = config.staleness.max_updates
+    if most is not None and most < learner.updates - 1:
+        hint = "even the newest tokens are so old in the last update, which would train nothing"
+        expected = f"at least {learner.updates - 1} with {learner.updates} updates per batch"
+        yield Problem("staleness.max_updates", expected, hint=hint)
 
 
 def _correction(loss: LossConfig) -> Iterator[Problem]:

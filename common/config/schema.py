@@ -49,7 +49,7 @@ class RunConfig(Strict, frozen=True, kw_only=True):
     name: Text  # Name of the run in logs, reports and Redis keys.
     dir: Text  # The run folder RUN, with config, metrics, events, store, checkpoints, logs and the final model.
     seed: Natural = 0  # Seeds the order of the dataset, sampling and environments. Change it to repeat an experiment.
-    steps: Positive  # Optimizer steps of the whole run. A finished run continues when it is raised.
+    steps: Positive  # Steps of the whole run, each of one batch. A finished run continues when it is raised.
     max_restarts: Natural = 3  # How often `up` restarts a role that crashed before the job fails.
 
 
@@ -95,8 +95,9 @@ class OptimizerConfig(Strict, frozen=True, kw_only=True):
     weight_decay: NonNegative = 0.0  # Decoupled weight decay. Norms and biases have none.
     grad_clip: NonNegative = 1.0  # Largest norm of all gradients together; 0 turns clipping off.
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # Shape of the learning rate after the warm-up.
-    warmup_steps: Natural = 0  # Steps over which the learning rate rises linearly from 0.
-    decay_steps: Natural = 0  # Step at which the schedule ends; 0 means run.steps.
+    warmup_steps: Natural = 0  # Updates over which the learning rate rises linearly from 0.
+    # Update at which the schedule ends; 0 means run.steps, times the updates of each.
+    decay_steps: Natural = 0
     min_lr_fraction: Fraction = 0.0  # Fraction of lr that is left where the schedule ends.
 
 
@@ -127,11 +128,11 @@ class LossConfig(Strict, frozen=True, kw_only=True):
     advantage: AdvantageName = "grpo"
     # Keyword arguments of the estimator: `k` of pass_at_k, names and weights of gdpo's rewards; docs/algorithms.md.
     advantage_options: dict[str, Number] = {}
-    # Lower bound of the objective. Unset, its default applies. It never acts under proximal: recompute.
+    # Lower bound of the objective. Unset, its default applies. Under proximal: recompute it needs several updates.
     clip_low: PositiveFloat | None = None
-    # Upper bound of the objective. Unset, its default applies. It never acts under proximal: recompute.
+    # Upper bound of the objective. Unset, its default applies. Under proximal: recompute it needs several updates.
     clip_high: PositiveFloat | None = None
-    # Second bound of ppo_clip for negative advantages. It never acts under proximal: recompute.
+    # Second bound of ppo_clip for negative advantages. Under proximal: recompute it needs several updates.
     clip_dual: AboveOne | None = None
     # Policy around which the update is bounded; docs/corrections.md.
     proximal: Literal["recompute", "behavior", "loglinear"] = "recompute"
@@ -153,6 +154,9 @@ class LossConfig(Strict, frozen=True, kw_only=True):
     # How the loss of tokens is averaged; docs/algorithms.md.
     reduction: ReductionName = "token_mean"
     distillation: DistillationConfig | None = None  # Learns from a teacher as well; docs/distillation.md.
+    # Leaves out the rest of a batch's updates once the policy is further, in nats per token, from the one that began
+    # the batch. Set it to bound what several updates do.
+    kl_stop: PositiveFloat | None = None
 
     @property
     def trains_on_rewards(self) -> bool:
@@ -195,7 +199,7 @@ class CheckpointConfig(Strict, frozen=True, kw_only=True):
 class RanksConfig(Strict, frozen=True, kw_only=True):
     """The keys that every learner has, of an RL job or of a warm start."""
 
-    step_key: ClassVar[str]  # Name of the key that says how many rows one optimizer step takes.
+    step_key: ClassVar[str]  # Name of the key that says how many rows one step takes.
 
     world_size: Positive = 1  # Number of learner ranks.
     machines: Positive = 1  # Machines of the learner; each runs world_size / machines ranks. docs/machines.md.
@@ -224,20 +228,33 @@ class RanksConfig(Strict, frozen=True, kw_only=True):
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of the dataset that one optimizer step takes."""
+        """Rows of the dataset that one step takes."""
         return getattr(self, self.step_key)
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of one step."""
+        return 1
 
 
 class LearnerConfig(RanksConfig, frozen=True, kw_only=True):
     step_key = "groups_per_step"
 
-    groups_per_step: Positive = 16  # Prompts of one optimizer step.
+    groups_per_step: Positive = 16  # Prompts of one step.
+    # Times that a step trains on its batch. Raise it where samples cost more than training.
+    epochs: Positive = 1
+    # Optimizer updates of each epoch, each on as many whole groups; docs/algorithms.md.
+    minibatches: Positive = 1
     dynamic_sampling: bool = False  # Replaces groups whose rewards are all equal by further groups.
     loss: LossConfig = LossConfig()
 
     @property
     def reference(self) -> str | None:
         return self.loss.reference
+
+    @property
+    def updates(self) -> int:
+        return self.epochs * self.minibatches
 
 
 class EngineConfig(Strict, frozen=True, kw_only=True):
@@ -356,6 +373,9 @@ class StalenessConfig(Strict, frozen=True, kw_only=True):
     max: Natural = 2  # Versions by which a trained token may be older than its step; 0 is synchronous training.
     # Older tokens leave the loss, their group is generated again, or the step waits for its own groups.
     expired: Literal["mask", "regenerate", "wait"] = "mask"
+    # Updates by which a token may be older than the update that trains on it. Older tokens leave that update's loss.
+    # Unset, only `max` bounds the age.
+    max_updates: Natural | None = None
 
 
 class BaseConfig(Strict, frozen=True, kw_only=True):

@@ -228,12 +228,18 @@ def _step(config: BaseConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         size = config.rl.rollout.group_size
         made = f"{groups} groups x {size} samples = {batch.sequences} samples"
     yield "batch", f"{made}, at most {batch.longest:,} tokens each: {batch.tokens:,} per step at most"
+    if config.rl is not None and batch.updates > 1:
+        job = config.rl.learner
+        yield (
+            "updates",
+            f"{job.epochs} epochs x {job.minibatches} minibatches = {batch.updates} a step, on whole groups",
+        )
     each = f"{batch.microbatches} of {learner.micro_batch_tokens:,} tokens on each of {plan.sizes.data}"
     most = f"at most {batch.tokens_per_rank:,} tokens a rank"
     yield "microbatches", f"{each} data-parallel ranks when all are that long; {most}"
     if plan.sizes.pipeline > 1:
         short = f"{batch.bubble_short:.1%} when sequences are a quarter as long"
-        yield "bubble", f"the pipeline idles {batch.bubble:.1%} of a step, {short}"
+        yield "bubble", f"the pipeline idles {batch.bubble:.1%} of an update, {short}"
     steps = config.run.steps
     total = f"{steps * batch.sequences:,} sequences, at most {steps * batch.tokens / 1e9:,.2f} billion tokens"
     yield "run", f"{steps} steps: {total}"
@@ -253,6 +259,8 @@ def _rollouts(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:
     groups = f"{config.learner.groups_per_step} x {k + 1} = {window.groups} groups outstanding"
     size = f"{window.samples:,} samples, {window.bytes / GIB:,.2f} GiB"
     yield "window", f"staleness {k}: at most {groups}, {size}; a node has up to {window.node_groups}"
+    versions = f"{k} version{'s' * (k != 1)}"
+    yield "age", f"at most {versions}, or {window.oldest_updates} updates, from a token to an update that trains on it"
     buckets = f"{publish.buckets:,} buckets of {config.weights.bucket_mib} MiB, {publish.tensors:,} tensors"
     limit = f"within {publish.bytes / publish.bytes_per_s:,.0f} s at {publish.bytes_per_s / 1e9:,.2f} GB/s"
     every = f"every {_steps(config.weights.publish_every)}, {publish.bytes / GIB:,.1f} GiB"

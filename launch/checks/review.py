@@ -19,7 +19,7 @@ from common.config.loss import plugins as loss_plugins
 from common.config.network_checks import is_loopback, split_address
 from common.config.parallel_layout import model_problems, world_problems
 from common.config.passthrough import passthrough_warnings
-from common.config.schema import BaseConfig, Config, LossConfig
+from common.config.schema import BaseConfig, Config, LearnerConfig
 from common.errors import ConfigError, Problem, UsageError
 from common.hub import SCHEME, local_copy
 from common.process.run_dir import other_values
@@ -143,7 +143,7 @@ def remarks(config: BaseConfig, plan: Plan, proposal: Proposal | None) -> list[F
     out = [*_groups(plan), *_memory(config, plan, proposal), *_pipeline(config, plan), *_experts(config, plan)]
     out += [note("passthrough", "owned", text) for text in passthrough_warnings(config)]
     if (job := config.rl) is not None and plan.rl is not None:
-        out += [*_clipping(job.learner.loss), *_window(job, plan.rl)]
+        out += [*_clipping(job.learner), *_window(job, plan.rl)]
         out += [*_publish(job, plan.rl), *_engines(job, plan.rl)]
     return out
 
@@ -199,7 +199,7 @@ def _pipeline(config: BaseConfig, plan: Plan) -> Iterator[Finding]:
         idles = f"the pipeline idles {batch.bubble:.0%} of the time"
         larger = f"a larger learner.{config.learner.step_key}"
         fix = f"{larger}, a smaller micro_batch_tokens or learner.parallel.virtual_pipeline fills it"
-        yield note("pipeline", "idles", f"With {batch.microbatches} microbatches per step {idles}; {fix}.")
+        yield note("pipeline", "idles", f"With {batch.microbatches} microbatches per update {idles}; {fix}.")
     if parallel.pipeline == 1:
         return
     sizes = [sum(stage.resident.elements.values()) for stage in plan.stages]
@@ -224,12 +224,13 @@ def _experts(config: BaseConfig, plan: Plan) -> Iterator[Finding]:
         yield note("experts", "unbalanced", text)
 
 
-def _clipping(loss: LossConfig) -> Iterator[Finding]:
+def _clipping(learner: LearnerConfig) -> Iterator[Finding]:
+    loss = learner.loss
     given = [name for name in ("clip_low", "clip_high", "clip_dual") if getattr(loss, name) is not None]
-    if given and loss.proximal == "recompute":
-        why = "a batch is one optimizer step, so under proximal: recompute every ratio is 1"
+    if given and loss.proximal == "recompute" and learner.updates == 1:
+        why = "a batch is one optimizer update, so under proximal: recompute every ratio is 1"
         never = f"learner.loss.{' and '.join(given)} never act{'s' * (len(given) == 1)}"
-        text = f"{never}: {why}. proximal: behavior bounds the change since the sampler."
+        text = f"{never}: {why}. Several updates per batch let them act, and so does proximal: behavior."
         yield note("loss", "never_clips", text)
 
 

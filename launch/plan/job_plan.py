@@ -29,14 +29,15 @@ DEVICE_VERSIONS = 3  # published versions that the lead rank keeps in device mem
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """One optimizer step when every sequence is as long as it may be."""
+    """One step when every sequence is as long as it may be."""
 
     sequences: int  # samples, or documents in supervised tuning
     longest: int  # tokens of one sequence, padding of context parallelism included
     tokens: int  # those of all sequences
     tokens_per_rank: int  # those on the data-parallel rank with the most
-    microbatches: int  # on every data-parallel rank
-    bubble: float  # share of a step that a pipeline stage idles, with that many microbatches
+    updates: int  # optimizer updates
+    microbatches: int  # those of one update, on every data-parallel rank
+    bubble: float  # share of an update that a pipeline stage idles, with that many microbatches
     bubble_short: float  # the same when sequences are a quarter as long
 
 
@@ -49,6 +50,7 @@ class Window(msgspec.Struct, frozen=True):
     bytes: int  # size of their samples when every one has the maximum length
     group_bytes: int  # size of one such group, which travels as one message
     node_groups: int  # that one node generates at once
+    oldest_updates: int  # most updates by which a token is older than one that trains on it
 
 
 class Publish(msgspec.Struct, frozen=True):
@@ -210,13 +212,18 @@ def batch_of(config: BaseConfig, sizes: Sizes) -> Batch:
         sequences *= config.rl.rollout.group_size
         longest = config.rl.rollout.engine.max_model_len - 1  # inputs are all tokens but the last
     longest = padded(longest, parallel)
-    full = microbatches_of(sequences, longest, sizes.data, bound)
-    short = microbatches_of(sequences, padded(max(1, longest // 4), parallel), sizes.data, bound)
+    at_once = sequences
+    if config.rl is not None:
+        groups = -(-learner.rows_per_step // config.rl.learner.minibatches)
+        at_once = groups * config.rl.rollout.group_size
+    full = microbatches_of(at_once, longest, sizes.data, bound)
+    short = microbatches_of(at_once, padded(max(1, longest // 4), parallel), sizes.data, bound)
     return Batch(
         sequences=sequences,
         longest=longest,
         tokens=sequences * longest,
         tokens_per_rank=-(-sequences // sizes.data) * longest,
+        updates=learner.updates,
         microbatches=full,
         bubble=bubble(full, parallel.pipeline, parallel.virtual_pipeline),
         bubble_short=bubble(short, parallel.pipeline, parallel.virtual_pipeline),
@@ -241,6 +248,8 @@ def window_of(config: Config, model: Architecture) -> Window:
     size = config.rollout.group_size
     each = group_bytes(config, routing_bytes(model))
     node_groups = min(groups, config.rollout.concurrency_bounds[1] // size + LOOKAHEAD_GROUPS)
+    oldest = config.learner.updates * (config.staleness.max + 1) - 1
+    most = config.staleness.max_updates
     return Window(
         groups=groups,
         samples=groups * size,
@@ -248,6 +257,7 @@ def window_of(config: Config, model: Architecture) -> Window:
         bytes=groups * each,
         group_bytes=each,
         node_groups=node_groups,
+        oldest_updates=oldest if most is None else min(oldest, most),
     )
 
 

@@ -192,7 +192,8 @@ def _config(config: Config, file: str, folder: Path, last: int, overrides: Seque
             if key == fixed or key.startswith(fixed + "."):
                 raise UsageError(f"override {key}: a replay does not take it: {reason}")
     replace = msgspec.structs.replace
-    optimizer = replace(config.learner.optimizer, decay_steps=config.learner.optimizer.decay_steps or config.run.steps)
+    updates = config.run.steps * config.learner.updates
+    optimizer = replace(config.learner.optimizer, decay_steps=config.learner.optimizer.decay_steps or updates)
     checkpoint = replace(config.learner.checkpoint, every=last + 1, dir=None)
     own = replace(
         config,

@@ -49,6 +49,38 @@ def balance(places: np.ndarray, ranks: int, micro_batch_tokens: int, hidden_size
     return _exchange(dealt, places, np.array(costs), micro_batch_tokens) if ranks > 1 and sizes else dealt
 
 
+def balance_at_home(
+    places: np.ndarray, homes: np.ndarray, ranks: int, micro_batch_tokens: int, hidden_size: int = 0
+) -> Plan:
+    """As `balance`, with every document on its rank in `homes` ([n] int64). Ranks with less have empty microbatches."""
+    plan: Plan = []
+    for rank in range(ranks):
+        own = np.flatnonzero(homes == rank)
+        (bins,) = balance(places[own], 1, micro_batch_tokens, hidden_size)
+        plan.append([own[numbers].tolist() for numbers in bins])
+    most = max(map(len, plan))
+    return [bins + [[] for _ in range(most - len(bins))] for bins in plan]
+
+
+def homes_of_groups(costs: np.ndarray, groups: np.ndarray, ranks: int) -> np.ndarray:
+    """Ranks of documents ([n] int64) that spread every group over all ranks: any part of whole groups is about even.
+
+    A document goes to the rank with the least of its group, among equals to the one with the least of all. The most
+    expensive one goes first. `costs`: [n] float64, `groups`: [n] int64.
+    """
+    homes = np.zeros(len(costs), dtype=np.int64)
+    loads = [0.0] * ranks
+    for group in np.unique(groups).tolist():
+        inside = [0.0] * ranks
+        own = np.flatnonzero(groups == group)
+        for document in own[np.argsort(-costs[own], kind="stable")].tolist():
+            rank = min(range(ranks), key=lambda r: (inside[r], loads[r], r))
+            homes[document] = rank
+            inside[rank] += costs[document]
+            loads[rank] += costs[document]
+    return homes
+
+
 def _fill(order: list[int], sizes: list[int], costs: list[float], count: int, bound: int) -> list[list[int]] | None:
     """Place documents in `order` into `count` bins, each into the cheapest with room; None when there is none."""
     bins: list[list[int]] = [[] for _ in range(count)]

@@ -82,6 +82,7 @@ class BatchStatistics:
     kv_cache_age_max: int = 0
     teacher_s: float = 0.0  # mean over samples
     sources: dict[str, SourceFigures] = field(default_factory=dict[str, SourceFigures])  # {} in a job of one
+    tokens_unused: int = 0  # in no update's loss, because of staleness.max_updates or kl_stop; known after training
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 
 from common.errors import UsageError
 from learner.backend_protocol import UNKNOWN, Backend, Microbatch
-from learner.batch.balance import Plan, balance, counted_places
+from learner.batch.balance import Plan, balance, balance_at_home, counted_places
 
 KEY = "learner.micro_batch_tokens"
 
@@ -59,7 +59,9 @@ def pack_for(backend: Backend, documents: Sequence[Document], micro_batch_tokens
     return build(documents, plan_for(backend, documents, micro_batch_tokens)[backend.data_parallel_rank])
 
 
-def plan_for(backend: Backend, documents: Sequence[Document], micro_batch_tokens: int) -> Plan:
+def plan_for(
+    backend: Backend, documents: Sequence[Document], micro_batch_tokens: int, homes: np.ndarray | None = None
+) -> Plan:
     """`plan` for the ranks and the model of `backend`."""
     return plan(
         documents,
@@ -67,16 +69,22 @@ def plan_for(backend: Backend, documents: Sequence[Document], micro_batch_tokens
         micro_batch_tokens=micro_batch_tokens,
         multiple=backend.document_multiple,
         hidden_size=backend.hidden_size,
+        homes=homes,
     )
 
 
 def plan(
-    documents: Sequence[Document], ranks: int, micro_batch_tokens: int, multiple: int = 1, hidden_size: int = 0
+    documents: Sequence[Document],
+    ranks: int,
+    micro_batch_tokens: int,
+    multiple: int = 1,
+    hidden_size: int = 0,
+    homes: np.ndarray | None = None,
 ) -> Plan:
     """Distribute documents over `ranks` data-parallel ranks, as `balance` does with their places. Deterministic.
 
-    `multiple` is Backend.document_multiple. Raises UsageError when a document has more places than
-    `micro_batch_tokens`, the bound of a microbatch.
+    `multiple` is Backend.document_multiple. With `homes` ([n] int64) every document is on its rank there. Raises
+    UsageError when a document has more places than `micro_batch_tokens`, the bound of a microbatch.
     """
     places = counted_places(np.array([document.places for document in documents], dtype=np.int64), multiple)
     if len(places) and places.max() > micro_batch_tokens:
@@ -86,6 +94,8 @@ def plan(
             f"{documents[longest].name or f'document {longest}'} needs {places[longest]} tokens{padded} in one "
             f"microbatch, but {KEY} is {micro_batch_tokens}; raise {KEY} or shorten the sequences"
         )
+    if homes is not None:
+        return balance_at_home(places, homes, ranks, micro_batch_tokens, hidden_size)
     return balance(places, ranks, micro_batch_tokens, hidden_size)
 
 

@@ -10,6 +10,7 @@ from common.metrics import SftMetrics, StepMetrics
 from common.waits import WaitFor
 from learner.backend_protocol import Backend, LossFunction, Microbatch
 from learner.batch.batch import TrainingBatch
+from learner.batch.updates import Update
 from learner.checkpoint.folder import StreamState
 from learner.loop.step_metrics import Step
 
@@ -52,16 +53,19 @@ class BatchSource:
     loss: LossFunction
     temperature = 1.0  # divides the logits
     entropy = False  # whether the loss needs it
+    updates = 1  # most that a version has
+    kl_stop: float | None = None  # learner.loss.kl_stop
     has_final_evaluation = False  # after the last step commands go on until one is no Wait
 
     def next_command(self, step: int) -> Command:
         """The command for every rank. Only the lead rank calls it."""
         raise NotImplementedError
 
-    def batch(self, step: int) -> tuple[TrainingBatch, list[Microbatch]]:
-        """The batch of the newest Train command, and this rank's part of it. Collective.
+    def batch(self, step: int) -> tuple[TrainingBatch, list[Update]]:
+        """The batch of the newest Train command, and its updates with this rank's part of each. Collective.
 
-        The statistics are the same on every rank; the documents may be on the lead rank only.
+        The statistics are the same on every rank; the documents may be on the lead rank only. There is no update when
+        there is nothing to train on.
         """
         raise NotImplementedError
 
@@ -87,7 +91,7 @@ class BatchSource:
         return microbatches
 
     def after_step(self, version: int, batch: TrainingBatch) -> None:
-        """Called after each optimizer step with the version that it made. Collective."""
+        """Called after each step with the version that it made. Collective."""
 
     def report(self, state: str, wait: WaitFor, version: int) -> None:
         """Say what the loop does now."""

@@ -23,17 +23,17 @@ from common.waits import WaitFor, WaitKind
 from common.weights.source.publisher import WeightPublisher
 from common.weights.transports.groups import require
 from common.weights.wire.messages import Canary
-from learner.backend_protocol import Backend, Microbatch
-from learner.batch.balance import Plan
+from learner.backend_protocol import Backend
 from learner.batch.batch import BadGroup, TrainingBatch, assemble, prepare
-from learner.batch.packing import Document, build, plan_for
+from learner.batch.packing import Document
+from learner.batch.updates import Part, Update, build_updates, numbers, plan_updates
 from learner.checkpoint.folder import StreamState, TrainerState
 from learner.loop.batch_source import Command, Drain, Fail, Save, Train, Wait
 from learner.loop.evaluation import Evaluations
 from learner.loop.gathering import Gathering, Ready
 from learner.loop.rollout_source import RolloutSource
 from learner.loop.run_files import RunFiles
-from learner.loop.share import Told, encode, numbers, of_layers
+from learner.loop.share import Told, encode, of_layers
 from learner.loop.status_reporter import StatusReporter
 from learner.loop.step_metrics import StallMeter, Step, step_metrics
 from learner.loop.tasks import TaskStream, check_not_behind, task_source
@@ -170,7 +170,7 @@ class LeadRank(RolloutSource):
         self._nodes = {group.serial: group.node_id for group in stored}
         return Train(step, list(self._nodes))
 
-    def batch(self, step: int) -> tuple[TrainingBatch, list[Microbatch]]:
+    def batch(self, step: int) -> tuple[TrainingBatch, list[Update]]:
         self._step = step
         batch = assemble(self._groups, step, self.config, self.backend.routing_shape, self._gathering.prepared)
         documents = batch.documents
@@ -180,25 +180,25 @@ class LeadRank(RolloutSource):
             self._canary_tokens = documents[0].tokens[: max(2, self.config.weights.canary_tokens)].tolist()
         told = Told(batch.statistics, self._recorder.wanted, self._canary_tokens)
         try:
-            plans = plan_for(self.backend, documents, self.config.learner.micro_batch_tokens)
+            parts = plan_updates(self.backend, documents, self.config, step)
         except UsageError as error:
             self._deliver(Told(refused=str(error)), [], [[] for _ in range(self.backend.data_parallel_size)])
             raise
-        self._deliver(told, documents, plans)
+        self._deliver(told, documents, parts)
         layers = self.backend.routing_layers
-        own = plans[self.backend.data_parallel_rank]
-        return batch, build({n: of_layers(documents[n], layers) for n in numbers(own)}, own)
+        own = parts[self.backend.data_parallel_rank]
+        return batch, build_updates({n: of_layers(documents[n], layers) for n in numbers(own)}, own, self.config)
 
-    def _deliver(self, told: Told, documents: list[Document], plans: Plan) -> None:
-        """Send every rank its part."""
+    def _deliver(self, told: Told, documents: list[Document], parts: list[list[Part]]) -> None:
+        """Send every rank its parts."""
 
-        def part(number: int) -> np.ndarray:
+        def share(number: int) -> np.ndarray:
             cell = self._cells[number]
-            own = plans[cell.replica]
+            own = parts[cell.replica]
             return encode(told, {n: of_layers(documents[n], cell.layers) for n in numbers(own)}, own)
 
         if self._cells:
-            self.backend.deliver(part, [cell.ranks for cell in self._cells])
+            self.backend.deliver(share, [cell.ranks for cell in self._cells])
 
     def line(self, step: Step) -> StepMetrics:
         """The step's metrics line, with broker, nodes and weight plane as of now."""

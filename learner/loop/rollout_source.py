@@ -21,6 +21,7 @@ from common.weights.wire.messages import Canary
 from learner.backend_protocol import Backend, Microbatch
 from learner.batch.batch import TrainingBatch, decode
 from learner.batch.packing import Document, build
+from learner.batch.updates import Update, build_updates
 from learner.loop import share
 from learner.loop.batch_source import BatchSource
 from learner.loop.transcripts import Logprobs, RecordingLoss
@@ -42,6 +43,8 @@ class RolloutSource(BatchSource):
         """
         self.loss = self._recorder = RecordingLoss(policy_loss(config.learner.loss, config.rollout.max_tokens))
         self.temperature = config.rollout.temperature
+        self.updates = config.learner.updates
+        self.kl_stop = config.learner.loss.kl_stop
         self.config = config
         every = config.evaluation.every
         self.has_final_evaluation = every > 0 and config.run.steps % every == 0
@@ -66,15 +69,15 @@ class RolloutSource(BatchSource):
     def begin(self, version: int) -> None:
         self._publish(version)
 
-    def batch(self, step: int) -> tuple[TrainingBatch, list[Microbatch]]:
+    def batch(self, step: int) -> tuple[TrainingBatch, list[Update]]:
         """Raises UsageError, on every rank, when a document is too long for a microbatch."""
         self._step = step
-        told, documents, microbatches = share.decode(self.backend.deliver(None, [cell.ranks for cell in self._cells]))
+        told, documents, parts = share.decode(self.backend.deliver(None, [cell.ranks for cell in self._cells]))
         if told.refused:
             raise UsageError(told.refused)
         self._recorder.expect(told.recorded)
         self._canary_tokens = told.canary
-        return TrainingBatch(step, [], told.statistics), build(documents, microbatches)
+        return TrainingBatch(step, [], told.statistics), build_updates(documents, parts, self.config)
 
     def complete(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """With the reference model's log-probabilities and the batch's marks, if the loss asks. Collective."""

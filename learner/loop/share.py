@@ -2,12 +2,14 @@
 
     8 bytes: length of the head | head (MessagePack) | arrays of the documents, each at a multiple of 8
 
+A document is sent once, whatever the number of the updates that train on it.
+
 Ranks that need the same bytes form a cell: those of one replica. With routing replay a cell is one pipeline stage of a
 replica, and gets the routing of its own layers. A document's home is the first rank of its replica.
 """
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 from learner.backend_protocol import Backend
 from learner.batch.batch import BatchStatistics
 from learner.batch.packing import Document
+from learner.batch.updates import Part
 from learner.loop.transcripts import Recorded
 
 ALIGNED = 8
@@ -39,7 +42,7 @@ class Told(msgspec.Struct, frozen=True):
 
 class _Head(msgspec.Struct):
     told: Told
-    microbatches: list[list[int]]  # numbers of documents
+    parts: list[Part]
     documents: dict[int, dict[str, Any]]  # by number: fields that are no arrays
     arrays: list[tuple[int, str, str, list[int]]]  # number, field, dtype and shape
 
@@ -57,9 +60,9 @@ def cells(backend: Backend) -> list[Cell]:
     return [Cell(*key, ranks=tuple(ranks)) for key, ranks in found.items()]
 
 
-def encode(told: Told, documents: Mapping[int, Document], microbatches: list[list[int]]) -> np.ndarray:
-    """[n] uint8; `documents` are those of `microbatches`, by number."""
-    head = _Head(told, microbatches, {}, [])
+def encode(told: Told, documents: Mapping[int, Document], parts: Sequence[Part]) -> np.ndarray:
+    """[n] uint8; `documents` are those of `parts`, by number."""
+    head = _Head(told, list(parts), {}, [])
     arrays: list[np.ndarray] = []
     for number, document in documents.items():
         head.documents[number] = {}
@@ -81,7 +84,7 @@ def encode(told: Told, documents: Mapping[int, Document], microbatches: list[lis
     return data
 
 
-def decode(data: np.ndarray) -> tuple[Told, dict[int, Document], list[list[int]]]:
+def decode(data: np.ndarray) -> tuple[Told, dict[int, Document], list[Part]]:
     """The arguments of `encode`; arrays are views of `data`."""
     at = _up(ALIGNED + (length := struct.unpack("<q", data[:ALIGNED].tobytes())[0]))
     head = _decode_head(data[ALIGNED : ALIGNED + length].tobytes())
@@ -90,7 +93,7 @@ def decode(data: np.ndarray) -> tuple[Told, dict[int, Document], list[list[int]]
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         fields[number][name] = data[at : at + size].view(dtype).reshape(shape)
         at += _up(size)
-    return head.told, {number: Document(**own) for number, own in fields.items()}, head.microbatches
+    return head.told, {number: Document(**own) for number, own in fields.items()}, head.parts
 
 
 def of_layers(document: Document, layers: tuple[int, ...]) -> Document:
@@ -101,10 +104,6 @@ def of_layers(document: Document, layers: tuple[int, ...]) -> Document:
     first, end = min(layers, default=0), max(layers, default=-1) + 1
     own = routing[:, first:end]  # a view, unless layers are missing in between
     return replace(document, routed_experts=own if end - first == len(layers) else routing[:, layers])
-
-
-def numbers(microbatches: Iterable[list[int]]) -> list[int]:
-    return [number for own in microbatches for number in own]
 
 
 def _up(size: int) -> int:

@@ -52,7 +52,7 @@ class Totals:
 
     def add(self, statistics: BatchStatistics) -> None:
         self.tokens_trained_total += statistics.tokens_trained
-        masked = statistics.tokens_expired + statistics.tokens_cut
+        masked = statistics.tokens_expired + statistics.tokens_cut + statistics.tokens_unused
         self.tokens_wasted_total += masked + statistics.tokens_failed
         self.tokens_masked_total += masked
 
@@ -152,12 +152,25 @@ class StallMeter:
 
 
 @dataclass(frozen=True)
+class UpdateFigures:
+    """Figures of a step's optimizer updates besides their result; the same on every rank."""
+
+    count: int = 0
+    tokens: int = 0  # in the loss of at least one
+    microbatches: int = 0  # those of one rank
+    grad_norm_max: float = 0.0
+    batch_kl: float = 0.0  # the last one's
+    age_mean: float = 0.0  # updates
+    age_max: int = 0
+
+
+@dataclass(frozen=True)
 class Step:
-    """One optimizer step that is done, for its metrics line."""
+    """One step that is done, for its metrics line."""
 
     batch: TrainingBatch
     result: StepResult
-    microbatches: int
+    updates: UpdateFigures
     times: Times
     totals: Totals
     elapsed_s: float  # since the loop began
@@ -209,7 +222,7 @@ def step_metrics(
         length_max=groups.length_max,
         turns_mean=groups.turns_mean,
         truncated_fraction=groups.samples_truncated / episodes,
-        microbatches=done.microbatches,
+        microbatches=done.updates.microbatches,
         environment=groups.environment,
         step_s=times.step_s,
         learner_idle_s=times.learner_idle_s,
@@ -253,6 +266,12 @@ def step_metrics(
         transcripts_dropped_total=transcripts_dropped_total,
         teacher_s=groups.teacher_s,
         sources=source_figures(groups.sources, shares),
+        updates=done.updates.count,
+        grad_norm_max=done.updates.grad_norm_max,
+        batch_kl=done.updates.batch_kl,
+        update_age_mean=done.updates.age_mean,
+        update_age_max=done.updates.age_max,
+        tokens_unused=groups.tokens_unused,
     )
 
 

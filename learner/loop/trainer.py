@@ -7,8 +7,8 @@
                |  the other ranks wait here for the lead, at most gathering.TAKE_WAIT_S plus broker round trips
                v
     lead:   batch (advantages, staleness, expiry) -> plan -> every rank gets its documents
-    all:    pack -> backend.train_step -> version + 1
-               |  ranks wait for each other inside the backend's collectives, at most learner.timeout_s
+    all:    pack -> the batch's updates, each a backend.train_step (updates.py) -> version + 1
+               |  ranks wait for each other inside the backend's collectives, at most learner.timeout_s an update
                |  (meanwhile a thread of the lead decodes and prepares the next step's groups: look_ahead.py)
                v
     all:    source.after_step: export -> lead: publisher.publish(version), every weights.publish_every steps
@@ -30,6 +30,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ from learner.batch.batch import TrainingBatch
 from learner.checkpoint.folder import TrainerState
 from learner.loop.batch_source import BatchSource, Command, Drain, Fail, Save, Train, Wait, decode_command
 from learner.loop.run_files import RunFiles
-from learner.loop.step_metrics import Step, Times, Totals, check_finite
+from learner.loop.step_metrics import Step, Times, Totals, UpdateFigures
+from learner.loop.updates import train_updates
 
 # ---------------------------------------------------------------- checkpoints behind the steps
 # Begin, write, finish, and only then commit. One at a time: a checkpoint that is due while the last one is still being
@@ -171,7 +173,7 @@ UNTRAINED_STEPS = 3  # steps in a row in which every sample failed, before the r
 
 
 class Trainer:
-    """The loop and its state on one rank; `version` counts the optimizer steps done."""
+    """The loop and its state on one rank; `version` counts the steps done, each of one batch."""
 
     def __init__(
         self,
@@ -195,7 +197,7 @@ class Trainer:
         self._profiler = StepProfiler(config.telemetry, backend.rank, run_dir.profiles)
         self._untrained = 0
         self._times = Times()
-        self.signs = LifeSigns(config.learner.timeout_s)  # a step is one turn of the loop
+        self.signs = LifeSigns(config.learner.timeout_s)  # bounds an update, the longest part of a turn
         source.attach(backend, self.version)
 
     def run(self) -> str:
@@ -210,7 +212,7 @@ class Trainer:
         gc.freeze()  # the objects made so far stay until the process ends; collections need not visit them again
         self._began_s = self._line_s = time.monotonic()
         while self.version < self.config.run.steps:
-            self.signs.show("training", True)
+            self._alive()
             with self._times.measure("checkpoint_s"):
                 self._checkpoints.poll()
             with self._times.measure("learner_idle_s"):
@@ -245,24 +247,23 @@ class Trainer:
 
     def _turn(self, serials: list[int]) -> None:
         step = self.version
-        backend = self.backend
         source = self.source
-        result = NOTHING_TRAINED
+        result, done = NOTHING_TRAINED, UpdateFigures()
         began = time.monotonic()
         self._report("training", WaitFor(WaitKind.OPTIMIZER, version=step))
         with self._times.measure("batch_s"):
-            batch, packed = source.batch(step)
+            batch, updates = source.batch(step)
         with self._times.measure("train_s"):
-            if batch.statistics.sequence_tokens:
-                packed = source.complete(packed)
-                result = backend.train_step(packed, source.loss, source.temperature, source.entropy)
-                check_finite(step, result)
+            if updates:
+                result, done = train_updates(step, updates, self.backend, source, self._alive)
         self.version = step + 1
-        figures = batch.statistics
+        unused = batch.statistics.tokens_trained - done.tokens
+        figures = replace(batch.statistics, tokens_trained=done.tokens, tokens_unused=unused)
+        batch = replace(batch, statistics=figures)
         self.totals.add(figures)
         with self._times.measure("snapshot_s"):
             source.after_step(self.version, batch)
-        self._record(batch, result, len(packed))
+        self._record(batch, result, done)
         told = {"step": step, "version": self.version, "serials": " ".join(map(str, serials))}
         SPANS.add(f"step {step}", "step", began, track="loop", **told)
         self._untrained = self._untrained + 1 if figures.samples_failed == figures.samples else 0
@@ -273,13 +274,16 @@ class Trainer:
         if self.version % self.config.learner.checkpoint.every == 0 and self.version < self.config.run.steps:
             self._checkpoint()
 
-    def _record(self, batch: TrainingBatch, result: StepResult, microbatches: int) -> None:
+    def _alive(self) -> None:
+        self.signs.show("training", True)
+
+    def _record(self, batch: TrainingBatch, result: StepResult, done: UpdateFigures) -> None:
         """The step's metrics line, written before a checkpoint could make the step permanent."""
         now = time.monotonic()
         self._times.step_s = now - self._line_s
         self._line_s = now
         if self.files is not None:
-            step = Step(batch, result, microbatches, self._times, self.totals, now - self._began_s)
+            step = Step(batch, result, done, self._times, self.totals, now - self._began_s)
             self.files.record(self.source.line(step))
         self._times = Times()
 

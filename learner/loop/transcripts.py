@@ -70,7 +70,7 @@ class Recorded(NamedTuple):
 
 
 class RecordingLoss:
-    """A LossFunction that also keeps log-probabilities, as they were before the optimizer step: no second pass.
+    """A LossFunction that also keeps log-probabilities, as they were before the step's first update: no second pass.
 
     It sees whole documents on the last pipeline stage, under every layout. Several ranks may see the same document and
     none of them all. An elementwise maximum over the ranks, from minus infinity, brings all of them together.
@@ -82,8 +82,9 @@ class RecordingLoss:
         self._found: dict[int, Tensor] = {}
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: Microbatch) -> LossOutput:
-        for number, part in zip(batch.numbers, logprobs.detach().split(batch.document_lengths), strict=False):
-            if number in self.wanted:
+        begin = logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
+        for number, part in zip(batch.numbers, begin.split(batch.document_lengths), strict=False):
+            if number in self.wanted and number not in self._found:
                 self._found[number] = part.clone()  # else the whole microbatch would stay in memory
         return self._loss(logprobs, entropy, batch)
 

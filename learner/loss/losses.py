@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from common.config.loss import MARK_OPTIONS, MARKING
@@ -60,39 +61,41 @@ KL_ESTIMATORS: dict[str, KlEstimator] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 # ---------------------------------------------------------------- proximal policy
-# The policy that the trust region surrounds and that importance weights lead to. A batch is exactly one optimizer
-# step, so during step s there is one policy, version s. The forward pass that trains it also evaluates it. A token of
-# staleness d was sampled by version s - d.
+# The policy that the trust region surrounds and that importance weights lead to. Version s begins step s, and a token
+# of staleness d was sampled by version s - d. With one update per batch the forward pass that trains version s also
+# evaluates it. With several, a pass before the first update has frozen its log-probabilities. So all updates of the
+# batch have the same proximal policy and the same w.
 #
-# - `recompute`: version s. r is 1 in value and w = pi_s / behavior carries the whole way.
-# - `behavior`: version s - d as the sampler computed it. w is 1 and r = pi_s / behavior carries the whole way.
-# - `loglinear`: version s - 1, estimated. r is the change of the last version, w the way up to it.
+# - `recompute`: version s. r is the change within the batch, and 1 in the first update. w carries the way to version s.
+# - `behavior`: version s - d as the sampler computed it. w is 1 and r = pi / behavior carries the whole way.
+# - `loglinear`: version s - 1, estimated. r is the change of the last version and of the batch, w the way up to it.
 
-# (current policy's logprobs [T] without gradient, behavior_logprobs [T], staleness [T] or None) -> [T]
+# (version s's logprobs [T] without gradient, behavior_logprobs [T], staleness [T] or None) -> [T]
 Proximal = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-def recompute(current: Tensor, behavior: Tensor, staleness: Tensor | None) -> Tensor:
-    """Decoupled PPO (arXiv 2110.00641, section 3; AReaL, arXiv 2505.24298, section 5.2), one update per batch."""
-    return current
+def recompute(begin: Tensor, behavior: Tensor, staleness: Tensor | None) -> Tensor:
+    """Decoupled PPO (arXiv 2110.00641, section 3; AReaL, arXiv 2505.24298, section 5.2)."""
+    return begin
 
 
-def behavior(current: Tensor, behavior: Tensor, staleness: Tensor | None) -> Tensor:
+def behavior(begin: Tensor, behavior: Tensor, staleness: Tensor | None) -> Tensor:
     """The policy that sampled the token: the plain objective, as PPO has it."""
     return behavior
 
 
-def loglinear(current: Tensor, behavior: Tensor, staleness: Tensor | None) -> Tensor:
-    """AReaL's interpolation: log p_prox = log p_behavior + a (log p - log p_behavior).
+def loglinear(begin: Tensor, behavior: Tensor, staleness: Tensor | None) -> Tensor:
+    """AReaL's interpolation: log p_prox = log p_behavior + a (log p_s - log p_behavior).
 
-    a = (v_prox - v_behavior) / (v - v_behavior) with v = s and v_prox = s - 1, so a = (d - 1) / d, and a = 0
-    for tokens of this very version. (AReaL, docs/algorithms/prox_approx.md and areal/trainer/ppo/actor.py.)
-    It assumes that the policy moved evenly over the last d versions.
+    With k updates per version, version s - 1 is k (d - 1) of the k d updates after the sampler's version. For any k
+    a = (d - 1) / d, and 0 for tokens of this very version. docs/algorithms.md derives it. It also says why `begin` is
+    the other end, and not the policy in training. (AReaL, docs/algorithms/prox_approx.md, areal/trainer/ppo/actor.py.)
+    It assumes that every version moved log p equally far.
     """
     if staleness is None:
         raise ValueError("proximal: loglinear needs the staleness of every token")
-    age = staleness.clamp(min=1).to(current.dtype)
-    return behavior + (age - 1) / age * (current - behavior)
+    age = staleness.clamp(min=1).to(begin.dtype)
+    return behavior + (age - 1) / age * (begin - behavior)
 
 
 PROXIMALS: dict[str, Proximal] = {"recompute": recompute, "behavior": behavior, "loglinear": loglinear}
@@ -142,7 +145,8 @@ REDUCTIONS: dict[str, Reduction] = {
 def policy_loss(config: LossConfig, max_tokens: int) -> LossFunction:
     """The reinforcement-learning loss; `max_tokens` is rollout.max_tokens, for the reduction `fixed_length`.
 
-    Its sums are those of token_diagnostics.py, and `entropy` and `kl` where they are computed, all over loss tokens.
+    Its sums are those of token_diagnostics.py, and `entropy`, `kl` and `batch_kl` where they are computed, all over
+    loss tokens. `batch_kl` is k3 of the policy that began the batch and the one in training, where these are two.
     Its gradient reaches `entropy` only if `entropy_coefficient` is positive.
     """
     return partial(_policy_loss, Parts.of(config), config, max_tokens)
@@ -180,7 +184,10 @@ def _policy_loss(
     current = logprobs.detach()
     vetoed = None
     drift = current - behavior
-    proximal = PROXIMALS[config.proximal](current, behavior, batch.staleness)
+    frozen = None if batch.proximal_logprobs is None else within(mask, batch.proximal_logprobs.to(logprobs.dtype))
+    begin = current if frozen is None else frozen
+    begun = None if frozen is None else frozen - behavior
+    proximal = PROXIMALS[config.proximal](begin, behavior, batch.staleness)
     corrected = parts.correction(proximal - behavior, documents, config)
     if config.correction_veto is not None:
         corrected, vetoed = veto(corrected, proximal - behavior, documents, config.correction_veto)
@@ -192,7 +199,10 @@ def _policy_loss(
         raise ValueError(f"objective: {config.objective}, but the microbatch has no marks of the whole batch")
     tokens = PolicyTokens(logprobs, proximal, advantages, documents, batch.marked)
     surrogate = parts.objective(tokens, config)
-    sums = token_sums(mask, drift, corrected, vetoed, surrogate.clipped) | token_counts(mask, drift, batch.staleness)
+    sums = token_sums(mask, drift, corrected, vetoed, surrogate.clipped, begun)
+    sums |= token_counts(mask, drift, batch.staleness, begun)
+    if frozen is not None:
+        sums["batch_kl"] = k3(current - frozen).sum()
     weights = within(mask, corrected.weights)
     counted = (corrected.counted & mask).to(weights.dtype)
     worth = weights if config.correction_normalize else counted
@@ -219,7 +229,8 @@ def _policy_loss(
     share, denominator = parts.reduction(count)
     if share is not None:
         values = share * values
-    maxima = {"ratio": within(mask, bounded_exp(drift)).max()}
+    ages = torch.zeros_like(drift) if batch.staleness is None else batch.staleness.to(drift.dtype)
+    maxima = {"ratio": within(mask, bounded_exp(drift)).max(), "age": within(mask, ages).max()}
     return LossOutput(-within(mask, values).sum(), sums, maxima, denominator)
 
 

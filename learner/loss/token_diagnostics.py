@@ -23,11 +23,17 @@ BIN_WIDTH = math.log1p(LOG_BOUND / LINEAR_BELOW) / HALF_BINS
 
 
 def token_sums(
-    mask: Tensor, drift: Tensor, corrected: Corrected, vetoed: Tensor | None, clipped: Tensor
+    mask: Tensor,
+    drift: Tensor,
+    corrected: Corrected,
+    vetoed: Tensor | None,
+    clipped: Tensor,
+    begun: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Scalar sums over loss tokens, in the dtype of `drift`; `correction_masked` does not count the veto's tokens.
 
-    `drift`: [T] logprobs - behavior_logprobs without gradient, 0 outside the loss. `corrected` is after the veto.
+    `drift`: [T] logprobs - behavior_logprobs without gradient, 0 outside the loss. `begun`: the same of the policy that
+    began the batch, if that is another one; its distance is `mismatch`. `corrected` is after the veto.
     """
     flags = {
         "correction_clipped": corrected.truncated,
@@ -37,7 +43,7 @@ def token_sums(
     }
     numbers = {
         "ratio": bounded_exp(drift),
-        "mismatch": drift.abs(),
+        "mismatch": (drift if begun is None else begun).abs(),
         "weight": corrected.weights,
         "weight_squared": corrected.weights.square(),
     }
@@ -45,10 +51,13 @@ def token_sums(
     return dict(zip([*numbers, *flags], (rows * mask).sum(1).unbind(), strict=True))
 
 
-def token_counts(mask: Tensor, drift: Tensor, staleness: Tensor | None) -> dict[str, Tensor]:
+def token_counts(
+    mask: Tensor, drift: Tensor, staleness: Tensor | None, begun: Tensor | None = None
+) -> dict[str, Tensor]:
     """Vectors: `ratio_bins` [241] counts of loss tokens; by class of age [6] `mismatch_by_age` and `tokens_by_age`.
 
-    `staleness`: [T] int, None counts as 0.
+    Also the scalar `age`, the sum of the staleness. `staleness`: [T] int, None counts as 0. `drift`, `begun` as in
+    `token_sums`.
     """
     ones = mask.to(drift.dtype)
     drift = drift.nan_to_num(0.0, LOG_BOUND, -LOG_BOUND)  # the loss tells of NaN; here it would be no place
@@ -56,10 +65,12 @@ def token_counts(mask: Tensor, drift: Tensor, staleness: Tensor | None) -> dict[
     place = (x / BIN_WIDTH).round().long() + HALF_BINS
     ages = torch.zeros_like(place) if staleness is None else staleness.long()
     age = torch.bucketize(ages, _later_classes(place.device), right=True)
+    mismatch = drift if begun is None else begun.nan_to_num(0.0, LOG_BOUND, -LOG_BOUND)
     return {
         "ratio_bins": ones.new_zeros(2 * HALF_BINS + 1).index_add_(0, place, ones),
-        "mismatch_by_age": ones.new_zeros(len(AGE_CLASSES)).index_add_(0, age, drift.abs() * ones),
+        "mismatch_by_age": ones.new_zeros(len(AGE_CLASSES)).index_add_(0, age, mismatch.abs() * ones),
         "tokens_by_age": ones.new_zeros(len(AGE_CLASSES)).index_add_(0, age, ones),
+        "age": (ages * ones).sum(),
     }
 
 

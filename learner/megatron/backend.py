@@ -12,7 +12,7 @@ from learner.megatron.cpu import compat
 compat.enable()  # before the first import of megatron
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +57,7 @@ class MegatronBackend:
     @classmethod
     def of(cls, config: BaseConfig, resumes: bool = False) -> "MegatronBackend":
         """The backend that a job's or a warm start's config describes. Collective; raises as `__init__` does."""
-        made = cls(config.model, config.learner, config.run.steps, config.run.seed, resumes)
+        made = cls(config.model, config.learner, config.run.steps * config.learner.updates, config.run.seed, resumes)
         for warning in passthrough_warnings(config) if made.rank == 0 else ():
             logger.warning("%s", warning)
         return made
@@ -67,8 +67,8 @@ class MegatronBackend:
     ) -> None:
         """Join the world, build the model and load its weights. Collective.
 
-        Main gradients and optimizer states are float32, whatever the model's dtype is. `total_steps`: the step at which
-        the schedule ends, unless the optimizer's decay_steps names another. `seed` is that of Megatron's random
+        Main gradients and optimizer states are float32, whatever the model's dtype is. `total_steps`: the update at
+        which the schedule ends, unless the optimizer's decay_steps names another. `seed` is that of Megatron's random
         generators. `resumes`, of which rank 0's counts: load_checkpoint comes next, so the weights of model.path are
         not read. Raises UsageError, naming the folder, the layout or the model that cannot be used.
         """
@@ -114,6 +114,7 @@ class MegatronBackend:
         self.checkpoints = CheckpointWriter(self.chunks, self.optimizer, layout)
         self.checkpoint_done = self.checkpoints.done
         self.offload = Offload(learner.memory, self.chunks, self.optimizer)
+        self.on_device = self.offload.parameters
         if self.rank == 0:
             sizes = f"tensor {layout.tensor}, pipeline {layout.pipeline} x {layout.virtual_pipeline}"
             sizes += f", expert {layout.expert}, data {self.data_parallel_size}"
@@ -121,12 +122,19 @@ class MegatronBackend:
             logger.info("model %s on %d ranks: %s; %s", self.model_path, self.world_size, sizes, kind)
 
     def train_step(
-        self, microbatches: list[Microbatch], loss: LossFunction, temperature: float = 1.0, entropy: bool = False
+        self,
+        microbatches: list[Microbatch],
+        loss: LossFunction,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        accept: Callable[[StepResult], bool] | None = None,
     ) -> StepResult:
         """Raises SlipstreamError when the gradient norm is not finite; the weights are unchanged."""
         with self.offload.parameters(), self.offload.gradients():
             self.optimizer.zero_grad()
             result = self.schedule.train(microbatches, loss, temperature, entropy)
+            if accept is not None and not accept(result):
+                return result
             with self.offload.optimizer():
                 norm, rate = self.optimizer.step()
         return replace(result, grad_norm=norm, lr=rate)

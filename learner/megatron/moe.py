@@ -239,7 +239,8 @@ class Experts:
         for batch in microbatches:
             if loss_tokens := float(batch.loss_mask.sum()):
                 zeros = torch.zeros(len(batch.targets))
-                blank = replace(batch, behavior_logprobs=zeros, top_logprobs=batch.teacher_top_logprobs, numbers=())
+                given = {"behavior_logprobs": zeros, "proximal_logprobs": None, "numbers": ()}
+                blank = replace(batch, top_logprobs=batch.teacher_top_logprobs, **given)
                 denominator = loss(zeros, zeros, blank).denominator
                 counted = loss_tokens if denominator is None else float(denominator)
                 totals += torch.tensor([counted, float(len(batch.tokens))])

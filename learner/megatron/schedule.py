@@ -71,13 +71,16 @@ def _pack(batch: Microbatch, parallel: ParallelConfig, rank: int, device: torch.
 def filler(like: Microbatch) -> Microbatch:
     """A document of one token that trains nothing; it fills the rounds of ranks with fewer microbatches.
 
-    The loss has the same sums of it as of `like`, so that both can be added: a reference makes one more.
+    The loss has the same sums of it as of `like`, so that both can be added. A reference makes one more, and so does a
+    frozen policy.
     """
     one = torch.ones(1, dtype=torch.int64)
     zero = torch.zeros(1)
     reference = None if like.reference_logprobs is None else zero
     marked = None if like.marked is None else one < 0
-    return Microbatch(one, one, one - 1, (1,), zero, zero, zero, zero.int(), reference, marked=marked)
+    proximal = None if like.proximal_logprobs is None else zero
+    given = {"marked": marked, "proximal_logprobs": proximal}
+    return Microbatch(one, one, one - 1, (1,), zero, zero, zero, zero.int(), reference, **given)
 
 
 class Head:

@@ -15,9 +15,10 @@ from msgspec import UNSET, UnsetType
 from common.config.schema import SftConfig
 from common.hub import load_tokenizer
 from common.metrics import SftMetrics
-from learner.backend_protocol import Backend, Microbatch
+from learner.backend_protocol import Backend
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.batch.packing import Document, pack_for
+from learner.batch.updates import Update
 from learner.loop.batch_source import BatchSource, Command, Drain, Train
 from learner.loop.step_metrics import Step
 from learner.loss.losses import cross_entropy
@@ -82,7 +83,7 @@ class SftSource(BatchSource):
             return Drain()
         return Train(step)
 
-    def batch(self, step: int) -> tuple[TrainingBatch, list[Microbatch]]:
+    def batch(self, step: int) -> tuple[TrainingBatch, list[Update]]:
         """Every rank reads and packs the rows by itself."""
         documents = self.dataset.step(step, self._config.learner.sequences_per_step)
         statistics = BatchStatistics(
@@ -91,7 +92,7 @@ class SftSource(BatchSource):
             sequence_tokens=sum(document.places for document in documents),
         )
         packed = pack_for(self._backend, documents, self._config.learner.micro_batch_tokens)
-        return TrainingBatch(step, documents, statistics), packed
+        return TrainingBatch(step, documents, statistics), [Update(0, 0, packed)]
 
     def after_step(self, version: int, batch: TrainingBatch) -> None:
         self._validation_loss = UNSET

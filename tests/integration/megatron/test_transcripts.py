@@ -11,7 +11,8 @@ from common.config.schema import LossConfig
 from learner.backend_protocol import Microbatch
 from learner.batch.balance import Plan
 from learner.batch.packing import Document, build, plan
-from learner.loop.share import Told, cells, decode, encode, numbers
+from learner.batch.updates import Part, numbers
+from learner.loop.share import Told, cells, decode, encode
 from learner.loop.transcripts import RecordingLoss
 from learner.loss.losses import policy_loss
 from tests.rigs import forked_ranks, tiny_models
@@ -78,15 +79,15 @@ def delivered(backend: Any, plans: Plan) -> list[Microbatch]:
     found = cells(backend)
 
     def part(number: int) -> np.ndarray:
-        own = plans[found[number].replica]
+        own = [Part(0, 0, plans[found[number].replica])]
         return encode(Told(), {n: documents()[n] for n in numbers(own)}, own)
 
     data = backend.deliver(part if backend.rank == 0 else None, [cell.ranks for cell in found])
     if not len(data):
         assert backend.rank == 0  # it is alone in its cell
         return here
-    _, own, microbatches = decode(data)
-    return build(own, microbatches)
+    _, own, (part,) = decode(data)
+    return build(own, part.microbatches)
 
 
 @pytest.fixture(scope="module")

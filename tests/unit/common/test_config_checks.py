@@ -81,6 +81,11 @@ learner: {loss: {proximal: behavior, correction: icepop}} | learner.loss.correct
 learner: {loss: {proximal: behavior, correction_cap: 3.0}} | learner.loss.correction_cap | with proximal: behavior
 learner: {loss: {proximal: behavior, correction_veto: 0.0001}} | learner.loss.correction_veto | with proximal: behavior
 learner: {loss: {reference: /models/base}} | learner.loss.reference | kl_coefficient is 0
+learner: {minibatches: 17} | learner.minibatches | at most learner.groups_per_step (16), found 17
+{learner: {epochs: 2, loss: {proximal: behavior, objective: cispo}}} | learner.epochs | objective: cispo
+{learner: {epochs: 2, loss: {proximal: behavior, clip_low: 1, clip_high: 1e9}}} | learner.epochs | expected 1 with
+{learner: {loss: {kl_stop: 0.1}}} | learner.loss.kl_stop | unset with one update per batch
+{learner: {epochs: 2, minibatches: 2}, staleness: {max_updates: 2}} | staleness.max_updates | at least 3
 {weights: {publish_every: 4}, staleness: {max: 2}} | weights.publish_every | staleness.max + 1 = 3
 broker: {address: '127.0.0.1:5555'} | broker.address | tcp://HOST:PORT
 broker: {address: 'tcp://127.0.0.1'} | broker.address | tcp://HOST:PORT
@@ -116,6 +121,11 @@ learner: {loss: {proximal: behavior}}
 learner: {loss: {proximal: behavior, correction: none, objective: cispo, clip_low: 1.0, clip_high: 4.0}}
 learner: {loss: {correction: mis, correction_level: geometric, correction_low: 0.98, correction_normalize: true}}
 {weights: {publish_every: 4}, staleness: {max: 3}}
+{learner: {epochs: 2, minibatches: 16, loss: {kl_stop: 0.1}}, staleness: {max_updates: 31}}
+{learner: {epochs: 2, loss: {proximal: behavior}}}
+{learner: {epochs: 2, loss: {proximal: behavior, clip_low: 1}}}
+{learner: {minibatches: 2, loss: {proximal: behavior, objective: cispo}}}
+{learner: {epochs: 2, loss: {objective: cispo}}}
 weights: {buffers: device, transport: nccl}
 broker: {address: 'tcp://127.0.0.1:0'}
 broker: {address: 'tcp://localhost:5555'}

@@ -58,6 +58,18 @@ def test_full_sequences_fill_microbatches_as_packing_does() -> None:
     assert padded.longest == 1000, "999 tokens are padded to two chunks for each of four ranks"
 
 
+def test_an_update_has_the_microbatches_of_its_groups_and_a_token_is_at_most_so_many_updates_old() -> None:
+    several = {"epochs": 2, "minibatches": 3}
+    whole, part = batch(job()), batch(job(learner=several))
+    assert (whole.updates, part.updates, part.sequences, part.tokens) == (1, 6, whole.sequences, whole.tokens)
+    three_groups = batch(job(learner={"groups_per_step": 3}))
+    assert part.microbatches == three_groups.microbatches < whole.microbatches, "8 groups are 3, 3 and 2"
+    updates = job(learner=several)
+    assert window_of(updates, architecture("Qwen3-0.6B")).oldest_updates == 2 * 6 + 5
+    bounded = msgspec.structs.replace(updates, staleness=msgspec.structs.replace(updates.staleness, max_updates=9))
+    assert window_of(bounded, architecture("Qwen3-0.6B")).oldest_updates == 9
+
+
 def test_supervised_documents_may_fill_a_microbatch() -> None:
     learner = SftLearnerConfig(world_size=2, sequences_per_step=10, micro_batch_tokens=100)
     found = batch(SftConfig(run=job().run, model=job().model, tasks=SftTasksConfig(dataset="d"), learner=learner))
@@ -77,6 +89,7 @@ def test_the_window_is_that_of_the_staleness_rule_with_groups_as_large_as_on_the
     assert found.groups == Window(8, 2, 0, 0, ()).end(0) == 24
     assert (found.samples, found.tokens) == (96, 96 * n)
     assert found.node_groups == 32 // 4 + 2
+    assert found.oldest_updates == 2
     sample = Sample(
         tokens=Array.of(np.ones(n), "int32"),
         loss_mask=Array.of(np.ones(n), "uint8"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,17 +54,25 @@ class BigramBackend:
     def __init__(self) -> None:
         self.table = torch.zeros(VOCAB, VOCAB, requires_grad=True)
         self.fail_at: int | None = None  # the step that never comes back, as after kill -9
-        self.steps = 0
+        self.steps = 0  # optimizer updates
+        self.rate = 0.5
         self.polls_to_write = 0  # times that checkpoint_done says no
         self.disk_full = False
-        self.writing: tuple[Path, np.ndarray, int] | None = None
+        self.writing: tuple[Path, np.ndarray, int, int] | None = None
+
+    def on_device(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def train_step(
-        self, microbatches: list[Microbatch], loss: LossFunction, temperature: float = 1.0, entropy: bool = False
+        self,
+        microbatches: list[Microbatch],
+        loss: LossFunction,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        accept: Callable[[StepResult], bool] | None = None,
     ) -> StepResult:
         if self.steps == self.fail_at:
             raise Killed
-        self.steps += 1
         self.table.grad = None
         total, divisor, sums, maxima = 0.0, 0.0, {}, {}
         tokens = int(sum(batch.loss_mask.sum() for batch in microbatches))
@@ -79,12 +88,15 @@ class BigramBackend:
                 sums[name] = sums.get(name, 0.0) + value.double()
             for name, value in out.maxima.items():
                 maxima[name] = max(maxima.get(name, 0.0), value.item())
+        sums = {name: value.tolist() for name, value in sums.items()}
+        result = StepResult(total / max(divisor, 1e-9), tokens, 0.0, 0.0, sums, maxima)
+        if accept is not None and not accept(result):
+            return result
+        self.steps += 1
         with torch.no_grad():
             self.table.grad /= max(divisor, 1e-9)
-            self.table -= 0.5 * self.table.grad
-        norm = self.table.grad.norm().item()
-        sums = {name: value.tolist() for name, value in sums.items()}
-        return StepResult(total / max(divisor, 1e-9), tokens, norm, 0.5, sums, maxima)
+            self.table -= self.rate * self.table.grad
+        return dataclasses.replace(result, grad_norm=self.table.grad.norm().item(), lr=self.rate)
 
     def logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         with torch.no_grad():
@@ -106,23 +118,24 @@ class BigramBackend:
 
     def start_checkpoint(self, path: Path) -> None:
         assert self.writing is None
-        self.writing = path, self.table.detach().numpy().copy(), self.polls_to_write
+        self.writing = path, self.table.detach().numpy().copy(), self.steps, self.polls_to_write
 
     def checkpoint_done(self, wait: bool) -> bool:
-        path, table, polls = self.writing
+        path, table, steps, polls = self.writing
         if polls and not wait:
-            self.writing = path, table, polls - 1
+            self.writing = path, table, steps, polls - 1
             return False
         self.writing = None
         if self.disk_full:
             raise SlipstreamError(f"checkpoint {path} could not be written: no space left on device")
         path.mkdir()
         np.save(path / "table.npy", table)
+        (path / "steps").write_text(str(steps))
         return True
 
     def load_checkpoint(self, path: Path) -> None:
         self.table = torch.from_numpy(np.load(path / "table.npy")).requires_grad_()
-        self.steps = int(path.parent.name.split("-")[1])
+        self.steps = int((path / "steps").read_text())
 
     def largest(self, values: Tensor) -> Tensor:
         return values

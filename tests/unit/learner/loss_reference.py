@@ -41,6 +41,7 @@ class Case:
     reference: list[float]
     entropy: list[float]
     marked: list[int] = field(default_factory=list)  # [] for none
+    begin: list[float] | None = None  # log-probabilities of the policy that began the batch, where it is another one
 
     def documents(self) -> list[list[int]]:
         """Positions of the loss tokens of each document."""
@@ -64,6 +65,7 @@ class Case:
             torch.tensor(self.staleness, dtype=torch.int32),
             double(self.reference),
             marked=torch.tensor(self.marked or [0] * n) > 0,
+            proximal_logprobs=None if self.begin is None else double(self.begin),
         )
 
     def parts(self) -> list["Case"]:
@@ -72,7 +74,8 @@ class Case:
         for n in self.lengths:
             span = slice(start, start + n)
             names = ("mask", "advantages", "behavior", "staleness", "logprobs", "reference", "entropy", "marked")
-            out.append(Case((n,), *(getattr(self, name)[span] for name in names)))
+            begin = None if self.begin is None else self.begin[span]
+            out.append(Case((n,), *(getattr(self, name)[span] for name in names), begin=begin))
             start += n
         return out
 
@@ -82,12 +85,13 @@ def double(values: list) -> Tensor:
 
 
 def proximal_of(config: LossConfig, case: Case, t: int) -> float:
+    begin = (case.logprobs if case.begin is None else case.begin)[t]
     if config.proximal == "recompute":
-        return case.logprobs[t]
+        return begin
     if config.proximal == "behavior" or case.staleness[t] <= 1:
         return case.behavior[t]
     age = case.staleness[t]
-    return (case.behavior[t] + (age - 1) * case.logprobs[t]) / age
+    return (case.behavior[t] + (age - 1) * begin) / age
 
 
 def weights_of(config: LossConfig, case: Case) -> tuple[dict[int, float], set[int]]:

@@ -38,12 +38,18 @@ def microbatch(targets: Tensor, behavior: Tensor, **fields: Any) -> Microbatch:
     )
 
 
-def every_token(logits: Tensor, teacher: Tensor, told: LossConfig, behavior: Tensor) -> Tensor:
-    """The loss of all tokens in all places, each as often as `behavior`, a log-distribution, samples it."""
+def every_token(
+    logits: Tensor, teacher: Tensor, told: LossConfig, behavior: Tensor, begin: Tensor | None = None
+) -> Tensor:
+    """The loss of all tokens in all places, each as often as `behavior`, a log-distribution, samples it.
+
+    `begin`: log-distribution of the policy that began the batch, in a later update.
+    """
     total = torch.zeros((), dtype=torch.float64)
     for token in range(VOCABULARY):
         targets = torch.full((PLACES,), token)
-        batch = microbatch(targets, behavior[:, token], teacher_logprobs=teacher[:, token])
+        frozen = None if begin is None else begin[:, token]
+        batch = microbatch(targets, behavior[:, token], teacher_logprobs=teacher[:, token], proximal_logprobs=frozen)
         shares = behavior[:, token].exp()
         for place in range(PLACES):
             one = replace(batch, loss_mask=torch.eye(PLACES)[place])
@@ -55,8 +61,9 @@ def every_token(logits: Tensor, teacher: Tensor, told: LossConfig, behavior: Ten
 @pytest.mark.parametrize("objective", ["reverse_kl", "advantage"])
 @pytest.mark.parametrize("proximal", ["recompute", "behavior"])
 @pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize("later", [False, True])
 def test_the_mean_gradient_over_sampled_tokens_is_that_of_the_divergence_from_the_teacher(
-    objective: str, proximal: str, stale: bool
+    objective: str, proximal: str, stale: bool, later: bool
 ) -> None:
     """This is the policy in training, also when an older one sampled the tokens."""
     logits, teacher = distributions()
@@ -66,8 +73,9 @@ def test_the_mean_gradient_over_sampled_tokens_is_that_of_the_divergence_from_th
     # bounds that never act, because their part in the objective is not what is tested
     told = config(objective, proximal=proximal, clip_low=0.999, clip_high=100.0)
     if proximal == "recompute":
-        told = config(objective, correction="tis", correction_cap=100.0)
-    found = torch.autograd.grad(every_token(logits, teacher, told, older), logits)[0]
+        told = config(objective, correction="tis", correction_cap=100.0, clip_low=0.999, clip_high=100.0)
+    begin = (logits.detach() + 0.2 * torch.cos(logits.detach() * 3)).log_softmax(1) if later else None
+    found = torch.autograd.grad(every_token(logits, teacher, told, older, begin), logits)[0]
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 

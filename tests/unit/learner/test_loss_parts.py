@@ -100,6 +100,20 @@ def test_loglinear_is_the_policy_one_version_back() -> None:
     torch.testing.assert_close(found, tensor(-2.0, -2.0, -1.5, -1.25))
 
 
+@pytest.mark.parametrize("updates", [1, 2, 5])
+@pytest.mark.parametrize("age", [1, 2, 3, 8])
+def test_loglinear_is_exact_where_every_update_moves_a_token_equally_far(updates: int, age: int) -> None:
+    """And only with the frozen policy as the end: the one in training is u updates further."""
+    moved, behavior, ages = 0.01, tensor(-2.0), torch.tensor([age])
+    begin, before = behavior + moved * updates * age, behavior + moved * updates * (age - 1)
+    torch.testing.assert_close(loglinear(begin, behavior, ages), before)
+    for u in range(1, updates):
+        current = begin + moved * u
+        assert age == 1 or not torch.allclose(loglinear(current, behavior, ages), before)
+        share = updates * (age - 1) / (updates * age + u)
+        torch.testing.assert_close(behavior + share * (current - behavior), before)
+
+
 def test_estimators_of_the_divergence() -> None:
     x = tensor(0.5, -0.5)  # log r
     torch.testing.assert_close(k1(x), tensor(-0.5, 0.5))

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -30,6 +31,15 @@ CASE = Case(
     reference=[0.0, -1.2, -0.5, -1.5, -0.8, 0.0, -2.0, -1.0, -1.0, -2.0, -0.4, -2.0, -0.6, -1.4, 0.0, -1.0, -1.1, -1.9],
     entropy=[9.0, 0.5, 1.0, 1.5, 2.0, 9.0, 0.3, 0.7, 1.1, 1.3, 0.2, 0.9, 0.4, 1.9, 9.0, 0.6, 0.1, 2.2],
     marked=[1, 0, 1, 0, 1, 0, 0, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1],
+)  # fmt: skip
+
+# In a later update the policy has moved from the one that began the batch, by more than any bound at some tokens.
+LATER = dataclasses.replace(
+    CASE,
+    begin=[
+        -0.1, -1.3, -0.4, -2.1, -0.9, -0.1, -2.2, -1.9, -1.5, -2.3, -0.3, -1.4, -0.9, -0.2, -0.1,
+        -1.001, -1.0, -2.2,
+    ],
 )  # fmt: skip
 
 LEVELS = [("none", "token")] + [("tis", x) for x in ("token", "sequence")]
@@ -88,10 +98,11 @@ def test_the_grid_covers_every_registered_part() -> None:
     assert len(ALLOWED) > 150
 
 
+@pytest.mark.parametrize("case", [CASE, LATER], ids=["first update", "later update"])
 @pytest.mark.parametrize("config", ALLOWED, ids=describe)
-def test_value_and_gradient_are_those_of_the_formula_written_out(config: LossConfig) -> None:
-    logprobs, entropy, _, loss = run(config, CASE)
-    expected = reference_loss(config, MAX_TOKENS, CASE, logprobs, entropy)
+def test_value_and_gradient_are_those_of_the_formula_written_out(config: LossConfig, case: Case) -> None:
+    logprobs, entropy, _, loss = run(config, case)
+    expected = reference_loss(config, MAX_TOKENS, case, logprobs, entropy)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-13)
     found = torch.autograd.grad(loss, (logprobs, entropy), materialize_grads=True)
     wanted = torch.autograd.grad(expected, (logprobs, entropy), materialize_grads=True)
@@ -99,10 +110,37 @@ def test_value_and_gradient_are_those_of_the_formula_written_out(config: LossCon
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("case", [CASE, LATER], ids=["first update", "later update"])
 @pytest.mark.parametrize("config", EXTRAS + GRID[::9], ids=describe)
-def test_the_formula_written_out_agrees_with_finite_differences(config: LossConfig) -> None:
-    inputs = double(CASE.logprobs).requires_grad_(), double(CASE.entropy).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, h: reference_loss(config, MAX_TOKENS, CASE, x, h), inputs, atol=1e-6)
+def test_the_formula_written_out_agrees_with_finite_differences(config: LossConfig, case: Case) -> None:
+    inputs = double(case.logprobs).requires_grad_(), double(case.entropy).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, h: reference_loss(config, MAX_TOKENS, case, x, h), inputs, atol=1e-6)
+
+
+@pytest.mark.parametrize("objective", ["ppo_clip", "gspo", "dppo_tv", "cispo"])
+def test_in_a_later_update_the_bounds_act_and_in_the_first_one_none_does(objective: str) -> None:
+    config = LossConfig(objective=objective)  # type: ignore[arg-type]
+    high = {"cispo": 0.5, "dppo_tv": 0.2}.get(objective)
+    config = config if high is None else msgspec.structs.replace(config, clip_low=high, clip_high=high)
+    assert run(config, CASE)[2].sums["objective_clipped"] == 0
+    assert 0 < run(config, LATER)[2].sums["objective_clipped"] < sum(CASE.mask)
+
+
+def test_all_updates_of_a_batch_have_the_same_weights_and_tell_their_distance_from_its_beginning() -> None:
+    assert LATER.begin is not None
+    moved = dataclasses.replace(LATER, logprobs=LATER.begin)
+    before, after = (run(LossConfig(), case)[2].sums for case in (moved, LATER))
+    same = ("weight", "weight_squared", "correction_clipped", "mismatch", "mismatch_by_age", "tokens_by_age", "age")
+    for name in same:
+        assert torch.equal(before[name], after[name]), name
+    assert before["batch_kl"] == 0 < after["batch_kl"] and before["ratio"] != after["ratio"]
+    assert "batch_kl" not in run(LossConfig(), CASE)[2].sums, "one update has nothing to compare with"
+    places = [t for t, inside in enumerate(CASE.mask) if inside]
+    ways = [CASE.logprobs[t] - LATER.begin[t] for t in places]
+    assert after["batch_kl"].item() == pytest.approx(math.fsum(math.expm1(x) - x for x in ways))
+    assert after["mismatch"].item() == pytest.approx(math.fsum(abs(LATER.begin[t] - CASE.behavior[t]) for t in places))
+    assert after["age"].item() == sum(CASE.staleness[t] for t in places)
+    assert run(LossConfig(), LATER)[2].maxima["age"].item() == 12
 
 
 @pytest.mark.parametrize("config", [c for c in MEANS + GRID[1::8] + EXTRAS if c in ALLOWED], ids=describe)
@@ -181,7 +219,8 @@ def test_absurd_ratios_give_finite_numbers(extreme: list[float]) -> None:
         assert all(torch.isfinite(x).all() for x in (out.loss_sum, out.denominator, gradient, *numbers)), config
 
 
-def test_tokens_outside_the_loss_change_nothing_even_when_their_numbers_are_absurd() -> None:
+@pytest.mark.parametrize("case", [CASE, LATER], ids=["first update", "later update"])
+def test_tokens_outside_the_loss_change_nothing_even_when_their_numbers_are_absurd(case: Case) -> None:
     outside = [t for t, m in enumerate(CASE.mask) if not m]
 
     def spoil(values: list[float], *absurd: float) -> list[float]:
@@ -191,16 +230,17 @@ def test_tokens_outside_the_loss_change_nothing_even_when_their_numbers_are_absu
         return out
 
     spoiled = dataclasses.replace(
-        CASE,
+        case,
         behavior=spoil(CASE.behavior, math.nan, -math.inf, 7.0),
         logprobs=spoil(CASE.logprobs, -math.inf, math.nan, -80.0),
         reference=spoil(CASE.reference, math.nan, -math.inf),
         entropy=spoil(CASE.entropy, math.nan, math.inf),
         advantages=spoil(CASE.advantages, 1e6),
         staleness=[int(x) for x in spoil([float(s) for s in CASE.staleness], 10_000)],
+        begin=None if case.begin is None else spoil(case.begin, math.inf, math.nan),
     )
     for config in ALLOWED:
-        *inputs, plain, loss = run(config, CASE)
+        *inputs, plain, loss = run(config, case)
         *other_inputs, other, other_loss = run(config, spoiled)
         pairs = [(loss, other_loss)]
         pairs += [(plain.sums[name], other.sums[name]) for name in plain.sums]

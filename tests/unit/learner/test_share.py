@@ -12,6 +12,7 @@ from broker.contract import StoredGroup
 from common.errors import UsageError
 from learner.backend_protocol import Microbatch
 from learner.batch.packing import Document, build
+from learner.batch.updates import Part
 from learner.loop import rollout_source
 from learner.loop.share import Cell, Told, cells, decode, encode, of_layers
 from tests.unit.learner.loop_fakes import MakeWorld, World
@@ -26,12 +27,12 @@ def test_the_lead_decodes_a_group_once_and_every_rank_gets_its_own_documents(
     world = make_world(run={"steps": 2})
     assert world.run() == "done"
     assert sorted(stored.serial for stored in decoded) == [0, 1, 2, 3]
-    whole, everything = world.lead.batch(1)
+    whole, (everything,) = world.lead.batch(1)
     sent, (ours, theirs) = shared(world)
     assert len(sent) == 1 and set(sent[0]) == {1}, "the lead makes nothing for itself"
     assert ours[0].statistics == theirs[0].statistics == whole.statistics
     assert theirs[0].documents == []
-    parts = [*ours[1], *theirs[1]]
+    parts = [batch for found in (ours, theirs) for update in found[1] for batch in update.microbatches]
     assert sorted(n for batch in parts for n in batch.numbers) == list(range(len(whole.documents)))
     for batch in parts:
         (alone,) = build(whole.documents, [list(batch.numbers)])
@@ -39,7 +40,7 @@ def test_the_lead_decodes_a_group_once_and_every_rank_gets_its_own_documents(
             found, expected = getattr(batch, field.name), getattr(alone, field.name)
             same = torch.equal(found, expected) if isinstance(found, torch.Tensor) else found == expected
             assert same, field.name
-    assert sum(len(batch.tokens) for batch in everything) == sum(len(batch.tokens) for batch in parts)
+    assert sum(len(batch.tokens) for batch in everything.microbatches) == sum(len(batch.tokens) for batch in parts)
 
 
 def shared(world: World) -> tuple[list[dict[int, np.ndarray]], tuple[Any, Any]]:
@@ -94,8 +95,10 @@ def test_a_document_arrives_as_it_was_with_the_routing_of_the_layers_of_its_rank
     )
     plain = replace(document, routed_experts=None, staleness=None, serial=8)
     sent = {4: of_layers(document, (1, 3)), 9: plain}
-    told, found, microbatches = decode(encode(Told(canary=[1, 2]), sent, [[9], [4], []]))
-    assert (told.canary, microbatches, list(found)) == ([1, 2], [[9], [4], []], [4, 9])
+    microbatches = [[9], [4], []]
+    parts = [Part(0, 0, microbatches), Part(2, 1, [[4]])]
+    told, found, arrived_parts = decode(encode(Told(canary=[1, 2]), sent, parts))
+    assert (told.canary, arrived_parts, list(found)) == ([1, 2], parts, [4, 9])
     arrived = found[4].routed_experts
     assert arrived is not None and arrived.tolist() == routing[:, [1, 3]].tolist()
     neighbours = of_layers(document, (1, 2)).routed_experts

@@ -13,7 +13,16 @@ from common.metrics import SOURCE_FIGURES
 from common.weights.source.nodes import PublishStats
 from learner.backend_protocol import StepResult
 from learner.batch.batch import BatchStatistics, SourceFigures, TrainingBatch
-from learner.loop.step_metrics import Step, Times, Totals, check_finite, loss_figures, source_figures, step_metrics
+from learner.loop.step_metrics import (
+    Step,
+    Times,
+    Totals,
+    UpdateFigures,
+    check_finite,
+    loss_figures,
+    source_figures,
+    step_metrics,
+)
 from learner.loss.corrections import Corrected
 from learner.loss.token_diagnostics import ratio_quantile, token_counts, token_sums
 from tests.rigs.configs import node_status, status_of
@@ -95,7 +104,7 @@ def test_engines_of_living_nodes_are_summed_up() -> None:
     nodes = [
         node_status("n", alive, kv_cache_usage=x, **engine) for alive, x in ((True, 0.5), (True, 0.75), (False, 1))
     ]
-    step = Step(TrainingBatch(0, [], BatchStatistics()), result(), 1, Times(), Totals(), 1.0)
+    step = Step(TrainingBatch(0, [], BatchStatistics()), result(), UpdateFigures(), Times(), Totals(), 1.0)
     others = {"incarnation": 0, "groups_regenerated": 0, "generation_stall_s": 0.0, "transcripts_dropped_total": 0}
     others["shares"] = {}
     found, alone = (step_metrics(step, status_of(*n), PublishStats(), **others) for n in (nodes, []))

@@ -126,8 +126,13 @@ def finish(world: World) -> None:
     world.lead.close("done", world.trainer.version, "")
 
 
-def test_every_transcript_has_the_texts_advantage_and_ratios_of_its_sample(make_world: MakeWorld, model: str) -> None:
-    world = transcribed(make_world, model, rollout={"group_size": 4})
+@pytest.mark.parametrize("updates", [1, 4])
+def test_every_transcript_has_the_texts_advantage_and_ratios_of_its_sample(
+    make_world: MakeWorld, model: str, updates: int
+) -> None:
+    """The ratios are those of the policy that began the step, whatever the number of its updates."""
+    several = {"epochs": 2, "minibatches": 2} if updates > 1 else {}
+    world = transcribed(make_world, model, rollout={"group_size": 4}, learner=several)
     tables: list[torch.Tensor] = []
     train_step = world.backend.train_step
 
@@ -152,7 +157,7 @@ def test_every_transcript_has_the_texts_advantage_and_ratios_of_its_sample(make_
         for turn in t.turns:
             assert turn.text == "".join(turn.pieces) == tokenizer.decode(turn.tokens)
         ids = torch.tensor(sample.tokens.numpy().tolist())
-        logprobs = torch.log_softmax(tables[t.step or 0], -1)[ids[:-1], ids[1:]]
+        logprobs = torch.log_softmax(tables[(t.step or 0) * updates], -1)[ids[:-1], ids[1:]]
         np.testing.assert_allclose(said.ratios, np.exp(logprobs[1:].numpy() + 2.0), atol=2e-5)
         assert said.logprobs == [-2.0] * len(said.tokens) and said.trained == [1] * len(said.tokens)
     assert world.lines()[-1].transcripts_dropped_total == 0

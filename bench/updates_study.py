@@ -1,0 +1,139 @@
+"""Gains from several updates per batch: the quickstart task at constant lags, with and without clipping.
+
+    python bench/updates_study.py [--workers 2] [--budget-s 3600]
+
+Runs are those of correction_study.py: step s trains on groups that version max(0, s - lag) sampled. They use the
+product's engine and learner, each in a process of its own on a core of its own. Two runs differ in the lag, in the
+number of updates per batch, and in whether ratios are clipped. Steps, seconds and samples count until the smoothed
+reward of the sampling policy reaches LEVEL. The schedule counts updates, so every way has the same learning rate at the
+same step after the warm-up. The model is made first, as the quickstart makes it, unless it is there.
+
+Each run is a file under runs/updates-study, so that the same command continues where it stopped, while commit and
+arguments are the same. It first says how long it will take. With `--budget-s` it begins no run that would end later,
+and exits with 1 while some are missing. Words that are no options override the config of every run. Short mode:
+run.steps=2 --dry --lags 2 --seeds 1 --ways 1 2x1.
+"""
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import correction_study
+import harness
+import trl_comparison
+
+LEVEL = 0.9
+CELLS = harness.ROOT / "runs" / "updates-study"
+WAYS = ["1", "1x2", "1x4", "2x1", "4x1", "2x2"]  # epochs x minibatches; 1: one update
+UNCLIPPED = ["learner.loss.clip_low=1", "learner.loss.clip_high=1e9"]
+UNKNOWN_CELL_S = 120.0  # the time of a run that was never made here
+
+
+def shape(way: str) -> tuple[int, int]:
+    """(epochs, minibatches)."""
+    epochs, _, parts = way.partition("x")
+    return int(epochs), int(parts or 1)
+
+
+def overrides(way: str, clip: bool, seed: int) -> list[str]:
+    epochs, parts = shape(way)
+    words = [f"run.seed={seed}", f"learner.epochs={epochs}", f"learner.minibatches={parts}"]
+    return words if clip else [*words, *UNCLIPPED]
+
+
+class Cells:
+    """Finished runs on disk; one of another commit or other arguments only says how long it took."""
+
+    def __init__(self, options: harness.Options) -> None:
+        self.words = list(options.overrides)
+        self.key = json.dumps([harness.commit(), self.words])
+        self.end = time.monotonic() + options.budget_s
+
+    def read(self, name: str) -> dict[str, Any]:
+        path = CELLS / f"{name}.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def found(self, name: str) -> dict[str, Any] | None:
+        cell = self.read(name)
+        return cell["figures"] if cell.get("key") == self.key else None
+
+    def expected_s(self, name: str) -> float:
+        return self.read(name).get("took_s", UNKNOWN_CELL_S)
+
+    def measure(self, way: str, clip: bool, lag: int, seed: int) -> None:
+        """Make the run, unless it would end beyond the budget."""
+        name = cell_name(way, clip, lag, seed)
+        began = time.monotonic()
+        if began + self.expected_s(name) > self.end:
+            return
+        words = [*overrides(way, clip, seed), *self.words]
+        found = harness.apart(correction_study.trained, words, lag, **correction_study.ENVIRONMENT)
+        cell = {"key": self.key, "took_s": round(time.monotonic() - began, 1), "figures": found}
+        CELLS.mkdir(parents=True, exist_ok=True)
+        (CELLS / f"{name}.json").write_text(json.dumps(cell) + "\n")
+        print(name, json.dumps(reached(found)), found["held_out"], flush=True)
+
+
+def cell_name(way: str, clip: bool, lag: int, seed: int) -> str:
+    return f"{way}-{'clipped' if clip else 'free'}-{lag}-{seed}"
+
+
+def order(ways: Sequence[str], lags: Sequence[int], seeds: Sequence[int]) -> list[tuple[str, bool, int, int]]:
+    """One update has nothing to clip, so it is measured once."""
+    clips = [(way, clip) for way in ways for clip in (True, False) if clip or shape(way) != (1, 1)]
+    return [(way, clip, lag, seed) for seed in seeds for lag in lags for way, clip in clips]
+
+
+def reached(figures: dict[str, Any]) -> dict[str, Any]:
+    """Steps, seconds and samples until LEVEL; None where it was never reached."""
+    steps = harness.steps_to(figures["rewards"], LEVEL)
+    if steps is None:
+        return {"steps": None, "seconds": None, "samples": None}
+    return {"steps": steps, "seconds": figures["times_s"][steps - 1], "samples": steps * figures["samples_per_step"]}
+
+
+def row(way: str, clip: bool, lag: int, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The values of all seeds, and their medians where every seed reached the level."""
+    epochs, parts = shape(way)
+    made: dict[str, Any] = {"way": way, "updates": epochs * parts, "epochs": epochs, "minibatches": parts}
+    made |= {"clip": clip, "lag": lag}
+    ends = [reached(figures) for figures in runs]
+    for name in ("steps", "seconds", "samples"):
+        values = [end[name] for end in ends]
+        made[f"{name}_each"] = values
+        made[name] = statistics.median(values) if None not in values else None
+    made["held_out"] = [figures["held_out"] for figures in runs]
+    for name in ("clipped", "batch_kl"):
+        made[name] = round(statistics.mean(figures[name] for figures in runs), 6)
+    return made
+
+
+def measure_all(options: harness.Options) -> dict[tuple[str, bool, int, int], dict[str, Any]]:
+    """All runs; exits with 1 when the budget leaves some out."""
+    cells = Cells(options)
+    wanted = order(options.ways, options.lags, options.seeds)
+    missing = [cell for cell in wanted if cells.found(cell_name(*cell)) is None]
+    expected_s = sum(cells.expected_s(cell_name(*cell)) for cell in missing) / options.workers
+    print(f"{len(missing)} of {len(wanted)} runs are missing: about {expected_s / 60:.0f} minutes", flush=True)
+    cores = iter(range(options.workers))
+    # the processes that a thread starts inherit its core
+    with ThreadPoolExecutor(options.workers, initializer=lambda: os.sched_setaffinity(0, [next(cores)])) as pool:
+        list(pool.map(lambda cell: cells.measure(*cell), missing))
+    found = {cell: cells.found(cell_name(*cell)) for cell in wanted}
+    left = [cell_name(*cell) for cell, figures in found.items() if figures is None]
+    if left:
+        raise SystemExit(f"not measured yet: {', '.join(left)}; the same command goes on")
+    return {cell: figures for cell, figures in found.items() if figures is not None}
+
+
+@harness.script(workers=2, ways=WAYS, lags=[0, 2, 8], seeds=[1, 2, 3], budget_s=86400.0, overrides=())
+def main(options: harness.Options) -> harness.Figures:
+    trl_comparison.prepare(trl_comparison.WORKLOADS["short"])
+    found = measure_all(options)
+    keys = dict.fromkeys(cell[:3] for cell in found)
+    rows = [row(*key, [figures for cell, figures in found.items() if cell[:3] == key]) for key in keys]
+    return {"rounds": len(options.seeds), "level": LEVEL, "rows": rows}

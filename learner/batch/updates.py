@@ -1,0 +1,127 @@
+"""The optimizer updates of a batch: which groups each one trains on, on which rank, and without which old tokens.
+
+    documents --minibatches--> whole groups for every update of an epoch
+              --plan_updates--> for each rank the Part of every update: microbatches of document numbers
+              --build_updates--> Update, with the tensors of this rank
+
+A batch makes one version, whatever the number of its updates. Update u of step s is number u = epoch * minibatches + i.
+The order of groups follows from (seed, step, epoch), so a batch that is replayed is trained alike. The lead rank plans
+for all. A document stays on one rank, its home, in all epochs. So what that rank finds out about it before the first
+update, as its frozen log-probabilities, never travels.
+
+A token of staleness d is at most d * updates + u updates older than update u. Versions have had fewer updates where
+kl_stop ended their batches early.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from common.config.schema import Config
+from learner.backend_protocol import Backend, Microbatch
+from learner.batch.balance import Plan, cost, homes_of_groups
+from learner.batch.packing import Document, build, plan_for
+
+
+class Part(NamedTuple):
+    """One rank's share of an update."""
+
+    update: int  # its number; those without a token to train on are left out
+    epoch: int
+    microbatches: list[list[int]]  # numbers of documents
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer update on one rank."""
+
+    number: int
+    epoch: int
+    microbatches: list[Microbatch]
+
+
+def minibatches(serials: Sequence[int], count: int, *, seed: int, step: int, epoch: int) -> list[list[int]]:
+    """The documents of each of `count` parts, which have equally many whole groups, or one more. Deterministic.
+
+    `serials`: the group of every document. A part is empty where there are fewer groups.
+    """
+    drawn = {serial: xxhash.xxh3_64_intdigest(f"{seed} {step} {epoch} {serial}".encode()) for serial in set(serials)}
+    place = {serial: i % count for i, serial in enumerate(sorted(drawn, key=lambda n: (drawn[n], n)))}
+    parts: list[list[int]] = [[] for _ in range(count)]
+    for number, serial in enumerate(serials):
+        parts[place[serial]].append(number)
+    return parts
+
+
+def plan_updates(backend: Backend, documents: Sequence[Document], config: Config, step: int) -> list[list[Part]]:
+    """[rank][update] of the batch of `step`; no rank has an update if there is nothing to train on.
+
+    With several epochs of several minibatches every group is spread over the ranks. Otherwise documents are dealt as
+    the first update with them balances best. Raises UsageError as packing.plan.
+    """
+    learner = config.learner
+    serials = [document.serial for document in documents]
+    homes: dict[int, int] = {}
+    if learner.epochs > 1 and learner.minibatches > 1:
+        costs = cost(np.array([document.places for document in documents], dtype=np.int64), backend.hidden_size)
+        spread = homes_of_groups(costs, np.array(serials, dtype=np.int64), backend.data_parallel_size)
+        homes = dict(enumerate(spread.tolist()))
+    plans: dict[tuple[int, ...], Plan] = {}
+    found: list[list[Part]] = [[] for _ in range(backend.data_parallel_size)]
+    for epoch in range(learner.epochs):
+        order = {"seed": config.run.seed, "step": step, "epoch": epoch}
+        for i, own in enumerate(minibatches(serials, learner.minibatches, **order)):
+            update = epoch * learner.minibatches + i
+            kept = tuple(n for n in own if _trains(documents[n], update, config))
+            if not kept:
+                continue
+            if kept not in plans:
+                plans[kept] = _plan(backend, documents, kept, learner.micro_batch_tokens, homes)
+                homes |= {n: rank for rank, batches in enumerate(plans[kept]) for batch in batches for n in batch}
+            for rank, microbatches in enumerate(plans[kept]):
+                found[rank].append(Part(update, epoch, microbatches))
+    return found
+
+
+def _plan(
+    backend: Backend, documents: Sequence[Document], kept: tuple[int, ...], bound: int, homes: Mapping[int, int]
+) -> Plan:
+    """Microbatches of the documents with the numbers `kept`, which are on their homes unless they have none yet."""
+    known = kept[0] in homes
+    at = np.array([homes[n] for n in kept], dtype=np.int64) if known else None
+    plan = plan_for(backend, [documents[n] for n in kept], bound, at)
+    return [[[kept[i] for i in batch] for batch in rank] for rank in plan]
+
+
+def numbers(parts: Sequence[Part]) -> list[int]:
+    """The documents of all updates, each once."""
+    return list(dict.fromkeys(n for part in parts for batch in part.microbatches for n in batch))
+
+
+def build_updates(documents: Mapping[int, Document], parts: Sequence[Part], config: Config) -> list[Update]:
+    """Tensors of one rank's parts; `documents` are those of `numbers`."""
+    return [
+        Update(
+            part.update,
+            part.epoch,
+            build({n: trimmed(documents[n], part.update, config) for n in numbers([part])}, part.microbatches),
+        )
+        for part in parts
+    ]
+
+
+def _trains(document: Document, update: int, config: Config) -> bool:
+    """Whether the update's loss has any of its tokens; every document has some before the first update."""
+    return config.staleness.max_updates is None or bool(trimmed(document, update, config).loss_mask.any())
+
+
+def trimmed(document: Document, update: int, config: Config) -> Document:
+    """The document without the tokens in its loss that staleness.max_updates leaves out of that update."""
+    most = config.staleness.max_updates
+    if most is None or document.staleness is None:
+        return document
+    ages = document.staleness.astype(np.int64) * config.learner.updates + update
+    return replace(document, loss_mask=document.loss_mask * (ages <= most))
