@@ -123,6 +123,9 @@ def _layout(config: BaseConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     yield "model", f"{model.kind}: {model.layers} layers, hidden {model.hidden}, {heads}{experts}{tied}; {plan.dtype}"
     active = f", {_billions(plan.active_parameters)} for one token" if model.experts else ""
     yield "parameters", _billions(plan.parameters) + active
+    if (lora := config.learner.lora) is not None:
+        share = plan.adapters / plan.parameters
+        yield "adapters", f"{_billions(plan.adapters)} of rank {lora.rank} train, {share:.2%} of the parameters"
     nodes = -(-sizes.world // plan.gpus_per_node)
     where = f"{nodes} nodes of {plan.gpus_per_node}" if nodes > 1 else "one node"
     axes = f"tensor {sizes.tensor} x context {sizes.context} x data {sizes.data} x pipeline {sizes.pipeline}"

@@ -1,5 +1,7 @@
 """Megatron's distributed checkpoints: weights, optimizer, step and random state, loadable under another layout.
 
+With adapters only these are saved, and what they belong to: the rest of the model is in model.path.
+
 A thread writes a copy while training continues. Upstream forks writers instead, which is unsafe in a process with live
 gloo or CUDA threads. A folder without its index, which is written last, is no checkpoint.
 """
@@ -37,6 +39,7 @@ from common.config.schema import ParallelConfig
 from common.errors import SlipstreamError, UsageError
 from common.process.files import sync
 from learner.megatron import parallel
+from learner.megatron.lora import PART
 from learner.megatron.optimizer import Optimizer
 from learner.megatron.own_states import OwnStates
 
@@ -136,10 +139,14 @@ def _write(transforms: list[Any], bucket: Any) -> list[Any]:
 class CheckpointWriter:
     """Saves and loads the checkpoints of one model and its optimizer; one save at a time."""
 
-    def __init__(self, chunks: list[Any], optimizer: Optimizer, layout: ParallelConfig) -> None:
+    def __init__(
+        self, chunks: list[Any], optimizer: Optimizer, layout: ParallelConfig, adapters: dict[str, Any] | None = None
+    ) -> None:
+        """`adapters` is the identity of the chunks' adapters."""
         self.chunks = chunks
         self.optimizer = optimizer
         self.layout = layout
+        self.adapters = adapters
         self._save: CheckpointSave | None = None
         self._writers: Any = None  # which of the ranks that have the same weight writes it
         self._validated = False
@@ -162,7 +169,8 @@ class CheckpointWriter:
         # Whether every shard has exactly one owner is the same for all saves of a process: check it once.
         sharded: Any
         sharded, _ = save_preprocess(state, not self._validated, lambda rest: {})
-        common = {"slipstream": {"format": FORMAT, "steps": self.optimizer.steps, "layout": _sizes(self.layout)}}
+        header = {"format": FORMAT, "steps": self.optimizer.steps, "layout": _sizes(self.layout)}
+        common = {"slipstream": header | {"adapters": self.adapters}}
         weights = {key: part for key, part in sharded.items() if key.startswith("model")}
         replicas: Any = mpu.get_data_parallel_group(with_context_parallel=True)
         if not self._validated:
@@ -206,9 +214,10 @@ class CheckpointWriter:
     def load(self, path: Path) -> None:
         """Restore what a save wrote; random state only under the same layout. Collective.
 
-        Raises UsageError when there is no checkpoint, one of another format, or one that this model does not fit.
+        Raises UsageError when there is no checkpoint, one of another format, one that this model does not fit, or one
+        of other adapters.
         """
-        header = _header(path)
+        header = _header(path, self.adapters)
         here = _sizes(self.layout)
         same_layout = header["layout"] == here
         self.optimizer.steps = header["steps"]
@@ -217,7 +226,7 @@ class CheckpointWriter:
             state["random_state"] = _random_state()
         loaded = _read(path, state, header, here)
         for i, chunk in enumerate(self.chunks):
-            chunk.module.load_state_dict(loaded[_key(i, self.chunks)], strict=True)
+            chunk.module.load_state_dict(loaded[_key(i, self.chunks)], strict=self.adapters is None)
         if states is None:
             self.optimizer.start_afresh()
         else:
@@ -231,27 +240,46 @@ class CheckpointWriter:
 
     def _state(self, loading: bool) -> tuple[dict[str, Any], OwnStates | None]:
         """Sharded tensors of the model and the optimizer's states; the rest follows from the config and the step."""
-        state = _weights([chunk.module for chunk in self.chunks])
+        state = _weights([chunk.module for chunk in self.chunks], self.adapters is not None)
         if self.optimizer.steps == 0:  # the states are zeros, and no optimizer has made them yet
             return state, None
         states = self.optimizer.own_states(state, loading)
         return {**state, "optimizer": states.boxes}, states
 
 
-def load_weights(path: Path, chunks: list[Any], layout: ParallelConfig) -> None:
-    """Load nothing but a checkpoint's weights into bare chunks. Collective; raises as CheckpointWriter.load does."""
-    loaded = _read(path, _weights(chunks), _header(path), _sizes(layout))
+def load_weights(path: Path, chunks: list[Any], layout: ParallelConfig, adapters: dict[str, Any] | None = None) -> None:
+    """Load nothing but a checkpoint's weights into bare chunks, whose adapters have the identity `adapters`.
+
+    Collective; raises as CheckpointWriter.load does.
+    """
+    header = _header(path, adapters)
+    loaded = _read(path, _weights(chunks, adapters is not None), header, _sizes(layout))
     for i, chunk in enumerate(chunks):
-        chunk.load_state_dict(loaded[_key(i, chunks)], strict=True)
+        chunk.load_state_dict(loaded[_key(i, chunks)], strict=adapters is None)
 
 
-def _header(path: Path) -> dict[str, Any]:
+def _header(path: Path, adapters: dict[str, Any] | None) -> dict[str, Any]:
     if not (path / _INDEX).is_file():
         raise UsageError(f"{path} is not a checkpoint: no {_INDEX} in it")
     header = dist_checkpointing.load_common_state_dict(str(path)).get("slipstream", {})
     if header.get("format") != FORMAT:
         raise UsageError(f"{path}: checkpoint format {header.get('format')}, this learner reads {FORMAT}")
+    _check_adapters(path, header.get("adapters"), adapters)
     return header
+
+
+def _check_adapters(path: Path, saved: dict[str, Any] | None, here: dict[str, Any] | None) -> None:
+    """Raise UsageError unless the adapters of a checkpoint are those of this learner, beside the same weights."""
+    if saved == here:
+        return
+    if saved is None or here is None:
+        contents, expected = ("whole weights", "unset") if saved is None else ("adapters", f"the section {saved}")
+        found = "unset" if here is None else "a section"
+        raise UsageError(f"learner.lora: expected {expected}, found {found}; {path} is a checkpoint of {contents}")
+    name = next(name for name in saved if saved[name] != here[name])
+    if name == "base":
+        raise UsageError(f"model.path: expected the weights beside which the adapters of {path} trained, found others")
+    raise UsageError(f"learner.lora.{name}: expected {saved[name]}, as in {path}, found {here[name]}")
 
 
 def _read(path: Path, state: dict[str, Any], header: dict[str, Any], here: dict[str, int]) -> dict[str, Any]:
@@ -265,9 +293,13 @@ def _read(path: Path, state: dict[str, Any], header: dict[str, Any], here: dict[
         ) from error
 
 
-def _weights(modules: list[Any]) -> dict[str, Any]:
+def _weights(modules: list[Any], adapters: bool) -> dict[str, Any]:
+    """The sharded state of the modules, or of their adapters alone."""
     metadata = ensure_metadata_has_dp_cp_group({"singleton_local_shards": False})
-    return {_key(i, modules): module.sharded_state_dict(metadata=metadata) for i, module in enumerate(modules)}
+    found = {_key(i, modules): module.sharded_state_dict(metadata=metadata) for i, module in enumerate(modules)}
+    if not adapters:
+        return found
+    return {key: {name: part for name, part in state.items() if PART in name} for key, state in found.items()}
 
 
 def _sizes(layout: ParallelConfig) -> dict[str, int]:

@@ -35,8 +35,10 @@ def converted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def arguments(run: RunDir, target: Path, step: int | None = None, best: bool = False) -> argparse.Namespace:
-    return argparse.Namespace(run=str(run.path), dir=str(target), step=step, best=best)
+def arguments(
+    run: RunDir, target: Path, step: int | None = None, best: bool = False, adapter: bool = False
+) -> argparse.Namespace:
+    return argparse.Namespace(run=str(run.path), dir=str(target), step=step, best=best, adapter=adapter)
 
 
 @pytest.mark.parametrize(
