@@ -20,7 +20,7 @@ from common.config.architecture import Attention
 from common.config.schema import BaseConfig, Config
 from common.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from launch.checks.review import Review, make_review
-from launch.plan.job_plan import GIB, Plan, Stage
+from launch.plan.job_plan import GIB, MIB, Plan, Stage
 from launch.plan.layout import KINDS
 from launch.plan.memory import DEVICES, HEADROOM, fits
 
@@ -243,7 +243,8 @@ def _step(config: BaseConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     size = plan.checkpoint.bytes / GIB
     kept = plan.checkpoint.kept
     disk = f"up to {kept} on the disk: {size * kept:,.0f} GiB"
-    yield "checkpoints", f"{size:,.1f} GiB each, every {_steps(learner.checkpoint.every)}; {disk}"
+    each = f"{size:,.1f} GiB" if size >= 0.05 else f"{plan.checkpoint.bytes / MIB:,.1f} MiB"
+    yield "checkpoints", f"{each} each, every {_steps(learner.checkpoint.every)}; {disk}"
 
 
 def _rollouts(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:

@@ -160,6 +160,7 @@ def chunk_parameters(
     table = model.vocabulary * model.hidden // parallel.tensor
     shared = model.tied and parallel.pipeline > 1
     experts = model.experts.count // parallel.expert if model.experts else 0
+    targets, rank = (lora.targets, lora.rank) if lora is not None else ([], 0)
     if first:
         yield Parameter("embedding.word_embeddings.weight", table, "embeddings", shared)
     for number, layer in enumerate(layers):
@@ -167,12 +168,12 @@ def chunk_parameters(
             whole = sum(map(prod, row.tensors.values()))
             elements = whole // (getattr(parallel, row.cut) if row.cut else 1)
             module, _, name = f"decoder.layers.{number}.{row.name}".rpartition(".")
-            adapted = lora is not None and row.name.split(".")[1] in lora.targets
+            adapted = row.name.split(".")[1] in targets
             yield Parameter(f"{module}.to_wrap.{name}" if adapted else f"{module}.{name}", elements, row.kind)
             if adapted and name == "weight":
                 inputs = next(iter(row.tensors.values()))[1]
                 for side, size in (("in", inputs), ("out", whole // inputs)):
-                    part = lora.rank * size // parallel.tensor
+                    part = rank * size // parallel.tensor
                     yield Parameter(f"{module}.adapter.linear_{side}.weight", part, "adapters")
     if last:
         yield Parameter("decoder.final_layernorm.weight", model.hidden, "other")

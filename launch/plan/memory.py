@@ -160,8 +160,8 @@ def output_bytes(model: Architecture, parallel: ParallelConfig, tokens: int, ite
 def adapter_elements(model: Architecture, parallel: ParallelConfig, lora: LoraConfig) -> int:
     """Elements of one token that the adapters of a layer keep besides what the layer keeps.
 
-    That is what A returns, whole on every tensor-parallel rank. Under sequence parallelism an adapter behind a norm also
-    keeps its gathered input.
+    A's output is whole on every tensor-parallel rank. Under sequence parallelism an adapter behind a norm keeps its
+    gathered input, too.
     """
     gathered = {"linear_qkv", "linear_fc1"} & set(lora.targets) if parallel.sequence_parallel else ()
     return len(lora.targets) * lora.rank + len(gathered) * model.hidden
