@@ -47,7 +47,7 @@ class Adapters:
         self._model = model
         self._layers: list[Any] = []
         self._of: dict[int, Any] = {}  # the layer of each frozen matrix, by identity
-        # what a checkpoint of adapters belongs to; None: checkpoints have whole models
+        # a checkpoint of adapters names it; None: checkpoints have whole models
         self.identity: dict[str, Any] | None = None
         if config is None:
             return

@@ -86,14 +86,16 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 def adapters(backend: Any, prefix: str) -> dict[str, Tensor]:
-    return {f"{prefix}.{name}": tensor.float().clone() for name, tensor in backend.adapters.tensors()}
+    with backend._whole():
+        return {f"{prefix}.{name}": tensor.float().clone() for name, tensor in backend.adapters.tensors()}
 
 
 def frozen(backend: Any) -> list[Tensor]:
     """Copies of what must not change: parameters that do not train, and buffers."""
     modules = [chunk.module for chunk in backend.chunks]
     kept = [p for module in modules for p in module.parameters() if not p.requires_grad]
-    return [tensor.detach().clone() for tensor in (*kept, *(b for module in modules for b in module.buffers()))]
+    with backend._whole():
+        return [tensor.detach().clone() for tensor in (*kept, *(b for module in modules for b in module.buffers()))]
 
 
 def job_models(folder: Path, spec: dict[str, Any]) -> None:
@@ -111,15 +113,15 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
     before = frozen(backend)
     tensors = adapters(backend, "start") | exported(backend, "base")
     steps = [figures(backend, number) for number in range(STEPS)]
-    backend.optimizer.zero_grad()
-    backend.schedule.train(share(backend, microbatches(0)), policy_loss, TEMPERATURE, entropy=True)
-    with tiny_models.gradients_in_place(backend):
-        tensors |= adapters(backend, "gradient")
+    mine = share(backend, microbatches(0))
+    with backend.offload.parameters(), backend.offload.gradients():
+        backend.optimizer.zero_grad()
+        backend.schedule.train(mine, policy_loss, TEMPERATURE, entropy=True)
+        with tiny_models.gradients_in_place(backend):
+            tensors |= adapters(backend, "gradient")
     tensors |= tiny_models.logprobs(backend) | adapters(backend, "trained") | exported(backend, "merged")
-    rows = backend.reference_logprobs(share(backend, microbatches(0)), TEMPERATURE)
-    tensors |= numbered(backend, rows, "reference") | tiny_models.numbered(
-        backend, backend.logprobs(share(backend, microbatches(0)), TEMPERATURE), "afterwards"
-    )
+    tensors |= numbered(backend, backend.reference_logprobs(mine, TEMPERATURE), "reference")
+    tensors |= tiny_models.logprobs(backend, "afterwards")
     part = {name: tensor.clone() for name, tensor in backend.export_part()}
     tensors |= {f"part.{name}": tensor for name, tensor in part.items()}
     result: dict[str, Any] = {"steps": steps, "part": [[name, list(tensor.shape)] for name, tensor in part.items()]}
@@ -168,7 +170,7 @@ def job_peft(folder: Path, spec: dict[str, Any]) -> None:
     with torch.no_grad():
         for i, batch in enumerate(batches):
             tensors[f"base.{i}"] = tiny_models.hugging_face(tiny_models.new_model(kind), batch)[0]
-        loaded = PeftModel.from_pretrained(tiny_models.new_model(kind), folder / "saved" / of).eval()
+        loaded = PeftModel.from_pretrained(tiny_models.new_model(kind), str(folder / "saved" / of)).eval()
         for i, batch in enumerate(batches):
             tensors[f"loaded.{i}"] = tiny_models.hugging_face(loaded, batch)[0]
         whole = tiny_models.in_files(loaded.merge_and_unload())
