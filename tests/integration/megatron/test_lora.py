@@ -56,6 +56,7 @@ CUT = [
 ]
 LAYOUTS = [*ALONE, *CUT]
 BF16 = layout("bf16") | {"dtype": "bfloat16"}
+REFERRED = layout("referred", tensor=2) | {"reference": "other"}
 
 SAVED_AT = 2  # steps before a checkpoint
 SAVE = [
@@ -99,8 +100,9 @@ def frozen(backend: Any) -> list[Tensor]:
 
 
 def job_models(folder: Path, spec: dict[str, Any]) -> None:
-    """The models, and one that differs from `tied` in the last element of one matrix."""
+    """The models, another one, and one that differs from `tied` in the last element of one matrix."""
     tiny_models.job_models(folder, spec)
+    tiny_models.save(tiny_models.new_model("tied", seed=7), folder / "models" / "other")
     shutil.copytree(folder / "models" / "tied", folder / "models" / "changed")
     weights = load_file(folder / "models" / "tied" / "model.safetensors")
     weights["model.layers.3.mlp.down_proj.weight"][-1, -1] += 0.01
@@ -170,6 +172,7 @@ def job_peft(folder: Path, spec: dict[str, Any]) -> None:
     with torch.no_grad():
         for i, batch in enumerate(batches):
             tensors[f"base.{i}"] = tiny_models.hugging_face(tiny_models.new_model(kind), batch)[0]
+            tensors[f"other.{i}"] = tiny_models.hugging_face(tiny_models.new_model(kind, seed=7), batch)[0]
         loaded = PeftModel.from_pretrained(tiny_models.new_model(kind), str(folder / "saved" / of)).eval()
         for i, batch in enumerate(batches):
             tensors[f"loaded.{i}"] = tiny_models.hugging_face(loaded, batch)[0]
@@ -223,7 +226,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         group(job_models, [{"kinds": sorted({kind for kind, _ in REFERENCES.values()})}]),
         group(job_layout, ALONE, shared=True),
         group(job_peft, [{"name": f"peft-{name}", "of": name} for name in REFERENCES], shared=True),
-        group(job_layout, [*CUT, BF16], shared=True),
+        group(job_layout, [*CUT, BF16, REFERRED], shared=True),
         group(job_save, [*SAVE, *DROPPED]),
         group(job_whole, [{"name": "whole"}]),
         group(job_resume, SAME),  # in new processes, which have nothing but the checkpoint
@@ -277,6 +280,13 @@ def test_only_adapters_train_and_the_reference_is_the_model_beneath(folder: Path
         assert found.ranks[0]["stepped"] == sum(tensor.numel() for tensor in once.values())
     same(found.section("reference"), peft.section("base"), atol=2e-5)
     same(found.section("afterwards"), found.section("logprobs"))
+
+
+def test_a_reference_of_its_own_has_no_adapters_and_leaves_the_policy_as_it_is(folder: Path) -> None:
+    found, peft = found_and_peft(folder, REFERRED)
+    same(found.section("reference"), peft.section("other"), atol=2e-5)
+    same(found.section("afterwards"), found.section("logprobs"))
+    assert all(rank["kept"] for rank in found.ranks)
 
 
 @forked_ranks.named(LAYOUTS)
