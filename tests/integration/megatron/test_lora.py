@@ -343,9 +343,7 @@ def test_a_checkpoint_has_adapters_alone(folder: Path) -> None:
     found = Outcome(folder / "save-one")
     trained = {n: t for n, t in found.section("trained").items() if ".lora_B." in n or n.split(".")[-3] not in SHARED_A}
     needed = sum(tensor.numel() for tensor in trained.values()) * 4 * 4  # weights, main parameters and two states
-    assert needed < found.ranks[0]["bytes"] < needed + 200_000
-    whole = sum(file.stat().st_size for file in (folder / "checkpoints" / "whole").glob("__*"))
-    assert found.ranks[0]["bytes"] < whole / 2, "of a model before its first step, which has no states"
+    assert needed < found.ranks[0]["bytes"] < needed + 200_000  # names and offsets
 
 
 @forked_ranks.named(DROPPED)
