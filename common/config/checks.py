@@ -17,6 +17,7 @@ import msgspec
 from common.config.architecture import Architecture, UnknownArchitecture, read_architecture
 from common.config.converted import is_converted, read_converted
 from common.config.loading import Document, describe_value
+from common.config.lora_checks import lora_problems
 from common.config.loss import OVER_THE_BATCH, advantage_problems, is_plugin, loss_problems, update_problems
 from common.config.network_checks import address_problems, broker_problems, buffers_problems, weights_address_problems
 from common.config.parallel_layout import (
@@ -128,6 +129,7 @@ def _problems(config: BaseConfig, read: set[str]) -> Iterator[Problem]:
         for key in ("freeze_router", "balance", "replay_routing"):
             if model.experts is None and getattr(moe, key) != getattr(MoeConfig(), key):
                 yield Problem(f"learner.moe.{key}", "its default, since the model has no experts")
+    yield from lora_problems(config, model)
     if "tasks.dataset" in read:
         for key, path in config.tasks.datasets.items():
             yield from _dataset(key, path)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from common.config.lora import LoraConfig
 from common.config.observing import (
     EvaluationConfig,
     EvaluationSchedule,
@@ -218,6 +219,7 @@ class RanksConfig(Strict, frozen=True, kw_only=True):
     megatron: MegatronConfig = MegatronConfig()
     memory: MemoryConfig = MemoryConfig()
     moe: MoeConfig = MoeConfig()
+    lora: LoraConfig | None = None  # Trains adapters of low rank instead of the weights; docs/lora.md.
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

@@ -20,7 +20,7 @@ from common.config.architecture import Attention
 from common.config.schema import BaseConfig, Config
 from common.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from launch.checks.review import Review, make_review
-from launch.plan.job_plan import GIB, Plan, Stage
+from launch.plan.job_plan import GIB, MIB, Plan, Stage
 from launch.plan.layout import KINDS
 from launch.plan.memory import DEVICES, HEADROOM, fits
 
@@ -123,6 +123,9 @@ def _layout(config: BaseConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     yield "model", f"{model.kind}: {model.layers} layers, hidden {model.hidden}, {heads}{experts}{tied}; {plan.dtype}"
     active = f", {_billions(plan.active_parameters)} for one token" if model.experts else ""
     yield "parameters", _billions(plan.parameters) + active
+    if (lora := config.learner.lora) is not None:
+        share = plan.adapters / plan.parameters
+        yield "adapters", f"{_billions(plan.adapters)} of rank {lora.rank} train, {share:.2%} of the parameters"
     nodes = -(-sizes.world // plan.gpus_per_node)
     where = f"{nodes} nodes of {plan.gpus_per_node}" if nodes > 1 else "one node"
     axes = f"tensor {sizes.tensor} x context {sizes.context} x data {sizes.data} x pipeline {sizes.pipeline}"
@@ -246,7 +249,8 @@ def _step(config: BaseConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     size = plan.checkpoint.bytes / GIB
     kept = plan.checkpoint.kept
     disk = f"up to {kept} on the disk: {size * kept:,.0f} GiB"
-    yield "checkpoints", f"{size:,.1f} GiB each, every {_steps(learner.checkpoint.every)}; {disk}"
+    each = f"{size:,.1f} GiB" if size >= 0.05 else f"{plan.checkpoint.bytes / MIB:,.1f} MiB"
+    yield "checkpoints", f"{each} each, every {_steps(learner.checkpoint.every)}; {disk}"
     times = f"{plan.start.safetensors_s:,.0f} s from safetensors, {plan.start.converted_s:,.0f} s converted"
     yield "start", f"ranks read their weights in about {times} (`slipstream convert`), if the files are in memory"
 

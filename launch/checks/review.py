@@ -119,6 +119,8 @@ def _least_bytes(tried: BaseConfig, plan: Plan) -> float:
     if (e := plan.model.experts) is not None:
         experts = 3 * plan.model.hidden * e.ffn * e.count * sum(plan.model.moe_layers)
     here = experts / (parallel.expert * parallel.expert_tensor) + (plan.parameters - experts) / parallel.tensor
+    if learner.lora is not None:  # adapters are a small part of what is there
+        return here / parallel.pipeline * ITEM_BYTES[plan.dtype]
     whole = here / parallel.pipeline * (ITEM_BYTES[plan.dtype] + GRADIENT_BYTES)
     return whole + plan.parameters / learner.world_size * (ADAM_BYTES + MAIN_BYTES[plan.dtype])
 

@@ -13,10 +13,20 @@ import numpy as np
 
 from common.config.architecture import Architecture, Attention
 from common.config.group_size import group_bytes, routing_bytes
+from common.config.lora import LoraConfig
 from common.config.parallel_layout import padded
 from common.config.schema import BaseConfig, Config, RanksConfig
 from common.weights.wire.layout import ALIGNMENT, DEPTH_SHARE, Layout, publish_bound
-from launch.plan.layout import GroupKind, Sizes, count, count_active, group_kinds, hf_tensors, stage_chunks
+from launch.plan.layout import (
+    GroupKind,
+    Sizes,
+    count,
+    count_active,
+    count_adapters,
+    group_kinds,
+    hf_tensors,
+    stage_chunks,
+)
 from launch.plan.load_time import Start, start_of
 from launch.plan.memory import ADAM_BYTES, ITEM_BYTES, Activations, Resident, activations, resident
 from learner.batch.balance import balance
@@ -116,6 +126,7 @@ class Plan(msgspec.Struct, frozen=True):
     model: Architecture
     parameters: int  # those of the whole model
     active_parameters: int  # those that one token passes through
+    adapters: int  # parameters of the adapters, which train in the place of the others; 0 without learner.lora
     sizes: Sizes
     gpus_per_node: int
     groups: list[GroupKind]  # process groups of the learner
@@ -154,13 +165,14 @@ def make_plan(config: BaseConfig, model: Architecture, gpus_per_node: int, link_
         model=model,
         parameters=count(model),
         active_parameters=count_active(model),
+        adapters=0 if learner.lora is None else count_adapters(model, learner.lora),
         sizes=sizes,
         gpus_per_node=gpus_per_node,
         groups=[*group_kinds(sizes, gpus_per_node, model.experts is not None)],
         stages=stages,
         batch=batch_of(config, sizes),
         checkpoint=Checkpoint(
-            bytes=checkpoint_bytes(model, config.model.dtype),
+            bytes=checkpoint_bytes(model, config.model.dtype, learner.lora),
             kept=learner.checkpoint.keep + 1 + bool(learner.checkpoint.keep_best),
         ),
         start=start_of((stage.resident for stage in stages), learner.parallel, config.model.dtype),
@@ -176,10 +188,13 @@ def stages_of(config: BaseConfig, model: Architecture, version_bytes: int) -> It
     sizes = Sizes.of(learner.world_size, parallel)
     chunks = stage_chunks(model.layers, parallel)
     microbatches = batch_of(config, sizes).microbatches
-    flowing = activations(model, parallel, memory, learner.micro_batch_tokens, microbatches, ITEM_BYTES[dtype])
+    tokens = learner.micro_batch_tokens
+    flowing = activations(model, parallel, memory, tokens, microbatches, ITEM_BYTES[dtype], learner.lora)
+    held = resident(model, parallel, sizes, dtype, learner.lora)
     on_device = config.rl is not None and config.rl.weights.buffers == "device"
-    reference = config.rl is not None and config.rl.measures_kl
-    for i, (r, a) in enumerate(zip(resident(model, parallel, sizes, dtype), flowing, strict=True)):
+    beneath = learner.lora is not None and learner.reference is None  # the frozen weights are the reference
+    reference = config.rl is not None and config.rl.measures_kl and not beneath
+    for i, (r, a) in enumerate(zip(held, flowing, strict=True)):
         parameters = r.parameters if memory.offload_parameters else 0
         gradients = r.gradients if memory.offload_gradients else 0
         optimizer = r.optimizer if memory.offload_optimizer else 0
@@ -307,9 +322,10 @@ def source_bytes(layout: Layout, model: Architecture, learner: RanksConfig) -> d
     return parts
 
 
-def checkpoint_bytes(model: Architecture, dtype: str) -> int:
-    """Size of one checkpoint: parameters, float32 main parameters and Adam's two states."""
-    return count(model) * (ITEM_BYTES[dtype] + MAIN_PARAMETER_BYTES + ADAM_BYTES)
+def checkpoint_bytes(model: Architecture, dtype: str, lora: LoraConfig | None = None) -> int:
+    """Size of one checkpoint: parameters that train, float32 main parameters and Adam's two states."""
+    trained = count(model) if lora is None else count_adapters(model, lora)
+    return trained * (ITEM_BYTES[dtype] + MAIN_PARAMETER_BYTES + ADAM_BYTES)
 
 
 def engine_of(config: Config, model: Architecture) -> Engine:

@@ -19,12 +19,14 @@ import msgspec
 import numpy as np
 
 from common.config.architecture import Architecture, Attention, LatentAttention
+from common.config.lora import LoraConfig
 from common.config.parallel_layout import layers_per_stage
 from common.config.schema import ParallelConfig
 
 DENSE = ("tensor", "context", "data", "pipeline")
 SPARSE = ("expert_tensor", "expert", "expert_data", "pipeline")
-KINDS: tuple[str, ...] = ("embeddings", "attention", "dense", "experts", "other")  # other: norms, biases and routers
+# other: norms, biases and routers
+KINDS: tuple[str, ...] = ("embeddings", "attention", "dense", "experts", "other", "adapters")
 Shapes = dict[str, tuple[int, ...]]  # Hugging Face names without the layer's prefix
 
 
@@ -136,8 +138,19 @@ def count_active(model: Architecture) -> int:
     return count(model) - idle * 3 * model.hidden * model.experts.ffn
 
 
+def count_adapters(model: Architecture, lora: LoraConfig) -> int:
+    """Parameters of all adapters."""
+    every = chunk_parameters(model, ParallelConfig(), range(model.layers), True, True, lora)
+    return sum(parameter.elements for parameter in every if parameter.kind == "adapters")
+
+
 def chunk_parameters(
-    model: Architecture, parallel: ParallelConfig, layers: range, first: bool, last: bool
+    model: Architecture,
+    parallel: ParallelConfig,
+    layers: range,
+    first: bool,
+    last: bool,
+    lora: LoraConfig | None = None,
 ) -> Iterator[Parameter]:
     """Parameters of one model chunk on one rank, in the order of Megatron's named_parameters().
 
@@ -147,13 +160,21 @@ def chunk_parameters(
     table = model.vocabulary * model.hidden // parallel.tensor
     shared = model.tied and parallel.pipeline > 1
     experts = model.experts.count // parallel.expert if model.experts else 0
+    targets, rank = (lora.targets, lora.rank) if lora is not None else ([], 0)
     if first:
         yield Parameter("embedding.word_embeddings.weight", table, "embeddings", shared)
     for number, layer in enumerate(layers):
         for row in _layer(model, model.moe_layers[layer], experts):
             whole = sum(map(prod, row.tensors.values()))
             elements = whole // (getattr(parallel, row.cut) if row.cut else 1)
-            yield Parameter(f"decoder.layers.{number}.{row.name}", elements, row.kind)
+            module, _, name = f"decoder.layers.{number}.{row.name}".rpartition(".")
+            adapted = row.name.split(".")[1] in targets
+            yield Parameter(f"{module}.to_wrap.{name}" if adapted else f"{module}.{name}", elements, row.kind)
+            if adapted and name == "weight":
+                inputs = next(iter(row.tensors.values()))[1]
+                for side, size in (("in", inputs), ("out", whole // inputs)):
+                    part = rank * size // parallel.tensor
+                    yield Parameter(f"{module}.adapter.linear_{side}.weight", part, "adapters")
     if last:
         yield Parameter("decoder.final_layernorm.weight", model.hidden, "other")
         if not (model.tied and first):

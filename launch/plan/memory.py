@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from common.config.architecture import Architecture, Attention
+from common.config.lora import LoraConfig
 from common.config.schema import MemoryConfig, ParallelConfig
 from launch.plan.layout import KINDS, Parameter, Sizes, chunk_parameters, stage_chunks
 
@@ -54,8 +55,10 @@ class Activations(msgspec.Struct, frozen=True):
     in_flight: float  # microbatches that are kept at once, in units of the whole stage
 
 
-def resident(model: Architecture, parallel: ParallelConfig, sizes: Sizes, dtype: str) -> Iterator[Resident]:
-    """Resident bytes on a rank of each pipeline stage.
+def resident(
+    model: Architecture, parallel: ParallelConfig, sizes: Sizes, dtype: str, lora: LoraConfig | None = None
+) -> Iterator[Resident]:
+    """Resident bytes on a rank of each pipeline stage. With `lora` only adapters have gradients and states.
 
     The distributed optimizer shards main parameters and Adam's states over data x context ranks. It shards those of
     experts, which have a buffer of their own, over the expert-data ranks (ZeRO stage 1, arXiv 1910.02054).
@@ -63,18 +66,21 @@ def resident(model: Architecture, parallel: ParallelConfig, sizes: Sizes, dtype:
     stages = stage_chunks(model.layers, parallel)
     for stage, chunks in enumerate(stages):
         elements = dict.fromkeys(KINDS, 0)
-        whole = fullest = 0
+        whole = fullest = frozen = 0
         for v, layers in enumerate(chunks):
             last = stage == len(stages) - 1 and v == len(chunks) - 1
-            parameters = [*chunk_parameters(model, parallel, layers, stage == v == 0, last)]
+            parameters = [*chunk_parameters(model, parallel, layers, stage == v == 0, last, lora)]
             for parameter in parameters:
                 elements[parameter.kind] += parameter.elements
+            if lora is not None:
+                frozen += sum(p.elements for p in parameters if p.kind != "adapters")
+                parameters = [p for p in parameters if p.kind == "adapters"]
             for experts, shards in ((False, sizes.dense_shards), (True, sizes.expert_data)):
                 size, shard = buffer([p for p in parameters if (p.kind == "experts") == experts], shards)
                 whole += size
                 fullest += shard
         optimizer = fullest * (ADAM_BYTES + MAIN_BYTES[dtype])
-        yield Resident(elements, whole * ITEM_BYTES[dtype], whole * GRADIENT_BYTES, optimizer)
+        yield Resident(elements, (whole + frozen) * ITEM_BYTES[dtype], whole * GRADIENT_BYTES, optimizer)
 
 
 def buffer(parameters: Sequence[Parameter], shards: int) -> tuple[int, int]:
@@ -104,7 +110,13 @@ def _aligned(n: int, multiple: int) -> int:
 
 
 def activations(
-    model: Architecture, parallel: ParallelConfig, memory: MemoryConfig, tokens: int, microbatches: int, item: int
+    model: Architecture,
+    parallel: ParallelConfig,
+    memory: MemoryConfig,
+    tokens: int,
+    microbatches: int,
+    item: int,
+    lora: LoraConfig | None = None,
 ) -> Iterator[Activations]:
     """Peak of each pipeline stage when every data-parallel rank has `microbatches` full ones in a step.
 
@@ -114,14 +126,17 @@ def activations(
     stages = stage_chunks(model.layers, parallel)
     for stage, chunks in enumerate(stages):
         layers = [layer for chunk in chunks for layer in chunk]
-        sizes = [layer_bytes(model, parallel, model.moe_layers[n], tokens, item) for n in layers]
+        more = tokens * adapter_elements(model, parallel, lora) * item if lora is not None else 0
+        sizes = [layer_bytes(model, parallel, model.moe_layers[n], tokens, item) + more for n in layers]
         kept = sum(sizes)
         again = 0
         if memory.recompute == "full":  # a layer keeps its input alone
             kept = len(layers) * tokens * model.hidden * item // _sequence_shards(parallel)
             again = max(sizes, default=0)
         flying = in_flight(stage, parallel, microbatches)
-        output = output_bytes(model, parallel, tokens, item) if stage == len(stages) - 1 else 0
+        output = 0
+        if stage == len(stages) - 1:
+            output = output_bytes(model, parallel, tokens, item, frozen=lora is not None)
         yield Activations(round(kept * flying), again, output, flying)
 
 
@@ -130,16 +145,29 @@ def _sequence_shards(parallel: ParallelConfig) -> int:
     return parallel.tensor if parallel.sequence_parallel else 1
 
 
-def output_bytes(model: Architecture, parallel: ParallelConfig, tokens: int, item: int) -> int:
-    """Peak of final norm, output layer and loss for this rank's `tokens`, as if all of them were in the loss."""
+def output_bytes(model: Architecture, parallel: ParallelConfig, tokens: int, item: int, frozen: bool = False) -> int:
+    """Peak of final norm, output layer and loss for this rank's `tokens`, as if all of them were in the loss.
+
+    A `frozen` output layer has no gradient.
+    """
     width = model.vocabulary // parallel.tensor
     norm = 2 * tokens * model.hidden * item // _sequence_shards(parallel)
     hidden = 2 * tokens * model.hidden * item  # whole on every tensor-parallel rank, and its gradient
-    weight = width * model.hidden * (FLOAT32 + item)  # its gradient, and one chunk's part of it
+    weight = 0 if frozen else width * model.hidden * (FLOAT32 + item)  # its gradient, and one chunk's part of it
     logits = tokens * width
     chunk = min(max(CHUNK_ELEMENTS, width), logits)
     kept = min(KEPT_ELEMENTS + chunk, logits)  # beyond what is kept, one chunk's at a time
     return norm + hidden + weight + (kept + chunk) * FLOAT32
+
+
+def adapter_elements(model: Architecture, parallel: ParallelConfig, lora: LoraConfig) -> int:
+    """Elements of one token that the adapters of a layer keep besides what the layer keeps.
+
+    A's output is whole on every tensor-parallel rank. Under sequence parallelism an adapter behind a norm keeps its
+    gathered input, too.
+    """
+    gathered = {"linear_qkv", "linear_fc1"} & set(lora.targets) if parallel.sequence_parallel else ()
+    return len(lora.targets) * lora.rank + len(gathered) * model.hidden
 
 
 def in_flight(stage: int, parallel: ParallelConfig, microbatches: int) -> float:

@@ -1,6 +1,7 @@
-"""slipstream export RUN DIR [--step N | --best]: the trained model of a run as a Hugging Face folder.
+"""slipstream export RUN DIR [--step N | --best] [--adapter]: the trained model of a run as a Hugging Face folder.
 
-A run that is done has one in RUN/model, which is copied. A checkpoint is converted by a process of the learner's.
+A run that is done has one in RUN/model, which is copied. A checkpoint is converted by a process of the learner's, as
+the model, or with --adapter as a folder of its adapters alone.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from common.config.loading import load_either
 from common.errors import EXIT_DONE, UsageError
 from common.process.run_dir import RunDir
 from launch.resolve_target import find_run
@@ -18,21 +20,26 @@ from learner.checkpoint.folder import CheckpointFolder, read_checkpoint
 
 
 def command(args: argparse.Namespace) -> int:
-    """Write DIR from the best checkpoint or checkpoint N, else from RUN/model, else from the newest checkpoint."""
+    """Write DIR from the best checkpoint or checkpoint N, else from RUN/model, else from the newest checkpoint.
+
+    Adapters are in checkpoints only.
+    """
     run, target = find_run(args.run), Path(args.dir)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} exists and is not empty")
+    if args.adapter and load_either(run.config).learner.lora is None:
+        raise UsageError(f"--adapter: {run.path} trained without learner.lora, so it has no adapters")
     if args.best:
         if (best := read_best(run.checkpoints)) is None:
             hint = "learner.checkpoint.keep_best chooses one"
             raise UsageError(f"{run.path} has no best checkpoint: {run.checkpoints / BEST_FILE} is not there; {hint}")
         args.step = best.step
-    if args.step is None and (run.model / "config.json").is_file():
+    if args.step is None and not args.adapter and (run.model / "config.json").is_file():
         shutil.copytree(run.model, target, dirs_exist_ok=True)
         print(f"the final model of {run.path} is in {target}")
         return EXIT_DONE
     checkpoint = find_checkpoint(run, args.step)
-    code = convert(run, checkpoint, target)
+    code = convert(run, checkpoint, target, *["--adapter"] * args.adapter)
     if code == EXIT_DONE:
         print(f"{checkpoint.name} of {run.path} is in {target}")
     return code
@@ -51,9 +58,10 @@ def find_checkpoint(run: RunDir, step: int | None) -> Path:
     return found[step]
 
 
-def convert(run: RunDir, checkpoint: Path, target: Path) -> int:
+def convert(run: RunDir, checkpoint: Path, target: Path, *options: str) -> int:
     """Run the conversion in a process of its own, on the CPU, beside whatever trains; its exit code."""
     words = ["--config", str(run.config), "--checkpoint", str(checkpoint.resolve()), "--out", str(target.resolve())]
+    words += options
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "learner.checkpoint.export_main", *words]
     return subprocess.run(command, env=environment, check=False).returncode

@@ -4,8 +4,8 @@
     several:     complete -> freeze the policy that begins the batch -> train, train, ... until none is left, or one
                  finds the policy further than kl_stop from the frozen one: it and the rest are left out
 
-Reference log-probabilities, marks, and log-probabilities of the version that begins the batch stay the same during it. They are
-computed once, over its documents as the first epoch packs them. A process that dies in between has changed nothing
+Log-probabilities of the reference and of the version that begins the batch stay the same during it, as do marks. They
+are computed once, over its documents as the first epoch packs them. A process that dies in between has changed nothing
 durable. The batch is trained again from the checkpoint, in the same order.
 """
 
@@ -26,7 +26,11 @@ from learner.loop.step_metrics import UpdateFigures, check_finite
 logger = logging.getLogger(__name__)
 
 COUNTS = ("tokens_by_age", "mismatch_by_age")  # sums in which a token counts once, not once in every epoch
-GIVEN = ("reference_logprobs", "proximal_logprobs", "marked")  # columns of a microbatch that stay the same during the batch
+GIVEN = (
+    "reference_logprobs",
+    "proximal_logprobs",
+    "marked",
+)  # columns that stay the same during the batch
 
 
 def train_updates(

@@ -32,6 +32,7 @@ from learner.megatron.conversion import verify
 from learner.megatron.conversion.export import Exporter
 from learner.megatron.conversion.hf_folder import read_config
 from learner.megatron.conversion.model import DTYPES, build
+from learner.megatron.lora import Adapters
 from learner.megatron.memory import Offload, Reference
 from learner.megatron.moe import Experts
 from learner.megatron.optimizer import Optimizer, gather_parameters, wrap_chunks
@@ -98,8 +99,9 @@ class MegatronBackend:
             recompute=learner.memory.recompute,
             extra=learner.megatron.extra,
         )
-        if not resumes:
+        if not resumes or learner.lora is not None:  # a checkpoint of adapters has no other weights
             start_weights.load(self.model_path, built, layout)
+        self.adapters = Adapters(built, learner.lora, self.model_path, seed)
         self.chunks = wrap_chunks(built, learner)
         self.optimizer = Optimizer(self.chunks, learner, dtype, total_steps)
         experts = Experts(built.chunks, built.config, learner.moe)
@@ -108,10 +110,10 @@ class MegatronBackend:
         self.schedule = Schedule(self.chunks, built.config, parallel.device(), experts)
         if model.verify and not resumes:
             verify.check_weights(self.model_path, hf_config, dtype, self.schedule.logprobs)
-        self.exporter = Exporter(built)
+        self.exporter = Exporter(built, self.adapters)
         self.part_layout = self.exporter.part.layout
         self.reference = Reference(model, learner, built, self.chunks)
-        self.checkpoints = CheckpointWriter(self.chunks, self.optimizer, layout)
+        self.checkpoints = CheckpointWriter(self.chunks, self.optimizer, layout, self.adapters.identity)
         self.checkpoint_done = self.checkpoints.done
         self.offload = Offload(learner.memory, self.chunks, self.optimizer)
         self.on_device = self.offload.parameters
@@ -140,13 +142,16 @@ class MegatronBackend:
         return replace(result, grad_norm=norm, lr=rate)
 
     def logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
-        with self.offload.parameters():
+        with self.offload.parameters(), self.adapters.whole():
             return self.schedule.logprobs(microbatches, temperature)
 
     def reference_logprobs(self, microbatches: list[Microbatch], temperature: float = 1.0) -> list[Tensor]:
-        """The reference is the model in learner.loss.reference, else in model.path; it has its own routing."""
+        """The reference is the model in learner.loss.reference, else in model.path; it has its own routing.
+
+        It has no adapters.
+        """
         unrouted = [replace(batch, routed_experts=None) for batch in microbatches]
-        with self._whole(), self.reference.in_place():
+        with self._whole(), self.adapters.disabled(), self.reference.in_place():
             return self.schedule.logprobs(unrouted, temperature)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:

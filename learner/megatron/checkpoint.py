@@ -1,5 +1,7 @@
 """Megatron's distributed checkpoints: weights, optimizer, step and random state, loadable under another layout.
 
+With adapters only these are saved, and what they belong to: the rest of the model is in model.path.
+
 A thread writes a copy while training continues. Upstream forks writers instead, which is unsafe in a process with live
 gloo or CUDA threads. A folder without its index, which is written last, is no checkpoint.
 """
@@ -38,6 +40,7 @@ from common.config.schema import ParallelConfig
 from common.errors import SlipstreamError, UsageError
 from common.process.files import sync
 from learner.megatron import parallel
+from learner.megatron.lora import PART
 from learner.megatron.optimizer import Optimizer
 from learner.megatron.own_states import OwnStates
 
@@ -140,10 +143,14 @@ def _write(transforms: list[Any], bucket: Any) -> list[Any]:
 class CheckpointWriter:
     """Saves and loads the checkpoints of one model and its optimizer; one save at a time."""
 
-    def __init__(self, chunks: list[Any], optimizer: Optimizer, layout: ParallelConfig) -> None:
+    def __init__(
+        self, chunks: list[Any], optimizer: Optimizer, layout: ParallelConfig, adapters: dict[str, Any] | None = None
+    ) -> None:
+        """`adapters` is the identity of the chunks' adapters."""
         self.chunks = chunks
         self.optimizer = optimizer
         self.layout = layout
+        self.adapters = adapters
         self._save: CheckpointSave | None = None
         self._writers: Any = None  # which of the ranks that have the same weight writes it
         self._validated = False
@@ -166,7 +173,8 @@ class CheckpointWriter:
         # Whether every shard has exactly one owner is the same for all saves of a process: check it once.
         sharded: Any
         sharded, _ = save_preprocess(state, not self._validated, lambda rest: {})
-        common = {"slipstream": {"format": FORMAT, "steps": self.optimizer.steps, "layout": _sizes(self.layout)}}
+        header = {"format": FORMAT, "steps": self.optimizer.steps, "layout": _sizes(self.layout)}
+        common = {"slipstream": header | {"adapters": self.adapters}}
         weights = {key: part for key, part in sharded.items() if key.startswith("model")}
         replicas: Any = mpu.get_data_parallel_group(with_context_parallel=True)
         if not self._validated:
@@ -210,9 +218,10 @@ class CheckpointWriter:
     def load(self, path: Path) -> None:
         """Restore what a save wrote; random state only under the same layout. Collective.
 
-        Raises UsageError when there is no checkpoint, one of another format, or one that this model does not fit.
+        Raises UsageError when there is no checkpoint, one of another format, one that this model does not fit, or one
+        of other adapters.
         """
-        header = _header(path)
+        header = _header(path, self.adapters)
         here = _sizes(self.layout)
         same_layout = header["layout"] == here
         self.optimizer.steps = header["steps"]
@@ -221,7 +230,7 @@ class CheckpointWriter:
             state["random_state"] = _random_state()
         loaded = _read(path, state, header, here)
         for i, chunk in enumerate(self.chunks):
-            chunk.module.load_state_dict(loaded[_key(i, self.chunks)], strict=True)
+            chunk.module.load_state_dict(loaded[_key(i, self.chunks)], strict=self.adapters is None)
         if states is None:
             self.optimizer.start_afresh()
         else:
@@ -236,20 +245,29 @@ class CheckpointWriter:
     def _state(self, loading: bool) -> tuple[dict[str, Any], OwnStates | None]:
         """Sharded tensors of the model and the optimizer's states; the rest follows from the config and the step."""
         state = _weights([chunk.module for chunk in self.chunks])
+        if self.adapters is not None:
+            state = _adapters_of(state)
         if self.optimizer.steps == 0:  # the states are zeros, and no optimizer has made them yet
             return state, None
         states = self.optimizer.own_states(state, loading)
         return {**state, "optimizer": states.boxes}, states
 
 
-def load_weights(path: Path, chunks: list[Any], layout: ParallelConfig) -> None:
-    """Load nothing but a checkpoint's weights into bare chunks. Collective; raises as CheckpointWriter.load does."""
-    header = _header(path)
-    state = {key: _without_extra(part) for key, part in _weights(chunks, header.get("apart", False)).items()}
+def load_weights(path: Path, chunks: list[Any], layout: ParallelConfig, adapters: dict[str, Any] | None = None) -> None:
+    """Load nothing but a checkpoint's weights into bare chunks, or their adapters, which have the identity `adapters`.
+
+    Collective; raises as CheckpointWriter.load does.
+    """
+    header = _header(path, adapters)
+    state = {
+        key: {name: part for name, part in found.items() if _EXTRA not in name and (PART in name) == bool(adapters)}
+        for key, found in _weights(chunks, header.get("apart", False)).items()
+    }
     loaded = _read(path, state, header, _sizes(layout))
     for i, chunk in enumerate(chunks):
-        kept = {name: own for name, own in chunk.state_dict().items() if _EXTRA in name}
-        chunk.load_state_dict(loaded[_key(i, chunks)] | kept, strict=True)
+        here = chunk.state_dict()
+        kept = {name: own for name, own in here.items() if _EXTRA in name}
+        chunk.load_state_dict(loaded[_key(i, chunks)] | kept, strict=not any(PART in name for name in here))
 
 
 def save_weights(path: Path, chunk: Any) -> None:
@@ -292,7 +310,7 @@ def _pieces(whole: Any, axis: int) -> list[ShardedTensor]:
     return pieces
 
 
-def _header(path: Path) -> dict[str, Any]:
+def _header(path: Path, adapters: dict[str, Any] | None) -> dict[str, Any]:
     if not (path / _INDEX).is_file():
         raise UsageError(f"{path} is not a checkpoint: no {_INDEX} in it")
     try:
@@ -301,7 +319,22 @@ def _header(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if header.get("format") != FORMAT:
         raise UsageError(f"{path}: checkpoint format {header.get('format')}, this learner reads {FORMAT}")
+    _check_adapters(path, header.get("adapters"), adapters)
     return header
+
+
+def _check_adapters(path: Path, saved: dict[str, Any] | None, here: dict[str, Any] | None) -> None:
+    """Raise UsageError unless the adapters of a checkpoint are those of this learner, beside the same weights."""
+    if saved == here:
+        return
+    if saved is None or here is None:
+        contents, expected = ("whole weights", "unset") if saved is None else ("adapters", f"the section {saved}")
+        found = "unset" if here is None else "a section"
+        raise UsageError(f"learner.lora: expected {expected}, found {found}; {path} is a checkpoint of {contents}")
+    name = next(name for name in saved if saved[name] != here[name])
+    if name == "base":
+        raise UsageError(f"model.path: expected the weights beside which the adapters of {path} trained, found others")
+    raise UsageError(f"learner.lora.{name}: expected {saved[name]}, as in {path}, found {here[name]}")
 
 
 def _read(path: Path, state: dict[str, Any], header: dict[str, Any], here: dict[str, int]) -> dict[str, Any]:
@@ -319,6 +352,10 @@ def _weights(modules: list[Any], apart: bool = False) -> dict[str, Any]:
     """Megatron's sharded state of each module; `apart`: layers have names of their own, instead of one for all."""
     metadata = ensure_metadata_has_dp_cp_group({"singleton_local_shards": False, "non_homogeneous_layers": apart})
     return {_key(i, modules): module.sharded_state_dict(metadata=metadata) for i, module in enumerate(modules)}
+
+
+def _adapters_of(states: dict[str, Any]) -> dict[str, Any]:
+    return {key: {name: part for name, part in state.items() if PART in name} for key, state in states.items()}
 
 
 def _without_extra(state: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ buffers stay valid. Host memory keeps the contents meanwhile, pinned where there
     optimizer step, checkpoint       parameters, gradients (step), optimizer
 
 A forward pass of the reference exchanges the model's storages with a host copy, piece by piece. So the reference costs
-host memory only.
+host memory only. It costs none where it is the model beneath the policy's adapters.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -141,6 +141,7 @@ class Reference:
         self.model = model
         self.chunks = chunks
         self._elsewhere: list[Tensor] | None = None  # the reference's weights, or the policy's while `in_place`
+        self._beneath = named is None and learner.lora is not None  # the policy without its adapters is the reference
         if named is None:
             return
         found = hf_folder.read_config(Path(named)).to_dict()
@@ -155,7 +156,13 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, the model has the reference's weights; afterwards its own again, bitwise. Collective."""
+        """Within, the model has the reference's weights; afterwards its own again, bitwise. Collective.
+
+        Adapters must be disabled meanwhile.
+        """
+        if self._beneath:
+            yield
+            return
         if self._elsewhere is None:
             self._elsewhere = self._load()
         _exchange(_slots(self.chunks), self._elsewhere)

@@ -61,7 +61,9 @@ def converted_folder(folder: Path, **entries: object) -> Path:
     files = {"__0_0.distcp": 40, ".metadata": 7}
     for name, size in files.items():
         (weights / name).write_bytes(bytes(size))
-    made = Converted(source="/models/it", dtype="bfloat16", config=config_digest(folder), names=["a"], files=files)
+    made = Converted(
+        source="/models/it", dtype="bfloat16", config=config_digest(folder), weights="1", names=["a"], files=files
+    )
     (weights / MANIFEST).write_bytes(msgspec.json.encode(made))
     return folder
 

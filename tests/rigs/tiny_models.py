@@ -8,7 +8,8 @@ import copy
 import json
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from common.config.lora import LoraConfig
 from common.config.schema import (
     LearnerConfig,
     LossConfig,
@@ -227,7 +229,7 @@ def backward(model: Any, loss: Tensor) -> tuple[dict[str, Tensor], float]:
     return gradients, torch.stack([g.double().norm() for g in gradients.values()]).norm().item()
 
 
-def adamw_steps(model: Any) -> None:
+def adamw_steps(model: Any, lr: float = OPTIMIZER.lr) -> None:
     """STEPS of `policy_loss` with torch's AdamW; norms are not decayed."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": OPTIMIZER.weight_decay},
@@ -242,7 +244,7 @@ def adamw_steps(model: Any) -> None:
             (policy_loss(*hugging_face(model, batch), batch).loss_sum / tokens).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.grad_clip)
         for group in optimizer.param_groups:
-            group["lr"] = OPTIMIZER.lr * (0.5, 1.0, 1.0)[step]  # two warmup steps, then the top of the cosine
+            group["lr"] = lr * (0.5, 1.0, 1.0)[step]  # two warmup steps, then the top of the cosine
         optimizer.step()
 
 
@@ -272,6 +274,7 @@ def backend(folder: Path, spec: dict[str, Any]) -> Any:
         parallel=ParallelConfig(**spec.get("parallel", {})),
         memory=MemoryConfig(**spec.get("memory", {})),
         moe=MoeConfig(**spec.get("moe", {})),
+        lora=LoraConfig(**spec["lora"]) if spec.get("lora") else None,
         optimizer=msgspec.structs.replace(OPTIMIZER, **spec.get("optimizer", {})),
         overlap=spec.get("overlap", True),
         megatron=MegatronConfig(extra=spec.get("extra", {})),
@@ -332,11 +335,9 @@ def main_parameters(backend: Any) -> list[tuple[Tensor, dict[str, Any]]]:
     return [(p, each.state.get(p, {})) for each in inner for g in each.param_groups for p in g["params"]]
 
 
-def gradients(backend: Any) -> dict[str, Tensor]:
-    """Full gradients under Hugging Face names: gathered over data parallelism, exported as if they were weights.
-
-    Parameters without a gradient are left out.
-    """
+@contextmanager
+def gradients_in_place(backend: Any) -> Iterator[None]:
+    """Within, every parameter is its gradient, gathered over data parallelism; NaN where it has none."""
     for chunk in backend.chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             group = buffer.data_parallel_group
@@ -348,9 +349,18 @@ def gradients(backend: Any) -> dict[str, Tensor]:
         gradient = getattr(parameter, "main_grad", None)
         none = torch.full_like(data, float("nan"))
         parameter.data = none if gradient is None else gradient.to(data.dtype, copy=True)  # another dtype loses hooks
-    found = {n: t.float().clone() for n, t in backend.export()}
+    yield
     for parameter, data in kept:
         parameter.data = data
+
+
+def gradients(backend: Any) -> dict[str, Tensor]:
+    """Full gradients under Hugging Face names, exported as if they were weights.
+
+    Parameters without a gradient are left out.
+    """
+    with gradients_in_place(backend):
+        found = {n: t.float().clone() for n, t in backend.export()}
     return {n: g for n, g in found.items() if not n.endswith("correction_bias") and not g.isnan().any()}
 
 

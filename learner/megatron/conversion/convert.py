@@ -40,6 +40,7 @@ def convert(source: Path, target: Path, checked: bool = True) -> Converted:
             source=str(source),
             dtype=stored,
             config=config_digest(staging),
+            weights=hf_folder.weights_digest(source),
             names=model.bridge.hf_pretrained.state.source.get_all_keys(),
             files={file.name: file.stat().st_size for file in weights.iterdir()},
             forward=forward,

@@ -24,23 +24,29 @@ from common.process.files import pretty_json
 from learner.megatron import parallel
 from learner.megatron.conversion import bridge_fixes, hf_folder
 from learner.megatron.conversion.model import Model
+from learner.megatron.lora import Adapters
 
 EXPORT_OPTIONS = {"cpu": False, "show_progress": False, "merge_adapter_weights": False}
 SHARD_BYTES = 4 << 30
 
 
 class Exporter:
-    """Streams the current weights in Hugging Face terms; every rank's parameters must be gathered."""
+    """Streams the current weights in Hugging Face terms, with adapters merged into the layers that have some.
 
-    def __init__(self, model: Model) -> None:
+    Every rank's parameters must be gathered.
+    """
+
+    def __init__(self, model: Model, adapters: Adapters) -> None:
         self.model = model
-        self.part = PartExporter(model)
+        self.adapters = adapters
+        self.part = PartExporter(model, adapters)
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of every parameter, as learner.backend_protocol.Backend.export. Collective."""
         model = self.model
-        yield from model.bridge.export_hf_weights(model.chunks, conversion_tasks=model.tasks, **EXPORT_OPTIONS)
+        tasks: Any = self.adapters.merged(model.tasks)  # the bridge takes a list, but only iterates over it
+        yield from model.bridge.export_hf_weights(model.chunks, conversion_tasks=tasks, **EXPORT_OPTIONS)
 
     def save(self, source: Path, path: Path) -> None:
         """A folder like `source` with the current weights, complete or absent. Collective."""
@@ -94,8 +100,9 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
 class PartExporter:
     """Runs the bridge's export on the parameters that this rank has a share of."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, adapters: Adapters) -> None:
         self._model = model
+        self._adapters = adapters
         # A mapping does not ask other stages for what it knows already, and here it never asks. If a full export used
         # the same mapping, its owner would be missing in the collectives of the stages that still ask.
         self._tasks = [
@@ -119,9 +126,9 @@ class PartExporter:
     def _run(self, tasks: list[Any]) -> Iterator[tuple[str, Tensor]]:
         yields = False
 
-        def announced() -> Any:  # the bridge takes a list, but only iterates over it
+        def announced() -> Any:
             nonlocal yields
-            for task in tasks:
+            for task in self._adapters.merged(tasks):
                 yields = _leads(task)
                 yield task
 

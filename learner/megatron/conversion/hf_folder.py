@@ -4,17 +4,23 @@ No megatron here.
 """
 
 import contextlib
+import hashlib
 import shutil
+import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
+from common.config.converted import is_converted, read_converted
 from common.errors import UsageError
 from common.process.files import replace_folder, sync
 
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 # Megatron keeps the first in float32 whatever the model's type is, and computes the others itself.
 _FLOAT32_ANYWAY = ("e_score_correction_bias", "rotary_emb.inv_freq")
+_SAMPLE_BYTES = 1024
 
 
 def read_config(path: Path) -> Any:
@@ -43,6 +49,30 @@ def give_rope_theta(config: Any) -> None:
     for name in ("rope_theta", "partial_rotary_factor"):
         if name in rope:
             setattr(config, name, rope[name])
+
+
+def weights_digest(path: Path) -> str:
+    """Identifies the weights of a folder, however they are spread over its files.
+
+    It follows from every tensor's name, type and shape, and from its first, middle and last bytes. A converted folder
+    has that of the one which it is from.
+    """
+    if is_converted(path):
+        return read_converted(path).weights
+    found: list[bytes] = []
+    for file in path.glob("*.safetensors"):
+        with file.open("rb") as data:
+            (size,) = struct.unpack("<Q", data.read(8))
+            header: dict[str, Any] = msgspec.json.decode(data.read(size))
+            header.pop("__metadata__", None)
+            for name, told in header.items():
+                digest = hashlib.sha256(f"{name} {told['dtype']} {told['shape']}".encode())
+                start, end = told["data_offsets"]
+                for at in (start, (start + end) // 2, max(start, end - _SAMPLE_BYTES)):
+                    data.seek(8 + size + at)
+                    digest.update(data.read(min(_SAMPLE_BYTES, end - at)))
+                found.append(digest.digest())
+    return hashlib.sha256(b"".join(sorted(found))).hexdigest()
 
 
 def check_names(path: Path, names: Iterable[str], known: Iterable[str], layers: int) -> None:

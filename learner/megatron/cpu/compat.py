@@ -6,6 +6,7 @@ left alone. Without CUDA one import hook gives modules under `megatron.` a view 
 missing device.
 """
 
+import builtins
 import contextlib
 import importlib.machinery
 import importlib.metadata
@@ -29,17 +30,21 @@ VERIFIED = {"megatron-core": "0.16.1", "megatron-bridge": "0.3.1"}
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "arange", "full", "empty_like", "zeros_like", "ones_like")
-# These modules import Transformer Engine or triton unconditionally. They are LoRA and a kernel of the inference engine,
-# which are not used here; other modules import the names.
+# This kernel of the inference engine, which is not used here, imports triton unconditionally; others import the names.
 _UNUSED = {
-    "megatron.bridge.peft.lora": ("LoRA", "LoRAMerge", "VLMLoRA"),
-    "megatron.bridge.peft.lora_layers": ("LinearAdapter", "LoRALinear", "LoRATopKRouter"),
     "megatron.core.inference.contexts.attention_context.triton.tensor_ops": (
         "tensor_get_slice_after",
         "tensor_masked_update",
         "tensor_merge",
     ),
 }
+# These import Transformer Engine unconditionally, for kinds of layers that no model has without it. They alone see
+# classes in its place.
+_LORA = ("megatron.bridge.peft.lora", "megatron.bridge.peft.lora_layers")
+_NO_LAYERS = types.SimpleNamespace(
+    **{name: type(name, (torch.nn.Module,), {}) for name in ("Linear", "LayerNormLinear")},
+    ops=types.SimpleNamespace(Sequential=torch.nn.Sequential),
+)
 
 _view: types.ModuleType = torch
 _patches: dict[str, Callable[[Any], None]] = {}
@@ -192,6 +197,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
     """Executes a module, then exchanges its `torch` and `dist` and applies its patch."""
 
     def exec_module(self, module: types.ModuleType) -> None:
+        if module.__name__ in _LORA:
+            vars(module)["__builtins__"] = vars(builtins) | {"__import__": _import_for_lora}
         super().exec_module(module)
         if module.__dict__.get("torch") is torch:
             vars(module)["torch"] = _view
@@ -199,6 +206,12 @@ class _Loader(importlib.machinery.SourceFileLoader):
             vars(module)["dist"] = _view.distributed
         if patch := _patches.get(module.__name__):
             patch(module)
+
+
+def _import_for_lora(name: str, *args: Any, **kwargs: Any) -> Any:
+    if name == "transformer_engine.pytorch":
+        return types.SimpleNamespace(pytorch=_NO_LAYERS)
+    return builtins.__import__(name, *args, **kwargs)
 
 
 class _Finder:
@@ -226,6 +239,23 @@ def _patch_moe_utils(module: Any) -> None:
     module.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
+
+
+def _patch_peft_utils(module: Any) -> None:
+    """Without TE megatron-core has its names with other values, which the bridge would take for classes.
+
+    An adapter's input is the output of a norm that belongs to the layer. For TE's class the bridge asks for it; for
+    ours it would silently take the norm's input, and compute another function than Hugging Face's peft.
+    """
+    describe = module.get_adapter_attributes_from_linear
+
+    def attributes(linear: Any, is_expert: bool = False) -> Any:
+        if hasattr(linear, "return_layernorm_output"):
+            linear.return_layernorm_output = True
+        return describe(linear, is_expert=is_expert)
+
+    module.HAVE_TE = False
+    module.get_adapter_attributes_from_linear = attributes
 
 
 def _patch_distrib_optimizer(module: Any) -> None:
@@ -267,6 +297,7 @@ def _patch_distrib_optimizer(module: Any) -> None:
 
 
 _ON_EVERY_DEVICE: dict[str, Callable[[Any], None]] = {
+    "megatron.bridge.peft.utils": _patch_peft_utils,
     "megatron.core.optimizer.distrib_optimizer": _patch_distrib_optimizer,
     "megatron.core.transformer.moe.moe_utils": _patch_moe_gemm,
 }

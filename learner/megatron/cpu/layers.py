@@ -226,13 +226,17 @@ class Norm(torch.nn.Module):
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
     """TELayerNormColumnParallelLinear: the norm's weight lives in the linear layer."""
 
+    return_layernorm_output = False  # an adapter beside the layer needs it
+
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.eps = config.layernorm_epsilon
         self.layer_norm_weight = _norm_weight(config, input_size)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
+        normed = _norm(x, self.layer_norm_weight, self.eps)
+        output, bias = super().forward(normed, *args, **kwargs)
+        return (output, normed) if self.return_layernorm_output else output, bias
 
 
 class DuplicatedLinear(torch.nn.Module):

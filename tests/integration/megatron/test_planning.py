@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from common.config.architecture import read_architecture
+from common.config.lora import LoraConfig
 from common.config.schema import ParallelConfig
 from launch.plan.job_plan import checkpoint_bytes
 from launch.plan.layout import DENSE, SPARSE, Sizes, chunk_parameters, rank_groups, stage_chunks
@@ -18,12 +19,13 @@ from tests.rigs.forked_ranks import Outcome, group
 BOTH = ("float32", "bfloat16")
 
 
-def measured(kind: str, ranks: int, dtypes: tuple[str, ...] = BOTH, **parallel: int) -> list[dict[str, Any]]:
+def measured(
+    kind: str, ranks: int, dtypes: tuple[str, ...] = BOTH, lora: dict[str, Any] | None = None, **parallel: int
+) -> list[dict[str, Any]]:
     layout = "-".join(f"{name}{size}" for name, size in parallel.items()) or "one"
-    return [
-        {"name": f"{kind}-{layout}-x{ranks}-{d}", "kind": kind, "ranks": ranks, "dtype": d, "parallel": parallel}
-        for d in dtypes
-    ]
+    layout += "-lora" if lora else ""
+    shared = {"kind": kind, "ranks": ranks, "parallel": parallel, "lora": lora}
+    return [shared | {"name": f"{kind}-{layout}-x{ranks}-{d}", "dtype": d} for d in dtypes]
 
 
 MEASURED = [
@@ -40,6 +42,11 @@ MEASURED = [
     *measured("deepseek-v3", 4, tensor=2, pipeline=2, expert=2, dtypes=("bfloat16",)),
     *measured("deepseek-v3-plain", 2, tensor=2, dtypes=("float32",)),
     *measured("glm", 2, expert=2, dtypes=("bfloat16",)),
+    *measured("tied", 1, lora={"rank": 6}),
+    *measured("qwen2", 4, tensor=2, lora={"rank": 6}),
+    *measured(
+        "tied", 2, pipeline=2, virtual_pipeline=2, dtypes=("bfloat16",), lora={"rank": 2, "targets": ["linear_fc1"]}
+    ),
 ]
 DENSE_TOKENS = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp", "data x context": "dp-cp"}
 SPARSE_TOKENS = {"expert_tensor": "tp", "expert": "ep", "expert_data": "dp"}
@@ -69,6 +76,7 @@ def job_measure(folder: Path, spec: dict[str, Any]) -> None:
         named = [[name, parameter.numel()] for name, parameter in chunk.module.named_parameters()]
         buffers = {"dense": chunk.buffers, "experts": chunk.expert_parallel_buffers}
         parameters = {k: sum(b.param_data.nbytes for b in v) for k, v in buffers.items()}
+        parameters["frozen"] = sum(p.nbytes for p in chunk.module.parameters() if not p.requires_grad)
         gradients = {k: sum(b.grad_data.nbytes for b in v) for k, v in buffers.items()}
         result["chunks"].append({"named": named, "parameters": parameters, "gradients": gradients})
     result["optimizer"] = sum(optimizer_bytes(o) for o in backend.optimizer.megatron.chained_optimizers)
@@ -129,6 +137,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+def lora_of(spec: dict[str, Any]) -> LoraConfig | None:
+    return LoraConfig(**spec["lora"]) if spec["lora"] else None
+
+
 def model_of(folder: Path, spec: dict[str, Any]) -> Any:
     return read_architecture(json.loads((folder / "models" / spec["kind"] / "config.json").read_text()))
 
@@ -151,13 +163,13 @@ def test_every_rank_holds_the_parameters_and_bytes_that_are_planned(folder: Path
     sizes = Sizes.of(spec["ranks"], parallel)
     chunks = stage_chunks(model.layers, parallel)
     ranks = Outcome(folder / spec["name"]).ranks
-    for stage, held in enumerate(resident(model, parallel, sizes, spec["dtype"])):
+    for stage, held in enumerate(resident(model, parallel, sizes, spec["dtype"], lora_of(spec))):
         mine = [rank for rank in ranks if rank["stage"] == stage]
         assert len(mine) == spec["ranks"] // parallel.pipeline
         for rank in mine:
             for v, (layers, chunk) in enumerate(zip(chunks[stage], rank["chunks"], strict=True)):
                 first, last = stage == v == 0, (stage, v) == (parallel.pipeline - 1, parallel.virtual_pipeline - 1)
-                planned = chunk_parameters(model, parallel, layers, first, last)
+                planned = chunk_parameters(model, parallel, layers, first, last, lora_of(spec))
                 assert sorted([p.name, p.elements] for p in planned) == sorted(chunk["named"])
             for what in ("parameters", "gradients"):
                 assert sum(sum(chunk[what].values()) for chunk in rank["chunks"]) == getattr(held, what)
@@ -168,6 +180,8 @@ def test_a_checkpoint_is_as_large_as_planned_but_for_names_and_offsets(folder: P
     more = {}
     for spec in [spec for spec in MEASURED if spec["ranks"] == 1]:
         (rank,) = Outcome(folder / spec["name"]).ranks
-        more[spec["dtype"]] = rank["checkpoint"] - checkpoint_bytes(model_of(folder, spec), spec["dtype"])
-    assert 0 < more["float32"] < 400_000  # the same for any sizes: about 2 kB for each of some 170 tensors
-    assert abs(more["bfloat16"] - more["float32"]) < 1000
+        planned = checkpoint_bytes(model_of(folder, spec), spec["dtype"], lora_of(spec))
+        more[spec["dtype"], bool(spec["lora"])] = rank["checkpoint"] - planned
+    for lora in (False, True):
+        assert 0 < more["float32", lora] < 400_000  # the same for any sizes: about 2 kB for each of some 170 tensors
+        assert abs(more["bfloat16", lora] - more["float32", lora]) < 1000

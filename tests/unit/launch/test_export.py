@@ -10,6 +10,7 @@ from common.process.run_dir import RunDir, write_json
 from launch.results import export
 from learner.checkpoint.best import BEST_FILE, BestRecord
 from tests.rigs.configs import refusal, write_checkpoint
+from tests.rigs.processes import ROOT
 from tests.rigs.refusals import refused
 
 
@@ -27,16 +28,18 @@ def run(tmp_path: Path) -> RunDir:
 def converted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
 
-    def convert(run: RunDir, checkpoint: Path, target: Path) -> int:
-        seen.append(checkpoint.name)
+    def convert(run: RunDir, checkpoint: Path, target: Path, *options: str) -> int:
+        seen.append(" ".join([checkpoint.name, *options]))
         return 0
 
     monkeypatch.setattr(export, "convert", convert)
     return seen
 
 
-def arguments(run: RunDir, target: Path, step: int | None = None, best: bool = False) -> argparse.Namespace:
-    return argparse.Namespace(run=str(run.path), dir=str(target), step=step, best=best)
+def arguments(
+    run: RunDir, target: Path, step: int | None = None, best: bool = False, adapter: bool = False
+) -> argparse.Namespace:
+    return argparse.Namespace(run=str(run.path), dir=str(target), step=step, best=best, adapter=adapter)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +64,22 @@ def test_the_best_checkpoint_is_exported_also_when_the_run_is_done(run, tmp_path
     write_json(run.checkpoints / BEST_FILE, BestRecord(40, "reward_mean", 0.5))
     assert export.command(arguments(run, tmp_path / "out", best=True)) == 0
     assert converted == ["step-000040"]
+
+
+def test_adapters_come_from_a_checkpoint_and_only_of_a_run_that_had_some(
+    run, tmp_path: Path, converted: list[str]
+) -> None:
+    text = (ROOT / "configs" / "quickstart.yaml").read_text()
+    run.model.mkdir()
+    (run.model / "config.json").write_text("{}")
+    run.config.write_text(text)
+    with refused(UsageError, "--adapter", run.path, "learner.lora"):
+        export.command(arguments(run, tmp_path / "out", adapter=True))
+    assert converted == []
+    run.config.write_text(text.replace("learner:\n", "learner:\n  lora: {rank: 8}\n"))
+    assert export.command(arguments(run, tmp_path / "out", adapter=True)) == 0
+    assert converted == ["step-1000000 --adapter"]
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_metric_that_does_not_exist_is_refused_before_anything_starts(job: Path, capsys) -> None:

@@ -123,6 +123,28 @@ def test_a_layout_that_does_not_fit_gets_a_proposal_that_does(
     assert after.failed == before.failed == []
 
 
+def test_adapters_need_gradients_states_and_checkpoints_of_their_own_alone(here: Path) -> None:
+    words = ["learner.loss.kl_coefficient=0.1"]
+    whole, adapted, other = (
+        make_review("configs/qwen3-8b-3gpu.yaml", [*words, *more])
+        for more in ([], ["learner.lora.rank=8"], ["learner.lora.rank=8", "learner.loss.reference=Qwen/Qwen3-8B"])
+    )
+    assert whole.plan is not None and adapted.plan is not None and other.plan is not None
+    assert whole.plan.rl is not None and adapted.plan.rl is not None
+    (before,), (after,), (named,) = (review.plan.stages for review in (whole, adapted, other) if review.plan)
+    assert (whole.plan.adapters, adapted.plan.adapters) == (0, 18_284_544)
+    assert adapted.plan.parameters == whole.plan.parameters
+    assert adapted.plan.checkpoint.bytes == 18_284_544 * (2 + 4 + 8)
+    assert adapted.plan.rl.publish.bytes == whole.plan.rl.publish.bytes, "merged weights travel"
+    assert after.resident.gradients < 0.01 * before.resident.gradients
+    assert before.host - named.host > before.resident.optimizer * 0.9  # that of the states
+    assert named.host - after.host == after.resident.parameters, "the weights beneath are the reference"
+    assert after.peak < before.peak
+    said = " ".join(text_of(page(adapted), WIDTH).split())
+    assert "adapters 18.3 M of rank 8 train, 0.22% of the parameters" in said
+    assert "checkpoints 0.2 GiB" in said
+
+
 def test_where_no_layout_fits_the_page_says_so(here: Path) -> None:
     review = make_review("configs/qwen3-0.6b-gsm8k.yaml", ["model.path=configs/models/Llama-3.1-70B"])
     assert review.proposal is None

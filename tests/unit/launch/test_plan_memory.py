@@ -3,8 +3,10 @@
 import pytest
 
 from common.config.architecture import Architecture, Attention, Experts, LatentAttention
+from common.config.lora import LoraConfig
 from common.config.schema import MemoryConfig, ParallelConfig
-from launch.plan.memory import activations, in_flight, layer_bytes, output_bytes
+from launch.plan.layout import Sizes, count, count_adapters
+from launch.plan.memory import activations, in_flight, layer_bytes, output_bytes, resident
 
 H, A = 512, 8
 
@@ -88,3 +90,27 @@ def test_the_output_layer_works_in_chunks() -> None:
     assert output_bytes(model, parallel, some, item) == some * (norm + hidden) + weight + ((1 << 27) + (1 << 26)) * 4
     many = 1 << 20  # from 2^28 + 2^26 on, logits take no more
     assert output_bytes(model, parallel, many, item) == many * (norm + hidden) + weight + ((1 << 28) + (2 << 26)) * 4
+
+
+def test_adapters_have_the_only_gradients_and_states_and_share_a_over_a_fused_layer() -> None:
+    model, lora = decoder(), LoraConfig(rank=8)
+    qkv, proj, fc1, fc2 = (H, 3 * H), (H, H), (H, 8 * H), (4 * H, H)
+    adapters = 4 * 8 * sum(inputs + outputs for inputs, outputs in (qkv, proj, fc1, fc2))
+    assert count_adapters(model, lora) == adapters
+    (held,) = resident(model, ParallelConfig(), Sizes.of(1, ParallelConfig()), "bfloat16", lora)
+    assert held.parameters == (count(model) + adapters) * 2
+    assert held.gradients == adapters * 4
+    assert held.optimizer == adapters * (4 + 8)
+    cut = ParallelConfig(tensor=2)
+    (half,) = resident(model, cut, Sizes.of(2, cut), "bfloat16", LoraConfig(rank=8, targets=["linear_proj"]))
+    assert half.gradients == 4 * 8 * 2 * H // 2 * 4
+
+
+def test_an_adapter_keeps_its_inner_output_and_behind_a_norm_its_gathered_input() -> None:
+    model, lora = decoder(), LoraConfig(rank=8)
+    for parallel, more in ((ParallelConfig(), 4 * 8), (ParallelConfig(tensor=2), 4 * 8 + 2 * H)):
+        with_some, without = (
+            next(activations(model, parallel, MemoryConfig(), 100, 1, 2, each)) for each in (lora, None)
+        )
+        assert with_some.layers - without.layers == 4 * 100 * more * 2
+        assert without.output - with_some.output == 1024 // parallel.tensor * H * (4 + 2), "the output layer is frozen"
