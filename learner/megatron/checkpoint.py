@@ -302,7 +302,7 @@ def _pieces(whole: Any, axis: int) -> list[ShardedTensor]:
     grid = [*whole.axis_fragmentations]
     grid[at] *= count
     pieces: list[ShardedTensor] = []
-    for part in whole.data.chunk(count, axis):
+    for part in whole.data.detach().chunk(count, axis):
         offset = [*whole.global_offset]
         offset[at] += len(pieces) * part.shape[axis]
         cut = {"local_shape": tuple(part.shape), "global_offset": tuple(offset), "axis_fragmentations": tuple(grid)}
