@@ -63,6 +63,7 @@ class Adapters:
             for name, module in layer.named_modules():
                 if isinstance(module, AdapterWrapper):
                     self._layers.append(module)
+                    module.register_load_state_dict_pre_hook(_name_wrapped)
                     _draw(module.adapter, f"{seed}/{layer.layer_number}/{name}")
         self._of = {id(layer.to_wrap.weight): layer for layer in self._layers}
         digest = parallel.broadcast_bytes(hf_folder.weights_digest(base).encode() if dist.get_rank() == 0 else None)
@@ -138,6 +139,13 @@ class Adapters:
 def _drop(record: logging.LogRecord) -> bool:
     """The bridge tells the root logger of every layer that it changes."""
     return False
+
+
+def _name_wrapped(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A layer's state names its frozen matrix as if it were not wrapped, but is loaded under the wrapper's names."""
+    own = (f"{prefix}adapter.", f"{prefix}to_wrap.")
+    for name in [name for name in state if name.startswith(prefix) and not name.startswith(own)]:
+        state[f"{prefix}to_wrap.{name.removeprefix(prefix)}"] = state.pop(name)
 
 
 def _draw(adapter: Any, name: str) -> None:
