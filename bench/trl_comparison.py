@@ -8,8 +8,8 @@ runs/trl-comparison, so that the same command continues where it stopped, while 
 It first says how long it will take. With `--budget-s` it begins no cell that would end later, and exits with 1 while
 some are missing.
 
-Per seed the systems run one after the other, in changing order. A way that takes more than BEHIND times as long as
-TRL's fastest with the first seed is not measured with the others, and SLOW not at all. These are measured apart:
+Per seed the systems run one after the other, in changing order. SLOW ways are left out. A way that takes more
+than BEHIND times as long as TRL's fastest with the first seed is not measured with the others. These are measured apart:
 
 - the set-up, from the start of the process until training begins, for Slipstream until the first lease;
 - the first step, and steady steps. Steady are those between the first three and the last two, because a window of
