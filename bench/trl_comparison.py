@@ -9,7 +9,7 @@ It first says how long it will take. With `--budget-s` it begins no cell that wo
 some are missing.
 
 Per seed the systems run one after the other, in changing order. SLOW ways are left out. A way that takes more
-than BEHIND times as long as TRL's fastest with the first seed is not measured with the others. These are measured apart:
+than BEHIND times as long as TRL's fastest with the first seed is not measured with the others. Measured apart are:
 
 - the set-up, from the start of the process until training begins, for Slipstream until the first lease;
 - the first step, and steady steps. Steady are those between the first three and the last two, because a window of
