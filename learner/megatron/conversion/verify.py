@@ -143,7 +143,7 @@ def _logprobs(model: Any, batch: Microbatch) -> Tensor:
 
 
 def _expected(model: Any, rounded: bool) -> Forward:
-    """Of a float32 model, which is bfloat16 afterwards with `rounded`."""
+    """The results of a float32 model, which is bfloat16 afterwards with `rounded`."""
     batch = _documents(model.config.vocab_size)
     exact = _logprobs(model, batch)
     rounding = _difference(_logprobs(model.to(torch.bfloat16), batch), exact) if rounded else 0.0

@@ -1,4 +1,4 @@
-"""What is refused of learner.lora, and why."""
+"""Keys of learner.lora that are refused, and why."""
 
 import json
 from pathlib import Path
