@@ -34,7 +34,7 @@ SPECS: list[dict[str, Any]] = [
 
 
 def prompted() -> list[Microbatch]:
-    """Four packs: a document's last tenth trains. Nothing of the third pack does, and the last trains its first."""
+    """Four packs: the last tenth of a document trains. The third pack trains nothing, the last one its first one."""
     packs = []
     for batch in microbatches(0):
         place = torch.cat([torch.arange(n) for n in batch.document_lengths])
