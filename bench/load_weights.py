@@ -3,8 +3,8 @@
     python bench/load_weights.py [--hidden 1536] [--layers 8] [--ranks 1 2] [--rounds 3]
 
 A random Qwen3 in bfloat16, whose files are in the page cache. `ranks` share every matrix, with one thread each. Both
-ways load the same built model, in turns; the first load of each does not count. `s` is the time of the slowest rank,
-and `gb_s` the bytes that a rank needs in it: all of the model from safetensors, its own share of the converted folder.
+ways load the same built model, in turns; the first load of each does not count. `s` is the time of the slowest rank.
+`gb_s` is how many bytes a rank needs, over that time: the whole model from safetensors, its own share when converted.
 `build_s` is the time to build the model, with Megatron's random values and as Slipstream does, without.
 """
 
@@ -72,7 +72,7 @@ def world(ranks: int, folder: str, rounds: int) -> list[dict[str, Any]]:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
-    context = multiprocessing.get_context("fork")  # of a process that has imported Megatron already
+    context = multiprocessing.get_context("fork")  # this process has imported Megatron already
     pipes: list[Connection] = []
     for rank in range(ranks):
         ours, theirs = context.Pipe()

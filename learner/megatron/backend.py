@@ -69,7 +69,7 @@ class MegatronBackend:
 
         Main gradients and optimizer states are float32, whatever the model's dtype is. `total_steps`: the step at which
         the schedule ends, unless the optimizer's decay_steps names another. `seed` is that of Megatron's random
-        generators. `resumes`, of which rank 0's counts: load_checkpoint comes next, so the weights of model.path are
+        generators. `resumes`, where rank 0's counts: load_checkpoint comes next, so the weights of model.path are
         not read. Raises UsageError, naming the folder, the layout or the model that cannot be used.
         """
         self.model_path = Path(model.path)

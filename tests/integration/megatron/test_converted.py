@@ -207,7 +207,7 @@ DAMAGED = [".metadata", "__0_0.distcp", "common.pt", "metadata.json"]
 
 
 def job_damaged(folder: Path, spec: dict[str, Any]) -> None:
-    """What is said of files with other bytes, and of another model's weights."""
+    """The messages about files with other bytes, and about another model's weights."""
     from megatron.core import parallel_state
 
     models, said = folder / "models", {}
