@@ -239,8 +239,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         group(job_reference, REFERENCES, shared=True),
         group(job_first_values, FIRST, shared=True),
         group(job_resume, RESUMED, shared=True),
-        group(job_damaged, [{}]),
-        group(job_full_disk, [{}]),
+        group(job_damaged, [{"name": "damaged"}], shared=True),
+        group(job_full_disk, [{"name": "full-disk"}], shared=True),
     )
 
 
