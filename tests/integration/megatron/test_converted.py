@@ -97,7 +97,7 @@ def job_full_disk(folder: Path, spec: dict[str, Any]) -> None:
     source, target = folder / "models" / "tied", folder / "full" / "made"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))  # writing more is an OSError
-    said = tiny_models.refusal(convert, source, target)
+    said = tiny_models.refusal(convert, source, target, False)  # the forward check writes a miniature
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     left = [path.name for path in target.parent.iterdir()]
     convert(source, target)
