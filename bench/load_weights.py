@@ -4,7 +4,7 @@
 
 A random Qwen3 in bfloat16, whose files are in the page cache. `ranks` share every matrix, with one thread each. Both
 ways load the same built model, in turns; the first load of each does not count. `s` is the time of the slowest rank.
-`gb_s` counts the bytes that a rank needs: all of the model from safetensors, its own share of the converted folder.
+`gb_s` is how many bytes a rank needs, over that time: the whole model from safetensors, its own share when converted.
 `build_s` is the time to build the model, with Megatron's random values and as Slipstream does, without.
 """
 

@@ -33,7 +33,7 @@ class Converted(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = FORMAT
     source: str  # the Hugging Face folder; for a name of the hub its copy in the cache
-    dtype: Literal["float32", "bfloat16"]  # the stored weights have it; it keeps every value of the source
+    dtype: Literal["float32", "bfloat16"]  # the stored weights' type; it keeps every value of the source
     config: str  # SHA-256 of config.json
     weights: str  # identifies the weights of the source (learner/megatron/conversion/hf_folder.py)
     names: list[str]  # Hugging Face names of the tensors that the source had

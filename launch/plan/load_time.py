@@ -1,7 +1,7 @@
 """Seconds in which the learner's ranks read the weights that training starts from; docs/models.md, 'Load once'.
 
-A rank reads all tensors of its pipeline stage from safetensors and keeps its share. It reads its share alone from a
-converted folder. Both speeds are those of bench/results/load_weights.json with two tensor-parallel ranks: files in
+A rank reads all tensors of its pipeline stage from safetensors and keeps its share. It reads only its share if the
+folder is converted. Both speeds are those of bench/results/load_weights.json with two tensor-parallel ranks: files in
 memory, one CPU thread a rank. A slower disk adds its own time.
 """
 
@@ -18,7 +18,7 @@ _CUT = ("embeddings", "attention", "dense")  # kinds that tensor-parallel ranks 
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Seconds of the slowest rank, with the model's weights in the plan's type."""
+    """The slowest rank's times, with the model's weights in the plan's type."""
 
     safetensors_s: float
     converted_s: float

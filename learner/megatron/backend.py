@@ -68,10 +68,10 @@ class MegatronBackend:
     ) -> None:
         """Join the world, build the model and load its weights. Collective.
 
-        Main gradients and optimizer states are float32, whatever the model's dtype is. `total_steps`: the update at
-        which the schedule ends, unless the optimizer's decay_steps names another. `seed` is that of Megatron's random
-        generators. `resumes`: load_checkpoint comes next, so the weights of model.path are not read. That of rank 0
-        counts. Raises UsageError, naming the folder, the layout or the model that cannot be used.
+        Main gradients and optimizer states are float32, whatever the model's dtype is. `total_steps`: the step at which
+        the schedule ends, unless the optimizer's decay_steps names another. `seed` is that of Megatron's random
+        generators. `resumes`, where rank 0's counts: load_checkpoint comes next, so the weights of model.path are
+        not read. Raises UsageError, naming the folder, the layout or the model that cannot be used.
         """
         self.model_path = Path(model.path)
         layout = learner.parallel

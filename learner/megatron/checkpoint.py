@@ -342,9 +342,10 @@ def _read(path: Path, state: dict[str, Any], header: dict[str, Any], here: dict[
         loaded: Any = dist_checkpointing.load(state, str(path))
         return loaded
     except (CheckpointException, CheckpointingException, KeyError) as error:
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[-1]  # torch's text has tracebacks above it
         raise UsageError(
             f"{path}: written under {_words(header['layout'])}, does not load under {_words(here)} with this model: "
-            f"{type(error).__name__}: {error}"
+            f"{reason}"
         ) from error
 
 

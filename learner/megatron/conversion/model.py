@@ -162,8 +162,8 @@ def _configure(provider: Any, dtype: torch.dtype, parallel: ParallelConfig, reco
     provider.fp16 = False
     provider.autocast_dtype = None
     provider.use_cpu_initialization = not on_cuda
-    # False would drop the tensor-parallel attributes, and the gradient norm would come out too small. So
-    # modules initialise, but with a function that writes nothing. _check_tasks proves that all are loaded.
+    # False would drop the tensor-parallel attributes, and the gradient norm would come out too small. So modules
+    # initialise, with a function that writes nothing. Every parameter is loaded, as _check_tasks finds.
     provider.perform_initialization = True
     provider.init_method = provider.output_layer_init_method = provider.embedding_init_method = _leave
     provider.calculate_per_token_loss = True

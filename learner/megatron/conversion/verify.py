@@ -143,7 +143,7 @@ def _logprobs(model: Any, batch: Microbatch) -> Tensor:
 
 
 def _expected(model: Any, rounded: bool) -> Forward:
-    """The results of a float32 model, which is bfloat16 afterwards with `rounded`."""
+    """Hugging Face's results of a float32 model, which `rounded` leaves in bfloat16."""
     batch = _documents(model.config.vocab_size)
     exact = _logprobs(model, batch)
     rounding = _difference(_logprobs(model.to(torch.bfloat16), batch), exact) if rounded else 0.0

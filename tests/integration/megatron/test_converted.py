@@ -97,7 +97,7 @@ def job_full_disk(folder: Path, spec: dict[str, Any]) -> None:
     source, target = folder / "models" / "tied", folder / "full" / "made"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))  # writing more is an OSError
-    said = tiny_models.refusal(convert, source, target)
+    said = tiny_models.refusal(convert, source, target, False)  # the forward check writes a miniature
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     left = [path.name for path in target.parent.iterdir()]
     convert(source, target)
@@ -207,7 +207,7 @@ DAMAGED = [".metadata", "__0_0.distcp", "common.pt", "metadata.json"]
 
 
 def job_damaged(folder: Path, spec: dict[str, Any]) -> None:
-    """The errors of files with other bytes, and of another model's weights."""
+    """The messages about files with other bytes, and about another model's weights."""
     from megatron.core import parallel_state
 
     models, said = folder / "models", {}
@@ -239,8 +239,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         group(job_reference, REFERENCES, shared=True),
         group(job_first_values, FIRST, shared=True),
         group(job_resume, RESUMED, shared=True),
-        group(job_damaged, [{}]),
-        group(job_full_disk, [{}]),
+        group(job_damaged, [{"name": "damaged"}], shared=True),
+        group(job_full_disk, [{"name": "full-disk"}], shared=True),
     )
 
 

@@ -101,7 +101,7 @@ def test_override_is_typed_by_yaml_and_schema(write, override, key, value):
         (
             "model: {path: m, dtype: float16}",
             "model.dtype",
-            "float32, bfloat16",
+            "bfloat16, float32",
             "'float16'",
             "float16 training is refused",
         ),

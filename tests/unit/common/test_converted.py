@@ -12,7 +12,7 @@ from common.errors import ConfigError, UsageError
 from tests.rigs.configs import converted_folder, job_of, model_folder
 from tests.rigs.refusals import refused
 
-DAMAGES: list[tuple[Callable[[Path], object], str]] = [  # the damage, and a part of the error
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [  # the damage, and text in the error
     (lambda model: (model / WEIGHTS / MANIFEST).unlink(), MANIFEST),
     (lambda model: (model / WEIGHTS / MANIFEST).write_text("{"), MANIFEST),
     (lambda model: (model / WEIGHTS / MANIFEST).write_text("{}"), MANIFEST),

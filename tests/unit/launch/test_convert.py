@@ -1,4 +1,4 @@
-"""`slipstream convert` refuses with a reason, before it starts the process that converts."""
+"""The refusals of `slipstream convert`, each with its reason, before it starts the process that converts."""
 
 import shutil
 from pathlib import Path
