@@ -1,7 +1,7 @@
 """Losses and advantages of TRL and verl on random inputs, for tests/unit/learner/test_peer_losses.py.
 
-Runs their own code: TRL's `_compute_loss` with given log-probabilities in the place of a model, and verl's functions
-cut from its core_algos.py (peer_losses_verl.py), without the rest of verl. Everything is float64. Each row names the
+Runs their own code. TRL's `_compute_loss` gets log-probabilities in the place of a model. verl's functions are cut from
+its core_algos.py (peer_losses_verl.py), without the rest of verl. Everything is float64. Each row names the
 keys of learner.loss that should give the same, the loss, and its gradient by the log-probabilities.
 
     bench/requirements-trl.txt has TRL's environment; verl needs no installation:

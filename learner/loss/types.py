@@ -6,7 +6,7 @@ or 'module:function'. Everything that it needs can be imported from here.
     T: places of a microbatch, whose documents are packed end to end.    D: its documents, in this order.
     G: samples of one task.
 
-A microbatch is an arbitrary part of a batch. So no part may divide by the tokens or the documents that it sees: the
+A microbatch is an arbitrary part of a batch. So no part may divide by the tokens or the documents that it sees. The
 backend adds the sums and the denominators of all microbatches of all ranks, and divides once. The loss is computed in
 the dtype of the log-probabilities, float32 in training and float64 in tests.
 """
