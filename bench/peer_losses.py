@@ -1,11 +1,11 @@
 """Losses and advantages of TRL and verl on random inputs, for tests/unit/learner/test_peer_losses.py.
 
-It runs their own code. TRL's `_compute_loss` gets log-probabilities in the place of a model. verl's functions are cut
-from its core_algos.py, without the rest of verl. Everything is float64. Each row names the keys of learner.loss
-that should give the same, the loss, and its gradient by the log-probabilities.
+Runs their own code. TRL's `_compute_loss` gets log-probabilities in the place of a model. verl's functions are cut from
+its core_algos.py (peer_losses_verl.py), without the rest of verl. Everything is float64. Each row names the
+keys of learner.loss that should give the same, the loss, and its gradient by the log-probabilities.
 
     bench/requirements-trl.txt has TRL's environment; verl needs no installation:
-    pip download --no-deps --dest FOLDER verl==0.8.0 && python -m zipfile -e FOLDER/verl-*.whl FOLDER/verl
+    pip download --no-deps --dest FOLDER verl==0.9.1 && python -m zipfile -e FOLDER/verl-*.whl FOLDER/verl
     python bench/peer_losses.py --verl FOLDER/verl
 """
 
@@ -15,7 +15,7 @@ import inspect
 import json
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,21 +164,6 @@ def trl_advantages(rewards: np.ndarray) -> list[dict[str, Any]]:
         exec(code, names)
         out.append({"peer": "trl", "name": name, "eps": 1e-4, "advantages": names["advantages"].tolist()})
     return out
-
-
-# ---------------------------------------------------------------- verl
-
-
-def cut(file: Path, names: Sequence[str], namespace: dict[str, Any]) -> dict[str, Any]:
-    """These functions of a file, without decorators and annotations, in `namespace`."""
-    tree = ast.parse(file.read_text())
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
-    for node in found:
-        node.decorator_list, node.returns = [], None
-        for argument in [*node.args.args, *node.args.kwonlyargs]:
-            argument.annotation = None
-    exec(compile(ast.Module(found, []), str(file), "exec"), namespace)
-    return namespace
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ OPTIONS: dict[str, dict[str, Bounds]] = {
     "m2po": {"moment": (1e-9, 1e9)},
     "pass_at_k": {"k": (1.0, 1e9)},
 }
-DEFAULT_K = 4.0  # for pass_at_k
+DEFAULT_K = 4.0  # samples of one draw in pass_at_k
 MARKING = ("clip_cov", "kl_cov", "m2po")  # they see the whole batch; learner/loss/whole_batch.py
 MARK_OPTIONS = ("share", "least", "most", "moment")  # those of their options that say which tokens are marked
 OVER_THE_BATCH = ("reinforce_pp", "gdpo")  # estimators by which a group of equal rewards may have advantages

@@ -55,7 +55,7 @@ def reinforce_pp(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
 def opo(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
     """A_i = r_i - sum(l r) / sum(l) over the sample's group, with l the sampled tokens of each sample.
 
-    On-Policy RL with Optimal Reward Baseline (arXiv 2505.23585), section 3. This baseline has the least variance if the
+    On-Policy RL with Optimal Reward Baseline (arXiv 2505.23585), section 3. It is the baseline of least variance if the
     squared norm of a sample's gradient grows like its length.
     """
     return [_within(group, partial(_against_tokens, group.lengths[_good(group)])) for group in groups]
@@ -64,9 +64,8 @@ def opo(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
 def maxrl(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
     """A_i = (r_i - mean(r)) / mean(r) over the sample's group; 0 where the mean is not above 0.
 
-    Maximum Likelihood Reinforcement Learning (arXiv 2602.02710). With rewards of 0 and 1 it is the gradient of the
-    log of the success rate, estimated from the successes alone. So hard prompts count most.
-    Rewards must not be negative.
+    Maximum Likelihood Reinforcement Learning (arXiv 2602.02710). With rewards of 0 and 1 it estimates the gradient of
+    the log of the success rate, from the successes alone. So hard prompts count most. Rewards must not be negative.
     """
     return [_within(group, _over_mean) for group in groups]
 

@@ -23,7 +23,7 @@ from learner.backend_protocol import Microbatch
 from learner.loss.losses import PROXIMALS
 
 COLUMNS = 3  # logprobs, proximal_logprobs, advantages
-BYTES = 8  # a float64
+BYTES = 8  # size of a float64
 Tokens = dict[int, bytes]  # [COLUMNS, n] float64 of a document's n loss tokens, by its number in the batch
 
 
@@ -31,8 +31,8 @@ Tokens = dict[int, bytes]  # [COLUMNS, n] float64 of a document's n loss tokens,
 class BatchTokens:
     """The loss tokens of the whole batch, [N] float64 each."""
 
-    logprobs: np.ndarray  # by the policy at the start of the step
-    proximal_logprobs: np.ndarray  # by the policy that the trust region surrounds
+    logprobs: np.ndarray  # those of the policy at the start of the step
+    proximal_logprobs: np.ndarray  # those of the policy that the trust region surrounds
     advantages: np.ndarray
     draws: np.ndarray  # in [0, 1)
 
@@ -73,7 +73,7 @@ def m2po(tokens: BatchTokens, *, moment: float = 0.04) -> np.ndarray:
     squares = (tokens.logprobs - tokens.proximal_logprobs) ** 2
     order = np.argsort(-squares, kind="stable")
     counts = np.arange(len(squares), 0, -1)
-    means = np.cumsum(squares[order][::-1])[::-1] / counts  # over the tokens that stay when the first i are marked
+    means = np.cumsum(squares[order][::-1])[::-1] / counts  # means of the tokens that stay when i are marked
     enough = np.flatnonzero(means < moment)
     return _of(order[: enough[0] if len(enough) else len(squares) - 1], squares)
 

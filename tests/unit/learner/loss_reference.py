@@ -15,7 +15,7 @@ from learner.backend_protocol import Microbatch
 
 CLIP = {"ppo_clip": (0.2, 0.28), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4), "gmpo": (0.4, 0.4)}
 CLIP |= {"dppo_tv": (0.2, 0.2), "dppo_kl": (0.05, 0.05), "clip_cov": (0.2, 0.2)}
-TAU_LOW = 1.05  # for sapo
+TAU_LOW = 1.05  # default of sapo
 CORRECTION = {
     ("tis", "token"): (0.0, 2.0),
     ("tis", "sequence"): (0.0, 5.0),

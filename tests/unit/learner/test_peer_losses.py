@@ -58,12 +58,13 @@ def test_the_loss_and_its_gradient_are_the_peers(name: str) -> None:
     out = policy_loss(config, PEERS["max_tokens"])(logprobs, None, batch)
     assert out.denominator is not None
     loss = out.loss_sum / out.denominator
-    expected = torch.tensor(row["loss"], dtype=torch.float64)
-    torch.testing.assert_close(loss.detach(), expected, rtol=1e-9, atol=1e-12)
+    close = {"rtol": 1e-7, "atol": 1e-9}  # verl adds 1e-8 to counts
+    if row["loss"] is not None:
+        torch.testing.assert_close(loss.detach(), torch.tensor(row["loss"], dtype=torch.float64), **close)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     wanted = torch.tensor(row["gradient"], dtype=torch.float64)
     assert not wanted[~places].any()
-    torch.testing.assert_close(gradient, wanted[places], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradient, wanted[places], **close)
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ROWS)

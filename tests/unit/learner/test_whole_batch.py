@@ -129,7 +129,7 @@ def test_the_first_rank_of_a_replica_sends_its_tokens_and_every_rank_marks_alike
     sent: dict[int, bytes] = {}
     all_sent: list[bytes] = []
     found: dict[int, list[bool]] = {}
-    for turn in range(2):  # all know in the second turn what each rank sends
+    for turn in range(2):  # in the second turn every rank has what the others sent
         for rank in range(3):
             source = RolloutSource(config)
             source.backend = Rank(rank, sent, all_sent)  # type: ignore[assignment]
