@@ -1,4 +1,4 @@
-"""What is refused of learner.lora, and why."""
+"""Refusals of learner.lora, with their reasons."""
 
 import json
 from pathlib import Path
