@@ -1,4 +1,4 @@
-"""Keys of learner.lora that are refused, and why."""
+"""Refusals of learner.lora, with their reasons."""
 
 import json
 from pathlib import Path
