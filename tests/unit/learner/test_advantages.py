@@ -25,7 +25,7 @@ from learner.loss.advantages import (
 from learner.loss.types import GroupRewards
 from tests.rigs.refusals import refused
 
-OPTIONS: dict[str, dict[str, float]] = {"pass_at_k": {"k": 2}, "gdpo": {"right": 1.0, "short": 0.5}}
+OPTIONS: dict[str, dict[str, float]] = {"pass_at_k": {"k": 1}, "gdpo": {"right": 1.0, "short": 0.5}}
 
 
 def group(rewards: list[float], valid: list[bool] | None = None) -> GroupRewards:

@@ -58,7 +58,7 @@ def test_the_loss_and_its_gradient_are_the_peers(name: str) -> None:
     out = policy_loss(config, PEERS["max_tokens"])(logprobs, None, batch)
     assert out.denominator is not None
     loss = out.loss_sum / out.denominator
-    close = {"rtol": 1e-7, "atol": 1e-9}  # verl adds 1e-8 to counts
+    close = {"rtol": 1e-6, "atol": 1e-8}  # verl adds 1e-8 to counts, and TRL has sapo's 1.05 in float32
     if row["loss"] is not None:
         torch.testing.assert_close(loss.detach(), torch.tensor(row["loss"], dtype=torch.float64), **close)
     (gradient,) = torch.autograd.grad(loss, logprobs)
@@ -85,5 +85,5 @@ def test_advantages_are_the_peers(name: str) -> None:
     ours = row.get("ours", row["name"])
     options = {"gdpo": dict(zip(("right", "short"), weights.tolist(), strict=True))}.get(ours, row.get("options", {}))
     found = np.concatenate(part("advantage", ours, ADVANTAGES, options)(groups))
-    loose = 5e-3 if ours == "grpo" else 1e-9  # peers add another epsilon to the deviation
+    loose = 5e-3 if ours == "grpo" else 1e-6  # TRL adds another epsilon to grpo's deviation, and rounds gdpo's
     np.testing.assert_allclose(found, np.array(row["advantages"]), rtol=loose, atol=1e-12)
