@@ -64,7 +64,7 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
         "what became of every task, also after the job ended"),
     "web": ("web.app:command", "RUN...", "a page in the browser that shows runs live; it changes nothing"),
     "export": ("results.export:command", "RUN", "a Hugging Face folder of the final model or of a checkpoint"),
-    "convert": ("convert:command", "", "a model that the learner loads faster at every start, under any layout"),
+    "convert": ("convert:command", "", "a model of which each rank reads only its part, under any layout"),
     "replay": ("results.replay:command", "RUN key=value", "train recorded steps of a run again, offline, and compare"),
     "trace": ("results.trace:command", "RUN", "the timeline of all processes as a file for ui.perfetto.dev"),
     "slurm": ("cluster.slurm.submit:command", "CONFIG|RUN key=value", "broker, learner and fleet as jobs of Slurm"),

@@ -1,4 +1,4 @@
-"""slipstream convert MODEL DIR: a model whose weights the learner loads without converting them at every start.
+"""slipstream convert MODEL DIR: a model whose weights each rank of the learner reads in part, without converting them.
 
 DIR is written on the CPU by a process of the learner's. It is complete or absent, also after a kill.
 """

@@ -55,7 +55,7 @@ class RunConfig(Strict, frozen=True, kw_only=True):
 
 
 class ModelConfig(Strict, frozen=True, kw_only=True):
-    # Folder with config.json, safetensors files and a tokenizer, or one of `slipstream convert`, which starts faster.
+    # Folder with config.json, safetensors files and a tokenizer, or one of `slipstream convert`.
     # Or a model of the Hugging Face hub, OWNER/NAME or OWNER/NAME@REVISION; docs/models.md.
     path: Text
     # Type of the parameters in learner and engine. Use float32 on CPUs and for tiny models.

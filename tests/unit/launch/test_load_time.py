@@ -9,7 +9,7 @@ from launch.plan.memory import resident
 
 SPARSE = Architecture(
     kind="qwen3_moe", layers=4, hidden=8, ffn=16, vocabulary=32, tied=False, positions=64,
-    attention=Attention(4, 2, 2), experts=Experts(count=8, per_token=2, ffn=16), moe_layers=(True,) * 4,
+    attention=Attention(4, 2, 2, qk_norm=True), experts=Experts(count=8, per_token=2, ffn=16), moe_layers=(True,) * 4,
 )  # fmt: skip
 
 
