@@ -40,7 +40,7 @@ LOSSES = {
     ),
     "gmpo": LossConfig(
         **dict(objective="gmpo", proximal="loglinear", reduction="sequence_mean", clip_low=0.1, clip_high=0.1),
-        **dict(correction="tis", correction_level="sequence", log_ratio_penalty=0.05),
+        **dict(correction="tis", correction_cap=1.5, log_ratio_penalty=0.05),
     ),
     "clip_cov": LossConfig(objective="clip_cov", proximal="behavior", correction="none", clip_low=0.2, clip_high=0.2),
     "plug-ins": LossConfig(
