@@ -32,7 +32,7 @@ import zmq
 from common.config.schema import WeightsConfig
 from common.process import lifecycle
 from common.weights.receive.weight_client import WeightClient
-from common.weights.source import publisher as plane
+from common.weights.source import control
 from common.weights.source.publisher import WeightPublisher
 from common.weights.wire import messages
 from common.weights.wire.sockets import ControlSocket
@@ -69,7 +69,7 @@ class Learner:
     """A publisher over one transport, and the figures of its control thread."""
 
     def __init__(self, transport: Literal["relay", "gloo"]) -> None:
-        plane.ControlSocket = Counted  # type: ignore[misc]
+        control.ControlSocket = Counted  # type: ignore[misc]
         config = WeightsConfig(transport=transport, timeout_s=20.0)
         self.publisher = WeightPublisher(0, "bfloat16", config)
         self.address = self.publisher.start()
