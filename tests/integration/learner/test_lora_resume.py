@@ -96,9 +96,9 @@ def test_an_rl_job_of_adapters_killed_with_9_ends_bitwise_equal_and_refuses_othe
         assert job.weights() == whole.weights()
         check_exports(job, base, tmp_path / "exports")
         change(job, "lora", {"rank": 8})
-        assert "learner.lora.rank: expected 4" in refused(job)
+        assert "learner.lora.rank was 4 and now is 8" in refused(job)
         change(job, "lora", None)
-        assert "learner.lora: expected the section" in refused(job)
+        assert "learner.lora" in refused(job)
         change(job, "lora", {"rank": 4})
         weights = load_file(base / "model.safetensors")
         weights["model.embed_tokens.weight"][0, 0] += 1.0
