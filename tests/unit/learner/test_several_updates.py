@@ -19,6 +19,7 @@ from tests.unit.learner.loop_fakes import VOCAB, MakeWorld, World, make_group
 STEPS, GROUPS, SIZE, EPOCHS, PARTS = 4, 4, 3, 2, 2
 UPDATES = EPOCHS * PARTS
 RATE = 6.0  # so that ratios leave the bounds of the objective
+STOP = 1e-5  # so near that the second update is left out in some steps
 HALF: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.1}
 
 
@@ -100,7 +101,7 @@ class Plain:
     [
         (HALF, {}),
         (HALF | {"proximal": "loglinear"}, {"loglinear": True}),
-        (HALF | {"kl_stop": 0.02}, {"kl_stop": 0.02}),
+        (HALF | {"kl_stop": STOP}, {"kl_stop": STOP}),
         (HALF, {"max_updates": 6}),
     ],
     ids=["recompute", "loglinear", "kl_stop", "max_updates"],
@@ -113,7 +114,7 @@ def test_a_run_is_the_plain_loop_over_its_groups_updates_and_tokens(
     assert world.run() == "done"
     plain = Plain(world.broker.ledger(), **options)
     np.testing.assert_allclose(world.final_table(), plain.table.numpy(), atol=2e-5)
-    assert plain.clipped > 0, "the bounds have acted"
+    assert plain.clipped > 0 or "kl_stop" in options, "the bounds have acted"
     found = world.lines()
     assert [line.updates for line in found] == plain.updates
     assert [line.tokens_trained for line in found] == plain.trained
@@ -133,7 +134,7 @@ def test_a_run_is_the_plain_loop_over_its_groups_updates_and_tokens(
     if most is not None:
         assert max(line.update_age_max for line in found) == most
     if "kl_stop" in options:
-        assert all((line.batch_kl > 0.02) == (line.updates < UPDATES) for line in found)
+        assert all((line.batch_kl > STOP) == (line.updates < UPDATES) for line in found)
 
 
 def token_counts(serial: int) -> int:
