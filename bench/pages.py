@@ -8,6 +8,7 @@ import functools
 import re
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,15 +96,15 @@ def first_row(name: str, *words: str) -> Row:
 
 def readme_reasons() -> str:
     """The reasons to switch, each with its figure."""
-    tail = first_row("trl_comparison_long_tail", "samples")
+    tail = first_row("trl_comparison", "samples", "long tails")
     half = first_row("async_gain", "same steps")
     killed = first_row("guarantees", "broker_killed")
     faults = len(result("guarantees")["scenarios"])
     gradient = max(float(row["worst gradient error"]) for row in result("layouts")["rows"])
     largest = first_row("quickstart", "staleness")
     return f"""- **Generation and training overlap.** The quickstart needs {half.range} of the synchronous time.
-  With long-tailed answers it trains {tail.range} times as many samples per second as TRL,
-  which generates with transformers.
+  With long-tailed answers it trains {tail.range} times as many samples per second as TRL's
+  fastest way, which is asynchronous too.
 - **Staleness is a hard bound per token.** With `staleness.max: 2` no trained token was more than
   {largest.value} old, and the loss [corrects](docs/algorithms.md) for the rest.
 - **Every group is trained exactly once.** Real processes are killed, stopped and cut off in
@@ -118,8 +119,10 @@ def readme_reasons() -> str:
 def readme_table() -> str:
     redis = first_row("broker_overhead", "pickled", "1,280")
     rows = [
-        ("TRL 1.16, long answers", "our samples per second", first_row("trl_comparison_long_tail", "samples")),
-        ("TRL 1.16, short answers", "its seconds to reward 0.9", first_row("trl_comparison_tiny", "seconds")),
+        *(
+            (f"TRL 1.16, {name}", "our samples per second", first_row("trl_comparison", "samples", name))
+            for name in TRL
+        ),
         ("bare Megatron-Core", "our CPU time of a step", first_row("step_overhead", "Megatron", "wide")),
         ("Redis stream of pickled lists", "its CPU per group, ours in memory", redis),
         ("bare vLLM, one turn", "our tokens per second", first_row("node_throughput", "per second", "one turn")),
@@ -130,10 +133,11 @@ def readme_table() -> str:
 
 
 def machine() -> str:
-    names = ("trl_comparison_long_tail", "trl_comparison_tiny", "step_overhead", "broker_overhead", "node_throughput")
+    names = ("trl_comparison", "step_overhead", "broker_overhead", "node_throughput")
     machines = sorted({machine_of(result(name)) for name in names})
     commits = sorted({result(name).get("commit", "not recorded") for name in names})
-    return f"Measured on {' and '.join(machines)};\ncommit: {', '.join(commits)}."
+    text = f"Measured on {' and '.join(machines)}; commit: {', '.join(commits)}."
+    return textwrap.fill(text, 100, break_on_hyphens=False)
 
 
 def adaptive() -> str:
@@ -164,6 +168,7 @@ def packing() -> str:
     return f"{provenance('packing')}\n\n{table(head, rows)}"
 
 
+TRL = ("short answers", "long tails", "several turns")
 IMBALANCES = ("before_mean", "mean", "most")
 
 

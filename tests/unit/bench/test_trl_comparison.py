@@ -10,7 +10,19 @@ import torch
 import trl_comparison
 import trl_patches
 from torch.nn.functional import scaled_dot_product_attention
-from trl_comparison import OURS, WINDOW, WORKLOADS, Cells, Workload, cell_name, compared, figures, measure_all, row
+from trl_comparison import (
+    OURS,
+    WINDOW,
+    WORKLOADS,
+    Cells,
+    Workload,
+    cell_name,
+    compared,
+    figures,
+    measure_all,
+    row,
+    ways_of,
+)
 
 from bench.figures import ROOT
 from common.config.loading import load_either
@@ -42,6 +54,11 @@ def test_ours_is_compared_with_the_way_of_trl_that_is_fastest_in_that_seed_and_w
     assert (pair["fastest"], pair["samples_ratio"]) == ("transformers", 0.5)
     assert pair["seconds_ratio"] == pytest.approx(8 / 7, abs=0.01), "transformers never reaches the level"
     assert row("short", "transformers", [1], found)["seconds_to_level"] is None
+
+
+def test_ways_that_are_known_to_be_slow_on_a_workload_are_left_out_there_alone() -> None:
+    options = argparse.Namespace(**OPTIONS)
+    assert (ways_of("long_tail", options), ways_of("short", options)) == (["async"], ["transformers", "async"])
 
 
 def test_a_stopped_measurement_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
