@@ -29,7 +29,7 @@ import trl_comparison
 LEVEL = 0.9
 CELLS = harness.ROOT / "runs" / "updates-study"
 WAYS = ["1", "1x2", "1x4", "2x1", "4x1", "2x2"]  # epochs x minibatches; 1: one update
-UNCLIPPED = ["learner.loss.clip_low=1", "learner.loss.clip_high=1e9"]
+UNCLIPPED = ["learner.loss.clip_low=1", "learner.loss.clip_high=1000000"]
 UNKNOWN_CELL_S = 120.0  # the time of a run that was never made here
 
 
