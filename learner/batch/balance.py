@@ -70,14 +70,15 @@ def homes_of_groups(costs: np.ndarray, groups: np.ndarray, ranks: int) -> np.nda
     """
     homes = np.zeros(len(costs), dtype=np.int64)
     loads = [0.0] * ranks
+    worth: list[float] = costs.tolist()
     for group in np.unique(groups).tolist():
         inside = [0.0] * ranks
         own = np.flatnonzero(groups == group)
         for document in own[np.argsort(-costs[own], kind="stable")].tolist():
             rank = min(range(ranks), key=lambda r: (inside[r], loads[r], r))
             homes[document] = rank
-            inside[rank] += costs[document]
-            loads[rank] += costs[document]
+            inside[rank] += worth[document]
+            loads[rank] += worth[document]
     return homes
 
 

@@ -103,8 +103,8 @@ class Adapters:
         Collective over the tensor-parallel ranks that have the layer. One merged weight is in memory at a time.
         """
         for task in tasks:
-            layer = None if task is None else self._of.get(id(task.param_weight))
-            yield task if layer is None else replace(task, param_weight=_merge(layer))
+            layer = self._of.get(id(task.param_weight)) if task is not None else None
+            yield task if task is None or layer is None else replace(task, param_weight=_merge(layer))
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -79,8 +79,8 @@ def filler(like: Microbatch) -> Microbatch:
     reference = None if like.reference_logprobs is None else zero
     marked = None if like.marked is None else one < 0
     proximal = None if like.proximal_logprobs is None else zero
-    given = {"marked": marked, "proximal_logprobs": proximal}
-    return Microbatch(one, one, one - 1, (1,), zero, zero, zero, zero.int(), reference, **given)
+    given = (zero, zero, zero, zero.int(), reference)
+    return Microbatch(one, one, one - 1, (1,), *given, marked=marked, proximal_logprobs=proximal)
 
 
 class Head:
