@@ -102,7 +102,9 @@ def test_tokens_of_a_turn_that_have_expired_have_the_ratio_one_because_nothing_w
     found = {(0, 0, 0): np.where(mask[1:] > 0, np.float32(-1.5), np.float32(0.0))}  # the learner's
     batch = TrainingBatch(0, [document], BatchStatistics())
     (item,) = items(batch, [group], {}, choose([group], 1.0, 0), found)
-    np.testing.assert_allclose(item.training[0].ratios, [1.0] * (len(tokens) - 1) + [np.exp(0.5)], rtol=1e-6)
+    ratios = item.training[0].ratios
+    assert ratios is not None
+    np.testing.assert_allclose(ratios, [1.0] * (len(tokens) - 1) + [np.exp(0.5)], rtol=1e-6)
 
 
 # ---------------------------------------------------------------- a run
