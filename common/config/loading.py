@@ -324,8 +324,8 @@ def _in_words(kind: schema_info.Type) -> str:
         return f"a list of {_in_words(kind.item_type)}"
     if isinstance(kind, schema_info.LiteralType):
         return "one of " + ", ".join(_names(kind))
-    if parts := _names(kind):
-        return f"one of {', '.join(parts)}, or 'module:function'"
+    if known := _names(kind):
+        return f"one of {', '.join(known)}, or 'module:function'"
     if isinstance(kind, schema_info.IntType | schema_info.FloatType):
         word, most = ("an integer", MOST_INTEGER) if isinstance(kind, schema_info.IntType) else ("a number", MOST_FLOAT)
         bounds = [(">=", kind.ge), (">", kind.gt), ("<=", kind.le)]
