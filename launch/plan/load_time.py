@@ -12,8 +12,8 @@ import msgspec
 from common.config.schema import ParallelConfig
 from launch.plan.memory import ITEM_BYTES, Resident
 
-SAFETENSORS_GB_S = 0.62
-CONVERTED_GB_S = 0.464
+SAFETENSORS_GB_S = 0.639
+CONVERTED_GB_S = 0.445
 _CUT = ("embeddings", "attention", "dense")  # kinds that tensor-parallel ranks share
 
 
