@@ -145,7 +145,7 @@ def job_reference(folder: Path, spec: dict[str, Any]) -> None:
         counts.append(0)
         for update in range(UPDATES):
             parts = minibatches([d.serial for d in batch], PARTS, seed=11, step=step, epoch=update // PARTS)
-            total, tokens, samples, moved = torch.zeros(()), 0, 0, 0.0
+            total, tokens, samples, moved, bounded = torch.zeros(()), 0, 0, 0.0, 0
             for n in parts[update % PARTS]:
                 age = int(batch[n].staleness[0])
                 inside = torch.from_numpy(batch[n].loss_mask[1:] > 0)
@@ -158,7 +158,7 @@ def job_reference(folder: Path, spec: dict[str, Any]) -> None:
                 weight = (center - own).exp().clamp(max=2.0)
                 ratio, low, high = (now - center).exp(), loss.get("clip_low", 0.2), loss.get("clip_high", 0.28)
                 cut = ratio.clamp(1 - low, 1 + high) * batch[n].advantage
-                clipped += int((inside & (cut < ratio * batch[n].advantage)).sum())
+                bounded += int((inside & (cut < ratio * batch[n].advantage)).sum())
                 terms = weight * torch.minimum(ratio * batch[n].advantage, cut)
                 terms = terms + loss.get("entropy_coefficient", 0.0) * entropy
                 far = reference[n] - now
@@ -178,7 +178,7 @@ def job_reference(folder: Path, spec: dict[str, Any]) -> None:
             for own_group in optimizer.param_groups:
                 own_group["lr"] = rate_of(done)
             optimizer.step()
-            done, counts[-1] = done + 1, counts[-1] + 1
+            done, counts[-1], clipped = done + 1, counts[-1] + 1, clipped + bounded
     found = {f"weight.{n}": w for n, w in tiny_models.in_files(model).items()}
     found |= {f"before.{n}": w for n, w in tiny_models.in_files(first).items()}
     forked_ranks.write(folder / f"reference-{name}", 0, found, {"updates": counts, "clipped": clipped})
