@@ -6,6 +6,7 @@ torch's AdamW steps them as one parameter.
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,8 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
         with tiny_models.gradients_in_place(backend):
             tensors |= adapters(backend, "gradient")
     tensors |= tiny_models.logprobs(backend) | adapters(backend, "trained") | exported(backend, "merged")
-    tensors |= numbered(backend, backend.reference_logprobs(mine, TEMPERATURE), "reference")
+    everywhere = [replace(batch, loss_mask=torch.ones_like(batch.loss_mask)) for batch in mine]
+    tensors |= numbered(backend, backend.reference_logprobs(everywhere, TEMPERATURE), "reference")
     tensors |= tiny_models.logprobs(backend, "afterwards")
     part = {name: tensor.clone() for name, tensor in backend.export_part()}
     tensors |= {f"part.{name}": tensor for name, tensor in part.items()}
