@@ -12,7 +12,7 @@ from common.errors import Problem, meant
 UNCORRECTED = "every weight is 1 then; clip_low and clip_high bound the whole way from the sampler's policy"
 UNMOVED = "under proximal: recompute no token has moved when the batch begins"
 NO_BOUND = (1.0, 1e3)  # no ratio is below 1 - 1, and one above 1,001 is no longer a matter of clipping
-NEVER_STOPS = {"cispo"}  # objectives whose bound leaves every token its gradient
+NEVER_STOPS = {"cispo", "kl_cov", "m2po"}  # objectives whose bound leaves every token its gradient
 
 Bounds = tuple[float, float]
 

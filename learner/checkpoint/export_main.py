@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.config.checks import downloaded, model_folder_problems, resolve_paths
+from common.config.converted import is_converted, read_converted
 from common.config.loading import load_either
 from common.config.schema import LearnerConfig, MoeConfig, ParallelConfig
 from common.errors import ConfigError
@@ -56,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
     adapters = Adapters(built, config.learner.lora, source, config.run.seed)
     checkpoint.load_weights(words.checkpoint / MODEL_FOLDER, built.chunks, alone, adapters.identity)
     if words.adapter:
-        name = named.model.path
+        name = read_converted(source).source if is_converted(source) else named.model.path
         adapters.save(words.out, name.removeprefix(SCHEME).partition("@")[0] if name.startswith(SCHEME) else name)
     else:
         Exporter(built, adapters).save(source, words.out)

@@ -14,7 +14,7 @@ from broker.client.connect import Access, connect
 from broker.client.look_ahead import LookAhead
 from broker.contract import BrokerStatus, StoredGroup
 from common.config.schema import Config
-from common.errors import HopelessError, SlipstreamError, StoreChanged, UsageError
+from common.errors import HopelessError, SlipstreamError, StoreChanged
 from common.metrics import StepMetrics
 from common.process.run_dir import RunDir, find_broker
 from common.rollouts import Group
@@ -172,18 +172,18 @@ class LeadRank(RolloutSource):
 
     def batch(self, step: int) -> tuple[TrainingBatch, list[Update]]:
         self._step = step
-        batch = assemble(self._groups, step, self.config, self.backend.routing_shape, self._gathering.prepared)
-        documents = batch.documents
+        try:
+            batch = assemble(self._groups, step, self.config, self.backend.routing_shape, self._gathering.prepared)
+            documents = batch.documents
+            parts = plan_updates(self.backend, documents, self.config, step)
+        except Exception as error:  # the other ranks wait for their documents; an estimator may raise anything
+            self._deliver(Told(refused=str(error)), [], [[] for _ in range(self.backend.data_parallel_size)])
+            raise
         self._chosen = choose(self._groups, self.config.telemetry.transcripts, self.config.run.seed)
         self._recorder.watch(documents, self._chosen)
         if documents:  # real text: the canary covers what the policy sees
             self._canary_tokens = documents[0].tokens[: max(2, self.config.weights.canary_tokens)].tolist()
         told = Told(batch.statistics, self._recorder.wanted, self._canary_tokens)
-        try:
-            parts = plan_updates(self.backend, documents, self.config, step)
-        except UsageError as error:
-            self._deliver(Told(refused=str(error)), [], [[] for _ in range(self.backend.data_parallel_size)])
-            raise
         self._deliver(told, documents, parts)
         layers = self.backend.routing_layers
         own = parts[self.backend.data_parallel_rank]

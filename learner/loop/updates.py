@@ -71,7 +71,7 @@ def _completed(
     alive()
     whole = [replace(batch, proximal_logprobs=row) for batch, row in zip(whole, frozen, strict=True)]
     known = {name: _by_document(whole, name) for name in GIVEN if getattr(whole[0], name) is not None}
-    return [replace(update, microbatches=[_given(b, known) for b in update.microbatches]) for update in updates]
+    return [replace(update, microbatches=[with_columns(b, known) for b in update.microbatches]) for update in updates]
 
 
 def _by_document(microbatches: Sequence[Microbatch], name: str) -> dict[int, Tensor]:
@@ -80,11 +80,11 @@ def _by_document(microbatches: Sequence[Microbatch], name: str) -> dict[int, Ten
     return {number: row for batch, own in rows for number, row in zip(batch.numbers, own, strict=True)}
 
 
-def _given(batch: Microbatch, known: Mapping[str, Mapping[int, Tensor]]) -> Microbatch:
+def with_columns(batch: Microbatch, known: Mapping[str, Mapping[int, Tensor]]) -> Microbatch:
     """The microbatch with the columns `known` by document; a filler has zeros, so that its loss has the same sums."""
     if not batch.numbers:
-        size = len(batch.targets)
-        return replace(batch, **{name: next(iter(of.values())).new_zeros(size) for name, of in known.items()})
+        zeros = torch.zeros(len(batch.targets))
+        return replace(batch, **{name: zeros.bool() if name == "marked" else zeros for name in known})
     return replace(batch, **{name: torch.cat([of[n] for n in batch.numbers]) for name, of in known.items()})
 
 

@@ -83,6 +83,7 @@ learner: {loss: {proximal: behavior, correction_veto: 0.0001}} | learner.loss.co
 learner: {loss: {reference: /models/base}} | learner.loss.reference | kl_coefficient is 0
 learner: {minibatches: 17} | learner.minibatches | at most learner.groups_per_step (16), found 17
 {learner: {epochs: 2, loss: {proximal: behavior, objective: cispo}}} | learner.epochs | objective: cispo
+{learner: {epochs: 2, loss: {proximal: behavior, objective: m2po}}} | learner.epochs | objective: m2po
 {learner: {epochs: 2, loss: {proximal: behavior, clip_low: 1, clip_high: 1000000}}} | learner.epochs | expected 1 with
 {learner: {loss: {kl_stop: 0.1}}} | learner.loss.kl_stop | unset with one update per batch
 {learner: {epochs: 2, minibatches: 2}, staleness: {max_updates: 2}} | staleness.max_updates | at least 3

@@ -13,7 +13,9 @@ from torch import Tensor
 from broker.contract import LedgerEntry
 from common.process.health import LifeSigns
 from common.rollouts import Group, encode_group
+from learner.batch.packing import build
 from learner.batch.updates import minibatches
+from learner.loop.updates import with_columns
 from tests.unit.learner.loop_fakes import VOCAB, MakeWorld, World, make_group
 
 STEPS, GROUPS, SIZE, EPOCHS, PARTS = 4, 4, 3, 2, 2
@@ -242,3 +244,11 @@ def test_updates_of_one_group_each_train_on_one_group(make_world: MakeWorld) -> 
     epochs = [serials[at : at + GROUPS] for at in range(0, len(serials), GROUPS)]
     assert all(sorted(epoch) == [[n] for n in range(GROUPS)] for epoch in epochs)
     assert len({str(epoch) for epoch in epochs}) > 1
+
+
+def test_a_rank_without_a_document_gets_columns_for_its_fillers() -> None:
+    (filler,) = build({}, [[]])
+    known: dict[str, dict[int, torch.Tensor]] = {"proximal_logprobs": {}, "marked": {}}
+    given = with_columns(filler, known)
+    assert given.proximal_logprobs is not None and given.proximal_logprobs.tolist() == [0.0] * len(filler.targets)
+    assert given.marked is not None and given.marked.dtype == torch.bool and not given.marked.any()
