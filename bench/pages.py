@@ -107,7 +107,7 @@ def readme_reasons() -> str:
   fastest way, which is asynchronous too.
 - **Staleness is a hard bound per token.** With `staleness.max: 2` no trained token was more than
   {largest.value} old, and the loss [corrects](docs/algorithms.md) for the rest.
-- **Every group is trained exactly once.** Real processes are killed, stopped and cut off in
+- **Every group is in one committed step.** Real processes are killed, stopped and cut off in
   [{faults} faults](docs/guarantees.md). Without a model, the next broker needs {killed.value} for
   three new steps.
 - **Layouts are tested.** {len(result("layouts")["rows"])} cases of parallelism give Hugging Face's
