@@ -34,6 +34,7 @@ Options = argparse.Namespace
 SMOOTHING = 0.8
 PATIENCE_S = 120
 CPU_SAMPLE_S = 0.2
+UNKNOWN_CELL_S = 120.0  # the time of a cell that was never measured here
 
 
 def machine() -> dict[str, Any]:
@@ -110,6 +111,32 @@ def parser(script_doc: str | None, **options: Any) -> argparse.ArgumentParser:
             kind, several = (type(default[0]), "+") if isinstance(default, list) else (type(default), None)
             made.add_argument(word, type=kind, nargs=several, default=default, help=f"default {default}")
     return made
+
+
+class Cells:
+    """Measured cells of a comparison, a file each; one with another key only says how long it took."""
+
+    def __init__(self, folder: Path, *key: object) -> None:
+        """`key`: what a cell depends on besides the commit."""
+        self.folder = folder
+        self.key = json.dumps([commit(), *key])
+
+    def _read(self, name: str) -> Figures:
+        path = self.folder / f"{name}.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def found(self, name: str) -> Figures | None:
+        cell = self._read(name)
+        return cell["figures"] if cell.get("key") == self.key else None
+
+    def expected_s(self, name: str) -> float:
+        return self._read(name).get("took_s", UNKNOWN_CELL_S)
+
+    def keep(self, name: str, figures: Figures, began: float) -> None:
+        """Write a cell whose measurement began at `began` of the monotonic clock."""
+        cell = {"key": self.key, "took_s": round(time.monotonic() - began, 1), "figures": figures}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / f"{name}.json").write_text(json.dumps(cell, indent=1) + "\n")
 
 
 def in_turns(names: Sequence[Any], rounds: Iterable[int], measure: Callable[[Any, int], Any]) -> dict[Any, list[Any]]:

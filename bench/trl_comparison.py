@@ -45,7 +45,6 @@ SLOW = {
     "long_tail": ("transformers", "server", "colocate")
 }  # left out: 4 to 6 times as slow as ours, a cell takes 15 min
 SPARE_S = 60.0  # beyond its limit until a run is killed
-UNKNOWN_CELL_S = 120.0  # the time of a cell that was never measured here
 PARTS = (
     "learner_idle_s", "train_s", "batch_s", "snapshot_s", "checkpoint_s", "publish_s", "seconds_to_active",
     "generation_stall_s", "staleness_mean",
@@ -158,32 +157,19 @@ def run_ours(workload: Workload, seed: int, options: harness.Options) -> dict[st
     return found | figures(job.rewards, times_s, workload.level)
 
 
-class Cells:
+class Cells(harness.Cells):
     """Measured cells on disk; a cell of another commit or other arguments only says how long it took."""
 
     def __init__(self, options: harness.Options) -> None:
+        super().__init__(CELLS, options.overrides, [repr(w) for w in WORKLOADS.values()], THREADS)
         self.options = options
-        self.key = json.dumps([harness.commit(), options.overrides, [repr(w) for w in WORKLOADS.values()], THREADS])
-
-    def read(self, name: str) -> dict[str, Any]:
-        path = CELLS / f"{name}.json"
-        return json.loads(path.read_text()) if path.exists() else {}
-
-    def found(self, name: str) -> dict[str, Any] | None:
-        cell = self.read(name)
-        return cell["figures"] if cell.get("key") == self.key else None
-
-    def expected_s(self, name: str) -> float:
-        return self.read(name).get("took_s", UNKNOWN_CELL_S)
 
     def measure(self, workload: str, system: str, seed: int) -> None:
         began = time.monotonic()
         spec = WORKLOADS[workload]
         found = run_ours(spec, seed, self.options) if system == OURS else run_trl(spec, system, seed, self.options)
         found["load_1min"] = round(os.getloadavg()[0], 1)
-        cell = {"key": self.key, "took_s": round(time.monotonic() - began, 1), "figures": found}
-        CELLS.mkdir(parents=True, exist_ok=True)
-        (CELLS / f"{cell_name(workload, system, seed)}.json").write_text(json.dumps(cell, indent=1) + "\n")
+        self.keep(cell_name(workload, system, seed), found, began)
         shown = {name: found[name] for name in ("set_up_s", "first_step_s", "step_s", "steps_to_level", "load_1min")}
         print(cell_name(workload, system, seed), json.dumps(shown), flush=True)
 

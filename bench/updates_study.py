@@ -30,7 +30,6 @@ LEVEL = 0.9
 CELLS = harness.ROOT / "runs" / "updates-study"
 WAYS = ["1", "1x2", "1x4", "2x1", "4x1", "2x2"]  # epochs x minibatches; 1: one update
 UNCLIPPED = ["learner.loss.clip_low=1", "learner.loss.clip_high=1000000"]
-UNKNOWN_CELL_S = 120.0  # the time of a run that was never made here
 
 
 def shape(way: str) -> tuple[int, int]:
@@ -45,24 +44,13 @@ def overrides(way: str, clip: bool, seed: int) -> list[str]:
     return words if clip else [*words, *UNCLIPPED]
 
 
-class Cells:
+class Cells(harness.Cells):
     """Finished runs on disk; one of another commit or other arguments only says how long it took."""
 
     def __init__(self, options: harness.Options) -> None:
         self.words = list(options.overrides)
-        self.key = json.dumps([harness.commit(), self.words])
+        super().__init__(CELLS, self.words)
         self.end = time.monotonic() + options.budget_s
-
-    def read(self, name: str) -> dict[str, Any]:
-        path = CELLS / f"{name}.json"
-        return json.loads(path.read_text()) if path.exists() else {}
-
-    def found(self, name: str) -> dict[str, Any] | None:
-        cell = self.read(name)
-        return cell["figures"] if cell.get("key") == self.key else None
-
-    def expected_s(self, name: str) -> float:
-        return self.read(name).get("took_s", UNKNOWN_CELL_S)
 
     def measure(self, way: str, clip: bool, lag: int, seed: int) -> None:
         """Make the run, unless it would end beyond the budget."""
@@ -72,9 +60,7 @@ class Cells:
             return
         words = [*overrides(way, clip, seed), *self.words]
         found = harness.apart(correction_study.trained, words, lag, **correction_study.ENVIRONMENT)
-        cell = {"key": self.key, "took_s": round(time.monotonic() - began, 1), "figures": found}
-        CELLS.mkdir(parents=True, exist_ok=True)
-        (CELLS / f"{name}.json").write_text(json.dumps(cell) + "\n")
+        self.keep(name, found, began)
         print(name, json.dumps(reached(found)), found["held_out"], flush=True)
 
 

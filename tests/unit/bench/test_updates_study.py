@@ -62,4 +62,4 @@ def test_a_stopped_study_continues_with_what_is_missing(tmp_path: Path, monkeypa
     with pytest.raises(SystemExit, match=cell_name("1", True, 0, 1)):
         measure_all(other)
     assert made == [], "runs of other arguments are not taken, and none fits into the budget"
-    assert Cells(other).expected_s(cell_name("1", True, 0, 1)) < updates_study.UNKNOWN_CELL_S
+    assert Cells(other).expected_s(cell_name("1", True, 0, 1)) < harness.UNKNOWN_CELL_S
