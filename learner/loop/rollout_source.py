@@ -89,7 +89,8 @@ class RolloutSource(BatchSource):
     def _marked(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """With the marks of an objective over the whole batch; the first rank of a replica sends its tokens."""
         loss = self.config.learner.loss
-        logprobs = self.backend.logprobs(microbatches, self.temperature)
+        frozen = [batch.proximal_logprobs for batch in microbatches if batch.proximal_logprobs is not None]
+        logprobs = frozen or self.backend.logprobs(microbatches, self.temperature)  # every batch has it, or none
         own = whole_batch.tokens_of(loss, microbatches, logprobs)
         parts = [own]
         if self._cells:

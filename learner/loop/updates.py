@@ -1,7 +1,7 @@
 """The updates of one batch, on every rank alike.
 
     one update:  complete -> train
-    several:     complete -> freeze the policy that begins the batch -> train, train, ... until none is left, or one
+    several:     freeze the policy that begins the batch -> complete -> train, train, ... until none is left, or one
                  finds the policy further than kl_stop from the frozen one: it and the rest are left out
 
 Log-probabilities of the reference and of the version that begins the batch stay the same during it, as do marks. They
@@ -63,13 +63,14 @@ def _completed(
 ) -> list[Update]:
     """The updates with everything that the loss reads; several also have the frozen policy. Collective."""
     first = [batch for update in updates if update.epoch == updates[0].epoch for batch in update.microbatches]
+    if len(updates) > 1:
+        frozen = backend.logprobs(first, source.temperature)
+        alive()
+        first = [replace(batch, proximal_logprobs=row) for batch, row in zip(first, frozen, strict=True)]
     whole = source.complete(first)
     alive()
     if len(updates) == 1:
         return [replace(updates[0], microbatches=whole)]
-    frozen = backend.logprobs(first, source.temperature)
-    alive()
-    whole = [replace(batch, proximal_logprobs=row) for batch, row in zip(whole, frozen, strict=True)]
     known = {name: _by_document(whole, name) for name in GIVEN if getattr(whole[0], name) is not None}
     return [replace(update, microbatches=[with_columns(b, known) for b in update.microbatches]) for update in updates]
 
