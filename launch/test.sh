@@ -16,7 +16,7 @@ step() {  # step TITLE COMMAND...
   printf '== ok, %d s: %s\n' $((SECONDS - begun)) "$title"
 }
 
-chromium() {  # the browser that draws the page in tests/integration/test_web_page.py
+install_chromium() {  # the browser that draws the page in tests/integration/test_web_page.py
   command -v chromium || command -v chromium-browser || command -v google-chrome && return 0
   if [ "$(id -u)" != 0 ] || ! command -v apt-get; then
     echo "the tests of the page need Chromium: install Debian's package chromium" >&2
@@ -65,7 +65,7 @@ other_environments() {
 behind other_environments
 (step "environment" bash launch/setup.sh cpu) || failed=yes
 joined
-[ -n "$fast" ] || step "Chromium" chromium
+[ -n "$fast" ] || step "Chromium" install_chromium
 export SLIPSTREAM_LEARNER_PYTHON="$PWD/.venv-learner-cpu/bin/python"
 export SLIPSTREAM_VERIFIERS_PYTHON="${SLIPSTREAM_VERIFIERS_PYTHON:-$PWD/.venv-adapters/bin/python}"
 export SLIPSTREAM_OPENENV_PYTHON="${SLIPSTREAM_OPENENV_PYTHON:-$PWD/.venv-adapters/bin/python}"
