@@ -1,7 +1,7 @@
 """Writes the tables of docs/config.md and docs/metrics.md: python -m tests.docs_reference.
 
 They follow from the declarations in common/; the text around them is written by hand.
-A key's meaning is the comment behind its field in common/config/schema.py, or in the lines above it; a metric says
+A key's meaning is the comment behind its field in common/config/, or in the lines above it; a metric says
 its own.
 """
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from common.config import lora, observing, schema, scorers, tasks
+from common.config import lora, loss_keys, observing, schema, scorers, tasks
 from common.config.loading import describe_type, section_in
 from common.metrics import EvaluationMetrics, SftMetrics, StepMetrics, declarations
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-SOURCES = tuple(module.__name__ for module in (schema, lora, observing, tasks, scorers))
+SOURCES = tuple(module.__name__ for module in (schema, lora, loss_keys, observing, tasks, scorers))
 
 
 def comments(kind: type[msgspec.Struct]) -> dict[str, str]:

@@ -6,7 +6,8 @@ torch: learner/loss/plugins.py.
 
 from collections.abc import Iterator, Mapping
 
-from common.config.schema import Config, LossConfig
+from common.config.loss_keys import LossConfig
+from common.config.schema import Config
 from common.errors import Problem, meant
 
 UNCORRECTED = "every weight is 1 then; clip_low and clip_high bound the whole way from the sampler's policy"

@@ -3,14 +3,12 @@
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from common.config.loss_keys import DistillationConfig
 from common.config.tasks import MessageConfig, TasksConfig
 from common.config.types import Natural, Number, Positive, Scalar, Seconds, Strict, Text
 from common.errors import Problem, meant
-
-if TYPE_CHECKING:
-    from common.config.schema import DistillationConfig
 
 NAME = re.compile(r"[A-Za-z][\w-]*")
 ENDPOINT = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/[^\s?#]*)?")
@@ -134,7 +132,7 @@ def _verdict(at: str, scorer: ScorerConfig) -> Iterator[Problem]:
         yield Problem(key, "labels that differ by more than their case", ", ".join(map(repr, verdict)))
 
 
-def teacher_problems(scorers: Mapping[str, ScorerConfig], told: "DistillationConfig | None") -> Iterator[Problem]:
+def teacher_problems(scorers: Mapping[str, ScorerConfig], told: DistillationConfig | None) -> Iterator[Problem]:
     """A teacher that is unknown or cannot do what the loss asks, and teachers that the loss does not name."""
     if told is not None:
         yield from _told(scorers, told)
@@ -148,7 +146,7 @@ def teacher_problems(scorers: Mapping[str, ScorerConfig], told: "DistillationCon
             yield Problem(f"scorers.{name}.tokenizer", f"nothing with kind: {scorer.kind}", scorer.tokenizer)
 
 
-def _told(scorers: Mapping[str, ScorerConfig], told: "DistillationConfig") -> Iterator[Problem]:
+def _told(scorers: Mapping[str, ScorerConfig], told: DistillationConfig) -> Iterator[Problem]:
     key = "learner.loss.distillation"
     found = scorers.get(told.teacher)
     if found is None:

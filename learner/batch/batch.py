@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from broker.contract import StoredGroup
-from common.config.schema import Config, DistillationConfig
+from common.config.loss_keys import DistillationConfig
+from common.config.schema import Config
 from common.rollouts import Branch, Group, Sample, decode_group
 from common.staleness import expired
 from common.wire_types import Array

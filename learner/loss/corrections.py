@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.config.loss import correction_bounds
-from common.config.schema import LossConfig
+from common.config.loss_keys import LossConfig
 from learner.loss.ratios import Documents, bounded_exp
 from learner.loss.types import Corrected, Correction
 

@@ -10,7 +10,7 @@ docs/distillation.md compares the objectives.
 import torch
 from torch import Tensor
 
-from common.config.schema import DistillationConfig
+from common.config.loss_keys import DistillationConfig
 from learner.backend_protocol import Microbatch
 from learner.loss.ratios import bounded_exp, within
 

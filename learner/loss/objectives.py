@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from common.config.loss import clip_bounds
-from common.config.schema import LossConfig
+from common.config.loss_keys import LossConfig
 from learner.loss.ratios import bounded_exp
 from learner.loss.types import Objective, PolicyTokens, Surrogate
 

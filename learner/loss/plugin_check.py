@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from common.config.loss import plugins
-from common.config.schema import Config, LossConfig
+from common.config.loss_keys import LossConfig
+from common.config.schema import Config
 from common.errors import ConfigError, Problem
 from learner.backend_protocol import LossOutput, Microbatch
 from learner.loss.losses import policy_loss

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from common.config.loss import clip_bounds, correction_bounds
-from common.config.schema import LossConfig
+from common.config.loss_keys import LossConfig
 from learner.loss.ratios import Documents, bounded_exp, within
 
 __all__ = [

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from common.config.loss import MARK_OPTIONS, MARKING
-from common.config.schema import LossConfig
+from common.config.loss_keys import LossConfig
 from learner.backend_protocol import Microbatch
 from learner.loss.losses import PROXIMALS
 

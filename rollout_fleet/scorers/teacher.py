@@ -8,7 +8,8 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from common.config.schema import Config, DistillationConfig
+from common.config.loss_keys import DistillationConfig
+from common.config.schema import Config
 from common.rollouts import Sample
 from common.wire_types import Array
 from rollout_fleet.episode.driver import checked_notes

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.config.schema import Config, DistillationConfig
+from common.config.loss_keys import DistillationConfig
+from common.config.schema import Config
 from common.config.scorers import ScorerConfig
 from common.errors import ConfigError, UsageError
 from common.hub import load_tokenizer

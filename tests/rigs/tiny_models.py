@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.config.lora import LoraConfig
+from common.config.loss_keys import LossConfig
 from common.config.schema import (
     LearnerConfig,
-    LossConfig,
     MegatronConfig,
     MemoryConfig,
     ModelConfig,

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.config.schema import DistillationConfig, LossConfig
+from common.config.loss_keys import DistillationConfig, LossConfig
 from learner.backend_protocol import Microbatch
 from learner.loss.losses import policy_loss
 from tests.rigs import forked_ranks, tiny_models

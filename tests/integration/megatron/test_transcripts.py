@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.schema import LossConfig
+from common.config.loss_keys import LossConfig
 from learner.backend_protocol import Microbatch
 from learner.batch.balance import Plan
 from learner.batch.packing import Document, build, plan

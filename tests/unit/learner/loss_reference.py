@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from common.config.schema import LossConfig
+from common.config.loss_keys import LossConfig
 from learner.backend_protocol import Microbatch
 
 CLIP = {"ppo_clip": (0.2, 0.28), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4), "gmpo": (0.4, 0.4)}

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.contract import StoredGroup
-from common.config.schema import Config, DistillationConfig
+from common.config.loss_keys import DistillationConfig
+from common.config.schema import Config
 from common.rollouts import Branch, Group, GroupMeta, Sample, TemperatureRun, VersionRun, encode_group
 from common.wire_types import Array
 from learner.backend_protocol import RoutingShape

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config.schema import LossConfig
+from common.config.loss_keys import LossConfig
 from learner.loss.objectives import OBJECTIVES
 from learner.loss.types import Documents, PolicyTokens
 

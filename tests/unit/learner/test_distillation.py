@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config.schema import DistillationConfig, LossConfig
+from common.config.loss_keys import DistillationConfig, LossConfig
 from learner.backend_protocol import LossOutput, Microbatch
 from learner.loss.losses import policy_loss
 from tests.unit.learner.test_losses import CASE, MAX_TOKENS

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.config.loss import CLIP_BOUNDS, CORRECTION_BOUNDS, MARK_OPTIONS, MARKING, OPTIONS, WITHOUT_BOUNDS
-from common.config.schema import LossConfig
+from common.config.loss_keys import LossConfig
 from common.config.types import names_in
 from learner.loss.advantages import ADVANTAGES
 from learner.loss.corrections import CORRECTIONS, veto

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.config.loss import loss_problems
-from common.config.schema import LossConfig
+from common.config.loss_keys import LossConfig
 from learner.backend_protocol import LossFunction, LossOutput, Microbatch
 from learner.loss.losses import cross_entropy, policy_loss
 from learner.loss.objectives import OBJECTIVES

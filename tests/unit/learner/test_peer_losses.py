@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.schema import LossConfig
+from common.config.loss_keys import LossConfig
 from learner.backend_protocol import Microbatch
 from learner.loss import whole_batch
 from learner.loss.advantages import ADVANTAGES

@@ -24,7 +24,8 @@ from common.config.loss import (
     loss_problems,
     plugins,
 )
-from common.config.schema import Config, LossConfig
+from common.config.loss_keys import LossConfig
+from common.config.schema import Config
 from common.errors import ConfigError
 from common.rollouts import Group
 from learner.batch.batch import assemble

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.schema import Config, LossConfig
+from common.config.loss_keys import LossConfig
+from common.config.schema import Config
 from learner.backend_protocol import Microbatch
 from learner.loop.rollout_source import RolloutSource
 from learner.loop.share import Cell

@@ -21,7 +21,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from transformers import Qwen3Config
 
 from common.config.converted import Forward
-from common.config.schema import LearnerConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from common.config.loss_keys import LossConfig
+from common.config.schema import LearnerConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from common.errors import SlipstreamError, UsageError
 from learner.backend_protocol import Microbatch
 from learner.batch.packing import Document, build
