@@ -113,6 +113,15 @@ def build_updates(documents: Mapping[int, Document], parts: Sequence[Part], conf
     ]
 
 
+def trained_on(documents: Sequence[Document], parts: Sequence[Sequence[Part]], config: Config) -> list[Document]:
+    """Those in an update of any rank, each as its first one trims it: later ones have no token that this one lacks."""
+    first: dict[int, int] = {}
+    for own in parts:
+        for part in own:
+            first = dict.fromkeys(numbers([part]), part.update) | first
+    return [trimmed(documents[n], first[n], config) for n in sorted(first)]
+
+
 def _trains(document: Document, update: int, config: Config) -> bool:
     """Whether the update's loss has any of its tokens; every document has some before the first update."""
     return config.staleness.max_updates is None or bool(trimmed(document, update, config).loss_mask.any())

@@ -5,6 +5,7 @@ Other ranks have none; they learn what to do from the commands that the trainer 
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -26,7 +27,7 @@ from common.weights.wire.messages import Canary
 from learner.backend_protocol import Backend
 from learner.batch.batch import BadGroup, TrainingBatch, assemble, prepare
 from learner.batch.packing import Document
-from learner.batch.updates import Part, Update, build_updates, numbers, plan_updates
+from learner.batch.updates import Part, Update, build_updates, numbers, plan_updates, trained_on
 from learner.checkpoint.folder import StreamState, TrainerState
 from learner.loop.batch_source import Command, Drain, Fail, Save, Train, Wait
 from learner.loop.evaluation import Evaluations
@@ -187,6 +188,7 @@ class LeadRank(RolloutSource):
         self._deliver(told, documents, parts)
         layers = self.backend.routing_layers
         own = parts[self.backend.data_parallel_rank]
+        batch = replace(batch, documents=trained_on(documents, parts, self.config))
         return batch, build_updates({n: of_layers(documents[n], layers) for n in numbers(own)}, own, self.config)
 
     def _deliver(self, told: Told, documents: list[Document], parts: list[list[Part]]) -> None:

@@ -14,11 +14,12 @@ import torch
 
 from common.config.schema import Config
 from common.process.run_dir import RunDir
-from common.rollouts import Group, Sample, encode_group
+from common.rollouts import Group, Sample, VersionRun, encode_group
 from launch.observe.transcripts import read
 from launch.quickstart.assets import build_tokenizer
 from learner.batch.batch import BatchStatistics, TrainingBatch
 from learner.batch.packing import Document, build
+from learner.batch.updates import minibatches
 from learner.loop.transcripts import MOST_PLACES, RecordingLoss, choose, items, transcript_thread
 from learner.loss.advantages import ADVANTAGES
 from learner.loss.types import GroupRewards
@@ -163,6 +164,50 @@ def test_every_transcript_has_the_texts_advantage_and_ratios_of_its_sample(
         np.testing.assert_allclose(said.ratios, np.exp(logprobs[1:].numpy() + 2.0), atol=2e-5)
         assert said.logprobs == [-2.0] * len(said.tokens) and said.trained == [1] * len(said.tokens)
     assert world.lines()[-1].transcripts_dropped_total == 0
+
+
+def test_a_token_that_staleness_max_updates_leaves_out_of_every_update_is_not_shown_as_trained(
+    make_world: MakeWorld, model: str
+) -> None:
+    """Four updates a version; the first sampled token of each sample is a version older than its others."""
+    most, oldest, parts = 8, 3, 2
+
+    def aged(sample: Sample) -> Sample:
+        version = sample.version_runs[0].version
+        return msgspec.structs.replace(sample, version_runs=[VersionRun(2, version - 1), VersionRun(3, version)])
+
+    bounds = {"staleness": {"max": oldest, "max_updates": most}, "learner": {"epochs": 2, "minibatches": parts}}
+    world = transcribed(make_world, model, rollout={"group_size": 4}, lag=1, **bounds)
+    world.fleet.spoil = lambda group: encode_group(Group(group.serial, [aged(sample) for sample in group.samples]))
+    tables: dict[int, torch.Tensor] = {}
+    train_step = world.backend.train_step
+
+    def remembering(*arguments: Any) -> Any:
+        tables.setdefault(world.trainer.version, world.backend.table.detach().clone())
+        return train_step(*arguments)
+
+    world.backend.train_step = remembering  # type: ignore[method-assign]
+    finish(world)
+    found = list(read(world.run_dir))
+    kinds = set[tuple[bool, bool]]()
+    for step in range(3):
+        own = [t for t in found if t.step == step]
+        ages = {t.serial: step - t.turns[1].version_runs[-1][1] for t in own}
+        serials = sorted(serial for serial, age in ages.items() if age <= oldest)  # others have expired
+        order = minibatches(serials, parts, seed=world.config.run.seed, step=step, epoch=0)
+        first = {serials[n]: update for update, numbers in enumerate(order) for n in numbers}
+        for t in own:
+            said, age = t.turns[1], ages[t.serial]
+            old, young = ((a <= oldest and a * 4 + first.get(t.serial, 0) <= most) for a in (age + 1, age))
+            kinds.add((old, young))
+            assert said.trained == [int(old)] + [int(young)] * (len(said.tokens) - 1)
+            if young:
+                ids = torch.tensor(t.turns[0].tokens + said.tokens)
+                ratios = (tables[step].log_softmax(-1)[ids[:-1], ids[1:]] + 2.0).exp().numpy()[1:]
+                np.testing.assert_allclose(said.ratios, np.where(said.trained, ratios, 1.0), atol=2e-5)
+            else:
+                assert not said.ratios and t.advantage is None
+    assert kinds == {(True, True), (False, True), (False, False)}
 
 
 def test_a_filtered_groups_transcript_names_no_step_and_an_expired_one_trained_nothing(
