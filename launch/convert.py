@@ -16,6 +16,8 @@ from common.config.checks import model_folder_problems
 from common.config.converted import is_converted, read_converted
 from common.errors import EXIT_DONE, UsageError
 from common.hub import absolute, local_copy
+from launch.checks.job import GET_AGAIN, broken_weights
+from learner.megatron.conversion.hf_folder import stored_bytes, stored_dtype
 
 GIB = 1 << 30
 
@@ -46,12 +48,15 @@ def check_source(folder: Path) -> None:
         raise UsageError(f"{folder} is converted already; any layout loads it as it is")
     for problem in model_folder_problems(str(folder)):
         raise UsageError(str(replace(problem, key="MODEL")))
+    for file in sorted(folder.glob("*.safetensors")):
+        if reason := broken_weights(file):
+            raise UsageError(f"MODEL: {file}: {reason}; {GET_AGAIN}")
 
 
 def check_room(source: Path, target: Path) -> None:
-    """Raise UsageError where the disk has less room than the weights take now."""
-    needed = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    """Raise UsageError where the disk has less room than the converted weights take."""
+    needed = stored_bytes(source)
     at = next(folder for folder in target.parents if folder.is_dir())
     if (free := shutil.disk_usage(at).free) < needed:
-        sizes = f"{needed / GIB:.1f} GiB of weights, and {free / GIB:.1f} GiB are free in {at}"
-        raise UsageError(f"{source} has {sizes}")
+        sizes = f"{needed / GIB:.1f} GiB in {stored_dtype(source)}, and {free / GIB:.1f} GiB are free in {at}"
+        raise UsageError(f"the converted weights of {source} take {sizes}")

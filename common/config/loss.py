@@ -66,10 +66,15 @@ def is_plugin(name: str) -> bool:
 
 
 def plugins(config: Config) -> dict[str, str]:
-    """The import path by the key that names it, those of sources included."""
+    """The import path by the key that names it.
+
+    A source has an entry if its estimator or the options for it are its own.
+    """
     loss = config.learner.loss
     named = {f"learner.loss.{key}": getattr(loss, key) for key in PLUGIN_KEYS}
-    named |= {f"tasks.sources.{n}.advantage": s.advantage or "" for n, s in config.tasks.sources.items()}
+    for name, source in config.tasks.sources.items():
+        if source.advantage is not None or source.advantage_options:
+            named[f"tasks.sources.{name}.advantage"] = source.advantage or loss.advantage
     return {key: name for key, name in named.items() if is_plugin(name)}
 
 

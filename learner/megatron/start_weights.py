@@ -4,16 +4,26 @@ from pathlib import Path
 
 from common.config.converted import WEIGHTS, is_converted
 from common.config.schema import ParallelConfig
-from learner.megatron import checkpoint
+from common.errors import UsageError
+from learner.megatron import checkpoint, parallel
 from learner.megatron.conversion.model import Model, open_bridge
 
 
 def load(path: Path, model: Model, layout: ParallelConfig) -> None:
     """Give the chunks of `model` the weights in `path`, a model of the same shape. Collective.
 
-    Both kinds of folder give bitwise the same weights. Raises UsageError for a checkpoint that does not fit the model.
+    Both kinds of folder give bitwise the same weights. Raises UsageError for a checkpoint that does not fit the model,
+    and on every rank when ranks find different kinds: each kind has collectives of its own, and ranks would wait.
     """
-    if is_converted(path):
+    converted = is_converted(path)
+    told = parallel.gather(b"+" if converted else b"-")
+    if len(set(told)) > 1:
+        found = ", ".join(str(rank) for rank, one in enumerate(told) if one == b"+")
+        raise UsageError(
+            f"{path}: expected the same folder on every machine, found one of `slipstream convert` on the ranks "
+            f"{found} and one with safetensors files on the others"
+        )
+    if converted:
         checkpoint.load_weights(path / WEIGHTS, model.chunks, layout)
     else:
         open_bridge(path).load_hf_weights(model.chunks)

@@ -5,11 +5,12 @@ No megatron here.
 
 import contextlib
 import hashlib
+import math
 import shutil
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 
@@ -60,18 +61,14 @@ def weights_digest(path: Path) -> str:
     if is_converted(path):
         return read_converted(path).weights
     found: list[bytes] = []
-    for file in path.glob("*.safetensors"):
-        with file.open("rb") as data:
-            (size,) = struct.unpack("<Q", data.read(8))
-            header: dict[str, Any] = msgspec.json.decode(data.read(size))
-            header.pop("__metadata__", None)
-            for name, told in header.items():
-                digest = hashlib.sha256(f"{name} {told['dtype']} {told['shape']}".encode())
-                start, end = told["data_offsets"]
-                for at in (start, (start + end) // 2, max(start, end - _SAMPLE_BYTES)):
-                    data.seek(8 + size + at)
-                    digest.update(data.read(min(_SAMPLE_BYTES, end - at)))
-                found.append(digest.digest())
+    for data, begin, tensors in _headers(path):
+        for name, told in tensors.items():
+            digest = hashlib.sha256(f"{name} {told['dtype']} {told['shape']}".encode())
+            start, end = told["data_offsets"]
+            for at in (start, (start + end) // 2, max(start, end - _SAMPLE_BYTES)):
+                data.seek(begin + at)
+                digest.update(data.read(min(_SAMPLE_BYTES, end - at)))
+            found.append(digest.digest())
     return hashlib.sha256(b"".join(sorted(found))).hexdigest()
 
 
@@ -96,14 +93,31 @@ def check_names(path: Path, names: Iterable[str], known: Iterable[str], layers: 
 
 def stored_dtype(path: Path) -> Literal["float32", "bfloat16"]:
     """The smaller of the learner's types that keeps every weight of a folder; its files' headers say what they have."""
-    from safetensors import safe_open
-
-    for file in path.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (it is no mapping)
-                if opened.get_slice(name).get_dtype() != "BF16" and not name.endswith(_FLOAT32_ANYWAY):
-                    return "float32"
+    for _, _, tensors in _headers(path):
+        for name, told in tensors.items():
+            if told["dtype"] != "BF16" and not name.endswith(_FLOAT32_ANYWAY):
+                return "float32"
     return "bfloat16"
+
+
+def stored_bytes(path: Path) -> int:
+    """Bytes of the weights of a folder in the type of `stored_dtype`."""
+    size = 4 if stored_dtype(path) == "float32" else 2
+    return sum(
+        math.prod(told["shape"]) * (4 if name.endswith(_FLOAT32_ANYWAY) else size)
+        for _, _, tensors in _headers(path)
+        for name, told in tensors.items()
+    )
+
+
+def _headers(path: Path) -> Iterator[tuple[BinaryIO, int, dict[str, Any]]]:
+    """(open file, where its data begin, what its header says of each tensor) for every safetensors file of a folder."""
+    for file in path.glob("*.safetensors"):
+        with file.open("rb") as data:
+            (size,) = struct.unpack("<Q", data.read(8))
+            tensors: dict[str, Any] = msgspec.json.decode(data.read(size))
+            tensors.pop("__metadata__", None)
+            yield data, 8 + size, tensors
 
 
 def copy_companions(source: Path, target: Path) -> None:

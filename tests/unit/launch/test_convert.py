@@ -1,13 +1,16 @@
 """The refusals of `slipstream convert`, each with its reason, before it starts the process that converts."""
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from common.errors import UsageError
 from launch import convert
 from tests.rigs.configs import converted_folder, model_folder, refusal
+from tests.rigs.refusals import refused
 
 
 @pytest.fixture
@@ -59,14 +62,50 @@ def test_a_model_that_is_not_there_or_converted_already_is_refused(tmp_path: Pat
     assert f"{tmp_path / 'made'} is converted already" in said
 
 
-def test_a_disk_without_room_for_it_is_refused(tmp_path: Path, model: Path, capsys, monkeypatch) -> None:
-    (model / "model.safetensors").write_bytes(bytes(1 << 20))
+def write_weights(folder: Path, **tensors: tuple[str, int]) -> None:
+    """A file of zeros: (type, bytes of a number) of 512 numbers by the tensor's name."""
+    header, end = dict[str, object](), 0
+    for name, (dtype, size) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": [2, 256], "data_offsets": [end, end := end + 512 * size]}
+    encoded = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(encoded).to_bytes(8, "little") + encoded + bytes(end))
+
+
+BIAS = "layers.0.mlp.gate.e_score_correction_bias"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "needed"),
+    [
+        ({"a": ("BF16", 2), "b": ("BF16", 2)}, 2048),
+        ({"a": ("BF16", 2), BIAS: ("F32", 4)}, 3072),
+        ({"a": ("F16", 2), "b": ("F16", 2)}, 4096),
+        ({"a": ("F8_E4M3", 1), "b": ("BF16", 2)}, 4096),
+    ],
+    ids=["bfloat16", "a bias of routers", "float16", "8 bits"],
+)
+def test_a_disk_without_room_for_what_is_written_is_refused(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, tensors: dict[str, tuple[str, int]], needed: int
+) -> None:
+    """The learner's types are bfloat16 and float32: weights of float16 or 8 bits grow."""
+    write_weights(model, **tensors)
     asked: list[Path] = []
+    free = [needed, needed - 1]
 
     def usage(at: Path) -> SimpleNamespace:
         asked.append(at)
-        return SimpleNamespace(free=(1 << 20) - 1)
+        return SimpleNamespace(free=free.pop(0))
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
-    said = refusal(capsys, "convert", str(model), str(tmp_path / "a" / "b"))
-    assert "are free in" in said and asked == [tmp_path], "the nearest folder that exists"
+    convert.check_room(model, tmp_path / "a" / "b")
+    with refused(UsageError, model, tmp_path, "free"):
+        convert.check_room(model, tmp_path / "a" / "b")
+    assert asked == [tmp_path] * 2, "the nearest folder that exists"
+
+
+def test_weights_that_are_not_whole_are_refused(tmp_path: Path, model: Path, capsys) -> None:
+    write_weights(model, a=("BF16", 2))
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    said = refusal(capsys, "convert", str(model), str(tmp_path / "out"))
+    assert str(file) in said and "bytes" in said

@@ -326,6 +326,20 @@ def test_a_misspelled_option_or_name_is_told_with_the_nearest(
     assert hint in (caught.value.hint or "")
 
 
+def test_options_of_a_source_are_checked_with_the_estimator_that_it_inherits(make_config: Any) -> None:
+    def job(options: dict[str, float]) -> Config:
+        source = {"environment": "addition", "dataset": "unset"}
+        sources = {"a": source, "b": source | {"advantage_options": options}}
+        tasks = {"sources": sources, "environment": None, "dataset": ""}
+        return with_loss(make_config(tasks=tasks), advantage="examples.loss_parts:over_median")
+
+    check(job({"scale": 2.0}))
+    for options, key in (({"scael": 2.0}, "advantage_options"), ({"scale": 0.0}, "advantage")):
+        with pytest.raises(ConfigError) as caught:
+            check(job(options))
+        assert caught.value.key == f"tasks.sources.b.{key}"
+
+
 def test_differences_are_taken_with_what_has_no_gradient_as_it_was() -> None:
     """A value that is detached, read as a number or computed without gradients is a constant of the formula."""
     x = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)

@@ -1,6 +1,7 @@
 """Every rank's part of a step: exactly its documents, as the lead rank packs them."""
 
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -61,7 +62,7 @@ def shared(world: World) -> tuple[list[dict[int, np.ndarray]], tuple[Any, Any]]:
 
     try:
         ours = lead.batch(1)
-    except UsageError as error:
+    except Exception as error:  # of any kind
         with pytest.raises(UsageError) as found:
             theirs()
         assert str(found.value) == str(error)
@@ -75,6 +76,20 @@ def test_every_rank_refuses_a_step_that_the_lead_cannot_pack(make_world: MakeWor
     learner = msgspec.structs.replace(world.config.learner, micro_batch_tokens=1)
     world.lead.config = msgspec.structs.replace(world.config, learner=learner)
     with pytest.raises(UsageError):
+        shared(world)
+
+
+def test_every_rank_refuses_a_step_whose_estimator_fails(
+    make_world: MakeWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "failing_parts.py").write_text("def fails(groups):\n    raise LookupError('no reward of this name')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    world = make_world(run={"steps": 1})
+    assert world.run() == "done"
+    loss = msgspec.structs.replace(world.config.learner.loss, advantage="failing_parts:fails")
+    learner = msgspec.structs.replace(world.config.learner, loss=loss)
+    world.lead.config = msgspec.structs.replace(world.config, learner=learner)
+    with pytest.raises(LookupError, match="no reward of this name"):
         shared(world)
 
 
