@@ -328,7 +328,7 @@ def _in_words(kind: schema_info.Type) -> str:
         return f"one of {', '.join(known)}, or 'module:function'"
     if isinstance(kind, schema_info.IntType | schema_info.FloatType):
         word, most = ("an integer", MOST_INTEGER) if isinstance(kind, schema_info.IntType) else ("a number", MOST_FLOAT)
-        bounds = [(">=", kind.ge), (">", kind.gt), ("<=", kind.le)]
+        bounds = [(">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt)]
         shown = [f"{sign} {bound:g}" for sign, bound in bounds if bound is not None and abs(bound) < most]
         return " ".join([word, " and ".join(shown)]).strip()
     names: dict[type[schema_info.Type], str] = {

@@ -1,8 +1,8 @@
 """Seconds in which the learner's ranks read the weights that training starts from; docs/models.md, 'Load once'.
 
-A rank reads all tensors of its pipeline stage from safetensors and keeps its share. It reads only its share if the
-folder is converted. Both speeds are those of bench/results/load_weights.json with two tensor-parallel ranks: files in
-memory, one CPU thread a rank. A slower disk adds its own time.
+From safetensors a rank reads the tensors of its pipeline stage and keeps its share; of the experts it reads its own
+alone. It reads only its share if the folder is converted. Both speeds are those of bench/results/load_weights.json
+with two tensor-parallel ranks: files in memory, one CPU thread a rank. A slower disk adds its own time.
 """
 
 from collections.abc import Iterable

@@ -12,8 +12,8 @@ from learner.megatron.conversion.model import Model, open_bridge
 def load(path: Path, model: Model, layout: ParallelConfig) -> None:
     """Give the chunks of `model` the weights in `path`, a model of the same shape. Collective.
 
-    Both kinds of folder give bitwise the same weights. Raises UsageError for a checkpoint that does not fit the model,
-    and on every rank when ranks find different kinds: each kind has collectives of its own, and ranks would wait.
+    Both kinds of folder give bitwise the same weights. Raises UsageError for a checkpoint that does not fit the model.
+    Raises it on every rank if they find different kinds: each kind has its own collectives, so ranks would wait.
     """
     converted = is_converted(path)
     told = parallel.gather(b"+" if converted else b"-")

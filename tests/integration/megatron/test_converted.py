@@ -1,5 +1,21 @@
-"""A converted folder gives every layout bitwise the weights of the Hugging Face folder that it was made of."""
+"""A converted folder gives every layout bitwise the weights of the Hugging Face folder that it was made of.
 
+Parameters begin as NaN, so that one that nothing loads is found. Each layout is here for something of its own:
+
+    tied-one                       one rank, its forward pass too
+    llama-pipeline2-...            stages of unequal depth, and an output layer of its own
+    qwen2-tensor2                  biases cut by tensor parallelism
+    tied-tensor2-pipeline2-...     pieces of virtual stages, cut matrices, an embedding on two stages
+    tied-half-context2-bfloat16    copies over context ranks, sharded main parameters
+    moe-expert2, moe-tensor2-...   whole experts, beside attention that is cut
+    moe-pipeline2-...              experts of virtual stages
+    moe-expert_tensor2-...         experts that are cut
+    moe-half-expert2-bfloat16      experts of another type than Adam's
+    deepseek-v3, -plain, glm       latent attention, dense layers, selection biases in float32, cut and spread
+    -bfloat16, -half               a type that is not the files', in both directions
+"""
+
+import json
 import resource
 import shutil
 from pathlib import Path
@@ -13,15 +29,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.config.converted import MANIFEST, WEIGHTS, config_digest, read_converted
+from common.process.files import pretty_json
+from learner.checkpoint.folder import MODEL_FOLDER
 from tests.rigs import forked_ranks, tiny_models
 from tests.rigs.forked_ranks import Outcome, group, same, section
 from tests.rigs.tiny_models import TEMPERATURE, exported, figures, microbatches, share
 
 BIAS = "e_score_correction_bias"
-KINDS = [
-    "tied", "untied", "qwen2", "llama", "mistral", "mixtral", "moe", "deepseek-v3", "deepseek-v3-plain", "glm",
-]  # fmt: skip
-HALVED = ["tied", "moe", "deepseek-v3"]  # also in files of bfloat16
+KINDS = ["tied", "qwen2", "llama", "moe", "deepseek-v3", "deepseek-v3-plain", "glm"]
+HALVED = ["tied", "moe"]  # also in files of bfloat16
+CHECKED = ["tied", "moe", "tied-half"]  # converted with the forward check
 TP2, PP2, CP2, EP2 = ({name: 2} for name in ("tensor", "pipeline", "context", "expert"))
 VPP2 = PP2 | {"virtual_pipeline": 2}
 
@@ -33,27 +50,19 @@ def case(kind: str, ranks: int = 0, dtype: str = "float32", **parallel: int) -> 
 
 
 SPECS = [
-    *(case(kind) for kind in KINDS),
-    *(case("tied", **layout) for layout in (TP2, PP2, VPP2, CP2, TP2 | PP2, TP2 | VPP2)),
-    case("tied", ranks=2), case("untied", tensor=4), case("untied", **PP2, last_stage_layers=3),
-    case("qwen2", **TP2), case("llama", **TP2), case("mistral", **PP2), case("mixtral", **TP2), case("mixtral", **EP2),
-    case("moe", **EP2), case("moe", expert=4), case("moe", **TP2, **EP2), case("moe", expert_tensor=2, **EP2),
-    case("moe", **VPP2, **EP2), case("moe", ranks=4, **EP2),
-    case("deepseek-v3", **TP2), case("deepseek-v3", **PP2), case("deepseek-v3", **EP2),
-    case("deepseek-v3-plain", **TP2), case("glm", **PP2), case("glm", **EP2),
-    case("tied", ranks=8, **TP2, **PP2, **CP2), case("moe", ranks=8, **TP2, **PP2, **EP2),
-    # a type that is not the files'
-    case("tied", dtype="bfloat16", **TP2), case("deepseek-v3", dtype="bfloat16"), case("moe", dtype="bfloat16", **EP2),
-    *(case(f"{kind}-half", dtype="bfloat16") for kind in HALVED),
-    case("tied-half"), case("tied-half", dtype="bfloat16", **TP2, **PP2), case("moe-half", dtype="bfloat16", **EP2),
-    case("deepseek-v3-half", **EP2),
+    case("tied"), case("tied", **TP2, **VPP2), case("qwen2", **TP2), case("llama", **PP2, last_stage_layers=3),
+    case("moe", **EP2), case("moe", **TP2, **EP2), case("moe", expert_tensor=2, **EP2), case("moe", **VPP2, **EP2),
+    case("deepseek-v3", **TP2, **EP2), case("deepseek-v3", **PP2), case("deepseek-v3-plain", **TP2),
+    case("glm", **EP2),
+    case("tied", dtype="bfloat16", **TP2), case("deepseek-v3", dtype="bfloat16"),
+    case("tied-half"), case("tied-half", dtype="bfloat16", **CP2), case("moe-half", dtype="bfloat16", **EP2),
 ]  # fmt: skip
 for spec in SPECS:
-    spec["verify"] = spec["name"] in ("tied-one", "moe-expert2", "tied-half-one", "tied-half-one-bfloat16")
-REFERENCES = [case("tied"), case("tied", **TP2, **PP2), case("tied", **VPP2), case("tied", dtype="bfloat16")]
-FIRST = [case("tied"), case("tied", **VPP2), case("untied", **TP2), case("deepseek-v3", **TP2), case("glm", **EP2)]
-RESUMED = [case("tied"), case("tied", dtype="bfloat16", **TP2), case("tied", **VPP2), case("moe", **EP2)]
-RESUMED += [case("tied", ranks=2)]
+    spec["verify"] = spec["name"] in ("tied-one", "moe-expert2", "tied-half-one")
+REFERENCES = [case("tied", **VPP2), case("tied", dtype="bfloat16")]
+RESUMED = [case("tied", dtype="bfloat16", **VPP2) | {"verify": True}, case("moe", **EP2)]
+MIXED = {"name": "mixed-kinds", "parallel": TP2}
+ADAPTER = {"kind": "tied-converted", "lora": {"rank": 2}}
 
 
 def in_bfloat16(model: Any) -> Any:
@@ -77,14 +86,14 @@ def job_models(folder: Path, spec: dict[str, Any]) -> None:
 
 
 def job_convert(folder: Path, spec: dict[str, Any]) -> None:
-    """FOLDER/models/KIND-converted of each."""
+    """FOLDER/models/KIND-converted of each, some with the forward check."""
     from common.config.schema import ParallelConfig
     from learner.megatron import parallel
     from learner.megatron.conversion.convert import convert
 
     parallel.initialize(ParallelConfig(), seed=0, timeout_s=60.0)
     for source in sorted((folder / "models").iterdir()):
-        convert(source, source.with_name(f"{source.name}-converted"))
+        convert(source, source.with_name(f"{source.name}-converted"), source.name in CHECKED)
 
 
 def job_full_disk(folder: Path, spec: dict[str, Any]) -> None:
@@ -97,10 +106,10 @@ def job_full_disk(folder: Path, spec: dict[str, Any]) -> None:
     source, target = folder / "models" / "tied", folder / "full" / "made"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))  # writing more is an OSError
-    said = tiny_models.refusal(convert, source, target, False)  # the forward check writes a miniature
+    said = tiny_models.refusal(convert, source, target, False)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     left = [path.name for path in target.parent.iterdir()]
-    convert(source, target)
+    convert(source, target, False)
     forked_ranks.write(folder / "full-disk", 0, {}, {"said": said, "left": left})
 
 
@@ -116,21 +125,67 @@ def everything(backend: Any) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
+def poisoned(weight: Tensor) -> None:
+    weight.data.fill_(float("nan"))
+
+
 def job_load(folder: Path, spec: dict[str, Any]) -> None:
-    """Both folders under one layout, compared on every rank."""
+    """Both folders under one layout, compared on every rank; parameters begin as NaN."""
     from megatron.core import parallel_state
 
-    found = []
+    from learner.megatron import start_weights
+    from learner.megatron.conversion import model as building
+
+    load, unusable, found, weights = start_weights.load, [], [], {}
+
+    def watched(path: Path, model: Any, layout: Any) -> None:
+        unusable.append(sum(int(p.isnan().any()) for chunk in model.chunks for p in chunk.parameters()))
+        load(path, model, layout)
+
     for kind in (spec["kind"], f"{spec['kind']}-converted"):
         if found:
             parallel_state.destroy_model_parallel()
-        backend = tiny_models.backend(folder, spec | {"kind": kind})
-        outputs = exported(backend, "weight") | tiny_models.logprobs(backend)
-        found.append(everything(backend) | outputs)
+        with patch.object(building, "_leave", poisoned), patch.object(start_weights, "load", watched):
+            backend = tiny_models.backend(folder, spec | {"kind": kind})
+        weights = exported(backend, "weight")
+        found.append(everything(backend) | weights)
     one, other = found
-    same_names = one.keys() == other.keys()
-    wrong = [name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])]
-    forked_ranks.write(folder / spec["name"], backend.rank, outputs, {"wrong": wrong, "same_names": same_names})
+    result = {
+        "same_names": one.keys() == other.keys(),
+        "wrong": [n for n in one if one[n].dtype != other[n].dtype or not torch.equal(one[n], other[n])],
+        "left": [name for each in found for name, tensor in each.items() if not tensor.isfinite().all()],
+        "unusable": unusable,
+    }
+    forked_ranks.write(folder / spec["name"], backend.rank, weights, result)
+
+
+def job_other_kind(folder: Path, spec: dict[str, Any]) -> None:
+    """Ranks of two machines: only the second one has the folder that was converted."""
+    rank = torch.distributed.get_rank()
+    said = tiny_models.refusal(tiny_models.backend, folder, spec | {"kind": "tied-converted" if rank else "tied"})
+    forked_ranks.write(folder / spec["name"], rank, {}, {"said": said})
+
+
+def job_adapter(folder: Path, spec: dict[str, Any]) -> None:
+    """The adapters of a run whose model.path is a converted folder, as `slipstream export --adapter` writes them."""
+    from learner.checkpoint import export_main
+    from learner.megatron import parallel
+
+    run = folder / "run"
+    checkpoint = run / "checkpoints" / "step-1"
+    checkpoint.mkdir(parents=True)
+    tiny_models.save_checkpoint(tiny_models.backend(folder, ADAPTER), checkpoint / MODEL_FOLDER)
+    parallel.mpu.destroy_model_parallel()
+    document = {
+        "run": {"name": "adapters", "dir": str(run), "steps": 1},
+        "model": {"path": str(folder / "models" / ADAPTER["kind"]), "dtype": "float32"},
+        "tasks": {"environment": "addition", "dataset": "unset"},
+        "learner": {"lora": ADAPTER["lora"]},
+    }
+    (run / "config.yaml").write_bytes(pretty_json(document))  # JSON is YAML
+    words = ["--config", str(run / "config.yaml"), "--checkpoint", str(checkpoint), "--out", str(folder / "adapter")]
+    with patch.object(parallel, "shutdown"):  # the world goes on
+        export_main.run([*words, "--adapter"])
 
 
 def job_reference(folder: Path, spec: dict[str, Any]) -> None:
@@ -152,32 +207,6 @@ def job_reference(folder: Path, spec: dict[str, Any]) -> None:
     forked_ranks.write(folder / f"reference-{spec['name']}", backend.rank, tensors, result)
 
 
-def poisoned(weight: Tensor) -> None:
-    weight.data.fill_(float("nan"))
-
-
-def job_first_values(folder: Path, spec: dict[str, Any]) -> None:
-    """Loads of both folders after a parameter's first values were made unusable."""
-    from megatron.core import parallel_state
-
-    from learner.megatron import start_weights
-    from learner.megatron.conversion import model as building
-
-    load, unusable, left = start_weights.load, [], []
-
-    def watched(path: Path, model: Any, layout: Any) -> None:
-        unusable.append(sum(int(p.isnan().any()) for chunk in model.chunks for p in chunk.parameters()))
-        load(path, model, layout)
-
-    for kind in (spec["kind"], f"{spec['kind']}-converted"):
-        if unusable:
-            parallel_state.destroy_model_parallel()
-        with patch.object(building, "_leave", poisoned), patch.object(start_weights, "load", watched):
-            backend = tiny_models.backend(folder, spec | {"kind": kind})
-        left += [name for name, tensor in everything(backend).items() if not tensor.isfinite().all()]
-    forked_ranks.write(folder / f"first-{spec['name']}", backend.rank, {}, {"unusable": unusable, "left": left})
-
-
 def job_resume(folder: Path, spec: dict[str, Any]) -> None:
     """Some steps and a checkpoint; then a backend that reads the checkpoint alone, from unusable first values."""
     from megatron.core import parallel_state
@@ -185,7 +214,6 @@ def job_resume(folder: Path, spec: dict[str, Any]) -> None:
     from learner.megatron import start_weights
     from learner.megatron.conversion import model as building
 
-    spec = spec | {"verify": True}
     backend = tiny_models.backend(folder, spec)
     path = folder / "checkpoints" / spec["name"]
     figures(backend, 0)
@@ -216,10 +244,10 @@ def job_damaged(folder: Path, spec: dict[str, Any]) -> None:
         file = models / f"damaged-{name}" / WEIGHTS / name
         file.write_bytes(bytes(file.stat().st_size))
     mixed = models / "damaged-mixed"
-    shutil.copytree(models / "untied-converted", mixed)
+    shutil.copytree(models / "llama-converted", mixed)
     shutil.rmtree(mixed / WEIGHTS)
     shutil.copytree(models / "tied-converted" / WEIGHTS, mixed / WEIGHTS)
-    made = read_converted(models / "untied-converted")
+    made = read_converted(models / "llama-converted")
     files = read_converted(models / "tied-converted").files
     manifest = msgspec.structs.replace(made, files=files, config=config_digest(mixed))
     (mixed / WEIGHTS / MANIFEST).write_bytes(msgspec.json.encode(manifest))
@@ -237,10 +265,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         group(job_convert, [{}]),
         group(job_load, SPECS, shared=True),
         group(job_reference, REFERENCES, shared=True),
-        group(job_first_values, FIRST, shared=True),
         group(job_resume, RESUMED, shared=True),
         group(job_damaged, [{"name": "damaged"}], shared=True),
         group(job_full_disk, [{"name": "full-disk"}], shared=True),
+        group(job_other_kind, [MIXED], shared=True),
+        group(job_adapter, [{"name": "adapter"}]),
     )
 
 
@@ -248,7 +277,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_layout_has_bitwise_the_weights_that_it_has_from_safetensors(folder: Path, spec: dict[str, Any]) -> None:
     outcome = Outcome(folder / spec["name"])
     for rank in outcome.ranks:
-        assert rank == {"wrong": [], "same_names": True}
+        assert (rank["wrong"], rank["same_names"], rank["left"]) == ([], True, [])
+        assert len(rank["unusable"]) == 2 and min(rank["unusable"]) >= 4, "the parameters began as NaN"
     source = load_file(folder / "models" / spec["kind"] / "model.safetensors")
     dtype = getattr(torch, spec["dtype"])
     expected = {name: tensor.float() if name.endswith(BIAS) else tensor.to(dtype) for name, tensor in source.items()}
@@ -267,7 +297,8 @@ def test_the_folder_has_the_companions_and_weights_of_the_type_that_keeps_them(f
     assert all((target / name).read_bytes() == (source / name).read_bytes() for name in companions)
     size = (source / "model.safetensors").stat().st_size
     assert 0 < made.weight_bytes - size < 2 << 20
-    assert made.forward is not None and made.forward.rounding > 0 and len(made.forward.logprobs) == 136
+    assert (made.forward is not None) == (kind in CHECKED)
+    assert made.forward is None or (made.forward.rounding > 0 and len(made.forward.logprobs) == 136)
     assert not list(target.parent.glob(".*")), "nothing is left beside it"
 
 
@@ -280,13 +311,6 @@ def test_a_converted_reference_is_the_reference_and_leaves_the_policy_as_it_is(
     other = outcome.section("itself")
     assert max((other[name] - row).abs().max() for name, row in outcome.section("plain").items()) > 0.1
     assert all(rank == {"plain": [], "converted": [], "itself": []} for rank in outcome.ranks)
-
-
-@forked_ranks.named(FIRST)
-def test_no_parameter_keeps_its_first_value(folder: Path, spec: dict[str, Any]) -> None:
-    for rank in Outcome(folder / f"first-{spec['name']}").ranks:
-        assert len(rank["unusable"]) == 2 and min(rank["unusable"]) >= 4, "the poison reached the parameters"
-        assert rank["left"] == []
 
 
 @forked_ranks.named(RESUMED)
@@ -307,3 +331,15 @@ def test_a_full_disk_leaves_nothing_and_the_next_conversion_works(folder: Path) 
     (found,) = Outcome(folder / "full-disk").ranks
     assert "File too large" in found["said"] and found["left"] == []
     read_converted(folder / "full" / "made")
+
+
+def test_ranks_that_find_different_kinds_of_folders_all_refuse_at_once(folder: Path) -> None:
+    """Else they wait in different collectives until learner.timeout_s is over."""
+    outcome = Outcome(folder / MIXED["name"])
+    for rank, kind in zip(outcome.ranks, ("tied", "tied-converted"), strict=True):
+        assert str(folder / "models" / kind) in rank["said"] and "ranks 1 " in rank["said"]
+
+
+def test_exported_adapters_of_a_converted_model_name_the_folder_that_it_was_made_of(folder: Path) -> None:
+    told = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert told["base_model_name_or_path"] == str(folder / "models" / "tied")

@@ -62,7 +62,7 @@ def shared(world: World) -> tuple[list[dict[int, np.ndarray]], tuple[Any, Any]]:
 
     try:
         ours = lead.batch(1)
-    except Exception as error:  # of any kind
+    except Exception as error:
         with pytest.raises(UsageError) as found:
             theirs()
         assert str(found.value) == str(error)
