@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from broker.contract import BrokerStatus
 from common.errors import SlipstreamError
@@ -188,91 +188,83 @@ def step_metrics(
     transcripts_dropped_total: int,
 ) -> StepMetrics:
     """The metrics line of a step, with broker and publisher as they are at its end, and the `shares` of sources."""
-    groups = done.batch.statistics
     result = done.result
-    times = done.times
-    episodes = max(groups.samples - groups.samples_failed, 1)
-    wasted = merged_waste((broker.waste, done.totals.waste()))
-    lost = {reason: wasted.get(reason, Waste()) for reason in WASTE_REASONS}
-    reports = [node.report for node in broker.nodes if node.alive and not node.report.pool]
     return StepMetrics(
         **loss_figures(result),
+        **vars(done.times),
+        **_batch_figures(done.batch.statistics),
+        **_waste_figures(merged_waste((broker.waste, done.totals.waste()))),
+        **_fleet_figures(broker),
         step=done.batch.step,
         policy_version=done.batch.step + 1,
         time_s=time.time(),
         elapsed_s=done.elapsed_s,
         incarnation=incarnation,
-        reward_mean=groups.reward_mean,
-        reward_std=groups.reward_std,
         loss=result.loss,
         grad_norm=result.grad_norm,
         lr=result.lr,
-        advantage_zero_fraction=groups.groups_without_signal / max(groups.groups + groups.groups_filtered, 1),
-        staleness_mean=groups.staleness_mean,
-        staleness_max=groups.staleness_max,
-        tokens_expired=groups.tokens_expired,
-        tokens_expired_by_length_decile=list(groups.tokens_expired_by_length_decile),
-        groups_regenerated=groups_regenerated,
-        groups=groups.groups,
-        samples=groups.samples,
-        samples_failed=groups.samples_failed,
-        tokens_trained=groups.tokens_trained,
-        sequence_tokens=groups.sequence_tokens,
-        length_mean=groups.length_mean,
-        length_max=groups.length_max,
-        turns_mean=groups.turns_mean,
-        truncated_fraction=groups.samples_truncated / episodes,
         microbatches=done.updates.microbatches,
-        environment=groups.environment,
-        step_s=times.step_s,
-        learner_idle_s=times.learner_idle_s,
-        train_s=times.train_s,
-        batch_s=times.batch_s,
-        snapshot_s=times.snapshot_s,
-        checkpoint_s=times.checkpoint_s,
-        publish_s=publisher.publish_s,
-        publish_bytes=publisher.publish_bytes,
-        seconds_to_active=publisher.seconds_to_active,
-        canary_max_difference=publisher.canary_max_difference,
-        generation_stall_s=generation_stall_s,
-        tokens_generated_total=broker.tokens_generated_total,
-        tokens_trained_total=done.totals.tokens_trained_total,
-        tokens_wasted_total=wasted_tokens(wasted),
-        tokens_wasted_lost=lost["lost"].tokens,
-        tokens_wasted_failed=lost["failed"].tokens,
-        tokens_wasted_filtered=lost["filtered"].tokens,
-        tokens_wasted_regenerated=lost["regenerated"].tokens,
-        tokens_wasted_masked=lost["masked"].tokens,
-        tokens_wasted_cancelled=lost["cancelled"].tokens,
-        seconds_wasted_lost=lost["lost"].seconds,
-        seconds_wasted_failed=lost["failed"].seconds,
-        seconds_wasted_filtered=lost["filtered"].seconds,
-        seconds_wasted_regenerated=lost["regenerated"].seconds,
-        seconds_wasted_cancelled=lost["cancelled"].seconds,
-        seconds_wasted_stalled=lost["stalled"].seconds,
-        seconds_wasted_waiting=lost["waiting"].seconds,
-        groups_ready=broker.groups_ready,
-        groups_leased=broker.groups_leased,
-        nodes_live=len(reports),
-        groups_filtered=groups.groups_filtered,
-        mixed_version_fraction=groups.samples_mixed / episodes,
-        samples_failed_by_reason=groups.failed_by_reason,
-        kv_cache_age_mean=groups.kv_cache_age_mean,
-        kv_cache_age_max=groups.kv_cache_age_max,
-        concurrency=sum(report.concurrency for report in reports),
-        episodes_running=sum(report.episodes_running for report in reports),
-        kv_cache_usage=max((report.kv_cache_usage for report in reports), default=0.0),
-        preemptions_total=sum(report.preemptions for report in reports),
-        transcripts_dropped_total=transcripts_dropped_total,
-        teacher_s=groups.teacher_s,
-        sources=source_figures(groups.sources, shares),
         updates=done.updates.count,
         grad_norm_max=done.updates.grad_norm_max,
         batch_kl=done.updates.batch_kl,
         update_age_mean=done.updates.age_mean,
         update_age_max=done.updates.age_max,
-        tokens_unused=groups.tokens_unused,
+        groups_regenerated=groups_regenerated,
+        sources=source_figures(done.batch.statistics.sources, shares),
+        tokens_trained_total=done.totals.tokens_trained_total,
+        publish_s=publisher.publish_s,
+        publish_bytes=publisher.publish_bytes,
+        seconds_to_active=publisher.seconds_to_active,
+        canary_max_difference=publisher.canary_max_difference,
+        generation_stall_s=generation_stall_s,
+        transcripts_dropped_total=transcripts_dropped_total,
     )
+
+
+OF_THE_BATCH = (  # fields of BatchStatistics that a line has under the same names
+    "reward_mean", "reward_std", "staleness_mean", "staleness_max", "tokens_expired", "groups", "samples",
+    "samples_failed", "tokens_trained", "tokens_unused", "sequence_tokens", "length_mean", "length_max", "turns_mean",
+    "environment", "groups_filtered", "kv_cache_age_mean", "kv_cache_age_max", "teacher_s",
+)  # fmt: skip
+
+
+def _batch_figures(groups: BatchStatistics) -> dict[str, Any]:
+    """Fields of StepMetrics about the step's groups."""
+    episodes = max(groups.samples - groups.samples_failed, 1)
+    return {name: getattr(groups, name) for name in OF_THE_BATCH} | {
+        "advantage_zero_fraction": groups.groups_without_signal / max(groups.groups + groups.groups_filtered, 1),
+        "tokens_expired_by_length_decile": list(groups.tokens_expired_by_length_decile),
+        "truncated_fraction": groups.samples_truncated / episodes,
+        "mixed_version_fraction": groups.samples_mixed / episodes,
+        "samples_failed_by_reason": groups.failed_by_reason,
+    }
+
+
+def _waste_figures(wasted: Mapping[str, Waste]) -> dict[str, Any]:
+    """Fields of StepMetrics about the run's waste, by reason."""
+    lost = {reason: wasted.get(reason, Waste()) for reason in WASTE_REASONS}
+    tokens = ("lost", "failed", "filtered", "regenerated", "masked", "cancelled")
+    seconds = ("lost", "failed", "filtered", "regenerated", "cancelled", "stalled", "waiting")
+    return {
+        "tokens_wasted_total": wasted_tokens(wasted),
+        **{f"tokens_wasted_{reason}": lost[reason].tokens for reason in tokens},
+        **{f"seconds_wasted_{reason}": lost[reason].seconds for reason in seconds},
+    }
+
+
+def _fleet_figures(broker: BrokerStatus) -> dict[str, Any]:
+    """Fields of StepMetrics about the broker's groups and its living nodes."""
+    reports = [node.report for node in broker.nodes if node.alive and not node.report.pool]
+    return {
+        "tokens_generated_total": broker.tokens_generated_total,
+        "groups_ready": broker.groups_ready,
+        "groups_leased": broker.groups_leased,
+        "nodes_live": len(reports),
+        "concurrency": sum(report.concurrency for report in reports),
+        "episodes_running": sum(report.episodes_running for report in reports),
+        "kv_cache_usage": max((report.kv_cache_usage for report in reports), default=0.0),
+        "preemptions_total": sum(report.preemptions for report in reports),
+    }
 
 
 def source_figures(sources: Mapping[str, SourceFigures], shares: Mapping[str, float]) -> dict[str, float]:
