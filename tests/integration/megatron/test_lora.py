@@ -2,6 +2,16 @@
 
 One adapter of Megatron's stands beside a fused layer. So the modules of peft that belong to one share their A here, and
 torch's AdamW steps them as one parameter.
+
+Each layout is here for something of its own:
+
+    tp2                  matrices that are cut, without sequence parallelism
+    qwen2-tp2            with it, and with biases
+    tp2-pp2-recompute    stages whose activations are computed again
+    vpp2                 pieces of the model on each stage
+    cp2-selective, dp2   gradients that are summed over copies
+    moe-tp2-ep2          attention that is cut, beside experts that are spread
+    offload              weights that come back
 """
 
 import json
@@ -40,24 +50,18 @@ FULL = {"recompute": "full"}
 OFFLOADED = {f"offload_{name}": True for name in ("optimizer", "gradients", "parameters")}
 ALONE = [layout(name, of=name) for name in REFERENCES]
 CUT = [
-    layout("recompute", memory=FULL),
-    layout("selective", memory={"recompute": "selective"}),
     layout("offload", memory=OFFLOADED),
     layout("tp2", tensor=2, sequence=False),
-    layout("tp2-sp", tensor=2),
-    layout("pp2", pipeline=2),
     layout("vpp2", pipeline=2, virtual_pipeline=2),
-    layout("cp2", context=2),
+    layout("cp2-selective", memory={"recompute": "selective"}, context=2),
     layout("dp2", ranks=2),
     layout("qwen2-tp2", of="qwen2-one", tensor=2),
-    layout("moe-ep2", of="moe-one", expert=2),
     layout("tp2-pp2-recompute", memory=FULL, tensor=2, pipeline=2),
-    layout("vpp2-cp2", pipeline=2, virtual_pipeline=2, context=2),
     layout("moe-tp2-ep2", of="moe-one", ranks=4, tensor=2, expert=2),
 ]
 LAYOUTS = [*ALONE, *CUT]
 BF16 = layout("bf16") | {"dtype": "bfloat16"}
-REFERRED = layout("referred", tensor=2) | {"reference": "other"}
+REFERRED = layout("referred") | {"reference": "other"}
 
 SAVED_AT = 2  # steps before a checkpoint
 SAVE = [
@@ -68,12 +72,13 @@ DROPPED = [
     layout("save-dropout", memory=memory) | {"name": name, "lora": LORA | {"dropout": 0.3}}
     for name, memory in (("save-dropout", {}), ("save-dropout-recompute", FULL))
 ]
-SAME = [spec | {"name": f"{spec['name']}-again", "checkpoint": spec["name"]} for spec in (*SAVE, *DROPPED)]
-OTHER = [
+SAME = [  # shards of the optimizer's states, pieces of the model, and what dropout draws
+    spec | {"name": f"{spec['name']}-again", "checkpoint": spec["name"]} for spec in (*SAVE[2:], DROPPED[1])
+]
+OTHER = [  # whole adapters that get cut, cut ones that become whole, states that are sharded otherwise
     layout(f"{saved}-to-{name}", **cut) | {"checkpoint": saved}
     for saved, name, cut in (
-        ("save-one", "tp2", {"tensor": 2}), ("save-tp2", "one", {}), ("save-tp2", "pp2", {"pipeline": 2}),
-        ("save-vpp2", "one", {}), ("save-dp2", "cp2", {"context": 2}), ("save-one", "dp2", {"ranks": 2}),
+        ("save-vpp2", "tp2", {"tensor": 2}), ("save-tp2", "pp2", {"pipeline": 2}), ("save-dp2", "cp2", {"context": 2}),
     )
 ]  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -229,7 +234,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         group(job_layout, ALONE, shared=True),
         group(job_peft, [{"name": f"peft-{name}", "of": name} for name in REFERENCES], shared=True),
         group(job_layout, [*CUT, BF16, REFERRED], shared=True),
-        group(job_save, [*SAVE, *DROPPED]),
+        group(job_save, [*SAVE, *DROPPED], shared=True),
         group(job_whole, [{"name": "whole"}]),
         group(job_resume, SAME),  # in new processes, which have nothing but the checkpoint
         group(job_resume, OTHER, shared=True),
