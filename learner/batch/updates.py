@@ -60,13 +60,15 @@ def plan_updates(backend: Backend, documents: Sequence[Document], config: Config
     """[rank][update] of the batch of `step`; no rank has an update if there is nothing to train on.
 
     With several epochs of several minibatches every group is spread over the ranks. Otherwise documents are dealt as
-    the first update with them balances best. Raises UsageError as packing.plan.
+    the first update with them balances best. Ranks take turns with the largest share, because some passes compute the
+    whole batch. Raises UsageError as packing.plan.
     """
     learner = config.learner
     serials = [document.serial for document in documents]
+    costs = cost(np.array([document.places for document in documents], dtype=np.int64), backend.hidden_size)
+    loads = [0.0] * backend.data_parallel_size
     homes: dict[int, int] = {}
     if learner.epochs > 1 and learner.minibatches > 1:
-        costs = cost(np.array([document.places for document in documents], dtype=np.int64), backend.hidden_size)
         spread = homes_of_groups(costs, np.array(serials, dtype=np.int64), backend.data_parallel_size)
         homes = dict(enumerate(spread.tolist()))
     plans: dict[tuple[int, ...], Plan] = {}
@@ -79,7 +81,8 @@ def plan_updates(backend: Backend, documents: Sequence[Document], config: Config
             if not kept:
                 continue
             if kept not in plans:
-                plans[kept] = _plan(backend, documents, kept, learner.micro_batch_tokens, homes)
+                plan = _plan(backend, documents, kept, learner.micro_batch_tokens, homes)
+                plans[kept] = plan if kept[0] in homes else _in_turns(plan, costs, loads)
                 homes |= {n: rank for rank, batches in enumerate(plans[kept]) for batch in batches for n in batch}
             for rank, microbatches in enumerate(plans[kept]):
                 found[rank].append(Part(update, epoch, microbatches))
@@ -94,6 +97,20 @@ def _plan(
     at = np.array([homes[n] for n in kept], dtype=np.int64) if known else None
     plan = plan_for(backend, [documents[n] for n in kept], bound, at)
     return [[[kept[i] for i in batch] for batch in rank] for rank in plan]
+
+
+def _in_turns(plan: Plan, costs: np.ndarray, loads: list[float]) -> Plan:
+    """The shares of a plan on other ranks: the most expensive one on the rank whose load is the least. Adds to `loads`.
+
+    Nothing changes while all loads are 0.
+    """
+    weights = [float(sum(costs[n] for batch in own for n in batch)) for own in plan]
+    ranks = sorted(range(len(plan)), key=lambda rank: (loads[rank], -weights[rank], rank))
+    turned: Plan = [[] for _ in plan]
+    for rank, share in zip(ranks, sorted(range(len(plan)), key=lambda i: (-weights[i], i)), strict=True):
+        turned[rank] = plan[share]
+        loads[rank] += weights[share]
+    return turned
 
 
 def numbers(parts: Sequence[Part]) -> list[int]:

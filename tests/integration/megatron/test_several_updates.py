@@ -54,6 +54,9 @@ SPECS = [
     for loss, names in PAIRS.items()
     for name in names
 ]
+DEALT = [  # an epoch of updates that have few documents, which ranks take in turns
+    SPECS[0] | {"name": f"dealt-{name}", "epochs": 1, "minibatches": GROUPS, **LAYOUTS[name]} for name in ("one", "dp2")
+]
 STILL = [
     {"name": f"still-{name}-{objective}", "objective": objective, "optimizer": {"lr": 0.0}, **more}
     for name, objective, more in (
@@ -64,8 +67,10 @@ STILL = [
 ]
 
 
-def config_of(loss: dict[str, Any], max_updates: int | None = None) -> Config:
-    learner = {"epochs": EPOCHS, "minibatches": PARTS, "groups_per_step": GROUPS, "micro_batch_tokens": 64}
+def config_of(
+    loss: dict[str, Any], max_updates: int | None = None, epochs: int = EPOCHS, minibatches: int = PARTS
+) -> Config:
+    learner = {"epochs": epochs, "minibatches": minibatches, "groups_per_step": GROUPS, "micro_batch_tokens": 64}
     document = {
         "run": {"name": "updates", "dir": "unset", "steps": STEPS, "seed": 11},
         "model": {"path": "unset"},
@@ -201,7 +206,8 @@ def trained(backend: Any, config: Config, step: int, batch: list[Document]) -> t
 
 def job_layout(folder: Path, spec: dict[str, Any]) -> None:
     backend, behavior = tiny_models.backend(folder, spec), load_file(folder / "behavior.safetensors")
-    config = config_of(LOSSES[spec["loss"]], MOST if spec["loss"] == "bounded" else None)
+    parts = {name: spec[name] for name in ("epochs", "minibatches") if name in spec}
+    config = config_of(LOSSES[spec["loss"]], MOST if spec["loss"] == "bounded" else None, **parts)
     told = []
     for step in range(STEPS):
         result, done = trained(backend, config, step, documents(step, behavior))
@@ -228,7 +234,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tmp_path_factory,
         group(job_behavior, [{}]),
         group(job_reference, [{"loss": loss} for loss in LOSSES], shared=True),
-        group(job_layout, SPECS, shared=True),
+        group(job_layout, [*SPECS, *DEALT], shared=True),
         group(job_still, STILL, shared=True),
     )
 
@@ -250,6 +256,17 @@ def test_the_updates_of_every_layout_are_those_of_plain_loops(folder: Path, spec
     for rank in found.ranks:
         for step, alone in zip(rank["steps"], one, strict=True):
             for name in ("loss", "batch_kl", "age_mean", "age_max", "tokens", "grad_norm_max"):
+                assert step[name] == pytest.approx(alone[name], rel=2e-3, abs=1e-7), name
+
+
+def test_updates_whose_documents_ranks_take_in_turns_are_those_of_one_rank(folder: Path) -> None:
+    one, found = (Outcome(folder / spec["name"]) for spec in DEALT)
+    before = Outcome(folder / "reference-clipped").section("before")
+    check_update(before, found.section("weight"), one.section("weight"))
+    for rank in found.ranks:
+        for step, alone in zip(rank["steps"], one.ranks[0]["steps"], strict=True):
+            assert step["count"] == GROUPS
+            for name in ("loss", "batch_kl", "age_mean", "tokens", "grad_norm_max"):
                 assert step[name] == pytest.approx(alone[name], rel=2e-3, abs=1e-7), name
 
 

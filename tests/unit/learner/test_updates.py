@@ -120,6 +120,21 @@ def test_the_work_of_every_update_is_about_even(
         assert max(loads) <= worst * sum(loads) / ranks, number
 
 
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+def test_ranks_take_turns_where_a_minibatch_has_few_documents(config_of: Callable[..., Config], ranks: int) -> None:
+    """The frozen policy computes the whole batch at once; 12 minibatches of 6 documents would load the first ranks."""
+    all_documents = documents()
+    costs = cost(np.array([d.places for d in all_documents]), 64)
+    found = plan_updates(backend(ranks), all_documents, config_of(1, GROUPS), 7)
+    loads = [costs[numbers(own)].sum() for own in found]
+    assert max(loads) - min(loads) <= 1.01 * costs.max()
+    for update in range(GROUPS):
+        own = sorted(n for parts in found for n in numbers([parts[update]]))
+        alone = plan_for(backend(ranks), [all_documents[n] for n in own], BOUND)
+        expected = sorted([[own[i] for i in batch] for batch in rank] for rank in alone)
+        assert sorted(parts[update].microbatches for parts in found) == expected, "as the update balances best"
+
+
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 90)), min_size=1, max_size=60), st.integers(1, 5))
 def test_spread_groups_differ_between_ranks_by_no_more_than_a_document(rows: list[tuple[int, int]], ranks: int) -> None:
     groups, costs = np.array([g for g, _ in rows]), np.array([float(c) for _, c in rows])
