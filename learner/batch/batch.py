@@ -91,6 +91,7 @@ class TrainingBatch:
     step: int
     documents: list[Document]  # paths with at least one loss token, in order of serial, sample and path
     statistics: BatchStatistics  # figures of all groups, failed and expired ones included
+    updates: int = 0  # made of it; known after training
 
 
 def decode(

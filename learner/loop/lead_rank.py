@@ -76,6 +76,7 @@ class LeadRank(RolloutSource):
         self._groups: list[Group] = []  # those of the newest step
         self._nodes: dict[int, str] = {}  # the node of each of them, by serial
         self._chosen: Chosen = {}
+        self._parts: list[list[Part]] = []  # by rank
         self._transcripts = transcript_thread(config)
 
     def start(self) -> None:
@@ -188,7 +189,7 @@ class LeadRank(RolloutSource):
         self._deliver(told, documents, parts)
         layers = self.backend.routing_layers
         own = parts[self.backend.data_parallel_rank]
-        batch = replace(batch, documents=trained_on(documents, parts, self.config))
+        self._parts = parts
         return batch, build_updates({n: of_layers(documents[n], layers) for n in numbers(own)}, own, self.config)
 
     def _deliver(self, told: Told, documents: list[Document], parts: list[list[Part]]) -> None:
@@ -239,6 +240,8 @@ class LeadRank(RolloutSource):
         self.reporter.set_silence(ranks)
 
     def _transcribe(self, batch: TrainingBatch, logprobs: Logprobs) -> None:
+        made = [own[: batch.updates] for own in self._parts]
+        batch = replace(batch, documents=trained_on(batch.documents, made, self.config))
         for item in items(batch, self._groups, self._nodes, self._chosen, logprobs):
             self._transcripts.put(item)
 

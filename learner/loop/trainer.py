@@ -259,7 +259,7 @@ class Trainer:
         self.version = step + 1
         unused = batch.statistics.tokens_trained - done.tokens
         figures = replace(batch.statistics, tokens_trained=done.tokens, tokens_unused=unused)
-        batch = replace(batch, statistics=figures)
+        batch = replace(batch, statistics=figures, updates=done.count)
         self.totals.add(figures)
         with self._times.measure("snapshot_s"):
             source.after_step(self.version, batch)

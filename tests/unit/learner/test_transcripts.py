@@ -210,6 +210,18 @@ def test_a_token_that_staleness_max_updates_leaves_out_of_every_update_is_not_sh
     assert kinds == {(True, True), (False, True), (False, False)}
 
 
+def test_a_document_whose_updates_kl_stop_leaves_out_is_not_shown_as_trained(make_world: MakeWorld, model: str) -> None:
+    learner = {"epochs": 2, "minibatches": 2, "loss": {"kl_stop": 1e-9}}
+    world = transcribed(make_world, model, rollout={"group_size": 4}, learner=learner)
+    finish(world)
+    found = list(read(world.run_dir))
+    lines = world.lines()
+    for line in lines:
+        shown = [turn.trained for t in found if t.step == line.step for turn in t.turns]
+        assert sum(map(sum, shown)) == line.tokens_trained
+    assert any(line.tokens_unused for line in lines)
+
+
 def test_a_filtered_groups_transcript_names_no_step_and_an_expired_one_trained_nothing(
     make_world: MakeWorld, model: str
 ) -> None:
