@@ -37,7 +37,7 @@ from tests.rigs.tiny_models import TEMPERATURE, exported, figures, microbatches,
 
 BIAS = "e_score_correction_bias"
 KINDS = ["tied", "qwen2", "llama", "moe", "deepseek-v3", "deepseek-v3-plain", "glm"]
-HALVED = ["tied", "moe"]  # also in files of bfloat16
+HALVED = ["tied", "moe", "deepseek-v3"]  # also in files of bfloat16
 CHECKED = ["tied", "moe", "tied-half"]  # converted with the forward check
 TP2, PP2, CP2, EP2 = ({name: 2} for name in ("tensor", "pipeline", "context", "expert"))
 VPP2 = PP2 | {"virtual_pipeline": 2}
@@ -56,6 +56,7 @@ SPECS = [
     case("glm", **EP2),
     case("tied", dtype="bfloat16", **TP2), case("deepseek-v3", dtype="bfloat16"),
     case("tied-half"), case("tied-half", dtype="bfloat16", **CP2), case("moe-half", dtype="bfloat16", **EP2),
+    case("deepseek-v3-half"),
 ]  # fmt: skip
 for spec in SPECS:
     spec["verify"] = spec["name"] in ("tied-one", "moe-expert2", "tied-half-one")
