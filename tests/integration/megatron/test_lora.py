@@ -7,10 +7,9 @@ Each layout is here for something of its own:
 
     tp2                  matrices that are cut, without sequence parallelism
     qwen2-tp2            with it, and with biases
-    tp2-pp2-recompute    stages whose activations are computed again
-    vpp2                 pieces of the model on each stage
+    vpp2-recompute       pieces of the model on each stage, whose activations are computed again
     cp2-selective, dp2   gradients that are summed over copies
-    moe-tp2-ep2          attention that is cut, beside experts that are spread
+    moe-tp2-ep2          attention that is cut, with sequence parallelism, beside experts that are spread
     offload              weights that come back
 """
 
@@ -52,12 +51,11 @@ ALONE = [layout(name, of=name) for name in REFERENCES]
 CUT = [
     layout("offload", memory=OFFLOADED),
     layout("tp2", tensor=2, sequence=False),
-    layout("vpp2", pipeline=2, virtual_pipeline=2),
+    layout("vpp2-recompute", memory=FULL, pipeline=2, virtual_pipeline=2),
     layout("cp2-selective", memory={"recompute": "selective"}, context=2),
     layout("dp2", ranks=2),
     layout("qwen2-tp2", of="qwen2-one", tensor=2),
-    layout("tp2-pp2-recompute", memory=FULL, tensor=2, pipeline=2),
-    layout("moe-tp2-ep2", of="moe-one", ranks=4, tensor=2, expert=2),
+    layout("moe-tp2-ep2", of="moe-one", tensor=2, expert=2),
 ]
 LAYOUTS = [*ALONE, *CUT]
 BF16 = layout("bf16") | {"dtype": "bfloat16"}
@@ -75,12 +73,10 @@ DROPPED = [
 SAME = [  # shards of the optimizer's states, pieces of the model, and what dropout draws
     spec | {"name": f"{spec['name']}-again", "checkpoint": spec["name"]} for spec in (*SAVE[2:], DROPPED[1])
 ]
-OTHER = [  # whole adapters that get cut, cut ones that become whole, states that are sharded otherwise
+OTHER = [  # whole adapters that get cut; cut ones that become whole, and whose states are sharded
     layout(f"{saved}-to-{name}", **cut) | {"checkpoint": saved}
-    for saved, name, cut in (
-        ("save-vpp2", "tp2", {"tensor": 2}), ("save-tp2", "pp2", {"pipeline": 2}), ("save-dp2", "cp2", {"context": 2}),
-    )
-]  # fmt: skip
+    for saved, name, cut in (("save-vpp2", "tp2", {"tensor": 2}), ("save-tp2", "dp2", {"ranks": 2}))
+]
 REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "rank": ({"lora": LORA | {"rank": 8}}, ("learner.lora.rank", "expected 4", "found 8")),
     "alpha": ({"lora": {"rank": 4}}, ("learner.lora.alpha", "expected 6.0", "found 8")),
