@@ -95,11 +95,14 @@ SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
     "--json": {"action": "store_true", "help": "machine-readable"},
     "--plain": {"action": "store_true", "help": "one line now and then instead of the live view"},
 }
-# packages that not every role has, and the environments of launch/setup.sh that have them
-PACKAGES = {
-    **{"torch": "cpu|learner|rollout", "megatron": "cpu|learner", "vllm": "cpu|rollout"},
-    **dict.fromkeys(("transformers", "starlette", "uvicorn"), "cpu"),
+# commands that need more than the base install, and the extras that have their packages
+EXTRAS = {
+    **dict.fromkeys(["learner", "sft", "convert", "export", "replay"], "learner"),
+    **dict.fromkeys(["rollout", "scorer", "eval"], "rollout"),
+    **dict.fromkeys(["init", "up", "sweep"], "cpu"),
+    **{"web": "web", "report": "report", "sinks": "sinks"},
 }
+OURS = ("broker", "common", "launch", "learner", "rollout_fleet")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,10 +121,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ModuleNotFoundError as error:
-        roles = PACKAGES.get((error.name or "").partition(".")[0])
-        if roles is None:
+        package = (error.name or "").partition(".")[0]
+        if args.command not in EXTRAS or package in OURS:
             raise
-        why = f"the package '{error.name}' is not installed here; run launch/setup.sh {roles}"
+        from common.process.install import advice
+
+        why = f"the package '{package}' is not installed here; {advice(EXTRAS[args.command])}"
         return refuse(args.command, why, EXIT_USAGE)
 
 
@@ -282,6 +287,8 @@ def _add_observing_arguments(made: Mapping[str, argparse.ArgumentParser]) -> Non
     export = made["export"]
     export.add_argument("dir", metavar="DIR", help="new folder for the model")
     export.add_argument("--adapter", action="store_true", help="the adapters of learner.lora alone; docs/lora.md")
+    text = "also put it on the hub; a repository that does not exist yet is made, private"
+    export.add_argument("--upload", metavar="OWNER/NAME", help=text)
     which = export.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N")
     which.add_argument("--best", action="store_true", help="the checkpoint that learner.checkpoint.keep_best keeps")

@@ -9,7 +9,6 @@ import argparse
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,10 +28,10 @@ from launch.keys import make
 from launch.observe.advisor import Advice, advice_for
 from launch.observe.observation import outcome_of
 from launch.resolve_target import config_of, find_run
+from launch.up.devices import interpreter
 
 NODE_KEY = "fleet"  # the credential that all nodes share
 ROLES = ("broker", "learner", "fleet")
-ROOT = Path(__file__).resolve().parents[3]
 LOOK_EVERY_S = 10.0
 Options = dict[str, str | None]  # sbatch's, without the dashes; None: the option has no value
 SCRIPT = """#!/usr/bin/env bash
@@ -166,8 +165,7 @@ def render(config: Config, run: RunDir, chosen: Mapping[str, Options]) -> dict[s
 
 def _script(config: Config, run: RunDir, role: str, options: Options) -> str:
     given = [(name, value) for name, value in options.items() if value != ""]
-    own = ROOT / f".venv-{'rollout' if role == 'fleet' else 'learner'}" / "bin" / "python"
-    python = shlex.quote(str(own) if own.exists() else sys.executable)
+    python = shlex.quote(interpreter("rollout" if role == "fleet" else "learner")[1])
     lines = "\n".join(f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in given)
     words = {"path": shlex.quote(os.environ.get("PYTHONPATH", "")), "run": shlex.quote(str(run.path))}
     command = _command(config, role, f"{python} -m launch.cli {{}} {shlex.quote(str(run.config))}")
