@@ -264,8 +264,6 @@ class _ProcessHandle(backend.EnvironmentHandle):
 def child_variables() -> dict[str, str]:
     """The node's variables that environment processes get; secrets are not among them."""
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-    sources = (
-        [] if CHECKOUT is None else [str(CHECKOUT)]
-    )  # a wheel lies among packages of this Python alone
+    sources = [] if CHECKOUT is None else [str(CHECKOUT)]  # a wheel lies among packages of this Python alone
     paths = [*sources, os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**kept, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": "1"}
