@@ -270,9 +270,8 @@ def test_the_image_copies_what_exists_is_pinned_and_runs_slipstream_without_root
 
 
 def test_the_builder_gets_what_the_image_copies_and_no_keys() -> None:
-    copied = {
-        word for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE.read_text(), re.MULTILINE) for word in line.split()
-    }
+    lines = re.findall(r"^COPY (.*) \S+$", DOCKERFILE.read_text(), re.MULTILINE)
+    copied = {word for line in lines for word in line.split()}
     ignored, *rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
     assert ignored == "*" and {rule[1:] for rule in rules if rule.startswith("!")} == copied
     assert "**/keys" in rules
