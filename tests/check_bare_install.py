@@ -88,6 +88,8 @@ def check_commands(checkout: Path) -> int:
     assert json.loads(said("plan", "job.yaml", "--json"))["plan"]["parameters"] == 596_049_920
     found = json.loads(said("doctor", "--json", "--role", "base"))
     assert {one["level"] for one in found if one["check"] in ("python", "packages")} == {"fine"}, found
+    learner = json.loads(said("doctor", "--json", "--role", "learner", code=1))
+    assert ["slipstream-rl[learner]" in one["fix"] for one in learner if one["check"] == "packages"] == [True], learner
     said("keys", "keys", "--node", "one")
     with subprocess.Popen([COMMAND, "broker", "job.yaml"], stderr=subprocess.PIPE, text=True) as broker:
         assert broker.stderr is not None and "listens on" in (line := broker.stderr.readline()), line

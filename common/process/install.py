@@ -28,7 +28,7 @@ def advice(extra: str, checkout: Path | None = CHECKOUT) -> str:
     command = f"pip install 'slipstream-rl[{extra}]'"
     if extra not in NEEDED and extra != "cpu":
         return f"run {command}"
-    bridge = "" if extra == "rollout" else f" and {INSTALL_BRIDGE}"
+    bridge = f" and {INSTALL_BRIDGE}" if extra == "learner" else ""
     cpu = "" if extra == "cpu" else "; slipstream-rl[cpu] is for machines without a GPU"
     return f"run {command}{bridge}{cpu}. docs/install.md says what pip cannot bring"
 
