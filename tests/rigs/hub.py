@@ -93,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(b"", True)
 
     def do_POST(self) -> None:
-        """What an upload asks for: a new repository, which files are large, where they go, and the commit."""
+        """The requests of an upload: for a new repository, which files are large, where they go, and the commit."""
         data = self._body()
         if self.headers.get("Authorization") != f"Bearer {WRITER}":
             return self._send(b"{}", True, 401)

@@ -48,7 +48,7 @@ class RoleJob:
         self.id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{index}" if index else os.environ["SLURM_JOB_ID"]
         self._over = over_file(run, self.id)
         self._over.unlink(missing_ok=True)
-        self._is_step = command[0] == "srun"  # of several hosts, or in a container of pyxis
+        self._is_step = command[0] == "srun"  # several hosts, or a container of pyxis
         self._spans = self._is_step and int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1
         self.flag = DrainFlag()
         for number in (signal.SIGTERM, signal.SIGUSR1):

@@ -54,7 +54,7 @@ class Chosen(NamedTuple):
 
     options: Options
     setup: list[str]  # shell lines that run first
-    image: str  # of its container; '' for none
+    image: str  # its container's; '' for none
 
 
 def command(args: argparse.Namespace) -> int:
