@@ -256,17 +256,14 @@ def _add_slurm_arguments(made: Mapping[str, argparse.ArgumentParser]) -> None:
     made["sweep"].add_argument("--slurm", action="store_true", help="submit the runs to Slurm instead")
     slurm.add_argument("--cancel", action="store_true", help="drain the run's jobs and end them")
     texts = {
-        "sbatch": (
-            "OPTION[=VALUE]",
-            "an option of sbatch for a role or all; empty to leave it out",
-        ),
+        "sbatch": ("OPTION[=VALUE]", "an option of sbatch for a role or all; empty to leave it out"),
         "setup": ("LINE", "a line of the shell that runs first in the job, such as `module load cuda`"),
         "container": ("IMAGE", "run in it: a .sif file or folder by Apptainer, another image by pyxis"),
     }
     for command in (slurm, made["sweep"]):
         for name, (word, text) in texts.items():
-            form = {"metavar": f"[ROLE:]{word}", "help": f"{text}; repeatable; ROLE: broker, learner, fleet"}
-            command.add_argument(f"--{name}", action="append", default=[], **form)
+            text = f"{text}; repeatable; ROLE: broker, learner, fleet"
+            command.add_argument(f"--{name}", action="append", default=[], metavar=f"[ROLE:]{word}", help=text)
         command.add_argument("--dry-run", action="store_true", help="write and print the scripts, submit nothing")
     how = scale.add_mutually_exclusive_group(required=True)
     how.add_argument("--rollouts", type=int, metavar="N", help="so many nodes; the newest ones leave first")
