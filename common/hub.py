@@ -3,7 +3,7 @@
 A model is OWNER/NAME[@REVISION], unless a folder has that name. The files of a dataset are
 hf://datasets/OWNER/NAME[@REVISION]/FILES; the last part of FILES may be a pattern. A whole copy in the cache (HF_HOME)
 is used without asking the hub. So a restart needs no network, and a branch that moves on the hub changes no run. A
-download is huggingface_hub's: it locks every file, and a file gets its name when it is complete.
+download is huggingface_hub's: it locks every file, and a file gets its name when it is complete. So is an upload.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.errors import UsageError
+from common.errors import SlipstreamError, UsageError
 
 SCHEME = "hf://"
 MODEL_KEYS = ("model.path", "learner.loss.reference")
@@ -64,6 +64,31 @@ def local_copy(key: str, value: str, only_config: bool = False) -> str:
     except Exception as error:  # huggingface_hub raises whatever its HTTP library raises
         no_folder = f"no folder {value.removeprefix(SCHEME)} exists here, and " if key in MODEL_KEYS else ""
         raise UsageError(f"{key}: {no_folder}{value} cannot be used: {_cause(error, name)}") from None
+
+
+def open_upload(key: str, name: str) -> None:
+    """Make the model repository OWNER/NAME, private, unless it exists: a wrong token is found before long work.
+
+    Raises UsageError with the cause and what to do.
+    """
+    found = _MODEL.fullmatch(name)
+    if found is None or found["revision"] or name.startswith(SCHEME):
+        raise UsageError(f"{key}: expected OWNER/NAME, found {name}")
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+        hub.create_repo(name, private=True, exist_ok=True)
+    except Exception as error:  # huggingface_hub raises whatever its HTTP library raises
+        raise UsageError(f"{key}: {name} cannot be used: {_cause_of_upload(error)}") from None
+
+
+def upload(name: str, folder: Path, message: str) -> str:
+    """Put all files of `folder` into a repository of `open_upload`; returns its address. Raises SlipstreamError."""
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+        return str(hub.upload_folder(repo_id=name, folder_path=str(folder), commit_message=message).repo_url)
+    except Exception as error:
+        again = f"`hf upload {name} {folder}` tries again"
+        raise SlipstreamError(f"{folder} is not on the hub: {_cause_of_upload(error)}; {again}") from None
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -119,8 +144,21 @@ def _cause(error: Exception, name: re.Match[str]) -> str:
     if constants.HF_HUB_OFFLINE:
         get = f"hf download {name['repo']}{' --repo-type dataset' * bool(name['files'])}"
         return f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} lacks files of it; run `{get}` with a network"
-    reason = str(error.__cause__ or error).strip().partition("\n")[0]
-    return f"{reason} (HF_ENDPOINT is {constants.ENDPOINT}; with HF_HUB_OFFLINE=1 a copy in HF_HOME is enough)"
+    return f"{_reason(error)} (HF_ENDPOINT is {constants.ENDPOINT}; with HF_HUB_OFFLINE=1 a copy in HF_HOME is enough)"
+
+
+def _cause_of_upload(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return _CAUSES["ModuleNotFoundError"]
+    if getattr(getattr(error, "response", None), "status_code", 0) in (401, 403):
+        return "the hub does not let you write there; set HF_TOKEN to a token that may"
+    constants = importlib.import_module("huggingface_hub.constants")
+    offline = "; HF_HUB_OFFLINE is set" * bool(constants.HF_HUB_OFFLINE)
+    return f"{_reason(error)} (HF_ENDPOINT is {constants.ENDPOINT}{offline})"
+
+
+def _reason(error: Exception) -> str:
+    return str(error.__cause__ or error).strip().partition("\n")[0]
 
 
 def _lacks(folder: Path, name: re.Match[str]) -> str:

@@ -95,11 +95,14 @@ SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
     "--json": {"action": "store_true", "help": "machine-readable"},
     "--plain": {"action": "store_true", "help": "one line now and then instead of the live view"},
 }
-# packages that not every role has, and the environments of launch/setup.sh that have them
-PACKAGES = {
-    **{"torch": "cpu|learner|rollout", "megatron": "cpu|learner", "vllm": "cpu|rollout"},
-    **dict.fromkeys(("transformers", "starlette", "uvicorn"), "cpu"),
+# commands that need more than the base install, and the extras that have their packages
+EXTRAS = {
+    **dict.fromkeys(["learner", "sft", "convert", "export", "replay"], "learner"),
+    **dict.fromkeys(["rollout", "scorer", "eval"], "rollout"),
+    **dict.fromkeys(["init", "up", "sweep"], "cpu"),
+    **{"web": "web", "report": "report", "sinks": "sinks"},
 }
+OURS = ("broker", "common", "launch", "learner", "rollout_fleet")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,10 +121,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ModuleNotFoundError as error:
-        roles = PACKAGES.get((error.name or "").partition(".")[0])
-        if roles is None:
+        package = (error.name or "").partition(".")[0]
+        if args.command not in EXTRAS or package in OURS:
             raise
-        why = f"the package '{error.name}' is not installed here; run launch/setup.sh {roles}"
+        from common.process.install import advice
+
+        why = f"the package '{package}' is not installed here; {advice(EXTRAS[args.command])}"
         return refuse(args.command, why, EXIT_USAGE)
 
 
@@ -250,9 +255,15 @@ def _add_slurm_arguments(made: Mapping[str, argparse.ArgumentParser]) -> None:
     slurm, scale = made["slurm"], made["scale"]
     made["sweep"].add_argument("--slurm", action="store_true", help="submit the runs to Slurm instead")
     slurm.add_argument("--cancel", action="store_true", help="drain the run's jobs and end them")
-    text = "an option of sbatch for broker, learner or fleet, or for all; empty to leave it out; repeatable"
+    texts = {
+        "sbatch": ("OPTION[=VALUE]", "an option of sbatch for a role or all; empty to leave it out"),
+        "setup": ("LINE", "a line of the shell that runs first in the job, such as `module load cuda`"),
+        "container": ("IMAGE", "run in it: a .sif file or folder by Apptainer, another image by pyxis"),
+    }
     for command in (slurm, made["sweep"]):
-        command.add_argument("--sbatch", action="append", default=[], metavar="[ROLE:]OPTION[=VALUE]", help=text)
+        for name, (word, text) in texts.items():
+            text = f"{text}; repeatable; ROLE: broker, learner, fleet"
+            command.add_argument(f"--{name}", action="append", default=[], metavar=f"[ROLE:]{word}", help=text)
         command.add_argument("--dry-run", action="store_true", help="write and print the scripts, submit nothing")
     how = scale.add_mutually_exclusive_group(required=True)
     how.add_argument("--rollouts", type=int, metavar="N", help="so many nodes; the newest ones leave first")
@@ -282,6 +293,8 @@ def _add_observing_arguments(made: Mapping[str, argparse.ArgumentParser]) -> Non
     export = made["export"]
     export.add_argument("dir", metavar="DIR", help="new folder for the model")
     export.add_argument("--adapter", action="store_true", help="the adapters of learner.lora alone; docs/lora.md")
+    text = "also put it on the hub; a repository that does not exist yet is made, private"
+    export.add_argument("--upload", metavar="OWNER/NAME", help=text)
     which = export.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N")
     which.add_argument("--best", action="store_true", help="the checkpoint that learner.checkpoint.keep_best keeps")

@@ -9,13 +9,13 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from common.config.checks import model_folder_problems
 from common.config.converted import is_converted, read_converted
 from common.errors import EXIT_DONE, UsageError
 from common.hub import absolute, local_copy
+from common.process.install import need_packages
 from launch.checks.job import GET_AGAIN, broken_weights
 from learner.megatron.conversion.hf_folder import stored_bytes, stored_dtype
 
@@ -30,8 +30,7 @@ def command(args: argparse.Namespace) -> int:
     source = Path(local_copy("model.path", absolute("model.path", args.model)))
     check_source(source)
     check_room(source, target)
-    if find_spec("megatron") is None:
-        raise ModuleNotFoundError(name="megatron")  # launch/cli.py says which environment has it
+    need_packages("learner")
     words = ["--model", str(source), "--out", str(target), *["--no-verify"] * args.no_verify]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     process = [sys.executable, "-m", "learner.checkpoint.convert_main", *words]

@@ -16,11 +16,11 @@ import psutil
 
 from common.config.network_checks import is_loopback, split_address
 from common.config.schema import BaseConfig
+from common.process.install import CHECKOUT, SOURCES, advice, environments_folder
 from common.process.versions import INSTALL_BRIDGE, versions
 from launch.checks.findings import Finding, fine, problem, refusal, warning
 from launch.plan.job_plan import GIB, MIB, Plan
 from launch.up.devices import (
-    ROOT,
     SMALL_MACHINE_CORES,
     available_cores,
     list_gpus,
@@ -32,7 +32,7 @@ from launch.up.devices import (
 CLOCK_UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 PYTHONS = ((3, 11), (3, 13))
-REQUIREMENTS = ROOT / "requirements"
+REQUIREMENTS = SOURCES / "requirements"
 # the packages without which a role does not run, by role of launch/setup.sh
 NEEDED = {
     "base": ("msgspec", "numpy", "pyyaml", "pyzmq", "rich", "psutil", "xxhash"),
@@ -143,7 +143,8 @@ def check_packages(machine: Machine, role: str, pins: Mapping[str, str]) -> Iter
     if missing:
         what = f"not installed: {', '.join(missing)}"
         alone = f"; beside the extra learner: {INSTALL_BRIDGE}" if "megatron-bridge" in missing else ""
-        yield problem("packages", "missing", what, why=f"the role {role} cannot start without", fix=setup + alone)
+        fix = setup + alone if CHECKOUT or role == "base" else advice(role)
+        yield problem("packages", "missing", what, why=f"the role {role} cannot start without", fix=fix)
     if other:
         why = "other versions than the pinned ones were not tested; some of them give wrong numbers without an error"
         fix = f"{setup} builds an environment from the pins"
@@ -164,9 +165,10 @@ def check_bridge(machine: Machine) -> Iterator[Finding]:
         yield problem("packages", "missing", "not installed: megatron-bridge", why=why, fix=INSTALL_BRIDGE)
 
 
-def check_environments(checkout: Path = ROOT) -> Iterator[Finding]:
+def check_environments(folder: Path | None = None) -> Iterator[Finding]:
     """The environments of learner and fleet agree on what both must share. Nothing is said where one is missing."""
-    folders = [checkout / f".venv-{role}" / "lib" for role in ("learner", "rollout")]
+    where = folder or environments_folder()
+    folders = [where / f".venv-{role}" / "lib" for role in ("learner", "rollout")]
     sites = [site for folder in folders for site in folder.glob("python3*/site-packages")]
     if len(sites) != len(folders):
         return

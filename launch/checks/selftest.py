@@ -26,10 +26,11 @@ from rich.console import Console
 
 from common.config.parallel_layout import PLAIN
 from common.errors import EXIT_DONE, EXIT_FAILED, UsageError, nearest
+from common.process.install import SOURCES
 from common.process.versions import versions
 from launch.checks.findings import Level, show_line
 from launch.checks.machine import Machine, look, pins_of
-from launch.up.devices import ROOT, interpreter
+from launch.up.devices import interpreter
 
 PARITY = "tests/integration/megatron/test_megatron_parity.py"
 RESUME = "tests/integration/learner/test_resume.py"
@@ -131,8 +132,8 @@ class Pace:
 
 
 def command(args: argparse.Namespace) -> int:
-    if not (ROOT / "tests").is_dir() or not (ROOT / "requirements").is_dir():
-        raise UsageError(f"the selftest runs the repository's tests, and {ROOT} is no checkout; run it in a clone")
+    if not (SOURCES / "tests").is_dir() or not (SOURCES / "requirements").is_dir():
+        raise UsageError(f"the selftest runs the repository's tests, and {SOURCES} is no checkout; run it in a clone")
     machine = look()
     known = {item.name: item for item in items(machine)}
     for name in args.only or ():
@@ -163,8 +164,8 @@ def measure(machine: Machine) -> Pace:
     if not machine.gpus:
         return Pace(CPU_SLOWER)
     _, python = interpreter("learner")
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    probe = subprocess.run([python, "-m", "tests.rigs.device"], cwd=ROOT, env=env, capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    probe = subprocess.run([python, "-m", "tests.rigs.device"], cwd=SOURCES, env=env, capture_output=True, text=True)
     said = [*probe.stderr.splitlines(), *probe.stdout.splitlines()][-1:]
     if probe.returncode or not said:
         return Pace(1.0, told=f"unknown, for two processes did not meet on the GPU: {''.join(said)}")
@@ -186,7 +187,7 @@ def environment(machine: Machine) -> Result:
         found = versions(sites[0] if sites else None)
         other = {n: f" (pinned: {pins[n]})" for n, v in found.items() if pins.get(n, v) not in (v, v.split("+")[0])}
         said = (f"{name} {version}{other.get(name, '')}" for name, version in found.items() if version)
-        figures[f"{role} ({python.removeprefix(f'{ROOT}{os.sep}')})"] = ", ".join(said)
+        figures[f"{role} ({python.removeprefix(f'{SOURCES}{os.sep}')})"] = ", ".join(said)
     return Result("environment", "devices and versions", "passed", figures=figures)
 
 
@@ -195,7 +196,7 @@ def run(item: Item, machine: Machine, pace: Pace, left_s: float) -> Result:
     _, python = interpreter(item.role)
     result = Result(item.name, item.title, "not applicable")
     missing = subprocess.run(
-        [python, "-c", FIND, *item.packages], capture_output=True, text=True, cwd=ROOT
+        [python, "-c", FIND, *item.packages], capture_output=True, text=True, cwd=SOURCES
     ).stdout.strip()
     limit_s = min(pace.limit_s(item), left_s)
     if item.cuda and not machine.gpus:
@@ -222,11 +223,11 @@ def _pytest(item: Item, python: str, folder: Path, limit_s: float, pace: Pace) -
     files = [f"--junitxml={folder / 'results.xml'}", f"--basetemp={folder / 'tests'}"]
     options = ["-q", "-W", "default", "-p", "no:cacheprovider", "-o", "junit_family=xunit1"]
     command = [python, "-m", "pytest", *options, *files, *item.tests]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **item.env}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES), **item.env}
     env |= {PACE: pace.measured} if pace.measured else {}
     with (folder / "output").open("wb") as log:
         child = psutil.Popen(
-            command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
+            command, cwd=SOURCES, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
         )
         try:
             return child.wait(limit_s)

@@ -1,7 +1,8 @@
-"""slipstream export RUN DIR [--step N | --best] [--adapter]: the trained model of a run as a Hugging Face folder.
+"""slipstream export RUN DIR [--step N | --best] [--adapter] [--upload NAME]: a run's model as a Hugging Face folder.
 
 A run that is done has one in RUN/model, which is copied. A checkpoint is converted by a process of the learner's, as
-the model, or with --adapter as a folder of its adapters alone.
+the model, or with --adapter as a folder of its adapters alone. With --upload the folder is put on the hub, too. The
+token's rights are checked before the conversion. A failed upload leaves DIR as it is.
 """
 
 import argparse
@@ -11,8 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from common import hub
 from common.config.loading import load_either
 from common.errors import EXIT_DONE, UsageError
+from common.process.install import need_packages
 from common.process.run_dir import RunDir
 from launch.resolve_target import find_run
 from learner.checkpoint.best import BEST_FILE, read_best
@@ -34,15 +37,19 @@ def command(args: argparse.Namespace) -> int:
             hint = "learner.checkpoint.keep_best chooses one"
             raise UsageError(f"{run.path} has no best checkpoint: {run.checkpoints / BEST_FILE} is not there; {hint}")
         args.step = best.step
-    if args.step is None and not args.adapter and (run.model / "config.json").is_file():
+    final = args.step is None and not args.adapter and (run.model / "config.json").is_file()
+    checkpoint = None if final else find_checkpoint(run, args.step)
+    if args.upload:
+        hub.open_upload("--upload", args.upload)
+    if checkpoint is None:
         shutil.copytree(run.model, target, dirs_exist_ok=True)
-        print(f"the final model of {run.path} is in {target}")
-        return EXIT_DONE
-    checkpoint = find_checkpoint(run, args.step)
-    code = convert(run, checkpoint, target, *["--adapter"] * args.adapter)
-    if code == EXIT_DONE:
-        print(f"{checkpoint.name} of {run.path} is in {target}")
-    return code
+    elif code := convert(run, checkpoint, target, *["--adapter"] * args.adapter):
+        return code
+    what = f"the final model of {run.path}" if checkpoint is None else f"{checkpoint.name} of {run.path}"
+    print(f"{what} is in {target}")
+    if args.upload:
+        print(f"and at {hub.upload(args.upload, target, f'slipstream export: {what}')}")
+    return EXIT_DONE
 
 
 def find_checkpoint(run: RunDir, step: int | None) -> Path:
@@ -60,6 +67,7 @@ def find_checkpoint(run: RunDir, step: int | None) -> Path:
 
 def convert(run: RunDir, checkpoint: Path, target: Path, *options: str) -> int:
     """Run the conversion in a process of its own, on the CPU, beside whatever trains; its exit code."""
+    need_packages("learner")
     words = ["--config", str(run.config), "--checkpoint", str(checkpoint.resolve()), "--out", str(target.resolve())]
     words += options
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

@@ -22,6 +22,7 @@ from common.config.loading import build_config
 from common.config.schema import Config
 from common.errors import EXIT_DONE, SlipstreamError, UsageError
 from common.metrics import StepMetrics
+from common.process.install import need_packages
 from common.process.lifecycle import DrainFlag
 from common.process.logs import log_path
 from common.process.run_dir import BrokerFile, RunDir, write_json
@@ -116,6 +117,7 @@ def command(args: argparse.Namespace) -> int:
     config = config_of(original)
     if config is None:
         raise UsageError(f"{original.path} is not the folder of an RL job: it has no groups to replay")
+    need_packages("learner")
     with open_recording(original, config) as recording:
         plan = plan_replay(original, config, recording, args.first, args.last, args.out, args.overrides)
         steps: list[ReplayedStep] = []

@@ -18,6 +18,7 @@ from rich.text import Text
 from common.config.schema import BaseConfig, Config
 from common.errors import SlipstreamError, UsageError
 from common.metrics import AGE_NAMES, OptFloat, SftMetrics, StepMetrics
+from common.process.install import advice
 from common.process.run_dir import RunDir, differences, unwritable, write_json
 from common.run_reader import LATEST, MetricsTail, ends, known, read_tail
 from common.waste import WASTE_REASONS
@@ -61,7 +62,7 @@ def write_report(words: Sequence[str], out: str | None) -> None:
     named = ((word, find_run(word)) for word in words)
     found = {run.path.resolve(): (word, run, any_config_of(run)) for word, run in named}
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("plots need matplotlib, which the extra 'report' brings; launch/setup.sh cpu installs it")
+        raise UsageError(f"plots need matplotlib, not installed here; {advice('report')}")
     kinds = {config is not None and config.rl is None: word for word, _, config in found.values()}
     if len(kinds) > 1:
         raise UsageError(f"{kinds[True]} is a warm start and {kinds[False]} an RL job: their metrics are not the same")

@@ -19,7 +19,7 @@ from common.process.lifecycle import SUPERVISOR_ENV, DrainFlag
 from common.process.lock_file import only_one
 from common.process.run_dir import RunDir, write_json
 from launch.cluster.slurm.jobs import read_jobs, slurm, tasks_of
-from launch.cluster.slurm.submit import parse_options, prepared, submit_run
+from launch.cluster.slurm.submit import choices, prepared, submit_run
 from launch.observe.observation import finished_version
 from launch.resolve_target import any_config_of
 from launch.results.report import format_figure, write_report
@@ -51,8 +51,8 @@ def command(args: argparse.Namespace) -> int:
     """Run or submit the runs, or only report. Raises UsageError before anything starts when one of them cannot run."""
     if (args.config is None) == (args.report is None) or (args.report and args.overrides):
         raise UsageError("expected CONFIG and key=a,b,c words, or --report DIR")
-    if (args.dry_run or args.sbatch) and not args.slurm:
-        raise UsageError("--dry-run and --sbatch belong to --slurm")
+    if (args.dry_run or args.sbatch or args.setup or args.container) and not args.slurm:
+        raise UsageError("--dry-run, --sbatch, --setup and --container belong to --slurm")
     with redirect_stdout(sys.stderr if args.json else sys.stdout):
         code, folder = (EXIT_DONE, Path(args.report)) if args.report else run(args)
         outcome = summed_up(folder, args.winner)
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> tuple[int, Path]:
     """Run or submit all; returns the exit code and the sweep's folder."""
     if args.slurm and not args.dry_run:
         slurm("sbatch", "--version")
-    options = parse_options(args.sbatch)
+    chosen = choices(args)
     texts, first = combined(args.config, args.overrides, args.seeds)
     folder = Path(args.dir or f"{first.run.dir}-sweep").absolute()
     runs = plan(args.config, texts, folder, args.slurm)
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> tuple[int, Path]:
             if not args.dry_run and not is_finished(each) and (tasks := tasks_of(read_jobs(each.run).ids)):
                 print(f"{each.entry.name}: its jobs {' '.join(task.id for task in tasks)} have not ended")
             else:
-                submit_run(*prepared(args.config, each.overrides), options, args.dry_run)
+                submit_run(*prepared(args.config, each.overrides), chosen, args.dry_run)
     return EXIT_DONE, folder
 
 

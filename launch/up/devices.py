@@ -17,12 +17,12 @@ from pathlib import Path
 
 from common.config.schema import BaseConfig, Config
 from common.errors import Problem, UsageError
+from common.process.install import environments_folder
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 HOST_ID = "NCCL_HOSTID"
 FP8_CAPABILITY = 8.9  # GPUs below it have no products in FP8
 NVIDIA_SMI_S = 10.0
-ROOT = Path(__file__).resolve().parents[2]
 SMALL_MACHINE_CORES = 16  # with more, the operating system has room to choose
 Cores = frozenset[int] | None  # None: free to run anywhere
 
@@ -104,15 +104,15 @@ def torch_cuda(prefix: Path | None = None) -> str | None:
     return found[1] if found else None
 
 
-def interpreter(role: str, root: Path = ROOT) -> tuple[Path | None, str]:
+def interpreter(role: str, root: Path | None = None) -> tuple[Path | None, str]:
     """(environment, Python) of `learner` or `rollout`; (None, this process's) where the role has none of its own."""
-    prefix = root / f".venv-{role}"
+    prefix = (root or environments_folder()) / f".venv-{role}"
     python = prefix / "bin" / "python"
     return (prefix, str(python)) if python.exists() else (None, sys.executable)
 
 
 def assign(
-    config: Config, environ: Mapping[str, str] = os.environ, root: Path = ROOT, share: bool = False
+    config: Config, environ: Mapping[str, str] = os.environ, root: Path | None = None, share: bool = False
 ) -> dict[str, Place]:
     """The place of each role that has one of its own; {} without a GPU. Raises UsageError when there are too few.
 
@@ -148,6 +148,7 @@ def assign(
     return places
 
 
-def table(places: Mapping[str, Place], root: Path = ROOT) -> list[str]:
-    rows = [(role, p.env.get(VISIBLE, "CPU"), p.python.removeprefix(f"{root}{os.sep}")) for role, p in places.items()]
+def table(places: Mapping[str, Place], root: Path | None = None) -> list[str]:
+    here = f"{root or environments_folder()}{os.sep}"
+    rows = [(role, p.env.get(VISIBLE, "CPU"), p.python.removeprefix(here)) for role, p in places.items()]
     return [f"  {role:<10} {devices:<12} {python}" for role, devices, python in rows]

@@ -1,4 +1,4 @@
-"""The ranks of a learner as processes: torchrun, its environment, and the packages without which none starts."""
+"""The ranks of a learner as processes: torchrun and its environment."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from typing import NoReturn
 from common.config.schema import BaseConfig
 from common.errors import UsageError
 from common.process.run_dir import RunDir
-from common.process.versions import INSTALL_BRIDGE, versions
+from common.process.versions import versions
 from launch.cluster.interface import LOOPBACK, routed
 from launch.up.devices import compute_capability
 
@@ -28,7 +28,6 @@ def slurm_machines() -> int:
 
 def become_torchrun(config: BaseConfig, run: RunDir, broker: str = "") -> NoReturn:
     """Replace this process, so that signals and exit codes are torchrun's own."""
-    need_learner_packages()
     run.prepare(config)
     ranks = str(config.learner.world_size)
     command = torchrun(run, ["--nproc-per-node", ranks], ["--broker", broker] if broker else [])
@@ -36,16 +35,6 @@ def become_torchrun(config: BaseConfig, run: RunDir, broker: str = "") -> NoRetu
         os.environ.setdefault("GLOO_SOCKET_IFNAME", routed(LOOPBACK).name)
     sys.stdout.flush()
     os.execvpe(command[0], command, {**os.environ, **learner_environment(config)})
-
-
-def need_learner_packages() -> None:
-    """Raise UsageError for a package without which no rank starts."""
-    here = versions()
-    for name in ("torch", "megatron-core"):
-        if not here[name]:
-            raise UsageError(f"{name} is not installed in this environment; run launch/setup.sh cpu or learner")
-    if not here["megatron-bridge"]:
-        raise UsageError(f"megatron-bridge is not installed, and no extra can bring it; run `{INSTALL_BRIDGE}`")
 
 
 def torchrun(run: RunDir, options: Sequence[str], words: Sequence[str]) -> list[str]:

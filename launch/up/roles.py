@@ -16,6 +16,7 @@ from common.config.checks import downloaded
 from common.config.loading import load_config, load_either
 from common.config.schema import BaseConfig, SftConfig
 from common.errors import BrokerUnreachable, ConfigError, UsageError, meant
+from common.process.install import need_packages
 from common.process.logs import log_path, setup_logging
 from common.process.run_dir import RunDir, find_broker, write_json
 from common.security.credentials import own_node_id
@@ -39,6 +40,7 @@ def broker(args: argparse.Namespace) -> int:
 
 def learner(args: argparse.Namespace) -> int:
     """Become torchrun with one process per rank, which does not return; or one launcher of a learner of several."""
+    need_packages("learner")
     args.overrides = [*_machines_override(), *args.overrides]
     config, run, address = job_of(args, "learner")
     return run_ranks(args, config, run, address)
@@ -46,6 +48,7 @@ def learner(args: argparse.Namespace) -> int:
 
 def sft(args: argparse.Namespace) -> int:
     """The supervised warm start: as `learner`, with a broker only where it has several machines."""
+    need_packages("learner")
     own = [f"broker.credentials={Path(args.credentials).expanduser().resolve()}"] if args.credentials else []
     config = load_config(Path(args.config), [*_machines_override(), *args.overrides, *own], SftConfig)
     config, run = checked(config, args.config, environment=False)
@@ -68,6 +71,7 @@ def run_ranks(args: argparse.Namespace, config: BaseConfig, run: RunDir, address
 
 def rollout(args: argparse.Namespace) -> int:
     """Run a node until the job is done or it is told to stop."""
+    need_packages("rollout")
     config, run, address = job_of(args, "node")
     for wrong in rounding_problems(config):
         raise ConfigError.of(args.config or f"the job at {args.join}", wrong)
@@ -84,6 +88,7 @@ def rollout(args: argparse.Namespace) -> int:
 
 def scorer(args: argparse.Namespace) -> int:
     """Serve the model of a scorer until told to stop. Nothing else of the job must be there."""
+    need_packages("rollout")
     config, run = load_job(args.config, args.overrides, reader="broker")
     found = config.scorers.get(args.name)
     if found is None:
@@ -109,6 +114,7 @@ def answering_broker(args: argparse.Namespace, config: BaseConfig, run: RunDir) 
 
 def evaluate(args: argparse.Namespace) -> int:
     """Accuracy of a model on held-out problems through the same engine and environment as training."""
+    need_packages("rollout")
     file = config_file(args.config)
     if load_either(file).rl is None:
         raise UsageError(f"{file} is a warm start's config; eval needs an RL job's, for its environment")

@@ -21,6 +21,7 @@ from common.config.schema import Config
 from common.errors import EXIT_DONE, ConfigError, SlipstreamError, UsageError
 from common.json_lines import EventFile
 from common.metrics import StepMetrics
+from common.process.install import need_packages
 from common.process.lifecycle import DrainFlag
 from common.process.lock_file import only_one
 from common.process.logs import log_path
@@ -57,6 +58,8 @@ def command(args: argparse.Namespace) -> int:
         if (address := running_broker(run)) is not None:
             raise UsageError(f"{run.path}: a broker already runs at {address}; stop that job first")
         places = assign(config, share=args.share_gpus)
+        if not places:  # all roles run with this interpreter
+            need_packages("learner", *["rollout"] * bool(config.rollout.nodes))
         run.prepare(config)
         for stale in (run.broker_json, run.status_json):
             stale.unlink(missing_ok=True)

@@ -33,8 +33,8 @@ class Roles:
         self.cluster, self.folder = cluster, folder
         self.run: RunDir = prepared(job_of(folder, run={"max_restarts": 1}))
 
-    def submit(self, role: str, body: str, *options: str) -> str:
-        """Submit a role that waits until it is released; returns its id."""
+    def submit(self, role: str, body: str, *options: str, step: bool = False) -> str:
+        """Submit a role that waits until it is released, under srun as a `step`; returns its id."""
         file = jobs_file(self.run).with_name(f"{role}.sbatch")
         file.parent.mkdir(exist_ok=True)
         words = [
@@ -44,6 +44,7 @@ class Roles:
             str(self.run.path),
             role,
             "--",
+            *["srun"] * step,
             "sh",
             "-c",
             body,
@@ -54,10 +55,10 @@ class Roles:
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    def start(self, learner: str, nodes: int = 0) -> Jobs:
-        """A broker and nodes that drain, and this learner."""
-        jobs = Jobs(self.submit("broker", DRAINS), self.submit("learner", learner))
-        jobs.fleet = [self.submit("fleet", DRAINS, f"--array=1-{nodes}")] if nodes else []
+    def start(self, learner: str, nodes: int = 0, step: bool = False) -> Jobs:
+        """A broker and nodes that drain, and this learner; learner and nodes under srun as a `step`."""
+        jobs = Jobs(self.submit("broker", DRAINS), self.submit("learner", learner, step=step))
+        jobs.fleet = [self.submit("fleet", DRAINS, f"--array=1-{nodes}", step=step)] if nodes else []
         write_json(jobs_file(self.run), jobs)
         for job, role in ((jobs.broker, "broker"), *((fleet, "fleet") for fleet in jobs.fleet)):
             self.release(job)
@@ -91,9 +92,9 @@ def roles(cluster: Slurm, tmp_path: Path) -> Iterator[Roles]:
     made.until_ended()
 
 
-@pytest.mark.parametrize(("code", "lives"), [(1, 2), (3, 1)])
-def test_a_learner_that_ended_for_good_ends_the_run(roles: Roles, code: int, lives: int) -> None:
-    jobs = roles.start(f"echo begun; exit {code}", nodes=2)
+@pytest.mark.parametrize(("code", "lives", "step"), [(1, 2, False), (3, 1, False), (1, 2, True)])
+def test_a_learner_that_ended_for_good_ends_the_run(roles: Roles, code: int, lives: int, step: bool) -> None:
+    jobs = roles.start(f"echo begun; exit {code}", nodes=2, step=step)
     roles.until_ended()
     assert roles.log("learner").count("begun") == lives
     assert roles.log("fleet").count("emptied") == 2
@@ -112,8 +113,9 @@ def test_a_requeue_drains_a_role_and_brings_it_back_and_scancel_ends_the_run(rol
     assert "cancelled" in roles.log("learner")
 
 
-def test_the_signal_ahead_of_a_limit_drains_a_role_and_brings_it_back(roles: Roles) -> None:
-    jobs = roles.start(DRAINS, nodes=1)
+@pytest.mark.parametrize("step", [False, True])
+def test_the_signal_ahead_of_a_limit_drains_a_role_and_brings_it_back(roles: Roles, step: bool) -> None:
+    jobs = roles.start(DRAINS, nodes=1, step=step)
     (task,) = jobs.fleet
     roles.cluster.said("scancel", "--batch", "--signal=TERM", task)  # as Slurm sends it ahead of the limit
     roles.until_said("fleet", "begun", 2)

@@ -1,5 +1,9 @@
-"""A stand-in of the Hugging Face hub on loopback: it answers what huggingface_hub asks for, from files in memory."""
+"""A stand-in of the Hugging Face hub on loopback: what huggingface_hub asks for comes from files in memory.
 
+Uploads go there, too, by the LFS protocol (HF_HUB_DISABLE_XET).
+"""
+
+import base64
 import hashlib
 import json
 import os
@@ -12,11 +16,13 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from tests.rigs.processes import ROOT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+WRITER = "hf_writer"  # the token that may write
 ERRORS = {"nobody": (404, "RepoNotFound"), "gated": (403, "GatedRepo")}  # by owner
 
 
@@ -29,6 +35,8 @@ class StandIn:
         self.held_back, self.go_on = "", threading.Event()  # bodies of matching files stop in the middle until then
         self.arrived = threading.Event()  # such a body is half sent
         self.url = ""
+        self.stored: dict[str, bytes] = {}  # uploaded bodies by SHA-256
+        self.commits: list[tuple[str, str]] = []  # (repository, message)
 
     def environment(self, home: Path, **more: str) -> dict[str, str]:
         """The variables of a process that uses this hub, with a cache of its own.
@@ -78,6 +86,65 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._answer(True)
+
+    def do_PUT(self) -> None:
+        data = self._body()
+        self.hub.stored[self.path.rpartition("/")[2]] = data
+        self._send(b"", True)
+
+    def do_POST(self) -> None:
+        """The requests of an upload: for a new repository, which files are large, where they go, and the commit."""
+        data = self._body()
+        if self.headers.get("Authorization") != f"Bearer {WRITER}":
+            return self._send(b"{}", True, 401)
+        match urlsplit(self.path).path.strip("/").split("/"):
+            case ["api", "repos", "create"]:
+                self._create(json.loads(data))
+            case ["api", *repo, "preupload", "main"]:
+                large = {True: "lfs", False: "regular"}
+                files = [file["path"] for file in json.loads(data)["files"]]
+                modes = [{"path": f, "uploadMode": large[f.endswith(".safetensors")]} for f in files]
+                found = "/".join(repo) in self.hub.repos
+                self._json({"files": [mode | {"shouldIgnore": False} for mode in modes]}, 200 if found else 404)
+            case [*_, "info", "lfs", "objects", "batch"]:
+                wanted = [(one["oid"], one["size"]) for one in json.loads(data)["objects"]]
+                places = [(oid, size, {"upload": {"href": f"{self.hub.url}/lfs/{oid}"}}) for oid, size in wanted]
+                self._json({"objects": [{"oid": o, "size": s, "actions": at} for o, s, at in places]})
+            case ["api", *repo, "commit", "main"]:
+                self._commit("/".join(repo), [json.loads(line) for line in data.splitlines()])
+
+    def _create(self, asked: dict[str, str]) -> None:
+        repo = f"{asked.get('type', 'model')}s/{asked['organization']}/{asked['name']}"
+        code = 409 if repo in self.hub.repos else 200
+        self.hub.repos.setdefault(repo, {})
+        self.hub.requests[f"made {asked['visibility']} {repo}"] += code == 200
+        self._json({"url": f"{self.hub.url}/{repo.partition('/')[2]}"}, code)
+
+    def _commit(self, repo: str, lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "header":
+                self.hub.commits.append((repo, value["summary"]))
+            elif line["key"] == "lfsFile":  # refused, as by the hub, unless its body came before
+                self.hub.repos[repo][value["path"]] = self.hub.stored[value["oid"]]
+            else:
+                self.hub.repos[repo][value["path"]] = base64.b64decode(value["content"])
+        address = f"{self.hub.url}/{repo.partition('/')[2]}/commit/{COMMIT}"
+        self._json({"commitUrl": address, "commitOid": COMMIT})
+
+    def _json(self, answer: object, code: int = 200) -> None:
+        self._send(json.dumps(answer).encode(), True, code)
+
+    def _body(self) -> bytes:
+        """The request's body, also one that is sent in chunks."""
+        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        found = b""
+        while size := int(self.rfile.readline(), 16):
+            found += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return found
 
     def _answer(self, body: bool) -> None:
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")

@@ -48,7 +48,8 @@ class RoleJob:
         self.id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{index}" if index else os.environ["SLURM_JOB_ID"]
         self._over = over_file(run, self.id)
         self._over.unlink(missing_ok=True)
-        self._spans = command[0] == "srun"  # several hosts
+        self._is_step = command[0] == "srun"  # several hosts, or a container of pyxis
+        self._spans = self._is_step and int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1
         self.flag = DrainFlag()
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda number, _: self.flag.set(signal.Signals(number).name))
@@ -78,7 +79,7 @@ class RoleJob:
         if self.flag.is_set:
             return EXIT_DONE
         # A role of this host ends with this process.
-        env = os.environ if self._spans else {**os.environ, SUPERVISOR_ENV: str(os.getpid())}
+        env = os.environ if self._is_step else {**os.environ, SUPERVISOR_ENV: str(os.getpid())}
         process = subprocess.Popen(argv, env=env)
         while (code := process.poll()) is None and not self.flag.wait(POLL_S):
             pass
@@ -86,7 +87,7 @@ class RoleJob:
             return code
         fate, until = self._fate()
         if fate == "runs":  # otherwise Slurm has sent SIGTERM to the role, too
-            slurm("scancel", "--signal=TERM", self.id) if self._spans else process.terminate()
+            slurm("scancel", "--signal=TERM", self.id) if self._is_step else process.terminate()
         while (code := process.poll()) is None and time.time() < until:
             time.sleep(POLL_S)
         return code or EXIT_DONE

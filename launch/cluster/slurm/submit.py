@@ -9,10 +9,10 @@ import argparse
 import os
 import re
 import shlex
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from common.config.checks import resolve_paths
 from common.config.loading import load_config
@@ -24,21 +24,23 @@ from common.process.run_dir import RunDir, write_atomic, write_json
 from common.run_reader import MetricsTail, read_tail
 from common.security.credentials import KeyFolder
 from launch.checks.review import review
+from launch.cluster.slurm import container
 from launch.cluster.slurm.jobs import Jobs, end_run, jobs_file, leave, read_jobs, slurm, tasks_of
 from launch.keys import make
 from launch.observe.advisor import Advice, advice_for
 from launch.observe.observation import outcome_of
 from launch.resolve_target import config_of, find_run
+from launch.up.devices import interpreter
 
 NODE_KEY = "fleet"  # the credential that all nodes share
 ROLES = ("broker", "learner", "fleet")
-ROOT = Path(__file__).resolve().parents[3]
 LOOK_EVERY_S = 10.0
+SRUN = 'srun --kill-on-bad-exit=0 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}"'
 Options = dict[str, str | None]  # sbatch's, without the dashes; None: the option has no value
 SCRIPT = """#!/usr/bin/env bash
 # Job {name}. `slipstream slurm` writes this file again at each submission.
 {options}
-
+{setup}
 # role_job starts the role again after a crash, passes signals on, and ends the run's other jobs when the run is over.
 # It puts the address of this host in place of {{host}}, and that of the run's broker in place of {{broker}}.
 export PYTHONPATH={path}
@@ -47,20 +49,28 @@ exec {python} -m launch.cluster.slurm.role_job {run} {role} -- \\
 """
 
 
+class Chosen(NamedTuple):
+    """The choices of a command for a role's jobs; `options` replace those that follow from the config."""
+
+    options: Options
+    setup: list[str]  # shell lines that run first
+    image: str  # its container's; '' for none
+
+
 def command(args: argparse.Namespace) -> int:
     if args.cancel:
         run = find_run(args.config)
         end_run(run, print)
         print(f"{run.path} has no jobs; `slipstream slurm CONFIG` continues it from its newest checkpoint")
         return EXIT_DONE
-    options = parse_options(args.sbatch)
+    chosen = choices(args)
     if not args.dry_run:
         slurm("sbatch", "--version")
-    submit_run(*prepared(args.config, args.overrides), options, args.dry_run)
+    submit_run(*prepared(args.config, args.overrides), chosen, args.dry_run)
     return EXIT_DONE
 
 
-def submit_run(config: Config, run: RunDir, options: Mapping[str, Options], dry_run: bool) -> None:
+def submit_run(config: Config, run: RunDir, chosen: Mapping[str, Chosen], dry_run: bool) -> None:
     """Write the scripts of a run and submit them, or print them; of a finished run, say only that.
 
     Raises UsageError when its jobs have not ended, or when Slurm refuses.
@@ -72,7 +82,7 @@ def submit_run(config: Config, run: RunDir, options: Mapping[str, Options], dry_
     if not dry_run and (tasks := tasks_of(read_jobs(run).ids)):
         ids = " ".join(task.id for task in tasks)
         raise UsageError(f"{run.path}: its jobs {ids} have not ended; `slipstream slurm RUN --cancel` ends them")
-    for role, text in render(config, run, options).items():
+    for role, text in render(config, run, chosen).items():
         write_atomic(script(run, role), text.encode(), mode=0o755)
         print(f"--- {script(run, role)}\n{text}" if dry_run else script(run, role))
     if not dry_run:
@@ -146,6 +156,23 @@ def script(run: RunDir, role: str) -> Path:
     return run.path / "slurm" / f"{role}.sbatch"
 
 
+def choices(args: argparse.Namespace) -> dict[str, Chosen]:
+    """By role, from --sbatch, --setup and --container. Raises UsageError."""
+    options = parse_options(args.sbatch)
+    setup, images = by_role(args.setup), by_role(args.container)
+    return {role: Chosen(options[role], setup[role], (images[role] or [""])[-1]) for role in ROLES}
+
+
+def by_role(words: Sequence[str]) -> dict[str, list[str]]:
+    """The words [ROLE:]TEXT of each role; without a role a word is for all of them."""
+    found: dict[str, list[str]] = {role: [] for role in ROLES}
+    for word in words:
+        role, _, text = word.partition(":")
+        for each in [role] if role in ROLES else ROLES:
+            found[each].append(text if role in ROLES else word)
+    return found
+
+
 def parse_options(words: Sequence[str]) -> dict[str, Options]:
     """By role, from words [ROLE:]OPTION[=VALUE]; an empty value leaves an option out. Raises UsageError."""
     found: dict[str, Options] = {role: {} for role in ROLES}
@@ -159,20 +186,30 @@ def parse_options(words: Sequence[str]) -> dict[str, Options]:
     return found
 
 
-def render(config: Config, run: RunDir, chosen: Mapping[str, Options]) -> dict[str, str]:
-    """Role to script; `chosen` options of a role replace those that follow from the config."""
-    return {role: _script(config, run, role, {**_options(config, run, role), **chosen[role]}) for role in ROLES}
+def render(config: Config, run: RunDir, chosen: Mapping[str, Chosen]) -> dict[str, str]:
+    """The script of each role."""
+    return {role: _script(config, run, role, chosen[role]) for role in ROLES}
 
 
-def _script(config: Config, run: RunDir, role: str, options: Options) -> str:
+def _script(config: Config, run: RunDir, role: str, chosen: Chosen) -> str:
+    options = _options(config, run, role) | chosen.options
     given = [(name, value) for name, value in options.items() if value != ""]
-    own = ROOT / f".venv-{'rollout' if role == 'fleet' else 'learner'}" / "bin" / "python"
-    python = shlex.quote(str(own) if own.exists() else sys.executable)
+    python = shlex.quote(interpreter("rollout" if role == "fleet" else "learner")[1])
     lines = "\n".join(f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "") for name, value in given)
+    setup = "".join(f"{line}\n" for line in ("", "set -e", *chosen.setup)) if chosen.setup else ""
     words = {"path": shlex.quote(os.environ.get("PYTHONPATH", "")), "run": shlex.quote(str(run.path))}
-    command = _command(config, role, f"{python} -m launch.cli {{}} {shlex.quote(str(run.config))}")
     words |= {"name": options["job-name"], "role": role, "python": python}
-    return SCRIPT.format(**words, options=lines, command=command)
+    start = f"{python} -m launch.cli"
+    srun = SRUN if role == "learner" and config.learner.machines > 1 else ""
+    if chosen.image:
+        start, mounted = container.SLIPSTREAM, container.paths(config, run)
+        if container.by_apptainer(chosen.image):
+            start = f"{container.apptainer(chosen.image, mounted, gpus=role != 'broker')} {start}"
+        else:
+            srun = f"{SRUN} {container.pyxis(chosen.image, mounted)}"
+    begin = f"{srun} {start}".lstrip()
+    command = _command(config, role, lambda name: f"{begin} {name} {shlex.quote(str(run.config))}")
+    return SCRIPT.format(**words, options=lines, setup=setup, command=command)
 
 
 def _options(config: Config, run: RunDir, role: str) -> Options:
@@ -191,19 +228,17 @@ def _options(config: Config, run: RunDir, role: str) -> Options:
     return {"job-name": name, **size, **how}
 
 
-def _command(config: Config, role: str, slipstream: str) -> str:
-    """The role's command, as the shell reads it."""
+def _command(config: Config, role: str, slipstream: Callable[[str], str]) -> str:
+    """The role's command, as the shell reads it; `slipstream` gives the words up to the config."""
     if role == "fleet":
         node = '--node-id "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
-        return f"{slipstream.format('rollout')} --join '{{broker}}' {node}"
+        return f"{slipstream('rollout')} --join '{{broker}}' {node}"
     if role == "learner":
-        words = f"{slipstream.format('learner')} --join '{{broker}}'"
-        if config.learner.machines > 1:
-            return f'srun --kill-on-bad-exit=0 --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" {words}'
-        return f"{words} 'weights.address={{host}}'" if is_loopback(config.weights.address) else words
+        moves = config.learner.machines == 1 and is_loopback(config.weights.address)
+        return f"{slipstream('learner')} --join '{{broker}}'" + " 'weights.address={host}'" * moves
     host, port = split_address(config.broker.addresses[0])
     moves = len(config.broker.addresses) == 1 and (not host or is_loopback(host) or is_wildcard(host))
-    return slipstream.format("broker") + (f" 'broker.address=tcp://{{host}}:{port or 0}'" if moves else "")
+    return slipstream("broker") + (f" 'broker.address=tcp://{{host}}:{port or 0}'" if moves else "")
 
 
 # ---------------------------------------------------------------- slipstream scale

@@ -16,9 +16,9 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
+from common.process.install import CHECKOUT
 from rollout_fleet.environments.isolation import backend, ipc_frames
 from rollout_fleet.environments.protocol import Action, Limits, Observation, StepResult
 
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 START_S = 120.0
 LOOK_S = 0.5
 IMPORTS_BYTES = 1 << 20
-ROOT = Path(__file__).resolve().parents[3]
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
 SPARE_S = 60.0  # wall time added to the episode's own, so that the node notices first
 
@@ -265,5 +264,6 @@ class _ProcessHandle(backend.EnvironmentHandle):
 def child_variables() -> dict[str, str]:
     """The node's variables that environment processes get; secrets are not among them."""
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-    paths = [str(ROOT), os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sources = [] if CHECKOUT is None else [str(CHECKOUT)]  # a wheel lies among packages of this Python alone
+    paths = [*sources, os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**kept, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": "1"}

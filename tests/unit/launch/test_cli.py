@@ -193,8 +193,8 @@ def test_missing_package_is_explained(monkeypatch, job, capsys):
     def fail(_args):
         raise ModuleNotFoundError("No module", name=missing.pop())
 
-    monkeypatch.setattr("launch.up.up.command", fail)
-    assert " cpu|rollout" in refusal(capsys, "up", str(job))
-    assert " cpu|learner|rollout" in refusal(capsys, "up", str(job))
+    monkeypatch.setattr("launch.up.roles.rollout", fail)
+    assert "'vllm' is not installed here; run launch/setup.sh rollout or cpu" in refusal(capsys, "rollout", str(job))
+    assert "'torch' is" in refusal(capsys, "rollout", str(job))
     with pytest.raises(ModuleNotFoundError):
-        main(["up", str(job)])
+        main(["rollout", str(job)])

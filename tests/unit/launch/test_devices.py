@@ -11,6 +11,7 @@ from common.config.checks import resolve_paths
 from common.config.loading import load_config
 from common.config.schema import Config
 from common.errors import UsageError
+from common.process import install
 from common.process.versions import INSTALL_BRIDGE, versions
 from launch.up import devices, ranks
 from launch.up.devices import Place, assign, rounding_problems, table
@@ -206,9 +207,11 @@ def test_torch_reads_the_size_above_which_pinned_memory_is_not_rounded() -> None
 
 
 def test_a_learner_without_the_bridge_says_how_it_is_installed(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(ranks, "versions", lambda: versions() | {"megatron-bridge": ""})
+    monkeypatch.setattr(install, "versions", lambda: versions() | {"megatron-bridge": ""})
     said = refusal(capsys, "learner", str(write_job(tmp_path)))
-    assert INSTALL_BRIDGE in said
+    assert "needs megatron-bridge" in said
+    assert "launch/setup.sh learner" in said, "a checkout"
+    assert INSTALL_BRIDGE in install.advice("learner", None), "a wheel"
 
 
 def test_ranks_of_tests_share_the_gpus_that_there_are() -> None:

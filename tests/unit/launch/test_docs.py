@@ -11,7 +11,7 @@ from launch.cli import COMMANDS
 from tests.docs_reference import DOCS, config_page, filled, metrics_page
 from tests.rigs.processes import ROOT
 
-TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "configs/README.md")
+TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "ROADMAP.md", "SECURITY.md", "configs/README.md")
 PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 FOLDERS = "bench|broker|common|configs|docs|launch|learner|requirements|rollout_fleet|tests"

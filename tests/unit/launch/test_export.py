@@ -1,17 +1,22 @@
 """Which model `slipstream export` takes, and what it refuses."""
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from common.errors import SlipstreamError, UsageError
+from common.hub import upload
 from common.process.run_dir import RunDir, write_json
 from launch.results import export
 from learner.checkpoint.best import BEST_FILE, BestRecord
 from tests.rigs.configs import refusal, write_checkpoint
+from tests.rigs.hub import WRITER, hub_standin
 from tests.rigs.processes import ROOT
 from tests.rigs.refusals import refused
+from tests.rigs.waiting import LIMIT_S
 
 
 @pytest.fixture
@@ -37,9 +42,9 @@ def converted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def arguments(
-    run: RunDir, target: Path, step: int | None = None, best: bool = False, adapter: bool = False
+    run: RunDir, target: Path, step: int | None = None, best: bool = False, adapter: bool = False, upload: str = ""
 ) -> argparse.Namespace:
-    return argparse.Namespace(run=str(run.path), dir=str(target), step=step, best=best, adapter=adapter)
+    return argparse.Namespace(run=str(run.path), dir=str(target), step=step, best=best, adapter=adapter, upload=upload)
 
 
 @pytest.mark.parametrize(
@@ -103,3 +108,51 @@ def test_what_cannot_be_exported_is_refused_with_the_reason(run: RunDir, tmp_pat
     with refused(UsageError, empty.path, "learner.checkpoint.every"):
         export.command(arguments(empty, tmp_path / "elsewhere"))
     assert converted == []
+
+
+# ---------------------------------------------------------------- to the hub
+
+
+@pytest.mark.slow
+def test_an_exported_model_is_put_on_the_hub_and_comes_back_as_it_was(run: RunDir, tmp_path: Path) -> None:
+    run.model.mkdir()
+    model = {"config.json": b'{"a": 1}', "tokenizer.json": b"{}", "model.safetensors": bytes(range(256)) * 4096}
+    for name, data in model.items():
+        (run.model / name).write_bytes(data)
+    with hub_standin() as hub:
+
+        def exported(target: str, name: str = "me/mine", **more: str) -> subprocess.CompletedProcess[str]:
+            words = [sys.executable, "-m", "launch.cli", "export", run.path, tmp_path / target, "--upload", name]
+            env = hub.environment(tmp_path / "home", HF_HUB_DISABLE_XET="1", **more)
+            return subprocess.run(words, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+
+        stranger = exported("one")
+        assert stranger.returncode == 2 and "--upload: me/mine" in stranger.stderr and "HF_TOKEN" in stranger.stderr
+        assert not (tmp_path / "one").exists() and hub.repos == {}, "before any work"
+        done = exported("two", HF_TOKEN=WRITER)
+        assert done.returncode == 0, done.stderr
+        assert f"{hub.url}/me/mine" in done.stdout
+        assert hub.requests["made private models/me/mine"] == 1
+        assert hub.repos["models/me/mine"] == model
+        assert [(repo, str(run.path) in message) for repo, message in hub.commits] == [("models/me/mine", True)]
+        back, error = hub.ask(tmp_path / "other", "model.path", "hf://me/mine").communicate(timeout=LIMIT_S)
+        assert {file.name: file.read_bytes() for file in Path(back.strip()).iterdir()} == model, error
+        (run.model / "config.json").write_bytes(b'{"a": 2}')
+        again = exported("three", HF_TOKEN=WRITER)
+        assert again.returncode == 0 and hub.repos["models/me/mine"]["config.json"] == b'{"a": 2}', again.stderr
+
+
+@pytest.mark.parametrize("name", ["mine", "hf://me/mine", "me/mine@v1", "me/mine/model"])
+def test_another_form_of_a_name_is_refused_before_the_conversion(
+    run: RunDir, tmp_path: Path, converted: list[str], name: str
+) -> None:
+    with refused(UsageError, "--upload", "OWNER/NAME", name):
+        export.command(arguments(run, tmp_path / "out", upload=name))
+    assert converted == []
+
+
+def test_an_upload_that_fails_says_how_it_is_tried_again(run: RunDir, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with refused(SlipstreamError, tmp_path, f"hf upload me/mine {tmp_path}", "HF_HUB_OFFLINE"):
+        upload("me/mine", tmp_path, "x")

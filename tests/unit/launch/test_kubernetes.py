@@ -25,6 +25,7 @@ from tests.rigs.processes import ROOT
 from tests.rigs.waiting import LIMIT_S, until
 
 FOLDER = ROOT / "launch" / "cluster" / "kubernetes"
+DOCKERFILE = FOLDER.with_name("Dockerfile")
 VERSIONS = ("1.31", "1.34", "1.37")  # podFailurePolicy is stable since 1.31
 WORKLOADS = {"broker": "StatefulSet", "learner": "Job", "fleet": "Deployment"}
 MODEL = f"model.path={ROOT / 'configs' / 'models' / 'Qwen3-0.6B'}"
@@ -104,7 +105,10 @@ def job(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+KUBECTL = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+
+
+@KUBECTL
 @pytest.mark.parametrize("autoscaled", [False, True])
 @pytest.mark.slow
 def test_kustomize_builds_the_job(job: Path, autoscaled: bool) -> None:
@@ -126,6 +130,24 @@ def test_kustomize_builds_the_job(job: Path, autoscaled: bool) -> None:
     assert {d.partition(":")[0] for d in names_in(built, "image")} == {image["newName"] for image in JOB["images"]}
     for document in built:
         kubernetes_validate.validate(document, VERSIONS[-1], strict=True)
+
+
+@KUBECTL
+@pytest.mark.slow
+def test_the_component_of_models_mounts_a_path_of_the_machines_in_learner_and_nodes(job: Path) -> None:
+    file = job / "kustomization.yaml"
+    file.write_text(file.read_text() + "components: [../models]\n")
+    done = subprocess.run(["kubectl", "kustomize", str(job)], capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    volume = {"name": "models", "hostPath": {"path": "/srv/models", "type": "Directory"}}
+    mount = {"name": "models", "mountPath": "/models", "readOnly": True}
+    pods = {d["metadata"]["name"]: d for d in yaml.safe_load_all(done.stdout) if d["kind"] in WORKLOADS.values()}
+    for role in WORKLOADS:
+        document = pods[f"slipstream-{role}"]
+        kubernetes_validate.validate(document, VERSIONS[-1], strict=True)
+        spec = document["spec"]["template"]["spec"]
+        expected = (role != "broker", role != "broker")
+        assert (volume in spec["volumes"], mount in spec["containers"][0]["volumeMounts"]) == expected
 
 
 # ---------------------------------------------------------------- the parts fit one another
@@ -225,7 +247,7 @@ def test_pods_may_drain_for_as_long_as_their_role_does() -> None:
 
 
 def test_the_image_copies_what_exists_is_pinned_and_runs_slipstream_without_root() -> None:
-    text = (FOLDER / "Dockerfile").read_text().replace("\\\n", " ")
+    text = DOCKERFILE.read_text().replace("\\\n", " ")
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
     found = [(word, rest) for word, rest in lines]
     for rest in (rest for word, rest in found if word == "COPY"):
@@ -234,7 +256,7 @@ def test_the_image_copies_what_exists_is_pinned_and_runs_slipstream_without_root
     images = [rest.split()[0] for word, rest in found if word == "FROM" and not rest.startswith("base-")]
     assert len(images) == 2 and all(re.search(r":\d+\.\d+\.\d+-", image) for image in images)
     stages = {rest.split(" AS ")[1].removeprefix("base-") for word, rest in found if word == "FROM" and " AS " in rest}
-    assert stages == {"cpu", "learner", "rollout"} == {i["name"].removeprefix("slipstream-") for i in JOB["images"]}
+    assert stages == {i["name"].removeprefix("slipstream-") for i in JOB["images"]} | {"machine"}
     last = dict(found)
     packages = {str(p.relative_to(ROOT)) for p in ROOT.glob("*/") if (p / "__init__.py").exists()} - {"bench", "tests"}
     assert packages <= {rest.split()[0] for word, rest in found if word == "COPY"}
@@ -245,6 +267,29 @@ def test_the_image_copies_what_exists_is_pinned_and_runs_slipstream_without_root
     assert ended.value.code == 0
     *_, script = container("learner")["command"]
     assert (ROOT / Path(script).relative_to(last["WORKDIR"])).is_file()
+
+
+def test_the_builder_gets_what_the_image_copies_and_no_keys() -> None:
+    lines = re.findall(r"^COPY (.*) \S+$", DOCKERFILE.read_text(), re.MULTILINE)
+    copied = {word for line in lines for word in line.split()}
+    ignored, *rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert ignored == "*" and {rule[1:] for rule in rules if rule.startswith("!")} == copied
+    assert "**/keys" in rules
+
+
+def test_compose_runs_a_whole_job_in_the_image_that_fits_the_machine() -> None:
+    document = yaml.safe_load(FOLDER.with_name("compose.yaml").read_text())
+    for name, service in document["services"].items():
+        assert service["profiles"] == [name]
+        at = FOLDER.parent / service["build"]["context"]
+        assert at.resolve() == ROOT and at.joinpath(service["build"]["dockerfile"]).samefile(DOCKERFILE)
+        role = service["build"]["args"]["ROLE"]
+        assert f"base-{role}" in DOCKERFILE.read_text() and service["image"] == f"slipstream-{role}"
+        up = parse(service["command"])
+        assert (up.command, up.config, up.web) == ("up", "/job/config.yaml", True)
+        assert [bind.rpartition(":")[2] for bind in service["volumes"]] == ["/job", "/models"]
+        assert ("deploy" in service) == (name == "gpu")
+    assert set(document["services"]) == {"gpu", "cpu"}
 
 
 ROLE = "import signal, sys; signal.signal(15, lambda *_: sys.exit({drained})); print(1, flush=True); {then}"

@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from common.process.install import SOURCES as ROOT
 from launch.checks import selftest
 from launch.checks.machine import Machine, look
 from launch.checks.selftest import PACE, Item, items
 from launch.cli import main
-from launch.up.devices import ROOT
 from tests.rigs.waiting import until
 
 TESTS = """
@@ -122,7 +122,7 @@ def test_bad_usage(words: list[str], said: str, capsys: pytest.CaptureFixture[st
 def test_without_a_checkout_there_are_no_tests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(selftest, "ROOT", tmp_path)
+    monkeypatch.setattr(selftest, "SOURCES", tmp_path)
     assert main(["selftest"]) == 2
     assert f"{tmp_path} is" in capsys.readouterr().err
 

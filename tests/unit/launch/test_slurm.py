@@ -1,5 +1,8 @@
 """`slipstream slurm` and `scale` where there is no Slurm: scripts, options, refusals, and the advisor's fleet."""
 
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +64,47 @@ def test_options_of_the_command_replace_those_of_the_config(tmp_path: Path) -> N
     assert "#SBATCH --exclusive\n" in made["fleet"]
     assert options_of(made["learner"])["gres"] == "gpu:h100:8"
     assert "partition" not in options_of(made["learner"])
+
+
+def command_of(script: str) -> list[str]:
+    """The words of the role behind role_job's, as the shell reads them."""
+    return shlex.split(script[script.rindex("role_job") :].replace("\\\n", " "))[4:]
+
+
+def test_lines_of_a_role_run_before_it_and_a_wrong_one_ends_the_job(tmp_path: Path) -> None:
+    words = ["--setup", "echo all", "--setup", "learner:echo mine; false", "--setup", "echo never"]
+    made = dry_run(tmp_path, *words)
+    run = {role: script.replace("exec ", "exec true ") for role, script in made.items()}
+    done = {role: subprocess.run(["bash", "-c", text], capture_output=True, text=True) for role, text in run.items()}
+    assert [(done[role].stdout, done[role].returncode) for role in ("broker", "learner", "fleet")] == [
+        ("all\nnever\n", 0),
+        ("all\nmine\n", 1),
+        ("all\nnever\n", 0),
+    ]
+    (tmp_path / "plain").mkdir()
+    assert not any("set -e" in script for script in dry_run(tmp_path / "plain").values())
+
+
+def test_a_role_runs_in_its_container_with_the_folders_that_its_config_names(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "nowhere"))
+    (tmp_path / "my job").mkdir()
+    learner = {"world_size": 2, "machines": 2}
+    images = ["--container", "fleet.sif", "--container", "learner:lab/image:1", "--container", "broker:"]
+    made = {role: command_of(text) for role, text in dry_run(tmp_path / "my job", *images, learner=learner).items()}
+    config = str(tmp_path / "my job" / "run" / "config.yaml")
+    assert made["broker"][:4] == [sys.executable, "-m", "launch.cli", "broker"], "on the host"
+    runtime, how, gpus, bind, folders, image, *inside = made["fleet"]
+    assert (runtime, how, gpus, bind, image) == ("apptainer", "exec", "--nv", "--bind", "fleet.sif")
+    assert inside[:6] == ["env", "-u", "PYTHONPATH", "slipstream", "rollout", config]
+    mounted = [Path(folder) for folder in folders.split(",")]
+    for needed in (config, tmp_path / "my job" / "run" / "keys", Path.cwd(), job_of(tmp_path / "my job").model.path):
+        assert any(Path(needed).is_relative_to(folder) for folder in mounted), needed
+    assert all(folder.is_dir() for folder in mounted)
+    srun, *options = made["learner"]
+    assert srun == "srun" and "--container-image=lab/image:1" in options
+    (mounts,) = (word for word in options if word.startswith("--container-mounts="))
+    assert mounts.partition("=")[2].split(",") == [f"{folder}:{folder}" for folder in folders.split(",")]
+    assert options[options.index("slipstream") :][:4] == ["slipstream", "learner", config, "--join"]
 
 
 @pytest.mark.parametrize("word", ["-p gpu", "lerner:time=1", "=1"])
