@@ -86,6 +86,8 @@ def test_an_rl_job_of_adapters_killed_with_9_ends_bitwise_equal_and_refuses_othe
     with whole.served():
         whole.finish()
     job = Job(tmp_path / "job", base, told, checkpoint={"every": 1, "keep": 1})
+    document = yaml.safe_load(job.config.read_text())  # how versions travel changes nothing that is trained
+    job.config.write_text(yaml.safe_dump(document | {"weights": {"encoding": "adapter"}}))
     with job.served():
         for steps in (2, 5):
             job.start()
