@@ -1,10 +1,10 @@
 """A publish of adapters beside one of whole versions: python bench/weight_adapters.py [--hidden 512] [--layers 8].
 
 Real publisher, control sockets, transport and node processes on this machine; only the engine is a buffer. The model
-has Qwen3's matrices with grouped queries and without embeddings, in bfloat16. Every linear layer has an adapter. In
-turns, for each rank: bytes that a node receives, seconds of the `publish` call (which the training loop waits for), and
-seconds from there until the node runs the version. `merge_s` is the node's merge alone, on one core. Where a link
-carries fewer bytes per second than `pays_below`, adapters save more time than the merge takes.
+has Qwen3's matrices with grouped queries and without embeddings, in bfloat16. Every linear layer has an adapter. Both
+ways take turns. `bytes` is what a node receives, `call_s` the `publish` call, for which the training loop waits.
+`active_s` is the time from the call until the node runs the version. `merge_s` is the node's merge alone, on one core.
+On a link below `pays_below_mb_per_s` adapters save more time than the merge takes.
 
 Short mode: --hidden 64 --layers 2 --rounds 1.
 """

@@ -18,7 +18,7 @@ class FrozenWeights:
         self._layout: Layout | None = None
         self._adapters: AdapterLayout | None = None
         self._flat: torch.Tensor | None = None  # [total_bytes] uint8, in host memory; in layout order
-        self._checksum = ""  # of `_flat`
+        self._checksum = ""  # that `_flat` has
 
     def welcome(self, message: Welcome) -> "FrozenWeights":
         """Those for the learner that sent `message`: the same weights, if it trains adapters for the same layout."""

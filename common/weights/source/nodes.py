@@ -322,8 +322,8 @@ def split(
     """The ways to `ready` for `version`; `published`: publishes so far.
 
     The group takes nodes that were active before and can receive over `transport`. The relay takes newcomers, unless
-    no node has weights yet, nodes that need more than the adapters of a version, and nodes that the group does not
-    reach. One of the latter at a time gets another trial.
+    no node has weights yet, and nodes that the group does not reach. One of the latter at a time gets another trial.
+    Where versions travel as adapters, the relay takes nodes that need more.
     """
     if transport == "relay":
         return Split(relayed=ready)

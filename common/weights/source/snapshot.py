@@ -45,7 +45,7 @@ class Payload:
 
     @cached_property
     def in_host(self) -> torch.Tensor:
-        """What this rank sends, in host memory, for nodes that fetch it."""
+        """This rank's bytes in host memory, for nodes that fetch them."""
         return self.flat.cpu() if self.before is None else torch.cat([self.before, self.flat])
 
     @property

@@ -1,8 +1,8 @@
 """Frozen weights and adapters into one version: W + factor * B A (Hu et al., arXiv 2106.09685), bit for bit alike.
 
-Learner and nodes compute a merged matrix in float32 with two operations for each of an adapter's `rank` products: one
-multiplication and one addition per element. A matrix product would add in an order that depends on the processor, the
-number of threads and the shape. These operations do not, so a part of a matrix has the bits of the whole one's part.
+Learner and nodes compute a merged matrix in float32. Each element takes `rank` multiplications and as many additions, in
+that order. A matrix product would add in an order that depends on the processor, the number of threads and the shape.
+These operations do not, so a part of a matrix has the bits of the whole one's part.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ from common.weights.wire.failures import Mismatch
 from common.weights.wire.layout import AdapterLayout, Layout
 from common.weights.wire.pieces import THREADS
 
-PREFIX = "base_model.model."  # of the names that Hugging Face's peft gives to adapters
+PREFIX = "base_model.model."  # Hugging Face's peft puts it before every name
 _BLOCK = 1 << 16  # elements that are merged at a time; they stay in a core's cache
 _DEVICE_BLOCK = 1 << 26
 

@@ -174,7 +174,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     # Serve on the interface that leads to this HOST:PORT; '': do not serve.
     learner_endpoint: str = msgspec.field(default="", name="reach")
     password: str = ""  # that all servers of parts ask for
-    adapters: AdapterLayout | None = None  # what may travel in the place of versions
+    adapters: AdapterLayout | None = None  # None: versions never come as adapters
 
 
 class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
@@ -199,8 +199,8 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
     checksum: str  # checksum of the whole buffer
     timeout_s: float
     canary: Canary | None = None
-    # full: the buckets are the flat buffer; delta: they change `base_version` into it; adapter: they are the adapters
-    # beside the frozen weights; both: the frozen weights and, behind them, the adapters
+    # With full the buckets are the flat buffer; with delta they change `base_version` into it. With adapter they are the
+    # adapters, with both the frozen weights and, behind these, the adapters.
     encoding: str = "full"
     base_version: int = -1  # a version of this incarnation; -1: none needed
     payload_bytes: int = -1  # size of all buckets; -1: the layout's total_bytes

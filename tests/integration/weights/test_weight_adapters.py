@@ -16,7 +16,7 @@ RANK, FACTOR = 4, 0.5
 SHAPES = {"q_proj.weight": (300, 200), "k_proj.weight": (100, 200), "norm.weight": (33,)}
 SIZE = Layout.of([(name, "float32", shape) for name, shape in SHAPES.items()]).total_bytes
 ADAPTERS = 2 * (RANK * 200 * 4) + RANK * (300 + 100) * 4  # bytes
-PIECE = 16 << 10  # of so small a version
+PIECE = 16 << 10  # bytes, in a version as small as this one
 
 
 def frozen(seed: int) -> list[tuple[str, torch.Tensor]]:
