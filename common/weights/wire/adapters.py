@@ -1,8 +1,8 @@
 """Frozen weights and adapters into one version: W + factor * B A (Hu et al., arXiv 2106.09685), bit for bit alike.
 
-Learner and nodes compute a merged matrix in float32. Each element takes `rank` multiplications and as many additions, in
-that order. A matrix product would add in an order that depends on the processor, the number of threads and the shape.
-These operations do not, so a part of a matrix has the bits of the whole one's part.
+Learner and nodes compute a merged matrix in float32. Each element takes `rank` multiplications and as many additions,
+in that order. A matrix product would add in an order that depends on the processor, the number of threads and the
+shape. These operations do not, so a part of a matrix has the bits of the whole one's part.
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -199,8 +199,8 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
     checksum: str  # checksum of the whole buffer
     timeout_s: float
     canary: Canary | None = None
-    # With full the buckets are the flat buffer; with delta they change `base_version` into it. With adapter they are the
-    # adapters, with both the frozen weights and, behind these, the adapters.
+    # With full the buckets are the flat buffer; with delta they change `base_version` into it. With adapter they are
+    # the adapters, with both the frozen weights and, behind these, the adapters.
     encoding: str = "full"
     base_version: int = -1  # a version of this incarnation; -1: none needed
     payload_bytes: int = -1  # size of all buckets; -1: the layout's total_bytes
