@@ -16,7 +16,7 @@ from common.weights.wire.layout import AdapterLayout, Layout
 from common.weights.wire.pieces import THREADS
 
 PREFIX = "base_model.model."  # Hugging Face's peft puts it before every name
-_BLOCK = 1 << 16  # elements that are merged at a time; they stay in a core's cache
+_BLOCK = (1 << 15) - 1  # elements at a time: they stay in a core's cache, and torch starts no threads for so few
 _DEVICE_BLOCK = 1 << 26
 
 
