@@ -28,14 +28,14 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor:
     left, right = b.float() * factor, a.float()
     merged = torch.empty_like(weight)
     rows = max(1, (_BLOCK if weight.is_cpu else _DEVICE_BLOCK) // max(1, weight.shape[1]))
-    parts = zip(weight.split(rows), left.split(rows), merged.split(rows), strict=True)
-    for frozen, column, out in parts:
-        total = torch.zeros_like(frozen, dtype=torch.float32)
+    for start in range(0, len(weight), rows):
+        here = slice(start, start + rows)
+        total = torch.zeros_like(weight[here], dtype=torch.float32)
         product = torch.empty_like(total)
         for k in range(len(right)):
-            torch.mul(column[:, k, None], right[k], out=product)
+            torch.mul(left[here, k, None], right[k], out=product)
             total.add_(product)  # apart: in one operation a processor may leave out a rounding
-        out.copy_(total.add_(frozen))
+        merged[here] = total.add_(weight[here])
     return merged
 
 

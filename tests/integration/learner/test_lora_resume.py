@@ -97,6 +97,7 @@ def test_an_rl_job_of_adapters_killed_with_9_ends_bitwise_equal_and_refuses_othe
         job.assert_every_step_once()
         assert job.weights() == whole.weights()
         check_exports(job, base, tmp_path / "exports")
+        job.config.write_text(yaml.safe_dump(document))
         change(job, "lora", {"rank": 8})
         assert "learner.lora.rank was 4 and now is 8" in refused(job)
         change(job, "lora", None)
