@@ -143,6 +143,14 @@ class Backend(Protocol):
         """(Hugging Face name, full tensor) of every parameter, in a fixed order. Collective; yields on every rank."""
         ...
 
+    def export_frozen(self) -> Iterator[tuple[str, Tensor]]:
+        """As `export`, of the model as it was before adapters trained. Collective."""
+        ...
+
+    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in Hugging Face's peft, full tensor) of every A and B, in a fixed order. Collective, as `export`."""
+        ...
+
     def export_part(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of the parameters that this rank sends, in the order of `part_layout`.
 

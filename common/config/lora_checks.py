@@ -15,6 +15,8 @@ def lora_problems(config: BaseConfig, model: Architecture | None) -> Iterator[Pr
     """Keys of the adapters that fit neither the model, the layout nor the other keys."""
     lora = config.learner.lora
     if lora is None:
+        if config.rl is not None and config.rl.weights.encoding == "adapter":
+            yield Problem("weights.encoding", "full or delta without learner.lora", "adapter")
         return
     tensor = config.learner.parallel.tensor
     if lora.rank % tensor:

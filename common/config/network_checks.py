@@ -119,7 +119,7 @@ def buffers_problems(config: Config) -> Iterator[Problem]:
     """Whether the learner can send what it keeps in device memory; nodes may have another transport."""
     weights = config.weights
     if weights.buffers == "device" and (weights.transport != "nccl" or weights.encoding != "full"):
-        hint = "deltas are made by the processor, and only nccl sends from device memory"
+        hint = "deltas and merged weights are made by the processor, and only nccl sends from device memory"
         yield Problem("weights.buffers", "host, or transport: nccl with encoding: full", hint=hint)
 
 

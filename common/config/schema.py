@@ -291,7 +291,8 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
     bucket_mib: Positive = 8  # Size of the pieces in which a version is broadcast and verified; not by relay.
     # Where the learner and engines of one device keep versions; device saves the way through the host, with nccl.
     buffers: Literal["host", "device"] = "host"
-    encoding: Literal["full", "delta"] = "full"  # delta sends only changed elements, bit for bit; docs/delta.md.
+    # delta sends only changed elements (docs/delta.md), adapter only the matrices of learner.lora (docs/lora.md).
+    encoding: Literal["full", "delta", "adapter"] = "full"
     # Every so many publishes are sent whole to all nodes; 0: only where a delta does not fit.
     anchor_every: Natural = 64
     # A flip keeps the KV cache of running requests, of running episodes, or recomputes it; docs/delta.md.

@@ -4,11 +4,12 @@ Other ranks have none; they learn what to do from the commands that the trainer 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import msgspec
 import numpy as np
+from torch import Tensor
 
 from broker.client.calls import LearnerBroker
 from broker.client.connect import Access, connect
@@ -246,10 +247,15 @@ class LeadRank(RolloutSource):
             self._transcripts.put(item)
 
     def _hand_over(self, version: int, canary: Canary | None) -> None:
-        size = self.publisher.publish(version, self._tensors(), canary)
+        size = self.publisher.publish(version, self._tensors(), canary, self._adapters())
         self.files.events.add("publish", version=version, bytes=size)
         if self.evaluations is not None:
             self.evaluations.published(version, bool(self._watch.paused))
+
+    def _freeze(self, named: Iterator[tuple[str, Tensor]]) -> None:
+        lora = self.config.learner.lora
+        assert lora is not None, "checked with the config"
+        self.publisher.freeze(named, lora.factor / lora.rank)
 
     def close(self, state: str, version: int, reason: str) -> None:
         """Tell the broker how the job ended and release everything but the files."""

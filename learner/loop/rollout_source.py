@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -51,6 +52,7 @@ class RolloutSource(BatchSource):
         self._step = 0  # the one whose batch came last
         self._published = 0
         self._address = address or config.weights.address
+        self._sends_adapters = config.weights.encoding == "adapter"
         self._in_parts: bool | None = None  # every source sends its own part of the weights; None: not found out yet
         self._remote: RemoteSource | None = None
         self._lead_publisher = lead_publisher
@@ -119,7 +121,7 @@ class RolloutSource(BatchSource):
         if self._remote is not None:
             self._remote.publish(version, tensors)
         else:
-            deque(tensors, maxlen=0)
+            deque(chain(tensors, self._adapters() or ()), maxlen=0)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The weights that this rank sends or must take part in producing. Collective."""
@@ -127,9 +129,17 @@ class RolloutSource(BatchSource):
             self._in_parts = self._share()
         return self.backend.export_part() if self._in_parts else self.backend.export()
 
+    def _adapters(self) -> Iterator[tuple[str, Tensor]] | None:
+        """The adapters, where they travel in the place of weights. Collective."""
+        return self.backend.export_adapters() if self._sends_adapters else None
+
+    def _freeze(self, named: Iterator[tuple[str, Tensor]]) -> None:
+        """Every rank takes part in producing the frozen weights; the lead rank keeps them."""
+        deque(named, maxlen=0)
+
     def _share(self) -> bool:
         """Find out who sends what: over the relay every rank its own part, else the lead everything. Collective."""
-        if self.config.weights.transport != "relay" or self.backend.world_size == 1:
+        if self.config.weights.transport != "relay" or self.backend.world_size == 1 or self._sends_adapters:
             return False
         own = msgspec.msgpack.encode(self.backend.part_layout())
         parts = {
@@ -163,6 +173,8 @@ class RolloutSource(BatchSource):
         publisher = self._lead_publisher  # only the lead rank knows whether a node has missed the newest canary
         owed = b"+" if publisher is not None and publisher.stats().canary_owed else b"-"
         due = due or self.backend.broadcast_bytes(owed) == b"+"
+        if self._published == 0 and self._sends_adapters:
+            self._freeze(self.backend.export_frozen())
         self._published += 1
         self._hand_over(version, self._canary() if due else None)
 

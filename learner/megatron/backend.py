@@ -159,6 +159,14 @@ class MegatronBackend:
         with self._whole():
             yield from self.exporter.tensors()
 
+    def export_frozen(self) -> Iterator[tuple[str, Tensor]]:
+        with self._whole():
+            yield from self.exporter.tensors(trained=False)
+
+    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        with self._whole():
+            yield from self.adapters.tensors()
+
     def export_part(self) -> Iterator[tuple[str, Tensor]]:
         """As `export`. Ranks of one tensor-parallel group advance together: one that pauses delays the others."""
         with self._whole():

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from common.config.lora import PROJECTIONS, LoraConfig
 from common.process.files import pretty_json
+from common.weights.wire.adapters import PREFIX, merge
 from learner.megatron import parallel
 from learner.megatron.conversion import hf_folder
 from learner.megatron.conversion.model import Model
 from learner.megatron.parallel import mpu
 
 PART = ".adapter."  # in the name of every parameter of an adapter
-_PEFT_PREFIX = "base_model.model."
 
 
 class Adapters:
@@ -97,20 +97,24 @@ class Adapters:
             for layer in self._layers:
                 layer.adapter.dropout.train()
 
-    def merged(self, tasks: Iterable[Any]) -> Iterator[Any]:
+    def merged(self, tasks: Iterable[Any], trained: bool = True) -> Iterator[Any]:
         """The bridge's conversion tasks, with merged weights where a layer has an adapter.
 
-        Collective over the tensor-parallel ranks that have the layer. One merged weight is in memory at a time.
+        Collective over the tensor-parallel ranks that have the layer. One merged weight is in memory at a time. Without
+        `trained` the weights are those before the first step, when B was zero.
         """
         for task in tasks:
             layer = self._of.get(id(task.param_weight)) if task is not None else None
-            yield task if task is None or layer is None else replace(task, param_weight=_merge(layer))
+            if task is None or layer is None:
+                yield task
+            else:
+                yield replace(task, param_weight=_merge(layer) if trained else layer.to_wrap.weight + 0.0)
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name in Hugging Face's peft, full tensor), A of a fused layer once for each of its matrices. Collective."""
         found = self._model.bridge.export_adapter_weights(self._model.chunks, cpu=False, show_progress=False)
-        yield from ((f"{_PEFT_PREFIX}{name}", tensor) for name, tensor in found)
+        yield from ((f"{PREFIX}{name}", tensor) for name, tensor in found)
 
     def save(self, path: Path, base: str) -> None:
         """A folder that Hugging Face's peft loads beside the model named `base`, complete or absent. On one rank."""
@@ -169,9 +173,7 @@ def _merge(layer: Any) -> Tensor:
         b = _all_rows(b)
     else:  # W and B are cut by rows, A too
         a = _all_rows(a)
-    weight = layer.to_wrap.weight
-    whole = torch.addmm(weight.float(), b.float(), a.float(), alpha=adapter.alpha / adapter.dim)
-    return whole.to(weight.dtype)
+    return merge(layer.to_wrap.weight, a, b, adapter.alpha / adapter.dim)
 
 
 def _all_rows(part: Tensor) -> Tensor:

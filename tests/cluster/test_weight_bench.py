@@ -59,6 +59,14 @@ def test_the_bench_of_cpu_measures_every_way() -> None:
     assert (one["cores"], two["cores"], one["over_one"]) == (1, 2, 1.0) and two["over_one"] > 0 < two["cpu_s"]
 
 
+def test_the_bench_of_adapters_measures_both_ways() -> None:
+    found = figures("weight_adapters.py", "--hidden", 64, "--layers", 2, "--ranks", 4, "--rounds", 1)
+    assert [row["transport"] for row in found["rows"]] == ["gloo", "relay"]
+    for row in found["rows"]:
+        assert row["times_fewer_bytes"] > 5 and row["merge_s"] > 0
+        assert all(0 < row[way]["call_s"] <= row[way]["active_s"] for way in ("full", "adapter"))
+
+
 @pytest.mark.parametrize(("gap_s", "again_s"), [(0.0, 0.0), (0.7, 0.8)])
 def test_a_host_receives_again_after_its_longest_gap_soon_after_the_fault(gap_s: float, again_s: float) -> None:
     arrivals = weight_chain.Arrivals.__new__(weight_chain.Arrivals)

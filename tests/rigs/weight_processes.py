@@ -33,6 +33,7 @@ import torch
 
 from common.config.schema import WeightsConfig
 from common.security.credentials import load_credential
+from common.weights.receive import frozen
 from common.weights.receive.contract import CanaryRead, Flip, Watch
 from common.weights.receive.receiver import Receiver, StagingStatus
 from common.weights.receive.weight_client import WeightClient, until_staged
@@ -41,6 +42,7 @@ from common.weights.source.sources import LeadEndpoint, RemoteSource
 from common.weights.transports.groups import BroadcastGroup, RelayedStore, open_group, process_group, receivable
 from common.weights.transports.nccl import DeviceGroup
 from common.weights.wire import flat_buffer, messages
+from common.weights.wire.adapters import merge_version
 from common.weights.wire.failures import ProofFailed
 from common.weights.wire.messages import Epoch, Publish
 from common.weights.wire.pieces import PartBuffer
@@ -206,13 +208,26 @@ class PlaneGroup(FaultyGroup):
             data[7] ^= 1
 
 
+def merge_oddly(*arguments: Any) -> None:
+    """As on a processor that computes the last bit of an element otherwise."""
+    merge_version(*arguments)
+    arguments[-1][0] ^= 1
+
+
 class BufferTarget:
     """EngineWeights whose engine is a buffer."""
 
     def __init__(
-        self, break_load: bool = False, spoil_served: bool = False, loads: bool = True, decoding_differs: float = 0.125
+        self,
+        break_load: bool = False,
+        spoil_served: bool = False,
+        loads: bool = True,
+        decoding_differs: float = 0.125,
+        odd_merge: bool = False,
     ) -> None:
         """Without `loads` a flip takes no time: nothing is copied, and nothing is proven beyond what was received."""
+        if odd_merge:
+            frozen.merge_version = merge_oddly
         self.decoding_differs = decoding_differs
         self.receiver = Receiver(PlaneGroup, device=torch.device("cpu"))
         self.break_load, self.spoil_served, self.loads = break_load, spoil_served, loads

@@ -24,6 +24,7 @@ import torch
 import zmq
 
 from common.process.local_address import host_and_port, local_address
+from common.weights.receive.frozen import ADAPTERS, FrozenWeights
 from common.weights.transports.groups import BroadcastGroup, GroupFactory, RelayedStore, in_turn, open_group
 from common.weights.transports.relay import PartFetches, RelayServer, Stall
 from common.weights.wire import delta, flat_buffer
@@ -132,6 +133,7 @@ class _Transfer:
     group: BroadcastGroup | None  # None until it is formed, and over the relay
     buffer: torch.Tensor | None  # to be written; with the base of a delta in it
     parts: PartFetches  # over the relay
+    frozen: FrozenWeights
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -141,6 +143,11 @@ class _Transfer:
     @property
     def is_delta(self) -> bool:
         return self.publish.encoding == "delta"
+
+    @property
+    def apart(self) -> bool:
+        """The payload is made into the version, in memory of its own."""
+        return self.publish.encoding != "full"
 
     @property
     def relayed(self) -> bool:
@@ -187,6 +194,7 @@ class Receiver:
         self._member: _Membership | None = None  # in the group of the newest epoch
         self._transfer: _Transfer | None = None  # the newest
         self._buffer = StagingBuffer()
+        self._frozen = FrozenWeights()
         self._server: RelayServer | None = None  # serves what arrives and what the staging buffer contains
         self._status = StagingStatus()
 
@@ -229,6 +237,7 @@ class Receiver:
         self._abandon()
         self._withdraw()
         self.layout = message.layout
+        self._frozen = self._frozen.welcome(message)
         self._status = StagingStatus()
         self._buffer = StagingBuffer()
         self._password = message.password
@@ -287,7 +296,9 @@ class Receiver:
         memory = self._buffer.lend()
         self._abandon()
         parts = PartFetches(publish, self._password)
-        self._transfer = _Transfer(publish, layout, member, group=group, buffer=memory, parts=parts)
+        self._transfer = _Transfer(
+            publish, layout, member, group=group, buffer=memory, parts=parts, frozen=self._frozen
+        )
         self._status = self._transfer.status("receiving")
         threading.Thread(target=self._receive, args=(self._transfer,), daemon=True, name="receive-weights").start()
 
@@ -300,6 +311,9 @@ class Receiver:
         if member is None or member.epoch.epoch != publish.epoch:
             raise Mismatch(f"{name} is sent to epoch {publish.epoch}, which this node is not in")
         if publish.encoding == "full":
+            return layout, member
+        if publish.encoding in ADAPTERS:
+            self._frozen.check(publish)
             return layout, member
         if publish.encoding != "delta":
             raise Mismatch(f"{name} comes as {publish.encoding!r}, which is not known here")
@@ -361,18 +375,22 @@ class Receiver:
         """The thread of a transfer: receive the payload, make the version of it, and verify that."""
         publish, layout = transfer.publish, transfer.layout
         base = transfer.buffer if transfer.is_delta else None  # None as soon as it is changed
+        frozen = transfer.frozen
         try:
             flat = transfer.buffer if transfer.buffer is not None else self._new_buffer(layout)
-            apart = transfer.is_delta or (transfer.relayed and self._on_device(layout) is not None)
+            apart = transfer.apart or (transfer.relayed and self._on_device(layout) is not None)
             payload = flat_buffer.buffer(publish.payload_bytes) if apart else flat
             self._receive_payload(transfer, payload)
             if transfer.is_delta:
                 base = None
                 apply_deltas(publish, payload, layout, flat)
+            elif transfer.apart:
+                frozen.merge(publish, payload, flat)
             elif apart:
                 flat.copy_(payload)
             if apart:  # else its pieces or buckets were verified where they are
                 check_version(publish, layout, flat)
+            frozen.keep(publish, flat)
         except Exception as error:  # any failure means that the version did not arrive; the learner gets the reason
             if isinstance(error, torch.OutOfMemoryError):
                 self._device = None  # the next attempt uses host memory
@@ -429,8 +447,10 @@ def apply_deltas(publish: Publish, payload: torch.Tensor, layout: Layout, flat: 
 
 
 def check_version(publish: Publish, layout: Layout, flat: torch.Tensor) -> None:
-    """Raises Damaged when the whole version is not the published one."""
+    """Raises Damaged when the whole version is not the published one, Mismatch when adapters give another one."""
     found = flat_buffer.version_checksum(flat, layout)
+    if found != publish.checksum and publish.encoding in ADAPTERS:
+        raise Mismatch(f"the adapters beside the frozen weights give {found}, published was {publish.checksum}")
     if found != publish.checksum:
         delta_from = publish.base_version if publish.encoding == "delta" else None
         what = "arrived:" if delta_from is None else f"the delta from version {delta_from} gives"

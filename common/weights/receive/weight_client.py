@@ -77,6 +77,7 @@ class WeightClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._staging: asyncio.Task[None] | None = None
         self._staged: Publish | None = None
+        self._frozen = ""  # checksum of the frozen weights that the target keeps
         self._closed = False
 
     def follow(self, address: str, incarnation: int) -> None:
@@ -157,6 +158,7 @@ class WeightClient:
                 machine=this_machine(),
                 pool=self._pool,
                 opened=True,
+                frozen=self._frozen,
             )
             await self._send(join)
 
@@ -232,6 +234,7 @@ class WeightClient:
             await self._reject(publish.incarnation, publish.version, Failure.of(error), epoch=publish.epoch)
             return
         self._staged = publish
+        self._frozen = publish.frozen or self._frozen
         told = {"version": publish.version, "incarnation": publish.incarnation}
         SPANS.add(f"receive version {publish.version}", "stage", began, track="weights/receive", **told)
         self._reached("staged")

@@ -141,11 +141,12 @@ def new_attempt(
         checksum=snapshot.checksum,
         timeout_s=bound_s if relayed else epoch.timeout_s,
         canary=snapshot.canary,
-        encoding="full" if payload.base_version < 0 else "delta",
+        encoding=payload.encoding,
         base_version=payload.base_version,
         payload_bytes=payload.size,
         parts=payload.parts if relayed else [],
         sources=sources or [],
+        frozen=snapshot.frozen if payload.encoding != "full" or snapshot.checksum == snapshot.frozen else "",
     )
     snapshot.sent = True
     now = time.perf_counter()

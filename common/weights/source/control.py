@@ -171,6 +171,7 @@ class PublishControl:
             machine=message.machine,
             pool=message.pool,
             opened=message.opened,
+            kept=message.frozen if "relay" in message.transports else None,
         )
         self._fleet.add(joined)
 
@@ -186,9 +187,11 @@ class PublishControl:
 
     def _tick(self, now: float) -> None:
         if (current := self.schedule.current) is not None:
-            welcome = messages.Welcome(self._incarnation, current.layout, self._learner_endpoint, self.password)
+            welcome = messages.Welcome(
+                self._incarnation, current.layout, self._learner_endpoint, self.password, current.adapter_layout
+            )
             for identity in self._fleet.strangers:
-                self._feed(identity, nodes.greet, welcome, now)
+                self._feed(identity, nodes.greet, welcome, now, current.frozen)
             self._fleet.strangers.clear()
         if self._ticking.due():
             with self._ticking:
@@ -233,7 +236,7 @@ class PublishControl:
                 case nodes.NoteStaged():
                     attempt.last_staged = time.perf_counter()
                     took_s = attempt.last_staged - attempt.started
-                    if attempt.payload.base_version < 0:  # a delta's time is of other things than its size
+                    if attempt.payload.encoding == "full":  # a delta's time is of other things than its size
                         self._rate = attempt.payload.size / max(took_s, 1e-6)
                     self._chains.staged(node.identity, attempt.last_staged, took_s)
                     attempt.snapshot.bytes_staged += attempt.payload.size
@@ -311,7 +314,7 @@ class PublishControl:
     def _start_broadcast(self, snapshot: Snapshot, members: list[NodeView], probation: NodeView | None) -> None:
         identities = [member.identity for member in members]
         epoch, group = self._epochs.take(identities)
-        payload = snapshot.payload_for({member.base for member in members})
+        payload = snapshot.payload_for({member.start for member in members})
         attempt = new_attempt(
             snapshot, payload, epoch, members=identities, incarnation=self._incarnation, rate=self._rate
         )
@@ -334,7 +337,7 @@ class PublishControl:
         """Those of `receivers` that can begin to fetch; the parts of the others are being sealed, or they are busy."""
         now = time.perf_counter()
         listening = [node for node in receivers if node.listens(now) and not self._chains.busy(node.identity, now)]
-        payloads = {base: snapshot.payload_for({base}) for base in {node.base for node in listening}}
+        payloads = {start: snapshot.payload_for({start}) for start in {node.start for node in listening}}
         for payload in payloads.values():
             if not payload.parts:
                 piece = piece_bytes(payload.size, len(self._fleet.nodes), self._chains.rate)
@@ -342,10 +345,10 @@ class PublishControl:
                     payload.opened = all(node.opened for node in self._fleet.nodes.values())
                 self.sources.seal(snapshot.version, payload, piece)
                 payload.seal_own_part(piece, origin=self._chains.origin(), secured=bool(self.password), post=self.post)
-        return [node for node in listening if payloads[node.base].parts]
+        return [node for node in listening if payloads[node.start].parts]
 
     def _start_fetch(self, snapshot: Snapshot, node: NodeView) -> None:
-        payload = snapshot.payload_for({node.base})
+        payload = snapshot.payload_for({node.start})
         epoch = self._epochs.relay()
         sources = self._chains.begin(snapshot, payload, node, epoch=epoch.epoch, everyone=self._fleet.nodes.values())
         attempt = new_attempt(

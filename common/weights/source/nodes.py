@@ -26,6 +26,7 @@ from common.weights.source.snapshot import Snapshot, VersionSchedule
 from common.weights.transports.groups import silence_bound
 from common.weights.wire import messages
 from common.weights.wire.failures import Failure, FailureKind
+from common.weights.wire.messages import BOTH, FROZEN, WHOLE
 
 IDLE_SILENCE_S = 5.0  # a node is silent after the longer of this and weights.timeout_s when nothing is under way
 LISTEN_WAIT_S = 3.0  # for the answer to a Welcome, before a node gets a version that others could fetch from it
@@ -98,6 +99,13 @@ class NodeView(msgspec.Struct, frozen=True):  # no dataclass: each message makes
     excluded: Failure | None = None  # why it gets nothing more
     pool: str = ""  # eval: it gets evaluated versions only, and by relay
     opened: bool = True  # it knows digests of opened pieces
+    kept: str | None = None  # checksum of the frozen weights that it had when it joined; None: it merges no adapters
+    frozen: int = -1  # FROZEN, BOTH or WHOLE where versions may come to it as adapters
+
+    @property
+    def start(self) -> int:
+        """The base of the payload that fits it."""
+        return self.base if self.frozen == -1 else self.frozen
 
     def awaits(self, version: int) -> bool:
         """Whether it may get this version now, and does not run it."""
@@ -162,9 +170,12 @@ Action = SendMessage | FailAttempt | NoteStaged | NoteActive | DropNode
 Step = tuple[NodeView, tuple[Action, ...]]
 
 
-def greet(node: NodeView, welcome: messages.Welcome, now: float) -> Step:
-    """The layout is known."""
-    return structs.replace(node, welcomed=now), (SendMessage(welcome),)
+def greet(node: NodeView, welcome: messages.Welcome, now: float, frozen: str = "") -> Step:
+    """The layout is known; `frozen` is the checksum of the frozen weights beside which adapters stand."""
+    start = -1
+    if welcome.adapters is not None and node.kept is not None:
+        start = FROZEN if node.kept == frozen else BOTH
+    return structs.replace(node, welcomed=now, frozen=start), (SendMessage(welcome),)
 
 
 def begin(node: NodeView, attempt: Attempt, rank: int = 0) -> Step:
@@ -186,15 +197,19 @@ def hear(node: NodeView, message: messages.NodeMessage, now: float) -> Step:
             return structs.replace(node, address=message.address if _usable(message.address) else ""), ()
         case messages.Staged() if attempt := _answered(node, message):
             activate = messages.Activate(attempt.publish.incarnation, attempt.version)
-            return structs.replace(node, state=NodeState.FLIPPING), (NoteStaged(), SendMessage(activate))
+            frozen = FROZEN if attempt.publish.frozen and node.frozen == BOTH else node.frozen
+            return structs.replace(node, state=NodeState.FLIPPING, frozen=frozen), (NoteStaged(), SendMessage(activate))
         case messages.Active():
             return _active(node, message)
         case messages.Rejected() if message.fatal:
             failure = Failure.told(message.kind, message.reason)
             return structs.replace(node, state=NodeState.EXCLUDED, excluded=failure, attempt=None), ()
-        case messages.Rejected() if _answered(node, message):
+        case messages.Rejected() if attempt := _answered(node, message):
             failure = Failure.told(message.kind, message.reason)
-            return structs.replace(node, state=NodeState.ANSWERED), (FailAttempt(failure),)
+            frozen = node.frozen
+            if failure.kind is FailureKind.MISMATCH and attempt.publish.encoding in ("adapter", "both"):
+                frozen = BOTH if attempt.publish.encoding == "adapter" else WHOLE
+            return structs.replace(node, state=NodeState.ANSWERED, frozen=frozen), (FailAttempt(failure),)
         case _:
             return node, ()
 
@@ -308,6 +323,7 @@ def split(
 
     The group takes nodes that were active before and can receive over `transport`. The relay takes newcomers, unless
     no node has weights yet, and nodes that the group does not reach. One of the latter at a time gets another trial.
+    Where versions travel as adapters, the relay takes nodes that need more.
     """
     if transport == "relay":
         return Split(relayed=ready)
@@ -316,7 +332,7 @@ def split(
     ways = Split()
     for node in ready:
         route = node.route
-        if transport not in node.transports or (begun and not node.settled):
+        if transport not in node.transports or (begun and not node.settled) or node.frozen in (BOTH, WHOLE):
             ways.relayed.append(node)
         elif not route.relayed:
             ways.together.append(node)

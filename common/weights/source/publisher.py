@@ -43,6 +43,7 @@ from functools import partial
 from torch import Tensor
 
 from common.config.schema import WeightsConfig
+from common.weights.source.adapters import AdapterPayloads
 from common.weights.source.control import PublishControl
 from common.weights.source.nodes import PublishStats
 from common.weights.source.snapshot import Deltas, Snapshot, SnapshotMaker, TensorSpecs
@@ -81,7 +82,8 @@ class WeightPublisher:
             self._bucket_bytes = 0  # pieces have checksums of their own
         self._published = 0
         self._version = -1
-        self._deltas = Deltas(weights.encoding, weights.anchor_every)
+        self._deltas: Deltas | AdapterPayloads = Deltas(weights.encoding, weights.anchor_every)
+        self._dtype = dtype
         self._device = remember_device() if weights.buffers == "device" else None
         self._maker = SnapshotMaker(dtype, self._device)
         self._control: PublishControl | None = None
@@ -110,17 +112,33 @@ class WeightPublisher:
         """The other sources need it to reach this one."""
         return LeadEndpoint(self._plane.address, self._incarnation, self._plane.password)
 
-    def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: messages.Canary | None) -> int:
+    def freeze(self, named: Iterable[tuple[str, Tensor]], factor: float) -> None:
+        """Send adapters in the place of versions from now on; before the first `publish`.
+
+        `named` are the frozen weights, as tensors of a version. `factor`: what B A is multiplied by.
+        """
+        self._deltas = AdapterPayloads(self._dtype, self._maker.make(-1, named, None), factor)
+
+    def publish(
+        self,
+        version: int,
+        named: Iterable[tuple[str, Tensor]],
+        canary: messages.Canary | None,
+        adapters: Iterable[tuple[str, Tensor]] | None = None,
+    ) -> int:
         """Copy `named` (Hugging Face name, full tensor) into the flat buffer, and send it in the background.
 
         Returns the size of the version in bytes; the parameters may change again. After `share` these are the tensors
-        of the first part. It consumes `named` to its end, because every rank must take part in producing it.
+        of the first part. It consumes `named` to its end, because every rank must take part in producing it. After
+        `freeze` it also needs `adapters` (name in Hugging Face's peft, full tensor), and consumes them after `named`.
         Without `weights.overlap` it also waits until the version is active on every node, at most `timeout_s`. Raises
         ValueError when names or shapes differ from the first version's.
         """
         if self._preparing is not None:
             self._preparing.join()  # versions are offered in order; hashing and encoding are far shorter than a step
         snapshot = self._maker.make(version, named, canary)
+        if isinstance(self._deltas, AdapterPayloads) and adapters is not None:
+            self._deltas.copy(snapshot, adapters)
         self._preparing = threading.Thread(target=self._prepare, args=(snapshot, self._plane), name="prepare-weights")
         self._preparing.start()
         self._published += 1

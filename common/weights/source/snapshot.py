@@ -14,8 +14,8 @@ import msgspec
 import torch
 
 from common.weights.wire import delta, flat_buffer
-from common.weights.wire.layout import WORDS, XXH3, Layout
-from common.weights.wire.messages import Canary, Part, PartReady
+from common.weights.wire.layout import WORDS, XXH3, AdapterLayout, Layout
+from common.weights.wire.messages import BOTH, FROZEN, Canary, Part, PartReady
 from common.weights.wire.pieces import THREADS, new_part
 
 logger = logging.getLogger(__name__)
@@ -41,15 +41,22 @@ class Payload:
     opened: bool = True  # digests are of opened pieces: every node knows them
     sealed: dict[int, Part] = field(default_factory=lambda: dict[int, Part]())  # by source
     parts: list[Part] = field(default_factory=lambda: list[Part]())  # in order; [] before all sources sealed theirs
+    before: torch.Tensor | None = None  # [m] uint8 that goes before `flat`, over the relay only
 
     @cached_property
     def in_host(self) -> torch.Tensor:
-        """`flat` in host memory, for nodes that fetch it."""
-        return self.flat.cpu()
+        """This rank's bytes in host memory, for nodes that fetch them."""
+        return self.flat.cpu() if self.before is None else torch.cat([self.before, self.flat])
+
+    @property
+    def encoding(self) -> str:
+        """As Publish.encoding."""
+        return {-1: "full", FROZEN: "adapter", BOTH: "both"}.get(self.base_version, "delta")
 
     @property
     def size(self) -> int:
-        return self.flat.numel() + sum(self.elsewhere.values())
+        own = self.flat.numel() + (0 if self.before is None else self.before.numel())
+        return own + sum(self.elsewhere.values())
 
     def seal_own_part(
         self, piece: int, *, origin: str, secured: bool, post: Callable[[Callable[[], None]], None]
@@ -62,7 +69,7 @@ class Payload:
                 lambda: new_part(
                     self.in_host,
                     0,
-                    self.flat.numel(),
+                    self.in_host.numel(),
                     piece=piece,
                     origin=origin,
                     secured=secured,
@@ -96,6 +103,9 @@ class Snapshot:
     sent: bool = False  # it began to travel
     checksum: str = ""  # xxh3 digest of the whole buffer
     bytes_staged: int = 0  # received and verified, summed over all nodes
+    adapters: "Snapshot | None" = None  # those of the version, where they may travel in its place
+    adapter_layout: AdapterLayout | None = None
+    frozen: str = ""  # checksum of the frozen weights beside which they stand
 
     def add_checksums(self, bucket_bytes: int) -> None:
         """Compute the checksums that every node verifies; the snapshot is ready to travel then."""

@@ -71,3 +71,10 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
                 entries.append(entry)
                 at += -(-entry.size_bytes // ALIGNMENT) * ALIGNMENT
         return cls(tuple(entries), at, tuple(starts), checksums)
+
+
+class AdapterLayout(msgspec.Struct, frozen=True):
+    """The adapters of every version: matrices A and B under peft's names, and what their product is multiplied by."""
+
+    layout: Layout
+    factor: float

@@ -35,11 +35,14 @@ from typing import Annotated
 
 import msgspec
 
-from common.weights.wire.layout import Layout
+from common.weights.wire.layout import AdapterLayout, Layout
 from common.wire_types import Finite, Name, Text, Version
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 MOST_KEYS = 4096
+# As base versions, of nodes for which a version may come as adapters: they have the frozen weights, need these, too, or
+# get versions whole.
+FROZEN, BOTH, WHOLE = -2, -3, -4
 Entries = Annotated[dict[Name, Annotated[bytes, msgspec.Meta(max_length=1 << 16)]], msgspec.Meta(max_length=MOST_KEYS)]
 Versions = Annotated[dict[Name, Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=16)]
 
@@ -82,6 +85,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     machine: Text = ""  # from common.process.local_address.this_machine(); its nodes share a copy over the link
     pool: Text = ""  # eval: it gets evaluated versions only
     opened: bool = False  # it knows digests of opened pieces; older nodes do not
+    frozen: Text | None = None  # checksum of the frozen weights that it keeps, '' without; None: it merges no adapters
 
 
 class OfVersion(msgspec.Struct, frozen=True):
@@ -170,6 +174,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     # Serve on the interface that leads to this HOST:PORT; '': do not serve.
     learner_endpoint: str = msgspec.field(default="", name="reach")
     password: str = ""  # that all servers of parts ask for
+    adapters: AdapterLayout | None = None  # None: versions never come as adapters
 
 
 class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
@@ -194,11 +199,14 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
     checksum: str  # checksum of the whole buffer
     timeout_s: float
     canary: Canary | None = None
-    encoding: str = "full"  # full: the buckets are the flat buffer; delta: they change `base_version` into it
+    # With full the buckets are the flat buffer; with delta they change `base_version` into it. With adapter they are
+    # the adapters, with both the frozen weights and, behind these, the adapters.
+    encoding: str = "full"
     base_version: int = -1  # a version of this incarnation; -1: none needed
     payload_bytes: int = -1  # size of all buckets; -1: the layout's total_bytes
     parts: list[Part] = []  # over the relay
     sources: list[str] = []  # where to fetch each of them first
+    frozen: str = ""  # checksum of the frozen weights that this needs, brings or is; '': none of these
 
 
 class Activate(msgspec.Struct, frozen=True, tag="activate"):

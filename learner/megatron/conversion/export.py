@@ -42,10 +42,13 @@ class Exporter:
         self.part = PartExporter(model, adapters)
 
     @torch.no_grad()
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) of every parameter, as learner.backend_protocol.Backend.export. Collective."""
+    def tensors(self, trained: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) of every parameter, as learner.backend_protocol.Backend.export. Collective.
+
+        Without `trained` as export_frozen.
+        """
         model = self.model
-        tasks: Any = self.adapters.merged(model.tasks)  # the bridge takes a list, but only iterates over it
+        tasks: Any = self.adapters.merged(model.tasks, trained)  # the bridge takes a list, but only iterates over it
         yield from model.bridge.export_hf_weights(model.chunks, conversion_tasks=tasks, **EXPORT_OPTIONS)
 
     def save(self, source: Path, path: Path) -> None:

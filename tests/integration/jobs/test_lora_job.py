@@ -1,4 +1,4 @@
-"""A whole job of adapters through its config: vLLM runs the merged weights, and they are what the export says."""
+"""A whole job of adapters through its config: they travel, vLLM runs merged weights, and the export has both."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from common.weights.wire.layout import Layout
 from launch.quickstart.init import write_example
 from tests.rigs.jobs import metrics, slipstream
 from tests.rigs.processes import SLIPSTREAM, Process
@@ -15,7 +16,7 @@ STEPS = 3
 
 
 @pytest.mark.slow
-def test_a_job_of_adapters_publishes_merged_weights_and_exports_both_kinds_of_folders(
+def test_a_job_of_adapters_publishes_these_and_exports_both_kinds_of_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "job"
@@ -24,7 +25,7 @@ def test_a_job_of_adapters_publishes_merged_weights_and_exports_both_kinds_of_fo
     document["run"]["steps"] = STEPS
     document["learner"] |= {"groups_per_step": 4, "lora": {"rank": 4}}
     document["learner"]["optimizer"] = {"lr": 1e-2}
-    document["weights"] = {"canary_every": 1}
+    document["weights"] = {"canary_every": 1, "encoding": "adapter"}
     (folder / "config.yaml").write_text(yaml.safe_dump(document))
     monkeypatch.chdir(folder)
     with Process(tmp_path / "up.log", [*SLIPSTREAM, "up", "config.yaml", "--plain"], HF_HUB_OFFLINE="1") as job:
@@ -38,6 +39,9 @@ def test_a_job_of_adapters_publishes_merged_weights_and_exports_both_kinds_of_fo
     assert any(line["grad_norm"] > 0 for line in lines)
     slipstream("export", "run", "adapter", "--adapter")
     adapter = load_file("adapter/adapter_model.safetensors")
+    layout = Layout.of([(name, "float32", tuple(tensor.shape)) for name, tensor in adapter.items()])
+    sent = {line["publish_bytes"] for line in lines if line["publish_bytes"]}
+    assert min(sent) == layout.total_bytes, "the first version came whole, later ones as adapters"
     base, trained = (load_file(f"{path}/model.safetensors") for path in (document["model"]["path"], "run/model"))
     changed = 0
     for name, weight in base.items():

@@ -86,6 +86,8 @@ def test_an_rl_job_of_adapters_killed_with_9_ends_bitwise_equal_and_refuses_othe
     with whole.served():
         whole.finish()
     job = Job(tmp_path / "job", base, told, checkpoint={"every": 1, "keep": 1})
+    document = yaml.safe_load(job.config.read_text())  # how versions travel changes nothing that is trained
+    job.config.write_text(yaml.safe_dump(document | {"weights": {"encoding": "adapter"}}))
     with job.served():
         for steps in (2, 5):
             job.start()
@@ -94,6 +96,7 @@ def test_an_rl_job_of_adapters_killed_with_9_ends_bitwise_equal_and_refuses_othe
         job.finish()
         job.assert_every_step_once()
         assert job.weights() == whole.weights()
+        job.config.write_text(yaml.safe_dump(document))
         change(job, "lora", {"rank": 8})
         assert "learner.lora.rank was 4 and now is 8" in refused(job)
         change(job, "lora", {"rank": 4})

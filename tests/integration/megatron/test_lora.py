@@ -15,6 +15,7 @@ Each layout is here for something of its own:
 
 import json
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from common.weights.wire import flat_buffer
+from common.weights.wire.adapters import merge_version
+from common.weights.wire.layout import AdapterLayout, Layout
 from tests.rigs import forked_ranks, tiny_models
 from tests.rigs.forked_ranks import Outcome, group, same, worst
 from tests.rigs.tiny_models import STEPS, TEMPERATURE, exported, figures, microbatches, numbered, policy_loss, share
@@ -93,6 +97,26 @@ def adapters(backend: Any, prefix: str) -> dict[str, Tensor]:
         return {f"{prefix}.{name}": tensor.float().clone() for name, tensor in backend.adapters.tensors()}
 
 
+def packed(named: Iterable[tuple[str, Tensor]]) -> tuple[Layout, Tensor]:
+    """Tensors of an export in a flat buffer, as the weight plane has them."""
+    copies = [(name, tensor.clone()) for name, tensor in named]
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in copies]
+    layout = Layout.of([(n, dtype, tuple(t.shape)) for (n, t), dtype in zip(copies, dtypes, strict=True)])
+    return layout, flat_buffer.pack(copies, layout)
+
+
+def delivered(backend: Any, start: Tensor) -> bool:
+    """Whether a node gets the exported weights from the frozen ones and the adapters, all to the bit.
+
+    The frozen ones are `start`, the weights before the first step.
+    """
+    layout, before = packed(backend.export_frozen())
+    beside, found = packed(backend.export_adapters())
+    config = backend.adapters.config
+    merge_version(before, layout, found, AdapterLayout(beside, config.factor / config.rank), made := before.clone())
+    return torch.equal(before, start) and torch.equal(made, packed(backend.export())[1])
+
+
 def frozen(backend: Any) -> list[Tensor]:
     """Copies of what must not change: parameters that do not train, and buffers."""
     modules = [chunk.module for chunk in backend.chunks]
@@ -116,6 +140,7 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
     backend = tiny_models.backend(folder, spec)
     before = frozen(backend)
     tensors = adapters(backend, "start") | exported(backend, "base")
+    start = packed(backend.export())[1]
     steps = [figures(backend, number) for number in range(STEPS)]
     mine = share(backend, microbatches(0))
     with backend.offload.parameters(), backend.offload.gradients():
@@ -131,6 +156,7 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
     tensors |= {f"part.{name}": tensor for name, tensor in part.items()}
     result: dict[str, Any] = {"steps": steps, "part": [[name, list(tensor.shape)] for name, tensor in part.items()]}
     result["layout"] = [[name, list(shape)] for name, shape in backend.part_layout()]
+    result["delivered"] = delivered(backend, start)
     result["kept"] = all(torch.equal(a, b) for a, b in zip(before, frozen(backend), strict=True))
     result["stepped"] = sum(parameter.numel() for parameter, _ in tiny_models.main_parameters(backend))
     if spec["name"] == spec["of"]:
@@ -301,6 +327,14 @@ def test_the_export_and_its_parts_are_the_weights_that_peft_merges(folder: Path,
     assert len(parts) == len(set(parts))
     same(found.section("part"), found.section("merged"))
     assert [rank["layout"] for rank in found.ranks] == [rank["part"] for rank in found.ranks]
+
+
+@forked_ranks.named([*LAYOUTS, BF16])
+def test_a_node_merges_the_exported_weights_to_the_bit(folder: Path, spec: dict[str, Any]) -> None:
+    found = Outcome(folder / spec["name"])
+    assert all(rank["delivered"] for rank in found.ranks)
+    merged = found.section("merged")
+    assert any(not torch.equal(merged[name], weight) for name, weight in found.section("base").items())
 
 
 @pytest.mark.parametrize("name", REFERENCES)

@@ -52,6 +52,13 @@ def test_what_does_not_fit_is_refused_with_the_reason(words: list[str], facts: t
         assert fact in found, found
 
 
+def test_adapters_travel_only_where_some_train() -> None:
+    config = load_either(RL, ["weights.encoding=adapter"])
+    (problem,) = lora_problems(config, shape("Qwen3-0.6B"))
+    assert (problem.key, problem.found) == ("weights.encoding", "adapter") and "learner.lora" in problem.expected
+    assert not [*lora_problems(load_either(RL, ["weights.encoding=adapter", "learner.lora.rank=8"]), None)]
+
+
 def test_dropout_needs_whole_layers() -> None:
     (found,) = refused(["rank=8", "dropout=0.1", "learner.parallel.tensor=2"], SFT)
     assert "learner.lora.dropout" in found and "learner.parallel.tensor > 1" in found

@@ -186,7 +186,9 @@ class RecordingPublisher:
         if not self.holds and self.versions:
             self.seen = self.versions[-1]
 
-    def publish(self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None) -> int:
+    def publish(
+        self, version: int, named: Iterable[tuple[str, Tensor]], canary: Canary | None, adapters: object = None
+    ) -> int:
         self.tables[version] = dict(named)["table"].clone()
         self.versions.append(version)
         self._let_out()
