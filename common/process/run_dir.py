@@ -95,7 +95,6 @@ class RunDir:
         self._label = self.checkpoints / "config.yaml"  # outside of RUN: whose checkpoints they are
         self.model = self.path / "model"
         self.critic = self.path / "critic"  # the final value model, with learner.critic
-        self.critic = self.path / "critic"
         self.logs = self.path / "logs"
         self.report = self.path / "report"
         self.transcripts = self.path / "transcripts"
