@@ -47,11 +47,11 @@ class NumberGuessing:
         reward = float(found)
         if action.ended and guess is not None:
             reward += self.narrowing * self._narrow(guess)
+        metrics = {"guesses": float(self.made), "malformed": float(guess is None), "found": float(found)}
         if not action.ended or guess is None or found or self.made >= self.guesses:
-            metrics = {"guesses": float(self.made), "malformed": float(guess is None), "found": float(found)}
             return StepResult(reward=reward, metrics=metrics)
         side = "higher" if guess < self.number else "lower"
-        return StepResult(f" {side} {self.low}-{self.high}\n", reward, done=False)
+        return StepResult(f" {side} {self.low}-{self.high}\n", reward, done=False, metrics=metrics)
 
     def _narrow(self, guess: int) -> float:
         """Rule out what the guess shows to be wrong; the share of the way that this was, in logarithms."""
