@@ -20,6 +20,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from common.config.critic import CriticConfig
 from common.config.lora import LoraConfig
 from common.config.schema import (
     LearnerConfig,
@@ -275,6 +276,7 @@ def backend(folder: Path, spec: dict[str, Any]) -> Any:
         memory=MemoryConfig(**spec.get("memory", {})),
         moe=MoeConfig(**spec.get("moe", {})),
         lora=LoraConfig(**spec["lora"]) if spec.get("lora") else None,
+        critic=msgspec.convert(spec["critic"], CriticConfig) if spec.get("critic") else None,
         optimizer=msgspec.structs.replace(OPTIMIZER, **spec.get("optimizer", {})),
         overlap=spec.get("overlap", True),
         megatron=MegatronConfig(extra=spec.get("extra", {})),
