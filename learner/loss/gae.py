@@ -49,8 +49,8 @@ def over_turns(
 def length_lambda(tokens: int, alpha: float) -> float:
     """1 - 1 / (alpha tokens), and 0 where that is negative or there is no token.
 
-    VAPO (arXiv 2504.05118), section 4.2, with alpha = 0.05. The weights 1, lam, lam^2, ... of the terms of an advantage
-    sum to 1 / (1 - lam), which is alpha tokens then: a share of the answer that does not depend on its length.
+    VAPO (arXiv 2504.05118), section 4.2, with alpha = 0.05. The terms of an advantage have the weights 1, lam, lam^2,
+    ..., which sum to 1 / (1 - lam). That is `alpha tokens` then: the same share of every answer, however long it is.
     """
     return max(0.0, 1.0 - 1.0 / (alpha * tokens)) if tokens else 0.0
 

@@ -3,9 +3,8 @@
     loss = mean over loss tokens of 1/2 max((V - R)^2, (V_clipped - R)^2)
     V_clipped = clamp(V, V_frozen - clip, V_frozen + clip)
 
-V_frozen is the value before the batch's first update. The bound is that of PPO's reference implementation (OpenAI
-Baselines, ppo2), as Engstrom et al. describe it (Implementation Matters in Deep Policy Gradients, arXiv 2005.12729,
-section 3). A value that has moved by more than `clip` towards its return has no gradient until the next batch.
+V_frozen is the value before the batch's first update. The bound is that of OpenAI's Baselines, ppo2. Engstrom et al.,
+Implementation Matters in Deep Policy Gradients (arXiv 2005.12729), section 3, describe it. A value that has moved by more than `clip` towards its return has no gradient until the next batch.
 """
 
 from functools import partial

@@ -217,7 +217,7 @@ def test_sums_are_those_of_loss_tokens_and_add_over_microbatches() -> None:
     mask = [True, False, True, True]
     loss = value_loss(1.0)
     found = loss(values, None, microbatch(mask, frozen, returns))
-    assert found.loss_sum.item() == 1.125 + 0.5 + 8.0  # of the last the bounded value is 0
+    assert found.loss_sum.item() == 1.125 + 0.5 + 8.0  # the last one counts as 0
     wanted = {"value_clipped": 2, "returns": 0, "returns_squared": 24, "errors": -1, "errors_squared": 33}
     assert {name: value.item() for name, value in found.sums.items()} == wanted
     assert found.denominator is None, "it is divided by loss tokens"
