@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import torch
 import transformers
-from learner.loss.value_loss import value_loss
 from torch import Tensor
 
 from learner.backend_protocol import Microbatch
+from learner.loss.value_loss import value_loss
 from tests.rigs import forked_ranks, tiny_models
 from tests.rigs.forked_ranks import Outcome, group, same, worst
 from tests.rigs.tiny_models import OPTIMIZER, STEPS, figures, logprobs, microbatches, numbered, share
