@@ -4,7 +4,8 @@
     several:     freeze the policy that begins the batch -> complete -> train, train, ... until none is left, or one
                  finds the policy further than kl_stop from the frozen one: it and the rest are left out
 
-A critic makes as many updates, each after the policy's. In its first steps it trains alone.
+A critic makes as many updates, each after the policy's. In its first steps it trains alone: the policy's loss is
+computed for its figures, and its weights stay.
 
 Log-probabilities of the reference and of the version that begins the batch stay the same during it, as do marks and
 the critic's estimates. They are computed once, over its documents as the first epoch packs them. A process that dies in
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.backend_protocol import NOTHING_TRAINED, Backend, Microbatch, StepResult
+from learner.backend_protocol import Backend, Microbatch, StepResult
 from learner.batch.updates import Update
 from learner.loop.batch_source import BatchSource
 from learner.loop.step_metrics import UpdateFigures, check_finite
@@ -51,10 +52,11 @@ def train_updates(
     leash = _Leash(backend, source.kl_stop)
     with backend.on_device():
         for update in _completed(updates, backend, source, alive):
-            batches, result = update.microbatches, NOTHING_TRAINED
-            if step >= source.critic_alone:
-                accept = leash if done else None  # the first one trains the policy that begins the batch
-                result = backend.train_step(batches, source.loss, source.temperature, source.entropy, accept)
+            batches = update.microbatches
+            accept = leash if done else None  # the first one trains the policy that begins the batch
+            if step < source.critic_alone:
+                accept = _refuse
+            result = backend.train_step(batches, source.loss, source.temperature, source.entropy, accept)
             if leash.broken:
                 told = (step, len(done), len(updates), leash.kl)
                 logger.info("step %d ends after %d of %d updates: the divergence is %.4g", *told)
@@ -66,7 +68,6 @@ def train_updates(
                 check_finite(step, learned, "learner.critic.optimizer.lr")
                 alive()
                 taught.append((update, learned))
-                result = replace(result, loss_tokens=learned.loss_tokens)  # both have the same tokens
             done.append((update, result))
             logger.debug("step %d: %d of %d updates are done", step, len(done), len(updates))
     figures = _figures(done, source.updates, leash.kl)
@@ -102,6 +103,11 @@ def with_columns(batch: Microbatch, known: Mapping[str, Mapping[int, Tensor]]) -
         zeros = torch.zeros(len(batch.targets))
         return replace(batch, **{name: zeros.bool() if name == "marked" else zeros for name in known})
     return replace(batch, **{name: torch.cat([of[n] for n in batch.numbers]) for name, of in known.items()})
+
+
+def _refuse(result: StepResult) -> bool:
+    """The policy stays as it is, on every rank."""
+    return False
 
 
 class _Leash:

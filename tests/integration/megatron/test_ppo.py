@@ -215,7 +215,7 @@ def test_steps_of_policy_and_critic_are_those_of_plain_loops(folder: Path, spec:
     for rank in found.ranks:
         steps = rank["steps"]
         assert rank["updates"] == [PARTS * (STEPS - 1), PARTS * STEPS]
-        assert steps[0]["loss"] == steps[0]["lr"] == 0.0 < steps[0]["value_loss"]
+        assert [step["lr"] > 0 for step in steps] == [False, True, True], "the critic trains alone first"
         assert all(step["tokens"] == alone["tokens"] for step, alone in zip(steps, _one(folder), strict=True))
         assert [step["value_explained"] for step in steps] == pytest.approx(expected["explained"], rel=1e-2, abs=1e-3)
         for step, alone in zip(steps, _one(folder), strict=True):
