@@ -1,7 +1,8 @@
-"""slipstream export RUN DIR [--step N | --best] [--adapter]: the trained model of a run as a Hugging Face folder.
+"""slipstream export RUN DIR [--step N | --best] [--adapter | --critic]: the trained model as a Hugging Face folder.
 
 A run that is done has one in RUN/model, which is copied. A checkpoint is converted by a process of the learner's, as
-the model, or with --adapter as a folder of its adapters alone.
+the model, or with --adapter as a folder of its adapters alone. With --critic it is the value model, from RUN/critic or
+the checkpoint.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from learner.checkpoint.folder import CheckpointFolder, read_checkpoint
 
 
 def command(args: argparse.Namespace) -> int:
-    """Write DIR from the best checkpoint or checkpoint N, else from RUN/model, else from the newest checkpoint.
+    """Write DIR from the best checkpoint or checkpoint N, else from the final folder, else from the newest checkpoint.
 
     Adapters are in checkpoints only.
     """
@@ -29,17 +30,20 @@ def command(args: argparse.Namespace) -> int:
         raise UsageError(f"{target} exists and is not empty")
     if args.adapter and load_either(run.config).learner.lora is None:
         raise UsageError(f"--adapter: {run.path} trained without learner.lora, so it has no adapters")
+    if args.critic and load_either(run.config).learner.value_model is None:
+        raise UsageError(f"--critic: {run.path} trained without learner.critic, so it has no value model")
     if args.best:
         if (best := read_best(run.checkpoints)) is None:
             hint = "learner.checkpoint.keep_best chooses one"
             raise UsageError(f"{run.path} has no best checkpoint: {run.checkpoints / BEST_FILE} is not there; {hint}")
         args.step = best.step
-    if args.step is None and not args.adapter and (run.model / "config.json").is_file():
-        shutil.copytree(run.model, target, dirs_exist_ok=True)
-        print(f"the final model of {run.path} is in {target}")
+    final, name = (run.critic, "critic") if args.critic else (run.model, "model")
+    if args.step is None and not args.adapter and (final / "config.json").is_file():
+        shutil.copytree(final, target, dirs_exist_ok=True)
+        print(f"the final {name} of {run.path} is in {target}")
         return EXIT_DONE
     checkpoint = find_checkpoint(run, args.step)
-    code = convert(run, checkpoint, target, *["--adapter"] * args.adapter)
+    code = convert(run, checkpoint, target, *["--adapter"] * args.adapter, *["--critic"] * args.critic)
     if code == EXIT_DONE:
         print(f"{checkpoint.name} of {run.path} is in {target}")
     return code

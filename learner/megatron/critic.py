@@ -22,7 +22,7 @@ from torch import Tensor
 
 from common.config.critic import CriticConfig
 from common.config.critic_checks import CRITIC_SUFFIX, is_critic
-from common.config.schema import ModelConfig, RanksConfig
+from common.config.schema import ModelConfig, ParallelConfig, RanksConfig
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
 from learner.megatron import parallel, start_weights
 from learner.megatron.checkpoint import CheckpointWriter
@@ -107,21 +107,18 @@ class Critic:
         start = Path(config.path or model.path)
         if config.path is not None:
             hf_folder.check_shape("learner.critic.path", start, hf_config)
-        chunks: list[Any] = built.chunks
         if not resumes:
-            _load(start, built, learner)
-        for chunk in chunks:
-            chunk.share_embeddings_and_output_weights = False
-            if chunk.post_process:
-                chunk.output_layer = ValueHead(built.config)
-                if not resumes:
-                    _load_head(start, chunk.output_layer)
+            _load(start, built, learner.parallel)
+        give_heads(built)
+        last: Any = built.chunks[-1]
+        if not resumes and last.post_process:
+            _load_head(start, last.output_layer)
         self._model = built
         self.chunks = wrap_chunks(built, learner)
         own = msgspec.structs.replace(learner, optimizer=config.optimizer)
         self.optimizer = Optimizer(self.chunks, own, dtype, total_steps)
         experts = Experts(built.chunks, built.config, learner.moe)
-        head = Values(chunks, built.config.sequence_parallel)
+        head = Values(built.chunks, built.config.sequence_parallel)
         self.schedule = Schedule(self.chunks, built.config, parallel.device(), experts, head)
         self.checkpoints = CheckpointWriter(self.chunks, self.optimizer, layout)
         self.offload = Offload(learner.memory, self.chunks, self.optimizer)
@@ -139,24 +136,14 @@ class Critic:
                 norm, rate = self.optimizer.step()
         return replace(result, grad_norm=norm, lr=rate)
 
-    @torch.no_grad()
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, the head last. Collective; yields on every rank."""
-        tasks = [task for task in self._model.tasks if task is None or not task.global_param_name.startswith(_OUTPUT)]
         with self.offload.whole():
-            model = self._model
-            for name, tensor in model.bridge.export_hf_weights(model.chunks, conversion_tasks=tasks, **EXPORT_OPTIONS):
-                if not name.startswith(_OUTPUT):
-                    yield name, tensor
-            last: Any = self.chunks[-1].module
-            here = last.output_layer.weight.detach().clone() if last.post_process else self._blank()
-            yield SCORE, parallel.broadcast_tensor_from_last_stage(here)
+            yield from tensors_of(self._model)
 
     def save_hf(self, path: Path) -> None:
-        """As transformers' models for sequence classification with one label; their config names it `value`."""
-        named = self._model.hf_config.architectures[0].removesuffix("ForCausalLM") + CRITIC_SUFFIX
-        changed = {"architectures": [named], "id2label": {"0": "value"}, "label2id": {"value": 0}}
-        write_folder(self._source, path, self.export(), changed)
+        with self.offload.whole():
+            save(self._model, self._source, path)
 
     def start_checkpoint(self, path: Path) -> None:
         with self.offload.whole(), self.offload.optimizer():
@@ -166,17 +153,45 @@ class Critic:
         with self.offload.whole(), self.offload.optimizer():
             self.checkpoints.load(path / FOLDER)
 
-    def _blank(self) -> Tensor:
-        config = self._model.config
-        return torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=parallel.device())
+
+def give_heads(model: Model) -> None:
+    """Make a critic of a model, with a head of zeros, before its chunks are wrapped."""
+    chunks: list[Any] = model.chunks
+    for chunk in chunks:
+        chunk.share_embeddings_and_output_weights = False
+        if chunk.post_process:
+            chunk.output_layer = ValueHead(model.config)
 
 
-def _load(path: Path, model: Model, learner: RanksConfig) -> None:
+@torch.no_grad()
+def tensors_of(model: Model) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor) of a critic's parameters, which must be gathered, the head last. Collective."""
+    tasks = [task for task in model.tasks if task is None or not task.global_param_name.startswith(_OUTPUT)]
+    for name, tensor in model.bridge.export_hf_weights(model.chunks, conversion_tasks=tasks, **EXPORT_OPTIONS):
+        if not name.startswith(_OUTPUT):
+            yield name, tensor
+    last: Any = model.chunks[-1]
+    blank = torch.empty(1, model.config.hidden_size, dtype=model.config.params_dtype, device=parallel.device())
+    here = last.output_layer.weight.detach().clone() if last.post_process else blank
+    yield SCORE, parallel.broadcast_tensor_from_last_stage(here)
+
+
+def save(model: Model, source: Path, path: Path) -> None:
+    """A folder of transformers' model for sequence classification with one label, complete or absent. Collective.
+
+    `source` is the policy's folder, whose tokenizer and configuration it gets.
+    """
+    named = model.hf_config.architectures[0].removesuffix("ForCausalLM") + CRITIC_SUFFIX
+    changed = {"architectures": [named], "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    write_folder(source, path, tensors_of(model), changed)
+
+
+def _load(path: Path, model: Model, layout: ParallelConfig) -> None:
     """Give the chunks the weights of a model, or those of a critic, which has no output layer. Collective."""
     if is_critic(path):
         model.bridge.load_hf_weights(model.chunks, hf_path=path)
     else:
-        start_weights.load(path, model, learner.parallel)
+        start_weights.load(path, model, layout)
 
 
 @torch.no_grad()

@@ -4,9 +4,11 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from tests.rigs.jobs import STEPS, Job, assert_delivered_once
+from tests.rigs.jobs import STEPS, Job, assert_delivered_once, slipstream
 
 ALONE = 2
 LEARNER: dict[str, Any] = {
@@ -48,3 +50,8 @@ def test_a_learner_with_a_critic_killed_with_9_ends_bitwise_as_if_it_was_not(tmp
     assert lines[-1].value_loss < lines[0].value_loss
     loaded = AutoModelForSequenceClassification.from_pretrained(whole.run.critic)
     assert loaded.config.num_labels == 1 and loaded.score.weight.any()
+    newest = max(int(path.name.removeprefix("step-")) for path in whole.run.checkpoints.glob("step-*"))
+    slipstream("export", str(whole.run.path), str(tmp_path / "exported"), "--critic", "--step", str(newest))
+    exported, final = (load_file(path / "model.safetensors") for path in (tmp_path / "exported", whole.run.critic))
+    assert newest == STEPS and exported.keys() == final.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in final.items())
