@@ -4,7 +4,8 @@
     V_clipped = clamp(V, V_frozen - clip, V_frozen + clip)
 
 V_frozen is the value before the batch's first update. The bound is that of OpenAI's Baselines, ppo2. Engstrom et al.,
-Implementation Matters in Deep Policy Gradients (arXiv 2005.12729), section 3, describe it. A value that has moved by more than `clip` towards its return has no gradient until the next batch.
+Implementation Matters in Deep Policy Gradients (arXiv 2005.12729), section 3, describe it. A value that has moved by
+more than `clip` towards its return has no gradient until the next batch.
 """
 
 from functools import partial
