@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.config.architecture import Architecture
+from common.config.critic import BY_LENGTH
 from common.config.schema import Config
 from common.errors import Problem
 
@@ -30,6 +31,9 @@ def critic_problems(config: Config, model: Architecture | None) -> Iterator[Prob
     if critic.value_clip is not None and config.learner.updates == 1:
         hint = "learner.epochs and learner.minibatches are 1, and no value has moved when the only update begins"
         yield Problem(f"{_KEY}.value_clip", "unset with one update per step", hint=hint)
+    if critic.lam == BY_LENGTH and critic.level == "turn":
+        hint = "it follows from the number of tokens, and terms are turns"
+        yield Problem(f"{_KEY}.lam", "a number with learner.critic.level: turn", hint=hint)
     if critic.warmup_steps >= config.run.steps:
         hint = "the policy would never train"
         yield Problem(f"{_KEY}.warmup_steps", f"less than run.steps ({config.run.steps})", hint=hint)

@@ -47,6 +47,7 @@ def test_what_fits_is_not_refused() -> None:
         (["learner.loss.advantage=gae"], ("learner.loss.advantage", "gae", "values come from a critic")),
         (["learner.critic={}"], ("learner.loss.advantage", "gae with learner.critic", "/ grpo /")),
         ([*GAE, "learner.critic.value_clip=0.2"], ("learner.critic.value_clip", "unset with one update")),
+        ([*GAE, "learner.critic.lam=length", "learner.critic.level=turn"], ("learner.critic.lam", "tokens", "turns")),
         ([*GAE, "learner.critic.warmup_steps=100000"], ("learner.critic.warmup_steps", "less than run.steps")),
     ],
 )
