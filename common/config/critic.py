@@ -27,6 +27,6 @@ class CriticConfig(Strict, frozen=True, kw_only=True):
     lam: Fraction | Literal["length"] = 1.0
     lam_alpha: PositiveFloat = 0.05  # With lam: length, lambda is 1 - 1 / (lam_alpha x trained tokens).
     lam_values: Fraction = 1.0  # Lambda of the returns that the critic learns.
-    level: Literal["token", "turn"] = "token"  # What counts as one step of an episode.
+    level: Literal["token", "turn"] = "token"  # One step of an episode: each sampled token, or each turn.
     kl_coefficient: NonNegative = 0.0  # Weight of the divergence from the reference, taken from each token's reward.
     normalize: bool = True  # Gives the advantages of a batch the mean 0 and the deviation 1.

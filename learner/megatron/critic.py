@@ -38,7 +38,7 @@ from learner.megatron.schedule import Schedule
 
 FOLDER = "critic"  # in a checkpoint
 SCORE = "score.weight"  # name of the head in files, as Hugging Face has it
-_OUTPUT = ("output_layer.", "lm_head.")  # what a critic has not, in Megatron's names and in Hugging Face's
+_OUTPUT = ("output_layer.", "lm_head.")  # layers that a critic lacks, in Megatron's names and in Hugging Face's
 
 
 class ValueHead(MegatronModule):
