@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def by_definition(
     """(advantages, advantages + values) by equation 16, term by term and without a recursion."""
     own = steps(mask, level)
     starts = [places[0] for places in own]
-    paid = [sum(rewards[a:b]) for a, b in zip(starts, [*starts[1:], len(mask)], strict=True)]
+    paid = [sum(rewards[a:b]) for a, b in pairwise([*starts, len(mask)])]
     before = [*(values[start] for start in starts), 0.0]
     advantages, targets = [0.0] * len(mask), [0.0] * len(mask)
     for s, places in enumerate(own):
