@@ -166,7 +166,7 @@ def give_heads(model: Model) -> None:
 @torch.no_grad()
 def tensors_of(model: Model) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) of a critic's parameters, which must be gathered, the head last. Collective."""
-    tasks = [task for task in model.tasks if task is None or not task.global_param_name.startswith(_OUTPUT)]
+    tasks: Any = [task for task in model.tasks if task is None or not task.global_param_name.startswith(_OUTPUT)]
     for name, tensor in model.bridge.export_hf_weights(model.chunks, conversion_tasks=tasks, **EXPORT_OPTIONS):
         if not name.startswith(_OUTPUT):
             yield name, tensor
