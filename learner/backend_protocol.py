@@ -44,8 +44,8 @@ class Microbatch:
     # [T] float32 of the policy that began the batch; None: the forward pass that trains is that policy's
     proximal_logprobs: Tensor | None = None
     rewards: Tensor | None = None  # [T] float32 with a critic, paid for the target
-    # With a critic, by the version that begins the batch: [T] float32 of the state before the target, 0 outside the
-    # loss, and what it should have been. They replace `advantages`.
+    # [T] float32 with a critic: the value of the state before the target, and the return that it should have been. Both
+    # are by the version that begins the batch, and 0 outside the loss.
     values: Tensor | None = None
     returns: Tensor | None = None
 

@@ -8,12 +8,16 @@ from common.config.types import Fraction, Natural, NonNegative, PositiveFloat, S
 BY_LENGTH = "length"
 
 
+class CriticOptimizerConfig(OptimizerConfig, frozen=True, kw_only=True):
+    lr: PositiveFloat = 1e-5  # Highest learning rate of Adam. A critic's is often ten times its policy's.
+
+
 class CriticConfig(Strict, frozen=True, kw_only=True):
     """A value model that trains beside the policy, on the same batches; docs/critic.md."""
 
     # Folder that the critic starts from: a model of the policy's shape, or a critic. Unset, it is model.path.
     path: Text | None = None
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     warmup_steps: Natural = 0  # First steps of the run, in which the critic alone trains.
     # Largest way that a value may go within a batch before it counts no more. It needs several updates.
     value_clip: PositiveFloat | None = None
@@ -23,6 +27,6 @@ class CriticConfig(Strict, frozen=True, kw_only=True):
     lam: Fraction | Literal["length"] = 1.0
     lam_alpha: PositiveFloat = 0.05  # With lam: length, lambda is 1 - 1 / (lam_alpha x trained tokens).
     lam_values: Fraction = 1.0  # Lambda of the returns that the critic learns.
-    level: Literal["token", "turn"] = "token"  # What counts as one step of an episode.
+    level: Literal["token", "turn"] = "token"  # One step of an episode: each sampled token, or each turn.
     kl_coefficient: NonNegative = 0.0  # Weight of the divergence from the reference, taken from each token's reward.
     normalize: bool = True  # Gives the advantages of a batch the mean 0 and the deviation 1.

@@ -102,7 +102,7 @@ class Stage(msgspec.Struct, frozen=True):
     resident: Resident
     activations: Activations
     versions: int  # published ones with weights.buffers: device, on the stage of the lead rank
-    critic: int  # of a critic, while the policy trains; 0 without learner.critic
+    critic: int  # a critic's, while the policy trains; 0 without learner.critic
     training: int  # at the peak of forward and backward
     updating: int  # during the optimizer step
     waiting: int  # between steps

@@ -18,7 +18,7 @@ from learner.batch.batch import BatchStatistics, SourceFigures, TrainingBatch
 from learner.loss.token_diagnostics import ratio_quantile
 
 SHOWN_S = 1e-4  # shorter parts are not in the trace
-LEAST_VARIANCE = 1e-9  # of returns; below it nothing is there to be explained
+LEAST_VARIANCE = 1e-9  # returns that vary less leave nothing to be explained
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What a critic's values make of a batch: every token's advantage, and the return that its value should have been.
+"""From a critic's values to every token's advantage, and to the return that its value should have been.
 
     every replica: its microbatches, the values of the version that trains -> `estimated`: advantages and returns
                    the moments of its advantages -> those of all replicas -> `normalized`

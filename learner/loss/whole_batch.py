@@ -143,5 +143,5 @@ def encode(tokens: Tokens) -> bytes:
 
 
 def decode(data: bytes) -> Tokens:
-    """The argument of `encode`."""
-    return msgspec.msgpack.decode(data, type=Tokens)
+    """The argument of `encode`; b'' is nothing."""
+    return msgspec.msgpack.decode(data, type=Tokens) if data else {}

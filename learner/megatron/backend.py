@@ -70,8 +70,8 @@ class MegatronBackend:
         """Join the world, build the model and load its weights. Collective.
 
         Main gradients and optimizer states are float32, whatever the model's dtype is. `total_steps`: the step at which
-        the schedule ends, unless the optimizer's decay_steps names another; the policy's begins when a critic has had
-        its first steps alone. `seed` is that of Megatron's random generators. `resumes`, where rank 0's counts:
+        the schedule ends, unless the optimizer's decay_steps names another. The policy's schedule begins when a critic
+        has had its first steps alone. `seed` is that of Megatron's random generators. `resumes`, where rank 0's counts:
         load_checkpoint comes next, so the weights of model.path are not read. Raises UsageError, naming the folder, the
         layout or the model that cannot be used.
         """

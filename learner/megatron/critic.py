@@ -38,7 +38,7 @@ from learner.megatron.schedule import Schedule
 
 FOLDER = "critic"  # in a checkpoint
 SCORE = "score.weight"  # name of the head in files, as Hugging Face has it
-_OUTPUT = ("output_layer.", "lm_head.")  # what a critic has not, in Megatron's names and in Hugging Face's
+_OUTPUT = ("output_layer.", "lm_head.")  # layers that a critic lacks, in Megatron's names and in Hugging Face's
 
 
 class ValueHead(MegatronModule):
@@ -166,7 +166,7 @@ def give_heads(model: Model) -> None:
 @torch.no_grad()
 def tensors_of(model: Model) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor) of a critic's parameters, which must be gathered, the head last. Collective."""
-    tasks = [task for task in model.tasks if task is None or not task.global_param_name.startswith(_OUTPUT)]
+    tasks: Any = [task for task in model.tasks if task is None or not task.global_param_name.startswith(_OUTPUT)]
     for name, tensor in model.bridge.export_hf_weights(model.chunks, conversion_tasks=tasks, **EXPORT_OPTIONS):
         if not name.startswith(_OUTPUT):
             yield name, tensor

@@ -123,7 +123,7 @@ class Head:
 
 
 class AnyHead(Protocol):
-    """What a schedule makes of the last stage's hidden states."""
+    """Turns the last stage's hidden states into numbers of tokens."""
 
     def logprobs(
         self, hidden: Tensor, rows: LossRows, ids: Tensor, temperature: float | Tensor, entropy: bool = False

@@ -139,7 +139,7 @@ def job_layout(folder: Path, spec: dict[str, Any]) -> None:
 
 
 def job_loaded(folder: Path, spec: dict[str, Any]) -> None:
-    """What transformers makes of the exported critic."""
+    """Values of the exported critic by transformers."""
     model, said = transformers.AutoModelForSequenceClassification.from_pretrained(
         folder / "saved" / "one", output_loading_info=True
     )

@@ -90,7 +90,7 @@ def valued(model: Any, document: Document) -> Tensor:
 
 
 def estimates(rewards: list[float], values: list[float], lam: float) -> list[float]:
-    """Of the trained tokens in their order."""
+    """Advantages of the trained tokens in their order."""
     found, later, following = [0.0] * len(values), 0.0, 0.0
     for at in reversed(range(len(values))):
         later = rewards[at] + GAMMA * following - values[at] + GAMMA * lam * later
@@ -99,7 +99,7 @@ def estimates(rewards: list[float], values: list[float], lam: float) -> list[flo
 
 
 def paid(document: Document, divergence: Tensor) -> list[float]:
-    """What each trained token gets: its own reward, those of tokens after it that do not train, less the divergence."""
+    """Each trained token gets its reward and those of tokens after it that do not train, less the divergence."""
     found: list[float] = []
     for place in range(1, len(document.tokens)):
         if document.loss_mask[place]:

@@ -38,6 +38,8 @@ def test_what_fits_is_not_refused() -> None:
     assert refused([*GAE, "learner.critic.lam=length", "learner.critic.warmup_steps=5"]) == []
     assert load([]).learner.value_model is None
     assert load(GAE).learner.value_model == CriticConfig()
+    changed = load([*GAE, "learner.critic.optimizer.warmup_steps=5"]).learner.value_model
+    assert changed is not None and changed.optimizer.lr == 1e-5, "the others keep a critic's defaults"
     assert not load(GAE).measures_kl and load([*GAE, "learner.critic.kl_coefficient=0.1"]).measures_kl
 
 
