@@ -132,6 +132,21 @@ class Cells:
     def expected_s(self, name: str) -> float:
         return self._read(name).get("took_s", UNKNOWN_CELL_S)
 
+    def missing(self, names: Sequence[str], workers: int = 1) -> list[str]:
+        """Those that were not measured; prints how many, and how long `workers` at once will take."""
+        left = [name for name in names if self.found(name) is None]
+        minutes = sum(self.expected_s(name) for name in left) / workers / 60
+        print(f"{len(left)} of {len(names)} runs are missing: about {minutes:.0f} minutes", flush=True)
+        return left
+
+    def all(self, names: Sequence[str]) -> dict[str, Figures]:
+        """The figures of every cell by its name; exits with 1 while some are missing."""
+        found = {name: self.found(name) for name in names}
+        left = [name for name, figures in found.items() if figures is None]
+        if left:
+            raise SystemExit(f"not measured yet: {', '.join(left)}; the same command continues")
+        return {name: figures for name, figures in found.items() if figures is not None}
+
     def keep(self, name: str, figures: Figures, began: float) -> None:
         """Write a cell whose measurement began at `began` of the monotonic clock."""
         cell = {"key": self.key, "took_s": round(time.monotonic() - began, 1), "figures": figures}

@@ -1,4 +1,4 @@
-"""Losses and advantages of TRL and verl on random inputs, for tests/unit/learner/test_peer_losses.py.
+"""Losses and advantages of TRL and verl on random inputs, for test_peer_losses.py and test_gae.py.
 
 Runs their own code. TRL's `_compute_loss` gets log-probabilities in the place of a model. verl's functions are cut from
 its core_algos.py (peer_losses_verl.py), without the rest of verl. Everything is float64. Each row names the
@@ -183,10 +183,11 @@ def main() -> None:
         "advantages": trl_advantages(rewards),
     }
     if args.verl is not None:
-        from peer_losses_verl import verl_advantages, verl_losses
+        from peer_losses_verl import verl_advantages, verl_losses, verl_values
 
         result["losses"] += verl_losses(args.verl)
         result["advantages"] += verl_advantages(args.verl, rewards)
+        result["values"] = verl_values(args.verl)
         result["versions"]["verl"] = next(args.verl.glob("verl-*.dist-info")).name.split("-")[1].removesuffix(".dist")
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{len(result['losses'])} losses and {len(result['advantages'])} advantages in {RESULT}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from peer_losses import GROUP, row
+from peer_losses import GROUP, SAMPLES, TOKENS, row
 from torch import Tensor
 
 LOSSES = ("dppo_tv", "dppo_kl", "sapo", "clip_cov", "kl_cov", "geo_mean", "gspo")
@@ -29,8 +29,10 @@ def cut(file: Path, names: Sequence[str], namespace: dict[str, Any]) -> dict[str
 def core_algos(folder: Path) -> dict[str, Any]:
     """verl's functions by name; its helpers are cut from torch_functional.py."""
     helpers = {"torch": torch}
-    cut(folder / "verl/utils/torch_functional.py", ("masked_mean", "masked_sum", "masked_var"), helpers)
+    masked = ("masked_mean", "masked_sum", "masked_var", "masked_whiten", "clip_by_value")
+    cut(folder / "verl/utils/torch_functional.py", masked, helpers)
     names = [f"compute_policy_loss_{name}" for name in LOSSES] + ["agg_loss", "compute_opo_outcome_advantage"]
+    names += ["compute_gae_advantage_return", "compute_value_loss"]
     space: dict[str, Any] = {
         "torch": torch,
         "np": np,
@@ -100,3 +102,27 @@ def verl_advantages(folder: Path, rewards: np.ndarray) -> list[dict[str, Any]]:
     found, _ = core_algos(folder)["compute_opo_outcome_advantage"](scores, mask, index)
     row = {"peer": "verl", "name": "opo", "lengths": lengths.tolist(), "reward_weights": [1.0, 0.0]}
     return [row | {"advantages": found[:, 0].tolist()}]
+
+
+def verl_values(folder: Path) -> dict[str, Any]:
+    """GAE with whitened advantages, and the value loss. Masks have gaps; rewards are paid at loss places alone."""
+    found = core_algos(folder)
+    draw = torch.Generator().manual_seed(31)
+
+    def normal() -> Tensor:
+        return torch.randn(SAMPLES, TOKENS, generator=draw, dtype=torch.float64)
+
+    mask = (torch.rand(SAMPLES, TOKENS, generator=draw) < 0.7).double()
+    mask[:, 2] = 1.0
+    given = {"mask": mask, "values": normal(), "newer": normal(), "targets": normal(), "rewards": normal() * mask}
+    rows: list[dict[str, Any]] = []
+    for gamma, lam in ((1.0, 1.0), (0.9, 0.5), (1.0, 0.0)):
+        made = found["compute_gae_advantage_return"](given["rewards"], given["values"], mask, gamma, lam)
+        advantages, returns = (column.tolist() for column in made)
+        rows.append({"gamma": gamma, "lam": lam, "advantages": advantages, "returns": returns})
+    newer = given["newer"].clone().requires_grad_()
+    loss, clipped = found["compute_value_loss"](newer, given["targets"], given["values"], mask, 0.4)
+    (gradient,) = torch.autograd.grad(loss, newer)
+    inputs = {name: value.tolist() for name, value in given.items()}
+    figures = {"clip": 0.4, "loss": loss.item(), "clipped": clipped.item(), "gradient": gradient.tolist()}
+    return {"inputs": inputs, "rows": rows, "loss": figures}

@@ -200,11 +200,9 @@ def measure_all(options: harness.Options) -> dict[str, dict[str, Any]]:
             systems = [OURS, *ways_of(workload, options)]
             first = turn % len(systems)
             order += [(workload, system, seed) for system in [*systems[first:], *systems[:first]]]
-    missing = [cell for cell in order if cells.found(cell_name(*cell)) is None]
-    expected_s = sum(cells.expected_s(cell_name(*cell)) for cell in missing)
-    print(f"{len(missing)} of {len(order)} cells are missing: at most {expected_s / 60:.0f} minutes", flush=True)
+    wanted = {cell_name(*cell): cell for cell in order}
     end = time.monotonic() + options.budget_s
-    for cell in missing:
+    for cell in (wanted[name] for name in cells.missing([*wanted])):
         if cells.behind(*cell):
             continue
         prepare(WORKLOADS[cell[0]])
@@ -213,11 +211,7 @@ def measure_all(options: harness.Options) -> dict[str, dict[str, Any]]:
                 cells.measure(*cell)
             except RuntimeError as failed:  # the others are measured all the same
                 print(cell_name(*cell), failed, flush=True)
-    found = {cell_name(*cell): cells.found(cell_name(*cell)) for cell in order if not cells.behind(*cell)}
-    left = [name for name, figures in found.items() if figures is None]
-    if left:
-        raise SystemExit(f"not measured yet: {', '.join(left)}; the same command goes on")
-    return {name: figures for name, figures in found.items() if figures is not None}
+    return cells.all([name for name, cell in wanted.items() if not cells.behind(*cell)])
 
 
 def compared(workload: str, seed: int, ways: Sequence[str], found: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -101,19 +101,13 @@ def row(way: str, clip: bool, lag: int, runs: Sequence[dict[str, Any]]) -> dict[
 def measure_all(options: harness.Options) -> dict[tuple[str, bool, int, int], dict[str, Any]]:
     """All runs; exits with 1 when the budget leaves some out."""
     cells = Cells(options)
-    wanted = order(options.ways, options.lags, options.seeds)
-    missing = [cell for cell in wanted if cells.found(cell_name(*cell)) is None]
-    expected_s = sum(cells.expected_s(cell_name(*cell)) for cell in missing) / options.workers
-    print(f"{len(missing)} of {len(wanted)} runs are missing: about {expected_s / 60:.0f} minutes", flush=True)
+    wanted = {cell_name(*cell): cell for cell in order(options.ways, options.lags, options.seeds)}
+    missing = [wanted[name] for name in cells.missing([*wanted], options.workers)]
     cores = iter(range(options.workers))
     # the processes that a thread starts inherit its core
     with ThreadPoolExecutor(options.workers, initializer=lambda: os.sched_setaffinity(0, [next(cores)])) as pool:
         list(pool.map(lambda cell: cells.measure(*cell), missing))
-    found = {cell: cells.found(cell_name(*cell)) for cell in wanted}
-    left = [cell_name(*cell) for cell, figures in found.items() if figures is None]
-    if left:
-        raise SystemExit(f"not measured yet: {', '.join(left)}; the same command goes on")
-    return {cell: figures for cell, figures in found.items() if figures is not None}
+    return {wanted[name]: figures for name, figures in cells.all([*wanted]).items()}
 
 
 @harness.script(workers=2, ways=WAYS, lags=[0, 2, 8], seeds=[1, 2, 3], budget_s=86400.0, overrides=())

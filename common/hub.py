@@ -16,7 +16,7 @@ from typing import Any
 from common.errors import SlipstreamError, UsageError
 
 SCHEME = "hf://"
-MODEL_KEYS = ("model.path", "learner.loss.reference")
+MODEL_KEYS = ("model.path", "learner.loss.reference", "learner.critic.path")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")  # no code and no pickle; weights come last
 LEFT_OUT = ["*/*", "consolidated*"]  # second copies of the weights

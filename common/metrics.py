@@ -151,6 +151,15 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_unused: Annotated[
         OptInt, metric("in no update's loss because of staleness.max_updates or kl_stop", "tokens", "sum")
     ] = UNSET
+    # unset without learner.critic
+    value_loss: Annotated[OptFloat, metric("critic's loss: half the squared error per trained token")] = UNSET
+    value_grad_norm: Annotated[OptFloat, metric("norm of its gradients, before clipping; mean over updates")] = UNSET
+    value_lr: Annotated[OptFloat, metric("its learning rate in the last update", "", "last")] = UNSET
+    value_clip_fraction: Annotated[OptFloat, metric("trained tokens whose value learner.critic.value_clip bounds")] = (
+        UNSET
+    )
+    value_explained: Annotated[OptFloat, metric("share of the returns' variance that values explained before")] = UNSET
+    return_mean: Annotated[OptFloat, metric("the critic's target per trained token")] = UNSET
 
 
 class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="evaluation"):
@@ -254,6 +263,7 @@ PANELS = (
           lines={"update_age_max": "largest", "update_age_mean": "mean"}),
     Panel(title="Divergence from the reference", unit="nat", lines={"kl_mean": "divergence"}, live=False),
     Panel(title="Divergence from the teacher", unit="nat", lines={"teacher_kl_mean": "divergence"}, live=False),
+    Panel(title="Variance explained by the critic", unit="share", lines={"value_explained": "share"}, live=False),
     Panel(title="Tokens per second", live=False, lines=dict(zip(DERIVED, ("trained", "generated"), strict=True))),
     Panel(title="Samples of several versions", unit="share", lines={"mixed_version_fraction": "share"}, live=False),
     Panel(title="Learning rate", lines={"lr": "rate"}, live=False),

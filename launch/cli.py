@@ -292,7 +292,9 @@ def _add_observing_arguments(made: Mapping[str, argparse.ArgumentParser]) -> Non
     web.add_argument("--token-file", metavar="F", help="file with the token that every request then needs")
     export = made["export"]
     export.add_argument("dir", metavar="DIR", help="new folder for the model")
-    export.add_argument("--adapter", action="store_true", help="the adapters of learner.lora alone; docs/lora.md")
+    what = export.add_mutually_exclusive_group()
+    what.add_argument("--adapter", action="store_true", help="the adapters of learner.lora alone; docs/lora.md")
+    what.add_argument("--critic", action="store_true", help="the value model of learner.critic; docs/critic.md")
     text = "also put it on the hub; a repository that does not exist yet is made, private"
     export.add_argument("--upload", metavar="OWNER/NAME", help=text)
     which = export.add_mutually_exclusive_group()

@@ -43,6 +43,11 @@ class Microbatch:
     marked: Tensor | None = None  # [T] bool, tokens that an objective over the whole batch has chosen
     # [T] float32 of the policy that began the batch; None: the forward pass that trains is that policy's
     proximal_logprobs: Tensor | None = None
+    rewards: Tensor | None = None  # [T] float32 with a critic, paid for the target
+    # [T] float32 with a critic: the value of the state before the target, and the return that it should have been. Both
+    # are by the version that begins the batch, and 0 outside the loss.
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
 
 UNKNOWN = {"uint8": 255, "int16": -1}  # the expert of a token whose routing is not known, by dtype
@@ -93,6 +98,25 @@ class StepResult:
 NOTHING_TRAINED = StepResult(loss=0.0, loss_tokens=0, grad_norm=0.0, lr=0.0, sums={}, maxima={})
 
 
+class ValueModel(Protocol):
+    """A critic beside the policy, with the same layout and its own optimizer. Checkpoints of the backend have it too.
+
+    All methods are collective.
+    """
+
+    def values(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """[T] float32 values of the states before the targets in the loss mask, 0 elsewhere; as Backend.logprobs."""
+        ...
+
+    def train_step(self, microbatches: list[Microbatch], loss: LossFunction) -> StepResult:
+        """As Backend.train_step; `loss` gets values in the place of log-probabilities, and None for entropies."""
+        ...
+
+    def save_hf(self, path: Path) -> None:
+        """Replace the folder `path` by a Hugging Face model with one label, the value."""
+        ...
+
+
 class Backend(Protocol):
     """A model with its optimizer, spread over the ranks of torch.distributed's world."""
 
@@ -105,6 +129,7 @@ class Backend(Protocol):
     routing_shape: RoutingShape | None  # shape of Microbatch.routed_experts; None: nothing is replayed
     routing_layers: tuple[int, ...]  # those with experts on this rank, counted among them all; () without replay
     document_multiple: int  # document lengths are padded to a multiple of this; packing counts the padding
+    critic: ValueModel | None  # with learner.critic
 
     def train_step(
         self,

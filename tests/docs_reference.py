@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from common.config import lora, loss_keys, observing, schema, scorers, tasks
+from common.config import critic, lora, loss_keys, observing, optimizer, schema, scorers, tasks
 from common.config.loading import describe_type, section_in
 from common.metrics import EvaluationMetrics, SftMetrics, StepMetrics, declarations
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-SOURCES = tuple(module.__name__ for module in (schema, lora, loss_keys, observing, tasks, scorers))
+SOURCES = tuple(module.__name__ for module in (schema, critic, lora, loss_keys, observing, optimizer, tasks, scorers))
 
 
 def comments(kind: type[msgspec.Struct]) -> dict[str, str]:

@@ -16,9 +16,10 @@ import msgspec
 
 from common.config.architecture import Architecture, UnknownArchitecture, read_architecture
 from common.config.converted import is_converted, read_converted
+from common.config.critic_checks import critic_problems, is_critic
 from common.config.loading import Document, describe_value
 from common.config.lora_checks import lora_problems
-from common.config.loss import OVER_THE_BATCH, advantage_problems, is_plugin, loss_problems, update_problems
+from common.config.loss import OF_ONE, OVER_THE_BATCH, advantage_problems, is_plugin, loss_problems, update_problems
 from common.config.network_checks import address_problems, broker_problems, buffers_problems, weights_address_problems
 from common.config.parallel_layout import (
     architecture_problems,
@@ -51,10 +52,12 @@ READERS: dict[str, tuple[Reader, ...]] = {  # keys that name files, and who read
     "evaluation.datasets": ("all", "learner"),
     "tasks.limits.python": ("all", "node"),
     "learner.loss.reference": ("all", "learner"),
+    "learner.critic.path": ("all", "learner"),
 }
 PATHS = (
     "run.dir", "model.path", "tasks.dataset", "tasks.sources.*.dataset", "evaluation.datasets",
-    "learner.loss.reference", "learner.checkpoint.dir", "broker.credentials", "scorers.*.tokenizer",
+    "learner.loss.reference", "learner.critic.path", "learner.checkpoint.dir", "broker.credentials",
+    "scorers.*.tokenizer",
 )  # fmt: skip
 C = TypeVar("C", bound=BaseConfig)
 
@@ -90,7 +93,7 @@ def _sections(at: dict[str, Any], names: list[str], path: str = "") -> Iterator[
     if not names:
         yield path, at
     elif (name := names[0]) != "*":
-        yield from _sections(at.get(name, {}), names[1:], f"{path}{name}.")
+        yield from _sections(at.get(name) or {}, names[1:], f"{path}{name}.")
     else:
         for each in at:
             yield from _sections(at[each], names[1:], f"{path}{each}.")
@@ -157,6 +160,10 @@ def _job_problems(config: Config, read: set[str], model: Architecture | None) ->
             hint = "export it where the node starts"
             yield Problem(f"scorers.{name}.api_key_env", "a variable that is set", f"{variable}, which is not", hint)
     yield from _losses(config)
+    yield from critic_problems(config, model)
+    critic = config.learner.critic
+    if critic is not None and critic.path and "learner.critic.path" in read and not critic.path.startswith(SCHEME):
+        yield from _critic(critic.path)
     reference = config.learner.loss.reference
     if reference is not None and "learner.loss.reference" in read and not reference.startswith(SCHEME):
         yield from _reference(Path(reference))
@@ -255,6 +262,21 @@ def _reference(folder: Path) -> Iterator[Problem]:
     for name in ("config.json", "*.safetensors"):
         if not any(folder.glob(name)):
             yield Problem(key, "a Hugging Face model folder", f"{folder} without {name}")
+
+
+def _critic(path: str) -> Iterator[Problem]:
+    """Why a folder has neither a model nor a critic."""
+    key = "learner.critic.path"
+    folder = Path(path)
+    try:
+        critic = is_critic(folder)
+    except (OSError, ValueError) as error:
+        yield Problem(key, "a Hugging Face model folder or a critic's", f"{path}: {error}")
+        return
+    if critic and not any(folder.glob("*.safetensors")):
+        yield Problem(key, "a critic's folder with weights (*.safetensors)", f"{path} without any", kind="missing")
+    for problem in () if critic else model_folder_problems(path):
+        yield replace(problem, key=key)
 
 
 def _dataset(key: str, path: str) -> Iterator[Problem]:
@@ -363,7 +385,7 @@ def _rollout(config: Config, model: Architecture | None) -> Iterator[Problem]:
     rollout = config.rollout
     engine = config.rollout.engine
     named = {job.learner.loss.advantage for job in config.sources.values()}
-    others = {name for name in named if name != "reinforce_pp" and not is_plugin(name)}
+    others = {name for name in named if name not in OF_ONE and not is_plugin(name)}
     if rollout.group_size == 1 and others and config.learner.loss.trains_on_rewards:
         hint = "a group of one has nothing to be compared with: every advantage would be zero"
         yield Problem("rollout.group_size", f"at least 2 with learner.loss.advantage: {min(others)}", hint=hint)

@@ -54,7 +54,8 @@ OPTIONS: dict[str, dict[str, Bounds]] = {
 DEFAULT_K = 4.0  # samples of one draw in pass_at_k
 MARKING = ("clip_cov", "kl_cov", "m2po")  # they see the whole batch; learner/loss/whole_batch.py
 MARK_OPTIONS = ("share", "least", "most", "moment")  # those of their options that say which tokens are marked
-OVER_THE_BATCH = ("reinforce_pp", "gdpo")  # estimators by which a group of equal rewards may have advantages
+OVER_THE_BATCH = ("reinforce_pp", "gdpo", "gae")  # estimators by which a group of equal rewards may have advantages
+OF_ONE = ("reinforce_pp", "gae")  # estimators by which a sample alone in its group may have an advantage
 
 # The keys of the loss that take 'module:function'.
 PLUGIN_KEYS = ("objective", "advantage", "correction", "reduction", "kl_estimator")

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from common.config.critic import CriticConfig
 from common.config.lora import LoraConfig
 from common.config.loss_keys import LossConfig
 from common.config.observing import (
@@ -18,11 +19,11 @@ from common.config.observing import (
     TelemetryConfig,
     WatchRule,
 )
+from common.config.optimizer import OptimizerConfig
 from common.config.scorers import ScorerConfig, scorers_of
 from common.config.tasks import RowsConfig, SftTasksConfig, TasksConfig
 from common.config.types import (
     CollectiveSeconds,
-    Fraction,
     Natural,
     NonNegative,
     Positive,
@@ -79,20 +80,6 @@ class ParallelConfig(Strict, frozen=True, kw_only=True):
     def model_ranks(self) -> int:
         """Ranks that share one copy of the dense model and one sequence: tensor x pipeline x context."""
         return self.tensor * self.pipeline * self.context
-
-
-class OptimizerConfig(Strict, frozen=True, kw_only=True):
-    lr: PositiveFloat = 1e-6  # Highest learning rate of Adam.
-    beta1: Fraction = 0.9  # Adam's decay of the mean gradient.
-    beta2: Fraction = 0.95  # Adam's decay of the mean squared gradient.
-    eps: PositiveFloat = 1e-8  # Adam adds it to the root of the mean squared gradient.
-    weight_decay: NonNegative = 0.0  # Decoupled weight decay. Norms and biases have none.
-    grad_clip: NonNegative = 1.0  # Largest norm of all gradients together; 0 turns clipping off.
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # Shape of the learning rate after the warm-up.
-    warmup_steps: Natural = 0  # Updates over which the learning rate rises linearly from 0.
-    # Update at which the schedule ends; 0 means run.steps, times the updates of each.
-    decay_steps: Natural = 0
-    min_lr_fraction: Fraction = 0.0  # Fraction of lr that is left where the schedule ends.
 
 
 class MemoryConfig(Strict, frozen=True, kw_only=True):
@@ -160,6 +147,11 @@ class RanksConfig(Strict, frozen=True, kw_only=True):
         return None
 
     @property
+    def value_model(self) -> CriticConfig | None:
+        """The critic, which only an RL job may have."""
+        return None
+
+    @property
     def rows_per_step(self) -> int:
         """Rows of the dataset that one step takes."""
         return getattr(self, self.step_key)
@@ -180,10 +172,15 @@ class LearnerConfig(RanksConfig, frozen=True, kw_only=True):
     minibatches: Positive = 1
     dynamic_sampling: bool = False  # Replaces groups whose rewards are all equal by further groups.
     loss: LossConfig = LossConfig()
+    critic: CriticConfig | None = None  # Trains a value model beside the policy, for advantage: gae; docs/critic.md.
 
     @property
     def reference(self) -> str | None:
         return self.loss.reference
+
+    @property
+    def value_model(self) -> CriticConfig | None:
+        return self.critic
 
     @property
     def updates(self) -> int:
@@ -393,8 +390,10 @@ class Config(BaseConfig, frozen=True, kw_only=True):
 
     @property
     def measures_kl(self) -> bool:
-        """Whether the loss of any source has a KL term, which takes a reference model."""
-        return any(job.learner.loss.kl_coefficient for job in self.sources.values())
+        """Whether the loss of any source or the reward has a KL term, which takes a reference model."""
+        critic = self.learner.critic
+        own = critic is not None and critic.kl_coefficient > 0
+        return own or any(job.learner.loss.kl_coefficient for job in self.sources.values())
 
     @property
     def rl(self) -> "Config":

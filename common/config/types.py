@@ -41,7 +41,9 @@ def names_in(pattern: str | None) -> list[str]:
 ObjectiveName = Annotated[
     str, one_of("ppo_clip", "cispo", "gspo", "gmpo", "sapo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "m2po")
 ]
-AdvantageName = Annotated[str, one_of("grpo", "dr_grpo", "rloo", "reinforce_pp", "opo", "maxrl", "pass_at_k", "gdpo")]
+AdvantageName = Annotated[
+    str, one_of("grpo", "dr_grpo", "rloo", "reinforce_pp", "opo", "maxrl", "pass_at_k", "gdpo", "gae")
+]
 CorrectionName = Annotated[str, one_of("none", "tis", "icepop", "mis")]
 ReductionName = Annotated[str, one_of("token_mean", "sequence_mean", "fixed_length")]
 KlEstimatorName = Annotated[str, one_of("k1", "k2", "k3")]

@@ -39,7 +39,7 @@ CHANGEABLE = (
 # May differ between the machines of a job.
 OF_A_MACHINE = (
     "learner.machines", "learner.interface", "model.path", "tasks.dataset", "tasks.sources.*.dataset",
-    "learner.loss.reference",
+    "learner.loss.reference", "learner.critic.path",
 )  # fmt: skip
 
 
@@ -94,6 +94,7 @@ class RunDir:
         self.checkpoints = Path(checkpoints) if checkpoints else self.path / "checkpoints"
         self._label = self.checkpoints / "config.yaml"  # outside of RUN: whose checkpoints they are
         self.model = self.path / "model"
+        self.critic = self.path / "critic"  # the final value model, with learner.critic
         self.logs = self.path / "logs"
         self.report = self.path / "report"
         self.transcripts = self.path / "transcripts"

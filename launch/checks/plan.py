@@ -126,6 +126,12 @@ def _layout(config: BaseConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     if (lora := config.learner.lora) is not None:
         share = plan.adapters / plan.parameters
         yield "adapters", f"{_billions(plan.adapters)} of rank {lora.rank} train, {share:.2%} of the parameters"
+    if config.learner.value_model is not None:
+        most = max(stage.critic for stage in plan.stages) / GIB
+        yield (
+            "critic",
+            f"as many parameters beside the policy; at most {most:.1f} GiB on a rank while the policy trains",
+        )
     nodes = -(-sizes.world // plan.gpus_per_node)
     where = f"{nodes} nodes of {plan.gpus_per_node}" if nodes > 1 else "one node"
     axes = f"tensor {sizes.tensor} x context {sizes.context} x data {sizes.data} x pipeline {sizes.pipeline}"

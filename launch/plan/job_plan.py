@@ -4,8 +4,9 @@ A step, the window, a published version, a checkpoint, the memory of an engine a
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import repeat
 from math import inf, prod
 
 import msgspec
@@ -15,7 +16,7 @@ from common.config.architecture import Architecture, Attention
 from common.config.group_size import group_bytes, routing_bytes
 from common.config.lora import LoraConfig
 from common.config.parallel_layout import padded
-from common.config.schema import BaseConfig, Config, RanksConfig
+from common.config.schema import BaseConfig, Config, MemoryConfig, RanksConfig
 from common.weights.wire.layout import ALIGNMENT, DEPTH_SHARE, Layout, publish_bound
 from launch.plan.layout import (
     GroupKind,
@@ -101,6 +102,7 @@ class Stage(msgspec.Struct, frozen=True):
     resident: Resident
     activations: Activations
     versions: int  # published ones with weights.buffers: device, on the stage of the lead rank
+    critic: int  # a critic's, while the policy trains; 0 without learner.critic
     training: int  # at the peak of forward and backward
     updating: int  # during the optimizer step
     waiting: int  # between steps
@@ -172,7 +174,8 @@ def make_plan(config: BaseConfig, model: Architecture, gpus_per_node: int, link_
         stages=stages,
         batch=batch_of(config, sizes),
         checkpoint=Checkpoint(
-            bytes=checkpoint_bytes(model, config.model.dtype, learner.lora),
+            bytes=checkpoint_bytes(model, config.model.dtype, learner.lora)
+            + (checkpoint_bytes(model, config.model.dtype) if learner.value_model is not None else 0),
             kept=learner.checkpoint.keep + 1 + bool(learner.checkpoint.keep_best),
         ),
         start=start_of((stage.resident for stage in stages), learner.parallel, config.model.dtype),
@@ -191,16 +194,21 @@ def stages_of(config: BaseConfig, model: Architecture, version_bytes: int) -> It
     tokens = learner.micro_batch_tokens
     flowing = activations(model, parallel, memory, tokens, microbatches, ITEM_BYTES[dtype], learner.lora)
     held = resident(model, parallel, sizes, dtype, learner.lora)
+    critics: Iterable[Resident | None] = repeat(None)
+    if learner.value_model is not None:  # counted with an output layer, which it has not
+        critics = resident(model, parallel, sizes, dtype)
     on_device = config.rl is not None and config.rl.weights.buffers == "device"
     beneath = learner.lora is not None and learner.reference is None  # the frozen weights are the reference
     reference = config.rl is not None and config.rl.measures_kl and not beneath
-    for i, (r, a) in enumerate(zip(held, flowing, strict=True)):
-        parameters = r.parameters if memory.offload_parameters else 0
-        gradients = r.gradients if memory.offload_gradients else 0
-        optimizer = r.optimizer if memory.offload_optimizer else 0
+    for i, (r, a, critic) in enumerate(zip(held, flowing, critics, strict=False)):
         versions = DEVICE_VERSIONS * version_bytes if on_device and i == 0 else 0
-        updating = r.parameters + r.gradients + r.optimizer + versions
-        training = updating - optimizer + a.layers + a.recomputed + a.output
+        models = [r] if critic is None else [r, critic]
+        kept = [_bytes(each) - sum(_offloaded(each, memory)) for each in models]
+        waiting = sum(kept) + versions
+        # one of the models works, with everything that it has, while the others wait
+        updating = max(waiting - own + _bytes(each) for each, own in zip(models, kept, strict=True))
+        passes = (waiting - own + _bytes(x) - _offloaded(x, memory)[2] for x, own in zip(models, kept, strict=True))
+        training = max(passes) + a.layers + a.recomputed + a.output
         yield Stage(
             layers=[(chunk.start, chunk.stop) for chunk in chunks[i]],
             embedding=i == 0,
@@ -208,12 +216,26 @@ def stages_of(config: BaseConfig, model: Architecture, version_bytes: int) -> It
             resident=r,
             activations=a,
             versions=versions,
+            critic=sum(kept[1:]),
             training=training,
             updating=updating,
-            waiting=updating - parameters - gradients - optimizer,
+            waiting=waiting,
             peak=max(training, updating),
-            host=parameters + optimizer + (r.parameters if reference else 0),
+            host=sum(sum(_offloaded(x, memory)[::2]) for x in models) + (r.parameters if reference else 0),
         )
+
+
+def _bytes(model: Resident) -> int:
+    return model.parameters + model.gradients + model.optimizer
+
+
+def _offloaded(model: Resident, memory: MemoryConfig) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer that leave the device while they are not in use."""
+    return (
+        model.parameters if memory.offload_parameters else 0,
+        model.gradients if memory.offload_gradients else 0,
+        model.optimizer if memory.offload_optimizer else 0,
+    )
 
 
 def batch_of(config: BaseConfig, sizes: Sizes) -> Batch:

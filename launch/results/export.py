@@ -1,8 +1,9 @@
-"""slipstream export RUN DIR [--step N | --best] [--adapter] [--upload NAME]: a run's model as a Hugging Face folder.
+"""slipstream export RUN DIR [--step N | --best] [--adapter | --critic] [--upload NAME]: as a Hugging Face folder.
 
-A run that is done has one in RUN/model, which is copied. A checkpoint is converted by a process of the learner's, as
-the model, or with --adapter as a folder of its adapters alone. With --upload the folder is put on the hub, too. The
-token's rights are checked before the conversion. A failed upload leaves DIR as it is.
+A run that is done has its model in RUN/model, which is copied. A checkpoint is converted by a process of the
+learner's, as the model, or with --adapter as a folder of its adapters alone. With --critic it is the value model, from
+RUN/critic or the checkpoint. With --upload the folder is put on the hub, too. The token's rights are checked before
+the conversion. A failed upload leaves DIR as it is.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from learner.checkpoint.folder import CheckpointFolder, read_checkpoint
 
 
 def command(args: argparse.Namespace) -> int:
-    """Write DIR from the best checkpoint or checkpoint N, else from RUN/model, else from the newest checkpoint.
+    """Write DIR from the best checkpoint or checkpoint N, else from the final folder, else from the newest checkpoint.
 
     Adapters are in checkpoints only.
     """
@@ -32,20 +33,23 @@ def command(args: argparse.Namespace) -> int:
         raise UsageError(f"{target} exists and is not empty")
     if args.adapter and load_either(run.config).learner.lora is None:
         raise UsageError(f"--adapter: {run.path} trained without learner.lora, so it has no adapters")
+    if args.critic and load_either(run.config).learner.value_model is None:
+        raise UsageError(f"--critic: {run.path} trained without learner.critic, so it has no value model")
     if args.best:
         if (best := read_best(run.checkpoints)) is None:
             hint = "learner.checkpoint.keep_best chooses one"
             raise UsageError(f"{run.path} has no best checkpoint: {run.checkpoints / BEST_FILE} is not there; {hint}")
         args.step = best.step
-    final = args.step is None and not args.adapter and (run.model / "config.json").is_file()
-    checkpoint = None if final else find_checkpoint(run, args.step)
+    final, name = (run.critic, "critic") if args.critic else (run.model, "model")
+    done = args.step is None and not args.adapter and (final / "config.json").is_file()
+    checkpoint = None if done else find_checkpoint(run, args.step)
     if args.upload:
         hub.open_upload("--upload", args.upload)
     if checkpoint is None:
-        shutil.copytree(run.model, target, dirs_exist_ok=True)
-    elif code := convert(run, checkpoint, target, *["--adapter"] * args.adapter):
+        shutil.copytree(final, target, dirs_exist_ok=True)
+    elif code := convert(run, checkpoint, target, *["--adapter"] * args.adapter, *["--critic"] * args.critic):
         return code
-    what = f"the final model of {run.path}" if checkpoint is None else f"{checkpoint.name} of {run.path}"
+    what = f"the final {name} of {run.path}" if checkpoint is None else f"{checkpoint.name} of {run.path}"
     print(f"{what} is in {target}")
     if args.upload:
         print(f"and at {hub.upload(args.upload, target, f'slipstream export: {what}')}")

@@ -22,7 +22,7 @@ from common.staleness import expired
 from common.wire_types import Array
 from learner.backend_protocol import UNKNOWN, RoutingShape
 from learner.batch.dynamic_sampling import carries_signal
-from learner.batch.group_rewards import rewards_of
+from learner.batch.group_rewards import rewards_of, rewards_of_tokens
 from learner.batch.packing import Document
 from learner.loss.advantages import ADVANTAGES
 from learner.loss.plugins import part
@@ -116,8 +116,8 @@ def decode(
         if len(group.samples) != group_size:
             raise ValueError(f"{len(group.samples)} samples, expected {group_size}")
         for i, sample in enumerate(group.samples):
-            if sample.error is None and not np.isfinite(sample.reward):
-                raise ValueError(f"sample {i}: reward {sample.reward}")
+            if sample.error is None and not np.isfinite([sample.reward, *sample.turn_rewards]).all():
+                raise ValueError(f"sample {i}: reward {sample.reward} of turns {sample.turn_rewards}")
             for path in sample.paths if sample.error is None else ():
                 _check_path(path, i, vocab_size)
                 if routing is not None:
@@ -362,6 +362,7 @@ def _prepare_path(
         path=number,
         **_taught(path, config.learner.loss.distillation),
         temperatures=temperatures if path.temperature_runs else None,
+        rewards=None if config.learner.critic is None else rewards_of_tokens(sample, number),
     )
     played = _Played(
         sample=sample,

@@ -1,10 +1,10 @@
-"""The rewards of a group as an advantage estimator sees them."""
+"""The rewards of a group as an advantage estimator sees them, and those of an episode's tokens as a critic does."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from common.rollouts import Group
+from common.rollouts import Group, Sample
 from learner.loss.types import GroupRewards
 
 
@@ -23,3 +23,21 @@ def rewards_of(group: Group, sampled: Sequence[int], success: float) -> GroupRew
     names = dict.fromkeys(name for sample in samples for name in sample.metrics)
     parts = {name: column([sample.metrics.get(name, np.nan) for sample in samples]) for name in names}
     return GroupRewards(column([sample.reward for sample in samples]), lengths, parts, success)
+
+
+def rewards_of_tokens(sample: Sample, number: int) -> np.ndarray:
+    """[T] float32: what the tokens of the sample's path `number` were paid.
+
+    Each turn's reward is at its last token. A sample of several paths, or without the spans of its turns, is paid as a
+    whole at the last sampled token of the path.
+    """
+    path = sample.paths[number]
+    sampled = path.loss_mask.numpy() > 0
+    found = np.zeros(len(sampled), dtype=np.float32)
+    spans = sample.turn_spans
+    if not sample.branches and spans and len(spans) == len(sample.turn_rewards):
+        for (_, end), reward in zip(spans, sample.turn_rewards, strict=True):
+            found[min(max(end, 1), len(found)) - 1] += reward
+    elif sampled.any():
+        found[sampled.nonzero()[0][-1]] = sample.reward
+    return found

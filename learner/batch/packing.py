@@ -43,6 +43,7 @@ class Document:
     teacher_top_logprobs: np.ndarray | None = None  # [L, k] float32
     path: int = 0  # 0: the sample's own, n: its n-th branch
     temperatures: np.ndarray | None = None  # [L] float32, 0: the step's; None: the step's everywhere
+    rewards: np.ndarray | None = None  # [L] float32 with a critic
 
     @property
     def origin(self) -> tuple[int, int]:
@@ -137,6 +138,7 @@ def _pack(documents: list[Document], numbers: tuple[int, ...]) -> Microbatch:
         teacher_top_ids=_given(documents, "teacher_top_ids", np.int64),
         teacher_top_logprobs=_given(documents, "teacher_top_logprobs", np.float32),
         temperatures=_given(documents, "temperatures", np.float32),
+        rewards=_given(documents, "rewards", np.float32),
         numbers=numbers,
         kl_coefficients=None if all(value is None for value in own) else torch.from_numpy(kl),
     )

@@ -1,4 +1,4 @@
-"""`python -m learner.checkpoint.export_main --config FILE --checkpoint DIR --out DIR [--adapter]`: a folder.
+"""`python -m learner.checkpoint.export_main --config FILE --checkpoint DIR --out DIR [--adapter | --critic]`: a folder.
 
 It is one process under any layout of the checkpoint. It builds the model on one rank, loads only the weights, and
 writes them beside the configuration and tokenizer of model.path.
@@ -34,6 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--checkpoint", type=Path, required=True, help="RUN/checkpoints/step-N")
     parser.add_argument("--out", type=Path, required=True, help="new folder")
     parser.add_argument("--adapter", action="store_true", help="the adapters alone, for Hugging Face's peft")
+    parser.add_argument("--critic", action="store_true", help="the value model beside the policy")
     words = parser.parse_args(arguments)
     named = load_either(words.config)
     config = downloaded(resolve_paths(named), "node")
@@ -41,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError.of(str(words.config), problem)
     RankProcess("export", RunDir(words.config.parent), config.learner.threads, config.telemetry.log_level)
     import learner.megatron.backend  # noqa: F401  (after the checks: takes seconds, and prepares for megatron)
-    from learner.megatron import checkpoint, parallel, start_weights
+    from learner.megatron import checkpoint, critic, parallel, start_weights
     from learner.megatron.conversion.export import Exporter
     from learner.megatron.conversion.hf_folder import read_config
     from learner.megatron.conversion.model import DTYPES, build
@@ -52,15 +53,20 @@ def run(arguments: Sequence[str]) -> int:
     hf_config = read_config(source)
     parallel.initialize(alone, seed=0, timeout_s=LearnerConfig().timeout_s)
     built = build(source, hf_config, DTYPES[config.model.dtype], alone, MoeConfig())
-    if config.learner.lora is not None:  # the checkpoint has the adapters alone
-        start_weights.load(source, built, alone)
-    adapters = Adapters(built, config.learner.lora, source, config.run.seed)
-    checkpoint.load_weights(words.checkpoint / MODEL_FOLDER, built.chunks, alone, adapters.identity)
-    if words.adapter:
-        name = read_converted(source).source if is_converted(source) else named.model.path
-        adapters.save(words.out, name.removeprefix(SCHEME).partition("@")[0] if name.startswith(SCHEME) else name)
+    if words.critic:
+        critic.give_heads(built)
+        checkpoint.load_weights(words.checkpoint / MODEL_FOLDER / critic.FOLDER, built.chunks, alone)
+        critic.save(built, source, words.out)
     else:
-        Exporter(built, adapters).save(source, words.out)
+        if config.learner.lora is not None:  # the checkpoint has the adapters alone
+            start_weights.load(source, built, alone)
+        adapters = Adapters(built, config.learner.lora, source, config.run.seed)
+        checkpoint.load_weights(words.checkpoint / MODEL_FOLDER, built.chunks, alone, adapters.identity)
+        if words.adapter:
+            name = read_converted(source).source if is_converted(source) else named.model.path
+            adapters.save(words.out, name.removeprefix(SCHEME).partition("@")[0] if name.startswith(SCHEME) else name)
+        else:
+            Exporter(built, adapters).save(source, words.out)
     parallel.shutdown()
     logger.info("%s is written to %s", words.checkpoint, words.out)
     return 0

@@ -55,6 +55,8 @@ class BatchSource:
     entropy = False  # whether the loss needs it
     updates = 1  # most that a version has
     kl_stop: float | None = None  # learner.loss.kl_stop
+    value_loss: LossFunction | None = None  # a critic's
+    critic_alone = 0  # first steps of the run, in which only the critic trains
     has_final_evaluation = False  # after the last step commands go on until one is no Wait
 
     def next_command(self, step: int) -> Command:

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
+from common.config.critic import CriticConfig
 from common.config.schema import Config
 from common.errors import UsageError
 from common.security.credentials import curve_credentials
@@ -26,8 +27,10 @@ from learner.batch.updates import Update, build_updates
 from learner.loop import share
 from learner.loop.batch_source import BatchSource
 from learner.loop.transcripts import Logprobs, RecordingLoss
-from learner.loss import whole_batch
+from learner.loss import estimates, whole_batch
+from learner.loss.gae import Moments
 from learner.loss.losses import policy_loss
+from learner.loss.value_loss import value_loss
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,9 @@ class RolloutSource(BatchSource):
         self.temperature = config.rollout.temperature
         self.updates = config.learner.updates
         self.kl_stop = config.learner.loss.kl_stop
+        critic = config.learner.critic
+        self.value_loss = None if critic is None else value_loss(critic.value_clip)
+        self.critic_alone = 0 if critic is None else critic.warmup_steps
         self.config = config
         every = config.evaluation.every
         self.has_final_evaluation = every > 0 and config.run.steps % every == 0
@@ -82,26 +88,50 @@ class RolloutSource(BatchSource):
         return TrainingBatch(step, [], told.statistics), build_updates(documents, parts, self.config)
 
     def complete(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        """With the reference model's log-probabilities and the batch's marks, if the loss asks. Collective."""
+        """With the reference model's log-probabilities, a critic's estimates and the batch's marks, where asked for.
+
+        Collective.
+        """
         if self.config.measures_kl:
             found = self.backend.reference_logprobs(microbatches, self.temperature)
             microbatches = [replace(batch, reference_logprobs=x) for batch, x in zip(microbatches, found, strict=True)]
-        return self._marked(microbatches) if whole_batch.marks(self.config.learner.loss) else microbatches
+        critic = self.config.learner.critic
+        marks = whole_batch.marks(self.config.learner.loss)
+        begin: list[Tensor] = []
+        if marks or (critic is not None and critic.kl_coefficient):
+            frozen = [batch.proximal_logprobs for batch in microbatches if batch.proximal_logprobs is not None]
+            begin = frozen or self.backend.logprobs(microbatches, self.temperature)  # every batch has it, or none
+        if critic is not None:
+            microbatches = self._estimated(microbatches, begin, critic)
+        return self._marked(microbatches, begin) if marks else microbatches
 
-    def _marked(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        """With the marks of an objective over the whole batch; the first rank of a replica sends its tokens."""
+    def _estimated(
+        self, microbatches: list[Microbatch], logprobs: list[Tensor], config: CriticConfig
+    ) -> list[Microbatch]:
+        """With what the critic makes of the rewards; advantages are normalized over the whole batch."""
+        assert self.backend.critic is not None
+        found = estimates.estimated(microbatches, self.backend.critic.values(microbatches), logprobs, config)
+        if not config.normalize:
+            return found
+        told = self._from_replicas(msgspec.msgpack.encode(estimates.moments_of(found)))
+        parts = [msgspec.msgpack.decode(data, type=list[Moments]) for data in told]
+        return estimates.normalized(found, chain.from_iterable(parts))
+
+    def _marked(self, microbatches: list[Microbatch], logprobs: list[Tensor]) -> list[Microbatch]:
+        """With the marks of an objective over the whole batch."""
         loss = self.config.learner.loss
-        frozen = [batch.proximal_logprobs for batch in microbatches if batch.proximal_logprobs is not None]
-        logprobs = frozen or self.backend.logprobs(microbatches, self.temperature)  # every batch has it, or none
         own = whole_batch.tokens_of(loss, microbatches, logprobs)
-        parts = [own]
-        if self._cells:
-            first = {cell.replica: cell.ranks[0] for cell in reversed(self._cells)}
-            sends = first[self.backend.data_parallel_rank] == self.backend.rank
-            told = self.backend.all_gather_bytes(whole_batch.encode(own) if sends else b"")
-            parts = [whole_batch.decode(data) for data in told]
+        parts = [whole_batch.decode(data) for data in self._from_replicas(whole_batch.encode(own))]
         chosen = whole_batch.choose(loss, parts, (self.config.run.seed, self._step))
         return [whole_batch.with_marks(batch, chosen) for batch in microbatches]
+
+    def _from_replicas(self, own: bytes) -> list[bytes]:
+        """The bytes of every replica, whose first rank sends them. Collective."""
+        if not self._cells:
+            return [own]
+        first = {cell.replica: cell.ranks[0] for cell in reversed(self._cells)}
+        sends = first[self.backend.data_parallel_rank] == self.backend.rank
+        return [data for data in self.backend.all_gather_bytes(own if sends else b"") if data]
 
     def after_step(self, version: int, batch: TrainingBatch) -> None:
         """Keep transcripts, and publish the version when it is due. Collective."""

@@ -18,6 +18,7 @@ from learner.batch.batch import BatchStatistics, SourceFigures, TrainingBatch
 from learner.loss.token_diagnostics import ratio_quantile
 
 SHOWN_S = 1e-4  # shorter parts are not in the trace
+LEAST_VARIANCE = 1e-9  # returns that vary less leave nothing to be explained
 
 
 @dataclass
@@ -126,13 +127,42 @@ def loss_figures(result: StepResult) -> LossFigures:
     }
 
 
-def check_finite(step: int, result: StepResult) -> None:
-    """Stop a run whose numbers are gone before they reach a checkpoint; raises SlipstreamError."""
+class CriticFigures(TypedDict, total=False):
+    """Fields of StepMetrics that follow from a critic's updates; none without a critic."""
+
+    value_loss: float
+    value_grad_norm: float
+    value_lr: float
+    value_clip_fraction: float
+    value_explained: float
+    return_mean: float
+
+
+def critic_figures(result: StepResult | None) -> CriticFigures:
+    """From the sums of learner.loss.value_loss.value_loss."""
+    if result is None:
+        return {}
+    tokens = max(result.loss_tokens, 1)
+
+    def variance(name: str) -> float:
+        return result.sums[f"{name}_squared"] / tokens - (result.sums[name] / tokens) ** 2
+
+    spread = variance("returns")
+    return {
+        "value_loss": result.loss,
+        "value_grad_norm": result.grad_norm,
+        "value_lr": result.lr,
+        "value_clip_fraction": result.sums["value_clipped"] / tokens,
+        "value_explained": 1.0 - variance("errors") / spread if spread > LEAST_VARIANCE else 0.0,
+        "return_mean": result.sums["returns"] / tokens,
+    }
+
+
+def check_finite(step: int, result: StepResult, key: str = "learner.optimizer.lr") -> None:
+    """Stop a run whose numbers are gone before they reach a checkpoint; `key` is its rate's. Raises SlipstreamError."""
     for name in ("loss", "grad_norm"):
         if not math.isfinite(value := getattr(result, name)):
-            raise SlipstreamError(
-                f"step {step}: {name} is {value}; the last checkpoint is unharmed, try a lower learner.optimizer.lr"
-            )
+            raise SlipstreamError(f"step {step}: {name} is {value}; the last checkpoint is unharmed, try a lower {key}")
 
 
 class StallMeter:
@@ -162,6 +192,7 @@ class UpdateFigures:
     batch_kl: float = 0.0  # the last one's
     age_mean: float = 0.0  # updates
     age_max: int = 0
+    critic: StepResult | None = None  # the critic's updates, merged like the policy's
 
 
 @dataclass(frozen=True)
@@ -195,6 +226,7 @@ def step_metrics(
         **_batch_figures(done.batch.statistics),
         **_waste_figures(merged_waste((broker.waste, done.totals.waste()))),
         **_fleet_figures(broker),
+        **critic_figures(done.updates.critic),
         step=done.batch.step,
         policy_version=done.batch.step + 1,
         time_s=time.time(),

@@ -235,6 +235,8 @@ class Trainer:
             self.signs.show("evaluating", True)
         self._report("checkpointing", WaitFor(WaitKind.EXPORT))
         self.backend.save_hf(self.run_dir.model)
+        if self.backend.critic is not None:
+            self.backend.critic.save_hf(self.run_dir.critic)
         return "done"
 
     def _next_command(self) -> Command:

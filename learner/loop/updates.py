@@ -4,9 +4,12 @@
     several:     freeze the policy that begins the batch -> complete -> train, train, ... until none is left, or one
                  finds the policy further than kl_stop from the frozen one: it and the rest are left out
 
-Log-probabilities of the reference and of the version that begins the batch stay the same during it, as do marks. They
-are computed once, over its documents as the first epoch packs them. A process that dies in between has changed nothing
-durable. The batch is trained again from the checkpoint, in the same order.
+A critic makes as many updates, each after the policy's. In its first steps it trains alone: the policy's loss is
+computed for its figures, and its weights stay.
+
+Log-probabilities of the reference and of the version that begins the batch stay the same during it, as do marks and
+the critic's estimates. They are computed once, over its documents as the first epoch packs them. A process that dies in
+between has changed nothing durable. The batch is trained again from the checkpoint, in the same order.
 """
 
 import logging
@@ -30,6 +33,9 @@ GIVEN = (
     "reference_logprobs",
     "proximal_logprobs",
     "marked",
+    "values",
+    "returns",
+    "advantages",
 )  # columns that stay the same during the batch
 
 
@@ -42,20 +48,30 @@ def train_updates(
     or when a loss is no number.
     """
     done: list[tuple[Update, StepResult]] = []
+    taught: list[tuple[Update, StepResult]] = []  # the critic's
     leash = _Leash(backend, source.kl_stop)
     with backend.on_device():
         for update in _completed(updates, backend, source, alive):
+            batches = update.microbatches
             accept = leash if done else None  # the first one trains the policy that begins the batch
-            result = backend.train_step(update.microbatches, source.loss, source.temperature, source.entropy, accept)
+            if step < source.critic_alone:
+                accept = _refuse
+            result = backend.train_step(batches, source.loss, source.temperature, source.entropy, accept)
             if leash.broken:
                 told = (step, len(done), len(updates), leash.kl)
                 logger.info("step %d ends after %d of %d updates: the divergence is %.4g", *told)
                 break
             check_finite(step, result)
-            done.append((update, result))
             alive()
+            if backend.critic is not None and source.value_loss is not None:
+                learned = backend.critic.train_step(batches, source.value_loss)
+                check_finite(step, learned, "learner.critic.optimizer.lr")
+                alive()
+                taught.append((update, learned))
+            done.append((update, result))
             logger.debug("step %d: %d of %d updates are done", step, len(done), len(updates))
-    return _merged(done), _figures(done, source.updates, leash.kl)
+    figures = _figures(done, source.updates, leash.kl)
+    return _merged(done), replace(figures, critic=_merged(taught) if taught else None)
 
 
 def _completed(
@@ -87,6 +103,11 @@ def with_columns(batch: Microbatch, known: Mapping[str, Mapping[int, Tensor]]) -
         zeros = torch.zeros(len(batch.targets))
         return replace(batch, **{name: zeros.bool() if name == "marked" else zeros for name in known})
     return replace(batch, **{name: torch.cat([of[n] for n in batch.numbers]) for name, of in known.items()})
+
+
+def _refuse(result: StepResult) -> bool:
+    """The policy stays as it is, on every rank."""
+    return False
 
 
 class _Leash:

@@ -102,6 +102,11 @@ def _summed(group: GroupRewards, weights: dict[str, float]) -> np.ndarray:
     return total
 
 
+def gae(groups: Sequence[GroupRewards]) -> list[np.ndarray]:
+    """0 of every sample: each token gets an advantage of its own from a critic's values; learner/loss/estimates.py."""
+    return [np.zeros(len(group.totals)) for group in groups]
+
+
 def _over_mean(kept: np.ndarray) -> np.ndarray:
     """[n] advantages of maxrl."""
     mean = kept.mean()
@@ -159,4 +164,5 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
     "maxrl": maxrl,
     "pass_at_k": pass_at_k,
     "gdpo": gdpo,
+    "gae": gae,
 }

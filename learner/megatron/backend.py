@@ -13,7 +13,6 @@ compat.enable()  # before the first import of megatron
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,10 +31,12 @@ from learner.megatron.conversion import verify
 from learner.megatron.conversion.export import Exporter
 from learner.megatron.conversion.hf_folder import read_config
 from learner.megatron.conversion.model import DTYPES, build
+from learner.megatron.critic import FOLDER as CRITIC_FOLDER
+from learner.megatron.critic import Critic
 from learner.megatron.lora import Adapters
 from learner.megatron.memory import Offload, Reference
 from learner.megatron.moe import Experts
-from learner.megatron.optimizer import Optimizer, gather_parameters, wrap_chunks
+from learner.megatron.optimizer import Optimizer, wrap_chunks
 from learner.megatron.schedule import Schedule
 
 gc.freeze()  # later collections do not walk them either
@@ -69,9 +70,10 @@ class MegatronBackend:
         """Join the world, build the model and load its weights. Collective.
 
         Main gradients and optimizer states are float32, whatever the model's dtype is. `total_steps`: the step at which
-        the schedule ends, unless the optimizer's decay_steps names another. `seed` is that of Megatron's random
-        generators. `resumes`, where rank 0's counts: load_checkpoint comes next, so the weights of model.path are
-        not read. Raises UsageError, naming the folder, the layout or the model that cannot be used.
+        the schedule ends, unless the optimizer's decay_steps names another. The policy's schedule begins when a critic
+        has had its first steps alone. `seed` is that of Megatron's random generators. `resumes`, where rank 0's counts:
+        load_checkpoint comes next, so the weights of model.path are not read. Raises UsageError, naming the folder, the
+        layout or the model that cannot be used.
         """
         self.model_path = Path(model.path)
         layout = learner.parallel
@@ -103,7 +105,8 @@ class MegatronBackend:
             start_weights.load(self.model_path, built, layout)
         self.adapters = Adapters(built, learner.lora, self.model_path, seed)
         self.chunks = wrap_chunks(built, learner)
-        self.optimizer = Optimizer(self.chunks, learner, dtype, total_steps)
+        alone = learner.value_model.warmup_steps * learner.updates if learner.value_model else 0
+        self.optimizer = Optimizer(self.chunks, learner, dtype, total_steps - alone)
         experts = Experts(built.chunks, built.config, learner.moe)
         self.routing_shape = experts.shape
         self.routing_layers = experts.layers
@@ -114,9 +117,11 @@ class MegatronBackend:
         self.part_layout = self.exporter.part.layout
         self.reference = Reference(model, learner, built, self.chunks)
         self.checkpoints = CheckpointWriter(self.chunks, self.optimizer, layout, self.adapters.identity)
-        self.checkpoint_done = self.checkpoints.done
         self.offload = Offload(learner.memory, self.chunks, self.optimizer)
         self.on_device = self.offload.parameters
+        self._whole = self.offload.whole
+        critic = learner.value_model
+        self.critic = None if critic is None else Critic(model, learner, critic, total_steps, resumes)
         if self.rank == 0:
             sizes = f"tensor {layout.tensor}, pipeline {layout.pipeline} x {layout.virtual_pipeline}"
             sizes += f", expert {layout.expert}, data {self.data_parallel_size}"
@@ -179,14 +184,21 @@ class MegatronBackend:
     def start_checkpoint(self, path: Path) -> None:
         with self._whole(), self.offload.optimizer():
             self.checkpoints.start(path)
+        if self.critic is not None:
+            self.critic.start_checkpoint(path)
+
+    def checkpoint_done(self, wait: bool) -> bool:
+        done = self.checkpoints.done(wait)
+        return done and (self.critic is None or self.critic.checkpoints.done(wait))
 
     def load_checkpoint(self, path: Path) -> None:
+        """Raises UsageError as CheckpointWriter.load, and when either has a critic and the other has none."""
+        saved = (path / CRITIC_FOLDER).is_dir()
+        if saved != (self.critic is not None):
+            expected, found = ("a section", "unset") if saved else ("unset", "a section")
+            contents = "with a critic" if saved else "without a critic"
+            raise UsageError(f"learner.critic: expected {expected}, found {found}; {path} is a checkpoint {contents}")
         with self._whole(), self.offload.optimizer():
             self.checkpoints.load(path)
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Within, every parameter is on the device and as the last step left it, for readers without hooks."""
-        with self.offload.parameters():
-            gather_parameters(self.chunks)
-            yield
+        if self.critic is not None:
+            self.critic.load_checkpoint(path)

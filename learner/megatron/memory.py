@@ -21,19 +21,12 @@ import torch
 from torch import Tensor
 
 from common.config.schema import MemoryConfig, ModelConfig, RanksConfig
-from common.errors import UsageError
 from learner.megatron import start_weights
 from learner.megatron.conversion import hf_folder
 from learner.megatron.conversion.model import Model
-from learner.megatron.optimizer import Optimizer
+from learner.megatron.optimizer import Optimizer, gather_parameters
 
 _PIECE_BYTES = 64 << 20
-# These keys of config.json do not change the forward pass.
-_IRRELEVANT = {
-    "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
-    "initializer_range", "max_position_embeddings", "pad_token_id", "torch_dtype",
-    "transformers_version", "use_cache",
-}  # fmt: skip
 
 
 class OffloadedSet:
@@ -92,6 +85,7 @@ class Offload:
 
     def __init__(self, config: MemoryConfig, chunks: list[Any], optimizer: Optimizer) -> None:
         """`chunks` are the data-parallel wrappers; nothing may be in flight on them between uses."""
+        self._chunks = chunks
         parameters = [p for chunk in chunks for p in chunk.module.parameters()]
         buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         weights = OffloadedSet(config.offload_parameters, lambda: (p.data for p in parameters), keep=True)
@@ -101,6 +95,13 @@ class Offload:
         self.parameters = weights.in_use
         self.optimizer = states.in_use
         self._forget = optimizer.zero_grad if config.offload_gradients else None
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within, every parameter is on the device and as the last step left it, for readers without hooks."""
+        with self.parameters():
+            gather_parameters(self._chunks)
+            yield
 
     @contextmanager
     def gradients(self) -> Iterator[None]:
@@ -144,15 +145,7 @@ class Reference:
         self._beneath = named is None and learner.lora is not None  # the policy without its adapters is the reference
         if named is None:
             return
-        found = hf_folder.read_config(Path(named)).to_dict()
-        expected = model.hf_config.to_dict()
-        keys = sorted((found.keys() | expected.keys()) - _IRRELEVANT)
-        pairs = [(key, found.get(key), expected.get(key)) for key in keys]
-        different = [f"{key} {theirs} instead of {ours}" for key, theirs, ours in pairs if theirs != ours]
-        if different:
-            raise UsageError(
-                f"learner.loss.reference: {named} is not a model of the policy's shape: {', '.join(different[:3])}"
-            )
+        hf_folder.check_shape("learner.loss.reference", Path(named), model.hf_config)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

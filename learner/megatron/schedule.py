@@ -4,7 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -122,16 +122,29 @@ class Head:
         return logprobs, entropies if entropy else None
 
 
+class AnyHead(Protocol):
+    """Turns the last stage's hidden states into numbers of tokens."""
+
+    def logprobs(
+        self, hidden: Tensor, rows: LossRows, ids: Tensor, temperature: float | Tensor, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """See Head.logprobs; a critic's head gives [n, 1] values of the n rows instead."""
+        ...
+
+
 class Schedule:
     """Runs a model's chunks over microbatches, forward and backward or forward only."""
 
-    def __init__(self, chunks: list[Any], config: Any, device: torch.device, experts: Experts) -> None:
+    def __init__(
+        self, chunks: list[Any], config: Any, device: torch.device, experts: Experts, head: AnyHead | None = None
+    ) -> None:
+        """`head`: None for the policy's."""
         self.chunks = chunks
         self.device = device
         self.experts = experts
         config.finalize_model_grads_func = finalize_model_grads
         self._run = get_forward_backward_func()
-        self._head = Head(chunks, config.sequence_parallel)
+        self._head = head or Head(chunks, config.sequence_parallel)
         self._context_group = mpu.get_context_parallel_group()
         self._parallel = ParallelConfig(
             tensor=config.tensor_model_parallel_size,

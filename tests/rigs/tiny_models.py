@@ -20,6 +20,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from common.config.critic import CriticConfig
 from common.config.lora import LoraConfig
 from common.config.loss_keys import LossConfig
 from common.config.schema import (
@@ -109,6 +110,19 @@ def new_model(kind: str | Kind, seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     config = getattr(transformers, f"{architecture}Config")(**values)
     return uneven(getattr(transformers, f"{architecture}ForCausalLM")(config)).float()
+
+
+def new_critic(kind: str, seed: int = 5) -> Any:
+    """A float32 value model of the kind's shape by transformers, the same each time."""
+    config = new_model(kind).config
+    config.num_labels = 1
+    torch.manual_seed(seed)
+    return uneven(getattr(transformers, f"{KINDS[kind][0]}ForSequenceClassification")(config)).float()
+
+
+def values(model: Any, tokens: Tensor) -> Tensor:
+    """[L] of a document's inputs [L], by a model like `new_critic`'s."""
+    return model.score(model.model(tokens[None]).last_hidden_state[0]).squeeze(1)
 
 
 def uneven(model: Any) -> Any:
@@ -229,19 +243,31 @@ def backward(model: Any, loss: Tensor) -> tuple[dict[str, Tensor], float]:
     return gradients, torch.stack([g.double().norm() for g in gradients.values()]).norm().item()
 
 
-def adamw_steps(model: Any, lr: float = OPTIMIZER.lr) -> None:
-    """STEPS of `policy_loss` with torch's AdamW; norms are not decayed."""
+def policy_sum(model: Any, batch: Microbatch) -> Tensor:
+    """The sum of `policy_loss` over a pack."""
+    return policy_loss(*hugging_face(model, batch), batch).loss_sum
+
+
+def adamw(model: Any) -> torch.optim.AdamW:
+    """OPTIMIZER by torch; norms are not decayed."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": OPTIMIZER.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), eps=OPTIMIZER.eps)
+    return torch.optim.AdamW(groups, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), eps=OPTIMIZER.eps)
+
+
+def adamw_steps(
+    model: Any, lr: float = OPTIMIZER.lr, loss_sum: Callable[[Any, Microbatch], Tensor] = policy_sum
+) -> None:
+    """STEPS with torch's AdamW of a loss that is summed over a pack."""
+    optimizer = adamw(model)
     for step in range(STEPS):
         optimizer.zero_grad()
         batches = microbatches(step)
         tokens = sum(batch.loss_mask.sum() for batch in batches)
         for batch in batches:
-            (policy_loss(*hugging_face(model, batch), batch).loss_sum / tokens).backward()
+            (loss_sum(model, batch) / tokens).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.grad_clip)
         for group in optimizer.param_groups:
             group["lr"] = lr * (0.5, 1.0, 1.0)[step]  # two warmup steps, then the top of the cosine
@@ -271,15 +297,18 @@ def backend(folder: Path, spec: dict[str, Any]) -> Any:
     reference = spec.get("reference")
     learner = LearnerConfig(
         loss=LossConfig(reference=str(folder / "models" / reference) if reference else None),
+        minibatches=spec.get("minibatches", 1),
         parallel=ParallelConfig(**spec.get("parallel", {})),
         memory=MemoryConfig(**spec.get("memory", {})),
         moe=MoeConfig(**spec.get("moe", {})),
         lora=LoraConfig(**spec["lora"]) if spec.get("lora") else None,
+        critic=msgspec.convert(spec["critic"], CriticConfig) if spec.get("critic") else None,
         optimizer=msgspec.structs.replace(OPTIMIZER, **spec.get("optimizer", {})),
         overlap=spec.get("overlap", True),
         megatron=MegatronConfig(extra=spec.get("extra", {})),
     )
-    return MegatronBackend(model, learner, 10, seed=spec.get("seed", 1), resumes=spec.get("resumes", False))
+    total = spec.get("steps", 10) * learner.updates
+    return MegatronBackend(model, learner, total, seed=spec.get("seed", 1), resumes=spec.get("resumes", False))
 
 
 def refusal(act: Callable[..., Any], *arguments: Any) -> str:

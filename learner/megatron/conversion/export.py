@@ -9,7 +9,8 @@ So that no rank gathers the whole model, the first of the ranks that have a shar
 - Tied embeddings come from the first stage, also where the model's files have both names.
 """
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,14 +54,27 @@ class Exporter:
 
     def save(self, source: Path, path: Path) -> None:
         """A folder like `source` with the current weights, complete or absent. Collective."""
-        if dist.get_rank() == 0:
-            with hf_folder.new_folder(path) as staging:
-                _write_shards(staging, self.tensors())
-                hf_folder.copy_companions(source, staging)
-        else:
-            for _ in self.tensors():
-                pass
-        parallel.barrier()
+        write_folder(source, path, self.tensors())
+
+
+def write_folder(
+    source: Path, path: Path, tensors: Iterable[tuple[str, Tensor]], changed: Mapping[str, Any] | None = None
+) -> None:
+    """A folder like `source` with these tensors, complete or absent; `changed` are keys of its config.json. Collective.
+
+    Every rank passes tensors, and consumes them to their end.
+    """
+    if dist.get_rank() == 0:
+        with hf_folder.new_folder(path) as staging:
+            _write_shards(staging, tensors)
+            hf_folder.copy_companions(source, staging)
+            if changed:
+                file = staging / "config.json"
+                file.write_bytes(pretty_json(json.loads(file.read_bytes()) | dict(changed)))
+    else:
+        for _ in tensors:
+            pass
+    parallel.barrier()
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

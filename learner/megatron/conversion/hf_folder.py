@@ -22,6 +22,12 @@ _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpac
 # Megatron keeps the first in float32 whatever the model's type is, and computes the others itself.
 _FLOAT32_ANYWAY = ("e_score_correction_bias", "rotary_emb.inv_freq")
 _SAMPLE_BYTES = 1024
+# These keys of config.json do not change the hidden states.
+_IRRELEVANT = {
+    "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
+    "initializer_range", "label2id", "max_position_embeddings", "pad_token_id", "torch_dtype",
+    "transformers_version", "use_cache",
+}  # fmt: skip
 
 
 def read_config(path: Path) -> Any:
@@ -39,6 +45,16 @@ def read_config(path: Path) -> Any:
         raise UsageError(f"model.path: {path / 'config.json'} names no architectures")
     give_rope_theta(config)
     return config
+
+
+def check_shape(key: str, path: Path, expected: Any) -> None:
+    """Raise UsageError, naming `key`, unless the model in `path` has the shape of the configuration `expected`."""
+    theirs, ours = read_config(path).to_dict(), expected.to_dict()
+    names = sorted((theirs.keys() | ours.keys()) - _IRRELEVANT)
+    pairs = [(name, theirs.get(name), ours.get(name)) for name in names]
+    different = [f"{name} {found} instead of {own}" for name, found, own in pairs if found != own]
+    if different:
+        raise UsageError(f"{key}: {path} is not a model of the policy's shape: {', '.join(different[:3])}")
 
 
 def give_rope_theta(config: Any) -> None:

@@ -6,6 +6,7 @@ Guess 1-31        (prompt)
 24 ...
 """
 
+import math
 from typing import Any
 
 from rollout_fleet.environments.protocol import Action, StepResult
@@ -17,14 +18,19 @@ class NumberGuessing:
     Options:
         highest: numbers run from 1 to this.
         guesses: turns until the game is lost.
+        narrowing: reward for the way from the whole range to the number alone, in logarithms; each turn earns its part.
     """
 
-    def __init__(self, problem: dict[str, Any], *, seed: int, highest: int = 31, guesses: int = 5) -> None:
+    def __init__(
+        self, problem: dict[str, Any], *, seed: int, highest: int = 31, guesses: int = 5, narrowing: float = 0.0
+    ) -> None:
         number = problem.get("number")
         if not isinstance(number, int) or not 1 <= number <= highest:
             raise ValueError(f"'number' must be an integer in 1..{highest}, the problem has {number!r}")
         self.number = number
         self.guesses = guesses
+        self.narrowing = narrowing
+        self.whole = math.log(max(highest, 2))
         self.made = 0
         self.low = 1
         self.high = highest
@@ -37,11 +43,21 @@ class NumberGuessing:
         self.made += 1
         text = action.text.strip()
         guess = int(text) if text.isascii() and text.isdigit() else None
-        if not action.ended or guess is None or guess == self.number or self.made >= self.guesses:
-            metrics = {"guesses": float(self.made), "malformed": float(guess is None)}
-            return StepResult(reward=float(action.ended and guess == self.number), metrics=metrics)
-        if guess < self.number:
-            self.low = max(self.low, guess + 1)
-            return StepResult(f" higher {self.low}-{self.high}\n", done=False)
-        self.high = min(self.high, guess - 1)
-        return StepResult(f" lower {self.low}-{self.high}\n", done=False)
+        found = action.ended and guess == self.number
+        reward = float(found)
+        if action.ended and guess is not None:
+            reward += self.narrowing * self._narrow(guess)
+        metrics = {"guesses": float(self.made), "malformed": float(guess is None), "found": float(found)}
+        if not action.ended or guess is None or found or self.made >= self.guesses:
+            return StepResult(reward=reward, metrics=metrics)
+        side = "higher" if guess < self.number else "lower"
+        return StepResult(f" {side} {self.low}-{self.high}\n", reward, done=False, metrics=metrics)
+
+    def _narrow(self, guess: int) -> float:
+        """Rule out what the guess shows to be wrong; the share of the way that this was, in logarithms."""
+        before = self.high - self.low + 1
+        if guess <= self.number:
+            self.low = max(self.low, min(guess + 1, self.number))
+        if guess >= self.number:
+            self.high = min(self.high, max(guess - 1, self.number))
+        return math.log(before / (self.high - self.low + 1)) / self.whole

@@ -42,9 +42,16 @@ def converted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def arguments(
-    run: RunDir, target: Path, step: int | None = None, best: bool = False, adapter: bool = False, upload: str = ""
+    run: RunDir,
+    target: Path,
+    step: int | None = None,
+    best: bool = False,
+    adapter: bool = False,
+    critic: bool = False,
+    upload: str = "",
 ) -> argparse.Namespace:
-    return argparse.Namespace(run=str(run.path), dir=str(target), step=step, best=best, adapter=adapter, upload=upload)
+    told = {"step": step, "best": best, "adapter": adapter, "critic": critic, "upload": upload}
+    return argparse.Namespace(run=str(run.path), dir=str(target), **told)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +92,23 @@ def test_adapters_come_from_a_checkpoint_and_only_of_a_run_that_had_some(
     assert export.command(arguments(run, tmp_path / "out", adapter=True)) == 0
     assert converted == ["step-1000000 --adapter"]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_critic_is_copied_or_converted_and_only_of_a_run_that_had_one(
+    run, tmp_path: Path, converted: list[str]
+) -> None:
+    text = (ROOT / "configs" / "quickstart.yaml").read_text()
+    run.config.write_text(text)
+    with refused(UsageError, "--critic", run.path, "learner.critic"):
+        export.command(arguments(run, tmp_path / "out", critic=True))
+    run.config.write_text(text.replace("learner:\n", "learner:\n  critic: {}\n"))
+    assert export.command(arguments(run, tmp_path / "none", critic=True)) == 0
+    run.critic.mkdir()
+    (run.critic / "config.json").write_text("{}")
+    assert export.command(arguments(run, tmp_path / "out", critic=True)) == 0
+    assert (tmp_path / "out" / "config.json").exists()
+    assert export.command(arguments(run, tmp_path / "old", 40, critic=True)) == 0
+    assert converted == ["step-1000000 --critic", "step-000040 --critic"]
 
 
 def test_a_metric_that_does_not_exist_is_refused_before_anything_starts(job: Path, capsys) -> None:

@@ -145,6 +145,24 @@ def test_adapters_need_gradients_states_and_checkpoints_of_their_own_alone(here:
     assert "checkpoints 0.2 GiB" in said
 
 
+def test_a_critic_needs_memory_and_checkpoints_of_its_own(here: Path) -> None:
+    here_all = ["learner.memory.offload_optimizer=false"]
+    away = ["learner.memory.offload_optimizer=true", "learner.memory.offload_parameters=true"]
+    gae = ["learner.critic={}", "learner.loss.advantage=gae"]
+    cases = [[*words, *memory] for words in ([], gae) for memory in (here_all, away)]
+    found = [make_review("configs/qwen3-8b-3gpu.yaml", case) for case in cases]
+    plans = [review.plan for review in found]
+    (alone,), (moved,), (beside,), (both_moved,) = (plan.stages for plan in plans if plan is not None)
+    r = alone.resident
+    assert alone.critic == 0 and beside.critic == r.parameters + r.gradients + r.optimizer
+    assert beside.training - alone.training == beside.updating - alone.updating == beside.critic
+    assert both_moved.critic == r.gradients and both_moved.host == 2 * moved.host
+    assert plans[2] is not None and plans[0] is not None
+    assert plans[2].checkpoint.bytes == 2 * plans[0].checkpoint.bytes
+    said = " ".join(text_of(page(found[2]), WIDTH).split())
+    assert "critic as many parameters beside the policy" in said
+
+
 def test_where_no_layout_fits_the_page_says_so(here: Path) -> None:
     review = make_review("configs/qwen3-0.6b-gsm8k.yaml", ["model.path=configs/models/Llama-3.1-70B"])
     assert review.proposal is None

@@ -50,6 +50,7 @@ class BigramBackend:
     document_multiple = 1
     routing_shape = None
     routing_layers: tuple[int, ...] = ()
+    critic = None
 
     def __init__(self) -> None:
         self.table = torch.zeros(VOCAB, VOCAB, requires_grad=True)

@@ -121,7 +121,7 @@ def test_gdpo_normalises_each_reward_in_its_group_and_the_sum_over_the_step() ->
         gdpo(groups, right=1.0, shrot=1.0)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "gae"])  # which compares no samples
 def test_a_failed_sample_enters_no_mean_and_no_deviation_and_gets_zero(name: str) -> None:
     valid = [True, False, True, True]
     whole = group([1.0, 100.0, 0.0, 2.0], valid)

@@ -1,6 +1,7 @@
 """Addition, number guessing and GSM8K: prompts, answers, rewards."""
 
 import asyncio
+import math
 from decimal import Decimal
 from typing import Any
 
@@ -84,7 +85,19 @@ def test_guessing_answers_with_the_range_that_is_left() -> None:
 def test_guessing_ends_with_the_right_number_or_after_the_last_guess(guesses: tuple[str, ...], reward: float) -> None:
     results = play(12, *guesses, guesses=3)
     assert [r.done for r in results] == [False, False, True]
-    assert (results[-1].reward, results[-1].metrics) == (reward, {"guesses": 3.0, "malformed": 0.0})
+    metrics = {"guesses": 3.0, "malformed": 0.0, "found": reward}
+    assert (results[-1].reward, results[-1].metrics) == (reward, metrics)
+
+
+def test_every_guess_earns_its_part_of_the_way_to_the_number() -> None:
+    results = play(12, "16", "20", "8", "12", narrowing=0.5)
+    parts = [31 / 15, 1.0, 15 / 7, 7.0]  # 1-31, 1-15, the same, 9-15, 12
+    assert [r.reward for r in results] == pytest.approx(
+        [0.5 * math.log(part) / math.log(31) + (part == 7.0) for part in parts]
+    )
+    assert sum(r.reward for r in results) == pytest.approx(1.5)
+    environment = NumberGuessing({"number": 12}, seed=0, narrowing=0.5)
+    assert [step(environment, "16", ended=False).reward, play(1, "1", highest=1, narrowing=0.5)[0].reward] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("text", ["", "twelve", "1 2", "-3", "²", "1.0"])

@@ -1,0 +1,19 @@
+"""The optimizer of the policy, and of a critic beside it."""
+
+from typing import Literal
+
+from common.config.types import Fraction, Natural, NonNegative, PositiveFloat, Strict
+
+
+class OptimizerConfig(Strict, frozen=True, kw_only=True):
+    lr: PositiveFloat = 1e-6  # Highest learning rate of Adam.
+    beta1: Fraction = 0.9  # Adam's decay of the mean gradient.
+    beta2: Fraction = 0.95  # Adam's decay of the mean squared gradient.
+    eps: PositiveFloat = 1e-8  # Adam adds it to the root of the mean squared gradient.
+    weight_decay: NonNegative = 0.0  # Decoupled weight decay. Norms and biases have none.
+    grad_clip: NonNegative = 1.0  # Largest norm of all gradients together; 0 turns clipping off.
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # Shape of the learning rate after the warm-up.
+    warmup_steps: Natural = 0  # Updates over which the learning rate rises linearly from 0.
+    # Update at which the schedule ends; 0 means run.steps, times the updates of each.
+    decay_steps: Natural = 0
+    min_lr_fraction: Fraction = 0.0  # Fraction of lr that is left where the schedule ends.

@@ -1,0 +1,96 @@
+"""Refusals of learner.critic, with their reasons."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common.config.architecture import Architecture, read_architecture
+from common.config.checks import problems, resolve_paths
+from common.config.critic import CriticConfig
+from common.config.critic_checks import critic_problems
+from common.config.loading import load_either
+from common.config.schema import Config
+from common.errors import ConfigError
+from tests.rigs.processes import ROOT
+
+JOB = ROOT / "configs" / "quickstart.yaml"
+GAE = ["learner.loss.advantage=gae", "learner.critic={}"]
+
+
+def shape(name: str) -> Architecture:
+    return read_architecture(json.loads((ROOT / "configs" / "models" / name / "config.json").read_text()))
+
+
+def load(words: list[str]) -> Config:
+    config = load_either(JOB, words)
+    assert isinstance(config, Config)
+    return config
+
+
+def refused(words: list[str], model: str = "Qwen3-0.6B") -> list[str]:
+    return [f"{p.key}: {p.expected} / {p.found} / {p.hint}" for p in critic_problems(load(words), shape(model))]
+
+
+def test_what_fits_is_not_refused() -> None:
+    assert refused([]) == [] == refused(GAE)
+    assert refused([*GAE, "learner.critic.value_clip=0.2", "learner.epochs=2"]) == []
+    assert refused([*GAE, "learner.critic.lam=length", "learner.critic.warmup_steps=5"]) == []
+    assert load([]).learner.value_model is None
+    assert load(GAE).learner.value_model == CriticConfig()
+    changed = load([*GAE, "learner.critic.optimizer.warmup_steps=5"]).learner.value_model
+    assert changed is not None and changed.optimizer.lr == 1e-5, "the others keep a critic's defaults"
+    assert not load(GAE).measures_kl and load([*GAE, "learner.critic.kl_coefficient=0.1"]).measures_kl
+
+
+@pytest.mark.parametrize(
+    ("words", "facts"),
+    [
+        (["learner.loss.advantage=gae"], ("learner.loss.advantage", "gae", "values come from a critic")),
+        (["learner.critic={}"], ("learner.loss.advantage", "gae with learner.critic", "/ grpo /")),
+        ([*GAE, "learner.critic.value_clip=0.2"], ("learner.critic.value_clip", "unset with one update")),
+        ([*GAE, "learner.critic.lam=length", "learner.critic.level=turn"], ("learner.critic.lam", "tokens", "turns")),
+        ([*GAE, "learner.critic.warmup_steps=100000"], ("learner.critic.warmup_steps", "less than run.steps")),
+    ],
+)
+def test_what_makes_no_sense_is_refused(words: list[str], facts: tuple[str, ...]) -> None:
+    (said,) = refused(words)
+    for fact in facts:
+        assert fact in said, said
+
+
+def test_a_model_with_experts_is_refused() -> None:
+    (said,) = refused(GAE, model="Qwen3-235B-A22B")
+    assert "learner.critic" in said and "experts" in said
+
+
+def test_other_checks_know_that_values_compare_samples() -> None:
+    every = [*GAE, "learner.dynamic_sampling=true"]
+    assert "learner.dynamic_sampling" in {problem.key for problem in problems(load(every), "node")}
+    alone = [*GAE, "rollout.group_size=1"]
+    assert "rollout.group_size" not in {problem.key for problem in problems(load(alone), "node")}
+
+
+@pytest.mark.parametrize("word", ["lam=1.5", "lam=short", "gamma=-0.1", "level=sentence", "optimizer.lr=0", "rate=1"])
+def test_values_out_of_range_and_unknown_keys_are_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"learner\.critic\." + word.partition("=")[0]):
+        load([*GAE, f"learner.critic.{word}"])
+
+
+def test_the_folder_is_checked_and_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = resolve_paths(load([*GAE, "learner.critic.path=critic"]))
+    folder = tmp_path / "critic"
+    assert config.learner.critic is not None and config.learner.critic.path == str(folder)
+
+    def said() -> list[str]:
+        return [str(problem) for problem in problems(config) if problem.key == "learner.critic.path"]
+
+    assert "No such file" in said()[0]
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["Qwen3ForSequenceClassification"]}')
+    assert "without any" in said()[0]
+    (folder / "model.safetensors").touch()
+    assert said() == []
+    (folder / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    assert said(), "another model must be whole"
