@@ -137,7 +137,7 @@ def run_world(folder: Path, name: str, ranks: int) -> None:
 
 @contextmanager
 def _world(folder: Path, name: str, ranks: int) -> Iterator[Sequence["subprocess.Popen[bytes]"]]:
-    shared = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(ranks)}
+    shared = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(ranks), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     shared |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     with suppress(UsageError):  # else gloo listens at the address that the host's name leads to
         shared.setdefault("GLOO_SOCKET_IFNAME", routed(LOOPBACK).name)

@@ -55,9 +55,11 @@ class Evidence:
         config = transformers.AutoConfig.from_pretrained(self.folder / "model")
         return microbatches(self.folder, config.vocab_size)
 
-    def model(self, adapters: Tensors | None = None) -> tuple[Any, dict[str, torch.nn.Parameter]]:
-        """A new float32 model of transformers with what the job trains, and its adapters."""
-        model = transformers.AutoModelForCausalLM.from_pretrained(self.folder / "model").float().eval()
+    def model(
+        self, adapters: Tensors | None = None, dtype: torch.dtype = torch.float32
+    ) -> tuple[Any, dict[str, torch.nn.Parameter]]:
+        """A new model of transformers with what the job trains, and its adapters: by default those of the start."""
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.folder / "model", dtype=dtype).eval()
         lora = self.config.learner.lora
         if self.config.learner.moe.freeze_router:
             for gate in reference.gates(model).values():
@@ -78,8 +80,7 @@ class Evidence:
     @cached_property
     def rounded(self) -> tuple[reference.Pass, Tensors]:
         """The same of a model in bfloat16."""
-        model, adapters = self.model()
-        return self.gradients(model.to(torch.bfloat16), adapters)
+        return self.gradients(*self.model(dtype=torch.bfloat16))
 
     @cached_property
     def exact(self) -> tuple[reference.Pass, Tensors, float, Tensors]:
@@ -190,9 +191,11 @@ def adapters(evidence: Evidence) -> Iterator[Check]:
 def export(evidence: Evidence) -> Iterator[Check]:
     """transformers loads the exported folder, and computes what the learner does after the step."""
     saved = evidence.folder / LAYOUT.name / "saved"
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+        saved, dtype=torch.float32, output_loading_info=True
+    )
     wrong = sorted(str(name) for names in told.values() for name in names)
-    made = reference.run(model.float().eval(), evidence.packs, evidence.config)
+    made = reference.run(model.eval(), evidence.packs, evidence.config)
     difference, where = worst(evidence.layout.section("after"), numbered(made.logprobs), furthest)
     if wrong:
         difference, where = math.inf, wrong[0]
