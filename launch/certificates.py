@@ -53,9 +53,9 @@ def read_model(folder: Path) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Standing:
-    """What is known of a job's numbers."""
+    """Whether a job has a certificate, and whether it counts."""
 
-    file: Path  # of the certificate, or where one would be
+    file: Path  # the certificate, or its place
     certificate: Certificate | None = None
     why: str = ""  # it has none, or the reason why it lapsed; '' when it stands
 
@@ -84,7 +84,7 @@ def place(file: str | Path) -> Path:
 
 
 def standing(config: BaseConfig, file: str | Path, model: Path | None = None) -> Standing:
-    """What a certificate of the config that was read from `file` says of it, with overrides and absolute paths.
+    """Whether the certificate of the config that was read from `file` counts for it, with its overrides.
 
     `model`: the folder with the model's config.json, where that is known.
     """
@@ -117,7 +117,7 @@ def lapse(found: Certificate, config: BaseConfig, document: dict[str, object]) -
 
 
 def first_line(config: BaseConfig, file: str) -> tuple[str, Standing]:
-    """What a job says of itself before it starts; raises ConfigError where model.uncertified refuses it."""
+    """The first line of a job, and its standing; raises ConfigError where model.uncertified refuses it."""
     found = standing(config, file)
     if found.why and config.model.uncertified == "refuse":
         raise ConfigError(file, "model.uncertified", "a job with a certificate", "none that counts", found.why)

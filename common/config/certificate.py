@@ -38,13 +38,13 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
-    """What was proven, by which code; every check has passed."""
+    """Names the proof, the code and the packages; every check has passed."""
 
     config: str  # the config's name
     made: str  # UTC
-    commit: str | None  # of the source tree, for people; None outside of a checkout
+    commit: str | None  # the source tree's, for people; None outside of a checkout
     modified: bool  # whether the tree had changes besides
-    versions: dict[str, str]  # of common.process.versions
+    versions: dict[str, str]  # as common.process.versions gives them
     source: str  # digest of the code that computes: common.process.versions.learner_digest
     covers: dict[str, Any]  # `covered`
     folded: list[str]  # sizes of the layout that are smaller in miniature

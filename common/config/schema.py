@@ -62,7 +62,7 @@ class ModelConfig(Strict, frozen=True, kw_only=True):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     # Compares Megatron's forward pass with Hugging Face's at start-up. Turn it off to start faster.
     verify: bool = True
-    # What a job does whose numbers `slipstream certify` has not proven: says so, or ends; docs/certificates.md.
+    # A job without a certificate of `slipstream certify` says so, or ends; docs/certificates.md.
     uncertified: Literal["warn", "refuse"] = "warn"
 
 

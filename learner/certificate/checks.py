@@ -42,7 +42,7 @@ class Evidence:
         self.source: dict[str, Tensor] = load_file(folder / "model" / "model.safetensors")
 
     def of(self, trial: Trial) -> "Found | None":
-        """What the ranks of a trial have found; None: it was not needed."""
+        """The findings of a trial's ranks; None: it was not needed."""
         folder = self.folder / trial.name
         return Found(folder) if folder.is_dir() else None
 

@@ -1,7 +1,7 @@
-"""What plain Hugging Face transformers and autograd make of the packed documents, one document at a time.
+"""Plain Hugging Face transformers and autograd on the packed documents, one document at a time.
 
 So nothing of packing, layouts or Megatron can go wrong here. Hooks on the gates force recorded experts, and read the
-routing of which the balance is made. Hooks on linear layers add adapters. No megatron.
+routing for the balance. Hooks on linear layers add adapters. No megatron.
 """
 
 import copy

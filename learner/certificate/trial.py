@@ -1,9 +1,9 @@
 """The folder of a certificate's trial: a miniature of the job's model, its config, and the columns of its batch.
 
-FOLDER/model     a Hugging Face folder with random weights
-FOLDER/job.yaml  the job's config for that model and the folded layout
-FOLDER/columns.safetensors
-FOLDER/NAME      what the ranks of one of TRIALS have found
+- model: a Hugging Face folder with random weights;
+- job.yaml: the job's config for that model and the folded layout;
+- columns.safetensors: rows of the batch that depend on the job;
+- NAME: the findings of each rank in the trial of that name.
 """
 
 from pathlib import Path
@@ -80,7 +80,7 @@ def _job(config: BaseConfig, folder: Path, folded: Folded) -> BaseConfig:
     learner: Any = replace(
         config.learner, world_size=folded.ranks, machines=1, parallel=folded.parallel, optimizer=optimizer
     )
-    if learner.lora is not None:  # what is dropped is random, and differs between layouts
+    if learner.lora is not None:  # dropped places are random, and differ between layouts
         learner = replace(learner, lora=replace(learner.lora, dropout=0.0))
     if isinstance(learner, LearnerConfig):  # the batch has the reference's log-probabilities
         learner = replace(learner, loss=replace(learner.loss, reference=None))

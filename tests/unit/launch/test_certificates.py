@@ -1,4 +1,4 @@
-"""What a certificate covers, when it lapses, who says so, and the certificates that the repository ships."""
+"""The keys that a certificate covers, its lapses, who says so, and the certificates that the repository ships."""
 
 import json
 from pathlib import Path
@@ -217,7 +217,7 @@ def test_a_check_names_difference_limit_and_tensor() -> None:
 
 @pytest.mark.parametrize("file", CONFIGS, ids=[file.stem for file in CONFIGS])
 def test_the_repository_ships_the_certificate_of_every_config(file: Path) -> None:
-    """Of the config as it is now. Code and versions may have moved on, which the first line of a job says."""
+    """It covers the config as it is now. Code and versions may have moved on; the first line of a job says it."""
     config = load_either(file)
     found = msgspec.json.decode(place(file).read_bytes(), type=Certificate)
     assert found.config == file.stem and found.checks and all(one.passed for one in found.checks)
