@@ -1,6 +1,7 @@
 """The scripts of the roles find their environment, and the pinned one fits every Python that it may be built with."""
 
 import os
+import re
 import shutil
 import subprocess
 import tomllib
@@ -60,6 +61,18 @@ def test_without_an_environment_the_command_on_path_is_taken_and_without_both_it
     assert found.stdout == "elsewhere learner job.yaml\n"
     missing = ran(tmp_path, "broker", "job.yaml")
     assert (missing.returncode, missing.stderr) == (2, "no environment found; run launch/setup.sh first\n")
+
+
+def test_the_browser_of_the_tests_is_installed_where_none_is_found(tmp_path: Path) -> None:
+    script = (ROOT / "launch" / "test.sh").read_text()
+    function = re.search(r"^(\w+)\(\) \{  # the browser .*?^\}", script, re.MULTILINE | re.DOTALL)
+    assert function, "launch/test.sh has no function that installs the browser"
+    for name, answer in (("apt-get", 'echo "$@"'), ("id", "echo 0")):
+        (tmp_path / name).write_text(f"#!{BASH}\n{answer}\n")
+        (tmp_path / name).chmod(0o755)
+    command = [BASH, "-c", f"{function[0]}\n{function[1]}"]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": str(tmp_path)}, check=True)
+    assert [line.split()[-1] for line in done.stdout.splitlines()[-2:]] == ["update", "chromium"], done
 
 
 def test_learner_and_fleet_are_pinned_to_one_torch_nccl_and_transformers_and_the_extras_to_the_same_nccl() -> None:
