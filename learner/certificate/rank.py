@@ -41,6 +41,8 @@ def gradients_in_place(backend: Any) -> Iterator[None]:
             for bucket in buffer.buckets:
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+    groups = [g for chunk in backend.chunks for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+    gathered = [group.param_gather_dispatched for group in groups]  # an export asks for it, and a step may come next
     kept = [(p, p.data) for chunk in backend.chunks for p in chunk.module.parameters()]
     for parameter, data in kept:
         gradient = getattr(parameter, "main_grad", None)
@@ -49,6 +51,8 @@ def gradients_in_place(backend: Any) -> Iterator[None]:
     yield
     for parameter, data in kept:
         parameter.data = data
+    for group, was in zip(groups, gathered, strict=True):
+        group.param_gather_dispatched = was
 
 
 def gradients(backend: Any) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """Certificates of jobs with everything that they may ask for, and none without any correction of the bridge."""
 
-import inspect
+import ast
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,14 @@ from common.config.schema import (
     SftConfig,
     SftLearnerConfig,
 )
+from common.config.scorers import ScorerConfig
 from common.config.tasks import SftTasksConfig, TasksConfig
 from learner.certificate.checks import CHECKS, Evidence
 from learner.certificate.rank import measure
-from learner.certificate.trial import LAYOUT, prepare, trial_of, trials
+from learner.certificate.trial import LAYOUT, Trial, prepare, trial_of, trials
 from tests.rigs import forked_ranks, tiny_models
 from tests.rigs.forked_ranks import Outcome, group
+from tests.rigs.processes import ROOT
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ class Case:
         if self.sft:
             return SftConfig(run=run, model=model, tasks=SftTasksConfig(dataset="n"), learner=SftLearnerConfig(**given))
         tasks = TasksConfig(environment="none", dataset="none")
-        return Config(run=run, model=model, tasks=tasks, learner=LearnerConfig(**given))
+        scorers = {"t": ScorerConfig(kind="teacher", url="http://127.0.0.1:1", model="t")}
+        job = Config(run=run, model=model, tasks=tasks, learner=LearnerConfig(**given))
+        return job if job.learner.loss.distillation is None else msgspec.structs.replace(job, scorers=scorers)
 
 
 FURTHER: tiny_models.Kind = ("Glm4Moe", {"num_nextn_predict_layers": 1})
@@ -128,12 +132,16 @@ def job_check(folder: Path, spec: dict[str, Any]) -> None:
     (folder / f"{spec['case']}.json").write_bytes(msgspec.json.encode(checks))
 
 
+def ranks(case: str, trial: Trial) -> int:
+    return 1 if trial.alone else fold(ALL[case].config.learner).ranks
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = [name for name in ALL if name not in CORRECTIONS]
     tried = [(name, trial) for name in whole for trial in trials(ALL[name].config)]
     measured = [
-        {"case": name, "trial": trial.name, "ranks": 1 if trial.alone else fold(ALL[name].config.learner).ranks}
+        {"name": f"{name}-{trial.name}", "case": name, "trial": trial.name, "ranks": ranks(name, trial)}
         for name, trial in tried
         if name in JOBS or not trial.alone
     ]
@@ -153,6 +161,8 @@ def checks_of(folder: Path, case: str) -> list[Check]:
 
 @pytest.mark.parametrize("case", [name for name in ALL if name not in CORRECTIONS])
 def test_every_check_passes(folder: Path, case: str) -> None:
+    failed = [file.read_text() for file in folder.glob(f"{case}-*.failed")]
+    assert not failed, failed[0]
     found = checks_of(folder, case)
     assert [str(one) for one in found if not one.passed] == []
     assert {"loaded weights", "log-probabilities", "gradients", "one step", "export"} <= {one.name for one in found}
@@ -169,9 +179,9 @@ def test_without_a_correction_there_is_no_certificate(folder: Path, correction: 
 
 
 def test_every_correction_of_the_bridge_is_tried() -> None:
-    from learner.megatron.conversion import bridge_fixes
-
-    public = {name for name, _ in inspect.getmembers(bridge_fixes, inspect.isfunction) if not name.startswith("_")}
-    own = {name for name in public if getattr(bridge_fixes, name).__module__ == bridge_fixes.__name__}
-    methods = {f"MixtralBridge.{name}" for name in vars(bridge_fixes.MixtralBridge) if not name.startswith("_")}
-    assert own - {"correct_provider", "within_the_part"} | {"patch_bridge"} | methods == set(CORRECTIONS)
+    tree = ast.parse((ROOT / "learner" / "megatron" / "conversion" / "bridge_fixes.py").read_text()).body
+    functions = {each.name for each in tree if isinstance(each, ast.FunctionDef)}
+    classes = [each for each in tree if isinstance(each, ast.ClassDef)]
+    methods = {f"{c.name}.{f.name}" for c in classes for f in c.body if isinstance(f, ast.FunctionDef)}
+    others = {"correct_provider", "within_the_part"}  # the list of corrections, and what is none
+    assert {name for name in functions if name[0] != "_"} - others | methods == set(CORRECTIONS)
