@@ -243,7 +243,8 @@ def rounded(evidence: Evidence) -> Iterator[Check]:
 def _median_error(found: Tensors, expected: Tensors) -> float:
     if found.keys() != expected.keys():
         return math.inf
-    return torch.tensor([relative(found[name], tensor) for name, tensor in expected.items()]).median().item()
+    errors = [relative(found[name], tensor) for name, tensor in expected.items() if tensor.any()]
+    return torch.tensor(errors).median().item()
 
 
 CHECKS: tuple[Callable[[Evidence], Iterator[Check]], ...] = (hugging_face, adapters, export, one_rank, rounded)

@@ -10,6 +10,7 @@ It writes FOLDER/NAME/RANK.safetensors, where NAME.TENSOR stands for
     figures    loss, and norm of the gradients
 """
 
+import logging
 import os
 import signal
 import sys
@@ -136,6 +137,7 @@ def run(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent
     setup_logging("certify", os.environ["RANK"], None, "error")
     quiet_libraries()
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # the bridge warns of every weight that bfloat16 rounds
     torch.set_num_threads(1)
     import learner.megatron.backend  # noqa: F401  (before the world: it prepares for megatron)
 
