@@ -21,10 +21,10 @@ from learner.certificate import reference
 from learner.certificate.trial import ALONE, LAYOUT, ROUNDED, Trial, job, microbatches
 
 HUGGING_FACE, ONE_RANK = "Hugging Face", "one rank"
-LOGPROBS = 1e-4  # nats, of any token
-GRADIENT = 5e-5  # of the norm of each tensor's gradient
-FIGURE = 2e-5  # relative: loss, norm of the gradients
-UPDATE = 1e-2  # of the norm of each tensor's update
+LOGPROBS = 5e-5  # nats, of any token
+GRADIENT = 2e-5  # of the norm of each tensor's gradient
+FIGURE = 1e-5  # relative: loss, norm of the gradients
+UPDATE = 1e-3  # of the norm of each tensor's update
 ADAPTED = 2e-3  # between two layouts after a step: Adam makes whole steps of small gradients
 # In bfloat16 the median error may be so many times the one that transformers makes in bfloat16, and a little more.
 ROUNDING = 4.0
