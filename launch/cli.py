@@ -41,6 +41,8 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
         "layout, memory per GPU, batches, window and all checks; needs no GPU"),
     "doctor": ("checks.doctor:command", "[CONFIG|RUN] key=value --json",
         "what this machine can run, what is missing for a config, and why a job stands still"),
+    "certify": ("certify:command", "CONFIG key=value",
+        "prove layout, adapters, loss and precision of a job in miniature, against Hugging Face and one rank"),
     "selftest": ("checks.selftest:command", "--json",
         "prove learner, weights and engine on this machine's devices, with the repository's tests"),
     "preflight": ("checks.preflight.preflight:command", "CONFIG key=value --json",
@@ -74,7 +76,7 @@ COMMANDS = {  # by name: handler in launch/, arguments of SHARED, and the text o
 GROUPS = {  # by the order of --help
     "train": "init convert up sft sweep eval replay export resume set stop",
     "look": "status top web logs transcripts report ledger trace sinks",
-    "check": "plan doctor selftest preflight",
+    "check": "plan doctor certify selftest preflight",
     "launch": "broker learner rollout scorer slurm scale keys",
 }
 RUN = "a run's folder, or the config file that names it"
@@ -227,6 +229,10 @@ def _add_job_arguments(made: Mapping[str, argparse.ArgumentParser]) -> None:
     plan = made["plan"]
     plan.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="ranks of one machine (8)")
     plan.add_argument("--link", type=float, default=100.0, metavar="GBIT", help="Gb/s of a machine's link (100)")
+    certify = made["certify"]
+    certify.epilog = "docs/certificates.md says what a certificate proves, and what not."
+    text = "folder of the certificate (default: `certificates` beside CONFIG, where jobs look for it)"
+    certify.add_argument("--out", metavar="DIR", help=text)
     roles = ("cpu", "learner", "rollout", "base")
     text = "whose packages (default: by what is here)"
     made["doctor"].add_argument("--role", choices=roles, help=text)

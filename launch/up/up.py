@@ -27,6 +27,7 @@ from common.process.lock_file import only_one
 from common.process.logs import log_path
 from common.process.run_dir import RunDir, running_broker
 from common.run_reader import MetricsTail, read_tail
+from launch.certificates import first_line
 from launch.observe.job_view import Display, open_display
 from launch.observe.observation import observe, outcome_of
 from launch.resolve_target import Target, checked, need_broker_library
@@ -50,6 +51,8 @@ ANSWER_S = 1.0
 def command(args: argparse.Namespace) -> int:
     """Run the job to its end, or until it is told to stop; the same command continues a stopped one."""
     config, run = ready(load_config(Path(args.config), args.overrides), args.config)
+    said, found = first_line(config, args.config)
+    print(said, flush=True)
     with ExitStack() as lock:
         lock.enter_context(only_one(run.path / "up.lock", "runs this job with `slipstream up`"))
         if done := finished(run, config):
@@ -61,6 +64,7 @@ def command(args: argparse.Namespace) -> int:
         if not places:  # all roles run with this interpreter
             need_packages("learner", *["rollout"] * bool(config.rollout.nodes))
         run.prepare(config)
+        found.keep(run)
         for stale in (run.broker_json, run.status_json):
             stale.unlink(missing_ok=True)
         if places:

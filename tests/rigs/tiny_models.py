@@ -7,9 +7,7 @@ supervised run needs: conversations, and a model with a chat template.
 import copy
 import json
 import random
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from typing import Any
 import msgspec
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor
 
 from common.config.critic import CriticConfig
@@ -35,10 +32,18 @@ from common.config.schema import (
 from common.errors import SlipstreamError
 from launch.quickstart.assets import build_tokenizer
 from learner.backend_protocol import LossOutput, Microbatch
+from learner.certificate import rank as of_megatron
+from learner.certificate import reference as of_transformers
+from learner.certificate.batch import packs
 
 VOCABULARY, TEMPERATURE, STEPS = 128, 0.7, 3
 # eps: with 1e-8 Adam makes whole steps of the rounding of gradients that are nearly zero
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-4, warmup_steps=2, schedule="cosine", weight_decay=0.01, grad_clip=1.0)
+
+# Certificates measure with the same functions.
+in_files, gradients_in_files = of_transformers.in_files, of_transformers.gradients_in_files
+gradients, gradients_in_place = of_megatron.gradients, of_megatron.gradients_in_place
+share, numbered = of_megatron.share, of_megatron.numbered
 
 Kind = tuple[str, dict[str, Any]]  # the architecture's name in transformers, keys of its config
 
@@ -149,47 +154,12 @@ def job_models(folder: Path, spec: dict[str, Any]) -> None:
         save(new_model(kind), folder / "models" / kind)
 
 
-def in_files(model: Any) -> dict[str, Tensor]:
-    """The weights under the names in the model's files, where experts are apart and a tied head is there once."""
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        return load_file(Path(folder) / "model.safetensors")
-
-
-def gradients_in_files(model: Any) -> dict[str, Tensor]:
-    """The gradients under those names, without buffers and what is frozen."""
-    graded = copy.deepcopy(model)
-    with torch.no_grad():
-        for ours, theirs in zip(graded.parameters(), model.parameters(), strict=True):
-            frozen = torch.full_like(theirs, float("nan"))
-            unused = torch.zeros_like(theirs) if theirs.requires_grad else frozen
-            ours.copy_(unused if theirs.grad is None else theirs.grad)
-    buffers = {name for name, _ in model.named_buffers()}
-    return {n: g for n, g in in_files(graded).items() if n not in buffers and not g.isnan().any()}
-
-
 # ---------------------------------------------------------------- documents and their loss
 
 
 def microbatches(step: int) -> list[Microbatch]:
-    """Four packs of documents between 1 and 40 tokens; never token 0, whose gradient Hugging Face zeroes as padding."""
-    random = torch.Generator().manual_seed(100 + step)
-    packs = []
-    for lengths in ((40, 3, 17), (1, 33, 16, 5), (29,), (8, 8, 31, 12, 2)):
-        total = sum(lengths)
-        documents = [torch.randint(3, VOCABULARY, (n + 1,), generator=random) for n in lengths]
-        packs.append(
-            Microbatch(
-                tokens=torch.cat([d[:-1] for d in documents]),
-                targets=torch.cat([d[1:] for d in documents]),
-                positions=torch.cat([torch.arange(n) for n in lengths]),
-                document_lengths=lengths,
-                loss_mask=(torch.rand(total, generator=random) > 0.3).float(),
-                advantages=torch.randn(total, generator=random),
-                behavior_logprobs=torch.zeros(total),
-            )
-        )
-    return packs
+    """The packs of one step."""
+    return packs(100 + step, VOCABULARY)
 
 
 def policy_loss(logprobs: Tensor, entropy: Tensor | None, batch: Microbatch) -> LossOutput:
@@ -212,10 +182,7 @@ def hugging_face(model: Any, batch: Microbatch) -> tuple[Tensor, Tensor]:
 
 def distributions(model: Any, batch: Microbatch) -> Tensor:
     """[T, vocabulary] log-probabilities, one document at a time, at each target's own temperature."""
-    documents = batch.tokens.split(batch.document_lengths)
-    logits = torch.cat([model(d[None]).logits[0].float() for d in documents])
-    named = torch.zeros(len(logits)) if batch.temperatures is None else batch.temperatures  # 0: the step's
-    return (logits / torch.where(named > 0, named, TEMPERATURE)[:, None]).log_softmax(-1)
+    return of_transformers.distributions(model, batch, TEMPERATURE)
 
 
 def reference(model: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -326,17 +293,6 @@ def save_checkpoint(backend: Any, path: Path) -> None:
     backend.checkpoint_done(wait=True)
 
 
-def share(backend: Any, batches: list[Microbatch]) -> list[Microbatch]:
-    """This data-parallel rank's packs."""
-    return batches[backend.data_parallel_rank :: backend.data_parallel_size]
-
-
-def numbered(backend: Any, rows: list[Tensor], prefix: str) -> dict[str, Tensor]:
-    """`rows` of this rank's packs as PREFIX.NUMBER, with each pack's number among all."""
-    size, rank = backend.data_parallel_size, backend.data_parallel_rank
-    return {f"{prefix}.{i * size + rank}": row for i, row in enumerate(rows)}
-
-
 def logprobs(backend: Any, prefix: str = "logprobs") -> dict[str, Tensor]:
     """The log-probabilities of all tokens of the packs of step 0, numbered."""
     everywhere = [replace(batch, loss_mask=torch.ones_like(batch.loss_mask)) for batch in microbatches(0)]
@@ -362,35 +318,6 @@ def main_parameters(backend: Any) -> list[tuple[Tensor, dict[str, Any]]]:
     """(parameter, state) of all that the optimizers on this rank step."""
     inner = [each.optimizer for each in backend.optimizer.megatron.chained_optimizers]
     return [(p, each.state.get(p, {})) for each in inner for g in each.param_groups for p in g["params"]]
-
-
-@contextmanager
-def gradients_in_place(backend: Any) -> Iterator[None]:
-    """Within, every parameter is its gradient, gathered over data parallelism; NaN where it has none."""
-    for chunk in backend.chunks:
-        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-            group = buffer.data_parallel_group
-            for bucket in buffer.buckets:
-                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=group)
-    kept = [(p, p.data) for chunk in backend.chunks for p in chunk.module.parameters()]
-    for parameter, data in kept:
-        gradient = getattr(parameter, "main_grad", None)
-        none = torch.full_like(data, float("nan"))
-        parameter.data = none if gradient is None else gradient.to(data.dtype, copy=True)  # another dtype loses hooks
-    yield
-    for parameter, data in kept:
-        parameter.data = data
-
-
-def gradients(backend: Any) -> dict[str, Tensor]:
-    """Full gradients under Hugging Face names, exported as if they were weights.
-
-    Parameters without a gradient are left out.
-    """
-    with gradients_in_place(backend):
-        found = {n: t.float().clone() for n, t in backend.export()}
-    return {n: g for n, g in found.items() if not n.endswith("correction_bias") and not g.isnan().any()}
 
 
 def conversations(count: int) -> list[list[dict[str, str]]]:

@@ -23,6 +23,7 @@ from common.metrics import StepMetrics
 from common.process.run_dir import RunDir, write_atomic, write_json
 from common.run_reader import MetricsTail, read_tail
 from common.security.credentials import KeyFolder
+from launch.certificates import first_line
 from launch.checks.review import review
 from launch.cluster.slurm import container
 from launch.cluster.slurm.jobs import Jobs, end_run, jobs_file, leave, read_jobs, slurm, tasks_of
@@ -96,7 +97,10 @@ def prepared(file: str, overrides: list[str]) -> tuple[Config, RunDir]:
     if keys is not None:
         make(keys, [NODE_KEY])
         print(f"made keys in {keys.path}")
+    said, found = first_line(config, file)
+    print(said, flush=True)
     run.prepare(config)
+    found.keep(run)
     return config, run
 
 

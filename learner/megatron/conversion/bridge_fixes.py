@@ -94,14 +94,24 @@ def _own_experts(self: Any, weights: Tensor, module: Any, name: str) -> dict[str
 
 
 def correct_provider(config: Any, provider: Any) -> None:
+    """Every correction of the configuration; a certificate fails without any of them."""
     correct_window(config, provider)
     if getattr(provider, "num_moe_experts", None):
         correct_router(config, provider)
-    if getattr(config, "n_shared_experts", None):  # GLM's bridge counts one, however many there are
-        provider.moe_shared_expert_intermediate_size = config.moe_intermediate_size * config.n_shared_experts
+    correct_shared_experts(config, provider)
     if getattr(provider, "multi_latent_attention", False):
         correct_latent_attention(config, provider)
-    # multi-token prediction heads need labels; reinforcement learning has none
+    correct_further_tokens(provider)
+
+
+def correct_shared_experts(config: Any, provider: Any) -> None:
+    """GLM's bridge counts one shared expert, however many there are."""
+    if getattr(config, "n_shared_experts", None):
+        provider.moe_shared_expert_intermediate_size = config.moe_intermediate_size * config.n_shared_experts
+
+
+def correct_further_tokens(provider: Any) -> None:
+    """Heads that predict further tokens need labels; reinforcement learning has none."""
     provider.mtp_num_layers = None
 
 

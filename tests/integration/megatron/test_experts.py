@@ -4,8 +4,7 @@ The reference is plain transformers: hooks on its gates read the routing, or for
 They also add the balancing loss, which autograd then differentiates.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from learner.backend_protocol import LossOutput, Microbatch
+from learner.certificate.reference import balance_loss, forced, gates, watched
 from tests.rigs import forked_ranks, tiny_models
 from tests.rigs.forked_ranks import Outcome, group, relative, same, worst
 from tests.rigs.tiny_models import STEPS, TEMPERATURE, exported, hugging_face, microbatches, policy_loss
 
-EXPERTS, CHOSEN = 8, 2
+EXPERTS = 8
 RATE = 0.3  # either balance has it; large, so that an error shows in every gradient
 AUXILIARY, REPLAYED = {"balance": "aux_loss", "balance_rate": RATE}, {"replay_routing": True}
 AGAIN = {"memory": {"recompute": "full"}}
@@ -63,11 +63,6 @@ def pairs(*cases: str) -> Any:
     return pytest.mark.parametrize(("case", "layout"), [pair for pair in PAIRS if not cases or pair[0] in cases])
 
 
-def gates(model: Any) -> dict[str, Any]:
-    """The routers of the model, in the order of its layers."""
-    return {n: m for n, m in model.named_modules() if n.endswith("mlp.gate")}
-
-
 def by_document(logprobs: Tensor, entropy: Tensor | None, batch: Microbatch) -> LossOutput:
     """The policy loss, divided by documents instead of tokens."""
     output = policy_loss(logprobs, entropy, batch)
@@ -75,43 +70,6 @@ def by_document(logprobs: Tensor, entropy: Tensor | None, batch: Microbatch) -> 
 
 
 LOSSES = {"tokens": policy_loss, "documents": by_document}
-
-
-@contextmanager
-def watched(model: Any) -> Iterator[list[list[tuple[Tensor, Tensor]]]]:
-    """Per gate, (logits, chosen experts) of each call within the context."""
-    seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in gates(model)]
-    hooks = [
-        gate.register_forward_hook(lambda _m, _i, out, calls=calls: calls.append((out[0], out[2])))
-        for gate, calls in zip(gates(model).values(), seen, strict=True)
-    ]
-    yield seen
-    for hook in hooks:
-        hook.remove()
-
-
-@contextmanager
-def forced(model: Any, routing: Tensor) -> Iterator[None]:
-    """Every gate sends token t of the calls within the context, in their order, to routing[t] where that is known."""
-    at = [0] * len(gates(model))
-
-    def hook(layer: int, gate: Any, logits: Tensor, weights: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rows = routing[at[layer] : at[layer] + len(own), layer].long()
-        at[layer] += len(own)
-        chosen = torch.where((rows >= 0).all(1, keepdim=True), rows, own)
-        scores = logits.sigmoid() if hasattr(gate, "e_score_correction_bias") else logits.softmax(-1)
-        weights = scores.gather(1, chosen)
-        if gate.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return logits, weights, chosen
-
-    hooks = [
-        gate.register_forward_hook(lambda m, _i, out, layer=layer: hook(layer, m, *out))
-        for layer, gate in enumerate(gates(model).values())
-    ]
-    yield
-    for handle in hooks:
-        handle.remove()
 
 
 def chosen_of(seen: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
@@ -133,13 +91,6 @@ def perturbed_routing(kind: str) -> list[Tensor]:
         routing = chosen_of(seen).to(torch.int16)
         out.append(routing.masked_fill((torch.rand(len(routing), generator=random) < 0.2)[:, None, None], -1))
     return out
-
-
-def balance_loss(calls: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """E sum_i f_i P_i of one layer over the documents of a microbatch (Switch Transformer, equations 4 to 6)."""
-    probabilities = torch.cat([logits for logits, _ in calls]).softmax(-1)
-    chosen = torch.nn.functional.one_hot(torch.cat([c for _, c in calls]), EXPERTS).sum(1)
-    return EXPERTS * (chosen.float().mean(0) / CHOSEN * probabilities.mean(0)).sum()
 
 
 def own_routing(model: Any, batch: Microbatch, routing: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from common.config.loss_keys import DistillationConfig, LossConfig
 from learner.backend_protocol import Microbatch
+from learner.certificate.batch import given
 from learner.loss.losses import policy_loss
 from tests.rigs import forked_ranks, tiny_models
 from tests.rigs.forked_ranks import Outcome, group, worst
@@ -125,12 +125,6 @@ def job_spoiled(folder: Path, spec: dict[str, Any]) -> None:
     spoiled = lambda logprobs, entropy, batch: loss(logprobs * float("nan"), entropy, batch)  # noqa: E731
     said = tiny_models.refusal(backend.train_step, packs, spoiled)
     forked_ranks.write(folder / spec["name"], backend.rank, {}, {"said": said})
-
-
-def given(packs: list[Microbatch], data: dict[str, Tensor]) -> list[Microbatch]:
-    sizes = [len(pack.tokens) for pack in packs]
-    parts = [dict(zip(data, rows, strict=True)) for rows in zip(*(x.split(sizes) for x in data.values()), strict=True)]
-    return [replace(pack, **part) for pack, part in zip(packs, parts, strict=True)]
 
 
 def whole(packs: list[Microbatch]) -> Microbatch:
