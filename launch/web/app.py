@@ -29,6 +29,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import (
+    FileResponse,
     HTMLResponse,
     JSONResponse,
     PlainTextResponse,
@@ -46,7 +47,7 @@ from common.process.logs import log_end
 from common.transcripts import Transcript
 from launch.observe.transcripts import read
 from launch.resolve_target import find_run
-from launch.web.run_view import BrowserCopy, RunView
+from launch.web.run_view import FILES, BrowserCopy, RunView
 
 # ---------------------------------------------------------------- tables
 # They are filtered and cut into pages here, and a transcript has a bounded size.
@@ -261,12 +262,24 @@ def make_app(views: Sequence[RunView], token: str | None) -> Starlette:
             return JSONResponse({"refused": str(error)}, 400 if isinstance(error, msgspec.ValidationError) else 404)
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
+    async def file(request: Request) -> Response:
+        view = by_number.get(request.path_params["run"])
+        name = request.path_params["name"]
+        if view is None or name not in view.state.get("files", ()):
+            return JSONResponse({"refused": "no such run or file"}, 404)
+        path = view.run.path / FILES[name]
+        try:
+            view.check_inside(path)
+        except SlipstreamError as error:
+            return JSONResponse({"refused": str(error)}, 404)
+        return FileResponse(path, filename=f"{view.run.path.resolve().name}-{name}")
+
     async def panels(request: Request) -> Response:
         return Response(drawn, media_type="application/json")
 
     static = Mount("/static", StaticFiles(directory=FOLDER))
     routes = [Route("/", page), static, Route("/api/panels", panels), Route("/api/events", events)]
-    routes.append(Route("/api/runs/{run}/{name}", table))
+    routes += [Route("/api/runs/{run}/{name}", table), Route("/api/runs/{run}/files/{name}", file)]
     return Starlette(routes=routes, middleware=[Middleware(Guard, token=token)], lifespan=hub.running)
 
 

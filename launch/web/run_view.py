@@ -99,6 +99,7 @@ class Lanes:
 
 LEDGER_EVERY_S, LEDGER_SHARE = 5.0, 0.05  # A long ledger is asked for in this share of the time at most.
 RECENT, EVALUATIONS = 64, 1000  # lines of a run that are kept
+FILES = {"report.html": "report/report.html", "trace.json": "trace.json"}  # below RUN; the page offers them
 BEFORE = slice(2 * (LATEST.start or 0), LATEST.start)  # the steps before the latest
 
 
@@ -203,6 +204,7 @@ class RunView:
                 reached = outcome_of(self.run, config, tail)
             if reached.finished:
                 state["finished"] = {"steps": reached.steps, "of": reached.of, "words": reached.places()}
+        state["files"] = [name for name, place in FILES.items() if (self.run.path / place).is_file()]
         state["max_staleness"] = config.staleness.max if config else None
         state["wanted"] = config.run.steps if config else None
         state["model"] = config.model.path if config else ""

@@ -190,7 +190,7 @@ export class Chart {
         y: false,
         points: { show: false },
         drag: { x: true, y: false, setScale: false },
-        sync: { key: "charts", filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
+        sync: { key: "charts", scales: ["x", null], filters: { pub: (type) => type === "mousemove" } },
         bind: { dblclick: () => () => this.zoom(null) },
       },
       hooks: { draw: [(u) => this.intervals(u, paint)], setCursor: [(u) => this.point(u)], setSelect: [(u) => this.selected(u)] },
@@ -219,9 +219,8 @@ export class Chart {
   selected(u) {
     const { left, width } = u.select;
     if (width < 4) return;
-    const range = [u.posToVal(left, "x"), u.posToVal(left + width, "x")];
-    u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-    this.zoom(range);
+    this.zoom([u.posToVal(left, "x"), u.posToVal(left + width, "x")]);
+    for (const other of uPlot.sync("charts").plots) other.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
   }
 
   zoom(range) {

@@ -29,7 +29,8 @@ export class Lanes {
     this.marked = h("div", { class: "marked", hidden: true });
     this.plot.append(this.marked);
     const controls = brief ? [h("span", { class: "unit" }, `last ${duration(120)}`), this.all, this.whole] : [this.input, this.span, this.whole, this.count, this.back, this.next];
-    this.root = h("section", { class: `card ${brief ? "wide" : ""}` }, h("div", { class: "bar-top" }, h("h2", {}, "Timeline"), controls), this.legend, this.empty, this.plot);
+    this.root = h("section", { class: `card ${brief ? "wide" : ""}` }, h("div", { class: "bar-top" }, h("h2", {}, "Timeline"), controls), this.legend, this.empty, this.plot,
+      brief ? "" : h("p", { class: "quiet" }, "Drag to zoom. ", h("code", {}, "slipstream trace RUN"), " writes everything for ui.perfetto.dev."));
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
     this.canvas.addEventListener("pointerleave", () => (this.tip.hidden = true));
     this.canvas.addEventListener("pointerdown", (event) => { this.drag = event.offsetX; this.canvas.setPointerCapture(event.pointerId); });

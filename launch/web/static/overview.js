@@ -134,7 +134,8 @@ export function head(run, several) {
     model ? h("span", { class: "quiet model", title: model }, model.replace(/\/+$/, "").split("/").slice(-2).join("/")) : "",
     h("span", { class: `badge ${/^[\w ]+$/.test(phase) ? phase.replaceAll(" ", "-") : ""}` }, phase),
     wanted ? h("progress", { max: wanted, value: Math.min(done, wanted), "aria-label": "Steps done" }) : "",
-    h("span", { class: "done" }, `${number(done)}${wanted ? ` of ${number(wanted)}` : ""} steps`), h("span", { class: "quiet" }, times.join(", ")));
+    h("span", { class: "done" }, `${number(done)}${wanted ? ` of ${number(wanted)}` : ""} steps`), h("span", { class: "quiet" }, times.join(", ")),
+    (run.state.files ?? []).map((name) => h("a", { href: `api/runs/${run.index}/files/${name}`, download: true }, name)));
 }
 
 const title = (run) => h("h2", { class: `name ${run.colour}` }, run.title);

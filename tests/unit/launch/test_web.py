@@ -117,7 +117,7 @@ def test_the_page_changes_nothing_under_the_run(recorded):
 
     before = content()
     page = client(recorded)
-    for name in ("nodes", "lanes", "tasks", "transcripts"):
+    for name in ("nodes", "lanes", "tasks", "transcripts", "config", "logs"):
         assert page.get(f"/api/runs/0/{name}").status_code == 200
     for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"):
         for path in PATHS:
@@ -255,6 +255,19 @@ def test_config_and_logs_are_shown_as_they_are_and_only_the_end_of_a_log(recorde
     assert refused_.status_code == 404 and "config.yaml" in refused_.json()["refused"]
     (run.logs / "learner-1.log").symlink_to("/etc/hostname")
     assert "leads out" in page.get("/api/runs/0/logs").json()["refused"]
+
+
+def test_a_report_and_a_trace_are_offered_once_they_are_there(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.report.mkdir(parents=True)
+    assert client(run).get("/api/runs/0/files/report.html").status_code == 404
+    (run.report / "report.html").write_text("<h1>the report</h1>")
+    (run.path / "trace.json").symlink_to("/etc/hostname")
+    page = client(run)
+    answer = page.get("/api/runs/0/files/report.html")
+    assert answer.text == "<h1>the report</h1>" and "attachment" in answer.headers["content-disposition"]
+    assert "leads out" in page.get("/api/runs/0/files/trace.json").json()["refused"]
+    assert page.get("/api/runs/0/files/run.json").status_code == 404
 
 
 def test_a_living_broker_is_asked_and_its_waits_lead_to_what_ends_them(config, run):
