@@ -9,7 +9,7 @@ import numpy.typing as npt
 from common.metrics import PANELS, Metrics
 
 BUCKETS = 1024  # At most; when a run has more steps, two of them become one.
-X_AXES = ("time_s", "tokens_trained_total")  # what the page may draw metrics over, besides steps
+X_AXES = ("time_s", "tokens_trained_total")  # The page may draw metrics over these, too.
 # The metrics that the page draws.
 LIVE = tuple(
     dict.fromkeys([*X_AXES, *(name for panel in PANELS if panel.live for name in (*panel.lines, panel.band) if name)])

@@ -70,7 +70,7 @@ class Query(msgspec.Struct, frozen=True):
     step: Number | None = None
     task: Number | None = None
     sample: Number = 0
-    # of the reward
+    # bounds of the reward
     least: float = -math.inf
     most: float = math.inf
 
