@@ -22,7 +22,7 @@ from tests.rigs.chromium import Page, browser, serving
 from tests.rigs.telemetry import Fixture
 
 LOOK = "new Promise((done) => { const look = () => { if (%s) done(%s); else requestAnimationFrame(look); }; look(); })"
-CURVE = LOOK % ("document.querySelector('.chart path.line')", "globalThis.curve_ms = performance.now()")
+CURVE = LOOK % ("document.querySelector('.chart canvas')", "globalThis.curve_ms = performance.now()")
 SHOWN = "(document.querySelector('.plot')?.ariaLabel ?? '').includes('to {}')"
 
 

@@ -9,8 +9,11 @@ import numpy.typing as npt
 from common.metrics import PANELS, Metrics
 
 BUCKETS = 1024  # At most; when a run has more steps, two of them become one.
+X_AXES = ("time_s", "tokens_trained_total")  # The page may draw metrics over these, too.
 # The metrics that the page draws.
-LIVE = tuple(dict.fromkeys(name for panel in PANELS if panel.live for name in (*panel.lines, panel.band) if name))
+LIVE = tuple(
+    dict.fromkeys([*X_AXES, *(name for panel in PANELS if panel.live for name in (*panel.lines, panel.band) if name)])
+)
 FOLDS = ((np.minimum, np.inf), (np.maximum, -np.inf), (np.add, 0.0), (np.add, 0.0))  # least, largest, sum, count
 Array = npt.NDArray[np.float64]
 

@@ -10,6 +10,7 @@ import errno
 import hashlib
 import hmac
 import logging
+import math
 import re
 import signal
 import socket
@@ -28,6 +29,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import (
+    FileResponse,
     HTMLResponse,
     JSONResponse,
     PlainTextResponse,
@@ -41,10 +43,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import SlipstreamError, UsageError
 from common.metrics import AGE_CLASSES, AGE_NAMES, PANELS
+from common.process.logs import log_end
 from common.transcripts import Transcript
 from launch.observe.transcripts import read
 from launch.resolve_target import find_run
-from launch.web.run_view import BrowserCopy, RunView
+from launch.web.run_view import FILES, BrowserCopy, RunView
 
 # ---------------------------------------------------------------- tables
 # They are filtered and cut into pages here, and a transcript has a bounded size.
@@ -53,6 +56,7 @@ from launch.web.run_view import BrowserCopy, RunView
 ROWS = 200  # A page has at most so many.
 SEARCHED = 2000  # newest transcripts, when a word is to be found in them
 TOKENS = 20_000  # A transcript is cut to so many.
+PREVIEW = 240  # characters of a prompt and of an answer in the list
 PER_TOKEN = ("tokens", "pieces", "logprobs", "ratios", "trained")
 Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
 
@@ -66,6 +70,9 @@ class Query(msgspec.Struct, frozen=True):
     step: Number | None = None
     task: Number | None = None
     sample: Number = 0
+    # bounds of the reward
+    least: float = -math.inf
+    most: float = math.inf
 
     @property
     def page(self) -> slice:
@@ -102,12 +109,27 @@ def tasks(view: RunView, query: Query) -> dict[str, Any]:
 def transcripts(view: RunView, query: Query) -> dict[str, Any]:
     """One line for each transcript, the newest first, and whether there are `more`; `filter` is a reason to keep it."""
     found = read(view.run, query.step, query.task)
-    if query.filter:
-        found = (transcript for transcript in islice(found, SEARCHED) if query.filter in " ".join(transcript.why))
+    if query.filter or math.isfinite(query.least) or math.isfinite(query.most):
+        found = (
+            transcript
+            for transcript in islice(found, SEARCHED)
+            if query.filter in " ".join(transcript.why) and query.least <= transcript.reward <= query.most
+        )
     shown = query.page
-    lines = [msgspec.structs.replace(transcript, turns=[]) for transcript in islice(found, shown.start, shown.stop + 1)]
-    rows = msgspec.to_builtins(lines[: shown.stop - shown.start])
+    lines = [preview(transcript) for transcript in islice(found, shown.start, shown.stop + 1)]
+    rows = lines[: shown.stop - shown.start]
     return {"total": shown.start + len(rows), "more": len(lines) > len(rows), "rows": rows}
+
+
+def preview(found: Transcript) -> dict[str, Any]:
+    """A transcript without its turns: the end of the prompt and the end of the last answer stand for them."""
+    ends = dict[str, str]()
+    for turn in found.turns:
+        if turn.author != "environment":
+            text = turn.text or "".join(turn.pieces)
+            ends[turn.author] = " ".join(text[-4 * PREVIEW :].split())[-PREVIEW:]
+    about = msgspec.to_builtins(msgspec.structs.replace(found, turns=[]))
+    return about | {"prompt": ends.get("prompt", ""), "answer": ends.get("policy", "")}
 
 
 def transcript(view: RunView, query: Query) -> dict[str, Any]:
@@ -131,7 +153,21 @@ def bounded(found: Transcript) -> dict[str, Any]:
     return msgspec.to_builtins(found) | {"turns": turns, "cut": cut}
 
 
-TABLES = {table.__name__: table for table in (nodes, lanes, tasks, transcripts, transcript)}
+def config(view: RunView, query: Query) -> dict[str, Any]:
+    """The resolved config as it is written in the run's folder."""
+    return {"text": view.run.config.read_text()}
+
+
+def logs(view: RunView, query: Query) -> dict[str, Any]:
+    """The names of the logs, the newest first, and the end of the one that is `filter`, by default the newest."""
+    view.check_inside(view.run.logs, *view.run.logs.glob("*"))
+    files = sorted(view.run.logs.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)
+    shown = next((path for path in files if path.name == query.filter), files[0] if files else None)
+    text = log_end(shown) if shown else ""
+    return {"names": [path.name for path in files], "shown": shown.name if shown else "", "text": text}
+
+
+TABLES = {table.__name__: table for table in (nodes, lanes, tasks, transcripts, transcript, config, logs)}
 
 
 # ---------------------------------------------------------------- routes
@@ -222,16 +258,28 @@ def make_app(views: Sequence[RunView], token: str | None) -> Starlette:
             query = msgspec.convert(dict(request.query_params), Query, strict=False)
             await asyncio.to_thread(view.check_inside)
             answer = await asyncio.to_thread(TABLES[name], view, query)
-        except (msgspec.ValidationError, SlipstreamError) as error:
-            return JSONResponse({"refused": str(error)}, 404 if isinstance(error, SlipstreamError) else 400)
+        except (msgspec.ValidationError, SlipstreamError, OSError) as error:
+            return JSONResponse({"refused": str(error)}, 400 if isinstance(error, msgspec.ValidationError) else 404)
         return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    async def file(request: Request) -> Response:
+        view = by_number.get(request.path_params["run"])
+        name = request.path_params["name"]
+        if view is None or name not in view.state.get("files", ()):
+            return JSONResponse({"refused": "no such run or file"}, 404)
+        path = view.run.path / FILES[name]
+        try:
+            view.check_inside(path)
+        except SlipstreamError as error:
+            return JSONResponse({"refused": str(error)}, 404)
+        return FileResponse(path, filename=f"{view.run.path.resolve().name}-{name}")
 
     async def panels(request: Request) -> Response:
         return Response(drawn, media_type="application/json")
 
     static = Mount("/static", StaticFiles(directory=FOLDER))
     routes = [Route("/", page), static, Route("/api/panels", panels), Route("/api/events", events)]
-    routes.append(Route("/api/runs/{run}/{name}", table))
+    routes += [Route("/api/runs/{run}/{name}", table), Route("/api/runs/{run}/files/{name}", file)]
     return Starlette(routes=routes, middleware=[Middleware(Guard, token=token)], lifespan=hub.running)
 
 

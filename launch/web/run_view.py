@@ -5,24 +5,26 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from broker.contract import LedgerEntry
+from broker.contract import LEARNER_ENDED, LedgerEntry
 from broker.diagnosis.stalls import Stall
 from common.config.schema import Config
 from common.errors import SlipstreamError
 from common.json_lines import Event, decoder_of
 from common.metrics import AGE_CLASSES, EvaluationMetrics, StepMetrics
 from common.process.run_dir import RunDir
-from common.run_reader import LineTail, MetricsTail, read_batches
+from common.run_reader import LATEST, LineTail, MetricsTail, read_batches
 from launch.observe.curves import Curves
 from launch.observe.job_view import SHOWN_STALLS, STOPPING, figures, stall_sentence, stalls_of, waste_sentence
 from launch.observe.ledger import observe_ledger
 from launch.observe.observation import Observation, as_json, observe, outcome_of
 from launch.resolve_target import Target, config_of
+from learner.loop.run_files import read_record
 
 # ---------------------------------------------------------------- lanes
 
@@ -97,6 +99,8 @@ class Lanes:
 
 LEDGER_EVERY_S, LEDGER_SHARE = 5.0, 0.05  # A long ledger is asked for in this share of the time at most.
 RECENT, EVALUATIONS = 64, 1000  # lines of a run that are kept
+FILES = {"report.html": "report/report.html", "trace.json": "trace.json"}  # below RUN; the page offers them
+BEFORE = slice(2 * (LATEST.start or 0), LATEST.start)  # the steps before the latest
 
 
 class BrowserCopy:
@@ -144,6 +148,7 @@ class RunView:
         self.state: dict[str, Any] = {"name": run.path.resolve().name, "path": str(run.path)}
         self._encoded = msgspec.json.encode(self.state)
         self._credentials: str | None = None
+        self._started_s: float | None = None
         self._lock = threading.Lock()
         self._ledger_lock = threading.Lock()
         self._ledger: tuple[float, list[LedgerEntry], str] = (0.0, [], "")  # until when it counts; why there is none
@@ -189,6 +194,7 @@ class RunView:
             self.nodes = [*present, *left]
             state["stalls"] = [_stall(stall, seen) for stall in stalls_of(seen)[:SHOWN_STALLS]]
             state["wasted"] = waste_sentence(seen.status)
+            state["generated_per_s"] = sum(node["tokens_per_s"] for node in present if node["state"] != "gone")
             state["states"] = Counter(node["state"] for node in present)
             versions = Counter(node["policy_version"] for node in present)
             state["versions"] = sorted(versions.items(), reverse=True)[:16]
@@ -198,9 +204,37 @@ class RunView:
                 reached = outcome_of(self.run, config, tail)
             if reached.finished:
                 state["finished"] = {"steps": reached.steps, "of": reached.of, "words": reached.places()}
+        state["files"] = [name for name, place in FILES.items() if (self.run.path / place).is_file()]
         state["max_staleness"] = config.staleness.max if config else None
         state["wanted"] = config.run.steps if config else None
+        state["model"] = config.model.path if config else ""
+        state["phase"] = "finished" if "finished" in state else self._phase(seen)
+        state["now"] = newest(tail)
+        state |= self._times(state)
         return state
+
+    def _phase(self, seen: Observation | None) -> str:
+        """The learner's state in a word, also of a job that has ended."""
+        if seen is not None and seen.live:
+            return seen.learner_state
+        record = read_record(self.run)
+        if record is None:
+            return "not running" if seen is not None or self.tail.steps else "not started"
+        ended = {"drained": "stopped", "running": "running" if record.runs_here else "stopped"}
+        return ended.get(record.state, record.state)
+
+    def _times(self, state: dict[str, Any]) -> dict[str, float | None]:
+        """Unix time of the run's start, and seconds that it took and that it still takes."""
+        if self._started_s is None:
+            with suppress(OSError, ValueError):
+                self._started_s = msgspec.json.decode(self.run.run_json.read_bytes(), type=Started).started_s
+        last = self.tail.last
+        end_s = time.time() if state["live"] else last.time_s if last else None
+        elapsed_s = round(end_s - self._started_s) if end_s and self._started_s else None
+        left_s, step_s = None, state["now"]["step_s"]
+        if state["live"] and last and step_s is not None and state["phase"] not in LEARNER_ENDED:
+            left_s = max(0.0, (state["wanted"] or 0) - last.policy_version) * step_s
+        return {"started_s": self._started_s, "elapsed_s": elapsed_s, "left_s": left_s}
 
     def news(self, copy: BrowserCopy) -> dict[str, Any] | None:
         """The part that a browser does not have yet; None for nothing."""
@@ -231,16 +265,35 @@ class RunView:
                 raise SlipstreamError(self._ledger[2])
             return self._ledger[1]
 
-    def check_inside(self) -> None:
+    def check_inside(self, *more: Path) -> None:
         """Raise SlipstreamError when a file that the page reads is a link to a place outside of the run."""
         run = self.run
         root = os.path.realpath(self.run.path)
-        files = [run.config, run.metrics, run.events, run.status_json, run.broker_json, *run.path.glob("ledger*.json")]
+        files = [run.config, run.run_json, run.learner_json, run.metrics, run.events, run.status_json, run.broker_json]
+        files += [*run.path.glob("ledger*.json"), *more]
         for folder in (run.trace, run.transcripts):
             files += [folder, *folder.glob("*.jsonl")]
         for path in files:
             if not os.path.realpath(path).startswith(f"{root}/"):
                 raise SlipstreamError(f"{path.name} leads out of the run's folder; nothing of this run is read")
+
+
+class Started(msgspec.Struct, frozen=True):
+    """The part of RUN/run.json that the page shows."""
+
+    started_s: float
+
+
+def newest(tail: MetricsTail[StepMetrics]) -> dict[str, float | None]:
+    """Means of the last ten steps, and the reward's of the ten before; trained tokens per second. None: not known."""
+    found = {
+        "reward": tail.mean(lambda line: line.reward_mean, LATEST),
+        "reward_before": tail.mean(lambda line: line.reward_mean, BEFORE),
+        "step_s": tail.mean(lambda line: line.step_s, LATEST),
+        "idle_s": tail.mean(lambda line: line.learner_idle_s, LATEST),
+    }
+    tokens, step_s = tail.mean(lambda line: line.tokens_trained, LATEST), found["step_s"]
+    return found | {"trained_per_s": tokens / step_s if tokens is not None and step_s else None}
 
 
 def _stall(stall: Stall, seen: Observation) -> dict[str, Any]:

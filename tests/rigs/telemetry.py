@@ -95,7 +95,8 @@ class Fixture:
         step_s = self.end_of(step) - (self.end_of(step - 1) if step else self.began_s)
         values: dict[str, Any] = dict.fromkeys(INTS, 0) | {name: noise() for name in FLOATS} | {
             "step": step, "policy_version": step + 1, "time_s": self.end_of(step), "incarnation": self.start(step),
-            "reward_mean": reward, "environment": {"correct": reward}, "step_s": step_s, "learner_idle_s": 0.3 * step_s,
+            "reward_mean": reward, "reward_std": math.sqrt(reward * (1 - reward)),
+            "environment": {"correct": reward}, "step_s": step_s, "learner_idle_s": 0.3 * step_s,
             "staleness_mean": min(step, 1.0), "staleness_max": min(step, 2), "tokens_by_age": [200, 384, 184, 0, 0, 0],
             "mismatch_by_age": [1e-3, 2e-3, 4e-3, 0.0, 0.0, 0.0], "nodes_live": fleet - (0 < step % 40 < 10),
             "groups": GROUPS, "samples": GROUPS * SIZE, "samples_failed": failed, "tokens_trained": TOKENS,

@@ -1,165 +1,260 @@
-// Line charts as SVG: axes with round ticks and units, a band, a bound, points, values under the pointer or the arrow keys.
+// Line charts by uPlot: bands, bounds, points with intervals, smoothing. All charts share the x axis, the crosshair and the zoom.
 
-import { compact, h, number, s } from "./dom.js";
+import { compact, duration, h, number } from "./dom.js";
 
-const PAD = { left: 52, right: 14, top: 10, bottom: 30 };
+const NEAR_PX = 12; // of a point to the pointer
+const FONT = "11px system-ui, sans-serif";
+const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500].flatMap((n) => [n, n * 1e3, n * 1e6, n * 1e9]).sort((a, b) => a - b);
+const SECONDS = [1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 172800, 604800];
 
-/** About `count` round values that cover [low, high]. */
-export function ticks(low, high, count) {
-  const span = high - low || Math.abs(high) || 1;
-  const power = 10 ** Math.floor(Math.log10(span / count));
-  const step = power * [1, 2, 5, 10].find((factor) => span / (power * factor) <= count);
-  const out = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i += 1) out.push(+(i * step).toPrecision(12));
-  return out;
+/** What the x axis counts: how the value of a bucket is found, and how it is written. */
+export const AXES = {
+  step: { of: ({ curves }, i) => Math.min((i + 0.5) * curves.width - 0.5, curves.last), text: (x) => `step ${number(Math.round(x))}`, tick: compact, ticks: STEPS },
+  time: { of: ({ curves, state }, i) => curves.mean.time_s[i] - (state.started_s ?? curves.mean.time_s[0]), text: (x) => `after ${duration(x)}`, tick: (x) => (x ? duration(x) : "0"), ticks: SECONDS },
+  tokens: { of: ({ curves }, i) => curves.mean.tokens_trained_total[i], text: (x) => `${compact(Math.round(x))} trained tokens`, tick: compact, ticks: STEPS },
+};
+
+/** What all charts share. zoom: [least, largest] x, or null; changed() draws them again. */
+export const shared = { axis: "step", smoothing: 0, zoom: null, changed: () => {} };
+
+/** Exponential moving average that begins with the first value; nulls stay. */
+function smooth(values, weight) {
+  let sum = 0, total = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = sum * weight + value;
+    total = total * weight + 1;
+    return sum / total;
+  });
+}
+
+/** [0, 1] if rewards of 0 to 1 can have all these means and deviations: variance <= mean (1 - mean), Bhatia and Davis 2000. */
+function possible(means, deviations) {
+  const fits = means.every((mean, i) => mean === null || (mean >= 0 && mean <= 1 && (deviations[i] ?? 0) ** 2 <= mean * (1 - mean) + 1e-6));
+  return fits ? [0, 1] : [-Infinity, Infinity];
 }
 
 export class Chart {
   /** spec: title, unit, lines [{metric, label, add: a metric that is the half width of a band}], bound(run), points(run), zero, cut: peaks. */
   constructor(spec) {
     this.spec = spec;
+    this.log = false;
     this.legend = h("div", { class: "legend" });
     this.plot = h("div", { class: "plot", tabindex: "0", role: "img" });
     this.tip = h("div", { class: "tip", hidden: true });
+    this.none = h("p", { class: "none" }, "no values yet");
+    this.logButton = h("button", { type: "button", class: "small", "aria-pressed": "false", title: "Logarithmic axis", onclick: () => this.turnLog() }, "log");
     const unit = spec.unit ? h("span", { class: "unit" }, spec.unit) : "";
-    this.root = h("section", { class: `card chart ${spec.wide ? "wide" : ""}` }, h("h2", {}, spec.title, unit, this.legend), this.plot);
-    this.plot.append(this.tip);
-    this.at = null;
-    this.plot.addEventListener("pointermove", (event) => this.point(event.clientX - this.plot.getBoundingClientRect().left));
-    this.plot.addEventListener("pointerleave", () => this.leave());
-    this.plot.addEventListener("blur", () => this.leave());
-    this.plot.addEventListener("keydown", (event) => {
-      const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-      if (move && this.scale) {
-        const { x0, x1, left, width } = this.scale;
-        const now = this.at ?? x1;
-        const next = Math.min(x1, Math.max(x0, now + (move * (x1 - x0)) / 50));
-        this.point(left + ((next - x0) / (x1 - x0 || 1)) * width);
-        event.preventDefault();
-      }
-    });
-    new ResizeObserver(() => this.runs && this.draw(this.runs)).observe(this.plot);
+    this.root = h("section", { class: `card chart ${spec.wide ? "wide" : ""}` }, h("h2", {}, spec.title, unit, this.legend, this.logButton), this.plot);
+    this.plot.append(this.none, this.tip);
+    this.plot.addEventListener("keydown", (event) => this.key(event));
+    this.plot.addEventListener("blur", () => this.u?.setCursor({ left: -10, top: -10 }, true, true));
+    new ResizeObserver(() => this.u?.setSize(this.size())).observe(this.plot);
   }
 
-  leave() {
-    this.at = null;
-    this.tip.hidden = true;
-    this.cross?.setAttribute("visibility", "hidden");
+  turnLog() {
+    this.log = !this.log;
+    this.logButton.setAttribute("aria-pressed", String(this.log));
+    this.draw(this.runs);
   }
 
-  /** What is drawn: a series per run and line, with x and y of every bucket that has a value. */
-  series(runs) {
-    const found = [];
-    for (const run of runs) {
-      const curves = run.curves;
-      if (!curves) continue;
-      this.spec.lines.forEach((line, index) => {
-        const mean = curves.mean[line.metric] ?? [];
-        const add = line.add && curves.mean[line.add];
-        const points = [];
-        mean.forEach((y, i) => {
-          if (y === null || y === undefined) return;
-          const low = add ? y - (add[i] ?? 0) : curves.least?.[line.metric][i] ?? y;
-          const high = add ? y + (add[i] ?? 0) : curves.most?.[line.metric][i] ?? y;
-          points.push({ x: Math.min((i + 0.5) * curves.width - 0.5, curves.last), y, low, high });
-        });
-        const colour = runs.length > 1 ? run.colour : `line-${index}`;
-        const label = runs.length > 1 ? `${run.title}${this.spec.lines.length > 1 ? ` ${line.label}` : ""}` : line.label;
-        if (points.length) found.push({ points, colour, label, dash: runs.length > 1 && index > 0 });
+  size() {
+    return { width: this.plot.clientWidth || 400, height: this.plot.clientHeight || 190 };
+  }
+
+  /** The lines and points of a run: {label, colour, dash, dots, x, y, low, high, raw}; low and high where there is a band. */
+  lines(run, several) {
+    const { curves } = run, found = [], axis = AXES[shared.axis];
+    if (!curves) return found;
+    this.spec.lines.forEach((line, index) => {
+      const mean = curves.mean[line.metric] ?? [], add = line.add && curves.mean[line.add];
+      const [least, most] = add ? possible(mean, add) : [];
+      const x = [], y = [], low = [], high = [];
+      mean.forEach((value, i) => {
+        const at = axis.of(run, i);
+        if (value === null || value === undefined || !Number.isFinite(at) || (this.log && value <= 0)) return;
+        x.push(at);
+        y.push(value);
+        low.push(add ? Math.max(least, value - (add[i] ?? 0)) : curves.least?.[line.metric][i] ?? value);
+        high.push(add ? Math.min(most, value + (add[i] ?? 0)) : curves.most?.[line.metric][i] ?? value);
       });
-      for (const [label, points] of Object.entries((this.spec.points && this.spec.points(run)) ?? {}))
-        found.push({ points, colour: runs.length > 1 ? run.colour : "line-3", label, dots: true });
+      if (!x.length) return;
+      const label = several ? `${run.title}${this.spec.lines.length > 1 ? ` ${line.label}` : ""}` : line.label;
+      const made = { label, colour: several ? run.colour : `line-${index}`, dash: several && index > 0, x, y, low, high, band: !this.log && low.some((value, i) => value < high[i]) };
+      if (shared.smoothing) {
+        made.raw = y;
+        for (const name of ["y", "low", "high"]) made[name] = smooth(made[name], shared.smoothing);
+      }
+      found.push(made);
+    });
+    for (const [label, points] of Object.entries((this.spec.points && this.spec.points(run)) ?? {})) {
+      const placed = points.map((point) => ({ ...point, x: this.place(run, point) })).filter(({ x }) => Number.isFinite(x)).sort((a, b) => a.x - b.x);
+      const column = (name) => placed.map((point) => point[name]);
+      if (placed.length) found.push({ label, colour: several ? run.colour : "line-3", dots: true, x: column("x"), y: column("y"), low: column("low"), high: column("high") });
     }
     return found;
   }
 
-  draw(runs) {
-    this.runs = runs;
-    const width = this.plot.clientWidth || 400;
-    const height = this.plot.clientHeight || 190;
-    const drawn = this.series(runs);
-    const bounds = runs.map((run) => this.spec.bound && this.spec.bound(run)).filter((bound) => typeof bound === "number");
-    this.legend.replaceChildren(...(drawn.length > 1 || bounds.length ? drawn.map((line) => h("span", { class: `key ${line.colour} ${line.dash ? "dash" : ""} ${line.dots ? "dots" : ""}` }, line.label)) : []));
-    if (bounds.length) this.legend.append(h("span", { class: "key bound" }, "bound"));
-    this.svg?.remove();
-    this.scale = null;
-    if (!drawn.length) {
-      this.svg = s("svg", { width, height, "aria-hidden": "true" }, s("text", { x: width / 2, y: height / 2, class: "none" }, "no values yet"));
-      this.plot.prepend(this.svg);
-      return;
-    }
-    const all = drawn.flatMap((line) => line.points);
-    const xs = all.map((point) => point.x);
-    const x0 = Math.min(...xs), x1 = Math.max(...xs, x0 + 1);
-    let y0 = Math.min(...all.map((point) => point.low), ...bounds, this.spec.zero ? 0 : Infinity);
-    let y1 = Math.max(...all.map((point) => point.high), ...bounds);
-    const usual = all.map((point) => point.high).sort((a, b) => a - b)[Math.floor(all.length * 0.95)] * 2;
-    const cut = this.spec.cut && usual > y0 && y1 > 2 * usual;
-    if (cut) {
-      y1 = usual;
-      this.legend.append(h("span", {}, "peaks are cut"));
-    }
-    const space = (y1 - y0 || Math.abs(y1) || 1) * 0.05;
-    if (!(this.spec.zero && y0 === 0)) y0 -= space;
-    y1 += space;
-    const inner = { left: PAD.left, width: width - PAD.left - PAD.right, top: PAD.top, height: height - PAD.top - PAD.bottom };
-    const X = (x) => inner.left + ((x - x0) / (x1 - x0)) * inner.width;
-    const Y = (y) => inner.top + (1 - (Math.min(y, y1) - y0) / (y1 - y0)) * inner.height;
-    this.scale = { x0, x1, left: inner.left, width: inner.width, drawn, Y, X };
-    const axes = s("g", { class: "axes" });
-    for (const tick of ticks(y0, y1, 4)) {
-      axes.append(s("line", { x1: inner.left, x2: width - PAD.right, y1: Y(tick), y2: Y(tick) }));
-      axes.append(s("text", { x: inner.left - 8, y: Y(tick) + 4, "text-anchor": "end" }, compact(tick)));
-    }
-    for (const tick of ticks(x0, x1, Math.max(2, Math.floor(inner.width / 90)))) {
-      if (!Number.isInteger(tick)) continue;
-      const near = X(tick) > width - 28;
-      axes.append(s("text", { x: X(tick), y: height - 10, "text-anchor": near ? "end" : "middle" }, compact(tick)));
-      axes.append(s("line", { class: "tick", x1: X(tick), x2: X(tick), y1: height - PAD.bottom, y2: height - PAD.bottom + 4 }));
-    }
-    axes.append(s("text", { x: 4, y: height - 10, class: "axis" }, "step"));
-    const path = (points, of) => points.map((point, i) => `${i ? "L" : "M"}${X(point.x).toFixed(1)} ${Y(of(point)).toFixed(1)}`).join("");
-    const bands = drawn.filter((line) => !line.dots && line.points.some((point) => point.high > point.low));
-    const lines = drawn.map((line) =>
-      line.dots
-        ? s("g", { class: `points ${line.colour}` }, line.points.map((point) => [
-            s("line", { x1: X(point.x), x2: X(point.x), y1: Y(point.low), y2: Y(point.high) }),
-            s("circle", { cx: X(point.x), cy: Y(point.y), r: 4 })]).flat())
-        : s("path", { class: `line ${line.colour} ${line.dash ? "dash" : ""}`, d: line.points.length > 1 ? path(line.points, (point) => point.y) : `M${X(line.points[0].x) - 2} ${Y(line.points[0].y)}h4` }));
-    this.cross = s("g", { class: "cross", visibility: "hidden" });
-    this.svg = s("svg", { width, height, "aria-hidden": "true" }, axes,
-      bands.map((line) => s("path", { class: `band ${line.colour}`, d: `${path(line.points, (p) => p.high)}${path([...line.points].reverse(), (p) => p.low).replace("M", "L")}Z` })),
-      [...new Set(bounds)].map((bound) => s("line", { class: "bound", x1: inner.left, x2: width - PAD.right, y1: Y(bound), y2: Y(bound) })),
-      lines, this.cross);
-    this.plot.prepend(this.svg);
-    const last = drawn.map((line) => `${line.label} ${number(line.points.at(-1).y)}`).join(", ");
-    this.plot.setAttribute("aria-label", `${this.spec.title}, steps ${number(Math.round(x0))} to ${number(Math.max(0, ...runs.map((run) => run.curves?.last ?? 0)))}, newest: ${last}`);
-    if (this.at !== null) this.point(X(this.at));
+  /** x of an evaluation, which was after `step` steps. */
+  place(run, { step, time_s }) {
+    if (shared.axis === "step") return step;
+    if (shared.axis === "time") return time_s - (run.state.started_s ?? run.curves.mean.time_s[0]);
+    return step ? AXES.tokens.of(run, Math.floor((step - 1) / run.curves.width)) : 0;
   }
 
-  point(px) {
-    if (!this.scale) return;
-    const { x0, x1, left, width, drawn, X, Y } = this.scale;
-    const x = x0 + ((px - left) / width) * (x1 - x0);
-    const rows = [];
-    this.cross.replaceChildren();
-    let nearest = null;
-    for (const line of drawn) {
-      let best = null;
-      for (const point of line.points) if (best === null || Math.abs(point.x - x) < Math.abs(best.x - x)) best = point;
-      if (line.dots && Math.abs(X(best.x) - px) > 12) continue;
-      nearest ??= best.x;
-      const range = best.high > best.low ? `  (${number(best.low)} to ${number(best.high)})` : "";
-      rows.push(h("div", { class: `key ${line.colour} ${line.dash ? "dash" : ""}` }, `${line.label} `, h("b", {}, number(best.y)), range));
-      this.cross.append(s("circle", { class: line.colour, cx: X(best.x), cy: Y(best.y), r: 3.5 }));
+  draw(runs) {
+    if (!runs) return;
+    this.runs = runs;
+    const drawn = (this.drawn = runs.flatMap((run) => this.lines(run, runs.length > 1)));
+    this.none.hidden = drawn.length > 0;
+    this.logButton.hidden = !drawn.length;
+    if (!drawn.length) {
+      this.u?.destroy();
+      this.u = this.shape = null;
+      this.legend.replaceChildren();
+      return;
     }
-    if (nearest === null) return;
-    this.at = nearest;
-    this.cross.prepend(s("line", { x1: X(nearest), x2: X(nearest), y1: PAD.top, y2: this.plot.clientHeight - PAD.bottom }));
-    this.cross.setAttribute("visibility", "visible");
-    this.tip.replaceChildren(h("div", { class: "at" }, `step ${number(Math.round(nearest))}`), ...rows);
+    const bounds = [...new Set(runs.map((run) => this.spec.bound && this.spec.bound(run)).filter((bound) => typeof bound === "number"))];
+    this.measure(bounds);
+    const [x0, x1] = this.x, axis = AXES[shared.axis];
+    const tables = drawn.map((line) => [line.x, line.y, ...(line.band ? [line.low, line.high] : []), ...(line.raw ? [line.raw] : [])]);
+    const data = uPlot.join([...tables, ...bounds.map((bound) => [[x0, x1], [bound, bound]])]);
+    const shape = JSON.stringify([drawn.map(({ label, colour, dash, dots, band, raw }) => [label, colour, dash, dots, band, Boolean(raw)]), bounds.length, this.log, shared.axis, document.documentElement.dataset.theme]);
+    if (this.u && shape === this.shape) this.u.setData(data);
+    else {
+      this.u?.destroy();
+      this.tip.hidden = true;
+      this.u = new uPlot(this.options(bounds), data, this.plot);
+      this.u.over.addEventListener("mouseenter", () => this.u.syncRect());
+    }
+    this.shape = shape;
+    this.legend.replaceChildren(...(drawn.length > 1 || bounds.length ? drawn.map((line) => h("span", { class: `key ${line.colour} ${line.dash ? "dash" : ""} ${line.dots ? "dots" : ""}` }, line.label)) : []));
+    if (bounds.length) this.legend.append(h("span", { class: "key bound" }, "bound"));
+    if (this.peaks) this.legend.append(h("span", {}, "peaks are cut"));
+    const newest = drawn.map((line) => `${line.label} ${number(line.y.at(-1))}`).join(", ");
+    const first = Math.min(...drawn.map((line) => line.x[0])), last = Math.max(0, ...runs.map((run) => run.curves?.last ?? 0));
+    const range = shared.axis === "step" ? `steps ${number(Math.round(first))} to ${number(last)}` : `over ${shared.axis}, step ${number(last)}`;
+    const zoomed = shared.zoom ? `, shown ${shared.zoom.map((x) => axis.text(x)).join(" to ")}` : "";
+    this.plot.setAttribute("aria-label", `${this.spec.title}, ${range}${zoomed}, newest: ${newest}`);
+  }
+
+  /** The ranges of both axes: x of all lines or the zoom, y of what is within. */
+  measure(bounds) {
+    const firsts = this.drawn.map((line) => line.x[0]), lasts = this.drawn.map((line) => line.x.at(-1));
+    const x0 = Math.min(...firsts);
+    this.x = shared.zoom ?? [x0, Math.max(...lasts, x0 + 1)];
+    const lows = [...bounds], highs = [...bounds];
+    for (const line of this.drawn) line.x.forEach((x, i) => {
+      if (x < this.x[0] || x > this.x[1]) return;
+      lows.push(line.band || line.dots ? line.low[i] : line.y[i]);
+      highs.push(line.band || line.dots ? line.high[i] : line.y[i]);
+    });
+    let y0 = Math.min(...lows, this.spec.zero && highs.length && !this.log ? 0 : Infinity), y1 = Math.max(...highs);
+    const usual = [...highs].sort((a, b) => a - b)[Math.floor(highs.length * 0.95)] * 2;
+    this.peaks = this.spec.cut && !this.log && usual > y0 && y1 > 2 * usual;
+    if (this.peaks) y1 = usual;
+    if (this.log) this.y = Number.isFinite(y0) ? uPlot.rangeLog(y0 > 0 ? y0 : y1 / 1000, y1, 10, false) : [1, 10];
+    else if (!Number.isFinite(y0)) this.y = [0, 1];
+    else {
+      const space = (y1 - y0 || Math.abs(y1) || 1) * 0.06;
+      this.y = [this.spec.zero && y0 === 0 ? 0 : y0 - space, y1 + space];
+    }
+  }
+
+  options(bounds) {
+    const style = getComputedStyle(this.plot), colour = (name) => style.getPropertyValue(`--${name}`).trim();
+    const paint = (line) => colour(`c${line.colour.split("-")[1]}`);
+    const quiet = colour("quiet"), axis = AXES[shared.axis], series = [{}], bands = [];
+    this.drawn.forEach((line, index) => {
+      const stroke = paint(line);
+      const points = line.dots ? { show: true, size: 8, width: 2, stroke, fill: colour("card") } : { show: () => this.drawn[index].x.length < 2 };
+      series.push({ stroke, width: line.dots ? 0 : 1.7, dash: line.dash ? [5, 3] : undefined, points, paths: line.dots ? () => null : undefined });
+      const at = series.length;
+      if (line.band) {
+        series.push({ stroke: "transparent", points: { show: false } }, { stroke: "transparent", points: { show: false } });
+        bands.push({ series: [at + 1, at], fill: `${stroke}2b` });
+      }
+      if (line.raw) series.push({ stroke: `${stroke}55`, width: 1, points: { show: false } });
+    });
+    for (const _ of bounds) series.push({ stroke: colour("bad"), width: 1, dash: [6, 4], points: { show: false } });
+    return {
+      ...this.size(), series, bands,
+      padding: [8, 12, 0, 0],
+      legend: { show: false },
+      scales: { x: { time: false, range: () => this.x }, y: { distr: this.log ? 3 : 1, range: () => this.y } },
+      axes: [
+        { stroke: quiet, font: FONT, size: 28, space: 70, incrs: axis.ticks, grid: { show: false }, ticks: { stroke: colour("line"), size: 4, width: 1 }, values: (_, at) => at.map(axis.tick) },
+        { stroke: quiet, font: FONT, size: 52, space: 34, grid: { stroke: colour("grid"), width: 1 }, ticks: { show: false }, values: (_, at) => at.map((value) => (value === null ? "" : compact(value))) },
+      ],
+      cursor: {
+        y: false,
+        points: { show: false },
+        drag: { x: true, y: false, setScale: false },
+        sync: { key: "charts", scales: ["x", null], filters: { pub: (type) => type === "mousemove" } },
+        bind: { dblclick: () => () => this.zoom(null) },
+      },
+      hooks: { draw: [(u) => this.intervals(u, paint)], setCursor: [(u) => this.point(u)], setSelect: [(u) => this.selected(u)] },
+    };
+  }
+
+  /** The vertical lines of evaluations. */
+  intervals(u, paint) {
+    const { ctx } = u;
+    ctx.save();
+    for (const line of this.drawn) if (line.dots) line.x.forEach((value, i) => {
+      if (value < this.x[0] || value > this.x[1]) return;
+      const x = u.valToPos(value, "x", true), centre = u.valToPos(line.y[i], "y", true), room = 4 * uPlot.pxRatio;
+      ctx.strokeStyle = paint(line);
+      ctx.lineWidth = 1.5 * uPlot.pxRatio;
+      ctx.beginPath();
+      for (const [end, from] of [[line.low[i], centre + room], [line.high[i], centre - room]]) {
+        const to = u.valToPos(end, "y", true);
+        if (Math.abs(to - centre) > room) { ctx.moveTo(x, from); ctx.lineTo(x, to); }
+      }
+      ctx.stroke();
+    });
+    ctx.restore();
+  }
+
+  selected(u) {
+    const { left, width } = u.select;
+    if (width < 4) return;
+    this.zoom([u.posToVal(left, "x"), u.posToVal(left + width, "x")]);
+    for (const other of uPlot.sync("charts").plots) other.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+  }
+
+  zoom(range) {
+    shared.zoom = range;
+    shared.changed();
+  }
+
+  key(event) {
+    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!move || !this.u) return;
+    const width = this.u.over.clientWidth, now = this.u.cursor.left < 0 ? width : this.u.cursor.left;
+    this.u.setCursor({ left: Math.min(width, Math.max(0, now + (move * width) / 50)), top: 20 }, true, true);
+    event.preventDefault();
+  }
+
+  /** The values at the crosshair, in every chart that has it. */
+  point(u) {
+    const { left } = u.cursor;
+    this.tip.hidden = true;
+    if (typeof left !== "number" || left < 0) return;
+    const wanted = u.posToVal(left, "x"), rows = [];
+    let at = null;
+    for (const line of this.drawn) {
+      let best = 0;
+      line.x.forEach((x, i) => { if (Math.abs(x - wanted) < Math.abs(line.x[best] - wanted)) best = i; });
+      if (line.dots && Math.abs(u.valToPos(line.x[best], "x") - left) > NEAR_PX) continue;
+      at ??= line.x[best];
+      const range = (line.band || line.dots) && line.high[best] > line.low[best] ? `  (${number(line.low[best])} to ${number(line.high[best])})` : "";
+      rows.push(h("div", { class: `key ${line.colour} ${line.dash ? "dash" : ""}` }, `${line.label} `, h("b", {}, number(line.y[best])), range));
+    }
+    if (at === null) return;
+    this.tip.replaceChildren(h("div", { class: "at" }, AXES[shared.axis].text(at)), ...rows);
     this.tip.hidden = false;
-    const right = X(nearest) + this.tip.offsetWidth + 20 > this.plot.clientWidth;
-    this.tip.style.left = `${Math.max(0, right ? X(nearest) - this.tip.offsetWidth - 12 : X(nearest) + 12)}px`;
+    const start = u.over.offsetLeft + left, room = this.plot.clientWidth;
+    this.tip.style.left = `${Math.max(0, start + this.tip.offsetWidth + 16 > room ? start - this.tip.offsetWidth - 12 : start + 12)}px`;
   }
 }

@@ -1,11 +1,11 @@
 // A lane per process: its states over time. Only one page of lanes is fetched and drawn.
 
 import { duration, h, number } from "./dom.js";
-import { load, stateCell } from "./tables.js";
+import { KINDS, kindOf, load, stateCell } from "./tables.js";
 
-const LIMIT = 40, BRIEF = 8, ROW = 22, LEFT = 150, TOP = 4, AXIS = 26;
+const LIMIT = 40, BRIEF = 8, ROW = 32, GAP = 5, LEFT = 150, TOP = 4, AXIS = 26;
 const SPANS = [60, 120, 300, 600, 3600, 21600, 86400];
-const STATES = ["training", "generating", "publishing", "flipping", "waiting", "joining", "environments", "checkpointing", "evaluating", "starting", "leading", "draining", "done", "left", "dead"];
+const clock = (time) => new Date(time * 1000).toLocaleTimeString("en-GB");
 
 export class Lanes {
   /** brief: the first processes and the last two minutes, without controls, as a card of the overview. */
@@ -13,7 +13,10 @@ export class Lanes {
     this.offset = 0;
     this.limit = brief ? BRIEF : LIMIT;
     this.input = h("input", { type: "search", placeholder: "process  ( / )", "aria-label": "Filter processes", oninput: () => this.refilter() });
-    this.span = h("select", { "aria-label": "Time", onchange: () => this.load() }, SPANS.map((span) => h("option", { value: span, selected: span === (brief ? 120 : 300) }, `last ${duration(span)}`)));
+    this.zoom = null; // [from, to] that was dragged over, Unix time
+    this.drag = null; // x at which the pointer went down
+    this.whole = h("button", { type: "button", hidden: true, onclick: () => this.zoomTo(null) }, "all of it");
+    this.span = h("select", { "aria-label": "Time", onchange: () => { this.zoom = null; this.load(); } }, SPANS.map((span) => h("option", { value: span, selected: span === (brief ? 120 : 300) }, `last ${duration(span)}`)));
     this.count = h("span", { class: "quiet", role: "status" });
     this.back = h("button", { type: "button", onclick: () => this.turn(-this.limit) }, "back");
     this.next = h("button", { type: "button", onclick: () => this.turn(this.limit) }, "next");
@@ -23,15 +26,22 @@ export class Lanes {
     this.all = h("a", {}, "show all");
     this.empty = h("p", { class: "quiet" });
     this.plot = h("div", { class: "lanes" }, this.canvas, this.tip);
-    const controls = brief ? [h("span", { class: "unit" }, `last ${duration(120)}`), this.all] : [this.input, this.span, this.count, this.back, this.next];
-    this.root = h("section", { class: `card ${brief ? "wide" : ""}` }, h("div", { class: "bar-top" }, h("h2", {}, "Timeline"), controls), this.legend, this.empty, this.plot);
+    this.marked = h("div", { class: "marked", hidden: true });
+    this.plot.append(this.marked);
+    const controls = brief ? [h("span", { class: "unit" }, `last ${duration(120)}`), this.all, this.whole] : [this.input, this.span, this.whole, this.count, this.back, this.next];
+    this.root = h("section", { class: `card ${brief ? "wide" : ""}` }, h("div", { class: "bar-top" }, h("h2", {}, "Timeline"), controls), this.legend, this.empty, this.plot,
+      brief ? "" : h("p", { class: "quiet" }, "Drag to zoom. ", h("code", {}, "slipstream trace RUN"), " writes everything for ui.perfetto.dev."));
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
     this.canvas.addEventListener("pointerleave", () => (this.tip.hidden = true));
+    this.canvas.addEventListener("pointerdown", (event) => { this.drag = event.offsetX; this.canvas.setPointerCapture(event.pointerId); });
+    this.canvas.addEventListener("pointerup", (event) => this.dragged(event));
+    this.canvas.addEventListener("dblclick", () => this.zoomTo(null));
     new ResizeObserver(() => this.found && this.draw()).observe(this.plot);
   }
 
   show(run, find) {
     if (run !== this.run || find !== this.input.value) this.offset = 0;
+    if (run !== this.run) this.zoom = null;
     this.run = run;
     this.all.href = `#timeline/${run.index}`;
     this.input.value = find;
@@ -62,13 +72,29 @@ export class Lanes {
     this.back.disabled = this.offset === 0;
     this.next.disabled = this.offset + rows.length >= total;
     this.count.textContent = `${number(this.offset + 1)} to ${number(this.offset + rows.length)} of ${number(total)}`;
-    const states = new Set(rows.flatMap(({ pieces }) => pieces.map(([, , state]) => state)));
-    this.legend.replaceChildren(...STATES.filter((state) => states.has(state)).map((state) => stateCell(state)));
+    const kinds = new Set(rows.flatMap(({ pieces }) => pieces.map(([, , state]) => kindOf(state))));
+    this.legend.replaceChildren(...Object.keys(KINDS).filter((kind) => kinds.has(kind)).map((kind) => stateCell(kind)));
     this.draw();
   }
 
+  zoomTo(range) {
+    this.zoom = range;
+    this.draw();
+  }
+
+  /** The end of a drag: what it went over fills the width. */
+  dragged(event) {
+    const from = Math.min(this.drag ?? 0, event.offsetX), to = Math.max(this.drag ?? 0, event.offsetX);
+    const begun = this.drag !== null;
+    this.drag = null;
+    this.marked.hidden = true;
+    if (begun && to - from > 4) this.zoomTo([this.T(from), this.T(to)]);
+  }
+
   draw() {
-    const { rows, begin_s, end_s } = this.found;
+    const { rows } = this.found;
+    const [begin_s, end_s] = this.zoom ?? [this.found.begin_s, this.found.end_s];
+    this.whole.hidden = !this.zoom;
     const width = this.plot.clientWidth, height = TOP + rows.length * ROW + AXIS, sharp = devicePixelRatio || 1;
     const left = Math.min(LEFT, width * 0.3);
     this.canvas.width = width * sharp;
@@ -81,6 +107,7 @@ export class Lanes {
     pen.font = "12px system-ui, sans-serif";
     pen.textBaseline = "middle";
     this.X = (time) => left + ((time - begin_s) / (end_s - begin_s || 1)) * (width - left - 8);
+    this.T = (x) => begin_s + (Math.min(1, Math.max(0, (x - left) / (width - left - 8)))) * (end_s - begin_s);
     rows.forEach(({ who, pieces }, index) => {
       const y = TOP + index * ROW;
       pen.fillStyle = style.getPropertyValue("--text");
@@ -90,9 +117,10 @@ export class Lanes {
       pen.fillStyle = style.getPropertyValue("--grid");
       pen.fillRect(left, y + ROW / 2, width - left - 8, 1);
       for (const [start, end, state] of pieces) {
-        const from = Math.max(this.X(start), left), to = Math.max(this.X(end), from + 1);
-        pen.fillStyle = colour(/^\w+$/.test(state) ? state : "");
-        pen.fillRect(from, y + 4, to - from, ROW - 8);
+        if (end < begin_s || start > end_s) continue;
+        const from = Math.max(this.X(start), left), to = Math.min(Math.max(this.X(end), from + 1), width - 8);
+        pen.fillStyle = colour(kindOf(state));
+        pen.fillRect(from, y + GAP, to - from, ROW - 2 * GAP);
       }
     });
     pen.fillStyle = style.getPropertyValue("--quiet");
@@ -100,7 +128,7 @@ export class Lanes {
     for (let i = 0; i <= places; i += 1) {
       const time = begin_s + ((end_s - begin_s) * i) / places;
       pen.textAlign = i === 0 ? "left" : i === places ? "right" : "center";
-      pen.fillText(new Date(time * 1000).toLocaleTimeString("en-GB"), this.X(time), height - 10);
+      pen.fillText(clock(time), this.X(time), height - 10);
     }
     pen.textAlign = "left";
     const now = rows.slice(0, 10).map(({ who, pieces }) => `${who} ${pieces.at(-1)?.[2] ?? "unknown"}`).join(", ");
@@ -109,12 +137,17 @@ export class Lanes {
 
   point(event) {
     const box = this.canvas.getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top;
+    if (this.drag !== null) {
+      this.marked.hidden = false;
+      this.marked.style.left = `${Math.min(x, this.drag)}px`;
+      this.marked.style.width = `${Math.abs(x - this.drag)}px`;
+    }
     const row = this.found?.rows[Math.floor((y - TOP) / ROW)];
     const piece = row?.pieces.findLast(([start, end]) => this.X(start) <= x + 1 && this.X(end) >= x - 1);
     this.tip.hidden = !piece;
     if (!piece) return;
     const [start, end, state] = piece;
-    this.tip.replaceChildren(h("div", { class: "at" }, row.who), h("div", {}, `${state}, ${duration(end - start)}`), h("div", {}, `from ${new Date(start * 1000).toLocaleTimeString("en-GB")}`));
+    this.tip.replaceChildren(h("div", { class: "at" }, row.who), h("div", {}, `${state}, ${duration(end - start)}`), h("div", {}, `from ${clock(start)}`));
     this.tip.style.left = `${Math.min(x + 12, box.width - this.tip.offsetWidth)}px`;
     this.tip.style.top = `${y + 14}px`;
   }

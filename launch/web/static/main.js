@@ -1,16 +1,19 @@
 // The page: what the server's events say about each run, the views, and the keys. The address after # names the view.
 
+import { shared } from "./chart.js";
 import { h } from "./dom.js";
 import { Lanes } from "./lanes.js";
-import { Overview } from "./overview.js";
+import { head, Overview } from "./overview.js";
 import { makeNodes, makeTasks, makeTranscripts } from "./tables.js";
+import { ConfigView, LogView } from "./text.js";
 import { TranscriptView } from "./transcript.js";
 
-const TABS = ["overview", "timeline", "nodes", "tasks", "transcripts"];
+const TABS = ["overview", "timeline", "nodes", "tasks", "transcripts", "config", "logs"];
 const RELOAD_MS = 2000;
 const element = (id) => document.getElementById(id);
 const runs = [];
-const views = { overview: new Overview(), timeline: new Lanes(), nodes: makeNodes(), tasks: makeTasks(), transcripts: makeTranscripts(), transcript: new TranscriptView() };
+const views = { overview: new Overview(), timeline: new Lanes(), nodes: makeNodes(), tasks: makeTasks(), transcripts: makeTranscripts(), config: new ConfigView(), logs: new LogView() };
+views.transcript = new TranscriptView(views.transcripts);
 let shown = null, reloaded = 0, away = false;
 
 /** {tab, run, words} of an address like #tasks/0/node-1. */
@@ -28,9 +31,14 @@ function show() {
   element("tabs").replaceChildren(...TABS.map((name) => h("a", { href: `#${name}/${run.index}`, "aria-current": name === tab || (tab === "transcript" && name === "transcripts") ? "page" : null }, name)));
   element("runs").replaceChildren(...(runs.length > 1 ? runs.map((other) => h("a", { href: `#${tab === "transcript" ? "tasks" : tab}/${other.index}`, class: `name ${other.colour}`, "aria-current": other === run && tab !== "overview" ? "true" : null, title: other.state.path }, other.title)) : []));
   document.title = runs.length === 1 ? `${run.title} – Slipstream` : "Slipstream";
-  if (tab === "overview") views.overview.draw(runs, { curves: true, state: true });
+  drawHeads();
+  if (tab === "overview") views.overview.draw(runs, { state: true });
   else if (tab === "transcript") views.transcript.show(run, words[0] ?? "", words[1], words[2]);
   else views[tab].show(run, words.join("/"));
+}
+
+function drawHeads() {
+  element("heads").replaceChildren(...runs.map((run) => head(run, runs.length > 1)));
 }
 
 /** Put the buckets of an event behind those that are there; a new generation replaces them. */
@@ -58,8 +66,9 @@ function heard({ run: index, state, curves }) {
   const same = runs.filter((other) => other?.title === run.title);
   if (same.length > 1) for (const other of same) other.title = other.state.path;
   if (runs.includes(undefined)) return;
+  if (state) drawHeads();
   if (shown === null || runs.length !== known) show();
-  else if (shown === "overview") views.overview.draw(runs, { curves: Boolean(curves), state: Boolean(state) });
+  else if (shown === "overview") views.overview.draw(runs, { state: Boolean(state) });
   else if (shown !== "transcript" && place().run === run && performance.now() - reloaded > RELOAD_MS && !views[shown].offset) {
     reloaded = performance.now();
     views[shown].load();
@@ -87,6 +96,7 @@ function theme(wanted) {
   document.documentElement.dataset.theme = dark ? "dark" : "light";
   element("theme").textContent = dark ? "light" : "dark";
   for (const lanes of [views.timeline, views.overview.lanes]) if (lanes.found) lanes.draw();
+  shared.changed();
 }
 
 function turnTheme() {
@@ -107,10 +117,11 @@ function key(event) {
   if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
   const view = views[shown], { run, tab } = place();
   const turn = { "[": -1, "]": 1 }[event.key];
-  if (/^[1-5]$/.test(event.key)) location.hash = `#${TABS[event.key - 1]}/${run?.index ?? 0}`;
+  if (/^[1-7]$/.test(event.key)) location.hash = `#${TABS[event.key - 1]}/${run?.index ?? 0}`;
   else if (turn && run) location.hash = `#${tab === "transcript" ? "tasks" : tab}/${(run.index + turn + runs.length) % runs.length}`;
   else if (event.key === "t") turnTheme();
   else if (event.key === "c" && shown === "transcript") view.colour();
+  else if ((event.key === "n" || event.key === "p") && shown === "transcript") view.turn(event.key === "n" ? 1 : -1);
   else if (event.key === "j" || event.key === "k") view.move?.(event.key === "j" ? 1 : -1);
   else if (event.key === "Enter" && !event.target.closest("a, button")) view.open?.();
   else if (event.key === "/" && view.input) {

@@ -1,16 +1,16 @@
-// The first view: waits, curves of all runs, and what each run's broker, weights, waste and figures say.
+// The first view: tiles, who waits, curves of all runs, the newest states, and what broker, weights and waste say.
 
-import { Chart } from "./chart.js";
-import { bytes, duration, h, number, table } from "./dom.js";
+import { AXES, Chart, shared } from "./chart.js";
+import { bytes, compact, duration, h, number, table } from "./dom.js";
 import { Lanes } from "./lanes.js";
 
 const { panels, ages: AGES } = await (await fetch("api/panels")).json(); // of common/metrics.py
 const evaluations = (run) => {
   const found = {};
   for (const line of run.state.evaluations ?? []) {
-    const { policy_version: x, mean_reward: y, dataset } = line;
-    if (typeof x !== "number" || typeof y !== "number") continue;
-    (found[`evaluation ${dataset ?? ""}`] ??= []).push({ x, y, low: line.mean_reward_low ?? y, high: line.mean_reward_high ?? y });
+    const { policy_version: step, mean_reward: y, time_s, dataset } = line;
+    if (typeof step !== "number" || typeof y !== "number") continue;
+    (found[`evaluation ${dataset ?? ""}`] ??= []).push({ step, time_s, y, low: line.mean_reward_low ?? y, high: line.mean_reward_high ?? y });
   }
   return found;
 };
@@ -28,39 +28,117 @@ const LANES_MS = 4000; // between two looks at the trace
 export class Overview {
   constructor() {
     this.charts = CHARTS.map((spec) => new Chart(spec));
-    this.waits = h("section", { class: "card waits wide", "aria-live": "polite" });
+    this.tiles = h("div", { class: "tiles wide" });
+    this.waits = h("section", { class: "waits wide", "aria-label": "Who waits", "aria-live": "polite" });
+    this.opened = new Set(); // runs all of whose waits are shown
     this.facts = h("div", { class: "facts" });
+    this.system = h("details", { class: "system wide" }, h("summary", {}, "System: staleness, weights, broker, waste"), this.facts);
     this.lanes = new Lanes(true);
-    this.root = h("div", { class: "overview" }, this.waits, this.charts[0].root, this.lanes.root, this.facts, this.charts.slice(1).map((chart) => chart.root));
+    this.root = h("div", { class: "overview" }, this.tiles, this.waits, this.controls(), this.charts.map((chart) => chart.root), this.lanes.root, this.system);
   }
 
-  draw(runs, { curves, state }) {
-    if (curves || state) this.charts.forEach((chart) => chart.draw(runs));
+  /** What all charts share: the x axis, the smoothing, and the way back from a zoom. */
+  controls() {
+    const redraw = (shared.changed = () => {
+      this.reset.hidden = !shared.zoom;
+      this.charts.forEach((chart) => chart.draw(this.runs));
+    });
+    this.reset = h("button", { type: "button", hidden: true, onclick: () => { shared.zoom = null; redraw(); } }, "whole run");
+    const axes = Object.keys(AXES).map((axis) => h("button", { type: "button", role: "radio", "aria-checked": String(axis === shared.axis), "data-axis": axis, onclick: (event) => {
+      [shared.axis, shared.zoom] = [axis, null];
+      for (const other of event.target.parentNode.children) other.setAttribute("aria-checked", String(other === event.target));
+      redraw();
+    } }, axis));
+    const weight = h("output", {}, "off");
+    const slider = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: 0, "aria-label": "Smoothing", oninput: (event) => {
+      shared.smoothing = Number(event.target.value);
+      weight.textContent = shared.smoothing ? shared.smoothing.toFixed(2) : "off";
+      redraw();
+    } });
+    return h("div", { class: "controls wide" }, h("div", { role: "radiogroup", "aria-label": "Horizontal axis", class: "choice" }, axes),
+      h("label", {}, "smoothing", slider, weight), this.reset, h("span", { class: "quiet hint" }, "drag to zoom, double-click for the whole run"));
+  }
+
+  draw(runs, { state }) {
+    this.runs = runs;
+    const several = runs.length > 1;
+    this.charts.forEach((chart) => chart.draw(runs));
+    this.tiles.replaceChildren(...TILES.map((tile) => drawTile(tile, runs)));
     if (!state) return;
-    this.lanes.root.hidden = runs.length > 1;
-    if (runs.length === 1 && performance.now() - (this.lanesAt ?? -LANES_MS) > LANES_MS) {
+    this.lanes.root.hidden = several;
+    if (!several && performance.now() - (this.lanesAt ?? -LANES_MS) > LANES_MS) {
       this.lanesAt = performance.now();
       this.lanes.show(runs[0], "");
     }
-    const over = runs.every((run) => run.state.finished);
-    this.waits.replaceChildren(h("h2", {}, over ? "Result" : "Who waits for whom"), ...runs.map((run) => waits(run, runs.length > 1)));
-    this.facts.replaceChildren(...runs.map((run) => facts(run, runs.length > 1)));
-    this.facts.classList.toggle("several", runs.length > 1);
+    this.waits.replaceChildren(...runs.map((run) => this.strip(run, several)));
+    this.facts.replaceChildren(...runs.map((run) => facts(run, several)));
+    this.facts.classList.toggle("several", several);
+  }
+
+  /** One line for what a run waits for, all of them when a person has to act; a finished run has its result there. */
+  strip(run, several) {
+    const { stalls = [], note, learner, live, phase, figures = {}, finished } = run.state;
+    const name = several ? h("span", { class: `name ${run.colour}` }, run.title) : "";
+    if (finished) return h("div", { class: "strip finished" }, name, h("p", {}, h("strong", {}, `Finished: ${number(finished.steps)} of ${number(finished.of)} steps`), finished.words));
+    const urgent = (learner?.alarms ?? []).map((alarm) => h("li", { class: "urgent" }, alarm)); // watch rules
+    if (phase === "failed") urgent.unshift(h("li", { class: "urgent" }, "The learner has failed. ", h("a", { href: `#logs/${run.index}/learner-0.log` }, "show its log")));
+    const calm = [];
+    for (const stall of stalls) (stall.urgent ? urgent : calm).push(h("li", { class: stall.urgent ? "urgent" : "" }, h("span", { class: "text" }, stall.text), " ",
+      h("a", { href: `#${stall.tab}/${run.index}/${encodeURIComponent(stall.find)}` }, stall.find ? `show ${stall.find}` : `show ${stall.tab}`)));
+    if (!urgent.length && !calm.length) calm.push(h("li", { class: "quiet" }, note || (live ? `Nobody waits for long; the learner is ${learner?.state}.` : "Nothing is known yet.")));
+    else if (note) calm.push(h("li", { class: "quiet" }, note));
+    if (figures.advice) calm.push(h("li", { class: "quiet" }, `Advice: ${figures.advice}`));
+    const lines = [...urgent, ...calm], shown = urgent.length || 1, rest = lines.slice(shown);
+    const turn = () => (this.opened.has(run.index) ? this.opened.delete(run.index) : this.opened.add(run.index));
+    const more = rest.length ? h("details", { open: this.opened.has(run.index) }, h("summary", { onclick: turn }, `${rest.length} more`), h("ul", {}, rest)) : "";
+    return h("div", { class: `strip ${urgent.length ? "urgent" : ""}` }, name, h("h2", {}, "Who waits"), h("ul", {}, lines.slice(0, shown)), more);
   }
 }
 
-const title = (run) => h("h2", { class: `name ${run.colour}` }, run.title);
+const signed = (value) => `${value < 0 ? "−" : "+"}${number(Math.abs(value))}`;
 
-function waits(run, several) {
-  const { stalls = [], note, learner, live, finished } = run.state;
-  if (finished) return h("div", {}, several ? title(run) : "", h("p", { class: "finished" }, h("strong", {}, `Finished: ${number(finished.steps)} of ${number(finished.of)} steps`), finished.words));
-  const lines = stalls.map((stall) => h("li", { class: stall.urgent ? "urgent" : "" }, h("span", { class: "text" }, stall.text), " ",
-    h("a", { href: `#${stall.tab}/${run.index}/${encodeURIComponent(stall.find)}` }, stall.find ? `show ${stall.find}` : `show ${stall.tab}`)));
-  for (const alarm of learner?.alarms ?? []) lines.unshift(h("li", { class: "urgent" }, alarm)); // watch rules
-  if (note) lines.unshift(h("li", { class: "quiet" }, note));
-  if (!lines.length) lines.push(h("li", { class: "quiet" }, live ? `The learner is ${learner?.state}. No wait is long enough to name.` : "Nothing is known yet."));
-  return h("div", {}, several ? title(run) : "", h("ul", {}, lines));
+/** Each: the title, and of a run its figure and the words below it. */
+const TILES = [
+  ["Reward", ({ now = {} }) => {
+    const change = now.reward - now.reward_before;
+    return [number(now.reward), typeof now.reward_before === "number" ? [h("b", { class: change < 0 ? "down" : "up" }, signed(change)), " in ten steps"] : "mean of the newest steps"];
+  }],
+  ["Held-out accuracy", ({ evaluations: lines = [], finished }) => {
+    const [dataset, value] = Object.entries(finished?.held_out ?? {})[0] ?? [];
+    if (value !== undefined) return [number(value), `${dataset}, final model`];
+    const newest = lines.at(-1), first = lines.find((line) => line.dataset === newest?.dataset);
+    if (!newest) return ["–", "no evaluation yet"];
+    const change = newest.mean_reward - first.mean_reward;
+    return [number(newest.mean_reward), [newest === first ? "" : h("b", { class: change < 0 ? "down" : "up" }, signed(change)), newest === first ? "" : " since the first; ", `version ${number(newest.policy_version)}, ${newest.dataset ?? ""}`]];
+  }],
+  ["Trained tokens/s", ({ now = {}, live, broker, generated_per_s: rate }) => [now.trained_per_s ? compact(Math.round(now.trained_per_s)) : "–",
+    live ? `${compact(Math.round(rate ?? 0))} generated per second` : broker ? `${compact(broker.tokens_generated_total)} generated in all` : "over the newest ten steps"]],
+  ["Step time", ({ now = {} }) => [duration(now.step_s), now.step_s ? `${Math.round((100 * now.idle_s) / now.step_s)} % of it waiting for groups` : "no step yet"]],
+];
+
+function drawTile([title, of], runs) {
+  const several = runs.length > 1;
+  return h("section", { class: "card tile" }, h("h2", {}, title), runs.map((run) => {
+    const [value, words] = of(run.state);
+    return h("div", { class: "of" }, several ? h("span", { class: `name ${run.colour}`, title: run.title }) : "", h("strong", {}, value), h("span", { class: "quiet" }, words));
+  }));
 }
+
+/** A run's name, model, state, progress, and times, above every view. */
+export function head(run, several) {
+  const { steps = 0, wanted, model = "", path, phase = "connecting", elapsed_s, left_s, finished } = run.state;
+  const done = finished?.steps ?? steps, times = [];
+  if (typeof elapsed_s === "number") times.push(`${duration(elapsed_s)} elapsed`);
+  if (typeof left_s === "number") times.push(`${duration(left_s)} left`);
+  return h("div", { class: "head" }, h("strong", { class: several ? `name ${run.colour}` : "", title: path }, run.title),
+    model ? h("span", { class: "quiet model", title: model }, model.replace(/\/+$/, "").split("/").slice(-2).join("/")) : "",
+    h("span", { class: `badge ${/^[\w ]+$/.test(phase) ? phase.replaceAll(" ", "-") : ""}` }, phase),
+    wanted ? h("progress", { max: wanted, value: Math.min(done, wanted), "aria-label": "Steps done" }) : "",
+    h("span", { class: "done" }, `${number(done)}${wanted ? ` of ${number(wanted)}` : ""} steps`), h("span", { class: "quiet" }, times.join(", ")),
+    (run.state.files ?? []).map((name) => h("a", { href: `api/runs/${run.index}/files/${name}`, download: true }, name)));
+}
+
+const title = (run) => h("h2", { class: `name ${run.colour}` }, run.title);
 
 function facts(run, several) {
   const { state } = run;
@@ -72,8 +150,7 @@ const card = (name, ...content) => h("section", { class: "card" }, h("h2", {}, n
 const list = (rows) => h("dl", {}, rows.filter(([, value]) => value !== undefined && value !== null && value !== "").flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
 
 function figures(state) {
-  const done = state.steps ? `${number(state.steps)}${state.wanted ? ` of ${number(state.wanted)}` : ""}` : "none yet";
-  return card("Now", list([["steps", done], ...Object.entries(state.figures ?? {}).map(([name, text]) => [name, text.replaceAll("  ", " · ")])]));
+  return card("Now", list([["steps", state.steps ? number(state.steps) : "none yet"], ...Object.entries(state.figures ?? {}).map(([name, text]) => [name, text.replaceAll("  ", " · ")])]));
 }
 
 function staleness({ ages: counts = [], max_staleness: bound }) {

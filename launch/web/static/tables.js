@@ -3,7 +3,6 @@
 import { duration, h, number, table } from "./dom.js";
 
 const LIMIT = 50;
-const when = (time_s) => new Date(time_s * 1000).toLocaleTimeString("en-GB");
 
 export class Table {
   /** view: title, api, columns [[name, class]], row(item, run) -> [cells], link(item, run), states, hint, query(text). */
@@ -96,7 +95,14 @@ export async function load(address) {
   }
 }
 
-export const stateCell = (state) => h("span", { class: `state ${/^\w+$/.test(state) ? state : ""}` }, state);
+// States of processes and tasks by colour: the text beside it names the state itself.
+export const KINDS = {
+  training: ["training", "ready", "taken"], generating: ["generating", "committed"], weights: ["publishing", "flipping", "joining"],
+  waiting: ["waiting", "leased"], other: [], dead: ["dead", "gone", "excluded"],
+};
+const KIND = Object.fromEntries(Object.entries(KINDS).flatMap(([kind, states]) => [kind, ...states].map((state) => [state, kind])));
+export const kindOf = (state) => KIND[state.split(",")[0]] ?? "other";
+export const stateCell = (state) => h("span", { class: `state ${kindOf(state)}` }, state);
 
 export const makeNodes = () => new Table({
   title: "Nodes", api: "nodes", hint: "id, host, state or reason  ( / )", empty: "No node is known.",
@@ -117,11 +123,22 @@ export const makeTasks = () => new Table({
   row: (task) => [String(task.serial), stateCell(task.state + (task.filtered ? ", filtered" : "")), task.step ?? "–", versions(task), number(task.attempts), number(task.reward_mean), task.nodes.join(", "), task.reason],
 });
 
+/** A number is a step, `reward>=0.5` a bound, other text a reason to keep a transcript. */
+function transcriptQuery(text) {
+  const [, sign, bound] = /^reward\s*([<>]=?|=)\s*(-?\d*\.?\d+)$/.exec(text) ?? [];
+  const least = Number(bound) + (sign === ">" ? 1e-9 : 0), most = Number(bound) - (sign === "<" ? 1e-9 : 0);
+  if (sign) return sign === "=" ? { least, most } : sign[0] === ">" ? { least } : { most };
+  return /^\d+$/.test(text) ? { step: text } : { filter: text };
+}
+
+export const transcriptLink = (t, run) => `#transcript/${run.index}/${t.serial}/${t.sample}/${t.step ?? ""}`;
+export const preview = (t) => h("div", { class: "preview" }, h("p", { class: "quiet" }, t.prompt), h("p", {}, t.answer || "–"));
+
 export const makeTranscripts = () => new Table({
-  title: "Transcripts", api: "transcripts", hint: "step, best, worst, failed  ( / )", empty: "No transcript is kept; telemetry.transcripts says which are.",
-  query: (text) => (/^\d+$/.test(text) ? { step: text } : { filter: text }),
-  columns: [["task", "right"], ["sample", "right"], ["step", "right"], ["kept as"], ["reward", "right"], ["advantage", "right"], ["tokens", "right"], ["stop"], ["node"], ["time"]],
+  title: "Transcripts", api: "transcripts", hint: "step, best, failed, reward<0.5  ( / )", empty: "No such transcript is kept; telemetry.transcripts says which are.",
+  query: transcriptQuery,
+  columns: [["task"], ["prompt and answer", "wide-cell"], ["reward", "right"], ["advantage", "right"], ["step", "right"], ["tokens", "right"], ["kept as"], ["stop"]],
   key: (t) => `${t.serial} ${t.sample} ${t.step}`,
-  link: (t, run) => `#transcript/${run.index}/${t.serial}/${t.sample}/${t.step ?? ""}`,
-  row: (t) => [String(t.serial), String(t.sample), t.step ?? "–", t.why.join(", "), number(t.reward), number(t.advantage), number(t.sampled_tokens), t.error || t.stop_reason, t.node_id, when(t.time_s)],
+  link: transcriptLink,
+  row: (t) => [`${t.serial}, sample ${t.sample}`, preview(t), number(t.reward), number(t.advantage), t.step ?? "–", number(t.sampled_tokens), t.why.join(", "), t.error || t.stop_reason],
 });

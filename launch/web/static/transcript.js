@@ -1,31 +1,54 @@
 // One episode: its turns, with every token coloured by policy version, ratio or loss mask.
 
 import { h, number } from "./dom.js";
-import { load } from "./tables.js";
+import { load, preview, transcriptLink } from "./tables.js";
 
 const MODES = ["version", "ratio", "mask"];
 const RATIOS = [[0.5, "r0", "under 0.5"], [0.8, "r1", "0.5 to 0.8"], [1.25, "r2", "0.8 to 1.25"], [2, "r3", "1.25 to 2"], [Infinity, "r4", "over 2"]];
 
 export class TranscriptView {
-  constructor() {
+  /** list: the table of transcripts; those before and after one are its neighbours there. */
+  constructor(list) {
+    this.list = list;
     this.mode = "version";
     this.body = h("div");
     this.samples = h("nav", { class: "samples", "aria-label": "Transcripts of this task" });
     this.head = h("h2");
     this.choice = h("div", { role: "radiogroup", "aria-label": "Colour of tokens", class: "choice" }, MODES.map((mode) =>
       h("button", { type: "button", role: "radio", "data-mode": mode, onclick: () => this.colour(mode) }, mode)));
-    this.root = h("section", { class: "card transcript" }, h("div", { class: "bar-top" }, this.head, this.choice), this.samples, this.body);
+    this.back = h("button", { type: "button", title: "Previous in the list (p)", onclick: () => this.turn(-1) }, "previous");
+    this.next = h("button", { type: "button", title: "Next in the list (n)", onclick: () => this.turn(1) }, "next");
+    this.root = h("section", { class: "card transcript" }, h("div", { class: "bar-top" }, this.head, this.back, this.next, this.choice), this.samples, this.body);
+  }
+
+  /** Open the neighbour in the list of transcripts, as it was last filtered. */
+  turn(by) {
+    const link = this.neighbour(by);
+    if (link) location.hash = link;
+  }
+
+  neighbour(by) {
+    const { rows } = this.list, t = this.first;
+    const at = rows.findIndex((row) => t && row.serial === t.serial && row.sample === t.sample && row.step === t.step);
+    const other = at < 0 ? null : rows[at + by];
+    return other ? transcriptLink(other, this.run) : null;
   }
 
   async show(run, task, sample, step) {
     const asked = (this.asked = `${run.index}/${task}/${sample}/${step}`);
     this.head.textContent = `Task ${task}`;
+    this.run = run;
+    if (this.list.run !== run || !this.list.rows.length) await this.list.show(run, "");
     const listed = await load(`api/runs/${run.index}/transcripts?task=${encodeURIComponent(task)}&limit=64`);
     if (asked !== this.asked) return;
     const rows = listed.rows ?? [];
     this.choice.hidden = !rows.length;
     const first = sample === undefined || sample === "" ? rows[0] : rows.find((t) => String(t.sample) === sample && (step === "" || step === undefined || String(t.step) === step));
-    this.samples.replaceChildren(...rows.map((t) => h("a", { href: `#transcript/${run.index}/${t.serial}/${t.sample}/${t.step ?? ""}`, "aria-current": t === first ? "true" : null }, `sample ${t.sample}, ${t.why.join(" ")}, reward ${number(t.reward)}`)));
+    this.first = first;
+    this.back.disabled = !this.neighbour(-1);
+    this.next.disabled = !this.neighbour(1);
+    this.samples.replaceChildren(...rows.map((t) => h("a", { href: transcriptLink(t, run), "aria-current": t === first ? "true" : null },
+      h("span", {}, `sample ${t.sample} `, h("b", {}, `reward ${number(t.reward)}`), ` ${t.why.join(", ")}`), preview(t))));
     if (!first) {
       this.found = null;
       this.body.replaceChildren(h("p", { class: "quiet" }, listed.refused ?? "No transcript of this task is kept; telemetry.transcripts says which are. ", listed.refused ? "" : h("a", { href: `#transcripts/${run.index}` }, "show those that are kept")));

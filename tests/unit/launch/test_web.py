@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import socket
+import time
 from typing import Any
 
 import msgspec
@@ -21,12 +22,12 @@ from common.transcripts import Transcript, Turn
 from launch.cli import main
 from launch.observe.curves import BUCKETS, Curves
 from launch.resolve_target import config_of
-from launch.web.app import TOKENS, Hub, bounded, make_app
+from launch.web.app import TOKENS, Hub, bounded, make_app, preview
 from launch.web.run_view import PIECES, BrowserCopy, Lanes, RunView, _stall
 from learner.loop.run_files import write_record
 from tests.rigs.configs import LEARNER, living_broker, node_status, refusal, status_of, write_broker
 from tests.rigs.refusals import refused
-from tests.rigs.telemetry import Fixture, read_line
+from tests.rigs.telemetry import ENDED_S, Fixture, read_line
 
 TOKEN = "a-token-of-the-test"
 FIRST = slice(9)
@@ -116,7 +117,7 @@ def test_the_page_changes_nothing_under_the_run(recorded):
 
     before = content()
     page = client(recorded)
-    for name in ("nodes", "lanes", "tasks", "transcripts"):
+    for name in ("nodes", "lanes", "tasks", "transcripts", "config", "logs"):
         assert page.get(f"/api/runs/0/{name}").status_code == 200
     for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"):
         for path in PATHS:
@@ -206,7 +207,67 @@ def test_the_state_has_the_figures_of_top_and_status(recorded):
     assert state["waste"]["lost"]["tokens"] == 40 * 768 // 20
     assert state["broker"]["groups_ready"] == 3 and state["broker"]["oldest_lease_s"] == 400.0
     assert state["learner"]["deliveries"][0]["stage"] == "flipping"
+    assert (state["phase"], state["left_s"], state["elapsed_s"]) == (
+        "not running",
+        None,
+        round(ENDED_S - state["started_s"]),
+    )
+    lines = [json.loads(line) for line in recorded.metrics.read_text().splitlines()]
+    rewards = [line["reward_mean"] for line in lines]
+    assert state["now"]["reward"] == pytest.approx(np.mean(rewards[-10:]))
+    assert state["now"]["reward_before"] == pytest.approx(np.mean(rewards[-20:-10]))
+    assert state["now"]["trained_per_s"] == pytest.approx(7680 / sum(line["step_s"] for line in lines[-10:]))
     assert dict(state["versions"]) == {40: 2, 39: 2} and state["states"] == {"generating": 2, "flipping": 1, "gone": 1}
+
+
+def test_the_time_left_of_a_living_job_is_that_of_its_steps(config, run):
+    lines = [read_line(step, policy_version=step + 1, step_s=3.0, time_s=time.time()) for step in range(2)]
+    run.metrics.write_bytes(msgspec.json.Encoder().encode_lines(lines))
+    write_json(run.run_json, {"name": "x", "started_s": time.time() - 100})
+    with living_broker(config):
+        state = read(RunView(run)).state
+    assert (state["left_s"], state["model"]) == ((config.run.steps - 2) * 3.0, config.model.path)
+    assert 100 <= state["elapsed_s"] <= 160
+
+
+@pytest.mark.parametrize(("ended", "phase"), [("failed", "failed"), ("drained", "stopped"), ("running", "running")])
+def test_a_job_that_is_not_live_says_how_its_learner_ended(run, ended, phase):
+    write_record(run, 0, ended, 3)
+    assert read(RunView(run)).state["phase"] == phase
+
+
+def test_config_and_logs_are_shown_as_they_are_and_only_the_end_of_a_log(recorded, tmp_path):
+    page = client(recorded)
+    assert page.get("/api/runs/0/config").json()["text"] == recorded.config.read_text()
+    assert page.get("/api/runs/0/logs").json() == {"names": [], "shown": "", "text": ""}
+    run = RunDir(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    for number, name in enumerate(("broker-0.log", "learner-0.log")):
+        (run.logs / name).write_text(f"begin of {name}\n" + "x" * 70_000 + f"\nend of {name}\n")
+        os.utime(run.logs / name, (number, number))
+    page = client(run)
+    found = page.get("/api/runs/0/logs").json()
+    assert (found["names"], found["shown"]) == (["learner-0.log", "broker-0.log"], "learner-0.log")
+    assert found["text"].endswith("end of learner-0.log") and "begin" not in found["text"]
+    assert page.get("/api/runs/0/logs?filter=broker-0.log").json()["text"].endswith("end of broker-0.log")
+    assert page.get("/api/runs/0/logs?filter=../run.json").json()["shown"] == "learner-0.log"
+    refused_ = page.get("/api/runs/0/config")
+    assert refused_.status_code == 404 and "config.yaml" in refused_.json()["refused"]
+    (run.logs / "learner-1.log").symlink_to("/etc/hostname")
+    assert "leads out" in page.get("/api/runs/0/logs").json()["refused"]
+
+
+def test_a_report_and_a_trace_are_offered_once_they_are_there(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.report.mkdir(parents=True)
+    assert client(run).get("/api/runs/0/files/report.html").status_code == 404
+    (run.report / "report.html").write_text("<h1>the report</h1>")
+    (run.path / "trace.json").symlink_to("/etc/hostname")
+    page = client(run)
+    answer = page.get("/api/runs/0/files/report.html")
+    assert answer.text == "<h1>the report</h1>" and "attachment" in answer.headers["content-disposition"]
+    assert "leads out" in page.get("/api/runs/0/files/trace.json").json()["refused"]
+    assert page.get("/api/runs/0/files/run.json").status_code == 404
 
 
 def test_a_living_broker_is_asked_and_its_waits_lead_to_what_ends_them(config, run):
@@ -290,6 +351,18 @@ def test_transcripts_are_found_by_why_they_are_kept_and_cut_into_pages(recorded)
     assert page.get("/api/runs/0/transcripts?filter=nothing").json() == {"total": 0, "more": False, "rows": []}
 
 
+def test_transcripts_are_found_by_reward_and_begin_with_a_preview(recorded):
+    page = client(recorded)
+    everything = page.get("/api/runs/0/transcripts?limit=200").json()["rows"]
+    best = page.get("/api/runs/0/transcripts?limit=200&least=0.5").json()["rows"]
+    rest = page.get("/api/runs/0/transcripts?limit=200&most=0.5").json()["rows"]
+    assert {row["reward"] for row in best} == {1.0} and {row["reward"] for row in rest} == {0.0}
+    assert len(best) + len(rest) == len(everything)
+    assert best[0]["prompt"] == "What is 412 + 309?" and best[0]["answer"].endswith("</think> 721")
+    long = preview(transcript_of(Turn(author="policy", text="a\n b " * 5000, tokens=[], pieces=[])))
+    assert len(long["answer"]) <= 240 and "\n" not in long["answer"] and long["turns"] == []
+
+
 def test_a_browser_gets_everything_once_and_then_what_is_new(tmp_path):
     fixture = Fixture(tmp_path / "run", 10)
     fixture.write(0, 4)
@@ -332,7 +405,7 @@ def test_the_page_without_a_script_has_the_newest_figures_escaped(tmp_path):
     text = client(fixture.run).get("/").text
     assert "<noscript>" in text and "of 2" in text and "last known" in text
     text = client(RunDir(tmp_path / EVIL.replace("/", ""))).get("/").text
-    assert "<img" not in text and text.count("<script") == 1 and "&lt;script&gt;" in text
+    assert "<img" not in text and text.count("<script") == 2 and "&lt;script&gt;" in text
 
 
 def test_the_table_without_javascript_has_the_sentences_of_watch_rules(tmp_path):
