@@ -66,7 +66,8 @@ documents = st.lists(st.tuples(number, number, st.booleans()), max_size=40)
 def test_advantages_and_returns_are_the_sums_of_their_definition(
     level: str, places: list[tuple[float, float, bool]], gamma: float, lam: float, lam_values: float
 ) -> None:
-    rewards, values, mask = ([place[i] for place in places] for i in range(3))
+    rewards, values = ([place[i] for place in places] for i in range(2))
+    mask = [kept for *_, kept in places]
     found = LEVELS[level](*arrays(rewards, values, mask), gamma=gamma, lam=lam, lam_values=lam_values)
     wanted, _ = by_definition(rewards, values, mask, level, gamma=gamma, lam=lam)
     _, returns = by_definition(rewards, values, mask, level, gamma=gamma, lam=lam_values)
