@@ -36,7 +36,6 @@ CRITIC: dict[str, Any] = {
 LAYOUTS: list[dict[str, Any]] = [
     {"name": "one"},
     {"name": "dp2", "ranks": 2},
-    {"name": "tp2", "parallel": {"tensor": 2}},
     {"name": "pp2", "parallel": {"pipeline": 2}},
     {"name": "cp2", "parallel": {"context": 2}},
 ]
