@@ -67,12 +67,14 @@ class Standing:
         return f"certified: {len(made.checks)} checks on {made.ranks} CPU ranks, {made.made} ({self.file})"
 
     def keep(self, run: RunDir) -> None:
-        """Put a certificate that stands into the run folder, and take another one out of it. Raises as `unwritable`."""
+        """Put a certificate that stands into the run folder, in the place of another one. Raises as `unwritable`."""
         target = run.path / IN_RUN
+        if target.absolute() == self.file.absolute():  # the folder is where it was found
+            return
         try:
             if self.certificate is None or self.why:
                 target.unlink(missing_ok=True)
-            elif target.absolute() != self.file.absolute():
+            else:
                 write_json(target, self.certificate)
         except OSError as error:
             raise unwritable("run.dir", run.path, error) from error
