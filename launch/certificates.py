@@ -114,8 +114,12 @@ def lapse(found: Certificate, config: BaseConfig, document: dict[str, object]) -
     if found.source != learner_digest():
         return f"the learner's code is not that of commit {(found.commit or 'unknown')[:10]} any more; {MAKE}"
     for key, then, now in differences(found.covers, covered(config, document)):
-        return f"{key} was {then!r} and now is {now!r}; {MAKE}"
+        return f"{key} was {_shown(then)} and now is {_shown(now)}; {MAKE}"
     return ""
+
+
+def _shown(value: object) -> str:
+    return "its default" if value is None else repr(value)
 
 
 def first_line(config: BaseConfig, file: str) -> tuple[str, Standing]:
