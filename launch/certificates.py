@@ -67,12 +67,14 @@ class Standing:
         return f"certified: {len(made.checks)} checks on {made.ranks} CPU ranks, {made.made} ({self.file})"
 
     def keep(self, run: RunDir) -> None:
-        """Put a certificate that stands into the run folder, and take another one out of it. Raises as `unwritable`."""
+        """Put a certificate that stands into the run folder, in the place of another one. Raises as `unwritable`."""
         target = run.path / IN_RUN
+        if target.absolute() == self.file.absolute():  # the folder is where it was found
+            return
         try:
             if self.certificate is None or self.why:
                 target.unlink(missing_ok=True)
-            elif target.absolute() != self.file.absolute():
+            else:
                 write_json(target, self.certificate)
         except OSError as error:
             raise unwritable("run.dir", run.path, error) from error
@@ -112,8 +114,12 @@ def lapse(found: Certificate, config: BaseConfig, document: dict[str, object]) -
     if found.source != learner_digest():
         return f"the learner's code is not that of commit {(found.commit or 'unknown')[:10]} any more; {MAKE}"
     for key, then, now in differences(found.covers, covered(config, document)):
-        return f"{key} was {then!r} and now is {now!r}; {MAKE}"
+        return f"{key} was {_shown(then)} and now is {_shown(now)}; {MAKE}"
     return ""
+
+
+def _shown(value: object) -> str:
+    return "its default" if value is None else repr(value)
 
 
 def first_line(config: BaseConfig, file: str) -> tuple[str, Standing]:

@@ -85,6 +85,15 @@ def fold(learner: RanksConfig) -> Folded:
     return Folded(parallel, parallel.model_ranks * data, said)
 
 
+def _given(section: msgspec.Struct | None) -> dict[str, Any] | None:
+    """The keys of a section that are not at their default: a key that is new later changes no certificate."""
+    if section is None:
+        return None
+    fields = msgspec.structs.fields(section)
+    made = {f.name: f.default if f.default_factory is msgspec.NODEFAULT else f.default_factory() for f in fields}
+    return {name: value for name, value in msgspec.structs.asdict(section).items() if value != made[name]}
+
+
 def covered(config: BaseConfig, document: Mapping[str, object]) -> dict[str, Any]:
     """Everything of a config and of its model's config.json that a certificate is about, as JSON has it."""
     learner, job = config.learner, config.rl
@@ -92,16 +101,16 @@ def covered(config: BaseConfig, document: Mapping[str, object]) -> dict[str, Any
     found: dict[str, Any] = {
         "model": {name: document[name] for name in sorted(document) if name not in UNRELATED},
         "dtype": config.model.dtype,
-        "layout": {**msgspec.structs.asdict(folded.parallel), "data": folded.data},
-        "memory": learner.memory,
+        "layout": {**(_given(folded.parallel) or {}), "data": folded.data},
+        "memory": _given(learner.memory),
         "overlap": learner.overlap,
-        "moe": learner.moe,
-        "lora": learner.lora,
+        "moe": _given(learner.moe),
+        "lora": _given(learner.lora),
         "extra": learner.megatron.extra,
         "loss": "cross-entropy",
     }
     if job is not None:
         loss = msgspec.structs.replace(job.learner.loss, reference=None, kl_stop=None)
-        found |= {"loss": loss, "several_updates": learner.updates > 1}
+        found |= {"loss": _given(loss), "several_updates": learner.updates > 1}
         found |= {"temperature": job.rollout.temperature, "max_tokens": job.rollout.max_tokens}
     return msgspec.json.decode(msgspec.json.encode(found), type=dict[str, Any])

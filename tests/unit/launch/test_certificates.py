@@ -110,6 +110,14 @@ def test_it_lapses_when_a_key_that_it_covers_differs(tmp_path: Path, key: str) -
     assert f"uncertified: {key} was " in sentence(file, LAPSES[key])
 
 
+def test_a_key_that_a_later_version_adds_lapses_nothing(tmp_path: Path) -> None:
+    """Sections store what differs from the defaults."""
+    file = write_job(tmp_path, learner={"lora": {"rank": 4}, "loss": {"objective": "gspo", "clip_low": 0.1}})
+    covers = certified(file).covers
+    assert covers["lora"] == {"rank": 4} and covers["loss"] == {"objective": "gspo", "clip_low": 0.1}
+    assert (covers["moe"], covers["memory"], covers["layout"]) == ({}, {}, {"data": 1})
+
+
 def test_it_lapses_with_versions_code_and_model_and_not_with_what_it_does_not_cover(tmp_path: Path) -> None:
     file = write_job(tmp_path)
     certified(file, versions=versions() | {"slipstream": "0.0.1"})
