@@ -1,8 +1,8 @@
 """slipstream export RUN DIR [--step N | --best] [--adapter] [--upload NAME]: a run's model as a Hugging Face folder.
 
 A run that is done has one in RUN/model, which is copied. A checkpoint is converted by a process of the learner's, as
-the model, or with --adapter as a folder of its adapters alone. With --upload the folder is put on the hub, too. The
-token's rights are checked before the conversion. A failed upload leaves DIR as it is.
+the model, or with --adapter as a folder of its adapters alone. With --upload the folder is put on the hub, too. Its
+repository is made before the conversion, so that a wrong token is found first. A failed upload leaves DIR as it is.
 """
 
 import argparse
