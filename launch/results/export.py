@@ -2,8 +2,8 @@
 
 A run that is done has its model in RUN/model, which is copied. A checkpoint is converted by a process of the
 learner's, as the model, or with --adapter as a folder of its adapters alone. With --critic it is the value model, from
-RUN/critic or the checkpoint. With --upload the folder is put on the hub, too. The token's rights are checked before
-the conversion. A failed upload leaves DIR as it is.
+RUN/critic or the checkpoint. With --upload the folder is put on the hub, too. Its repository is made before the
+conversion, so that a wrong token is found first. A failed upload leaves DIR as it is.
 """
 
 import argparse
