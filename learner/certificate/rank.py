@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from common.process.lifecycle import die_with_parent, leave
 from common.process.logs import setup_logging
@@ -142,7 +143,7 @@ def run(arguments: Sequence[str]) -> int:
     import learner.megatron.backend  # noqa: F401  (before the world: it prepares for megatron)
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = torch.distributed.FileStore(str(folder / f"{name}.store"), ranks)
+    store = FileStore(str(folder / f"{name}.store"), ranks)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     measure(folder, trial_of(name))
     torch.distributed.barrier()
