@@ -1,5 +1,6 @@
 """One run as the page shows it: read from its files, and asked from its broker as an observer."""
 
+import math
 import os
 import threading
 import time
@@ -230,10 +231,11 @@ class RunView:
                 self._started_s = msgspec.json.decode(self.run.run_json.read_bytes(), type=Started).started_s
         last = self.tail.last
         end_s = time.time() if state["live"] else last.time_s if last else None
-        elapsed_s = round(end_s - self._started_s) if end_s and self._started_s else None
+        elapsed_s = end_s - self._started_s if end_s and self._started_s else math.nan
         left_s, step_s = None, state["now"]["step_s"]
         if state["live"] and last and step_s is not None and state["phase"] not in LEARNER_ENDED:
             left_s = max(0.0, (state["wanted"] or 0) - last.policy_version) * step_s
+        elapsed_s = round(elapsed_s) if math.isfinite(elapsed_s) else None
         return {"started_s": self._started_s, "elapsed_s": elapsed_s, "left_s": left_s}
 
     def news(self, copy: BrowserCopy) -> dict[str, Any] | None:

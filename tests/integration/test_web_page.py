@@ -219,7 +219,7 @@ def test_transcripts_have_previews_are_filtered_by_reward_and_have_neighbours(pa
     page.until("location.hash.startsWith('#transcript/0/192/0')")
     page.press("p")
     page.until("location.hash.startsWith('#transcript/0/196/0')")
-    assert page.get("document.querySelector('.bar-top button').disabled"), "it is the first of the list"
+    page.until("document.querySelector('.bar-top button').disabled")  # it is the first of the list
     page.press("Escape")
 
 

@@ -167,7 +167,7 @@ export class Chart {
     const quiet = colour("quiet"), axis = AXES[shared.axis], series = [{}], bands = [];
     this.drawn.forEach((line, index) => {
       const stroke = paint(line);
-      const points = line.dots ? { show: true, size: 8, width: 2, stroke, fill: colour("card") } : { show: () => this.drawn[index].x.length < 2 };
+      const points = line.dots ? { show: true, size: 8, width: 2, stroke, fill: colour("card") } : { show: () => this.drawn[index].x.length < 2, size: 8, fill: stroke };
       series.push({ stroke, width: line.dots ? 0 : 1.7, dash: line.dash ? [5, 3] : undefined, points, paths: line.dots ? () => null : undefined });
       const at = series.length;
       if (line.band) {
