@@ -278,13 +278,14 @@ def test_text_of_a_run_is_never_html(page, tmp_path):
     run.logs.mkdir()
     (run.logs / "learner-0.log").write_text(EVIL)
     with serving(tmp_path, str(run.path)) as (address, _):
-        for tab in ("overview", "nodes/0", "tasks/0", "transcripts/0", "config/0", "logs/0", "transcript/0/7"):
+        for tab in ("overview", "nodes/0", "tasks/0", "transcripts/0", "logs/0", "transcript/0/7"):
             page.open("about:blank")
             page.open(f"{address}#{tab}")
             page.has("<img src=x onerror=")
             assert page.get("document.images.length + document.querySelectorAll('main script').length") == 0
             if tab == "overview":  # a watch rule's sentence comes first
                 assert page.get("document.querySelector('.waits li.urgent').textContent") == EVIL
+        page.until("document.querySelectorAll('.turn pre').length === 2")
         assert page.get("document.querySelectorAll('pre')[0].textContent") == EVIL + "</pre>"
         assert page.get("document.querySelectorAll('pre')[1].textContent") == EVIL
         page.open("about:blank")
