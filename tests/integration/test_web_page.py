@@ -298,7 +298,7 @@ def test_several_runs_are_drawn_side_by_side(page, fixture, tmp_path):
         page.open(address)
         page.until("document.querySelector('.chart').querySelectorAll('.key').length === 2")
         page.until("document.querySelectorAll('.facts .run').length === 2")
-        page.until(f"{PIXELS % 'c0'} > 50 && {PIXELS % 'c1'} > 50")
+        page.until(f"{PIXELS % 'c0'} > 20 && {PIXELS % 'c1'} > 20")
         page.press("4")
         page.until("document.querySelectorAll('tbody tr').length > 0")
         page.press("]")
