@@ -10,7 +10,7 @@ const SECONDS = [1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200
 /** What the x axis counts: how the value of a bucket is found, and how it is written. */
 export const AXES = {
   step: { of: ({ curves }, i) => Math.min((i + 0.5) * curves.width - 0.5, curves.last), text: (x) => `step ${number(Math.round(x))}`, tick: compact, ticks: STEPS },
-  time: { of: ({ curves, state }, i) => curves.mean.time_s[i] - (state.started_s ?? curves.mean.time_s[0]), text: (x) => `after ${duration(x)}`, tick: (x) => (x ? duration(x) : "0"), ticks: SECONDS },
+  time: { of: ({ curves, state }, i) => curves.mean.time_s[i] - (state.started_s ?? curves.mean.time_s[0]), text: (x) => `after ${duration(x)}`, tick: (x) => (x === 0 ? "0" : x >= 120 && x < 7200 ? `${+(x / 60).toFixed(1)} min` : duration(x)), ticks: SECONDS },
   tokens: { of: ({ curves }, i) => curves.mean.tokens_trained_total[i], text: (x) => `${compact(Math.round(x))} trained tokens`, tick: compact, ticks: STEPS },
 };
 

@@ -63,7 +63,7 @@ function heard({ run: index, state, curves }) {
   if (state) run.state = state;
   if (curves) merge(run, curves);
   run.title = run.state.name ?? "";
-  const same = runs.filter((other) => other?.title === run.title);
+  const same = runs.filter((other) => other && other.state.name === run.state.name);
   if (same.length > 1) for (const other of same) other.title = other.state.path;
   if (runs.includes(undefined)) return;
   if (state) drawHeads();
