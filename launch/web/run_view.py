@@ -1,5 +1,6 @@
 """One run as the page shows it: read from its files, and asked from its broker as an observer."""
 
+import math
 import os
 import threading
 import time
@@ -100,7 +101,7 @@ class Lanes:
 LEDGER_EVERY_S, LEDGER_SHARE = 5.0, 0.05  # A long ledger is asked for in this share of the time at most.
 RECENT, EVALUATIONS = 64, 1000  # lines of a run that are kept
 FILES = {"report.html": "report/report.html", "trace.json": "trace.json"}  # below RUN; the page offers them
-BEFORE = slice(2 * (LATEST.start or 0), LATEST.start)  # the steps before the latest
+BEFORE = slice(-20, -10)  # the steps before LATEST
 
 
 class BrowserCopy:
@@ -194,7 +195,6 @@ class RunView:
             self.nodes = [*present, *left]
             state["stalls"] = [_stall(stall, seen) for stall in stalls_of(seen)[:SHOWN_STALLS]]
             state["wasted"] = waste_sentence(seen.status)
-            state["generated_per_s"] = sum(node["tokens_per_s"] for node in present if node["state"] != "gone")
             state["states"] = Counter(node["state"] for node in present)
             versions = Counter(node["policy_version"] for node in present)
             state["versions"] = sorted(versions.items(), reverse=True)[:16]
@@ -230,10 +230,11 @@ class RunView:
                 self._started_s = msgspec.json.decode(self.run.run_json.read_bytes(), type=Started).started_s
         last = self.tail.last
         end_s = time.time() if state["live"] else last.time_s if last else None
-        elapsed_s = round(end_s - self._started_s) if end_s and self._started_s else None
+        elapsed_s = end_s - self._started_s if end_s and self._started_s else math.nan
         left_s, step_s = None, state["now"]["step_s"]
         if state["live"] and last and step_s is not None and state["phase"] not in LEARNER_ENDED:
             left_s = max(0.0, (state["wanted"] or 0) - last.policy_version) * step_s
+        elapsed_s = round(elapsed_s) if math.isfinite(elapsed_s) else None
         return {"started_s": self._started_s, "elapsed_s": elapsed_s, "left_s": left_s}
 
     def news(self, copy: BrowserCopy) -> dict[str, Any] | None:
@@ -285,7 +286,7 @@ class Started(msgspec.Struct, frozen=True):
 
 
 def newest(tail: MetricsTail[StepMetrics]) -> dict[str, float | None]:
-    """Means of the last ten steps, and the reward's of the ten before; trained tokens per second. None: not known."""
+    """Means of the last ten steps, and the reward's of the ten before; tokens per second. None: not known."""
     found = {
         "reward": tail.mean(lambda line: line.reward_mean, LATEST),
         "reward_before": tail.mean(lambda line: line.reward_mean, BEFORE),
@@ -293,7 +294,13 @@ def newest(tail: MetricsTail[StepMetrics]) -> dict[str, float | None]:
         "idle_s": tail.mean(lambda line: line.learner_idle_s, LATEST),
     }
     tokens, step_s = tail.mean(lambda line: line.tokens_trained, LATEST), found["step_s"]
-    return found | {"trained_per_s": tokens / step_s if tokens is not None and step_s else None}
+    found["trained_per_s"] = tokens / step_s if tokens is not None and step_s else None
+    found["generated_per_s"] = None
+    if ends := tail.lines[BEFORE.stop - 1 :]:
+        generated = ends[-1].tokens_generated_total - ends[0].tokens_generated_total
+        seconds = ends[-1].time_s - ends[0].time_s
+        found["generated_per_s"] = generated / seconds if generated >= 0 and seconds > 0 else None
+    return found
 
 
 def _stall(stall: Stall, seen: Observation) -> dict[str, Any]:

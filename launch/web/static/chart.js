@@ -10,7 +10,7 @@ const SECONDS = [1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200
 /** What the x axis counts: how the value of a bucket is found, and how it is written. */
 export const AXES = {
   step: { of: ({ curves }, i) => Math.min((i + 0.5) * curves.width - 0.5, curves.last), text: (x) => `step ${number(Math.round(x))}`, tick: compact, ticks: STEPS },
-  time: { of: ({ curves, state }, i) => curves.mean.time_s[i] - (state.started_s ?? curves.mean.time_s[0]), text: (x) => `after ${duration(x)}`, tick: (x) => (x ? duration(x) : "0"), ticks: SECONDS },
+  time: { of: ({ curves, state }, i) => curves.mean.time_s[i] - (state.started_s ?? curves.mean.time_s[0]), text: (x) => `after ${duration(x)}`, tick: (x) => (x === 0 ? "0" : x >= 120 && x < 7200 ? `${+(x / 60).toFixed(1)} min` : duration(x)), ticks: SECONDS },
   tokens: { of: ({ curves }, i) => curves.mean.tokens_trained_total[i], text: (x) => `${compact(Math.round(x))} trained tokens`, tick: compact, ticks: STEPS },
 };
 
@@ -117,8 +117,9 @@ export class Chart {
     const bounds = [...new Set(runs.map((run) => this.spec.bound && this.spec.bound(run)).filter((bound) => typeof bound === "number"))];
     this.measure(bounds);
     const [x0, x1] = this.x, axis = AXES[shared.axis];
-    const tables = drawn.map((line) => [line.x, line.y, ...(line.band ? [line.low, line.high] : []), ...(line.raw ? [line.raw] : [])]);
-    const data = uPlot.join([...tables, ...bounds.map((bound) => [[x0, x1], [bound, bound]])]);
+    const bands = drawn.filter(({ band }) => band).map((line) => [line.x, line.low, line.high]); // below all lines
+    const raws = drawn.filter(({ raw }) => raw).map((line) => [line.x, line.raw]);
+    const data = uPlot.join([...bands, ...raws, ...drawn.map((line) => [line.x, line.y]), ...bounds.map((bound) => [[x0, x1], [bound, bound]])]);
     const shape = JSON.stringify([drawn.map(({ label, colour, dash, dots, band, raw }) => [label, colour, dash, dots, band, Boolean(raw)]), bounds.length, this.log, shared.axis, document.documentElement.dataset.theme]);
     if (this.u && shape === this.shape) this.u.setData(data);
     else {
@@ -165,16 +166,16 @@ export class Chart {
     const style = getComputedStyle(this.plot), colour = (name) => style.getPropertyValue(`--${name}`).trim();
     const paint = (line) => colour(`c${line.colour.split("-")[1]}`);
     const quiet = colour("quiet"), axis = AXES[shared.axis], series = [{}], bands = [];
+    const hidden = { stroke: "transparent", points: { show: false } };
+    for (const line of this.drawn) if (line.band) {
+      series.push({ ...hidden }, { ...hidden });
+      bands.push({ series: [series.length - 1, series.length - 2], fill: `${paint(line)}2b` });
+    }
+    for (const line of this.drawn) if (line.raw) series.push({ stroke: `${paint(line)}55`, width: 1, points: { show: false } });
     this.drawn.forEach((line, index) => {
       const stroke = paint(line);
-      const points = line.dots ? { show: true, size: 8, width: 2, stroke, fill: colour("card") } : { show: () => this.drawn[index].x.length < 2 };
+      const points = line.dots ? { show: true, size: 8, width: 2, stroke, fill: colour("card") } : { show: () => this.drawn[index].x.length < 2, size: 8, fill: stroke };
       series.push({ stroke, width: line.dots ? 0 : 1.7, dash: line.dash ? [5, 3] : undefined, points, paths: line.dots ? () => null : undefined });
-      const at = series.length;
-      if (line.band) {
-        series.push({ stroke: "transparent", points: { show: false } }, { stroke: "transparent", points: { show: false } });
-        bands.push({ series: [at + 1, at], fill: `${stroke}2b` });
-      }
-      if (line.raw) series.push({ stroke: `${stroke}55`, width: 1, points: { show: false } });
     });
     for (const _ of bounds) series.push({ stroke: colour("bad"), width: 1, dash: [6, 4], points: { show: false } });
     return {

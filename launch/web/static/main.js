@@ -63,7 +63,7 @@ function heard({ run: index, state, curves }) {
   if (state) run.state = state;
   if (curves) merge(run, curves);
   run.title = run.state.name ?? "";
-  const same = runs.filter((other) => other?.title === run.title);
+  const same = runs.filter((other) => other && other.state.name === run.state.name);
   if (same.length > 1) for (const other of same) other.title = other.state.path;
   if (runs.includes(undefined)) return;
   if (state) drawHeads();
@@ -121,7 +121,7 @@ function key(event) {
   else if (turn && run) location.hash = `#${tab === "transcript" ? "tasks" : tab}/${(run.index + turn + runs.length) % runs.length}`;
   else if (event.key === "t") turnTheme();
   else if (event.key === "c" && shown === "transcript") view.colour();
-  else if ((event.key === "n" || event.key === "p") && shown === "transcript") view.turn(event.key === "n" ? 1 : -1);
+  else if ((event.key === "n" || event.key === "p") && shown === "transcript") view.go(event.key === "n" ? 1 : -1);
   else if (event.key === "j" || event.key === "k") view.move?.(event.key === "j" ? 1 : -1);
   else if (event.key === "Enter" && !event.target.closest("a, button")) view.open?.();
   else if (event.key === "/" && view.input) {

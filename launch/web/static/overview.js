@@ -1,7 +1,7 @@
 // The first view: tiles, who waits, curves of all runs, the newest states, and what broker, weights and waste say.
 
 import { AXES, Chart, shared } from "./chart.js";
-import { bytes, compact, duration, h, number, table } from "./dom.js";
+import { bytes, duration, h, number, table } from "./dom.js";
 import { Lanes } from "./lanes.js";
 
 const { panels, ages: AGES } = await (await fetch("api/panels")).json(); // of common/metrics.py
@@ -111,8 +111,8 @@ const TILES = [
     const change = newest.mean_reward - first.mean_reward;
     return [number(newest.mean_reward), [newest === first ? "" : h("b", { class: change < 0 ? "down" : "up" }, signed(change)), newest === first ? "" : " since the first; ", `version ${number(newest.policy_version)}, ${newest.dataset ?? ""}`]];
   }],
-  ["Trained tokens/s", ({ now = {}, live, broker, generated_per_s: rate }) => [now.trained_per_s ? compact(Math.round(now.trained_per_s)) : "–",
-    live ? `${compact(Math.round(rate ?? 0))} generated per second` : broker ? `${compact(broker.tokens_generated_total)} generated in all` : "over the newest ten steps"]],
+  ["Trained tokens/s", ({ now = {} }) => [number(now.trained_per_s && Math.round(now.trained_per_s)),
+    typeof now.generated_per_s === "number" ? `${number(Math.round(now.generated_per_s))} generated per second` : "over the newest ten steps"]],
   ["Step time", ({ now = {} }) => [duration(now.step_s), now.step_s ? `${Math.round((100 * now.idle_s) / now.step_s)} % of it waiting for groups` : "no step yet"]],
 ];
 

@@ -16,20 +16,20 @@ export class TranscriptView {
     this.head = h("h2");
     this.choice = h("div", { role: "radiogroup", "aria-label": "Colour of tokens", class: "choice" }, MODES.map((mode) =>
       h("button", { type: "button", role: "radio", "data-mode": mode, onclick: () => this.colour(mode) }, mode)));
-    this.back = h("button", { type: "button", title: "Previous in the list (p)", onclick: () => this.turn(-1) }, "previous");
-    this.next = h("button", { type: "button", title: "Next in the list (n)", onclick: () => this.turn(1) }, "next");
+    this.back = h("button", { type: "button", title: "Previous in the list (p)", onclick: () => this.go(-1) }, "previous");
+    this.next = h("button", { type: "button", title: "Next in the list (n)", onclick: () => this.go(1) }, "next");
     this.root = h("section", { class: "card transcript" }, h("div", { class: "bar-top" }, this.head, this.back, this.next, this.choice), this.samples, this.body);
   }
 
   /** Open the neighbour in the list of transcripts, as it was last filtered. */
-  turn(by) {
+  go(by) {
     const link = this.neighbour(by);
     if (link) location.hash = link;
   }
 
   neighbour(by) {
-    const { rows } = this.list, t = this.first;
-    const at = rows.findIndex((row) => t && row.serial === t.serial && row.sample === t.sample && row.step === t.step);
+    const { rows } = this.list;
+    const at = rows.findIndex((row) => transcriptLink(row, this.run) === this.link);
     const other = at < 0 ? null : rows[at + by];
     return other ? transcriptLink(other, this.run) : null;
   }
@@ -37,14 +37,14 @@ export class TranscriptView {
   async show(run, task, sample, step) {
     const asked = (this.asked = `${run.index}/${task}/${sample}/${step}`);
     this.head.textContent = `Task ${task}`;
-    this.run = run;
+    [this.run, this.link] = [run, location.hash];
     if (this.list.run !== run || !this.list.rows.length) await this.list.show(run, "");
     const listed = await load(`api/runs/${run.index}/transcripts?task=${encodeURIComponent(task)}&limit=64`);
     if (asked !== this.asked) return;
     const rows = listed.rows ?? [];
     this.choice.hidden = !rows.length;
     const first = sample === undefined || sample === "" ? rows[0] : rows.find((t) => String(t.sample) === sample && (step === "" || step === undefined || String(t.step) === step));
-    this.first = first;
+    if (first) this.link = transcriptLink(first, run);
     this.back.disabled = !this.neighbour(-1);
     this.next.disabled = !this.neighbour(1);
     this.samples.replaceChildren(...rows.map((t) => h("a", { href: transcriptLink(t, run), "aria-current": t === first ? "true" : null },

@@ -217,6 +217,8 @@ def test_the_state_has_the_figures_of_top_and_status(recorded):
     assert state["now"]["reward"] == pytest.approx(np.mean(rewards[-10:]))
     assert state["now"]["reward_before"] == pytest.approx(np.mean(rewards[-20:-10]))
     assert state["now"]["trained_per_s"] == pytest.approx(7680 / sum(line["step_s"] for line in lines[-10:]))
+    generated = lines[-1]["tokens_generated_total"] - lines[-11]["tokens_generated_total"]
+    assert state["now"]["generated_per_s"] == pytest.approx(generated / (lines[-1]["time_s"] - lines[-11]["time_s"]))
     assert dict(state["versions"]) == {40: 2, 39: 2} and state["states"] == {"generating": 2, "flipping": 1, "gone": 1}
 
 
