@@ -129,6 +129,7 @@ class Backend(Protocol):
     routing_shape: RoutingShape | None  # shape of Microbatch.routed_experts; None: nothing is replayed
     routing_layers: tuple[int, ...]  # those with experts on this rank, counted among them all; () without replay
     document_multiple: int  # document lengths are padded to a multiple of this; packing counts the padding
+
     @property
     def critic(self) -> ValueModel | None: ...  # with learner.critic
 
