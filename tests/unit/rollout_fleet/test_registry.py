@@ -117,7 +117,7 @@ def test_sub_agents_of_an_environment_that_is_no_agent_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "hint", "known"),
     [
-        ("number_guessing", {"guesss": 3}, "did you mean 'guesses'?", "highest, guesses"),
+        ("number_guessing", {"guesss": 3}, "did you mean 'guesses'?", "highest, guesses, narrowing"),
         ("openenv", {}, "give the option 'url'", "url, action, observation, prompt"),
         ("verifiers", {"env": "some"}, "did you mean 'env_id'?", "env_id, arguments"),
     ],
