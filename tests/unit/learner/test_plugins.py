@@ -224,7 +224,7 @@ def test_our_corrections_pass(name: str) -> None:
     check_loss("correction", loss_config("correction", name, LossConfig()))
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", sorted(ADVANTAGES.keys() - {"gae"}))  # gae's come from a critic
 def test_our_advantages_pass(name: str) -> None:
     options = {"pass_at_k": {"k": 2}, "gdpo": {"right": 1.0, "abcd": 0.5}}.get(name, {})
     check_advantage(part("advantage", name, ADVANTAGES, options))
