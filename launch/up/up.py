@@ -51,12 +51,12 @@ ANSWER_S = 1.0
 def command(args: argparse.Namespace) -> int:
     """Run the job to its end, or until it is told to stop; the same command continues a stopped one."""
     config, run = ready(load_config(Path(args.config), args.overrides), args.config)
+    said, found = first_line(config, args.config)
     with ExitStack() as lock:
         lock.enter_context(only_one(run.path / "up.lock", "runs this job with `slipstream up`"))
         if done := finished(run, config):
             print(done)
             return EXIT_DONE
-        said, found = first_line(config, args.config)
         print(said, flush=True)
         if (address := running_broker(run)) is not None:
             raise UsageError(f"{run.path}: a broker already runs at {address}; stop that job first")
