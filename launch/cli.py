@@ -99,7 +99,7 @@ SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
 }
 # commands that need more than the base install, and the extras that have their packages
 EXTRAS = {
-    **dict.fromkeys(["learner", "sft", "convert", "export", "replay"], "learner"),
+    **dict.fromkeys(["learner", "sft", "certify", "convert", "export", "replay"], "learner"),
     **dict.fromkeys(["rollout", "scorer", "eval"], "rollout"),
     **dict.fromkeys(["init", "up", "sweep"], "cpu"),
     **{"web": "web", "report": "report", "sinks": "sinks"},
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(args.command, "interrupted", EXIT_FAILED)
     except BrokenPipeError:  # `slipstream ledger RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return EXIT_FAILED if args.command == "certify" else 0  # 0 would say that the rest was proven
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if args.command not in EXTRAS or package in OURS:

@@ -98,7 +98,10 @@ def check_commands(checkout: Path) -> int:
         assert broker.wait(LIMIT_S) == 0
     said("ledger", "run")
     lacking = {
-        "learner": ["learner job.yaml", "sft job.yaml", "convert model made", "replay run", "up job.yaml"],
+        "learner": [
+            *("learner job.yaml", "sft job.yaml", "convert model made", "certify job.yaml", "replay run"),
+            "up job.yaml",
+        ],
         "rollout": ["rollout job.yaml", "scorer job.yaml judge", "eval job.yaml"],
         "cpu": ["init first"],
         **{

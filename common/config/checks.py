@@ -16,7 +16,7 @@ import msgspec
 
 from common.config.architecture import Architecture, UnknownArchitecture, read_architecture
 from common.config.converted import is_converted, read_converted
-from common.config.critic_checks import critic_problems, is_critic
+from common.config.critic_checks import SCORE, critic_problems, is_critic, labels_of
 from common.config.loading import Document, describe_value
 from common.config.lora_checks import lora_problems
 from common.config.loss import OF_ONE, OVER_THE_BATCH, advantage_problems, is_plugin, loss_problems, update_problems
@@ -275,6 +275,15 @@ def _critic(path: str) -> Iterator[Problem]:
         return
     if critic and not any(folder.glob("*.safetensors")):
         yield Problem(key, "a critic's folder with weights (*.safetensors)", f"{path} without any", kind="missing")
+    elif critic:
+        try:
+            labels = labels_of(folder)
+        except (OSError, ValueError, KeyError) as error:
+            yield Problem(key, "a critic's folder with weights that can be read", f"{path}: {error}")
+            return
+        if labels != 1:
+            found = f"{path}, whose {SCORE} has {labels}" if labels else f"{path} without {SCORE}"
+            yield Problem(key, "a critic with one label", found)
     for problem in () if critic else model_folder_problems(path):
         yield replace(problem, key=key)
 
@@ -357,7 +366,7 @@ def _losses(config: Config) -> Iterator[Problem]:
     loss = config.learner.loss
     yield from loss_problems(loss, config.measures_kl)
     yield from update_problems(config)
-    if loss.kl_coefficient and not config.measures_kl:
+    if loss.kl_coefficient and not any(job.learner.loss.kl_coefficient for job in config.sources.values()):
         expected = "0, since every one of tasks.sources has 0"
         yield Problem("learner.loss.kl_coefficient", expected, hint="no reference is loaded, so none can be compared")
     for at, job in zip(config.tasks.sources or ("",), config.sources.values(), strict=True):

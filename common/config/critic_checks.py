@@ -11,6 +11,7 @@ from common.errors import Problem
 
 _KEY = "learner.critic"
 CRITIC_SUFFIX = "ForSequenceClassification"  # end of the architecture's name in the config.json of a critic
+SCORE = "score.weight"  # the head of transformers' model for sequence classification, [labels, hidden size]
 
 
 def critic_problems(config: Config, model: Architecture | None) -> Iterator[Problem]:
@@ -49,3 +50,13 @@ def is_critic(folder: Path) -> bool:
     """Whether a folder has a value model, as a job writes it into RUN/critic. Raises OSError and ValueError."""
     named = json.loads((folder / "config.json").read_bytes()).get("architectures") or [""]
     return str(named[0]).endswith(CRITIC_SUFFIX)
+
+
+def labels_of(folder: Path) -> int:
+    """Rows of the head in a critic's safetensors files; 0 where no file has one. Raises OSError and ValueError."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        if SCORE in header:
+            return int(header[SCORE]["shape"][0])
+    return 0

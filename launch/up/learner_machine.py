@@ -81,6 +81,8 @@ def facts(config: BaseConfig, interface: Interface) -> dict[str, str]:
     same = {name: version for name, version in versions().items() if name != "vllm"}
     same["python"] = same["python"].rpartition(".")[0]
     same |= {"learner.machines": str(config.learner.machines), "learner.world_size": str(config.learner.world_size)}
+    if (job := config.rl) is not None:  # ranks gather what a version needs, each by its own config
+        same |= {"weights.encoding": job.weights.encoding, "weights.transport": job.weights.transport}
     if config.rl is None:  # every rank reads its machine's copy
         path = Path(downloaded(config, "learner").tasks.dataset)
         rows = hashlib.sha256()

@@ -84,6 +84,8 @@ def _job(config: BaseConfig, folder: Path, folded: Folded) -> BaseConfig:
         learner = replace(learner, lora=replace(learner.lora, dropout=0.0))
     if isinstance(learner, LearnerConfig):  # the batch has the reference's log-probabilities
         learner = replace(learner, loss=replace(learner.loss, reference=None))
+    if learner.value_model is not None:  # no check is about it, and the batch has the policy's advantages
+        learner = replace(learner, critic=None, loss=replace(learner.loss, advantage="grpo"))
     model = replace(config.model, path=str(folder / "model"), verify=False)
     return replace(config, model=model, learner=learner)
 

@@ -1,6 +1,7 @@
 """Batches of rollouts for the training loop, on every rank; lead_rank.py adds what only the lead rank does."""
 
 import logging
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from common.config.critic import CriticConfig
 from common.config.schema import Config
-from common.errors import UsageError
+from common.errors import SlipstreamError, UsageError
 from common.security.credentials import curve_credentials
 from common.waits import WaitFor, WaitKind
 from common.weights.source.publisher import WeightPublisher
@@ -111,11 +112,12 @@ class RolloutSource(BatchSource):
         """With what the critic makes of the rewards; advantages are normalized over the whole batch."""
         assert self.backend.critic is not None
         found = estimates.estimated(microbatches, self.backend.critic.values(microbatches), logprobs, config)
-        if not config.normalize:
-            return found
         told = self._from_replicas(msgspec.msgpack.encode(estimates.moments_of(found)))
-        parts = [msgspec.msgpack.decode(data, type=list[Moments]) for data in told]
-        return estimates.normalized(found, chain.from_iterable(parts))
+        parts = [*chain.from_iterable(msgspec.msgpack.decode(data, type=list[Moments]) for data in told)]
+        if not all(math.isfinite(total) for _, total, _ in parts):  # every rank sees it
+            hint = "the last checkpoint is unharmed, try a lower learner.critic.optimizer.lr"
+            raise SlipstreamError(f"step {self._step}: a value of the critic is no number; {hint}")
+        return estimates.normalized(found, parts) if config.normalize else found
 
     def _marked(self, microbatches: list[Microbatch], logprobs: list[Tensor]) -> list[Microbatch]:
         """With the marks of an objective over the whole batch."""

@@ -18,7 +18,9 @@ from learner.batch.batch import BatchStatistics, SourceFigures, TrainingBatch
 from learner.loss.token_diagnostics import ratio_quantile
 
 SHOWN_S = 1e-4  # shorter parts are not in the trace
-LEAST_VARIANCE = 1e-9  # returns that vary less leave nothing to be explained
+# Returns that vary less leave nothing to be explained. The second figure is a share of their mean square: sums of
+# microbatches are in float32.
+LEAST_VARIANCE, LEAST_SHARE = 1e-9, 1e-5
 
 
 @dataclass
@@ -148,12 +150,13 @@ def critic_figures(result: StepResult | None) -> CriticFigures:
         return result.sums[f"{name}_squared"] / tokens - (result.sums[name] / tokens) ** 2
 
     spread = variance("returns")
+    varied = spread > max(LEAST_VARIANCE, LEAST_SHARE * result.sums["returns_squared"] / tokens)
     return {
         "value_loss": result.loss,
         "value_grad_norm": result.grad_norm,
         "value_lr": result.lr,
         "value_clip_fraction": result.sums["value_clipped"] / tokens,
-        "value_explained": 1.0 - variance("errors") / spread if spread > LEAST_VARIANCE else 0.0,
+        "value_explained": 1.0 - variance("errors") / spread if varied else 0.0,
         "return_mean": result.sums["returns"] / tokens,
     }
 

@@ -14,6 +14,7 @@ between has changed nothing durable. The batch is trained again from the checkpo
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -50,7 +51,8 @@ def train_updates(
     done: list[tuple[Update, StepResult]] = []
     taught: list[tuple[Update, StepResult]] = []  # the critic's
     leash = _Leash(backend, source.kl_stop)
-    with backend.on_device():
+    # with a critic each of the two models comes for its own part, so that the device has one of them
+    with nullcontext() if backend.critic is not None else backend.on_device():
         for update in _completed(updates, backend, source, alive):
             batches = update.microbatches
             accept = leash if done else None  # the first one trains the policy that begins the batch

@@ -21,8 +21,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from common.config.critic import CriticConfig
-from common.config.critic_checks import CRITIC_SUFFIX, is_critic
+from common.config.critic_checks import CRITIC_SUFFIX, SCORE, is_critic
 from common.config.schema import ModelConfig, ParallelConfig, RanksConfig
+from common.errors import UsageError
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
 from learner.megatron import parallel, start_weights
 from learner.megatron.checkpoint import CheckpointWriter
@@ -37,7 +38,6 @@ from learner.megatron.parallel import mpu
 from learner.megatron.schedule import Schedule
 
 FOLDER = "critic"  # in a checkpoint
-SCORE = "score.weight"  # name of the head in files, as Hugging Face has it
 _OUTPUT = ("output_layer.", "lm_head.")  # layers that a critic lacks, in Megatron's names and in Hugging Face's
 
 
@@ -187,8 +187,15 @@ def save(model: Model, source: Path, path: Path) -> None:
 
 
 def _load(path: Path, model: Model, layout: ParallelConfig) -> None:
-    """Give the chunks the weights of a model, or those of a critic, which has no output layer. Collective."""
-    if is_critic(path):
+    """Give the chunks the weights of a model, or those of a critic, which has no output layer. Collective.
+
+    Raises UsageError on every rank if machines found different kinds: each kind has its own collectives.
+    """
+    critic = is_critic(path)
+    if len(set(parallel.gather(b"+" if critic else b"-"))) > 1:
+        expected = "expected the same folder on every machine, found a critic's on some and a model's on others"
+        raise UsageError(f"learner.critic.path: {expected}: {path}")
+    if critic:
         model.bridge.load_hf_weights(model.chunks, hf_path=path)
     else:
         start_weights.load(path, model, layout)

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from common.config.architecture import Architecture, read_architecture
 from common.config.checks import problems, resolve_paths
 from common.config.critic import CriticConfig
-from common.config.critic_checks import critic_problems
+from common.config.critic_checks import SCORE, critic_problems
 from common.config.loading import load_either
 from common.config.schema import Config
 from common.errors import ConfigError
@@ -77,6 +79,14 @@ def test_values_out_of_range_and_unknown_keys_are_refused(word: str) -> None:
         load([*GAE, f"learner.critic.{word}"])
 
 
+def test_a_coefficient_of_the_loss_that_no_source_takes_is_refused_also_with_one_of_the_reward() -> None:
+    sources = {"sources": {"a": {"dataset": "rows.jsonl", "kl_coefficient": 0.0}}}
+    words = [*GAE, "learner.critic.kl_coefficient=0.1", "learner.loss.kl_coefficient=0.01"]
+    found = [p.key for p in problems(load([*words, f"tasks={json.dumps(sources)}"]))]
+    assert "learner.loss.kl_coefficient" in found
+    assert "learner.loss.kl_coefficient" not in [p.key for p in problems(load(words))]
+
+
 def test_the_folder_is_checked_and_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = resolve_paths(load([*GAE, "learner.critic.path=critic"]))
@@ -90,7 +100,14 @@ def test_the_folder_is_checked_and_made_absolute(tmp_path: Path, monkeypatch: py
     folder.mkdir()
     (folder / "config.json").write_text('{"architectures": ["Qwen3ForSequenceClassification"]}')
     assert "without any" in said()[0]
-    (folder / "model.safetensors").touch()
+    weights = folder / "model.safetensors"
+    weights.touch()
+    assert "can be read" in said()[0]
+    save_file({"other.weight": torch.zeros(1, 4)}, weights)
+    assert f"without {SCORE}" in said()[0]
+    save_file({SCORE: torch.zeros(2, 4)}, weights)
+    assert f"{SCORE} has 2" in said()[0]
+    save_file({SCORE: torch.zeros(1, 4)}, weights)
     assert said() == []
     (folder / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     assert said(), "another model must be whole"

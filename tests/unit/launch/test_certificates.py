@@ -202,11 +202,22 @@ def test_bad_input_ends_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureF
     assert said in refusal(capsys, "certify", str(file), word)
 
 
+def test_a_critic_is_covered_and_said_not_to_be_proven(tmp_path: Path) -> None:
+    file = write_job(tmp_path)
+    words = ["learner.critic={}", "learner.loss.advantage=gae"]
+    certified(file)
+    assert "uncertified: loss.advantage was" in sentence(file, *words)
+    config = resolve_paths(load_either(file, words))
+    certified(file, covers=covered(config, read_model(Path(config.model.path))))
+    assert sentence(file, *words).endswith("its critic is not proven")
+    assert "critic.gamma was" in sentence(file, *words, "learner.critic.gamma=0.9")
+
+
 def test_a_failed_check_ends_with_exit_code_1_and_takes_the_old_certificate_away(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_job(tmp_path)
-    monkeypatch.setattr(certify, "find_spec", lambda name: name)
+    monkeypatch.setattr(certify, "need_packages", lambda *roles: None)
     monkeypatch.setattr(certify, "prove", lambda *_: iter([PASSED]))
     assert main(["certify", str(file)]) == 0
     found = msgspec.json.decode(place(file).read_bytes(), type=Certificate)

@@ -114,4 +114,6 @@ def test_explained_variance_is_that_of_the_returns() -> None:
     assert found["value_clip_fraction"] == 0.25 and found["return_mean"] == 3.0
     still = sums | {"returns": 4.0, "returns_squared": 4.0}
     assert critic_figures(replace(NOTHING_TRAINED, loss_tokens=4, sums=still))["value_explained"] == 0.0
+    rounded = sums | {"returns": 3.6, "returns_squared": 4 * (0.81 + 1e-7), "errors_squared": 4e-7, "errors": 0.0}
+    assert critic_figures(replace(NOTHING_TRAINED, loss_tokens=4, sums=rounded))["value_explained"] == 0.0
     assert critic_figures(None) == {}
