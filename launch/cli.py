@@ -106,9 +106,9 @@ EXTRAS = {
 }
 # modules that the extras bring; another one that is missing may be a plugin's of the user
 BROUGHT = (
-    "torch megatron transformers tokenizers safetensors huggingface_hub pyarrow blake3 cryptography einops omegaconf vllm "
-    "aiohttp math_verify jsonschema gymnasium matplotlib redis starlette uvicorn tensorboard wandb mlflow sqlalchemy "
-    "alembic trackio prometheus_client"
+    "torch megatron transformers tokenizers safetensors huggingface_hub pyarrow blake3 cryptography einops omegaconf "
+    "vllm aiohttp math_verify jsonschema gymnasium matplotlib redis starlette uvicorn tensorboard wandb mlflow "
+    "sqlalchemy alembic trackio prometheus_client"
 )
 
 
