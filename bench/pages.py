@@ -188,11 +188,13 @@ def faults() -> str:
 
 
 def all_sections() -> str:
-    """Every section: its source, then one row a figure."""
+    """Every section: its source and its text, then one row a figure."""
     parts = []
     for section in SECTIONS:
         cells = [row.cells for row in section_rows(section["result"])]
-        parts.append(f"## {section['title']}\n\n{provenance(section['result'])}\n\n{table(COLUMNS, cells)}")
+        told = textwrap.fill(section.get("text", ""), 100, break_on_hyphens=False)
+        blocks = [f"## {section['title']}", provenance(section["result"]), told, table(COLUMNS, cells)]
+        parts.append("\n\n".join(filter(None, blocks)))
     return "\n\n".join(parts)
 
 

@@ -67,6 +67,18 @@ def resolve_paths(config: C) -> C:
     return _with_paths(config, PATHS, absolute)
 
 
+def named_paths(config: BaseConfig) -> list[str]:
+    """The values of PATHS in the config, names of the hub among them."""
+    found: list[str] = []
+
+    def note(_key: str, value: str) -> str:
+        found.append(value)
+        return value
+
+    _with_paths(config, PATHS, note)
+    return found
+
+
 def downloaded(config: C, reader: Reader = "all") -> C:
     """The same config with local copies for the hub's names that `reader` reads; raises UsageError as `local_copy`."""
     return _with_paths(config, _read_by(reader, config), local_copy)

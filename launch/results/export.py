@@ -43,16 +43,19 @@ def command(args: argparse.Namespace) -> int:
     final, name = (run.critic, "critic") if args.critic else (run.model, "model")
     done = args.step is None and not args.adapter and (final / "config.json").is_file()
     checkpoint = None if done else find_checkpoint(run, args.step)
+    if checkpoint is not None:
+        need_packages("learner")
     if args.upload:
         hub.open_upload("--upload", args.upload)
     if checkpoint is None:
         shutil.copytree(final, target, dirs_exist_ok=True)
     elif code := convert(run, checkpoint, target, *["--adapter"] * args.adapter, *["--critic"] * args.critic):
         return code
-    what = f"the final {name} of {run.path}" if checkpoint is None else f"{checkpoint.name} of {run.path}"
-    print(f"{what} is in {target}")
+    what = f"the final {name}" if checkpoint is None else checkpoint.name
+    print(f"{what} of {run.path} is in {target}")
     if args.upload:
-        print(f"and at {hub.upload(args.upload, target, f'slipstream export: {what}')}")
+        message = f"slipstream export: {what} of {run.path.resolve().name}"  # no path of this machine goes to the hub
+        print(f"and at {hub.upload(args.upload, target, message)}")
     return EXIT_DONE
 
 
@@ -71,7 +74,6 @@ def find_checkpoint(run: RunDir, step: int | None) -> Path:
 
 def convert(run: RunDir, checkpoint: Path, target: Path, *options: str) -> int:
     """Run the conversion in a process of its own, on the CPU, beside whatever trains; its exit code."""
-    need_packages("learner")
     words = ["--config", str(run.config), "--checkpoint", str(checkpoint.resolve()), "--out", str(target.resolve())]
     words += options
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

@@ -167,7 +167,15 @@ def logs(view: RunView, query: Query) -> dict[str, Any]:
     return {"names": [path.name for path in files], "shown": shown.name if shown else "", "text": text}
 
 
+def check_shared(view: RunView) -> None:
+    """Raise SlipstreamError when RUN is closed to other users of the machine, who all reach a page without a token."""
+    if view.run.path.stat().st_mode & 0o005 != 0o005:
+        why = "other users may not read the run's folder, but may open this page"
+        raise SlipstreamError(f"not shown: {why}; `slipstream web {view.run.path} --token-file FILE` shows it")
+
+
 TABLES = {table.__name__: table for table in (nodes, lanes, tasks, transcripts, transcript, config, logs)}
+PRIVATE = ("config", "logs")  # They may contain secrets.
 
 
 # ---------------------------------------------------------------- routes
@@ -257,6 +265,8 @@ def make_app(views: Sequence[RunView], token: str | None) -> Starlette:
         try:
             query = msgspec.convert(dict(request.query_params), Query, strict=False)
             await asyncio.to_thread(view.check_inside)
+            if token is None and name in PRIVATE:
+                check_shared(view)
             answer = await asyncio.to_thread(TABLES[name], view, query)
         except (msgspec.ValidationError, SlipstreamError, OSError) as error:
             return JSONResponse({"refused": str(error)}, 400 if isinstance(error, msgspec.ValidationError) else 404)

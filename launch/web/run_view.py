@@ -204,6 +204,7 @@ class RunView:
                 reached = outcome_of(self.run, config, tail)
             if reached.finished:
                 state["finished"] = {"steps": reached.steps, "of": reached.of, "words": reached.places()}
+                state["finished"]["held_out"] = reached.held_out
         state["files"] = [name for name, place in FILES.items() if (self.run.path / place).is_file()]
         state["max_staleness"] = config.staleness.max if config else None
         state["wanted"] = config.run.steps if config else None

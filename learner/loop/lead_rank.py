@@ -241,6 +241,8 @@ class LeadRank(RolloutSource):
         self.reporter.set_silence(ranks)
 
     def _transcribe(self, batch: TrainingBatch, logprobs: Logprobs) -> None:
+        if not self._chosen:
+            return
         made = [own[: batch.updates] for own in self._parts]
         batch = replace(batch, documents=trained_on(batch.documents, made, self.config))
         for item in items(batch, self._groups, self._nodes, self._chosen, logprobs):

@@ -15,6 +15,7 @@ from common.process.run_dir import RunDir, write_json
 from common.segments import SegmentWriter
 from common.transcripts import Transcript, Turn
 from common.waits import WaitFor, WaitKind
+from launch.resolve_target import config_of
 from learner.loop.run_files import write_record
 from tests.rigs.chromium import Page, browser, serving
 from tests.rigs.configs import LEARNER, node_status, status_of
@@ -170,6 +171,28 @@ def test_a_run_of_any_length_is_drawn(page, tmp_path, steps):
         page.has(f"{steps:,} of {steps:,} steps")
         page.until(f"{LABELS}[0]?.startsWith('Reward, steps ') && {LABELS}[0].includes('to {steps - 1:,},')")
         page.until(f"{PIXELS % 'c0'} > 5")
+        page.open("about:blank")
+
+
+def test_a_logarithm_that_leaves_no_value_can_be_turned_off_and_a_tile_has_the_final_model(page, tmp_path):
+    made = Fixture(tmp_path / "run", 40, nodes=2)
+    made.write(0, 1)
+    lines = [json.loads(line) for line in made.run.metrics.read_text().splitlines()]
+    done = config_of(made.run).run.steps
+    lines = [line | {"reward_mean": 0.0} for line in lines if line.get("kind") != "evaluation"]
+    lines.append({"kind": "evaluation", "step": done, "policy_version": done, "dataset": "sums", "mean_reward": 0.75})
+    made.run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_record(made.run, 0, "done", done)
+    made.run.model.mkdir()
+    (made.run.model / "config.json").write_text("{}")
+    with serving(tmp_path, str(made.run.path)) as (address, _):
+        page.open(address)
+        page.until(f"{LABELS}[0]?.startsWith('Reward')")
+        page.has("sums, final model")
+        button = "document.querySelector('.chart button')"
+        page.get(f"{button}.click()")
+        page.until(f"{button}.getAttribute('aria-pressed') === 'true'")
+        assert page.get(f"{button}.hidden") is False
         page.open("about:blank")
 
 

@@ -8,9 +8,12 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.config.checks import named_paths
 from common.config.schema import Config
+from common.errors import UsageError
 from common.process.run_dir import RunDir
 
+SYSTEM = (Path("/"), Path("/usr"), Path("/usr/local"))  # The image has its own.
 SLIPSTREAM = "env -u PYTHONPATH slipstream"  # the image's own
 
 
@@ -19,17 +22,25 @@ def by_apptainer(image: str) -> bool:
 
 
 def paths(config: Config, run: RunDir) -> list[str]:
-    """Folders of this host that a role reads or writes, each once and none inside another one."""
-    found = sorted({Path(path) for path in _named(config, run) if os.path.exists(path)})
+    """Files and folders of this host that a role reads or writes, each once and none inside another one.
+
+    Raises UsageError for a path that the runtimes would read as several.
+    """
+    found = sorted({Path(path) for path in _named(config, run) if os.path.exists(path)} - {Path("/")})
+    for path in found:
+        if wrong := {",", ":"} & {*str(path)}:
+            raise UsageError(f"--container: {path} cannot be mounted, because of '{min(wrong)}' in its name")
     return [str(path) for path in found if not any(path != other and path.is_relative_to(other) for other in found)]
 
 
 def _named(config: Config, run: RunDir) -> Iterator[str]:
     yield from (os.getcwd(), str(run.path), os.environ.get("HF_HOME", ""))
-    yield os.path.dirname(config.broker.credentials or "")
-    yield from (config.model.path, config.learner.loss.reference or "", config.learner.checkpoint.dir or "")
-    for dataset in (*(job.tasks.dataset for job in config.sources.values()), *config.evaluation.paths):
-        yield os.path.dirname(dataset)
+    for path in map(Path, named_paths(config)):
+        yield str(path.parent if "*" in path.name else path)  # a pattern of files
+    for job in config.sources.values():
+        python = Path(job.tasks.limits.python or "")
+        if python.is_absolute() and (prefix := python.parent.parent) not in SYSTEM:
+            yield str(prefix)  # its packages, too
 
 
 def apptainer(image: str, mounted: list[str], gpus: bool) -> str:

@@ -7,10 +7,13 @@ const FONT = "11px system-ui, sans-serif";
 const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500].flatMap((n) => [n, n * 1e3, n * 1e6, n * 1e9]).sort((a, b) => a - b);
 const SECONDS = [1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 172800, 604800];
 
+/** Seconds from a run's start to a Unix time; NaN where the time is not known. */
+const after = ({ curves, state }, time_s) => (typeof time_s === "number" ? time_s - (state.started_s ?? curves.mean.time_s.find((known) => typeof known === "number")) : NaN);
+
 /** What the x axis counts: how the value of a bucket is found, and how it is written. */
 export const AXES = {
   step: { of: ({ curves }, i) => Math.min((i + 0.5) * curves.width - 0.5, curves.last), text: (x) => `step ${number(Math.round(x))}`, tick: compact, ticks: STEPS },
-  time: { of: ({ curves, state }, i) => curves.mean.time_s[i] - (state.started_s ?? curves.mean.time_s[0]), text: (x) => `after ${duration(x)}`, tick: (x) => (x === 0 ? "0" : x >= 120 && x < 7200 ? `${+(x / 60).toFixed(1)} min` : duration(x)), ticks: SECONDS },
+  time: { of: (run, i) => after(run, run.curves.mean.time_s[i]), text: (x) => `after ${duration(x)}`, tick: (x) => (x === 0 ? "0" : x >= 120 && x < 7200 ? `${+(x / 60).toFixed(1)} min` : duration(x)), ticks: SECONDS },
   tokens: { of: ({ curves }, i) => curves.mean.tokens_trained_total[i], text: (x) => `${compact(Math.round(x))} trained tokens`, tick: compact, ticks: STEPS },
 };
 
@@ -98,7 +101,7 @@ export class Chart {
   /** x of an evaluation, which was after `step` steps. */
   place(run, { step, time_s }) {
     if (shared.axis === "step") return step;
-    if (shared.axis === "time") return time_s - (run.state.started_s ?? run.curves.mean.time_s[0]);
+    if (shared.axis === "time") return after(run, time_s);
     return step ? AXES.tokens.of(run, Math.floor((step - 1) / run.curves.width)) : 0;
   }
 
@@ -107,7 +110,7 @@ export class Chart {
     this.runs = runs;
     const drawn = (this.drawn = runs.flatMap((run) => this.lines(run, runs.length > 1)));
     this.none.hidden = drawn.length > 0;
-    this.logButton.hidden = !drawn.length;
+    this.logButton.hidden = !drawn.length && !this.log; // a logarithmic axis may have left out every value
     if (!drawn.length) {
       this.u?.destroy();
       this.u = this.shape = null;

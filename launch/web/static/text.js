@@ -39,7 +39,8 @@ export class LogView {
     if (asked !== this.asked) return;
     this.files.replaceChildren(...names.map((name) => h("a", { href: `#logs/${this.run.index}/${encodeURIComponent(name)}`, "aria-current": name === shown ? "true" : null }, name)));
     const { body } = this, before = this.written, end = before !== shown || body.scrollTop + body.clientHeight > body.scrollHeight - 20;
-    body.textContent = refused ?? (text || (names.length ? "This log is empty." : "The run has written no log."));
+    const written = refused ?? (text || (names.length ? "This log is empty." : "The run has written no log."));
+    if (written !== body.textContent) body.textContent = written; // what is selected there stays selected
     this.written = shown;
     if (end) body.scrollTop = body.scrollHeight;
   }

@@ -188,7 +188,7 @@ def test_commands_that_train_nothing_import_nothing_heavy(code, heavy):
 
 
 def test_missing_package_is_explained(monkeypatch, job, capsys):
-    missing = ["launch.nothing", "torch.distributed", "vllm"]
+    missing = ["launch.nothing", "pandas", "torch.distributed", "vllm"]
 
     def fail(_args):
         raise ModuleNotFoundError("No module", name=missing.pop())
@@ -196,5 +196,6 @@ def test_missing_package_is_explained(monkeypatch, job, capsys):
     monkeypatch.setattr("launch.up.roles.rollout", fail)
     assert "'vllm' is not installed here; run launch/setup.sh rollout or cpu" in refusal(capsys, "rollout", str(job))
     assert "'torch' is" in refusal(capsys, "rollout", str(job))
-    with pytest.raises(ModuleNotFoundError):
-        main(["rollout", str(job)])
+    for _ in ("of a plugin", "ours"):
+        with pytest.raises(ModuleNotFoundError):
+            main(["rollout", str(job)])

@@ -158,12 +158,26 @@ def test_an_exported_model_is_put_on_the_hub_and_comes_back_as_it_was(run: RunDi
         assert f"{hub.url}/me/mine" in done.stdout
         assert hub.requests["made private models/me/mine"] == 1
         assert hub.repos["models/me/mine"] == model
-        assert [(repo, str(run.path) in message) for repo, message in hub.commits] == [("models/me/mine", True)]
+        assert hub.commits == [("models/me/mine", f"slipstream export: the final model of {run.path.name}")]
         back, error = hub.ask(tmp_path / "other", "model.path", "hf://me/mine").communicate(timeout=LIMIT_S)
         assert {file.name: file.read_bytes() for file in Path(back.strip()).iterdir()} == model, error
         (run.model / "config.json").write_bytes(b'{"a": 2}')
         again = exported("three", HF_TOKEN=WRITER)
         assert again.returncode == 0 and hub.repos["models/me/mine"]["config.json"] == b'{"a": 2}', again.stderr
+
+
+def test_what_a_conversion_needs_is_looked_for_before_the_repository_is_made(
+    run: RunDir, tmp_path: Path, converted: list[str], monkeypatch
+) -> None:
+    def lacking(role: str) -> None:
+        raise UsageError(f"the role {role} needs torch")
+
+    made = []
+    monkeypatch.setattr(export, "need_packages", lacking)
+    monkeypatch.setattr(export.hub, "open_upload", lambda *names: made.append(names))
+    with refused(UsageError, "the role learner needs"):
+        export.command(arguments(run, tmp_path / "out", upload="me/mine"))
+    assert made == converted == []
 
 
 @pytest.mark.parametrize("name", ["mine", "hf://me/mine", "me/mine@v1", "me/mine/model"])

@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from common.errors import UsageError
+from common.process.run_dir import RunDir
 from launch.cli import main
+from launch.cluster.slurm.container import paths
 from launch.cluster.slurm.submit import parse_bounds, parse_options, wanted_nodes
 from launch.observe.advisor import Advice
 from tests.rigs.configs import job_of, prepared, refusal, write_job
@@ -99,12 +102,40 @@ def test_a_role_runs_in_its_container_with_the_folders_that_its_config_names(tmp
     mounted = [Path(folder) for folder in folders.split(",")]
     for needed in (config, tmp_path / "my job" / "run" / "keys", Path.cwd(), job_of(tmp_path / "my job").model.path):
         assert any(Path(needed).is_relative_to(folder) for folder in mounted), needed
-    assert all(folder.is_dir() for folder in mounted)
+    assert Path("/") not in mounted
     srun, *options = made["learner"]
     assert srun == "srun" and "--container-image=lab/image:1" in options
     (mounts,) = (word for word in options if word.startswith("--container-mounts="))
     assert mounts.partition("=")[2].split(",") == [f"{folder}:{folder}" for folder in folders.split(",")]
     assert options[options.index("slipstream") :][:4] == ["slipstream", "learner", config, "--join"]
+
+
+def test_a_container_gets_every_path_of_the_config_itself_and_never_the_root(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir("/")
+    monkeypatch.delenv("HF_HOME", raising=False)
+    job = job_of(tmp_path)
+    names = ("key.json", "critic", "scorer", "one.jsonl", "venv/bin/python", "parts/0.jsonl")
+    needed = [tmp_path / name for name in names]
+    for path in needed:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    document = msgspec.to_builtins(job)
+    document["broker"]["credentials"] = str(needed[0])
+    document["learner"]["critic"] = {"path": str(needed[1])}
+    document["scorers"] = {"judge": {"url": "http://localhost:1/v1", "model": "m", "tokenizer": str(needed[2])}}
+    document["tasks"]["dataset"] = str(needed[3])
+    document["tasks"]["limits"] = {"python": str(needed[4])}
+    document["evaluation"]["datasets"] = [str(tmp_path / "parts" / "*.jsonl")]
+    run = RunDir(tmp_path / "run")
+    found = paths(msgspec.convert(document, type(job)), run)
+    assert "/" not in found and str(tmp_path) not in found
+    wanted = [*needed[:4], tmp_path / "venv", tmp_path / "parts"]
+    assert {str(path) for path in wanted} <= {*found}
+    for name in ("a,b", "a:b"):
+        (tmp_path / name).touch()
+        document["broker"]["credentials"] = str(tmp_path / name)
+        with refused(UsageError, "--container", name):
+            paths(msgspec.convert(document, type(job)), run)
 
 
 @pytest.mark.parametrize("word", ["-p gpu", "lerner:time=1", "=1"])

@@ -259,6 +259,20 @@ def test_config_and_logs_are_shown_as_they_are_and_only_the_end_of_a_log(recorde
     assert "leads out" in page.get("/api/runs/0/logs").json()["refused"]
 
 
+def test_without_a_token_config_and_logs_of_a_closed_folder_are_not_shown(tmp_path):
+    fixture = Fixture(tmp_path / "run", 4)
+    fixture.write(0, 4)
+    fixture.run.path.chmod(0o700)
+    for name in ("config", "logs"):
+        found = client(fixture.run).get(f"/api/runs/0/{name}")
+        assert found.status_code == 404 and "--token-file" in found.json()["refused"]
+        logged_in = client(fixture.run, token=TOKEN).get(
+            f"/api/runs/0/{name}", headers={"Authorization": f"Bearer {TOKEN}"}
+        )
+        assert "text" in logged_in.json()
+    assert client(fixture.run).get("/api/runs/0/tasks").status_code == 200
+
+
 def test_a_report_and_a_trace_are_offered_once_they_are_there(tmp_path):
     run = RunDir(tmp_path / "run")
     run.report.mkdir(parents=True)
@@ -490,13 +504,18 @@ def test_a_finished_run_says_so_and_shows_its_last_nodes_instead_of_waits_and_a_
     run.model.mkdir()
     (run.model / "config.json").write_text("{}")
     view = read(view)
-    assert view.state["finished"] == {"steps": done, "of": done, "words": f"; model in {run.model}"}
+    finished = {"steps": done, "of": done, "words": f"; model in {run.model}", "held_out": {}}
+    assert view.state["finished"] == finished
     with client(run) as browser:
         assert f"finished: {done} of {done}; model in {run.model}" in (page := browser.get("/").text)
         assert "broker has ended" not in page
         rows = browser.get("/api/runs/0/nodes").json()["rows"]
     assert [(row["id"], row["state"]) for row in rows] == [("node-7", "left")]
     assert view.state["states"] == {}, "those that are there"
+    line = read_line(kind=EvaluationMetrics, dataset="sums", policy_version=done, mean_reward=0.75)
+    with run.metrics.open("ab") as file:
+        file.write(msgspec.json.encode(line) + b"\n")
+    assert read(view).state["finished"]["held_out"] == {"sums": 0.75}
 
 
 def test_a_node_that_left_in_good_order_is_told_from_one_that_died(tmp_path):
