@@ -80,7 +80,7 @@ def test_values_out_of_range_and_unknown_keys_are_refused(word: str) -> None:
 
 
 def test_a_coefficient_of_the_loss_that_no_source_takes_is_refused_also_with_one_of_the_reward() -> None:
-    sources = {"sources": {"a": {"dataset": "rows.jsonl", "kl_coefficient": 0.0}}}
+    sources = {"sources": {"a": {"dataset": "rows.jsonl", "environment": "addition", "kl_coefficient": 0.0}}}
     words = [*GAE, "learner.critic.kl_coefficient=0.1", "learner.loss.kl_coefficient=0.01"]
     found = [p.key for p in problems(load([*words, f"tasks={json.dumps(sources)}"]))]
     assert "learner.loss.kl_coefficient" in found
