@@ -64,7 +64,8 @@ class Standing:
         if self.certificate is None or self.why:
             return f"uncertified: {self.why}"
         made = self.certificate
-        return f"certified: {len(made.checks)} checks on {made.ranks} CPU ranks, {made.made} ({self.file})"
+        besides = "; the critic is not proven" if "critic" in made.covers else ""
+        return f"certified: {len(made.checks)} checks on {made.ranks} CPU ranks, {made.made} ({self.file}){besides}"
 
     def keep(self, run: RunDir) -> None:
         """Put a certificate that stands into the run folder, in the place of another one. Raises as `unwritable`."""

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,14 @@ from common.config.loading import load_either
 from common.config.loss import plugins as loss_plugins
 from common.config.schema import BaseConfig
 from common.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, ConfigError, SlipstreamError, UsageError
+from common.process.install import need_packages
 from common.process.run_dir import source_revision, unwritable, write_json
 from common.process.versions import learner_digest, versions
 from launch.certificates import VERSIONS, place, read_model, shape_folder
 from launch.cluster.interface import LOOPBACK, routed
 from learner.loss import plugins
 
-WORLD_S = 240.0  # for the ranks of one trial; a few seconds are usual
+WORLD_S = 240.0  # for the ranks of one trial where each has a core; a few seconds are usual
 POLL_S = 0.05
 
 
@@ -42,16 +42,21 @@ def command(args: argparse.Namespace) -> int:
     source, _ = shape_folder(config, args.config)
     document = read_model(source)
     check(config, args.config, source)
-    if find_spec("megatron") is None:
-        raise ModuleNotFoundError(name="megatron")  # launch/cli.py says which environment has it
+    need_packages("learner")
     target = Path(args.out) / f"{Path(args.config).stem}.json" if args.out else place(args.config)
+    try:  # a crash of a rank must not leave an old certificate
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+    except OSError as error:
+        raise unwritable("--out", target.parent, error) from error
     folded = fold(config.learner)
     began = time.monotonic()
     tell(f"layout: {folded.ranks} CPU rank{'s' * (folded.ranks > 1)}; {', '.join(folded.said) or 'nothing is folded'}")
+    if config.rl is not None and config.rl.learner.critic is not None:
+        tell("critic: not proven; the miniature has none")
     found = [*prove(config, source)]
     took = f"{time.monotonic() - began:.0f} s"
     if failed := [one for one in found if not one.passed]:
-        target.unlink(missing_ok=True)
         tell(f"not proven: {len(failed)} of {len(found)} checks failed, {took}; no certificate was written")
         return EXIT_FAILED
     commit, modified = source_revision()
@@ -122,7 +127,8 @@ def prove(config: BaseConfig, source: Path) -> Iterator[Check]:
 def run_world(folder: Path, name: str, ranks: int) -> None:
     """Run the ranks of one trial. Raises UsageError or SlipstreamError, as the first that failed; they say why."""
     with _world(folder, name, ranks) as running:
-        end = time.monotonic() + WORLD_S
+        limit = WORLD_S * max(1.0, ranks / (os.cpu_count() or 1))
+        end = time.monotonic() + limit
         waiting = [*running]
         while waiting:
             for rank in [rank for rank in waiting if rank.poll() is not None]:
@@ -131,7 +137,7 @@ def run_world(folder: Path, name: str, ranks: int) -> None:
                     kind: type[SlipstreamError] = UsageError if rank.returncode == EXIT_USAGE else SlipstreamError
                     raise kind(f"rank {running.index(rank)} of {ranks} ended with exit code {rank.returncode}")
             if time.monotonic() > end:
-                raise SlipstreamError(f"{len(waiting)} of {ranks} ranks still ran after {WORLD_S:g} s")
+                raise SlipstreamError(f"{len(waiting)} of {ranks} ranks still ran after {limit:g} s")
             time.sleep(POLL_S)
 
 

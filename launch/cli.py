@@ -99,7 +99,7 @@ SHARED: dict[str, dict[str, Any]] = {  # arguments of several commands
 }
 # commands that need more than the base install, and the extras that have their packages
 EXTRAS = {
-    **dict.fromkeys(["learner", "sft", "convert", "export", "replay"], "learner"),
+    **dict.fromkeys(["learner", "sft", "convert", "export", "replay", "certify"], "learner"),
     **dict.fromkeys(["rollout", "scorer", "eval"], "rollout"),
     **dict.fromkeys(["init", "up", "sweep"], "cpu"),
     **{"web": "web", "report": "report", "sinks": "sinks"},

@@ -112,5 +112,7 @@ def covered(config: BaseConfig, document: Mapping[str, object]) -> dict[str, Any
     if job is not None:
         loss = msgspec.structs.replace(job.learner.loss, reference=None, kl_stop=None)
         found |= {"loss": _given(loss), "several_updates": learner.updates > 1}
+        if job.learner.critic is not None:  # not proven; the key lets the first line of a job say so
+            found["critic"] = _given(job.learner.critic)
         found |= {"temperature": job.rollout.temperature, "max_tokens": job.rollout.max_tokens}
     return msgspec.json.decode(msgspec.json.encode(found), type=dict[str, Any])

@@ -87,6 +87,9 @@ def facts(config: BaseConfig, interface: Interface) -> dict[str, str]:
         for _, row in dataset_rows(path, "tasks.dataset"):
             rows.update(row + b"\n")
         same["rows of tasks.dataset"] = rows.hexdigest()[:16]
+    else:  # ranks that disagree would enter different collectives
+        weights = config.rl.weights
+        same |= {"weights.encoding": weights.encoding, "weights.transport": weights.transport}
     if config.learner.interface is None:
         same[INTERFACE] = interface.name
     names = sorted(name for name in os.environ if name.startswith("NCCL_") and not name.startswith(OWN_SETTINGS))

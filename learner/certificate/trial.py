@@ -82,8 +82,8 @@ def _job(config: BaseConfig, folder: Path, folded: Folded) -> BaseConfig:
     )
     if learner.lora is not None:  # dropped places are random, and differ between layouts
         learner = replace(learner, lora=replace(learner.lora, dropout=0.0))
-    if isinstance(learner, LearnerConfig):  # the batch has the reference's log-probabilities
-        learner = replace(learner, loss=replace(learner.loss, reference=None))
+    if isinstance(learner, LearnerConfig):  # the batch has the reference's log-probabilities; no check has a critic
+        learner = replace(learner, loss=replace(learner.loss, reference=None), critic=None)
     model = replace(config.model, path=str(folder / "model"), verify=False)
     return replace(config, model=model, learner=learner)
 

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from common.config.certificate import Certificate, Check, covered, fold
 from common.config.checks import resolve_paths
+from common.config.critic import CriticConfig
 from common.config.loading import load_either
 from common.config.parallel_layout import world_problems
 from common.config.schema import LearnerConfig, ParallelConfig
@@ -206,7 +207,7 @@ def test_a_failed_check_ends_with_exit_code_1_and_takes_the_old_certificate_away
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_job(tmp_path)
-    monkeypatch.setattr(certify, "find_spec", lambda name: name)
+    monkeypatch.setattr(certify, "need_packages", lambda *_: None)
     monkeypatch.setattr(certify, "prove", lambda *_: iter([PASSED]))
     assert main(["certify", str(file)]) == 0
     found = msgspec.json.decode(place(file).read_bytes(), type=Certificate)
@@ -216,6 +217,17 @@ def test_a_failed_check_ends_with_exit_code_1_and_takes_the_old_certificate_away
     assert main(["certify", str(file)]) == 1
     assert "not proven: 1 of 2 checks failed" in capsys.readouterr().out
     assert not place(file).exists()
+
+
+def test_the_critic_is_said_to_be_unproven(tmp_path: Path) -> None:
+    file = write_job(tmp_path)
+    assert "critic" not in certified(file).covers
+    config = resolve_paths(load_either(file))
+    assert config.rl is not None
+    judged = replace(config, learner=replace(config.rl.learner, critic=CriticConfig()))
+    covers = covered(judged, read_model(Path(config.model.path)))
+    assert covers["critic"] == {}
+    assert certified(file, covers=covers) and standing(judged, file).sentence.endswith("; the critic is not proven")
 
 
 def test_a_check_names_difference_limit_and_tensor() -> None:
