@@ -98,7 +98,14 @@ def check_commands(checkout: Path) -> int:
         assert broker.wait(LIMIT_S) == 0
     said("ledger", "run")
     lacking = {
-        "learner": ["learner job.yaml", "sft job.yaml", "convert model made", "replay run", "up job.yaml"],
+        "learner": [
+            "learner job.yaml",
+            "sft job.yaml",
+            "convert model made",
+            "replay run",
+            "up job.yaml",
+            "certify job.yaml",
+        ],
         "rollout": ["rollout job.yaml", "scorer job.yaml judge", "eval job.yaml"],
         "cpu": ["init first"],
         **{
