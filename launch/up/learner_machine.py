@@ -81,14 +81,15 @@ def facts(config: BaseConfig, interface: Interface) -> dict[str, str]:
     same = {name: version for name, version in versions().items() if name != "vllm"}
     same["python"] = same["python"].rpartition(".")[0]
     same |= {"learner.machines": str(config.learner.machines), "learner.world_size": str(config.learner.world_size)}
-    if (job := config.rl) is not None:  # ranks gather what a version needs, each by its own config
-        same |= {"weights.encoding": job.weights.encoding, "weights.transport": job.weights.transport}
     if config.rl is None:  # every rank reads its machine's copy
         path = Path(downloaded(config, "learner").tasks.dataset)
         rows = hashlib.sha256()
         for _, row in dataset_rows(path, "tasks.dataset"):
             rows.update(row + b"\n")
         same["rows of tasks.dataset"] = rows.hexdigest()[:16]
+    else:  # ranks that disagree would enter different collectives
+        weights = config.rl.weights
+        same |= {"weights.encoding": weights.encoding, "weights.transport": weights.transport}
     if config.learner.interface is None:
         same[INTERFACE] = interface.name
     names = sorted(name for name in os.environ if name.startswith("NCCL_") and not name.startswith(OWN_SETTINGS))

@@ -207,8 +207,10 @@ def hear(node: NodeView, message: messages.NodeMessage, now: float) -> Step:
         case messages.Rejected() if attempt := _answered(node, message):
             failure = Failure.told(message.kind, message.reason)
             frozen = node.frozen
-            if failure.kind is FailureKind.MISMATCH and attempt.publish.encoding in ("adapter", "both"):
-                frozen = BOTH if attempt.publish.encoding == "adapter" else WHOLE
+            same = (FailureKind.DAMAGED, FailureKind.LEFT, FailureKind.GIVEN_UP)  # say nothing of the encoding
+            if failure.kind not in same and attempt.publish.encoding in ("adapter", "both"):
+                again = attempt.publish.encoding == "adapter" and failure.kind is not FailureKind.LATE
+                frozen = BOTH if again else WHOLE
             return structs.replace(node, state=NodeState.ANSWERED, frozen=frozen), (FailAttempt(failure),)
         case _:
             return node, ()
