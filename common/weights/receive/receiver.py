@@ -390,7 +390,7 @@ class Receiver:
                 flat.copy_(payload)
             if apart:  # else its pieces or buckets were verified where they are
                 check_version(publish, layout, flat)
-            frozen.keep(publish, flat)
+            _keep(frozen, publish, flat)
         except Exception as error:  # any failure means that the version did not arrive; the learner gets the reason
             if isinstance(error, torch.OutOfMemoryError):
                 self._device = None  # the next attempt uses host memory
@@ -437,6 +437,14 @@ class Receiver:
                 self._transfer = None
                 self._status = transfer.status("failed", failure=failure)
             transfer.give_up()
+
+
+def _keep(frozen: FrozenWeights, publish: Publish, flat: torch.Tensor) -> None:
+    """The version has arrived, whether or not there is room for a copy; without one the next comes with W."""
+    try:
+        frozen.keep(publish, flat)
+    except (MemoryError, RuntimeError) as error:
+        logger.warning("no copy of the frozen weights is kept: %s", error)
 
 
 def apply_deltas(publish: Publish, payload: torch.Tensor, layout: Layout, flat: torch.Tensor) -> None:

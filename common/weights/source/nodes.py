@@ -300,7 +300,8 @@ def tick(node: NodeView, timeout_s: float, now: float) -> Step:
         return drop(node, DropNode(DropReason.SILENCE, version=attempt.version))
     if state is NodeState.STAGING and now > attempt.deadline:
         late = Failure(FailureKind.LATE, "it did not stage the version in time")
-        return structs.replace(node, state=NodeState.DOUBTED), (FailAttempt(late),)
+        frozen = WHOLE if attempt.publish.encoding in ("adapter", "both") else node.frozen  # its merge may be slow
+        return structs.replace(node, state=NodeState.DOUBTED, frozen=frozen), (FailAttempt(late),)
     return node, ()
 
 
