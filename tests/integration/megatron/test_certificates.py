@@ -11,12 +11,11 @@ import pytest
 
 from common.config.certificate import Check, fold
 from common.config.lora import LoraConfig
+from common.config.loss_keys import DistillationConfig, LossConfig
 from common.config.schema import (
     BaseConfig,
     Config,
-    DistillationConfig,
     LearnerConfig,
-    LossConfig,
     MemoryConfig,
     ModelConfig,
     MoeConfig,
