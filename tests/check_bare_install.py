@@ -81,7 +81,7 @@ def check_commands(checkout: Path) -> int:
     Path("model").mkdir()
     qwen = checkout / "configs" / "models" / "Qwen3-0.6B" / "config.json"
     row = '{"question": "1+1", "answer": "2"}\n'
-    files = {"config.json": qwen.read_text(), "tokenizer.json": "{}", "model.safetensors": ""}
+    files = {"config.json": qwen.read_text(), "tokenizer.json": "{}", "model.safetensors": "\2" + 7 * "\0" + "{}"}
     for name, text in {"../job.yaml": JOB, "../data.jsonl": row, **files}.items():
         Path("model", name).write_text(text)
     assert metadata.version("slipstream-rl") in said("--version")
