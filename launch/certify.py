@@ -47,7 +47,10 @@ def command(args: argparse.Namespace) -> int:
     folded = fold(config.learner)
     began = time.monotonic()
     tell(f"layout: {folded.ranks} CPU rank{'s' * (folded.ranks > 1)}; {', '.join(folded.said) or 'nothing is folded'}")
-    target.unlink(missing_ok=True)  # whatever ends the proof, an old certificate does not stand for it
+    try:
+        target.unlink(missing_ok=True)  # whatever ends the proof, an old certificate does not stand for it
+    except OSError as error:
+        raise unwritable("--out", target.parent, error) from error
     found = [*prove(config, source)]
     took = f"{time.monotonic() - began:.0f} s"
     if failed := [one for one in found if not one.passed]:

@@ -8,6 +8,7 @@ from common.config.architecture import Architecture
 from common.config.critic import BY_LENGTH
 from common.config.schema import Config
 from common.errors import Problem
+from common.safetensors_header import headers
 
 _KEY = "learner.critic"
 CRITIC_SUFFIX = "ForSequenceClassification"  # end of the architecture's name in the config.json of a critic
@@ -54,9 +55,4 @@ def is_critic(folder: Path) -> bool:
 
 def labels_of(folder: Path) -> int:
     """Rows of the head in a critic's safetensors files; 0 where no file has one. Raises OSError and ValueError."""
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        if SCORE in header:
-            return int(header[SCORE]["shape"][0])
-    return 0
+    return next((int(told[SCORE]["shape"][0]) for _, _, told in headers(folder) if SCORE in told), 0)

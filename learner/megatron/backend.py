@@ -30,7 +30,7 @@ from learner.megatron.checkpoint import CheckpointWriter
 from learner.megatron.conversion import verify
 from learner.megatron.conversion.export import Exporter
 from learner.megatron.conversion.hf_folder import read_config
-from learner.megatron.conversion.model import DTYPES, build
+from learner.megatron.conversion.model import DTYPES, build_trained
 from learner.megatron.critic import FOLDER as CRITIC_FOLDER
 from learner.megatron.critic import Critic
 from learner.megatron.lora import Adapters
@@ -92,15 +92,7 @@ class MegatronBackend:
         self.document_multiple = document_multiple(layout)
         if model.verify:
             verify.check_translation(self.model_path, hf_config, dtype, layout)
-        built = build(
-            self.model_path,
-            hf_config,
-            dtype=dtype,
-            parallel=layout,
-            experts=learner.moe,
-            recompute=learner.memory.recompute,
-            extra=learner.megatron.extra,
-        )
+        built = build_trained(self.model_path, hf_config, dtype, learner)
         if not resumes or learner.lora is not None:  # a checkpoint of adapters has no other weights
             start_weights.load(self.model_path, built, layout)
         self.adapters = Adapters(built, learner.lora, self.model_path, seed)

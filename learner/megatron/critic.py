@@ -23,13 +23,12 @@ from torch import Tensor
 from common.config.critic import CriticConfig
 from common.config.critic_checks import CRITIC_SUFFIX, SCORE, is_critic
 from common.config.schema import ModelConfig, ParallelConfig, RanksConfig
-from common.errors import UsageError
 from learner.backend_protocol import LossFunction, Microbatch, StepResult
 from learner.megatron import parallel, start_weights
 from learner.megatron.checkpoint import CheckpointWriter
 from learner.megatron.conversion import hf_folder
 from learner.megatron.conversion.export import EXPORT_OPTIONS, write_folder
-from learner.megatron.conversion.model import DTYPES, Model, build
+from learner.megatron.conversion.model import DTYPES, Model, build_trained
 from learner.megatron.memory import Offload
 from learner.megatron.moe import Experts
 from learner.megatron.optimizer import Optimizer, wrap_chunks
@@ -95,15 +94,7 @@ class Critic:
         hf_config = hf_folder.read_config(self._source)
         dtype = DTYPES[model.dtype]
         layout = learner.parallel
-        built = build(
-            self._source,
-            hf_config,
-            dtype=dtype,
-            parallel=layout,
-            experts=learner.moe,
-            recompute=learner.memory.recompute,
-            extra=learner.megatron.extra,
-        )
+        built = build_trained(self._source, hf_config, dtype, learner)
         start = Path(config.path or model.path)
         if config.path is not None:
             hf_folder.check_shape("learner.critic.path", start, hf_config)
@@ -192,9 +183,7 @@ def _load(path: Path, model: Model, layout: ParallelConfig) -> None:
     Raises UsageError on every rank if machines found different kinds: each kind has its own collectives.
     """
     critic = is_critic(path)
-    if len(set(parallel.gather(b"+" if critic else b"-"))) > 1:
-        expected = "expected the same folder on every machine, found a critic's on some and a model's on others"
-        raise UsageError(f"learner.critic.path: {expected}: {path}")
+    start_weights.agree(path, critic, "of a critic", "of a model")
     if critic:
         model.bridge.load_hf_weights(model.chunks, hf_path=path)
     else:

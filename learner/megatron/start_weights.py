@@ -16,14 +16,22 @@ def load(path: Path, model: Model, layout: ParallelConfig) -> None:
     Raises it on every rank if they find different kinds: each kind has its own collectives, so ranks would wait.
     """
     converted = is_converted(path)
-    told = parallel.gather(b"+" if converted else b"-")
-    if len(set(told)) > 1:
-        found = ", ".join(str(rank) for rank, one in enumerate(told) if one == b"+")
-        raise UsageError(
-            f"{path}: expected the same folder on every machine, found one of `slipstream convert` on the ranks "
-            f"{found} and one with safetensors files on the others"
-        )
+    agree(path, converted, "of `slipstream convert`", "with safetensors files")
     if converted:
         checkpoint.load_weights(path / WEIGHTS, model.chunks, layout)
     else:
         open_bridge(path).load_hf_weights(model.chunks)
+
+
+def agree(path: Path, here: bool, kind: str, other: str) -> None:
+    """Raise UsageError on every rank unless `path` is a folder of `kind` on all of them, or on none. Collective.
+
+    `here`: whether it is one on this rank.
+    """
+    told = parallel.gather(b"+" if here else b"-")
+    if len(set(told)) > 1:
+        found = ", ".join(str(rank) for rank, one in enumerate(told) if one == b"+")
+        raise UsageError(
+            f"{path}: expected the same folder on every machine, found one {kind} on the ranks {found} "
+            f"and one {other} on the others"
+        )

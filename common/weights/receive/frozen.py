@@ -1,5 +1,7 @@
 """The frozen weights at a node, beside which a learner's adapters become versions."""
 
+import logging
+
 import torch
 
 from common.weights.wire import flat_buffer
@@ -8,7 +10,7 @@ from common.weights.wire.failures import Mismatch
 from common.weights.wire.layout import AdapterLayout, Layout
 from common.weights.wire.messages import Publish, Welcome
 
-ADAPTERS = ("adapter", "both")  # encodings
+logger = logging.getLogger(__name__)
 
 
 class FrozenWeights:
@@ -61,6 +63,9 @@ class FrozenWeights:
         merge_version(self._flat, self._layout, payload, self._adapters, into)
 
     def keep(self, publish: Publish, flat: torch.Tensor) -> None:
-        """Copy a version that is the frozen weights."""
+        """Copy a version that is the frozen weights. Without room for a copy the next version comes with them."""
         if publish.frozen == publish.checksum != self._checksum:
-            self._flat, self._checksum = flat.clone(), publish.frozen
+            try:
+                self._flat, self._checksum = flat.clone(), publish.frozen
+            except (MemoryError, RuntimeError) as error:
+                logger.warning("no copy of the frozen weights is kept: %s", error)

@@ -24,13 +24,14 @@ import torch
 import zmq
 
 from common.process.local_address import host_and_port, local_address
-from common.weights.receive.frozen import ADAPTERS, FrozenWeights
+from common.weights.receive.frozen import FrozenWeights
 from common.weights.transports.groups import BroadcastGroup, GroupFactory, RelayedStore, in_turn, open_group
 from common.weights.transports.relay import PartFetches, RelayServer, Stall
 from common.weights.wire import delta, flat_buffer
 from common.weights.wire.failures import Damaged, Failure, GivenUp, Mismatch
 from common.weights.wire.layout import WORDS, XXH3, Layout
 from common.weights.wire.messages import (
+    ADAPTERS,
     Epoch,
     LearnerMessage,
     Listening,
@@ -390,7 +391,7 @@ class Receiver:
                 flat.copy_(payload)
             if apart:  # else its pieces or buckets were verified where they are
                 check_version(publish, layout, flat)
-            _keep(frozen, publish, flat)
+            frozen.keep(publish, flat)
         except Exception as error:  # any failure means that the version did not arrive; the learner gets the reason
             if isinstance(error, torch.OutOfMemoryError):
                 self._device = None  # the next attempt uses host memory
@@ -437,14 +438,6 @@ class Receiver:
                 self._transfer = None
                 self._status = transfer.status("failed", failure=failure)
             transfer.give_up()
-
-
-def _keep(frozen: FrozenWeights, publish: Publish, flat: torch.Tensor) -> None:
-    """The version has arrived, whether or not there is room for a copy; without one the next comes with W."""
-    try:
-        frozen.keep(publish, flat)
-    except (MemoryError, RuntimeError) as error:
-        logger.warning("no copy of the frozen weights is kept: %s", error)
 
 
 def apply_deltas(publish: Publish, payload: torch.Tensor, layout: Layout, flat: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ from common.weights.source.snapshot import Snapshot, VersionSchedule
 from common.weights.transports.groups import silence_bound
 from common.weights.wire import messages
 from common.weights.wire.failures import Failure, FailureKind
-from common.weights.wire.messages import BOTH, FROZEN, WHOLE
+from common.weights.wire.messages import ADAPTERS, BOTH, FROZEN, WHOLE
 
 IDLE_SILENCE_S = 5.0  # a node is silent after the longer of this and weights.timeout_s when nothing is under way
 LISTEN_WAIT_S = 3.0  # for the answer to a Welcome, before a node gets a version that others could fetch from it
@@ -206,12 +206,8 @@ def hear(node: NodeView, message: messages.NodeMessage, now: float) -> Step:
             return structs.replace(node, state=NodeState.EXCLUDED, excluded=failure, attempt=None), ()
         case messages.Rejected() if attempt := _answered(node, message):
             failure = Failure.told(message.kind, message.reason)
-            frozen = node.frozen
-            same = (FailureKind.DAMAGED, FailureKind.LEFT, FailureKind.GIVEN_UP)  # say nothing of the encoding
-            if failure.kind not in same and attempt.publish.encoding in ("adapter", "both"):
-                again = attempt.publish.encoding == "adapter" and failure.kind is not FailureKind.LATE
-                frozen = BOTH if again else WHOLE
-            return structs.replace(node, state=NodeState.ANSWERED, frozen=frozen), (FailAttempt(failure),)
+            way = _next_way(node, attempt, failure)
+            return structs.replace(node, state=NodeState.ANSWERED, frozen=way), (FailAttempt(failure),)
         case _:
             return node, ()
 
@@ -300,9 +296,17 @@ def tick(node: NodeView, timeout_s: float, now: float) -> Step:
         return drop(node, DropNode(DropReason.SILENCE, version=attempt.version))
     if state is NodeState.STAGING and now > attempt.deadline:
         late = Failure(FailureKind.LATE, "it did not stage the version in time")
-        frozen = WHOLE if attempt.publish.encoding in ("adapter", "both") else node.frozen  # its merge may be slow
-        return structs.replace(node, state=NodeState.DOUBTED, frozen=frozen), (FailAttempt(late),)
+        way = _next_way(node, attempt, late)
+        return structs.replace(node, state=NodeState.DOUBTED, frozen=way), (FailAttempt(late),)
     return node, ()
+
+
+def _next_way(node: NodeView, attempt: Attempt, failure: Failure) -> int:
+    """`frozen` of a node after a failure: from adapters to both, and to whole versions; a merge may be slow."""
+    same = (FailureKind.DAMAGED, FailureKind.LEFT, FailureKind.GIVEN_UP)  # say nothing of the encoding
+    if failure.kind in same or attempt.publish.encoding not in ADAPTERS:
+        return node.frozen
+    return BOTH if attempt.publish.encoding == "adapter" and failure.kind is not FailureKind.LATE else WHOLE
 
 
 def drop(node: NodeView, action: DropNode) -> Step:

@@ -43,6 +43,7 @@ MOST_KEYS = 4096
 # As base versions, of nodes for which a version may come as adapters: they have the frozen weights, need these, too, or
 # get versions whole.
 FROZEN, BOTH, WHOLE = -2, -3, -4
+ADAPTERS = ("adapter", "both")  # their encodings
 Entries = Annotated[dict[Name, Annotated[bytes, msgspec.Meta(max_length=1 << 16)]], msgspec.Meta(max_length=MOST_KEYS)]
 Versions = Annotated[dict[Name, Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=16)]
 

@@ -7,16 +7,14 @@ import contextlib
 import hashlib
 import math
 import shutil
-import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
-
-import msgspec
+from typing import Any, Literal
 
 from common.config.converted import is_converted, read_converted
 from common.errors import UsageError
 from common.process.files import replace_folder, sync
+from common.safetensors_header import headers
 
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 # Megatron keeps the first in float32 whatever the model's type is, and computes the others itself.
@@ -77,7 +75,7 @@ def weights_digest(path: Path) -> str:
     if is_converted(path):
         return read_converted(path).weights
     found: list[bytes] = []
-    for data, begin, tensors in _headers(path):
+    for data, begin, tensors in headers(path):
         for name, told in tensors.items():
             digest = hashlib.sha256(f"{name} {told['dtype']} {told['shape']}".encode())
             start, end = told["data_offsets"]
@@ -109,7 +107,7 @@ def check_names(path: Path, names: Iterable[str], known: Iterable[str], layers: 
 
 def stored_dtype(path: Path) -> Literal["float32", "bfloat16"]:
     """The smaller of the learner's types that keeps every weight of a folder; its files' headers say what they have."""
-    for _, _, tensors in _headers(path):
+    for _, _, tensors in headers(path):
         for name, told in tensors.items():
             if told["dtype"] != "BF16" and not name.endswith(_FLOAT32_ANYWAY):
                 return "float32"
@@ -121,19 +119,9 @@ def stored_bytes(path: Path) -> int:
     size = 4 if stored_dtype(path) == "float32" else 2
     return sum(
         math.prod(told["shape"]) * (4 if name.endswith(_FLOAT32_ANYWAY) else size)
-        for _, _, tensors in _headers(path)
+        for _, _, tensors in headers(path)
         for name, told in tensors.items()
     )
-
-
-def _headers(path: Path) -> Iterator[tuple[BinaryIO, int, dict[str, Any]]]:
-    """(open file, where its data begin, what its header says of each tensor) for every safetensors file of a folder."""
-    for file in path.glob("*.safetensors"):
-        with file.open("rb") as data:
-            (size,) = struct.unpack("<Q", data.read(8))
-            tensors: dict[str, Any] = msgspec.json.decode(data.read(size))
-            tensors.pop("__metadata__", None)
-            yield data, 8 + size, tensors
 
 
 def copy_companions(source: Path, target: Path) -> None:

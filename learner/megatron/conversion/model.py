@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from common.config.converted import is_converted, read_converted
-from common.config.schema import MoeConfig, ParallelConfig, Recompute
+from common.config.schema import MoeConfig, ParallelConfig, RanksConfig, Recompute
 from common.errors import UsageError
 from learner.megatron import moe
 from learner.megatron.conversion import bridge_fixes, hf_folder
@@ -39,6 +39,12 @@ class Model:
     bridge: AutoBridge  # conversion to and from Hugging Face
     hf_config: Any  # the source's configuration
     tasks: list[Any]  # the bridge's conversion tasks, planned once; they refer to the chunks' parameters
+
+
+def build_trained(path: Path, hf_config: Any, dtype: torch.dtype, learner: RanksConfig) -> Model:
+    """`build` with what the config of a learner says of a model that trains: the policy, and a critic."""
+    recompute, extra = learner.memory.recompute, learner.megatron.extra
+    return build(path, hf_config, dtype, learner.parallel, learner.moe, recompute, extra)
 
 
 def build(
