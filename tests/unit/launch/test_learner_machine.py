@@ -14,6 +14,7 @@ from broker.contract import MachineReport, Member, RendezvousOrder
 from broker.delivery.learner_machines import FENCE_S
 from common.errors import BrokerError, BrokerUnreachable, UsageError
 from common.process.run_dir import RunDir
+from launch.cluster.interface import Interface
 from launch.up import learner_machine as module
 from launch.up.learner_machine import ANSWER_S, REPORT_S, Launcher, SharedFolder
 from learner.loop.run_files import write_record
@@ -120,3 +121,12 @@ def test_a_launcher_says_how_the_learner_of_this_round_has_ended(
 
     assert run(tmp_path, gather) == 0
     assert reports[1].state == state
+
+
+def test_machines_compare_how_versions_travel(tmp_path: Path) -> None:
+    """Each rank gathers what its own config asks for, so ranks that disagree would wait for each other."""
+    config = job(tmp_path)
+    other = msgspec.structs.replace(config, weights=msgspec.structs.replace(config.weights, encoding="adapter"))
+    here, there = (module.facts(one, Interface("lo", "127.0.0.1")) for one in (config, other))
+    assert {key for key in here if here[key] != there[key]} == {"weights.encoding"}
+    assert here["weights.transport"] == config.weights.transport

@@ -40,7 +40,7 @@ from common.weights.source.nodes import (
 from common.weights.source.snapshot import Snapshot, VersionSchedule
 from common.weights.wire import messages
 from common.weights.wire.failures import Failure, FailureKind
-from common.weights.wire.messages import Canary
+from common.weights.wire.messages import BOTH, FROZEN, WHOLE, Canary
 from tests.unit.common.weights.node_views import attempt_at, newcomer, settled, snapshot_of
 
 S = NodeState
@@ -333,3 +333,30 @@ def test_every_reason_to_drop_a_node_makes_a_sentence(reason: DropReason) -> Non
     dropped = DropNode(reason, version=4, count=3, seconds=8.5)
     assert dropped.sentence and not set("{}") & set(dropped.sentence)
     assert dropped.ejected == (reason not in (DropReason.LEFT, DropReason.REJOINED))
+
+
+@pytest.mark.parametrize(
+    ("encoding", "kind", "way"),
+    [
+        ("adapter", FailureKind.MISMATCH, BOTH),
+        ("adapter", FailureKind.OTHER, BOTH),
+        ("both", FailureKind.OTHER, WHOLE),
+        ("adapter", FailureKind.LATE, WHOLE),
+        ("adapter", FailureKind.DAMAGED, FROZEN),
+        ("full", FailureKind.OTHER, FROZEN),
+    ],
+)
+def test_a_version_of_adapters_that_fails_comes_another_way(encoding: str, kind: FailureKind, way: int) -> None:
+    attempt = attempt_at(SNAPSHOT, "a", epoch=7)
+    attempt.publish = replace(attempt.publish, encoding=encoding)
+    node = settled("a", state=S.STAGING, attempt=attempt, frozen=FROZEN)
+    after, _ = hear(node, messages.Rejected("a", 0, 4, "why", epoch=7, kind=kind), NOW)
+    assert after.frozen == way
+
+
+def test_adapters_that_are_not_staged_in_time_lead_to_whole_versions() -> None:
+    attempt = attempt_at(SNAPSHOT, "a", epoch=7)
+    attempt.publish = replace(attempt.publish, encoding="adapter")
+    late = attempt.deadline + 1
+    after, _ = tick(settled("a", state=S.STAGING, attempt=attempt, frozen=FROZEN, heard=late), 1e6, late)
+    assert (after.state, after.frozen) == (S.DOUBTED, WHOLE)
