@@ -19,7 +19,6 @@ is over the floor's rate, and over the datasheet's. A loop whose logits do not f
 (`pieces`). Without a GPU the shapes are tiny.
 """
 
-import contextlib
 import multiprocessing
 import os
 import time
@@ -35,6 +34,7 @@ from gpu_learner_parts import Job, in_child
 from random_qwen3 import Model
 
 from common.config.parallel_layout import PLAIN
+from common.process.lifecycle import die_with_parent
 
 DATASHEET_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # dense bfloat16
 JOB_S = 60.0  # limit of one job
@@ -59,17 +59,18 @@ class Scale:
 
 
 SCALES = {
-    "full": Scale(("0.6B", "4B", "8B"), 24, (8192, 32768), 2048, 151936, (1024, 4096, 16384), (8192, 32768), 12, 8),
+    "full": Scale(("0.6B", "4B", "8B"), 24, (8192, 32768), 2048, 151936, (1024, 4096, 16384), (8192, 32768), 8, 4),
     "short": Scale(("0.6B", "4B"), 2, (8192,), 2048, 151936, (4096,), (8192,), 2, 1),
     "cpu": Scale(("tiny",), 2, (256, 512), 64, 512, (32, 128), (256,), 2, 2),
 }
 
 
 def largest(shape: str, scale: Scale, device: float) -> Model:
-    """With the most layers that fit in every size of microbatch, computed again where it must be."""
+    """With the most layers that the plan says to fit: with the smallest microbatches, and recomputed with all."""
     for layers in range(scale.layers, 0, -1):
         model = Model(shape, layers, scale.vocabulary)
-        if all(model.fits(tokens, "full", device) for tokens in scale.tokens):
+        recomputed = all(model.fits(tokens, "full", device) for tokens in scale.tokens)
+        if recomputed and model.fits(scale.tokens[0], "none", device):
             break
     return model
 
@@ -94,8 +95,9 @@ def alone(job: Job, method: str, limit_s: float) -> harness.Figures:
         process.join()
 
 
-def parent_of(jobs: list[Job], plain: bool, deadline: float, pipe: Connection) -> None:
+def parent_of(jobs: list[Job], plain: bool, memory: float, deadline: float, pipe: Connection) -> None:
     """Imports the libraries once for all `jobs`, and runs each in a fork; sends (job, figures) of each."""
+    die_with_parent()
     os.environ.update(PYTORCH_NVML_BASED_CUDA_CHECK="1", TORCHINDUCTOR_COMPILE_THREADS="1", OMP_NUM_THREADS="1")
     os.environ.update(CUDA_DEVICE_ORDER="PCI_BUS_ID", TOKENIZERS_PARALLELISM="false")
     if plain:
@@ -108,26 +110,41 @@ def parent_of(jobs: list[Job], plain: bool, deadline: float, pipe: Connection) -
 
     torch.set_num_threads(1)
     method = "spawn" if "error" in alone(Job("probe", {}), "fork", JOB_S) else "fork"  # an import may have used CUDA
+    kept = 1.0  # what layers keep, over the plan's activations
     for job in jobs:
-        left = deadline - time.monotonic()
-        found = {"error": "no time was left"} if left < 2 else alone(job, method, min(JOB_S, left))
-        if "does_not_fit" in found and job.labels.get("recompute") == "none":
-            pipe.send((job, found))
-            job = Job(job.part, {**job.labels, "recompute": "full"})
-            found = alone(job, method, min(JOB_S, max(2.0, deadline - time.monotonic())))
-        pipe.send((job, found))
+        for recompute in recomputes(job, memory, kept):
+            tried = Job(job.part, {**job.labels, **recompute})
+            left = deadline - time.monotonic()
+            found = {"error": "no time was left"} if left < 2 else alone(tried, method, min(JOB_S, left))
+            pipe.send((tried, found))
+            if "does_not_fit" not in found:
+                break
+        if tried.labels.get("recompute") == "none":
+            rows = [row for row in found.get("memory", ()) if row["kind"] == "activations"]
+            kept = max([kept, *(1.0 + row["off"] for row in rows)])
     pipe.send(None)
 
 
-def run_jobs(jobs: list[Job], plain: bool, deadline: float) -> Iterator[tuple[Job, harness.Figures]]:
+def recomputes(job: Job, memory: float, kept: float) -> list[dict[str, str]]:
+    """The kinds of recomputation to try with a job, the cheapest one that should fit first."""
+    if job.part != "train":
+        return [{}]
+    fits = job.labels["model"].fits(job.labels["tokens"], "none", memory, kept)
+    return [{"recompute": kind} for kind in (("none", "full") if fits else ("full",))]
+
+
+def run_jobs(jobs: list[Job], plain: bool, memory: float, deadline: float) -> Iterator[tuple[Job, harness.Figures]]:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=parent_of, args=(jobs, plain, deadline, theirs))
+    process = context.Process(target=parent_of, args=(jobs, plain, memory, deadline, theirs))
     process.start()
     theirs.close()
-    with contextlib.suppress(EOFError):
+    try:
         while ours.poll(deadline - time.monotonic() + JOB_S) and (found := ours.recv()) is not None:
             yield found
+    except EOFError:  # an import failed
+        process.join()
+        yield Job("imports", {}), {"error": f"the parent of the jobs ended with {process.exitcode}"}
     process.kill()
     process.join()
 
@@ -146,17 +163,14 @@ def gpu() -> tuple[str, float]:
 def jobs_of(scale: Scale, memory: float, rounds: int, limit_s: float) -> list[Job]:
     """In the order of their worth: the last ones are left out where time is short."""
     models = {shape: largest(shape, scale, memory) for shape in scale.shapes}
-    big = models[scale.large]
     timing = {"rounds": rounds, "limit_s": limit_s}
     jobs = [Job("floor", {})]
     for tokens in scale.tokens:
         size = {"tokens": tokens, "document": scale.document}
-        for model in models.values():
-            first = "none" if model.fits(tokens, "none", memory) else "full"
-            jobs.append(Job("train", {"model": model, **size, "recompute": first, **timing}))
+        for part in ("train", "hugging_face"):
+            jobs += [Job(part, {"model": model, **size, **timing}) for model in models.values()]
         if tokens == scale.tokens[0]:
-            jobs += measured_once(scale, big, size, timing)
-        jobs += [Job("hugging_face", {"model": model, **size, **timing}) for model in models.values()]
+            jobs += measured_once(scale, models[scale.large], size, timing)
     return jobs
 
 
@@ -165,11 +179,12 @@ def measured_once(scale: Scale, big: Model, size: dict[str, int], timing: dict[s
     for tokens in scale.head_tokens:
         shown = {"shape": big.shape, "vocabulary": big.vocabulary, "tokens": tokens, "chunks": scale.chunks}
         yield Job("head", {**shown, "rounds": timing["rounds"]})
-    fewer = Model(big.shape, min(big.layers, scale.recompute_layers), big.vocabulary)
-    for memory in (*({"recompute": kind} for kind in ("none", "selective", "full")), {"offload_optimizer": True}):
-        yield Job("recompute", {"model": fewer, **size, "memory": memory, **timing})
     fewest = Model(big.shape, min(big.layers, scale.checkpoint_layers), big.vocabulary)
     yield Job("checkpoint", {"model": fewest, "document": size["document"]})
+    fewer = Model(big.shape, min(big.layers, scale.recompute_layers), big.vocabulary)
+    kinds = [{"recompute": kind} for kind in ("none", "selective", "full")]
+    for memory in (*kinds, {"offload_optimizer": True}):
+        yield Job("recompute", {"model": fewer, **size, "memory": memory, **timing})
 
 
 def with_mfu(found: Any, tflops: float, datasheet: float | None) -> Any:
@@ -192,7 +207,7 @@ def labels_of(job: Job) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, value in job.labels.items():
         out |= asdict(value) if is_dataclass(value) and not isinstance(value, type) else {name: value}
-    return {name: out[name] for name in out.keys() - {"rounds", "limit_s", "chunks"}}
+    return {name: value for name, value in out.items() if name not in ("rounds", "limit_s", "chunks")}
 
 
 def shown(part: str, row: dict[str, Any]) -> str:
@@ -205,25 +220,30 @@ def shown(part: str, row: dict[str, Any]) -> str:
         lines += ["  " + ", ".join(f"{n} {v}" for n, v in kept.items())] if kept else []
     for kind in row.get("memory", ()) if part == "train" else ():
         lines.append("  " + ", ".join(f"{n} {v}" for n, v in kind.items()))
-    return "\n".join([f"{head.strip()}, {row['layers_of']} layers, {row.get('took_s', 0):.1f} s", *lines])
+    return "\n".join([f"{head.strip()}, {row['blocks']} layers, {row.get('took_s', 0):.1f} s", *lines])
 
 
 @harness.script(short={"action": "store_true"}, rounds=5, budget_s=0.0, output="")
 def main(options: harness.Options) -> harness.Figures:
     name, memory = gpu()
     scale = SCALES["cpu" if not name else "short" if options.short else "full"]
-    rounds, limit_s = (2, 1.0) if options.short else (options.rounds, 6.0)
+    rounds, limit_s = (2, 1.0) if options.short else (options.rounds, 4.0)
     deadline = time.monotonic() + (options.budget_s or (40.0 if options.short else 200.0))
-    jobs = jobs_of(scale, memory or 1e12, rounds, limit_s)
-    fused = bool(name) and find_spec("transformer_engine") is not None and not os.environ.get(PLAIN)
-    orders = [("fused", jobs), ("plain", [job for job in jobs if job.part == "train"])] if fused else [("plain", jobs)]
+    memory = memory or float("inf")
+    jobs = jobs_of(scale, memory, rounds, limit_s)
+    orders = {"plain": jobs}
+    if name and find_spec("transformer_engine") is not None and not os.environ.get(PLAIN):
+        some = [job for job in jobs if job.part == "train" and job.labels["tokens"] == scale.tokens[0]]
+        orders = {"fused": jobs, "plain": some}
     datasheet = next((rate for model, rate in DATASHEET_TFLOPS.items() if model in name), None)
     result: harness.Figures = {"rounds": rounds, "gpu": name or "none", "datasheet_tflops": datasheet}
     tflops = 0.0
-    for layers, ordered in orders:
-        for job, found in run_jobs(ordered, layers == "plain", deadline):
+    for blocks, ordered in orders.items():
+        for job, found in run_jobs(ordered, blocks == "plain", memory, deadline):
+            if job.part == "imports":
+                orders["plain"] = jobs
             tflops = found.get("tflops", tflops) if job.part == "floor" else tflops
-            row = with_mfu({"layers_of": layers, **labels_of(job), **found}, tflops, datasheet)
+            row = with_mfu({"blocks": blocks, **labels_of(job), **found}, tflops, datasheet)
             result.setdefault(job.part, []).append(row)
             print(shown(job.part, row), flush=True)
             harness.keep(options, result)

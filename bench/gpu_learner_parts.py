@@ -20,11 +20,14 @@ from step_overhead import CLIP, LR, bare_loop
 
 from bench.figures import ratios
 from common.config.schema import MemoryConfig
+from common.process.lifecycle import die_with_parent
 
 GIB = 1 << 30
 TOLERANCE = 3e-2  # between the losses of two loops on the same bfloat16 weights
 LEAST_ROUNDS = 2
+PEAKS = ("forward and backward", "update")  # most of what is allocated in them
 PIECES = (1, 4, 16)  # microbatches of a step that are tried
+MOST_LOGITS = 8192  # tokens whose logits of 150,000 words a GPU of 80 GB has room for, several times over
 
 
 @dataclass(frozen=True)
@@ -65,14 +68,6 @@ def peak(reset: bool = False) -> int:
     return found
 
 
-def peak_of(work: Callable[[], Any]) -> int:
-    """Most bytes that are allocated while `work` runs."""
-    peak(reset=True)
-    work()
-    settle()
-    return peak()
-
-
 def seconds_of(work: Callable[[], Any]) -> float:
     settle()
     began = time.perf_counter()
@@ -91,7 +86,7 @@ def floor() -> harness.Figures:
     import torch
 
     here = device()
-    size, copied = (8192, GIB) if here.type == "cuda" else (256, 1 << 20)
+    size = 8192 if here.type == "cuda" else 256
     a = torch.randn(size, size, dtype=torch.bfloat16, device=here)
     at_once = 20
 
@@ -101,15 +96,26 @@ def floor() -> harness.Figures:
 
     out = torch.empty_like(a)
     found: harness.Figures = {"matrix": size, "tflops": rate(products, at_once * 2.0 * size**3 / 1e12, 9)}
-    on_device = torch.empty(copied, dtype=torch.uint8, device=here)
-    pinned = torch.empty(copied, dtype=torch.uint8, pin_memory=here.type == "cuda")
-    found["to_pinned_gb_s"] = rate(lambda: pinned.copy_(on_device), copied / 1e9, 5)
-    found["from_pinned_gb_s"] = rate(lambda: on_device.copy_(pinned), copied / 1e9, 5)
-    found["to_new_pageable_gb_s"] = rate(lambda: on_device.to("cpu", copy=True), copied / 1e9, 2)
+    found |= copies()
     if here.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         found |= {"device": torch.cuda.get_device_name(), "total_gib": total / GIB, "free_gib": free / GIB}
     return found
+
+
+def copies() -> harness.Figures:
+    """GB/s of bare copies between the device and host memory."""
+    import torch
+
+    here = device()
+    size = GIB if here.type == "cuda" else 1 << 20
+    on_device = torch.empty(size, dtype=torch.uint8, device=here)
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=here.type == "cuda")
+    return {
+        "to_pinned_gb_s": rate(lambda: pinned.copy_(on_device), size / 1e9, 5),
+        "from_pinned_gb_s": rate(lambda: on_device.copy_(pinned), size / 1e9, 5),
+        "to_new_pageable_gb_s": rate(lambda: on_device.to("cpu", copy=True), size / 1e9, 2),
+    }
 
 
 def backend_of(model: Model, **memory: Any) -> Any:
@@ -161,11 +167,12 @@ def bare_step(backend: Any, batches: list[Any]) -> Callable[[], float]:
 
 
 def first_that_fits(makers: Iterable[tuple[Any, Callable[[], Callable[[], float]]]]) -> tuple[Any, Any, float]:
-    """(name, step, loss) of the first of (name, maker of a step) whose step fits in memory."""
+    """(name, step, loss) of the first of (name, maker of a step) whose step fits in memory; `peak` is that step's."""
     import torch
 
     tried: list[str] = []
     for name, make in makers:
+        peak(reset=True)
         try:
             step = make()
             return name, step, step()
@@ -244,20 +251,21 @@ def memory_of(backend: Any, batches: list[Any], planned: dict[str, int]) -> list
     backend.train_step(batches, cross_entropy, accept=after_backward)
     settle()
     del head.logprobs
-    found = resident_of(backend)
+    held = resident_of(backend)
+    found = dict(held)
     if torch.cuda.is_available():
         found["activations"] = seen["head"] - before
         found["logits"] = seen["backward"] - seen["head"]
         found["forward and backward"] = seen["backward"]
         found["update"] = peak()
     rows = [
-        {"kind": kind, "gib": size / GIB, "planned_gib": planned[kind] / GIB, "off": size / planned[kind] - 1}
+        {"kind": kind, "gib": size / GIB, "planned_gib": planned[kind] / GIB, "off": size / planned[kind] - 1.0}
         for kind, size in found.items()
     ]
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         rows.append({"kind": "device in use", "gib": (total - free) / GIB})
-        rows.append({"kind": "not by these tensors, between steps", "gib": (before - sum([*found.values()][:3])) / GIB})
+        rows.append({"kind": "not by these tensors, between steps", "gib": (before - sum(held.values())) / GIB})
     return rows
 
 
@@ -267,8 +275,10 @@ def train(model: Model, tokens: int, document: int, recompute: str, rounds: int,
     batches = batches_of(model, tokens, document)
     steps = {"learner": learner_step(backend, batches)}
     steps["learner"]()  # the optimizer makes its states
-    found: harness.Figures = {"memory": memory_of(backend, batches, model.planned(tokens, recompute))}
-    pieces, peaks = {"learner": 1}, {"learner": peak_of(steps["learner"])}
+    kinds = memory_of(backend, batches, model.planned(tokens, recompute))
+    found: harness.Figures = {"memory": kinds}
+    pieces = {"learner": 1}
+    peaks = {"learner": max((row["gib"] for row in kinds if row["kind"] in PEAKS), default=0.0)}
     loss = -sum(float(x.sum()) for x in backend.logprobs(batches)) / tokens
     makers = [
         (n, lambda n=n: bare_step(backend, batches_of(model, tokens, document, n)))
@@ -277,15 +287,15 @@ def train(model: Model, tokens: int, document: int, recompute: str, rounds: int,
     ]
     try:
         pieces["bare"], steps["bare"], other = first_that_fits(makers)
+        peaks["bare"] = peak() / GIB
     except MemoryError as error:
         found["bare_does_not_fit"] = str(error)
     else:
         if abs(loss - other) > TOLERANCE:
             raise AssertionError(f"the ways do different work: their losses are {loss} and {other}")
-        peaks["bare"] = peak_of(steps["bare"])
     seconds = in_turns(steps, rounds, limit_s)
     found["ways"] = [
-        row_of(model, tokens, document, took, way=way, pieces=pieces[way], peak_gib=peaks[way] / GIB)
+        row_of(model, tokens, document, took, way=way, pieces=pieces[way], peak_gib=peaks[way])
         for way, took in seconds.items()
     ]
     if "bare" in seconds:
@@ -328,7 +338,8 @@ def hugging_face(model: Model, tokens: int, document: int, rounds: int, limit_s:
 
         return step
 
-    tries = [(1, False), *((pieces, True) for pieces in PIECES if pieces <= len(rows))]
+    least = max(1, tokens // MOST_LOGITS)
+    tries = [(least, False), *((pieces, True) for pieces in (least, *PIECES) if least <= pieces <= len(rows))]
     (pieces, again), step, loss = first_that_fits([(each, partial(stepper, *each)) for each in tries])
     peak(reset=True)
     seconds = in_turns({"hugging_face": step}, rounds, limit_s)["hugging_face"]
@@ -380,6 +391,9 @@ def head(shape: str, vocabulary: int, tokens: int, chunks: Sequence[int], rounds
         measured = {"s": statistics.median(seconds), "rounds_s": seconds, "peak_gib": (peak() - before) / GIB}
         operations = 6.0 * tokens * vocabulary * QWEN3[shape][0]  # three products
         table.append({"way": name, "sum": total, "tflops": operations / measured["s"] / 1e12, **measured})
+    sums = [row["sum"] for row in table if "sum" in row]
+    if max(sums) - min(sums) > TOLERANCE * tokens:
+        raise AssertionError(f"the ways do different work: their sums are {sums}")
     return {"ways": table}
 
 
@@ -413,7 +427,7 @@ def checkpoint(model: Model, document: int) -> harness.Figures:
             took = time.perf_counter() - began
             written = sum(file.stat().st_size for file in path.iterdir())
             saves.append({"stall_s": stall, "done_s": took, "gb": written / 1e9, "stall_gb_s": written / stall / 1e9})
-    return {"place": place, "saves": saves}
+    return {"place": place, "saves": saves, **copies()}
 
 
 def probe() -> None:
@@ -436,6 +450,7 @@ PARTS: dict[str, Callable[..., harness.Figures | None]] = {
 
 def in_child(job: Job, pipe: Connection) -> None:
     """Sends the figures of `job`, or why there are none."""
+    die_with_parent()
     began = time.perf_counter()
     try:
         found = PARTS[job.part](**job.labels) or {}

@@ -70,18 +70,24 @@ class Model:
         }
         return {**kinds, "forward and backward": sum(kinds.values()), "update": sum([*kinds.values()][:3])}
 
-    def fits(self, tokens: int, recompute: str, device: float) -> bool:
+    def fits(self, tokens: int, recompute: str, device: float, activations: float = 1.0) -> bool:
+        """Whether the plan fits, when a layer keeps `activations` times as much as the plan says."""
         from launch.plan.memory import fits
 
         planned = self.planned(tokens, recompute)
-        return fits(max(planned["forward and backward"], planned["update"]), device)
+        return fits(planned["forward and backward"] + (activations - 1.0) * planned["activations"], device)
 
 
 def write_folder(folder: Path, model: Model) -> None:
-    """A Hugging Face folder whose weights are a hole in a file: they have names and shapes, and nobody reads them."""
+    """A Hugging Face folder without values: `write_header` says what is in the place of its weights."""
+    model.config().save_pretrained(folder)
+    write_header(folder, model)
+
+
+def write_header(folder: Path, model: Model) -> None:
+    """A safetensors file with names and shapes, whose values are a hole: they are zeros, and take no space."""
     from launch.plan.layout import hf_tensors
 
-    model.config().save_pretrained(folder)
     header: dict[str, Any] = {}
     at = 0
     for name, shape in hf_tensors(model.architecture):
