@@ -49,10 +49,20 @@ def machine() -> dict[str, Any]:
         "processor": model[1] if model else platform.processor(),
         "cores": os.cpu_count(),
         "memory_gib": round(memory / 2**30, 1),
-        "accelerator": "none",
+        "accelerator": accelerator(),
         "python": platform.python_version(),
         "packages": versions,
     }
+
+
+def accelerator() -> str:
+    """Names and drivers of the GPUs, 'none' without."""
+    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "none"
+    return "; ".join(found.splitlines()) or "none"
 
 
 def commit() -> str:
@@ -68,27 +78,34 @@ def commit() -> str:
 def script(**options: Any) -> Callable[[Callable[[Options], Figures]], None]:
     """Decorates `main(arguments)`, the last function of a script: running that writes bench/results/SCRIPT.json.
 
-    The file has commit, arguments, machine and load, too. An option `name` replaces SCRIPT; with `--dry` the result is
-    printed instead. For `options` see `parser`.
+    The file has commit, arguments, machine and load, too. An option `name` replaces SCRIPT, an option `output` the path;
+    with `--dry` the result is printed instead. For `options` see `parser`.
     """
 
     def run_as_script(main: Callable[[Options], Figures]) -> None:
         if main.__module__ == "__main__":
             arguments = parser(sys.modules["__main__"].__doc__, **options).parse_args()
-            figures = main(arguments)
-            assert "rounds" in figures, "every result says how often it was measured"
-            given = {name: value for name, value in vars(arguments).items() if name != "dry"}
-            load = round(os.getloadavg()[0], 1)
-            result = {"commit": commit(), "arguments": given, "machine": machine(), "load_1min": load, **figures}
-            text = json.dumps(result, indent=1, default=str) + "\n"
-            if arguments.dry:
-                print(text, end="")
-                return
-            path = RESULTS / f"{getattr(arguments, 'name', Path(main.__code__.co_filename).stem)}.json"
-            path.write_text(text)
-            print(f"{path.relative_to(ROOT)} is written; python -m bench.pages brings it to the pages")
+            path = write(arguments, main(arguments))
+            if path is not None:
+                print(f"{path} is written; python -m bench.pages brings results to the pages")
 
     return run_as_script
+
+
+def write(arguments: Options, figures: Figures) -> Path | None:
+    """Write a result, or the part of it that is there already, beside its provenance; with `--dry` print it."""
+    assert "rounds" in figures, "every result says how often it was measured"
+    given = {name: value for name, value in vars(arguments).items() if name != "dry"}
+    load = round(os.getloadavg()[0], 1)
+    result = {"commit": commit(), "arguments": given, "machine": machine(), "load_1min": load, **figures}
+    text = json.dumps(result, indent=1, default=str) + "\n"
+    if arguments.dry:
+        print(text, end="")
+        return None
+    stem = getattr(arguments, "name", Path(str(sys.modules["__main__"].__file__)).stem)
+    path = Path(getattr(arguments, "output", "") or RESULTS / f"{stem}.json")
+    path.write_text(text)
+    return path
 
 
 def parser(script_doc: str | None, **options: Any) -> argparse.ArgumentParser:
