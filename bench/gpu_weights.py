@@ -10,10 +10,10 @@ device. The model is Qwen3-8B's shape in bfloat16 with random values. Parts, eac
 - flips: loading a staged version, from host memory as it is, from the same memory pinned, and from the device, against
   a bare copy of as many bytes; and the proof after it.
 
-`gb_s` is the version's bytes over the seconds from the announcement to the last node's Staged, `over_bare` the same
-seconds over those of the bare broadcast of as many bytes in the same buckets. Nodes load the version only where `loads`
-says so. Results are written after every part. A part that fails or comes too late is named in `failed`, and the next
-begins with new processes. Those that the time did not allow are in `not_reached`.
+A version takes `broadcast_s` from the announcement to the last node's Staged, and `gb_s` is its bytes over that.
+`over_bare` is the same time over that of a bare broadcast of as many bytes in the same buckets. Nodes load the version
+only where `loads` says so. Results are written after every part. A part that fails or comes too late is named in
+`failed`, and the next begins with new processes. Parts that the time did not allow are in `not_reached`.
 
 Without CUDA it runs with a tiny model on the CPU, without NCCL.
 """
@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import gpu_weights_roles as roles
@@ -38,7 +37,7 @@ NODES = 2
 MIB = 1 << 20
 BUCKETS = (16, 64, 256)  # MiB
 ANSWER_S = 60.0  # for what has no limit of its own
-CHANGED = 0.02  # of all elements, from version to version
+CHANGED = 0.02  # share of the elements that differ from version to version
 WARM_UP = {"host": 2, "device": 1}  # versions until all buffers are there
 TIMEOUT_S = 30.0  # weights.timeout_s
 
@@ -240,7 +239,7 @@ def free_port() -> int:
 
 
 def ways(short: bool, cuda: bool) -> list[tuple[Way, float]]:
-    """What is published, the most important first, and the seconds that it should take."""
+    """The ways of `publish`, the most important first, and the seconds that each should take."""
     small = {"layers": 1 if short else 2, "tied": True}
     host = [
         (Way("gloo", 1, **small, loads=True), 12.0), (Way("relay", 1, **small), 10.0),
