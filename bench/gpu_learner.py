@@ -246,5 +246,5 @@ def main(options: harness.Options) -> harness.Figures:
             row = with_mfu({"blocks": blocks, **labels_of(job), **found}, tflops, datasheet)
             result.setdefault(job.part, []).append(row)
             print(shown(job.part, row), flush=True)
-            harness.keep(options, result)
+            harness.write(options, result)
     return result
