@@ -41,6 +41,7 @@ from tests.rigs.waiting import LIMIT_S, until_async
 T = TypeVar("T")
 VOCABULARY = 100  # not a multiple of 64: vLLM pads the embedding
 END = 1
+BLOCK = 128  # tokens, which is vLLM's own choice on a CPU only
 TOLERANCE = 3e-5 * device.LOOSE  # log-probabilities in float32 differ by less
 SHAPE: dict[str, Any] = dict(
     vocab_size=VOCABULARY, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
@@ -84,7 +85,7 @@ def job(folder: Path) -> Config:
         tasks=TasksConfig(environment="none", dataset="none"),
         rollout=RolloutConfig(
             concurrency="auto",  # so that the engine says how full its cache is
-            engine=EngineConfig(max_model_len=512, max_num_seqs=64, kv_cache_mib=16, eager=True),
+            engine=EngineConfig(max_model_len=512, max_num_seqs=64, kv_cache_mib=16, eager=True, block_size=BLOCK),
         ),
         weights=WeightsConfig(bucket_mib=1),
     )
