@@ -15,10 +15,11 @@ against the windows without. The floor of a pause is a bare copy of as many byte
 
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -177,14 +178,12 @@ def sides(options: harness.Options, figures: harness.Figures, cuda: bool) -> Ite
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:
         folder, found = Path(made), dict[str, talk.Side]()
         harness.part(options, figures, "model", partial(_build, folder / "model", shape, options.short, cuda))
-        with ThreadPoolExecutor(8) as pool:
-            starts = {kind: pool.submit(started, kind, folder, shape, options, cuda) for kind in ["bare", *kinds]}
-            end = time.monotonic() + options.start_s
-            for kind, start in starts.items():
-                wait = harness.part(options, figures, f"start of {kind}", partial(_come, start, end))
-                if wait is not None:
-                    found[kind] = start.result()
-            _kill_others(found)  # those that did not come up, so that their threads end
+        end = time.monotonic() + options.start_s
+        starts = {kind: begun(partial(started, kind, folder, shape, options, cuda)) for kind in ["bare", *kinds]}
+        for kind, start in starts.items():
+            if harness.part(options, figures, f"start of {kind}", partial(_come, start, end)) is not None:
+                found[kind] = start.result()
+        _kill_others(found)  # those that did not come up
         try:
             yield found
         finally:
@@ -205,7 +204,21 @@ def _build(folder: Path, shape: Shape, short: bool, cuda: bool) -> dict[str, Any
     return {"bytes": size_bytes, "copy_ms": copy_ms(size_bytes)}
 
 
-def _come(start: Any, end: float) -> dict[str, float]:
+def begun(work: Callable[[], Any]) -> Future[Any]:
+    """The result of `work()` to come; a thread that hangs does not keep this process."""
+    future = Future[Any]()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _come(start: Future[Any], end: float) -> dict[str, float]:
     began = time.monotonic()
     start.result(max(1.0, end - time.monotonic()))
     return {"waited_s": round(time.monotonic() - began, 1)}
@@ -215,12 +228,13 @@ def _kill_others(found: dict[str, talk.Side]) -> None:
     """End all children that are of none of these sides."""
     wanted = {process.pid for side in found.values() for process in side.processes}
     for process in psutil.Process().children(recursive=True):
-        if process.pid not in wanted and "resource_tracker" not in " ".join(process.cmdline()):
-            process.kill()
+        with suppress(psutil.NoSuchProcess):
+            if process.pid not in wanted and "resource_tracker" not in " ".join(process.cmdline()):
+                process.kill()
 
 
 @harness.script(
-    output=str, short={"action": "store_true"}, windows=2, seconds=5.0, start_s=90.0, kinds=KINDS, graphs="decode",
+    output=str, short={"action": "store_true"}, windows=1, seconds=5.0, start_s=90.0, kinds=KINDS, graphs="decode",
     attention="", bucket_mib=64,
 )  # fmt: skip
 def main(options: harness.Options) -> harness.Figures:

@@ -34,7 +34,9 @@ SHAPES = {  # turns: long answers at once, some turns, and many turns whose cont
 LEAST_SHARE = 0.01  # of a GPU: vLLM starts only where so much is free, although the size of its cache is given
 QUIET = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 PLAIN = {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-ON_GPU = {"VLLM_PLUGINS": "", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+ON_GPU = {
+    "VLLM_PLUGINS": "", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}  # fmt: skip
 
 
 def encoded(folder: str, shape: Shape) -> tuple[Iterator[list[int]], list[list[int]]]:

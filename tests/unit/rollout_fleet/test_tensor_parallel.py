@@ -131,17 +131,17 @@ def test_a_buffer_that_is_gone_cannot_be_mapped_and_holds_no_descriptor() -> Non
 class CudaRuntime:
     """What torch.cuda.cudart() has of page-locking, on a machine that allows it or not."""
 
-    cudaError = SimpleNamespace(success=0)  # noqa: N815
+    cudaError = SimpleNamespace(success=0)
 
     def __init__(self, refuses: bool) -> None:
         self.refuses, self.locked = refuses, dict[int, int]()
 
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         if not self.refuses:
             self.locked[address] = size
         return int(self.refuses)
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         del self.locked[address]
         return 0
 
