@@ -31,8 +31,8 @@ from tests.rigs.processes import Command
 TINY = "tiny"
 LEFT_OUT = 3  # steps at the beginning, in which kernels are compiled
 KEPT = (  # metrics of a step
-    "step", "time_s", "reward_mean", "reward_std", "loss", "grad_norm", "entropy", "step_s", "learner_idle_s", "train_s",
-    "snapshot_s", "publish_s", "seconds_to_active", "generation_stall_s", "staleness_mean", "staleness_max",
+    "step", "time_s", "reward_mean", "reward_std", "loss", "grad_norm", "entropy", "step_s", "learner_idle_s",
+    "train_s", "snapshot_s", "publish_s", "seconds_to_active", "generation_stall_s", "staleness_mean", "staleness_max",
     "mismatch_abs_mean", "length_mean", "tokens_trained", "samples", "canary_max_difference",
 )  # fmt: skip
 LOOK_S = 0.1
@@ -146,16 +146,15 @@ def jobs(folder: Path, size: Size, options: harness.Options, cuda: bool) -> Iter
 
 
 def come(folder: Path, staleness: int, command: Command, end: float) -> dict[str, float]:
-    """Return when the job's node has leased tasks and its episodes wait; `end`, of the monotonic clock, at the latest."""
+    """Return when the job's node has leased tasks and its episodes wait; raises RuntimeError after monotonic `end`."""
     began = time.monotonic()
     events = folder / f"staleness-{staleness}/events.jsonl"
     while not (events.exists() and '"first_lease"' in events.read_text()):
         if command.process.poll() is not None or time.monotonic() > end:
-            logs = [
-                path.read_text(errors="replace")[-1500:] for path in folder.glob(f"staleness-{staleness}/logs/*.log")
-            ]
+            logs = folder.glob(f"staleness-{staleness}/logs/*.log")
+            said = [path.read_text(errors="replace")[-600:] for path in logs]
             command.__exit__()
-            raise RuntimeError("\n".join([*logs, command.output()[-500:]]))
+            raise RuntimeError("\n".join([*said, command.output()[-300:]]))
         time.sleep(LOOK_S)
     return {"waited_s": round(time.monotonic() - began, 1)}
 

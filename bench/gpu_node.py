@@ -1,4 +1,4 @@
-"""A node on one GPU against bare vLLM, and what a change of weights costs there: python bench/gpu_node.py --output FILE.
+"""A node on one GPU against bare vLLM, and the cost of a flip there: python bench/gpu_node.py --output FILE.
 
 A random model of Qwen3-0.6B's shape (with a head of its own) in bfloat16, 256 samples at once. A sample ends by chance,
 after 512 tokens at the latest. The sides run one at a time; the others are stopped meanwhile (SIGSTOP):

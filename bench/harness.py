@@ -79,8 +79,8 @@ def commit() -> str:
 def script(**options: Any) -> Callable[[Callable[[Options], Figures]], None]:
     """Decorates `main(arguments)`, the last function of a script: running that writes bench/results/SCRIPT.json.
 
-    The file has commit, arguments, machine and load, too. An option `name` replaces SCRIPT, an option `output` the whole
-    path; with `--dry` the result is printed instead. For `options` see `parser`.
+    The file has commit, arguments, machine and load, too. An option `name` replaces SCRIPT, an option `output` the
+    whole path; with `--dry` the result is printed instead. For `options` see `parser`.
     """
 
     def run_as_script(main: Callable[[Options], Figures]) -> None:

@@ -32,6 +32,7 @@ SHAPES = {  # turns: long answers at once, some turns, and many turns whose cont
     "sixteen": Shape(turns=16, answer=32, prompt=64, observation=64, requests=64),
 }
 LEAST_SHARE = 0.01  # of a GPU: vLLM starts only where so much is free, although the size of its cache is given
+ON_CPU = Serving()
 QUIET = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 PLAIN = {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 ON_GPU = {
@@ -48,7 +49,7 @@ def encoded(folder: str, shape: Shape) -> tuple[Iterator[list[int]], list[list[i
     return (encode(shape.problem(n)) for n in numbers), [encode(shape.said(turn)) for turn in range(1, shape.turns)]
 
 
-def bare(folder: str, shape: Shape, counter: Any, serving: Serving = Serving()) -> None:
+def bare(folder: str, shape: Shape, counter: Any, serving: Serving = ON_CPU) -> None:
     """Serve for ever."""
     import torch
 
@@ -92,7 +93,7 @@ def engine(folder: str, shape: Shape, counter: Any) -> None:
     from rollout_fleet.engine.engine import Engine
 
     settings = EngineConfig(
-        max_model_len=shape.longest, max_num_seqs=shape.requests, kv_cache_mib=Serving.kv_cache_mib, eager=True
+        max_model_len=shape.longest, max_num_seqs=shape.requests, kv_cache_mib=ON_CPU.kv_cache_mib, eager=True
     )
     config = Config(
         run=RunConfig(name="bench", dir="unused", steps=1),

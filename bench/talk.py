@@ -199,7 +199,7 @@ class NodeJob:
         step: int,
         learning: float | None = None,
         weights: dict[str, Any] | None = None,
-        serving: Serving = Serving(),
+        serving: Serving | None = None,
         staleness: int | None = None,  # None: as many versions as the episodes at once need
     ) -> None:
         import torch
@@ -213,6 +213,7 @@ class NodeJob:
 
         folder.mkdir()
         self._shape, self._step, self._taken, self._offered, self._counted = shape, step, 0, 0, 0
+        serving = serving or Serving()
         self._serving = serving
         self._staleness = 1 + -(-2 * shape.requests // (shape.group * step)) if staleness is None else staleness
         self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, serving.dtype))
