@@ -184,7 +184,7 @@ def run(folder: Path, size: Size, staleness: int, command: Command, options: har
 
 
 def figures_of(job: harness.Job, opened_s: float, size: Size) -> dict[str, Any]:
-    """Of the steps after the first LEFT_OUT."""
+    """The figures of a job without its first LEFT_OUT steps; `opened_s`: when its episodes began."""
     lines = job.lines[LEFT_OUT:]
     wall_s = lines[-1]["time_s"] - job.lines[LEFT_OUT - 1]["time_s"]
     middle = {name: statistics.median(line.get(name, 0.0) for line in lines) for name in KEPT if name.endswith("_s")}

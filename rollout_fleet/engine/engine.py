@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN_S = 2.0  # for the engine process, which has nothing worth saving
 WORKERS_END_S = 10.0  # for its workers, once they were killed
-LEAST_SHARE = 0.01  # of a GPU's memory
+LEAST_SHARE = 0.01  # so much of a GPU's memory must be free at the start
 MOST_PROFILED_STEPS = 500  # engine steps; a profile with more would take long to write
 PROFILE_LOOK_S = 0.5
 
@@ -277,6 +277,8 @@ def _prepare_environment(config: Config) -> bool:
     import torch
 
     if torch.cuda.is_available():
+        # FlashInfer's samplers give no log-probabilities, so none would be used. vLLM would import and compile it.
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         if config.model.dtype == "float32":
             os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # attention would multiply with 10 bits of mantissa
         return False

@@ -19,7 +19,8 @@ from tests.rigs.refusals import refused
 CPU_ONLY = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE")
 
 PRECISION = "TRITON_F32_DEFAULT"
-UNSET = (*CPU_ONLY, "VLLM_WORKER_MULTIPROC_METHOD", "PYTORCH_NVML_BASED_CUDA_CHECK")
+SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
+UNSET = (*CPU_ONLY, SAMPLER, "VLLM_WORKER_MULTIPROC_METHOD", "PYTORCH_NVML_BASED_CUDA_CHECK")
 
 
 def job(dtype: str = "bfloat16", **engine: Any) -> Config:
@@ -46,6 +47,7 @@ def test_what_a_cpu_needs_is_not_set_for_a_gpu(monkeypatch: pytest.MonkeyPatch, 
     assert _prepare_environment(config) is not cuda
     assert environment["OMP_NUM_THREADS"] == "3" and environment["HF_HUB_OFFLINE"] == "1"
     assert [name in environment for name in CPU_ONLY] == [not cuda] * 3
+    assert environment.get(SAMPLER) == ("0" if cuda else None), "vLLM would compile it for nothing"
     assert asked == ["1"], "otherwise the question makes CUDA unusable in a forked child"
     assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
