@@ -8,7 +8,8 @@ after 512 tokens at the latest. The sides run one at a time; the others are stop
   in windows without a new version and in windows in which one version follows the other.
 
 Figures per flip are the pause that the node measures, the seconds between two versions, and the tokens that are
-missing against the windows without. The floor of a pause is a bare copy of as many bytes from pinned memory to the device.
+missing against the windows without. The floor of a pause is a bare copy of as many bytes from pinned memory to the
+device.
 `--short` is a smaller model for a few seconds; without a GPU it runs on the CPU, eager and with plain scheduling.
 `--graphs full` leaves vLLM's own choice, which compiles; `decode` captures decoding only and compiles nothing.
 """

@@ -194,6 +194,14 @@ class CudaScheduleEngine(RigEngine):
             return super()._create()
 
 
+class GraphEngine(RigEngine):
+    """The same, whose decoding is captured in CUDA graphs: they have the addresses of the parameters."""
+
+    def _arguments(self, on_cpu: bool) -> dict[str, Any]:
+        captured = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # nothing is compiled, which takes minutes
+        return {**super()._arguments(on_cpu), "enforce_eager": False, "compilation_config": captured}
+
+
 class EngineRig:
     """`engine`: keys of rollout.engine."""
 
