@@ -1,9 +1,8 @@
 """The real vLLM engine, fed over the real weight plane, against Hugging Face in float32; and an agent that talks to it.
 
 One engine serves the whole file, then another one, which starts and schedules as on CUDA. Its platform does not force
-spawn, and it has vLLM's asynchronous scheduler with two batches in flight. With CUDA both have that, too, and the second
-one has CUDA graphs.
-Tests run in order and the last one breaks the engine.
+spawn, and it has vLLM's asynchronous scheduler with two batches in flight. With CUDA both have that, and the second one
+has CUDA graphs. Tests run in order and the last one breaks the engine.
 """
 
 import asyncio
