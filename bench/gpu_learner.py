@@ -246,5 +246,5 @@ def main(options: harness.Options) -> harness.Figures:
             row = with_mfu({"blocks": blocks, **labels_of(job), **found}, tflops, datasheet)
             result.setdefault(job.part, []).append(row)
             print(shown(job.part, row), flush=True)
-            harness.write(options, result)
+            harness.keep(options, result)
     return result

@@ -67,11 +67,13 @@ def accelerator() -> str:
 
 
 def commit() -> str:
-    """Short hash of the checkout, with '-modified' when a tracked file outside bench/results differs from it."""
+    """SLIPSTREAM_COMMIT, or the short hash of the checkout, with '-modified' when a tracked file outside bench/results differs from it."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
+    if given := os.environ.get("SLIPSTREAM_COMMIT"):  # a copy of the files without their repository
+        return given
     modified = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-modified" if modified else "")
 
@@ -111,6 +113,12 @@ def write(arguments: Options, figures: Figures) -> Path | None:
     return path
 
 
+def keep(arguments: Options, figures: Figures) -> None:
+    """Write what there is so far to the option `output`, if that is given."""
+    if arguments.output and not arguments.dry:
+        write(arguments, figures)
+
+
 def part(arguments: Options, figures: Figures, name: str, work: Callable[[], Any]) -> Any:
     """`figures[name]` = the result of `work()`, or its error, which ends nothing else. None after an error."""
     began = time.perf_counter()
@@ -121,8 +129,7 @@ def part(arguments: Options, figures: Figures, name: str, work: Callable[[], Any
         traceback.print_exc()
         figures[name] = {"error": f"{type(error).__name__}: {error}"[-2000:]}
     print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
-    if arguments.output and not arguments.dry:
-        write(arguments, figures)
+    keep(arguments, figures)
     return found
 
 
