@@ -67,7 +67,10 @@ def accelerator() -> str:
 
 
 def commit() -> str:
-    """SLIPSTREAM_COMMIT, or the short hash of the checkout, with '-modified' when a tracked file outside bench/results differs from it."""
+    """Short hash of the checkout, with '-modified' when a tracked file outside bench/results differs from it.
+
+    Without a repository it is the variable SLIPSTREAM_COMMIT.
+    """
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
