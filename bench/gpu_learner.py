@@ -156,8 +156,8 @@ def gpu() -> tuple[str, float]:
     """(name, bytes) of the first GPU; ("", 0) without one."""
     if (told := harness.accelerator()) == "none":
         return "", 0.0
-    name, mib, _ = told.split("; ")[0].replace(",", "").rsplit(" ", 2)  # NVIDIA H100 80GB HBM3, 81559 MiB
-    return name, float(mib) * (1 << 20)
+    name, memory, _ = told.split("; ")[0].split(", ")  # NVIDIA H100 80GB HBM3, 81559 MiB, 580.159.04
+    return name, float(memory.removesuffix(" MiB")) * (1 << 20)
 
 
 def jobs_of(scale: Scale, memory: float, rounds: int, limit_s: float) -> list[Job]:
