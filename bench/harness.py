@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -56,13 +57,13 @@ def machine() -> dict[str, Any]:
 
 
 def accelerator() -> str:
-    """Names and drivers of the GPUs, 'none' without."""
-    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    """Name and memory of every GPU as the driver tells them; 'none' without one."""
     try:
-        found = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout
-    except (OSError, subprocess.SubprocessError):
+        words = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+        said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
         return "none"
-    return "; ".join(found.splitlines()) or "none"
+    return "; ".join(line.strip() for line in said.splitlines()) or "none"
 
 
 def commit() -> str:
@@ -78,34 +79,59 @@ def commit() -> str:
 def script(**options: Any) -> Callable[[Callable[[Options], Figures]], None]:
     """Decorates `main(arguments)`, the last function of a script: running that writes bench/results/SCRIPT.json.
 
-    The file has commit, arguments, machine and load, too. An option `name` replaces SCRIPT, an option `output` the
+    The file has commit, arguments, machine and load, too. An option `name` replaces SCRIPT, an option `output` the whole
     path; with `--dry` the result is printed instead. For `options` see `parser`.
     """
 
     def run_as_script(main: Callable[[Options], Figures]) -> None:
         if main.__module__ == "__main__":
             arguments = parser(sys.modules["__main__"].__doc__, **options).parse_args()
-            path = write(arguments, main(arguments))
-            if path is not None:
-                print(f"{path} is written; python -m bench.pages brings results to the pages")
+            figures = main(arguments)
+            assert "rounds" in figures, "every result says how often it was measured"
+            if arguments.dry:
+                print(_written(arguments, figures), end="")
+                return
+            name = getattr(arguments, "name", Path(main.__code__.co_filename).stem)
+            output = getattr(arguments, "output", "")
+            if output:
+                keep(arguments, figures)
+                return
+            path = RESULTS / f"{name}.json"
+            path.write_text(_written(arguments, figures))
+            print(f"{path.relative_to(ROOT)} is written; python -m bench.pages brings it to the pages")
 
     return run_as_script
 
 
-def write(arguments: Options, figures: Figures) -> Path | None:
-    """Write a result, or the part of it that is there already, beside its provenance; with `--dry` print it."""
-    assert "rounds" in figures, "every result says how often it was measured"
+def _written(arguments: Options, figures: Figures) -> str:
+    """The text of a result."""
     given = {name: value for name, value in vars(arguments).items() if name != "dry"}
     load = round(os.getloadavg()[0], 1)
     result = {"commit": commit(), "arguments": given, "machine": machine(), "load_1min": load, **figures}
-    text = json.dumps(result, indent=1, default=str) + "\n"
-    if arguments.dry:
-        print(text, end="")
-        return None
-    stem = getattr(arguments, "name", Path(str(sys.modules["__main__"].__file__)).stem)
-    path = Path(getattr(arguments, "output", "") or RESULTS / f"{stem}.json")
-    path.write_text(text)
-    return path
+    return json.dumps(result, indent=1, default=str) + "\n"
+
+
+def keep(arguments: Options, figures: Figures) -> None:
+    """Write what there is so far to the option `output`: a script that is cut off leaves it."""
+    if arguments.output and not arguments.dry:
+        path = Path(arguments.output)
+        unfinished = path.with_name(f"{path.name}.unfinished")
+        unfinished.write_text(_written(arguments, figures))
+        unfinished.replace(path)
+
+
+def part(arguments: Options, figures: Figures, name: str, work: Callable[[], Any]) -> Any:
+    """`figures[name]` = the result of `work()`, or its error, which ends nothing else. None after an error."""
+    began = time.perf_counter()
+    found = None
+    try:
+        figures[name] = found = work()
+    except Exception as error:
+        traceback.print_exc()
+        figures[name] = {"error": f"{type(error).__name__}: {error}"[-2000:]}
+    print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
+    keep(arguments, figures)
+    return found
 
 
 def parser(script_doc: str | None, **options: Any) -> argparse.ArgumentParser:
@@ -206,6 +232,11 @@ def scratch() -> Path:
 
 def qwen3(folder: Path, **changes: Any) -> None:
     """A small Qwen3 with random weights in `folder`; `changes` replace fields of its config."""
+    qwen3_model(**changes).save_pretrained(folder)
+
+
+def qwen3_model(**changes: Any) -> Any:
+    """A small Qwen3 with random weights, made on the device of torch's context."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -215,7 +246,7 @@ def qwen3(folder: Path, **changes: Any) -> None:
         "intermediate_size": 2 * hidden, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden // 4,
         "max_position_embeddings": 2048, "tie_word_embeddings": True, "eos_token_id": 1, "pad_token_id": 0,
     }  # fmt: skip
-    Qwen3ForCausalLM(Qwen3Config(**shape | changes)).save_pretrained(folder)
+    return Qwen3ForCausalLM(Qwen3Config(**shape | changes))
 
 
 @dataclass(frozen=True)
