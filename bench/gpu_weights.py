@@ -21,11 +21,13 @@ Without CUDA it runs with a tiny model on the CPU, without NCCL.
 import json
 import socket
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import gpu_weights_roles as roles
@@ -105,11 +107,12 @@ class Parts:
     args: harness.Options
     crew: Crew
     figures: harness.Figures
+    began: float  # monotonic seconds
 
     def run(self, name: str, work: Callable[[], Any], expected_s: float) -> None:
         """Put what `work` returns under `name`; a list is put behind what is there."""
         figures, began = self.figures, time.monotonic()
-        if began - figures["began"] + expected_s > self.args.seconds:
+        if began - self.began + expected_s > self.args.seconds:
             figures["not_reached"].append(name)
             return
         try:
@@ -121,7 +124,7 @@ class Parts:
             print(f"{name} failed: {error}", flush=True)
             self.crew.close()
         figures["seconds"].append({"part": name, "s": round(time.monotonic() - began, 1)})
-        harness.write(self.args, {key: value for key, value in figures.items() if key != "began"})
+        harness.keep(self.args, figures)
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ class Bench:
         found = self.crew.all("ready", limit_s=120.0)
         self.device = found[0]
         self.cuda = self.device["name"] != "cpu"
-        self.divisor = 1 if self.cuda else 16
+        self.divisor = 1 if self.cuda else 8
         self.bare: dict[tuple[str, int, int], float] = {}  # s a byte, by backend, nodes and bytes of a bucket
 
     def shape(self, layers: int, tied: bool) -> roles.Specs:
@@ -175,7 +178,9 @@ class Bench:
         """Broadcasts of (bytes, MiB of a bucket) through torch.distributed."""
         sizes = [(size, bucket * MIB) for size, bucket in cells]
         told = {"backend": backend, "port": free_port(), "world": nodes + 1, "cells": sizes, "rounds": rounds}
-        found = self.crew.ask(*(Ask(rank, "bare", {**told, "rank": rank}) for rank in range(nodes + 1)))
+        asked = [Ask(rank, "bare", {**told, "rank": rank}) for rank in range(nodes + 1)]
+        found = self.crew.ask(*asked, limit_s=30.0)
+        self.crew.all("clear")
         rows: list[dict[str, Any]] = []
         for (size, bucket), *members in zip(cells, *found, strict=True):
             seconds = [max(one) for one in zip(*members, strict=True)]
@@ -188,7 +193,15 @@ class Bench:
         (size,) = self.crew.ask(Ask(0, "make", {"shape": self.shape(layers, tied)}))
         (found,) = self.crew.ask(Ask(0, "snapshots", {"rounds": rounds}), limit_s=90.0)
         self.crew.all("clear")
-        return {"bytes": size, "s": {name: [round(one, 4) for one in seconds] for name, seconds in found.items()}}
+        return {"bytes": size, "s": rounded(found)}
+
+    def export(self, layers: int, tied: bool, rounds: int) -> dict[str, Any]:
+        """As `snapshots`, of what the learner exports from Megatron."""
+        with tempfile.TemporaryDirectory() as folder:
+            roles.write_folder(Path(folder), layers, tied, self.divisor)
+            (found,) = self.crew.ask(Ask(0, "export", {"folder": folder, "rounds": rounds}), limit_s=90.0)
+        self.crew.all("clear")
+        return {"bytes": found.pop("bytes"), "s": rounded(found)}
 
     def publish(self, way: Way) -> list[dict[str, Any]]:
         """Versions through the product; the medians of all but the first ones."""
@@ -232,6 +245,10 @@ def rate(size: int, seconds: Iterable[float]) -> float:
     return round(size / statistics.median(seconds) / 1e9, 3)
 
 
+def rounded(found: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {name: [round(one, 4) for one in seconds] for name, seconds in found.items()}
+
+
 def free_port() -> int:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
@@ -248,13 +265,13 @@ def ways(short: bool, cuda: bool) -> list[tuple[Way, float]]:
     ]  # fmt: skip
     if not cuda:
         return host
-    layers = 1 if short else 36
-    nccl = [(Way("nccl", 1, layers=layers, tied=short, bucket_mib=256, buffers="device"), 5.0 if short else 20.0)]
+    whole = Way("nccl", 1, layers=36, bucket_mib=256, buffers="device")
+    if short:
+        return [(Way("nccl", 1, **small, buffers="device", loads=True), 5.0), host[0]]
+    nccl = [(whole, 25.0)]
     there: dict[str, Any] = {**small, "buffers": "device"}
     nccl += [(Way("nccl", 1, **there, bucket_mib=64, loads=True), 4.0), (Way("nccl", 2, **there, bucket_mib=256), 4.0)]
     nccl += [(Way("nccl", 1, **small, bucket_mib=64), 8.0)]
-    if short:
-        return [nccl[0], host[0]]
     return [*nccl, *host, *((Way("nccl", 1, **there, bucket_mib=b), 4.0) for b in (16, 256))]
 
 
@@ -263,30 +280,35 @@ SHORT = {"action": "store_true", "help": "a few seconds of everything"}
 
 @harness.script(short=SHORT, output="", seconds=100.0)
 def main(args: harness.Options) -> harness.Figures:
-    bench, short = Bench(args), args.short
-    cuda, crew = bench.cuda, bench.crew
-    began = time.monotonic()
-    figures = {"rounds": 1 if short else 3, "device": bench.device, "failed": [], "not_reached": [], "seconds": []}
-    parts = Parts(args, crew, figures | {"began": began})
+    short, began = args.short, time.monotonic()
+    bench = Bench(args)
+    cuda, rounds = bench.cuda, 1 if short else 3
+    figures = {"rounds": rounds, "device": bench.device, "failed": [], "not_reached": [], "seconds": []}
+    parts = Parts(args, bench.crew, figures, began)
     some = 64 * MIB if not cuda else 256 * MIB if short else 1024 * MIB
-    rounds, buckets = (1, BUCKETS[1:2]) if short else (3, BUCKETS)
+    buckets = BUCKETS[1:2] if short else BUCKETS
     backends = ("nccl", "gloo") if cuda else ("gloo",)
-    cells = [(some, b) for b in buckets[:-1]] + [(4 * some, buckets[-1])]
-    parts.run("bare", lambda: bench.plain(backends[0], 1, cells, rounds), 8.0)
-    for way, expected_s in ways(short, cuda)[:1]:
-        parts.run("publish", lambda way=way: bench.publish(way), expected_s)
-    sizes = {"size": some, "rounds": rounds}
+    first, *others = ways(short, cuda)
+
+    def publish(way: Way, expected_s: float) -> None:
+        parts.run("publish", lambda: bench.publish(way), expected_s)
+
+    def bare(backend: str, nodes: int, cells: list[tuple[int, int]], expected_s: float = 4.0) -> None:
+        parts.run("bare", lambda: bench.plain(backend, nodes, cells, rounds), expected_s)
+
+    sizes, whole = {"size": some, "rounds": rounds}, (1, True) if short else (36, False)
+    bare(backends[0], 1, [*((some, b) for b in buckets[:-1]), (4 * some, buckets[-1])], 2.0 if short else 8.0)
+    publish(*first)
     parts.run("copies", lambda: bench.rates("copies", buckets=[b * MIB for b in buckets], **sizes), 6.0)
     parts.run("digests", lambda: bench.rates("digests", **sizes), 4.0)
     if cuda:
         parts.run("ipc", lambda: bench.ipc(some, rounds), 2.0)
-    whole = (1, True) if short else (36, False)
-    parts.run("flips", lambda: bench.flips(*whole, 1 if short else 2), 3.0 if short else 20.0)
-    parts.run("snapshots", lambda: bench.snapshots(*((1, True) if short else (2, True)), 1 if short else 2), 6.0)
-    for backend, nodes in [(backend, nodes) for nodes in (1, 2) for backend in backends if not short][1:]:
-        cells = [(some, bucket) for bucket in ((64, 256) if backend == "nccl" else (64,))]
-        parts.run("bare", lambda b=backend, n=nodes, c=cells: bench.plain(b, n, c, rounds), 4.0)
-    for way, expected_s in ways(short, cuda)[1:]:
-        parts.run("publish", lambda way=way: bench.publish(way), expected_s)
-    crew.close()
-    return {key: value for key, value in parts.figures.items() if key != "began"}
+    parts.run("flips", lambda: bench.flips(*whole, min(rounds, 2)), 3.0 if short else 20.0)
+    parts.run("export", lambda: bench.export(1 if short else 8, True, rounds), 8.0 if short else 15.0)
+    for nodes, backend in [(nodes, backend) for nodes in (1, 2) for backend in backends if not short][1:]:
+        bare(backend, nodes, [(some, bucket) for bucket in ((64, 256) if backend == "nccl" else (64,))])
+    for way, expected_s in others:
+        publish(way, expected_s)
+    parts.run("snapshots", lambda: bench.snapshots(*whole, 1), 3.0 if short else 40.0)
+    bench.crew.close()
+    return figures

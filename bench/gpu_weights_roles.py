@@ -6,13 +6,17 @@ device is the CPU.
 
 import asyncio
 import gc
+import json
 import os
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,9 +25,8 @@ import xxhash
 from blake3 import blake3
 from torch.multiprocessing.reductions import reduce_tensor
 
-from common.config.schema import WeightsConfig
+from common.config.schema import MoeConfig, ParallelConfig, WeightsConfig
 from common.weights.receive.contract import Flip, Watch
-from common.weights.receive.receiver import Receiver
 from common.weights.receive.weight_client import WeightClient
 from common.weights.source.publisher import WeightPublisher
 from common.weights.source.snapshot import SnapshotMaker
@@ -33,11 +36,13 @@ from common.weights.wire import flat_buffer
 from common.weights.wire.failures import ProofFailed
 from common.weights.wire.layout import WORDS, XXH3, Layout
 from rollout_fleet.weights import weight_proof
+from rollout_fleet.weights.tensor_parallel import EngineWorkers
 from tests.rigs import device
 from tests.rigs.waiting import until
 from tests.rigs.weight_processes import BufferTarget
 
 GROUP_S = 60.0  # that members of a plain group may take to meet
+ALONE = SimpleNamespace(rank_in_group=0, world_size=1)  # vLLM's group of an engine with one worker
 HEAD = 128  # Qwen3-8B from here on; its other sizes are multiples of this one
 ROWS = {"embed": 151936, "q_proj": 4096, "k_proj": 1024, "v_proj": 1024, "hidden": 4096, "inter": 12288}
 Specs = list[tuple[str, tuple[int, ...]]]
@@ -254,21 +259,50 @@ class Learner(Role):
         super().clear()
 
     def snapshots(self, rounds: int) -> dict[str, list[float]]:
+        """Seconds of copies of the model, as `_copied`."""
+        assert self.model is not None
+        return self._copied(self.model.named_parameters, rounds)
+
+    def export(self, folder: str, rounds: int) -> dict[str, Any]:
+        """The same of a Megatron model that is exported meanwhile, and of the export alone; `bytes` of the version.
+
+        `folder` is a Hugging Face folder without values, as `write_folder` makes it.
+        """
+        import learner.megatron.backend  # noqa: F401  (before Megatron)
+        from learner.megatron import parallel
+        from learner.megatron.conversion import hf_folder, model
+        from learner.megatron.conversion.export import Exporter
+        from learner.megatron.lora import Adapters
+
+        path, layout = Path(folder), ParallelConfig()
+        parallel.initialize(layout, 0, GROUP_S)
+        try:
+            built = model.build(path, hf_folder.read_config(path), torch.bfloat16, layout, MoeConfig())
+            for chunk in built.chunks:
+                for parameter in chunk.parameters():
+                    parameter.data.normal_(0.0, 0.02)
+            exporter = Exporter(built, Adapters(built, None, path, 0))
+            size = sum(tensor.nbytes for _, tensor in exporter.tensors())
+            alone = self.timed(lambda: deque(exporter.tensors(), maxlen=0), rounds)
+            return {"bytes": size, "export alone": alone, **self._copied(exporter.tensors, rounds)}
+        finally:
+            parallel.shutdown()
+
+    def _copied(self, tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]], rounds: int) -> dict[str, list[float]]:
         """Seconds for which a learner stands still while a version is copied: SnapshotMaker, by where its buffers are.
 
         The first two versions make the buffers.
         """
-        assert self.model is not None
         found: dict[str, list[float]] = {}
         for name, where in {"host": None, "device": self.device}.items():
             maker, kept = SnapshotMaker("bfloat16", where), []
             for version in range(rounds + 2):
                 self.wait()
                 began = time.perf_counter()
-                kept.append(maker.make(version, self.model.named_parameters(), None))
+                kept.append(maker.make(version, tensors(), None))
                 found.setdefault(f"to buffers on the {name}", []).append(time.perf_counter() - began)
                 del kept[:-1]
-            maker = kept = None  # type: ignore[assignment]
+            del maker, kept
             gc.collect()
         return found
 
@@ -286,7 +320,7 @@ class DeviceTarget(BufferTarget):
     def __init__(self, model: Model | None, where: torch.device) -> None:
         """Without a model nothing is loaded, and nothing is proven beyond what was received."""
         super().__init__()
-        self.receiver = Receiver(device=where)
+        self.receiver = EngineWorkers(ALONE, where).receiver
         self.model, self._device = model, where
         self.seen: list[Rates] = []
 
@@ -406,3 +440,19 @@ def serve(number: int, pipe: Connection) -> None:
             pipe.send(("", getattr(role, name)(**arguments)))
         except Exception:
             pipe.send((traceback.format_exc(limit=-4), None))
+
+
+def write_folder(folder: Path, layers: int, tied: bool, divisor: int) -> None:
+    """A Hugging Face folder of the model of `specs` without values."""
+    from transformers import Qwen3Config
+
+    heads = {name: ROWS[name] // divisor // HEAD for name in ("q_proj", "k_proj")}
+    config = Qwen3Config(
+        architectures=["Qwen3ForCausalLM"], vocab_size=ROWS["embed"] // divisor, hidden_size=ROWS["hidden"] // divisor,
+        intermediate_size=ROWS["inter"] // divisor, num_hidden_layers=layers, head_dim=HEAD, tie_word_embeddings=tied,
+        num_attention_heads=heads["q_proj"], num_key_value_heads=heads["k_proj"], dtype="bfloat16",
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    where = {name: "model.safetensors" for name, _ in specs(layers, tied, divisor)}
+    index = {"metadata": {}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -157,6 +157,8 @@ class SnapshotMaker:
             self.layout = Layout.of(typed, checksums=kind)
         if not self._free:
             buffer = flat_buffer.buffer(self.layout.total_bytes, self._device)
+            if self._device is None and torch.cuda.is_initialized():  # the weights come from there
+                flat_buffer.pinned(buffer, torch.device("cuda", torch.cuda.current_device()))
             self._free.append((buffer, list(flat_buffer.view(buffer, self.layout))))
         flat, views = self._free.pop()
         flat_buffer.fill(views, named)

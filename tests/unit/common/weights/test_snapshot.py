@@ -1,9 +1,12 @@
 """Snapshots: their dtypes, which are encoded against which, and what is kept for it."""
 
+import gc
 import re
 import weakref
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,3 +156,33 @@ def test_a_buffer_takes_no_memory_before_it_is_written() -> None:
     flat = flat_buffer.buffer(size)
     assert resident() - before < size // 4
     assert not flat[::4096].any()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_on_a_gpu_the_buffers_of_versions_are_page_locked_while_they_exist(
+    allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked, asked = dict[int, int](), list[torch.device]()
+
+    def register(address: int, size: int, flags: int) -> int:
+        locked.update({address: size} if allowed else {})
+        return 0 if allowed else 801
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=register, cudaHostUnregister=locked.pop, cudaError=SimpleNamespace(success=0)
+    )
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(asked.append(device)))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: asked.append("the refusal is reported here"))
+    versions = Versions("full")
+    made = [versions.maker.make(n, [("a", torch.ones(4096))], None) for n in range(2)]
+    del made[0]
+    made.append(versions.maker.make(2, [("a", torch.ones(4096))], None))
+    assert asked.count(torch.device("cuda", 3)) == 2, "the third version is in the buffer of the first one"
+    assert len(asked) == (2 if allowed else 4)
+    assert list(locked.values()) == ([LAYOUT.total_bytes] * 2 if allowed else [])
+    del made, versions
+    gc.collect()
+    assert not locked
