@@ -56,8 +56,8 @@ SIZES = {
     "50m": Size({
         "vocab_size": 128, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.02,
-    }, 1e-3, 1e-4, 2048),
-    "0.6b": Size(QWEN3_0_6B, 3e-4, 3e-5, 5120),
+    }, 1e-3, 1e-4, 1024),
+    "0.6b": Size(QWEN3_0_6B, 3e-4, 3e-5, 4096),
 }  # fmt: skip
 
 
