@@ -196,7 +196,7 @@ def figures_of(job: harness.Job, opened_s: float, size: Size) -> dict[str, Any]:
         **{name: round(middle[name], 4) for name in ("step_s", "learner_idle_s", "train_s", "publish_s")},
         "stall_per_step_ms": round(1000 * sum(line["generation_stall_s"] for line in lines) / len(lines), 2),
         "staleness_max": max(line["staleness_max"] for line in lines),
-        "mismatch_abs_mean": round(statistics.mean(line["mismatch_abs_mean"] for line in lines), 5),
+        "mismatch_abs_mean": round(statistics.mean(line["mismatch_abs_mean"] for line in lines), 7),
         "reward_first_5": job.reward(slice(5)),
         "reward_last_5": job.reward(slice(-5, None)),
         "seconds": round(job.lines[-1]["time_s"] - opened_s, 1),
