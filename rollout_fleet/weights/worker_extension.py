@@ -15,7 +15,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group, get_world_group
 from vllm.distributed.weight_transfer import base
 
-from common.weights.transports.nccl import remember_device
+from common.weights.transports.nccl import own_stream, remember_device
 from common.weights.wire import flat_buffer, messages
 from common.weights.wire.layout import Layout
 from rollout_fleet.vllm_patches import worker_process
@@ -107,6 +107,10 @@ class SlipstreamTransferEngine(base.WeightTransferEngine[base.WeightTransferInit
         self.receiver.close()
 
     def _prove(self, incarnation: int, version: int, layout: Layout) -> None:
+        with own_stream(self.device, "prove"):  # else every tensor waits for the engine's steps
+            self._proven(incarnation, version, layout)
+
+    def _proven(self, incarnation: int, version: int, layout: Layout) -> None:
         flat = self._loaded
         self._loaded = None
         try:

@@ -26,6 +26,7 @@ import zmq
 from common.process.local_address import host_and_port, local_address
 from common.weights.receive.frozen import FrozenWeights
 from common.weights.transports.groups import BroadcastGroup, GroupFactory, RelayedStore, in_turn, open_group
+from common.weights.transports.nccl import own_stream
 from common.weights.transports.relay import PartFetches, RelayServer, Stall
 from common.weights.wire import delta, flat_buffer
 from common.weights.wire.failures import Damaged, Failure, GivenUp, Mismatch
@@ -301,7 +302,7 @@ class Receiver:
             publish, layout, member, group=group, buffer=memory, parts=parts, frozen=self._frozen
         )
         self._status = self._transfer.status("receiving")
-        threading.Thread(target=self._receive, args=(self._transfer,), daemon=True, name="receive-weights").start()
+        threading.Thread(target=self._run, args=(self._transfer,), daemon=True, name="receive-weights").start()
 
     def _check(self, publish: Publish) -> tuple[Layout, _Membership]:
         """The layout and the group that the version is for; raises Mismatch when it cannot be received."""
@@ -372,8 +373,13 @@ class Receiver:
         flat_buffer.finish(flat)
         return flat
 
+    def _run(self, transfer: _Transfer) -> None:
+        """The thread of a transfer; what it asks of a device does not wait for what the engine has asked for."""
+        with own_stream(self._on_device(transfer.layout), "receive"):
+            self._receive(transfer)
+
     def _receive(self, transfer: _Transfer) -> None:
-        """The thread of a transfer: receive the payload, make the version of it, and verify that."""
+        """Receive the payload, make the version of it, and verify that."""
         publish, layout = transfer.publish, transfer.layout
         base = transfer.buffer if transfer.is_delta else None  # None as soon as it is changed
         frozen = transfer.frozen

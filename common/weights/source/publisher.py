@@ -84,7 +84,8 @@ class WeightPublisher:
         self._version = -1
         self._deltas: Deltas | AdapterPayloads = Deltas(weights.encoding, weights.anchor_every)
         self._dtype = dtype
-        self._device = remember_device() if weights.buffers == "device" else None
+        here = remember_device() if weights.transport == "nccl" else None  # other threads form the groups
+        self._device = here if weights.buffers == "device" else None
         self._maker = SnapshotMaker(dtype, self._device)
         self._control: PublishControl | None = None
         self._thread: threading.Thread | None = None
@@ -184,7 +185,7 @@ class WeightPublisher:
 
     def _prepare(self, snapshot: Snapshot, control: PublishControl) -> None:
         try:
-            with own_stream(self._device):
+            with own_stream(self._device, "prepare"):
                 self._deltas.prepare(snapshot, self._bucket_bytes)
             control.offer(snapshot)
         except Exception as error:

@@ -39,11 +39,19 @@ LOOK_S = 0.02  # a wait notices within this time that the group was closed
 PAUSES_S = 1e-4, 2e-3  # the shortest and the longest of the thread that asks; each is a tenth longer than the last
 
 
-def own_stream(device: torch.device | None) -> AbstractContextManager[object]:
-    """Lets what this thread asks of `device` not wait for what the others have asked for."""
+def own_stream(device: torch.device | None, purpose: str = "") -> AbstractContextManager[object]:
+    """Lets what this thread asks of `device` not wait for what the others have asked for.
+
+    A `purpose` has the same stream each time, because torch uses freed memory again only on the stream that had it.
+    """
     if device is None or device.type != "cuda":
         return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))
+    return torch.cuda.stream(_stream_for(purpose, device) if purpose else torch.cuda.Stream(device))
+
+
+@functools.cache
+def _stream_for(purpose: str, device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class Communicator(Protocol):

@@ -13,7 +13,8 @@ from common.weights.wire.layout import WORDS, XXH3, Layout
 CACHE_BYTES = 256 << 10  # within a core's cache
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WORD_BYTES = 4
-CHUNK_WORDS = 1 << 20  # with numbers of their own; the working memory is about 20 bytes a word
+CHUNK_WORDS = 1 << 20  # with numbers of their own
+CHUNKS = 4  # that are summed at once, in a few calls of the device; the working memory is about 20 bytes a word
 LANES = ((0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9), (0x2545F4914F6CDD1D, 0x14D049BB133111EB))  # odd, without a pattern
 
 
@@ -135,30 +136,37 @@ class WordSums:
         done = 0  # bytes of `data`
         while done < flat.numel():
             chunk, first = divmod(place, CHUNK_WORDS)
-            words = _words(flat[done : done + (CHUNK_WORDS - first) * WORD_BYTES])
+            whole = 0 if first else (flat.numel() - done) // WORD_BYTES // CHUNK_WORDS
+            count = max(1, min(whole, CHUNKS))
+            words = _words(flat[done : done + (count * CHUNK_WORDS - first) * WORD_BYTES]).view(count, -1)
+            factors = _odd(chunk, count, flat.device)
             for lane, numbers in enumerate(_numbers(CHUNK_WORDS, flat.device)):
-                total = (words * numbers[first : first + words.numel()]).sum()
-                self._sums[lane] += total * _odd(chunk, lane)
+                totals = (words * numbers[first : first + words.shape[1]]).sum(1)
+                self._sums[lane] += (totals * factors[lane]).sum()
             place += words.numel()
             done += words.numel() * WORD_BYTES
 
     def hexdigest(self) -> str:
         """32 digits; waits for the device."""
-        sums: Any = [0] * len(LANES) if self._sums is None else self._sums
-        return "".join(f"{int(one) % (1 << 64):016x}" for one in sums)
+        sums = [0] * len(LANES) if self._sums is None else self._sums.tolist()
+        return "".join(f"{one % (1 << 64):016x}" for one in sums)
 
 
 @cache
 def _numbers(count: int, device: torch.device) -> list[torch.Tensor]:
-    """Odd numbers, [count] int64 for each lane."""
-    places = torch.arange(1, count + 1, device=device)
-    return [_mixed(places * spread, mix) for spread, mix in LANES]
+    """Odd numbers, [count] int64 for each lane. A copy from the host is there on return, whatever stream uses it."""
+    places = torch.arange(1, count + 1)
+    return [_mixed(places * spread, mix).to(device) for spread, mix in LANES]
 
 
-def _odd(chunk: int, lane: int) -> int:
-    """An odd number of the chunk, made with the other lane's: else place and chunk could change roles."""
-    spread, mix = LANES[1 - lane]
-    return int(_mixed(torch.tensor(chunk) * spread, mix))
+@cache
+def _odd(chunk: int, count: int, device: torch.device) -> list[torch.Tensor]:
+    """Odd numbers of `count` chunks, [count] int64 for each lane; as `_numbers`.
+
+    They are made with the other lane's: else place and chunk could change roles.
+    """
+    chunks = torch.arange(chunk, chunk + count)
+    return [_mixed(chunks * spread, mix).to(device) for spread, mix in LANES[::-1]]
 
 
 def _mixed(numbers: torch.Tensor, mix: int) -> torch.Tensor:

@@ -1,11 +1,13 @@
 """Device broadcasts up to the library's door, and NCCL where there is no device."""
 
 import ctypes
+import itertools
 import os
 import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,9 @@ import pytest
 import torch
 from msgspec import structs
 
+from common.config.schema import WeightsConfig
 from common.errors import UsageError
+from common.weights.source.publisher import WeightPublisher
 from common.weights.transports import groups, nccl
 from common.weights.transports.groups import RelayedStore
 from common.weights.transports.nccl import DeviceGroup, own_stream
@@ -139,14 +143,21 @@ def test_names_of_transports_that_do_not_exist_are_refused_and_nodes_always_have
     assert groups.receivable("nccl")[0] == "nccl"
 
 
-def test_groups_that_threads_form_are_on_the_device_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "note",
+    [nccl.remember_device, lambda: WeightPublisher(0, "bfloat16", WeightsConfig(transport="nccl"))],
+    ids=["worker", "learner with buffers on the host"],
+)
+def test_groups_that_threads_form_are_on_the_device_of_the_worker(
+    note: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     formed: list[torch.device] = []
     monkeypatch.setattr(nccl, "_device", None)
     monkeypatch.setattr(nccl, "require_device", lambda: None)
     monkeypatch.setattr(nccl.DeviceGroup, "__init__", lambda self, epoch, form, device: formed.append(device))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    nccl.remember_device()
+    note()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)  # as in a thread that has not chosen one
     nccl.NcclGroup(EPOCH, STORE)
     assert formed == [torch.device("cuda", 3)]
@@ -304,8 +315,16 @@ def test_nccl_itself_stops_listening_for_members_that_never_come(monkeypatch: py
         until(lambda: len(os.listdir("/proc/self/task")) <= len(before), "the end of all threads")
 
 
-def test_a_thread_of_a_cuda_group_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream on {device}")
+def test_a_thread_has_a_stream_of_its_own_and_a_purpose_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = itertools.count()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream {next(numbers)} on {device}")
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(stream))
-    with own_stream(torch.device("cuda", 2)) as stream:
-        assert stream == "stream on cuda:2"
+    nccl._stream_for.cache_clear()
+    where = torch.device("cuda", 2)
+    for purpose, number in (("", 0), ("", 1), ("prove", 2), ("receive", 3), ("prove", 2)):
+        with own_stream(where, purpose) as stream:
+            assert stream == f"stream {number} on cuda:2"
+    nccl._stream_for.cache_clear()
+    for nowhere in (None, CPU):
+        with own_stream(nowhere, "prove") as stream:
+            assert stream is None

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from common.weights.receive import receiver as receiving
 from common.weights.receive.receiver import Receiver, receive_buckets
 from common.weights.transports.groups import RelayedStore, bucket_timeout
 from common.weights.wire import delta, flat_buffer, messages
@@ -181,7 +183,9 @@ def test_a_receiver_whose_device_has_no_room_stages_the_next_attempt_in_host_mem
             raise torch.OutOfMemoryError("tried to allocate")
         return buffer(size)
 
+    streams = list[tuple[torch.device | None, str]]()
     monkeypatch.setattr(flat_buffer, "buffer", on_device)
+    monkeypatch.setattr(receiving, "own_stream", lambda *of: streams.append(of) or nullcontext())
     layout = structs.replace(layout, checksums=WORDS)
     sums = flat_buffer.all_checksums(flat, ALIGNMENT, WORDS)
     receiver = Receiver(lambda epoch, store: Replay(flat), device=full)
@@ -191,6 +195,7 @@ def test_a_receiver_whose_device_has_no_room_stages_the_next_attempt_in_host_mem
         receiver.handle(Publish(0, 7, 1, layout.digest, ALIGNMENT, *sums, 8.0))
         until(lambda: receiver.status.state != "receiving")
         assert receiver.status.state == state, receiver.status
+    assert streams == [(full, "receive"), (None, "receive")], "it does not wait for the engine's steps"
     assert torch.equal(receiver.take(0, 7), flat)
     receiver.close()
 

@@ -1,0 +1,292 @@
+"""The weight plane between processes of one GPU: python bench/gpu_weights.py [--short] [--output FILE.json].
+
+A learner and two nodes share the device. NCCL takes them for three hosts, so its bytes cross sockets of the loopback
+device. The model is Qwen3-8B's shape in bfloat16 with random values. Parts, each beside its floor:
+
+- copies, digests, ipc: rates of the device's and the host's own means, which bound everything below;
+- bare: torch.distributed's broadcast between the same processes, by backend, nodes and bytes of a bucket;
+- snapshots: how long a learner stands still while a version is copied;
+- publish: the product's publisher and nodes, from `publish` until the last node has staged the version and runs it;
+- flips: loading a staged version, from host memory as it is, from the same memory pinned, and from the device, against
+  a bare copy of as many bytes; and the proof after it.
+
+A version takes `broadcast_s` from the announcement to the last node's Staged, and `gb_s` is its bytes over that.
+`over_bare` is the same time over that of a bare broadcast of as many bytes in the same buckets. Nodes load the version
+only where `loads` says so. Results are written after every part. A part that fails or comes too late is named in
+`failed`, and the next begins with new processes. Parts that the time did not allow are in `not_reached`.
+
+Without CUDA it runs with a tiny model on the CPU, without NCCL.
+"""
+
+import json
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
+
+import gpu_weights_roles as roles
+import harness
+
+from tests.rigs import processes
+
+NODES = 2
+MIB = 1 << 20
+BUCKETS = (16, 64, 256)  # MiB
+ANSWER_S = 60.0  # for what has no limit of its own
+CHANGED = 0.02  # share of the elements that differ from version to version
+WARM_UP = {"host": 2, "device": 1}  # versions until all buffers are there
+TIMEOUT_S = 30.0  # weights.timeout_s
+
+
+class Ask(NamedTuple):
+    """`method` of process `number`, with its arguments."""
+
+    number: int
+    method: str
+    arguments: dict[str, Any] = {}
+
+
+class Crew:
+    """The processes; they start when they are needed. One that fails or is late costs all of them their lives."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._members: list[tuple[BaseProcess, Connection]] = []
+
+    def ask(self, *asked: Ask, limit_s: float = ANSWER_S) -> list[Any]:
+        """The answers, in order; all work at once. Raises RuntimeError with what was said, or when one is late."""
+        if not self._members:
+            self._members = [self._start(number) for number in range(self._count)]
+        for one in asked:
+            self._members[one.number][1].send((one.method, one.arguments))
+        end = time.monotonic() + limit_s
+        try:
+            return [self._answer(one, end) for one in asked]
+        except BaseException:
+            self.close()
+            raise
+
+    def all(self, method: str, limit_s: float = ANSWER_S) -> list[Any]:
+        return self.ask(*(Ask(number, method) for number in range(self._count)), limit_s=limit_s)
+
+    def _start(self, number: int) -> tuple[BaseProcess, Connection]:
+        ours, theirs = processes.context().Pipe()
+        process = processes.start(roles.serve, number, theirs)
+        theirs.close()
+        return process, ours
+
+    def _answer(self, one: Ask, end: float) -> Any:
+        pipe = self._members[one.number][1]
+        if not pipe.poll(max(0.0, end - time.monotonic())):
+            raise RuntimeError(f"process {one.number} is late with {one.method}")
+        try:
+            error, answer = pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"process {one.number} died in {one.method}") from None
+        if error:
+            raise RuntimeError(f"process {one.number}, {one.method}: {error}")
+        return answer
+
+    def close(self) -> None:
+        for process, pipe in self._members:
+            process.kill()
+            pipe.close()
+        self._members = []
+
+
+@dataclass
+class Parts:
+    """Runs parts one after another within `seconds`, and writes the result after each."""
+
+    args: harness.Options
+    crew: Crew
+    figures: harness.Figures
+
+    def run(self, name: str, work: Callable[[], Any], expected_s: float) -> None:
+        """Put what `work` returns under `name`; a list is put behind what is there."""
+        figures, began = self.figures, time.monotonic()
+        if began - figures["began"] + expected_s > self.args.seconds:
+            figures["not_reached"].append(name)
+            return
+        try:
+            found = work()
+            figures[name] = [*figures.get(name, []), *found] if isinstance(found, list) else found
+            print(f"{name}: {json.dumps(found)}", flush=True)
+        except Exception as error:  # whatever it is, the next part may be fine
+            figures["failed"].append({"part": name, "error": f"{type(error).__name__}: {error}"})
+            print(f"{name} failed: {error}", flush=True)
+            self.crew.close()
+        figures["seconds"].append({"part": name, "s": round(time.monotonic() - began, 1)})
+        harness.write(self.args, {key: value for key, value in figures.items() if key != "began"})
+
+
+@dataclass(frozen=True)
+class Way:
+    """How versions of a model of `layers` layers reach `nodes` nodes; `tied`: without lm_head."""
+
+    transport: str
+    nodes: int
+    layers: int
+    tied: bool = False
+    bucket_mib: int = 64
+    buffers: str = "host"
+    encoding: str = "full"
+    loads: bool = False
+    rounds: int = 1
+
+    @property
+    def told(self) -> dict[str, Any]:
+        names = ("transport", "encoding", "buffers", "bucket_mib", "nodes", "loads")
+        return {name: getattr(self, name) for name in names}
+
+
+class Bench:
+    """The parts."""
+
+    def __init__(self, args: harness.Options) -> None:
+        self.crew, self.short = Crew(1 + NODES), args.short
+        found = self.crew.all("ready", limit_s=120.0)
+        self.device = found[0]
+        self.cuda = self.device["name"] != "cpu"
+        self.divisor = 1 if self.cuda else 16
+        self.bare: dict[tuple[str, int, int], float] = {}  # s a byte, by backend, nodes and bytes of a bucket
+
+    def shape(self, layers: int, tied: bool) -> roles.Specs:
+        return roles.specs(layers, tied, self.divisor)
+
+    def rates(self, method: str, size: int, **arguments: Any) -> dict[str, Any]:
+        """GB/s by name of what the learner alone does with `size` bytes."""
+        (found,) = self.crew.ask(Ask(0, method, {"size": size, **arguments}))
+        self.crew.all("clear")
+        return {"bytes": size, "gb_s": {name: rate(size, seconds) for name, seconds in found.items()}}
+
+    def ipc(self, size: int, rounds: int) -> dict[str, Any]:
+        """A copy of another process's memory through a handle of CUDA IPC."""
+        (handle,) = self.crew.ask(Ask(0, "lend", {"size": size}))
+        (seconds,) = self.crew.ask(Ask(1, "borrow", {"handle": handle, "rounds": rounds}))
+        self.crew.all("clear")
+        return {"bytes": size, "gb_s": rate(size, seconds)}
+
+    def plain(self, backend: str, nodes: int, cells: list[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
+        """Broadcasts of (bytes, MiB of a bucket) through torch.distributed."""
+        sizes = [(size, bucket * MIB) for size, bucket in cells]
+        told = {"backend": backend, "port": free_port(), "world": nodes + 1, "cells": sizes, "rounds": rounds}
+        found = self.crew.ask(*(Ask(rank, "bare", {**told, "rank": rank}) for rank in range(nodes + 1)))
+        rows: list[dict[str, Any]] = []
+        for (size, bucket), *members in zip(cells, *found, strict=True):
+            seconds = [max(one) for one in zip(*members, strict=True)]
+            self.bare[backend, nodes, bucket] = statistics.median(seconds) / size
+            rows.append({"backend": backend, "nodes": nodes, "bucket_mib": bucket, "bytes": size})
+            rows[-1] |= {"s": round(statistics.median(seconds), 4), "gb_s": rate(size, seconds)}
+        return rows
+
+    def snapshots(self, layers: int, tied: bool, rounds: int) -> dict[str, Any]:
+        (size,) = self.crew.ask(Ask(0, "make", {"shape": self.shape(layers, tied)}))
+        (found,) = self.crew.ask(Ask(0, "snapshots", {"rounds": rounds}), limit_s=90.0)
+        self.crew.all("clear")
+        return {"bytes": size, "s": {name: [round(one, 4) for one in seconds] for name, seconds in found.items()}}
+
+    def publish(self, way: Way) -> list[dict[str, Any]]:
+        """Versions through the product; the medians of all but the first ones."""
+        named, members = self.shape(way.layers, way.tied), range(1, way.nodes + 1)
+        self.crew.ask(*(Ask(n, "make", {"shape": named}) for n in (0, *members) if way.loads or n == 0))
+        weights = {"transport": way.transport, "encoding": way.encoding, "buffers": way.buffers}
+        told = {"bucket_bytes": way.bucket_mib * MIB, "timeout_s": TIMEOUT_S, **weights}
+        (address,) = self.crew.ask(Ask(0, "listen", told))
+        follow = {"address": address, "transport": way.transport, "loads": way.loads}
+        self.crew.ask(*(Ask(n, "follow", {"name": f"node-{n}", **follow}) for n in members))
+        found: list[dict[str, float]] = []
+        for version in range(1, WARM_UP[way.buffers] + way.rounds + 1):
+            arguments = {"version": version, "changed": CHANGED, "nodes": way.nodes, "limit_s": 60.0}
+            found += self.crew.ask(Ask(0, "publish", arguments), limit_s=70.0)
+        seen = self.crew.ask(*(Ask(n, "seen") for n in members))
+        self.crew.all("clear")
+        kept = found[-way.rounds :]
+        row = way.told | {"bytes": int(kept[-1]["bytes"]), "rounds": way.rounds, **harness.medians(kept, 4)}
+        row |= harness.medians([one for node in seen for one in node[-way.rounds :]], 4)
+        return [row | {"gb_s": rate(row["bytes"], [row["broadcast_s"]])} | self._over(way, row)]
+
+    def _over(self, way: Way, row: dict[str, Any]) -> dict[str, float]:
+        bare = self.bare.get((way.transport, way.nodes, way.bucket_mib))
+        return {} if bare is None else {"over_bare": round(row["broadcast_s"] / (bare * row["bytes"]), 2)}
+
+    def flips(self, layers: int, tied: bool, rounds: int) -> dict[str, Any]:
+        (size,) = self.crew.ask(Ask(1, "make", {"shape": self.shape(layers, tied)}))
+        arguments = {"buckets": [bucket * MIB for bucket in BUCKETS], "rounds": rounds}
+        (found,) = self.crew.ask(Ask(1, "flips", arguments), limit_s=90.0)
+        self.crew.all("clear")
+        made: dict[str, Any] = {"bytes": size, "register_s": found.pop("register_s", None), "s": {}, "gb_s": {}}
+        for where, ways in found.items():
+            for what, seconds in ways.items():
+                made["s"][f"{where}: {what}"] = round(statistics.median(seconds), 4)
+                made["gb_s"][f"{where}: {what}"] = rate(size, seconds)
+        return made
+
+
+def rate(size: int, seconds: Iterable[float]) -> float:
+    """GB/s, of the median."""
+    return round(size / statistics.median(seconds) / 1e9, 3)
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+def ways(short: bool, cuda: bool) -> list[tuple[Way, float]]:
+    """The ways of `publish`, the most important first, and the seconds that each should take."""
+    small = {"layers": 1 if short else 2, "tied": True}
+    host = [
+        (Way("gloo", 1, **small, loads=True), 12.0), (Way("relay", 1, **small), 10.0),
+        (Way("gloo", 1, **small, encoding="delta"), 14.0), (Way("gloo", 2, **small), 12.0),
+        (Way("relay", 2, **small), 12.0),
+    ]  # fmt: skip
+    if not cuda:
+        return host
+    layers = 1 if short else 36
+    nccl = [(Way("nccl", 1, layers=layers, tied=short, bucket_mib=256, buffers="device"), 5.0 if short else 20.0)]
+    there: dict[str, Any] = {**small, "buffers": "device"}
+    nccl += [(Way("nccl", 1, **there, bucket_mib=64, loads=True), 4.0), (Way("nccl", 2, **there, bucket_mib=256), 4.0)]
+    nccl += [(Way("nccl", 1, **small, bucket_mib=64), 8.0)]
+    if short:
+        return [nccl[0], host[0]]
+    return [*nccl, *host, *((Way("nccl", 1, **there, bucket_mib=b), 4.0) for b in (16, 256))]
+
+
+SHORT = {"action": "store_true", "help": "a few seconds of everything"}
+
+
+@harness.script(short=SHORT, output="", seconds=100.0)
+def main(args: harness.Options) -> harness.Figures:
+    bench, short = Bench(args), args.short
+    cuda, crew = bench.cuda, bench.crew
+    began = time.monotonic()
+    figures = {"rounds": 1 if short else 3, "device": bench.device, "failed": [], "not_reached": [], "seconds": []}
+    parts = Parts(args, crew, figures | {"began": began})
+    some = 64 * MIB if not cuda else 256 * MIB if short else 1024 * MIB
+    rounds, buckets = (1, BUCKETS[1:2]) if short else (3, BUCKETS)
+    backends = ("nccl", "gloo") if cuda else ("gloo",)
+    cells = [(some, b) for b in buckets[:-1]] + [(4 * some, buckets[-1])]
+    parts.run("bare", lambda: bench.plain(backends[0], 1, cells, rounds), 8.0)
+    for way, expected_s in ways(short, cuda)[:1]:
+        parts.run("publish", lambda way=way: bench.publish(way), expected_s)
+    sizes = {"size": some, "rounds": rounds}
+    parts.run("copies", lambda: bench.rates("copies", buckets=[b * MIB for b in buckets], **sizes), 6.0)
+    parts.run("digests", lambda: bench.rates("digests", **sizes), 4.0)
+    if cuda:
+        parts.run("ipc", lambda: bench.ipc(some, rounds), 2.0)
+    whole = (1, True) if short else (36, False)
+    parts.run("flips", lambda: bench.flips(*whole, 1 if short else 2), 3.0 if short else 20.0)
+    parts.run("snapshots", lambda: bench.snapshots(*((1, True) if short else (2, True)), 1 if short else 2), 6.0)
+    for backend, nodes in [(backend, nodes) for nodes in (1, 2) for backend in backends if not short][1:]:
+        cells = [(some, bucket) for bucket in ((64, 256) if backend == "nccl" else (64,))]
+        parts.run("bare", lambda b=backend, n=nodes, c=cells: bench.plain(b, n, c, rounds), 4.0)
+    for way, expected_s in ways(short, cuda)[1:]:
+        parts.run("publish", lambda way=way: bench.publish(way), expected_s)
+    crew.close()
+    return {key: value for key, value in parts.figures.items() if key != "began"}
