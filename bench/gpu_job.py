@@ -135,12 +135,11 @@ def config(folder: Path, size: Size, staleness: int, options: harness.Options, c
 @contextmanager
 def jobs(folder: Path, size: Size, options: harness.Options, cuda: bool) -> Iterator[dict[int, Command]]:
     """All jobs, on their way up."""
-    paths = f"{harness.ROOT}:{harness.ROOT / 'bench'}"
     with ExitStack() as stack:
         found = {}
         for staleness in options.staleness:
             words = ["up", str(config(folder, size, staleness, options, cuda)), "--share-gpus", "--plain"]
-            command = Command(folder, f"up-{staleness}", *words, PYTHONPATH=paths)
+            command = Command(folder, f"up-{staleness}", *words, PYTHONPATH=harness.python_path())
             found[staleness] = stack.enter_context(command)
         yield found
 
