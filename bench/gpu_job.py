@@ -56,8 +56,8 @@ SIZES = {
     "50m": Size({
         "vocab_size": 128, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.02,
-    }, 1e-3, 1e-4, 2048),
-    "0.6b": Size(QWEN3_0_6B, 3e-4, 3e-5, 5120),
+    }, 1e-3, 1e-4, 1024),
+    "0.6b": Size(QWEN3_0_6B, 3e-4, 3e-5, 4096),
 }  # fmt: skip
 
 
@@ -135,12 +135,11 @@ def config(folder: Path, size: Size, staleness: int, options: harness.Options, c
 @contextmanager
 def jobs(folder: Path, size: Size, options: harness.Options, cuda: bool) -> Iterator[dict[int, Command]]:
     """All jobs, on their way up."""
-    paths = f"{harness.ROOT}:{harness.ROOT / 'bench'}"
     with ExitStack() as stack:
         found = {}
         for staleness in options.staleness:
             words = ["up", str(config(folder, size, staleness, options, cuda)), "--share-gpus", "--plain"]
-            command = Command(folder, f"up-{staleness}", *words, PYTHONPATH=paths)
+            command = Command(folder, f"up-{staleness}", *words, PYTHONPATH=harness.python_path())
             found[staleness] = stack.enter_context(command)
         yield found
 
@@ -196,7 +195,7 @@ def figures_of(job: harness.Job, opened_s: float, size: Size) -> dict[str, Any]:
         **{name: round(middle[name], 4) for name in ("step_s", "learner_idle_s", "train_s", "publish_s")},
         "stall_per_step_ms": round(1000 * sum(line["generation_stall_s"] for line in lines) / len(lines), 2),
         "staleness_max": max(line["staleness_max"] for line in lines),
-        "mismatch_abs_mean": round(statistics.mean(line["mismatch_abs_mean"] for line in lines), 5),
+        "mismatch_abs_mean": round(statistics.mean(line["mismatch_abs_mean"] for line in lines), 7),
         "reward_first_5": job.reward(slice(5)),
         "reward_last_5": job.reward(slice(-5, None)),
         "seconds": round(job.lines[-1]["time_s"] - opened_s, 1),

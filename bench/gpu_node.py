@@ -243,7 +243,7 @@ def main(options: harness.Options) -> harness.Figures:
 
     cuda = torch.cuda.is_available()
     if options.short:
-        options.windows, options.seconds = 1, min(options.seconds, 2.0)
+        options.windows, options.seconds, options.kinds = 1, min(options.seconds, 2.0), options.kinds[:2]
     figures: harness.Figures = {"rounds": options.windows}
     with sides(options, figures, cuda) as found:
         views = {f"{name}, flips": Flipping(side) for name, side in found.items() if isinstance(side, Node)}

@@ -321,10 +321,15 @@ def steps_to(rewards: Sequence[float], level: float) -> int | None:
     return None
 
 
+def python_path() -> str:
+    """PYTHONPATH of a process that imports this checkout and this folder, before what this process has there."""
+    return os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "bench"), os.environ.get("PYTHONPATH")]))
+
+
 def command(*words: object, timeout_s: float = 3600, **environment: str) -> str:
     """Run WORDS in the checkout and return its output; raises RuntimeError with the output's tail."""
     line = [str(word) for word in words]
-    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'bench'}"}
+    paths = {"PYTHONPATH": python_path()}
     done = subprocess.run(
         line, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, **paths, **environment}
     )

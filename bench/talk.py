@@ -224,9 +224,8 @@ class NodeJob:
         config = folder / "job.yaml"
         config.write_text(json.dumps(self._config(folder, model, weights or {})))
         self._stack = ExitStack()
-        paths = os.pathsep.join([str(harness.ROOT), str(harness.ROOT / "bench")])
         self._broker = self._stack.enter_context(Command(folder, "broker", "broker", str(config)))
-        node = Command(folder, "node", "rollout", str(config), "--node-id", "n0", PYTHONPATH=paths)
+        node = Command(folder, "node", "rollout", str(config), "--node-id", "n0", PYTHONPATH=harness.python_path())
         self._node = self._stack.enter_context(node)
         address = folder / "run/broker.json"
         until("the broker", address.exists, self._broker, self._node)
