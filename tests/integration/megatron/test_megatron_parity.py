@@ -277,19 +277,6 @@ def test_saved_folder_has_the_trained_weights_and_the_sources_other_files(folder
     assert not list((folder / "saved").glob(".*"))
 
 
-@pytest.mark.skipif(CUDA, reason="on CUDA all ranks are spawned")
-def test_ranks_that_are_spawned_find_what_forked_ones_find(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    names = [x.name for x in LAYOUTS if x.kind == "tied" and x.ranks == min(2, RANKS)][:2]
-    specs = [x.spec | {"ranks": x.ranks} for x in LAYOUTS if x.name in names]
-    groups = group(tiny_models.job_models, [{"kinds": ["tied"]}]), group(job_layout, specs, shared=True)
-    spawned = forked_ranks.run(tmp_path_factory, *groups, spawn=True)
-    for name in names:
-        assert Outcome(spawned / name).ranks == found_of(folder, name).ranks
-        same(Outcome(spawned / name).tensors, found_of(folder, name).tensors)
-
-
 def test_what_is_proven_is_written_down(folder: Path, record_property: Record) -> None:
     rows = []
     errors = [gradient_error(folder, layout) for layout in LAYOUTS]
