@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The checks of CI: launch/test.sh [fast] [pytest arguments]
-#   (nothing)  lint, types, import contracts, words, the bare base install, every test, some engines again with vLLM's AVX2
-#              library, and Megatron against Hugging Face again in an environment with the learner's pins
+#   (nothing)  lint, types, import contracts, words, the bare base install, every test, and some engines again with vLLM's
+#              AVX2 library; every architecture is tried in the environment with the learner's pins alone
 #   gpu        `slipstream selftest` with this machine's environments; nothing is installed
 #   fast       lint, types, import contracts, words and the tests that are not marked slow; at most 90 s after set-up
 # Arguments choose other tests; the checks still run. But for gpu, the environment is set up first.
@@ -93,10 +93,8 @@ other_library() {
     tests/integration/test_engine_{flips,tensor_parallel}.py -k "not (Qwen2 or Llama or Mistral or Mixtral or Glm4Moe or AMX or plain or copies)"
 }
 
-other_pins() {
-  step "every architecture with the learner's pins" "$SLIPSTREAM_LEARNER_PYTHON" -m pytest -q \
-    tests/integration/megatron/test_architectures.py
-}
+architectures=tests/integration/megatron/test_architectures.py
+other_pins() { step "every architecture with the learner's pins" "$SLIPSTREAM_LEARNER_PYTHON" -m pytest -q "$architectures"; }
 
 cluster_and_variants() {  # one after another; the later ones run also when one fails
   local failed=0
@@ -118,7 +116,7 @@ else
   # Hosts wait most of the time, for machines that fall silent. Other tests have a lower priority, so that they do not
   # delay the clocks of a cluster.
   behind cluster_and_variants
-  (step "all tests but those on a cluster" nice -n 5 "${pytest[@]}" -m "not cluster") || failed=yes
+  (step "all tests but those on a cluster" nice -n 5 "${pytest[@]}" -m "not cluster" --ignore="$architectures") || failed=yes
 fi
 joined
 printf '\n== all checks passed in %d s after set-up\n' $((SECONDS - begun))

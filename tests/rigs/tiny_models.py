@@ -36,7 +36,7 @@ from learner.certificate import rank as of_megatron
 from learner.certificate import reference as of_transformers
 from learner.certificate.batch import packs
 
-VOCABULARY, TEMPERATURE, STEPS = 128, 0.7, 3
+VOCABULARY, TEMPERATURE, STEPS = 128, 0.7, 2
 # eps: with 1e-8 Adam makes whole steps of the rounding of gradients that are nearly zero
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-4, warmup_steps=2, schedule="cosine", weight_decay=0.01, grad_clip=1.0)
 

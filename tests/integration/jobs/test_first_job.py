@@ -10,11 +10,11 @@ from tests.rigs.jobs import metrics
 from tests.rigs.processes import SLIPSTREAM, Process
 from tests.rigs.waiting import read_jsonl
 
-STEPS = 30
+STEPS = 6  # test_scored_job.py lets the example learn
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 
-def test_the_example_of_init_trains_learns_and_shows_each_reward(tmp_path: Path, monkeypatch) -> None:
+def test_the_example_of_init_trains_and_shows_each_reward(tmp_path: Path, monkeypatch) -> None:
     folder = tmp_path / "first"
     with Process(tmp_path / "init.log", [*SLIPSTREAM, "init", str(folder)], **OFFLINE) as made:
         assert made.wait() == 0, made.output()
@@ -31,13 +31,13 @@ def test_the_example_of_init_trains_learns_and_shows_each_reward(tmp_path: Path,
         own = line["environment"]
         assert set(own) == {"right_kind", "length_penalty"}
         assert abs(line["reward_mean"] - (own["right_kind"] + 0.2 * own["length_penalty"])) < 1e-6
-    first, last = (sum(line["reward_mean"] for line in part) / 5 for part in (lines[:5], lines[-5:]))
-    assert last > first + 0.1, f"reward {first:.2f}, then {last:.2f}"
+    assert all(line["grad_norm"] > 0 for line in lines)
     kept = [line for path in (folder / "run" / "transcripts").glob("*.jsonl") for line in read_jsonl(path)]
     assert kept and all(set(line["metrics"]) == {"right_kind", "length_penalty"} for line in kept)
     assert yaml.safe_load((folder / "run" / "config.yaml").read_text())["tasks"]["environment"] is None
     with Process(tmp_path / "report.log", [*SLIPSTREAM, "report", "run"]) as report:
         assert report.wait() == 0, report.output()
     page = (folder / "run" / "report" / "report.html").read_text()
+    assert (folder / "run" / "report" / "over_steps.png").stat().st_size > 10_000
     assert "right_kind" in page and "length_penalty" in page
     assert json.loads((folder / "data.jsonl").read_text().splitlines()[0]) == {"kind": "digits"}

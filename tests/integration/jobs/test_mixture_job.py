@@ -1,4 +1,7 @@
-"""A job of two real sources whose weights change while it runs; its learner is killed before that has an effect."""
+"""A job of two real sources whose weights change while it runs; its learner is killed before that has an effect.
+
+Its model is a converted one: the learner alone reads its weights, the node gets them from the learner.
+"""
 
 import json
 import os
@@ -11,6 +14,7 @@ import yaml
 
 from broker.contract import WeightRequest
 from broker.journal.recording import open_recording
+from common.config.converted import WEIGHTS
 from common.process.run_dir import RunDir
 from common.rollouts import Task
 from launch.observe.transcripts import read
@@ -28,6 +32,9 @@ def mixture(folder: Path, assets: Path) -> Path:
     """Three parts of addition and one of the number game, each with its own estimator, KL term and limits."""
     config = write_config(folder / "job.yaml", assets, folder / "run", STEPS, telemetry={"transcripts": 1.0})
     document = yaml.safe_load(config.read_text())
+    document["model"]["path"] = str(folder / "converted")
+    slipstream("convert", str(assets / "model"), str(folder / "converted"))
+    document["learner"]["loss"] = {"reference": str(folder / "converted")}
     document["tasks"] = {
         "sources": {
             "sums": {
@@ -79,6 +86,7 @@ def test_weights_change_while_a_job_runs_and_a_learner_killed_before_their_effec
         )
         assert up.wait() == 0
     assert_trained_exactly_once(run_dir, STEPS)
+    assert (run_dir / "model" / "model.safetensors").is_file() and not (run_dir / "model" / WEIGHTS).exists()
 
     job = config_of(RunDir(run_dir))
     assert job is not None

@@ -27,7 +27,7 @@ VALIDATE, PING = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=BI", 13, 7)  #
 ZMTP = (b"\xff".ljust(9, b"\0") + b"\x7f\x03\0NULL").ljust(64, b"\0")  # greeting of a ZeroMQ socket without a key
 STORE_S = 20.0  # for the answer of a store; other servers do not give it
 SEND_S = 1.0  # time for an answer, which is not needed
-MORE_STEPS = 30  # each takes at least 0.25 s: torchrun's c10d rendezvous read its value every 5 s
+MORE_STEPS = 20  # each takes at least 0.25 s: torchrun's c10d rendezvous read its value every 5 s
 
 
 class Mark:

@@ -23,10 +23,8 @@ BUCKETS = {"extra": {"bucket_size": 20_000}, "optimizer": {"grad_clip": 0.0}}
 # gradient's norm is summed up, so its last bits differ. Gradients are not clipped by it where there are several.
 KINDS: dict[str, dict[str, Any]] = {
     "one-bucket": {"ranks": 2, "extra": {}, "optimizer": {}},
-    "fp32": {"ranks": 2},
     "bf16-recompute": {"ranks": 2, "dtype": "bfloat16", "memory": {"recompute": "full"}},
     "cp2": {"parallel": {"context": 2}},
-    "pp2-dp2": {"ranks": 4, "parallel": {"pipeline": 2}},
     "vpp2-dp2": {"ranks": 4, "parallel": {"pipeline": 2, "virtual_pipeline": 2}},
     "ep2-dp2": {"ranks": 2, "kind": "moe", "parallel": {"expert": 2}},
     "offload": {"ranks": 2, "memory": {f"offload_{k}": True for k in ("optimizer", "gradients", "parameters")}},

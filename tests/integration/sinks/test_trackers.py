@@ -135,9 +135,12 @@ def test_wandb_offline_mlflow_and_trackio_keep_steps_through_a_kill_and_a_resume
         process.kill()
     for sink in sinks[1:]:  # a crash before the cursor was written; W&B's server does this for offline runs
         (run.sinks / f"{sink}.json").unlink()
+    text = run.config.read_text()  # the run is continued with another config
+    run.config.write_text(re.sub(r"(?m)^  steps: \d+", "  steps: 777", text))
+    assert run.config.read_text() != text
     with feeding(run, *sinks, python=python, **env) as process:
         until_fed(run, process, 3, *sinks)
-        write_steps(run, [4, 5])
+        write_steps(run, [4, 5], environment=dict.fromkeys(("correct (strict), %", "a//b", "../b", "x" * 300), 0.5))
         until_fed(run, process, 5, *sinks)
         write_steps(run, [3, 4], incarnation=1)
         until(lambda: all(state_of(run, sink).start == 1 for sink in sinks))
@@ -159,6 +162,10 @@ def test_wandb_offline_mlflow_and_trackio_keep_steps_through_a_kill_and_a_resume
     assert mlflow["history"]["evaluation/data_held_out.jsonl/pass_at/1"] == [[4, 0.25]]
     assert mlflow["history"].keys() >= NAMES
     assert (mlflow["name"], mlflow["params"]["staleness.max"], mlflow["status"]) == ("demo", "2", "FINISHED")
+    place, short = "train/environment/", ("correct _strict__ _", "a/_/b", "_/b")  # names that it does not take
+    taken = {*(f"{place}{name}" for name in short), f"{place}{'x' * 300}"[:250]}
+    assert {name for name in mlflow["history"] if name.startswith(place)} == taken
+    assert mlflow["params"]["run.steps"] != "777", "MLflow keeps the first value"
 
     trackio: Any = ask(python, TRACKIO, **env)
     steps, evaluations = sorted(trackio["logs"])
@@ -168,28 +175,3 @@ def test_wandb_offline_mlflow_and_trackio_keep_steps_through_a_kill_and_a_resume
         0
     ].items()
     assert steps.startswith("demo-") and trackio["config"][steps]["run"]["name"] == "demo"
-
-
-@pytest.mark.slow
-def test_mlflow_goes_on_with_a_continued_run_of_another_config_and_with_names_that_it_does_not_take(
-    tmp_path: Path,
-) -> None:
-    python, run = python_with_trackers(), new_run(tmp_path)
-    write_steps(run, range(2))
-    with feeding(run, "mlflow", python=python) as process:
-        until_fed(run, process, 1, "mlflow")
-    text = run.config.read_text()
-    run.config.write_text(re.sub(r"(?m)^  steps: \d+", "  steps: 777", text))
-    assert run.config.read_text() != text
-    names = ("correct (strict), %", "a//b", "../b", "x" * 300)
-    write_steps(run, [2], environment=dict.fromkeys(names, 0.5))
-    with feeding(run, "mlflow", python=python) as process:
-        until_fed(run, process, 2, "mlflow")
-        finish(run, process)
-    mlflow: Any = ask(python, MLFLOW, run.path)
-    found = {name for name in mlflow["history"] if name.startswith("train/environment/")}
-    place = "train/environment/"
-    assert found == {f"{place}{name}" for name in ("correct _strict__ _", "a/_/b", "_/b")} | {
-        f"{place}{'x' * 300}"[:250]
-    }
-    assert mlflow["params"]["run.steps"] != "777", "MLflow keeps the first value"
