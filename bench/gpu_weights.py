@@ -5,10 +5,13 @@ device. The model is Qwen3-8B's shape in bfloat16 with random values. Parts, eac
 
 - copies, digests, ipc: rates of the device's and the host's own means, which bound everything below;
 - bare: torch.distributed's broadcast between the same processes, by backend, nodes and bytes of a bucket;
-- snapshots: how long a learner stands still while a version is copied;
+- export: how long a learner stands still while a version is exported from Megatron and copied; `snapshots` without
+  Megatron;
 - publish: the product's publisher and nodes, from `publish` until the last node has staged the version and runs it;
 - flips: loading a staged version, from host memory as it is, from the same memory pinned, and from the device, against
-  a bare copy of as many bytes; and the proof after it.
+  a bare copy of as many bytes; and the proof after it;
+- vllm: the same bytes by what vLLM's nccl and ipc transfers consist of (its packed_tensor.py). They load every piece
+  as it comes, and neither stage nor verify a version.
 
 A version takes `broadcast_s` from the announcement to the last node's Staged, and `gb_s` is its bytes over that.
 `over_bare` is the same time over that of a bare broadcast of as many bytes in the same buckets. Nodes load the version
@@ -30,6 +33,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gpu_weights_model as models
 import gpu_weights_roles as roles
 import harness
 
@@ -158,8 +162,8 @@ class Bench:
         self.divisor = 1 if self.cuda else 8
         self.bare: dict[tuple[str, int, int], float] = {}  # s a byte, by backend, nodes and bytes of a bucket
 
-    def shape(self, layers: int, tied: bool) -> roles.Specs:
-        return roles.specs(layers, tied, self.divisor)
+    def shape(self, layers: int, tied: bool) -> models.Specs:
+        return models.specs(layers, tied, self.divisor)
 
     def rates(self, method: str, size: int, **arguments: Any) -> dict[str, Any]:
         """GB/s by name of what the learner alone does with `size` bytes."""
@@ -189,6 +193,30 @@ class Bench:
             rows[-1] |= {"s": round(statistics.median(seconds), 4), "gb_s": rate(size, seconds)}
         return rows
 
+    def vllm_nccl(self, layers: int, tied: bool, rounds: int) -> list[dict[str, Any]]:
+        """The same bytes through what vLLM's nccl transfer sends and receives with, to one node."""
+        size, _ = self.crew.ask(*(Ask(n, "make", {"shape": self.shape(layers, tied)}) for n in (0, 1)))
+        told = {"port": free_port(), "world": 2, "rounds": rounds}
+        found = self.crew.ask(*(Ask(n, "packed", {**told, "rank": n}) for n in (0, 1)))
+        self.crew.all("clear")
+        seconds = [max(one) for one in zip(*found, strict=True)]
+        return [{"way": "nccl", "bytes": size, "s": rounded({"s": seconds})["s"], "gb_s": rate(size, seconds)}]
+
+    def vllm_ipc(self, layers: int, tied: bool, rounds: int) -> list[dict[str, Any]]:
+        """The same through its ipc transfer: with a buffer, which must have room for any tensor, and without one."""
+        size, _ = self.crew.ask(*(Ask(n, "make", {"shape": self.shape(layers, tied)}) for n in (0, 1)))
+        rows: list[dict[str, Any]] = []
+        for way, buffer in {"ipc, packed": 2048 * MIB, "ipc": 0}.items():
+            seconds = [harness.timed(lambda b=buffer: self._pieces(b))[1] for _ in range(rounds + 1)][1:]
+            rows.append({"way": way, "bytes": size, "s": rounded({"s": seconds})["s"], "gb_s": rate(size, seconds)})
+        self.crew.all("clear")
+        return rows
+
+    def _pieces(self, buffer_bytes: int) -> None:
+        self.crew.ask(Ask(0, "give", {"buffer_bytes": buffer_bytes}))
+        while (piece := self.crew.ask(Ask(0, "next_piece"))[0]) is not None:
+            self.crew.ask(Ask(1, "load", {"piece": piece}))
+
     def snapshots(self, layers: int, tied: bool, rounds: int) -> dict[str, Any]:
         (size,) = self.crew.ask(Ask(0, "make", {"shape": self.shape(layers, tied)}))
         (found,) = self.crew.ask(Ask(0, "snapshots", {"rounds": rounds}), limit_s=90.0)
@@ -198,7 +226,7 @@ class Bench:
     def export(self, layers: int, tied: bool, rounds: int) -> dict[str, Any]:
         """As `snapshots`, of what the learner exports from Megatron."""
         with tempfile.TemporaryDirectory() as folder:
-            roles.write_folder(Path(folder), layers, tied, self.divisor)
+            models.write_folder(Path(folder), layers, tied, self.divisor)
             (found,) = self.crew.ask(Ask(0, "export", {"folder": folder, "rounds": rounds}), limit_s=90.0)
         self.crew.all("clear")
         return {"bytes": found.pop("bytes"), "s": rounded(found)}
@@ -309,6 +337,9 @@ def main(args: harness.Options) -> harness.Figures:
         bare(backend, nodes, [(some, bucket) for bucket in ((64, 256) if backend == "nccl" else (64,))])
     for way, expected_s in others:
         publish(way, expected_s)
+    if cuda:
+        parts.run("vllm", lambda: bench.vllm_ipc(*whole, rounds), 3.0 if short else 8.0)
+        parts.run("vllm", lambda: bench.vllm_nccl(*whole, 1), 3.0 if short else 15.0)
     parts.run("snapshots", lambda: bench.snapshots(*whole, 1), 3.0 if short else 40.0)
     bench.crew.close()
     return figures
