@@ -24,7 +24,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import xxhash
 from blake3 import blake3
 from gpu_weights_model import Model, Specs
@@ -35,7 +34,7 @@ from common.weights.receive.contract import Flip, Watch
 from common.weights.receive.weight_client import WeightClient
 from common.weights.source.publisher import WeightPublisher
 from common.weights.source.snapshot import SnapshotMaker
-from common.weights.transports.groups import receivable
+from common.weights.transports.groups import dist, receivable
 from common.weights.transports.nccl import remember_device
 from common.weights.wire import flat_buffer
 from common.weights.wire.failures import ProofFailed
@@ -211,7 +210,8 @@ class Role:
     def digests(self, size: int, rounds: int) -> dict[str, list[float]]:
         """Seconds of the checksums of `size` bytes: one thread on the host, and those of the device."""
         host = flat_buffer.buffer(size).random_(0, 256)
-        there, data = host.to(self.device), memoryview(host.numpy())
+        held: Any = host.numpy()
+        there, data = host.to(self.device), memoryview(held)
         found = {
             "xxh3-128": self.timed(lambda: xxhash.xxh3_128_digest(data), rounds),
             "blake3": self.timed(lambda: blake3(data).digest(), rounds),
@@ -415,10 +415,11 @@ class Node(Role):
         if self.device.type != "cuda":
             return found
         began = time.perf_counter()
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0))
+        runtime: Any = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(flat.data_ptr(), flat.numel(), 0))
         found["register_s"] = time.perf_counter() - began
         found["host, registered"] = self._loads(flat, layout, buckets, rounds)
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(flat.data_ptr()))
+        torch.cuda.check_error(runtime.cudaHostUnregister(flat.data_ptr()))
         del flat
         staged = flat_buffer.buffer(layout.total_bytes, self.device)
         found["device"] = self._loads(staged, layout, buckets[1:2], rounds)

@@ -57,21 +57,26 @@ def machine() -> dict[str, Any]:
 
 
 def accelerator() -> str:
-    """Name and memory of every GPU as the driver tells them; 'none' without one."""
+    """Name, memory and driver of every GPU as the driver tells them; 'none' without one."""
+    asked = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        words = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-        said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
+        found = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout
+    except (OSError, subprocess.SubprocessError):
         return "none"
-    return "; ".join(line.strip() for line in said.splitlines()) or "none"
+    return "; ".join(found.splitlines()) or "none"
 
 
 def commit() -> str:
-    """Short hash of the checkout, with '-modified' when a tracked file outside bench/results differs from it."""
+    """Short hash of the checkout, with '-modified' when a tracked file outside bench/results differs from it.
+
+    Without a repository it is the variable SLIPSTREAM_COMMIT.
+    """
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
+    if given := os.environ.get("SLIPSTREAM_COMMIT"):  # a copy of the files without their repository
+        return given
     modified = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-modified" if modified else "")
 
@@ -79,45 +84,42 @@ def commit() -> str:
 def script(**options: Any) -> Callable[[Callable[[Options], Figures]], None]:
     """Decorates `main(arguments)`, the last function of a script: running that writes bench/results/SCRIPT.json.
 
-    The file has commit, arguments, machine and load, too. An option `name` replaces SCRIPT, an option `output` the whole
+    The file has commit, arguments, machine and load, too. An option `name` replaces SCRIPT, an option `output` the
     path; with `--dry` the result is printed instead. For `options` see `parser`.
     """
 
     def run_as_script(main: Callable[[Options], Figures]) -> None:
         if main.__module__ == "__main__":
             arguments = parser(sys.modules["__main__"].__doc__, **options).parse_args()
-            figures = main(arguments)
-            assert "rounds" in figures, "every result says how often it was measured"
-            if arguments.dry:
-                print(_written(arguments, figures), end="")
-                return
-            name = getattr(arguments, "name", Path(main.__code__.co_filename).stem)
-            output = getattr(arguments, "output", "")
-            if output:
-                keep(arguments, figures)
-                return
-            path = RESULTS / f"{name}.json"
-            path.write_text(_written(arguments, figures))
-            print(f"{path.relative_to(ROOT)} is written; python -m bench.pages brings it to the pages")
+            path = write(arguments, main(arguments))
+            if path is not None:
+                print(f"{path} is written; python -m bench.pages brings results to the pages")
 
     return run_as_script
 
 
-def _written(arguments: Options, figures: Figures) -> str:
-    """The text of a result."""
+def write(arguments: Options, figures: Figures) -> Path | None:
+    """Write a result, or the part of it that is there already, beside its provenance; with `--dry` print it."""
+    assert "rounds" in figures, "every result says how often it was measured"
     given = {name: value for name, value in vars(arguments).items() if name != "dry"}
     load = round(os.getloadavg()[0], 1)
     result = {"commit": commit(), "arguments": given, "machine": machine(), "load_1min": load, **figures}
-    return json.dumps(result, indent=1, default=str) + "\n"
+    text = json.dumps(result, indent=1, default=str) + "\n"
+    if arguments.dry:
+        print(text, end="")
+        return None
+    stem = getattr(arguments, "name", Path(str(sys.modules["__main__"].__file__)).stem)
+    path = Path(getattr(arguments, "output", "") or RESULTS / f"{stem}.json")
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(path)  # a script that is cut off leaves a whole file
+    return path
 
 
 def keep(arguments: Options, figures: Figures) -> None:
-    """Write what there is so far to the option `output`: a script that is cut off leaves it."""
+    """Write what there is so far to the option `output`, if that is given."""
     if arguments.output and not arguments.dry:
-        path = Path(arguments.output)
-        unfinished = path.with_name(f"{path.name}.unfinished")
-        unfinished.write_text(_written(arguments, figures))
-        unfinished.replace(path)
+        write(arguments, figures)
 
 
 def part(arguments: Options, figures: Figures, name: str, work: Callable[[], Any]) -> Any:
@@ -319,10 +321,15 @@ def steps_to(rewards: Sequence[float], level: float) -> int | None:
     return None
 
 
+def python_path() -> str:
+    """PYTHONPATH of a process that imports this checkout and this folder, before what this process has there."""
+    return os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "bench"), os.environ.get("PYTHONPATH")]))
+
+
 def command(*words: object, timeout_s: float = 3600, **environment: str) -> str:
     """Run WORDS in the checkout and return its output; raises RuntimeError with the output's tail."""
     line = [str(word) for word in words]
-    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'bench'}"}
+    paths = {"PYTHONPATH": python_path()}
     done = subprocess.run(
         line, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, **paths, **environment}
     )
